@@ -22,7 +22,9 @@ import torchvision
 from common import ratio
 from torch import Tensor, nn
 
-from prunekit.calibration import MomentsCollector, StatsCollector, collector, first_tensor
+from prunekit.statistics import collection as collector
+from prunekit.statistics.collection import StatsCollector, first_tensor
+from prunekit.statistics.moments import MomentsCollector
 
 MODELS = ("resnet34", "resnet50", "densenet121", "mobilenet_v2", "efficientnet_b0")
 BATCH, SIZE = 16, 224

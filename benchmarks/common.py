@@ -42,8 +42,8 @@ def keep(
     name: str, rows: Sequence[dict[str, Any]], setting: dict[str, Any], where: dict[str, Any] | None = None
 ) -> Path:
     """Writes rows with their setting and environment, this one if not given, to `benchmarks/results/<name>.json`."""
-    from prunekit.artifacts import write_json
-    from prunekit.workflow.runs import environment
+    from prunekit.jobs.run.run_folder import environment
+    from prunekit.utils.files import write_json
 
     path = RESULTS / f"{name}.json"
     write_json(path, {"setting": setting, "environment": where or environment(), "rows": list(rows)})

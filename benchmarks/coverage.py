@@ -30,7 +30,7 @@ from common import RESULTS, keep, show
 from coverage_check import check, failed, where_from
 from zoo_cases import Zoo
 
-from prunekit.workflow.runs import environment
+from prunekit.jobs.run.run_folder import environment
 
 FORK = multiprocessing.get_context("fork")
 """A child has all modules already: importing them takes longer than most models do."""

@@ -16,11 +16,11 @@ from torch import nn
 from zoo_cases import Case, randomize
 
 import prunekit
-from prunekit.channels import ChannelMap
-from prunekit.channels.comparing import TOLERANCE
-from prunekit.channels.map import MacTerm
+from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.labels import MacTerm
+from prunekit.channels.tolerance import TOLERANCE
 from prunekit.errors import PrunekitError
-from prunekit.nested import gather
+from prunekit.utils.tensors import gather
 
 FREE_PARAMETERS = 0.95
 MACS_LEFT = 0.32

@@ -7,10 +7,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from prunekit.channels import ChannelMap, Lock
+from prunekit.channels.channel_map import ChannelMap, Keep, Lock
 from prunekit.channels.constraints import LockRecord
 from prunekit.channels.labels import Labels
-from prunekit.channels.map import Keep
 
 EXPECTED = ("output of the model", "reads channels whose number no parameter decides, such as those of the input")
 """Locks that every model has: its classes and the channels of its images."""

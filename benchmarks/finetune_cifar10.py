@@ -29,8 +29,8 @@ from typing import Any
 from common import keep, reductions, show
 
 from prunekit.errors import PrunekitError
-from prunekit.recipe import load
-from prunekit.workflow.resolved import resolved
+from prunekit.jobs.run.resume import resolved
+from prunekit.recipe.loading import load
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "resnet56-cifar10.yaml"
 CURVE = ("epoch", "lr", "train_loss", "train_top1", "validation_loss", "validation_top1", "images_per_s", "seconds")

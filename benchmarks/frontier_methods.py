@@ -10,12 +10,14 @@ import torch
 from latency_networks import Case as Timed
 from oneshot_methods import Case, cut
 
-from prunekit.channels import ChannelMap
-from prunekit.compaction import compact
-from prunekit.data.arrays import Arrays
+from prunekit.channels.channel_map import ChannelMap
+from prunekit.compaction.compact_model import compact
+from prunekit.data.local_files import Arrays
 from prunekit.errors import PlanError
-from prunekit.planning import BudgetSettings, Plan, PruneSettings, make_plan
-from prunekit.planning.select import Scores
+from prunekit.planning.candidates import Scores
+from prunekit.planning.plan import Plan
+from prunekit.planning.solver import make_plan
+from prunekit.settings.prune import BudgetSettings, PruneSettings
 
 METHODS = "time-elimination,macs-elimination,time-l2,macs-l2,tp-l2"
 SHARES, HALVINGS = 16, 8

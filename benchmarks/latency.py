@@ -29,14 +29,14 @@ import torch
 from common import RESULTS, Rows, as_items, as_markdown, keep, show
 from latency_networks import Case, built, log, names, profiled, where
 
-from prunekit.compaction import compact
+from prunekit.compaction.compact_model import compact
 from prunekit.errors import PlanError, PrunekitError
-from prunekit.measure import measure_latency
+from prunekit.jobs.bench import devices
+from prunekit.jobs.profile import as_latency, in_blocks, layer_setting
 from prunekit.measure.effort import Effort
-from prunekit.planning import BudgetSettings, Plan, PruneSettings
-from prunekit.settings.pruning import Target
-from prunekit.workflow.bench import devices
-from prunekit.workflow.profiling import as_latency, in_blocks, layer_setting
+from prunekit.measure.latency.comparison import measure_latency
+from prunekit.planning.plan import Plan
+from prunekit.settings.prune import BudgetSettings, PruneSettings, Target
 
 KEYS = ("model", "plan", "runtime", "device", "batch", "threads", "dtype", "memory_format", "size")
 COLUMNS = (

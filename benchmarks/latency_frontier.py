@@ -37,19 +37,21 @@ from latency_networks import add_target, log, names, numbers, profiled, target_o
 from oneshot_cifar10 import drawn, measured
 from oneshot_methods import STREAM, Case, Method, Result, recalibrated
 
-from prunekit import ModelSettings
-from prunekit.channels import ChannelMap
-from prunekit.compaction import compact
-from prunekit.data.arrays import read_npz
+from prunekit.channels.channel_map import ChannelMap
+from prunekit.compaction.compact_model import compact
+from prunekit.data.local_files import read_npz
 from prunekit.errors import DataError, PlanError, PrunekitError
+from prunekit.jobs.prune.plan_search import WEIGHTS_ALONE, CriterionInputs, Planned, PlanSearch, importance
+from prunekit.jobs.stages.evidence import patch_statistics
 from prunekit.measure.effort import Effort
-from prunekit.models import build_model
 from prunekit.models.cifar import DEPTHS
-from prunekit.planning import BudgetSettings, Plan, PruneSettings
-from prunekit.planning.select import Scores, free_parts
-from prunekit.repair import RepairSettings, repair
-from prunekit.workflow.evidence import patch_statistics
-from prunekit.workflow.plan_search import WEIGHTS_ALONE, CriterionInputs, Planned, PlanSearch, importance
+from prunekit.models.zoo import build_model
+from prunekit.planning.candidates import Scores, free_parts
+from prunekit.planning.plan import Plan
+from prunekit.repair.repair_model import repair
+from prunekit.settings.calibration import RepairSettings
+from prunekit.settings.inputs import ModelSettings
+from prunekit.settings.prune import BudgetSettings, PruneSettings
 
 KEYS = ("model", "runtime", "device", "batch", "threads", "dtype", "memory_format", "images", "seed", "asked", "method")
 COLUMNS = (

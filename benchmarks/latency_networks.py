@@ -15,17 +15,17 @@ import torchvision
 from torch import nn
 
 import prunekit
-from prunekit.channels import ChannelMap, trace
-from prunekit.context import seeded
-from prunekit.measure.machine import surroundings
-from prunekit.measure.runtimes import inputs_like
-from prunekit.planning import PruneSettings
-from prunekit.settings.pruning import Target
-from prunekit.workflow import PlanSearch
-from prunekit.workflow.latency_target import LatencyTarget
-from prunekit.workflow.profiled import Profile
-from prunekit.workflow.profiling import profile
-from prunekit.workflow.runs import environment
+from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.trace import trace
+from prunekit.jobs.profile import profile
+from prunekit.jobs.prune.latency_profile import Profile
+from prunekit.jobs.prune.latency_target import LatencyTarget
+from prunekit.jobs.prune.plan_search import PlanSearch
+from prunekit.jobs.run.run_folder import environment
+from prunekit.measure.latency.machine import surroundings
+from prunekit.measure.runtimes.session import inputs_like
+from prunekit.settings.prune import PruneSettings, Target
+from prunekit.utils.context import seeded
 
 TOOLS = ("onnxruntime", "openvino", "onnx", "torch-pruning")
 

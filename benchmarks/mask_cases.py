@@ -20,17 +20,16 @@ from torch.nn.utils import prune
 from torch.optim import SGD
 from torchvision import models
 
-from prunekit.channels import trace
-from prunekit.masking import (
-    ActivationMasks,
-    GradientMasks,
-    WeightMasks,
-    clamp_activation_grad,
-    clamp_weight_grad,
-    masked,
-)
-from prunekit.measure.timing import alternate, warm_up
-from prunekit.planning import BudgetSettings, Plan, PruneSettings, make_plan
+from prunekit.channels.trace import trace
+from prunekit.masks.activation_masks import ActivationMasks
+from prunekit.masks.gradient_clamps import clamp_activation_grad, clamp_weight_grad
+from prunekit.masks.gradient_masks import GradientMasks
+from prunekit.masks.masked_model import masked
+from prunekit.masks.weight_masks import WeightMasks
+from prunekit.measure.latency.timing import alternate, warm_up
+from prunekit.planning.plan import Plan
+from prunekit.planning.solver import make_plan
+from prunekit.settings.prune import BudgetSettings, PruneSettings
 
 Hooks = Callable[[nn.Module, SGD], AbstractContextManager[Any]]
 OFTEN, RARELY = 0.01, 1.0

@@ -23,8 +23,10 @@ def rows(name: str, size: int, batch: int, runtimes: tuple[str, ...]) -> Iterato
     import torchvision
 
     import prunekit
-    from prunekit.measure import LatencySettings, count_memory, measure_latency
-    from prunekit.settings.pruning import Target
+    from prunekit.measure.latency.comparison import measure_latency
+    from prunekit.measure.model_size import count_memory
+    from prunekit.settings.deployment import LatencySettings
+    from prunekit.settings.prune import Target
 
     torch.manual_seed(0)
     dense, example = torchvision.models.get_model(name, weights=None).eval(), (torch.zeros(1, 3, size, size),)

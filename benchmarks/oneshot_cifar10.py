@@ -27,14 +27,15 @@ from common import RESULTS, keep, reductions, show
 from oneshot_methods import Case, Method, methods, peer_names
 from torch import Tensor
 
-from prunekit import ModelSettings
-from prunekit.calibration.patches import pixel_by_pixel
-from prunekit.data.arrays import Arrays, read_npz
-from prunekit.data.feed import IMAGENET_MEAN, IMAGENET_STD
+from prunekit.data.datasets import IMAGENET_MEAN, IMAGENET_STD
+from prunekit.data.local_files import Arrays, read_npz
 from prunekit.errors import DataError, PlanError, PrunekitError
-from prunekit.measure import count_macs, evaluate
-from prunekit.models import build_model
+from prunekit.measure.accuracy import evaluate
+from prunekit.measure.model_size import count_macs
 from prunekit.models.cifar import DEPTHS
+from prunekit.models.zoo import build_model
+from prunekit.settings.inputs import ModelSettings
+from prunekit.statistics.layers.patches import pixel_by_pixel
 
 CPU = torch.device("cpu")
 KEEP = "write benchmarks/results/oneshot_resnet<depth>.json, where other rows (method, reduction, seed) stay"

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import prunekit
 from prunekit.errors import PlanError
-from prunekit.measure import count_macs
+from prunekit.measure.model_size import count_macs
 
 BATCH = 128
 STREAM = ("conv1",)

@@ -24,10 +24,11 @@ import torchvision
 from common import keep, show
 
 import prunekit
-from prunekit.compaction import compact
-from prunekit.measure import count_macs
-from prunekit.measure.verify import verify
-from prunekit.repair import RepairSettings, repair
+from prunekit.compaction.compact_model import compact
+from prunekit.measure.model_size import count_macs
+from prunekit.measure.verification import verify
+from prunekit.repair.repair_model import repair
+from prunekit.settings.calibration import RepairSettings
 
 PAGE = 4096
 MIB = 2**20

@@ -41,7 +41,7 @@ def once(kind: str, operators: int) -> dict[str, float]:
     import torch
 
     import prunekit
-    from prunekit.channels.tracing import trace_model
+    from prunekit.channels.tracing.tracer import trace_model
 
     prune = prunekit.prune
     torch.set_num_threads(1)

@@ -31,26 +31,25 @@ from torch.nn import functional as F
 from torch.optim import SGD
 from torchvision import models
 
-from prunekit.data import Feed, Splits, TensorImages
-from prunekit.masking import WeightMasks, clamp_activation_grad, clamp_weight_grad, masked
-from prunekit.measure.timing import Timer, alternate, warm_up
-from prunekit.planning import Plan
-from prunekit.settings.training import Precision
-from prunekit.training import (
+from prunekit.data.datasets import Feed, TensorImages
+from prunekit.data.sources import Splits
+from prunekit.masks.gradient_clamps import clamp_activation_grad, clamp_weight_grad
+from prunekit.masks.masked_model import masked
+from prunekit.masks.weight_masks import WeightMasks
+from prunekit.measure.latency.timing import Timer, alternate, warm_up
+from prunekit.planning.plan import Plan
+from prunekit.registries import DtypeName
+from prunekit.settings.train import (
     AverageSettings,
-    CompiledForward,
     DistillSettings,
     FeatureSettings,
-    Part,
     RegularizerSettings,
-    Sources,
-    Training,
     TrainSettings,
-    Within,
-    asked_parts,
 )
-from prunekit.training.epochs import autocast
-from prunekit.training.parts import Parts
+from prunekit.training.callbacks.callback import Part, Parts, Training, Within
+from prunekit.training.callbacks.selection import Sources, asked_parts
+from prunekit.training.compilation import CompiledForward
+from prunekit.training.loop import autocast
 
 STEPS = 1_000_000
 """Length that schedules of parts are laid out for; growing regularization is at 1e-5 of it and does all its work."""
@@ -63,7 +62,7 @@ class Setting:
 
     batch: int
     size: int
-    precision: Precision
+    precision: DtypeName
     device: torch.device
     rounds: int
     cpu_time: bool
@@ -222,7 +221,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--size", type=int, default=64, metavar="PX")
-    parser.add_argument("--dtype", choices=get_args(Precision)[:2], default="fp32")
+    parser.add_argument("--dtype", choices=get_args(DtypeName)[:2], default="fp32")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--cpu-time", action="store_true", help="processor time, on a machine that is not idle")
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/training.json")

@@ -10,157 +10,171 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prunekit.calibration import ChannelStats, StatsCollector, collect_gradients
-    from prunekit.calibration import collect as calibrate
-    from prunekit.capturing import Capture
-    from prunekit.capturing.capture import capture  # not through the package: there mypy finds the module first
-    from prunekit.capturing.intervene import intervene
-    from prunekit.channels import ChannelMap, register_rule, trace
-    from prunekit.compaction import load, save
-    from prunekit.compaction.compact import compact  # likewise
-    from prunekit.criteria import Evidence, register_criterion
-    from prunekit.deploy import channels_last, flush_subnormals, fold_batchnorm
-    from prunekit.diagnosis import Diagnosis, diagnose
+    from prunekit.channels.channel_map import ChannelMap
+    from prunekit.channels.rules.rule import register_rule
+    from prunekit.channels.trace import trace
+    from prunekit.compaction.compact_model import compact  # likewise
+    from prunekit.compaction.model_folder import load, save
+    from prunekit.criteria.criterion import Evidence, register_criterion
+    from prunekit.deploy.batchnorm_folding import fold_batchnorm
+    from prunekit.deploy.subnormals import flush_subnormals
+    from prunekit.deploy.transform import channels_last
     from prunekit.errors import PrunekitError
-    from prunekit.inputs import Keywords
-    from prunekit.jobs import finetune
-    from prunekit.masking import (
-        ActivationMasks,
-        ActivationThresholds,
-        ChangingMasks,
-        calibrate_thresholds,
-        clamp_activation_grad,
-        clamp_weight_grad,
-        masked,
+    from prunekit.inspection.capture.intervention import intervene
+    from prunekit.inspection.capture.recorder import (
+        Capture,
+        capture,  # not through the package: there mypy finds the module first
     )
-    from prunekit.measure.runtimes import Session, register_runtime
-    from prunekit.measure.verify import Verification, verify
-    from prunekit.models import ModelSettings
-    from prunekit.planning import BudgetSettings, Plan, PruneSettings, ScheduleSettings, load_plan
-    from prunekit.planning.budgets import Term, register_budget
-    from prunekit.repair import RepairReport, RepairSettings
-    from prunekit.report.model_summary import ModelSummary, summary
-    from prunekit.report.sections import register_section
-    from prunekit.settings.calibration import CalibrationSettings
-    from prunekit.settings.data import AugmentSettings, ColorJitterSettings, DataSettings, RandAugmentSettings
-    from prunekit.settings.deploy import DeploySettings
+    from prunekit.inspection.diagnosis.diagnose_model import diagnose
+    from prunekit.inspection.diagnosis.findings import Diagnosis
+    from prunekit.inspection.visualize.class_maps import class_activation_map, saliency
+    from prunekit.jobs.bench import Benchmark, bench
+    from prunekit.jobs.explain import Explanation, explain
+    from prunekit.jobs.profile import profile
+    from prunekit.jobs.prune.latency_profile import Profile
+    from prunekit.jobs.prune.one_shot import Pruned, plan, prune
+    from prunekit.jobs.prune.pruner import Pruner
+    from prunekit.jobs.run.job_inputs import Own
+    from prunekit.jobs.run.results import RunResult
+    from prunekit.jobs.sensitivity import Sensitivity, sensitivity
+    from prunekit.masks.activation_masks import ActivationMasks
+    from prunekit.masks.gradient_clamps import clamp_activation_grad, clamp_weight_grad
+    from prunekit.masks.masked_model import ChangingMasks, masked
+    from prunekit.masks.thresholds import ActivationThresholds, calibrate_thresholds
+    from prunekit.measure.runtimes.runtime import register_runtime
+    from prunekit.measure.runtimes.session import Session
+    from prunekit.measure.verification import Verification, verify
+    from prunekit.planning.budgets.budget import register_budget
+    from prunekit.planning.costs import Term
+    from prunekit.planning.plan import Plan, load_plan
+    from prunekit.recipe_jobs import finetune
+    from prunekit.repair.repair_report import RepairReport
+    from prunekit.report.pages.model_summary import ModelSummary, summary
+    from prunekit.report.sections.section import register_section
+    from prunekit.settings.calibration import CalibrationSettings, RepairSettings
+    from prunekit.settings.deployment import DeploySettings, LatencySettings
+    from prunekit.settings.inputs import (
+        AugmentSettings,
+        ColorJitterSettings,
+        DataSettings,
+        ModelSettings,
+        RandAugmentSettings,
+    )
     from prunekit.settings.job import JobSettings
-    from prunekit.settings.latency import LatencySettings
-    from prunekit.settings.masking import ActivationSettings, ClampSettings
-    from prunekit.settings.pruning import Target
-    from prunekit.settings.training import (
+    from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings, Target
+    from prunekit.settings.train import (
+        ActivationSettings,
         AverageSettings,
         CheckpointSettings,
+        ClampSettings,
         DistillSettings,
         FeatureSettings,
         RegularizerSettings,
         TrainSettings,
         WatchSettings,
     )
-    from prunekit.tasks.named import register_task
-    from prunekit.training import GradientFlow, recalibrate_batchnorm, transfer_average
-    from prunekit.training.transfer import transfer  # likewise
-    from prunekit.visualize import class_activation_map, saliency
-    from prunekit.workflow import Own, RunResult, plan, profile, prune
-    from prunekit.workflow.bench import Benchmark, bench
-    from prunekit.workflow.explain import (
-        Explanation,
-        explain,  # not through the package: there mypy finds the module first
+    from prunekit.statistics.channel_stats import ChannelStats
+    from prunekit.statistics.collection import StatsCollector
+    from prunekit.statistics.collection import collect as calibrate
+    from prunekit.statistics.taylor_terms import collect_gradients
+    from prunekit.tasks.task import register_task
+    from prunekit.training.batchnorm_statistics import recalibrate_batchnorm
+    from prunekit.training.callbacks.gradient_flow import GradientFlow
+    from prunekit.training.optimizers import (
+        transfer,  # likewise
+        transfer_average,
     )
-    from prunekit.workflow.oneshot import Pruned
-    from prunekit.workflow.profiled import Profile
-    from prunekit.workflow.pruner import Pruner
-    from prunekit.workflow.sensitivity import Sensitivity, sensitivity
+    from prunekit.utils.inputs import Keywords
 
 __version__ = version("prunekit")
 
 _PLACES = {
-    "ActivationMasks": "prunekit.masking:ActivationMasks",
-    "ActivationSettings": "prunekit.settings.masking:ActivationSettings",
-    "ActivationThresholds": "prunekit.masking:ActivationThresholds",
-    "AugmentSettings": "prunekit.settings.data:AugmentSettings",
-    "AverageSettings": "prunekit.settings.training:AverageSettings",
-    "Benchmark": "prunekit.workflow.bench:Benchmark",
-    "BudgetSettings": "prunekit.planning:BudgetSettings",
+    "ActivationMasks": "prunekit.masks.activation_masks:ActivationMasks",
+    "ActivationSettings": "prunekit.settings.train:ActivationSettings",
+    "ActivationThresholds": "prunekit.masks.thresholds:ActivationThresholds",
+    "AugmentSettings": "prunekit.settings.inputs:AugmentSettings",
+    "AverageSettings": "prunekit.settings.train:AverageSettings",
+    "Benchmark": "prunekit.jobs.bench:Benchmark",
+    "BudgetSettings": "prunekit.settings.prune:BudgetSettings",
     "CalibrationSettings": "prunekit.settings.calibration:CalibrationSettings",
-    "Capture": "prunekit.capturing:Capture",
-    "ChangingMasks": "prunekit.masking:ChangingMasks",
-    "ChannelMap": "prunekit.channels:ChannelMap",
-    "ChannelStats": "prunekit.calibration:ChannelStats",
-    "CheckpointSettings": "prunekit.settings.training:CheckpointSettings",
-    "ClampSettings": "prunekit.settings.masking:ClampSettings",
-    "ColorJitterSettings": "prunekit.settings.data:ColorJitterSettings",
-    "DataSettings": "prunekit.settings.data:DataSettings",
-    "DeploySettings": "prunekit.settings.deploy:DeploySettings",
-    "Diagnosis": "prunekit.diagnosis:Diagnosis",
-    "DistillSettings": "prunekit.settings.training:DistillSettings",
-    "Evidence": "prunekit.criteria:Evidence",
-    "Explanation": "prunekit.workflow.explain:Explanation",
-    "FeatureSettings": "prunekit.settings.training:FeatureSettings",
-    "GradientFlow": "prunekit.training:GradientFlow",
+    "Capture": "prunekit.inspection.capture.recorder:Capture",
+    "ChangingMasks": "prunekit.masks.masked_model:ChangingMasks",
+    "ChannelMap": "prunekit.channels.channel_map:ChannelMap",
+    "ChannelStats": "prunekit.statistics.channel_stats:ChannelStats",
+    "CheckpointSettings": "prunekit.settings.train:CheckpointSettings",
+    "ClampSettings": "prunekit.settings.train:ClampSettings",
+    "ColorJitterSettings": "prunekit.settings.inputs:ColorJitterSettings",
+    "DataSettings": "prunekit.settings.inputs:DataSettings",
+    "DeploySettings": "prunekit.settings.deployment:DeploySettings",
+    "Diagnosis": "prunekit.inspection.diagnosis.findings:Diagnosis",
+    "DistillSettings": "prunekit.settings.train:DistillSettings",
+    "Evidence": "prunekit.criteria.criterion:Evidence",
+    "Explanation": "prunekit.jobs.explain:Explanation",
+    "FeatureSettings": "prunekit.settings.train:FeatureSettings",
+    "GradientFlow": "prunekit.training.callbacks.gradient_flow:GradientFlow",
     "JobSettings": "prunekit.settings.job:JobSettings",
-    "Keywords": "prunekit.inputs:Keywords",
-    "LatencySettings": "prunekit.settings.latency:LatencySettings",
-    "ModelSettings": "prunekit.models:ModelSettings",
-    "ModelSummary": "prunekit.report.model_summary:ModelSummary",
-    "Own": "prunekit.workflow:Own",
-    "Plan": "prunekit.planning:Plan",
-    "Profile": "prunekit.workflow.profiled:Profile",
-    "PruneSettings": "prunekit.planning:PruneSettings",
-    "Pruned": "prunekit.workflow.oneshot:Pruned",
+    "Keywords": "prunekit.utils.inputs:Keywords",
+    "LatencySettings": "prunekit.settings.deployment:LatencySettings",
+    "ModelSettings": "prunekit.settings.inputs:ModelSettings",
+    "ModelSummary": "prunekit.report.pages.model_summary:ModelSummary",
+    "Own": "prunekit.jobs.run.job_inputs:Own",
+    "Plan": "prunekit.planning.plan:Plan",
+    "Profile": "prunekit.jobs.prune.latency_profile:Profile",
+    "PruneSettings": "prunekit.settings.prune:PruneSettings",
+    "Pruned": "prunekit.jobs.prune.one_shot:Pruned",
     "PrunekitError": "prunekit.errors:PrunekitError",
-    "Pruner": "prunekit.workflow.pruner:Pruner",
-    "RandAugmentSettings": "prunekit.settings.data:RandAugmentSettings",
-    "RegularizerSettings": "prunekit.settings.training:RegularizerSettings",
-    "RepairReport": "prunekit.repair:RepairReport",
-    "RepairSettings": "prunekit.repair:RepairSettings",
-    "RunResult": "prunekit.workflow:RunResult",
-    "ScheduleSettings": "prunekit.planning:ScheduleSettings",
-    "Sensitivity": "prunekit.workflow.sensitivity:Sensitivity",
-    "Session": "prunekit.measure.runtimes:Session",
-    "StatsCollector": "prunekit.calibration:StatsCollector",
-    "Target": "prunekit.settings.pruning:Target",
-    "Term": "prunekit.planning.budgets:Term",
-    "TrainSettings": "prunekit.settings.training:TrainSettings",
-    "Verification": "prunekit.measure.verify:Verification",
-    "WatchSettings": "prunekit.settings.training:WatchSettings",
-    "bench": "prunekit.workflow.bench:bench",
-    "calibrate": "prunekit.workflow.calibrate:collect",  # with torchvision's attention registered, as for trace
-    "calibrate_thresholds": "prunekit.masking:calibrate_thresholds",
-    "capture": "prunekit.capturing:capture",
-    "channels_last": "prunekit.deploy:channels_last",
-    "clamp_activation_grad": "prunekit.masking:clamp_activation_grad",
-    "clamp_weight_grad": "prunekit.masking:clamp_weight_grad",
-    "class_activation_map": "prunekit.visualize:class_activation_map",
-    "collect_gradients": "prunekit.calibration:collect_gradients",
-    "compact": "prunekit.compaction:compact",
-    "diagnose": "prunekit.diagnosis:diagnose",
-    "explain": "prunekit.workflow:explain",
-    "finetune": "prunekit.jobs:finetune",
-    "flush_subnormals": "prunekit.deploy:flush_subnormals",
-    "fold_batchnorm": "prunekit.deploy:fold_batchnorm",
-    "intervene": "prunekit.capturing:intervene",
-    "load": "prunekit.compaction:load",
-    "load_plan": "prunekit.planning:load_plan",
-    "masked": "prunekit.masking:masked",
-    "plan": "prunekit.workflow:plan",
-    "profile": "prunekit.workflow:profile",
-    "prune": "prunekit.workflow:prune",
-    "recalibrate_batchnorm": "prunekit.training:recalibrate_batchnorm",
-    "register_budget": "prunekit.planning.budgets:register_budget",
-    "register_criterion": "prunekit.criteria:register_criterion",
-    "register_rule": "prunekit.channels:register_rule",
-    "register_runtime": "prunekit.measure.runtimes:register_runtime",
-    "register_section": "prunekit.report.sections:register_section",
-    "register_task": "prunekit.tasks:register_task",
-    "saliency": "prunekit.visualize:saliency",
-    "save": "prunekit.compaction:save",
-    "sensitivity": "prunekit.workflow:sensitivity",
-    "summary": "prunekit.report.model_summary:summary",
-    "trace": "prunekit.workflow.plan_search:trace",  # with the equivalents of torchvision's attention registered
-    "transfer": "prunekit.training:transfer",
-    "transfer_average": "prunekit.training:transfer_average",
-    "verify": "prunekit.measure.verify:verify",
+    "Pruner": "prunekit.jobs.prune.pruner:Pruner",
+    "RandAugmentSettings": "prunekit.settings.inputs:RandAugmentSettings",
+    "RegularizerSettings": "prunekit.settings.train:RegularizerSettings",
+    "RepairReport": "prunekit.repair.repair_report:RepairReport",
+    "RepairSettings": "prunekit.settings.calibration:RepairSettings",
+    "RunResult": "prunekit.jobs.run.results:RunResult",
+    "ScheduleSettings": "prunekit.settings.prune:ScheduleSettings",
+    "Sensitivity": "prunekit.jobs.sensitivity:Sensitivity",
+    "Session": "prunekit.measure.runtimes.session:Session",
+    "StatsCollector": "prunekit.statistics.collection:StatsCollector",
+    "Target": "prunekit.settings.prune:Target",
+    "Term": "prunekit.planning.costs:Term",
+    "TrainSettings": "prunekit.settings.train:TrainSettings",
+    "Verification": "prunekit.measure.verification:Verification",
+    "WatchSettings": "prunekit.settings.train:WatchSettings",
+    "bench": "prunekit.jobs.bench:bench",
+    "calibrate": "prunekit.statistics.collection:collect",  # with torchvision's attention registered, as for trace
+    "calibrate_thresholds": "prunekit.masks.thresholds:calibrate_thresholds",
+    "capture": "prunekit.inspection.capture.recorder:capture",
+    "channels_last": "prunekit.deploy.transform:channels_last",
+    "clamp_activation_grad": "prunekit.masks.gradient_clamps:clamp_activation_grad",
+    "clamp_weight_grad": "prunekit.masks.gradient_clamps:clamp_weight_grad",
+    "class_activation_map": "prunekit.inspection.visualize.class_maps:class_activation_map",
+    "collect_gradients": "prunekit.statistics.taylor_terms:collect_gradients",
+    "compact": "prunekit.compaction.compact_model:compact",
+    "diagnose": "prunekit.inspection.diagnosis.diagnose_model:diagnose",
+    "explain": "prunekit.jobs.explain:explain",
+    "finetune": "prunekit.recipe_jobs:finetune",
+    "flush_subnormals": "prunekit.deploy.subnormals:flush_subnormals",
+    "fold_batchnorm": "prunekit.deploy.batchnorm_folding:fold_batchnorm",
+    "intervene": "prunekit.inspection.capture.intervention:intervene",
+    "load": "prunekit.compaction.model_folder:load",
+    "load_plan": "prunekit.planning.plan:load_plan",
+    "masked": "prunekit.masks.masked_model:masked",
+    "plan": "prunekit.jobs.prune.one_shot:plan",
+    "profile": "prunekit.jobs.profile:profile",
+    "prune": "prunekit.jobs.prune.one_shot:prune",
+    "recalibrate_batchnorm": "prunekit.training.batchnorm_statistics:recalibrate_batchnorm",
+    "register_budget": "prunekit.planning.budgets.budget:register_budget",
+    "register_criterion": "prunekit.criteria.criterion:register_criterion",
+    "register_rule": "prunekit.channels.rules.rule:register_rule",
+    "register_runtime": "prunekit.measure.runtimes.runtime:register_runtime",
+    "register_section": "prunekit.report.sections.section:register_section",
+    "register_task": "prunekit.tasks.task:register_task",
+    "saliency": "prunekit.inspection.visualize.class_maps:saliency",
+    "save": "prunekit.compaction.model_folder:save",
+    "sensitivity": "prunekit.jobs.sensitivity:sensitivity",
+    "summary": "prunekit.report.pages.model_summary:summary",
+    "trace": "prunekit.channels.trace:trace",  # with the equivalents of torchvision's attention registered
+    "transfer": "prunekit.training.optimizers:transfer",
+    "transfer_average": "prunekit.training.optimizers:transfer_average",
+    "verify": "prunekit.measure.verification:verify",
 }
 
 

@@ -121,7 +121,7 @@ def cut_short(text: str) -> str:
 
 
 def nearest(name: str, allowed: Iterable[str], *, count: int = 3) -> str:
-    """Says which allowed names look most like `name`: "did you mean 'a' or 'b'?", or lists a few."""
+    """Say which allowed names look most like `name`: "did you mean 'a' or 'b'?", or lists a few."""
     allowed = sorted(set(allowed))
     close = get_close_matches(name, allowed, n=count, cutoff=0.5)
     if close:

@@ -1,16 +1,21 @@
-"""The registries, by which settings and the command line know names without importing what bears them."""
+"""The registries, by which settings and the command line know names without importing what bears them.
+
+Names that settings of several floors and the command line share; imports nothing that is slow to import.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from prunekit.registry import Registry
+from annotated_types import Ge
+
+from prunekit.utils.registry import Registered, Registry
 
 
 def _by(place: str) -> Callable[[str, Any], Any]:
-    """A function of a module that is imported once it is called."""
+    """Return a function of a module that is imported once it is called."""
     module, _, name = place.rpartition(".")
     return lambda reference, found: getattr(import_module(module), name)(reference, found)
 
@@ -20,27 +25,35 @@ BUDGETS: Registry[Any] = Registry(
     "budgets",
     "prunekit.planning.budgets",
     "register_budget",
-    _by("prunekit.planning.budgets.registry.accept"),
+    _by("prunekit.planning.budgets.budget.accept"),
 )
 CRITERIA: Registry[Any] = Registry(
     "criterion",
     "criteria",
     "prunekit.criteria",
     "register_criterion",
-    _by("prunekit.criteria.registry.accept"),
+    _by("prunekit.criteria.criterion.accept"),
 )
 SECTIONS: Registry[Any] = Registry(
     "report section",
     "sections",
     "prunekit.report.sections",
     "register_section",
-    _by("prunekit.report.sections.registry.accept"),
+    _by("prunekit.report.sections.section.accept"),
 )
-TASKS: Registry[Any] = Registry("task", "tasks", "prunekit.tasks", "register_task", _by("prunekit.tasks.named.accept"))
+TASKS: Registry[Any] = Registry("task", "tasks", "prunekit.tasks", "register_task", _by("prunekit.tasks.task.accept"))
 RUNTIMES: Registry[Any] = Registry(
     "runtime",
     "runtimes",
     "prunekit.measure.runtimes",
     "register_runtime",
-    _by("prunekit.measure.runtimes.registry.accept"),
+    _by("prunekit.measure.runtimes.runtime.accept"),
 )
+
+
+PositiveInt = Annotated[int, Ge(1)]
+RuntimeName = Annotated[str, Registered(RUNTIMES)]
+DtypeName = Literal["fp32", "bf16", "fp16"]
+DTYPES: dict[DtypeName, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""Torch's names, which rows of results have, by those of settings."""
+MemoryFormat = Literal["contiguous", "channels_last"]

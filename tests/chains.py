@@ -8,12 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels import ChannelMap, trace
-from prunekit.measure.profile.features import features_of
-from prunekit.planning import Plan
-from prunekit.planning.budgets import Budgets
-from prunekit.planning.latency import LatencyTable, LatencyTerm, LayerLatency, Span
-from prunekit.planning.select import Part, Scores
+from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.trace import trace
+from prunekit.measure.latency_profile.width_features import features_of
+from prunekit.planning.budgets.limits import Budgets
+from prunekit.planning.candidates import Part, Scores
+from prunekit.planning.latency_table import LatencyTable, LatencyTerm, LayerLatency, Span
+from prunekit.planning.plan import Plan
 
 
 class Chain(nn.Module):

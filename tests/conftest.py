@@ -18,8 +18,7 @@ import pytest
 from efforts import HERE, LITTLE
 
 from prunekit.measure.effort import effort_of
-from prunekit.measure.machine import cores
-from prunekit.measure.quota import quota
+from prunekit.measure.latency.machine import cores, quota
 
 MOST = 4
 MEMORY = 3 << 30
@@ -94,7 +93,7 @@ def here() -> Iterator[None]:
 def _own_registrations_go() -> Iterator[None]:
     """What a test registers is gone after it: other tests know the names that come with the package."""
     from prunekit import registries
-    from prunekit.registry import Registry
+    from prunekit.utils.registry import Registry
 
     each = [found for found in vars(registries).values() if isinstance(found, Registry)]
     before = [set(one._items) for one in each]

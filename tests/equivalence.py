@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels import ChannelMap, trace
+from prunekit.channels.channel_map import ChannelMap, Keep
+from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.channels.labels import Labels
-from prunekit.channels.map import Keep
-from prunekit.channels.narrowed import NarrowNorms
-from prunekit.channels.trial import settle
-from prunekit.compaction import compact
-from prunekit.planning import Plan
+from prunekit.channels.trace import trace
+from prunekit.channels.trial.trial import settle
+from prunekit.compaction.compact_model import compact
+from prunekit.planning.plan import Plan
 
 TOLERANCE = 1e-9
 

@@ -31,7 +31,7 @@ def together(
         killed: numbers of processes that are, and return nothing.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "prunekit.workflow.finetune"])
+    context.set_forkserver_preload(["torch", "prunekit.jobs.finetune"])
     folder.mkdir(parents=True, exist_ok=True)
     started = [
         context.Process(target=_run, args=(rank, processes, folder, work, arguments), daemon=True)

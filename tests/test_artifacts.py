@@ -14,9 +14,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 import pytest
 
 import prunekit
-from prunekit.artifacts import atomic_folder, write_text
-from prunekit.masking.thresholds import ActivationThresholds
-from prunekit.measure.size import size_bytes
+from prunekit.masks.thresholds import ActivationThresholds
+from prunekit.measure.model_size import size_bytes
+from prunekit.utils.files import atomic_folder, write_text
 
 MUCH = "x" * 5000
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html.parser import HTMLParser
 from typing import Any
 
-from prunekit.display import CELL, LINE, MOST, Displayed, Table, text_of
+from prunekit.utils.display import CELL, LINE, MOST, Displayed, Table, text_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -90,5 +90,5 @@ def test_pandas_is_imported_when_a_frame_is_asked_for() -> None:
     frame = Lengths(("a", "plane")).frame()
     assert list(frame.columns) == ["word", "length", "kind"]
     assert list(frame.length) == [1, 5]
-    code = "import sys, prunekit.display; assert not {'pandas', 'torch', 'numpy'} & set(sys.modules), sys.modules"
+    code = "import sys, prunekit.utils.display; assert not {'pandas', 'torch', 'numpy'} & set(sys.modules), sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -15,14 +15,16 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 
 import prunekit as pk
-from prunekit.channels.copying import copied
+from prunekit.channels.cut.model_copy import copied
 from prunekit.cli import cli
 from prunekit.errors import ModelError, UsageError
-from prunekit.inputs import call, example
-from prunekit.measure.runtimes import RUNTIMES, Setting, Source, exported, inputs_like
-from prunekit.nested import gather
-from prunekit.repair import repair
-from prunekit.user_code import run_factory
+from prunekit.measure.runtimes.onnx_runtime import exported
+from prunekit.measure.runtimes.runtime import RUNTIMES
+from prunekit.measure.runtimes.session import Setting, Source, inputs_like
+from prunekit.repair.repair_model import repair
+from prunekit.utils.inputs import call, example
+from prunekit.utils.tensors import gather
+from prunekit.utils.user_code import run_factory
 
 WIDTH = 32
 torch.manual_seed(0)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.errors import ModelError, UsageError
-from prunekit.inputs import (
+from prunekit.utils.inputs import (
     Keywords,
     arguments,
     by_name,

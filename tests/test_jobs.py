@@ -18,11 +18,13 @@ from click.testing import CliRunner
 from efforts import LITTLE
 
 import prunekit as pk
-from prunekit import jobs
+from prunekit import recipe_jobs as jobs
 from prunekit.cli import cli
 from prunekit.errors import RecipeError, UsageError
 from prunekit.measure.effort import effort_of
-from prunekit.recipe import dump, load, packaged
+from prunekit.recipe import loading as packaged
+from prunekit.recipe.loading import load
+from prunekit.settings.job import dump
 
 GUIDE = Path(pk.__file__).parent / "guide" / "sweeps.md"
 STAND_INS = Path(__file__).parent / "stand_ins"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from prunekit import numbers
+from prunekit.utils import display as numbers
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,10 @@ from tqdm.auto import tqdm
 
 import prunekit
 from prunekit.errors import ModelError
-from prunekit.progress import LOGGER, reporting, stage, tracked, wanted
-from prunekit.repair import RepairSettings, repair
-from prunekit.workflow import prune_job
+from prunekit.jobs.finetune import prune_job
+from prunekit.repair.repair_model import repair
+from prunekit.settings.calibration import RepairSettings
+from prunekit.utils.progress import LOGGER, reporting, stage, tracked, wanted
 
 LONG = [
     prunekit.prune,

@@ -14,11 +14,11 @@ from ruamel.yaml import YAML
 from torch.distributed.run import get_args_parser
 
 from prunekit.cli import cli
-from prunekit.recipe import load
+from prunekit.jobs import batch_size
+from prunekit.recipe.loading import load
 from prunekit.settings.job import JobSettings
-from prunekit.settings.pruning import Target
-from prunekit.training import feature_paths
-from prunekit.workflow import batch_size
+from prunekit.settings.prune import Target
+from prunekit.training.callbacks.distillation import feature_paths
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

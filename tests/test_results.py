@@ -13,31 +13,33 @@ import torch
 from torch import nn
 from torchvision.models import resnet152
 
-from prunekit.calibration import ChannelStats
-from prunekit.calibration.layer_stats import LayerStats, StatsKey
-from prunekit.capturing import capture
-from prunekit.channels import ChannelMap, trace
-from prunekit.diagnosis import Diagnosis, Finding
-from prunekit.display import Displayed
+from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.trace import trace
 from prunekit.errors import UsageError
-from prunekit.masking import ActivationThresholds
-from prunekit.measure.breakdown import OperatorRow, Side
-from prunekit.measure.causes import Cause
-from prunekit.measure.evidence import Estimate
-from prunekit.measure.verify import Verification
-from prunekit.planning import BudgetSettings, Plan, PruneSettings, SensitivityCurve, load_plan
-from prunekit.planning.latency import LayerLatency
-from prunekit.repair import LayerRepair, RepairReport
-from prunekit.repair.report import RepairMemory
-from prunekit.report.model_summary import summary
-from prunekit.training import GradientFlow
-from prunekit.workflow import PlanSearch
-from prunekit.workflow.bench import Benchmark, bench
-from prunekit.workflow.explain import Explanation
-from prunekit.workflow.latency_target import LatencyResult, LatencyTarget, Timing
-from prunekit.workflow.oneshot import Pruned
-from prunekit.workflow.profiled import Check, Profile
-from prunekit.workflow.sensitivity import Sensitivity
+from prunekit.inspection.capture.recorder import capture
+from prunekit.inspection.diagnosis.findings import Diagnosis, Finding
+from prunekit.jobs.bench import Benchmark, bench
+from prunekit.jobs.explain import Explanation
+from prunekit.jobs.prune.latency_profile import Check, Profile
+from prunekit.jobs.prune.latency_target import LatencyResult, LatencyTarget, Timing
+from prunekit.jobs.prune.one_shot import Pruned
+from prunekit.jobs.prune.plan_search import PlanSearch
+from prunekit.jobs.sensitivity import Sensitivity
+from prunekit.masks.thresholds import ActivationThresholds
+from prunekit.measure.causes.breakdown import OperatorRow, Side
+from prunekit.measure.causes.cause import Cause
+from prunekit.measure.latency.timing import Estimate
+from prunekit.measure.verification import Verification
+from prunekit.planning.latency_table import LayerLatency
+from prunekit.planning.plan import Plan, load_plan
+from prunekit.planning.sensitivity_curves import SensitivityCurve
+from prunekit.repair.repair_report import LayerRepair, RepairMemory, RepairReport
+from prunekit.report.pages.model_summary import summary
+from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.statistics.channel_stats import ChannelStats
+from prunekit.statistics.layer_stats import LayerStats, StatsKey
+from prunekit.training.callbacks.gradient_flow import GradientFlow
+from prunekit.utils.display import Displayed
 
 PLAIN = (str, int, float, bool, type(None))
 PAGE = 6000

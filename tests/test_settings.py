@@ -14,17 +14,14 @@ import numpy as np
 import pytest
 
 from prunekit.errors import RecipeError, UsageError
-from prunekit.recipe import dump, load
-from prunekit.settings.calibration import CalibrationSettings
-from prunekit.settings.checked import Checked
-from prunekit.settings.data import AugmentSettings, DataSettings
-from prunekit.settings.job import JobSettings
-from prunekit.settings.latency import LatencySettings
-from prunekit.settings.masking import ClampSettings
-from prunekit.settings.model import ModelSettings
-from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings, Target
-from prunekit.settings.repair import RepairSettings
-from prunekit.settings.training import TrainSettings
+from prunekit.recipe.loading import load
+from prunekit.settings.calibration import CalibrationSettings, RepairSettings
+from prunekit.settings.deployment import LatencySettings
+from prunekit.settings.inputs import AugmentSettings, DataSettings, ModelSettings
+from prunekit.settings.job import JobSettings, dump
+from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings, Target
+from prunekit.settings.train import ClampSettings, TrainSettings
+from prunekit.settings.validation import Checked
 
 ROOM = Path(import_module("prunekit.settings").__file__ or "").parent
 ALL = {
@@ -102,7 +99,7 @@ def test_a_recipe_says_all_of_it_with_its_places_all_the_same(tmp_path: Path) ->
 
 def test_checking_settings_needs_no_torch() -> None:
     code = (
-        "import sys; from prunekit.settings.pruning import PruneSettings\n"
+        "import sys; from prunekit.settings.prune import PruneSettings\n"
         "from prunekit.errors import UsageError\n"
         "try: PruneSettings(criterion='zzz')\n"
         "except UsageError: print('torch' in sys.modules)"

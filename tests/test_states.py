@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch.optim import SGD, Adam
 
-from prunekit import artifacts, states
-from prunekit.artifacts import remove_leftovers
 from prunekit.errors import ArtifactError, ResumeError
-from prunekit.states import differences, read_state, write_state
+from prunekit.utils import files as artifacts
+from prunekit.utils import state_folders as states
+from prunekit.utils.files import remove_leftovers
+from prunekit.utils.state_folders import differences, read_state, write_state
 
 
 def same(one: Any, other: Any) -> bool:

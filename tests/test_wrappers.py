@@ -22,8 +22,9 @@ from torch.optim.swa_utils import AveragedModel
 
 import prunekit
 from prunekit.errors import ModelError, PlanError, UsageError
-from prunekit.measure import LatencySettings, measure_latency
-from prunekit.wrappers import unwrapped
+from prunekit.hooks.wrappers import unwrapped
+from prunekit.measure.latency.comparison import measure_latency
+from prunekit.settings.deployment import LatencySettings
 
 CPU = torch.device("cpu")
 X = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))

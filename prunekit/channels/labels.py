@@ -1,8 +1,12 @@
-"""Channel labels: integers that must be kept or removed together, merged by union-find; label 0 is locked."""
+"""Channel labels: integers that must be kept or removed together, merged by union-find; label 0 is locked.
+
+What an operator costs, and a tensor takes up, by the labels that it depends on.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,27 +31,27 @@ class LabelUnion:
         return len(self._root)
 
     def copy(self) -> LabelUnion:
-        """A union with the classes that this one has now; what either merges later, the other does not see."""
+        """Return a union with the classes that this one has now; what either merges later, the other does not see."""
         self._flush()
         twin = LabelUnion()
         twin._root = self._root.copy()
         return twin
 
     def new(self, count: int) -> Labels:
-        """Gives out `count` fresh labels."""
+        """Give out `count` fresh labels."""
         fresh = np.arange(self.size, self.size + count, dtype=np.int64)
         self._root = np.concatenate([self._root, fresh])
         return fresh
 
     def merge(self, left: Labels, right: Labels) -> None:
-        """Makes `left[i]` and `right[i]` one class; the two arrays broadcast against each other."""
+        """Make `left[i]` and `right[i]` one class; the two arrays broadcast against each other."""
         if left is not right:
             if left.shape != right.shape:
                 left, right = np.broadcast_arrays(left, right)
             self._pending.append((left.reshape(-1), right.reshape(-1)))
 
     def tie(self, labels: Labels, axes: Sequence[int]) -> Labels:
-        """Makes labels constant along `axes` by merging; returns them with those axes reduced to size 1."""
+        """Make labels constant along `axes` by merging; return them with those axes reduced to size 1."""
         first = labels
         for axis in axes:
             first = np.take(first, [0], axis=axis)
@@ -55,16 +59,16 @@ class LabelUnion:
         return first
 
     def lock(self, labels: Labels) -> None:
-        """Merges labels into the locked class."""
+        """Merge labels into the locked class."""
         self.merge(labels, np.zeros(1, dtype=np.int64))
 
     def find(self, labels: Labels) -> Labels:
-        """The representative of every label, in the shape of `labels`."""
+        """Return the representative of every label, in the shape of `labels`."""
         self._flush()
         return self._root[labels]
 
     def equal(self, left: Labels, right: Labels) -> bool:
-        """Whether two arrays of labels are the same, class by class."""
+        """Return whether two arrays of labels are the same, class by class."""
         if left.shape != right.shape:
             return False
         return left is right or np.array_equal(left, right) or np.array_equal(self.find(left), self.find(right))
@@ -110,19 +114,21 @@ class Field:
         self.span = tuple([axis for axis, size in enumerate(labels.shape) if size > 1])
 
     def with_labels(self, labels: Labels) -> Field:
-        """The same field with other labels."""
+        """Return the same field with other labels."""
         return Field(labels, self.zero)
 
 
 def along(labels: Labels, axis: int, ndim: int) -> Labels:
-    """Shapes a vector of labels so that it lies on one axis of an `ndim`-dimensional tensor."""
+    """Return shapes a vector of labels so that it lies on one axis of an `ndim`-dimensional tensor."""
     shape = [1] * ndim
     shape[axis] = labels.size
     return labels.reshape(shape)
 
 
 def apart(fields: Iterable[Field]) -> tuple[tuple[Labels, ...], set[int]]:
-    """The labels, flat, of those fields of one tensor that lie on other axes than the ones before; and their axes."""
+    """Return the labels, flat, of those fields of one tensor that lie on other axes than the ones before; and their
+    axes.
+    """
     covered: set[int] = set()
     factors = []
     for field in fields:
@@ -133,15 +139,33 @@ def apart(fields: Iterable[Field]) -> tuple[tuple[Labels, ...], set[int]]:
 
 
 def rows_along(labels: Labels, axis: int) -> Labels:
-    """The labels with a row for each position of an axis, (size, n)."""
+    """Return the labels with a row for each position of an axis, (size, n)."""
     return np.moveaxis(labels, axis, 0).reshape(labels.shape[axis], -1)
 
 
 def collapse(labels: Labels) -> Labels:
-    """Reduces every axis along which the labels are constant to size 1."""
+    """Reduce every axis along which the labels are constant to size 1."""
     for axis, size in enumerate(labels.shape):
         if size > 1:
             first = np.take(labels, [0], axis=axis)
             if (labels == first).all():
                 labels = first
     return labels
+
+
+@dataclass(frozen=True, eq=False)
+class MacTerm:
+    """Multiply-accumulates of one operator for one sample: `constant` times the kept labels of every factor."""
+
+    module: str
+    operator: str
+    constant: float
+    factors: tuple[Labels, ...]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a model's file holds a tensor: bytes of one element, and whether it is a parameter or a buffer."""
+
+    element_bytes: int
+    parameter: bool

@@ -7,23 +7,21 @@ import sys
 
 import click
 
-from prunekit.cli.bench import bench_command
-from prunekit.cli.calibrate import calibrate_command
-from prunekit.cli.diagnose import diagnose_command
-from prunekit.cli.evaluate import evaluate_command
-from prunekit.cli.explain import explain_command
-from prunekit.cli.finetune import finetune_command
-from prunekit.cli.group import FAILED, INTERRUPTED, ErrorGroup
-from prunekit.cli.init import init_command
-from prunekit.cli.inspect import inspect_command
-from prunekit.cli.list import list_command
+from prunekit.cli.commands.bench import bench_command
+from prunekit.cli.commands.calibrate import calibrate_command
+from prunekit.cli.commands.diagnose import diagnose_command
+from prunekit.cli.commands.evaluate import evaluate_command
+from prunekit.cli.commands.explain import explain_command
+from prunekit.cli.commands.finetune import finetune_command, prune_command
+from prunekit.cli.commands.inspect import inspect_command
+from prunekit.cli.commands.list import list_command
+from prunekit.cli.commands.profile import profile_command
+from prunekit.cli.commands.recipe import init_command, recipe_group
+from prunekit.cli.commands.report import report_command
+from prunekit.cli.commands.sensitivity import sensitivity_command
+from prunekit.cli.commands.visualize import visualize_group
+from prunekit.cli.groups import FAILED, INTERRUPTED, ErrorGroup
 from prunekit.cli.options import debug_option
-from prunekit.cli.profile import profile_command
-from prunekit.cli.prune import prune_command
-from prunekit.cli.recipe import recipe_group
-from prunekit.cli.report import report_command
-from prunekit.cli.sensitivity import sensitivity_command
-from prunekit.cli.visualize import visualize_group
 
 
 @click.group(cls=ErrorGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -58,7 +56,7 @@ for command in COMMANDS:
 
 
 def main() -> None:
-    """Runs the command line and exits: 0 done, 1 a run or a gate that failed, 2 wrong usage, 130 interrupted."""
+    """Run the command line and exit: 0 done, 1 a run or a gate that failed, 2 wrong usage, 130 interrupted."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's kill leaves a marked folder like Ctrl-C
     try:
         cli(prog_name="prunekit")

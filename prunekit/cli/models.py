@@ -1,4 +1,7 @@
-"""From what a command line names to models."""
+"""From what a command line names to models.
+
+What the subcommands of `prunekit visualize` look at: models by name or folder, and an image.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
 
 from prunekit.cli.options import (
     Zoo,
@@ -17,14 +22,16 @@ from prunekit.cli.options import (
     model_options,
     output_option,
     seed_option,
+    split_overrides,
 )
 from prunekit.cli.output import Console, check_folder
 from prunekit.errors import UsageError
 
 if TYPE_CHECKING:
-    from prunekit.models import ModelSettings
+    from prunekit.jobs.run.model_pair import Sides
+    from prunekit.jobs.run.model_sources import InputModel
+    from prunekit.settings.inputs import ModelSettings
     from prunekit.settings.job import JobSettings
-    from prunekit.workflow.targets import InputModel
 
 
 @dataclass
@@ -54,7 +61,8 @@ class ModelOptions:
 def model_command(
     output: str, *, device: bool = True, options: Callable[..., Any] = model_options
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Options of a command on models, for a function that takes a console, `ModelOptions`, and its other arguments.
+    """Return the options of a command on models, for a function that takes a console, `ModelOptions`, and its other
+    arguments.
 
     Args:
         output: what goes to `--output`.
@@ -78,8 +86,8 @@ def model_command(
 
 
 def one_target(names: Sequence[str], overrides: Sequence[str], options: ModelOptions) -> InputModel:
-    """The one model that a command line names; with a recipe, `--model` takes the place of its model, and with a model
-    folder it says how its dense model is built.
+    """Return the one model that a command line names; with a recipe, `--model` takes the place of its model, and with a
+    model folder it says how its dense model is built.
 
     Raises:
         UsageError: it names several.
@@ -92,8 +100,8 @@ def one_target(names: Sequence[str], overrides: Sequence[str], options: ModelOpt
 
 
 def all_targets(names: Sequence[str], overrides: Sequence[str], options: ModelOptions) -> list[InputModel]:
-    """The models that a command line names: the user's own first, because it is what others are compared with, unless
-    it takes the place of a recipe's.
+    """Return the models that a command line names: the user's own first, because it is what others are compared
+    with, unless it takes the place of a recipe's.
     """
     alone = not names or (options.factory is not None and not any(map(is_recipe, names)))
     own = [_resolve(None, overrides, replace(options, zoo=None) if names else options)] if alone else []
@@ -104,7 +112,7 @@ def all_targets(names: Sequence[str], overrides: Sequence[str], options: ModelOp
 def _resolve(name: str | None, overrides: Sequence[str], options: ModelOptions) -> InputModel:
     recipe = name is not None and is_recipe(name)
     job = _job(str(name), overrides, options) if recipe else None
-    from prunekit.workflow.targets import resolve
+    from prunekit.jobs.run.model_sources import resolve
 
     return resolve(
         job or _named(name, options.zoo),
@@ -124,7 +132,9 @@ def _job(recipe: str, overrides: Sequence[str], options: ModelOptions) -> JobSet
 
 
 def job_to_read(recipe: str, overrides: Sequence[str], options: ModelOptions, **given: Any) -> JobSettings:
-    """The job of a recipe for what runs only parts of it: code that is not allowed is in the way only if it is met."""
+    """Return the job of a recipe for what runs only parts of it: code that is not allowed is in the way only if it
+    is met.
+    """
     return load_job(recipe, overrides, **given, allow_code=options.allow_code, runs_code=False)
 
 
@@ -145,7 +155,7 @@ def _named(name: str | None, zoo: Zoo | None) -> str | ModelSettings | None:
         return name
     if name is None or Path(name).exists():
         raise UsageError(f"--zoo {zoo} goes with the name of a model, got {name or 'none'}")
-    from prunekit.models import ModelSettings
+    from prunekit.settings.inputs import ModelSettings
 
     return ModelSettings(name, zoo)
 
@@ -162,8 +172,8 @@ def refuse_idle_overrides(overrides: Sequence[str], recipes: Iterable[str | None
 
 
 def recipe_of_data(targets: Sequence[str], given: str | None) -> str | None:
-    """The recipe whose images a command uses: what it names as its model, `--recipe`, or that of the run which a model
-    folder lies in; None where there is none.
+    """Return the recipe whose images a command uses: what it names as its model, `--recipe`, or that of the run which a
+    model folder lies in; None where there is none.
 
     Raises:
         UsageError: the model is a recipe, and another one was given.
@@ -175,3 +185,89 @@ def recipe_of_data(targets: Sequence[str], given: str | None) -> str | None:
         return own or given
     beside = Path(targets[0]).resolve().parent / "recipe.yaml"
     return str(beside) if Path(targets[0]).is_dir() and beside.is_file() else None
+
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+
+def image_options(function: Decorated) -> Decorated:
+    """`--image` and `--index`: what the models are shown."""
+    function = click.option(
+        "--index", default=0, show_default=True, type=click.IntRange(min=0), help="Which test image, without --image."
+    )(function)
+    return click.option(
+        "--image", type=click.Path(path_type=Path), metavar="FILE", help="An image.  [default: a test image]"
+    )(function)
+
+
+def groups_option(function: Decorated) -> Decorated:
+    """`--groups`: layers by the channels that they make."""
+    return click.option(
+        "--groups",
+        multiple=True,
+        metavar="GLOB",
+        help="Channel groups, whose layers are looked at too; several times. `prunekit inspect` shows the names.",
+    )(function)
+
+
+def find_sides(arguments: Sequence[str], options: ModelOptions, console: Console) -> Sides:
+    """Return the models that a command line names: a pruned one beside its dense one where a folder is named.
+
+    Raises:
+        UsageError: it names none, or several.
+    """
+    names, overrides = split_overrides(arguments)
+    if any(map(is_recipe, names)):
+        check_recipes(names, overrides, options)
+    from prunekit.jobs.run import model_pair as sides
+
+    folder = Path(names[0]) if len(names) == 1 else None
+    if folder is None or not sides.is_pruned(folder):
+        refuse_idle_overrides(overrides, names, options.data)
+        return _single(names, overrides, options, console)
+    if options.weights or options.input_shape or options.zoo:
+        raise UsageError(f"{folder}: a folder says what its models are; leave out --weights, --input-shape and --zoo")
+    recipe = sides.recipe_beside(folder)
+    refuse_idle_overrides(overrides, [None if recipe is None else str(recipe)])
+    job = None if recipe is None else job_to_read(str(recipe), overrides, options, data=options.data)
+    data = None if job is None else job.data
+    found = replace(sides.both_sides(folder, data, factory=options.factory, own_data=options.data), job=job)
+    for note in found.notes:
+        console.log(note)
+    return found
+
+
+def pictures_folder(sides: Sides, output: Path | None, name: str) -> Path:
+    """Return where pictures go: the folder asked for, or one of this name, for a run in its own folder.
+
+    Raises:
+        UsageError: it cannot be written to.
+    """
+    folder = output or (sides.run / name if sides.run else Path(name))
+    check_folder(folder)
+    return folder
+
+
+def report_of(sides: Sides, folder: Path, name: str) -> list[Path]:
+    """Write the report of a run again where pictures that it shows have come into its folder; the page, if so."""
+    from prunekit.report.pages.run_page import write_report
+
+    return [write_report(sides.run)] if sides.run is not None and folder == sides.run / name else []
+
+
+def _single(names: Sequence[str], overrides: Sequence[str], options: ModelOptions, console: Console) -> Sides:
+    from prunekit.jobs.run.job_inputs import Own
+    from prunekit.jobs.run.model_pair import sides_of
+    from prunekit.jobs.run.model_sources import trained_target
+
+    if len(names) != 1 or not is_recipe(names[0]):
+        found = sides_of(one_target(names, overrides, options))
+    else:
+        code = {"factory": options.factory, "data": options.data}
+        job = job_to_read(names[0], overrides, options, **code, seed=options.seed)
+        own = Own(options.factory, options.data)
+        target = trained_target(job, log=console.log, progress=console.progress, own=own)
+        found = replace(sides_of(target, job.data, options.data), job=job)
+    for note in found.notes:
+        console.log(note)
+    return found

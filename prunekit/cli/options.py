@@ -64,7 +64,7 @@ optimizer_option = click.option(
 task_option = click.option(
     "--task",
     metavar="NAME|FILE.py:OBJECT",
-    help="The task, as in a recipe; OBJECT is your own prunekit.tasks.Task, or a function that returns one.",
+    help="The task, as in a recipe; OBJECT is your own prunekit.tasks.task.Task, or a function that returns one.",
 )
 
 allow_code_option = click.option(
@@ -167,7 +167,7 @@ def recipe_command(*, device: bool = True) -> Callable[[Callable[..., None]], Ca
             given = {key: options.pop(name) for name, key in RECIPE_KEYS.items() if name in options}
             job = load_job(recipe, overrides, factory=factory, data=data, allow_code=allow_code, **given)
             check_folder(job.output)
-            from prunekit.workflow import Own
+            from prunekit.jobs.run.job_inputs import Own
 
             function(console, job, Own(factory, data, optimizer), **options)
 
@@ -185,13 +185,13 @@ def _shape(context: click.Context, parameter: click.Parameter, value: str | None
 
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Tells `key=value` overrides from the other arguments; a path that exists is never an override."""
+    """Tell `key=value` overrides from the other arguments; a path that exists is never an override."""
     overrides = [text for text in arguments if OVERRIDE.match(text) and not Path(text).exists()]
     return [text for text in arguments if text not in overrides], overrides
 
 
 def is_recipe(target: str) -> bool:
-    """Whether a model is named by a recipe."""
+    """Return whether a model is named by a recipe."""
     return target.endswith((".yaml", ".yml"))
 
 
@@ -205,12 +205,12 @@ def load_job(
     runs_code: bool = True,
     **options: Any,
 ) -> JobSettings:
-    """The job of a recipe; options that were given on the command line count as overrides after all others.
+    """Return the job of a recipe; options that were given on the command line count as overrides after all others.
 
     Args:
-        allow_code, runs_code: see `prunekit.recipe.load`.
+        allow_code, runs_code: see `prunekit.recipe.loading.load`.
     """
-    from prunekit.recipe import load, own_overrides
+    from prunekit.recipe.loading import load, own_overrides
 
     given = [f"{key}={_yaml(value)}" for key, value in options.items() if value is not None]
     given += own_overrides(model=factory, data=data)
@@ -218,7 +218,9 @@ def load_job(
 
 
 def _yaml(value: Any) -> str:
-    """A value as YAML; text that YAML would read as text anyway stays without quotes, because messages show it."""
+    """Return a value as YAML; text that YAML would read as text anyway stays without quotes, because messages show
+    it.
+    """
     text = str(value)
     plain = not isinstance(value, str | Path) or re.fullmatch(r"[A-Za-z_./][\w./:-]*", text)
     return text if plain and text.lower() not in ("null", "true", "false") else json.dumps(text)

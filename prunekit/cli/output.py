@@ -14,10 +14,9 @@ from typing import Any, TextIO
 
 import click
 
-from prunekit.artifacts import write_json
-from prunekit.display import table as table
-from prunekit.distributed.launch import leads
+from prunekit.distributed.launcher import leads
 from prunekit.errors import UsageError
+from prunekit.utils.files import write_json
 
 # For terminals and pipes whose encoding has no such characters.
 PLAINER = str.maketrans({"−": "-", "×": "x", "–": "-", "…": "...", "→": "->"})
@@ -46,7 +45,7 @@ class Console:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Keeps stdout free for the result: what a model's own code prints goes to stderr."""
+        """Keep stdout free for the result: what a model's own code prints goes to stderr."""
         with redirect_stdout(sys.stderr):
             yield
 
@@ -59,7 +58,7 @@ class Console:
 
 
 def writable(text: str, encoding: str) -> str:
-    """Text as a stream of this encoding can show it: a long job must not fail over a minus sign."""
+    """Return the text as a stream of this encoding can show it: a long job must not fail over a minus sign."""
     try:
         text.encode(encoding)
     except UnicodeEncodeError:
@@ -83,7 +82,7 @@ def check_folder(folder: Path | None) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it; what is not a finite number becomes null."""
+    """Return a value as JSON has it; what is not a finite number becomes null."""
     if is_dataclass(value) and not isinstance(value, type):
         return plain(asdict(value))
     if isinstance(value, Mapping):
@@ -99,7 +98,7 @@ def plain(value: Any) -> Any:
 
 
 def save(payload: Mapping[str, Any], folder: Path | None, name: str, console: Console) -> None:
-    """Writes the result as JSON into a folder, where one was asked for."""
+    """Write the result as JSON into a folder, where one was asked for."""
     if folder is not None:
         write_json(folder / name, plain(payload))
         console.log(f"wrote {folder / name}")

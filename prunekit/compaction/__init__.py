@@ -1,7 +1,1 @@
-"""Compaction, and the folder a compact model lives in."""
-
-from prunekit.compaction.compact import compact, remarks
-from prunekit.compaction.folder import load, read_manifest, save
-from prunekit.compaction.spreading import spread_
-
-__all__ = ["compact", "load", "read_manifest", "remarks", "save", "spread_"]
+"""Compact models: removed channels are taken out for good, and the folder that such a model is saved in."""

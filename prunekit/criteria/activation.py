@@ -9,11 +9,13 @@ import numpy as np
 import numpy.typing as npt
 from torch import nn
 
-from prunekit.calibration import ChannelStats, LayerStats, MapRanks, StatsKey
-from prunekit.criteria.norms import NORMS
-from prunekit.criteria.registry import Evidence, Scores, register_criterion
-from prunekit.criteria.slices import FloatArray, IntArray, LabelMean
+from prunekit.criteria.criterion import Evidence, Scores, register_criterion
+from prunekit.criteria.magnitude import NORMS
+from prunekit.criteria.scoring import FloatArray, IntArray, LabelMean
 from prunekit.errors import UsageError
+from prunekit.statistics.channel_stats import ChannelStats
+from prunekit.statistics.feature_ranks import MapRanks
+from prunekit.statistics.layer_stats import LayerStats, StatsKey
 
 Measured = TypeVar("Measured", LayerStats, MapRanks)
 Accepts = Callable[[StatsKey, Measured], npt.NDArray[np.bool_] | bool]
@@ -54,7 +56,8 @@ TIES = 1e-3
     "activation", needs=("stats",), measures="mean |activation|", paper="Molchanov et al. 2017, Pruning CNNs"
 )
 def activation(evidence: Evidence) -> Scores:
-    """Mean |activation| of a label's channels, mean over the outputs of norms and activation functions that carry it.
+    """Return the mean |activation| of a label's channels, mean over the outputs of norms and activation functions that
+    carry it.
 
     (Molchanov et al. 2017, "Pruning CNNs for resource efficient inference", use it as a baseline.) Labels that no such
     output carries are judged by any other output, then by any input: attention's heads where they are projected.
@@ -73,7 +76,7 @@ def activation(evidence: Evidence) -> Scores:
     paper="Molchanov et al. 2017, Pruning CNNs",
 )
 def activation_rms(evidence: Evidence) -> Scores:
-    """Root mean square of a label's channels, over the same outputs as `activation`.
+    """Return the root mean square of a label's channels, over the same outputs as `activation`.
 
     (Molchanov et al. 2017, "Pruning CNNs for resource efficient inference", have mean and deviation of activations as
     baselines; this holds both.)
@@ -125,7 +128,8 @@ def _never_zero(layer: LayerStats) -> FloatArray:
 
 @register_criterion("hrank", needs=("ranks",), measures="mean rank of feature maps", paper="Lin et al. 2020, HRank")
 def hrank(evidence: Evidence) -> Scores:
-    """Mean rank of a channel's feature maps (Lin et al. 2020, "HRank: filter pruning using high-rank feature map").
+    """Return the mean rank of a channel's feature maps (Lin et al. 2020, "HRank: filter pruning using high-rank feature
+    map").
 
     Mean over the outputs of activation functions that carry it; where there are none, over all that was measured; last
     over outputs of linear layers, which alone carry attention's queries and keys.
@@ -148,7 +152,7 @@ def hrank(evidence: Evidence) -> Scores:
 
 
 def _of_outputs(evidence: Evidence, name: str, value: Callable[[LayerStats], FloatArray]) -> Scores:
-    """A value of each label from norms and activation functions, else the output of any module, else any input.
+    """Return a value of each label from norms and activation functions, else the output of any module, else any input.
 
     Last come outputs of layers whose modules are not called, such as attention's queries and keys.
     """
@@ -190,7 +194,9 @@ def _first_found(
     value: Callable[[Measured], FloatArray],
     *preferences: Accepts[Measured],
 ) -> Scores:
-    """Mean of `value` over the activations that the first preference accepts, and where there are none, the next."""
+    """Return the mean of `value` over the activations that the first preference accepts, and where there are none,
+    the next.
+    """
     scores = np.full(evidence.channel_map.n_labels, np.nan)
     for accepts in preferences:
         if np.isnan(scores[1:]).any():
@@ -221,7 +227,9 @@ def _mean(
 
 
 def _labels(evidence: Evidence, key: StatsKey) -> IntArray | None:
-    """Labels of an activation's channels; where the layer's module is not called, as in attention, its weight's."""
+    """Return the labels of an activation's channels; where the layer's module is not called, as in attention, its
+    weight's.
+    """
     labels = evidence.channel_map.activations.get(key)
     consumer = evidence.stats.reads.get(key.module) if evidence.stats is not None else None
     if labels is not None or consumer is None or consumer.groups > 1:

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prunekit.calibration.gains import relative_scale, with_ridge
-from prunekit.calibration.patch_stats import LayerMoments, PatchStats
-from prunekit.channels import ChannelGroup, ChannelMap
-from prunekit.channels.copying import named_tensors
+from prunekit.channels.channel_map import ChannelGroup, ChannelMap
+from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.labels import Labels
-from prunekit.criteria.registry import Evidence, Scores, register_criterion
-from prunekit.criteria.slices import FloatArray, IntArray
-from prunekit.progress import tracked
+from prunekit.criteria.criterion import Evidence, Scores, register_criterion
+from prunekit.criteria.scoring import FloatArray, IntArray
+from prunekit.statistics.layers.output_error import relative_scale, with_ridge
+from prunekit.statistics.layers.patch_moments import LayerMoments, PatchStats
+from prunekit.utils.progress import tracked
 
 TRUST = 0.5
 """Exponent of layers' gains: what they are of the repaired network lies between them and no difference at all, as
@@ -62,7 +62,7 @@ class Elimination:
 
 
 def eliminate(labels: Labels, consumers: Sequence[Consumer]) -> Elimination:
-    """Removes labels one by one, always the one that costs least when the others take over what they can.
+    """Remove labels one by one, always the one that costs least when the others take over what they can.
 
     Of wide groups several go at once, see `AT_ONCE`; what they cost together is spread evenly over them.
 
@@ -121,7 +121,7 @@ class _State:
         return costs
 
     def remove(self, chosen: IntArray) -> float:
-        """Removes the columns of some labels at once; the others take over. Returns what that costs."""
+        """Remove the columns of some labels at once; the others take over. Returns what that costs."""
         columns = torch.cat([self._columns[i] for i in chosen])
         if not columns.numel():
             return 0.0
@@ -136,7 +136,7 @@ class _State:
         return cost
 
     def _forget(self) -> None:
-        """Leaves out the columns that have gone: nothing asks for them again, and products over them take time."""
+        """Leave out the columns that have gone: nothing asks for them again, and products over them take time."""
         left = ~self._gone
         places = left.cumsum(0) - 1
         self._inverse, self._weight = self._inverse[left][:, left], self._weight[:, left]
@@ -153,7 +153,7 @@ def _inverse(matrix: Tensor) -> Tensor:
 
 
 def consumers_of(group: ChannelGroup, model: nn.Module, channel_map: ChannelMap, stats: PatchStats) -> list[Consumer]:
-    """The layers that read a group's channels: their weights carry its labels on the input side.
+    """Return the layers that read a group's channels: their weights carry its labels on the input side.
 
     Args:
         group: of `channel_map`.
@@ -168,7 +168,7 @@ def consumers_of(group: ChannelGroup, model: nn.Module, channel_map: ChannelMap,
 def _layers_reading(
     group: ChannelGroup, channel_map: ChannelMap, stats: PatchStats
 ) -> Iterator[tuple[LayerMoments, Labels]]:
-    """Layers that read channels of a group, with the labels of the groups on their input channels."""
+    """Yield layers that read channels of a group, with the labels of the groups on their input channels."""
     for moments in stats.layers:
         labels = channel_map.labels.get(moments.layer.weight, (None, None))[moments.layer.axes[1]]
         for deciding in [] if labels is None else channel_map.deciding(labels):
@@ -193,7 +193,7 @@ def _by_group(
 def eliminations(
     model: nn.Module, channel_map: ChannelMap, stats: PatchStats, groups: Iterable[ChannelGroup] | None = None
 ) -> dict[str, Elimination]:
-    """The order of removal and its errors for every channel group that some layer reads, by the group's name.
+    """Return the order of removal and its errors for every channel group that some layer reads, by the group's name.
 
     Args:
         model: the dense model; only read.
@@ -224,7 +224,8 @@ def outputs_reading(group: ChannelGroup, channel_map: ChannelMap, stats: PatchSt
     comparable=True,
 )
 def elimination(evidence: Evidence) -> Scores:
-    """What each label adds to its group's error as it goes: the slope of the lower convex hull of the group's curve.
+    """Return what each label adds to its group's error as it goes: the slope of the lower convex hull of the group's
+    curve.
 
     So scores never fall along the order of removal, and ranking all of them removes along the curves of all groups at
     once, at equal slopes. Labels of groups that no layer reads score +inf.

@@ -1,20 +1,30 @@
-"""Importance from the weights alone."""
+"""Importance from the weights alone.
+
+Importance from how much the filters of a layer differ.
+
+Importance from the scales that norms learn.
+
+Importance by chance: the baseline that every criterion has to beat.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvTransposeNd
 
-from prunekit.criteria.registry import Evidence, Scores, register_criterion
-from prunekit.criteria.slices import IntArray, LabelMean, mean_over_slices, require_finite
+from prunekit.criteria.criterion import Evidence, Scores, register_criterion
+from prunekit.criteria.scoring import IntArray, LabelMean, mean_over_slices, require_finite
 
 
 @register_criterion(
     "l1", needs=("weights",), measures="mean |w|", paper="Li et al. 2017, Pruning filters for efficient ConvNets"
 )
 def l1(evidence: Evidence) -> Scores:
-    """Mean |w| of a label's slices (Li et al. 2017, "Pruning filters for efficient ConvNets")."""
+    """Return the mean |w| of a label's slices (Li et al. 2017, "Pruning filters for efficient ConvNets")."""
     return _mean_power(evidence, 1)
 
 
@@ -25,7 +35,7 @@ def l1(evidence: Evidence) -> Scores:
     paper="Li et al. 2017, Pruning filters for efficient ConvNets",
 )
 def l2(evidence: Evidence) -> Scores:
-    """Root mean square of a label's slices (the l2 norm that Li et al. 2017 compare with)."""
+    """Return the root mean square of a label's slices (the l2 norm that Li et al. 2017 compare with)."""
     return _mean_power(evidence, 2)
 
 
@@ -56,7 +66,9 @@ def _share_of_rest(squares: Scores) -> Scores:
 
 
 def _mean_power(evidence: Evidence, power: int) -> Scores:
-    """Mean over a label's axes of its slice's norm, divided so that the norm does not grow with the slice."""
+    """Return the mean over a label's axes of its slice's norm, divided so that the norm does not grow with the
+    slice.
+    """
 
     def measure(found: LabelMean, name: str, weight: Tensor, labeled: dict[int, IntArray]) -> None:
         wide = weight.float() if weight.dtype in (torch.float16, torch.bfloat16) else weight
@@ -73,7 +85,9 @@ BLOCK = 1 << 18
 
 
 def _power_sums(weight: Tensor, power: int, axes: list[int]) -> dict[int, Tensor]:
-    """Sums of |w| or w^2 over all axes but one, float64 (size,), for each of `axes`, in one pass over the weight."""
+    """Return the sums of |w| or w^2 over all axes but one, float64 (size,), for each of `axes`, in one pass over the
+    weight.
+    """
     sums = {axis: torch.zeros(weight.shape[axis], dtype=torch.float64) for axis in axes}
     rows = max(1, BLOCK * weight.shape[0] // max(weight.numel(), 1))
     for start in range(0, weight.shape[0], rows):
@@ -88,3 +102,91 @@ def _power_sums(weight: Tensor, power: int, axes: list[int]) -> dict[int, Tensor
                 before = powers.sum(list(range(axis))).cpu().double()
                 sums[axis] += before.sum(list(range(1, before.ndim))) if before.ndim > 1 else before
     return sums
+
+
+COLUMNS = 4096
+"""Columns of a weight multiplied at a time, in its own precision; their products are added in float64."""
+
+
+@register_criterion(
+    "fpgm", needs=("weights",), measures="distance to the layer's other filters", paper="He et al. 2019, FPGM"
+)
+def fpgm(evidence: Evidence) -> Scores:
+    """Return the distance to the geometric median (He et al. 2019, FPGM): how far a filter lies from the others of its
+    layer.
+
+    The sum of Euclidean distances to all filters of the layer, divided by their number and by the root of their size,
+    so that layers which share labels weigh alike; the mean over those layers. A filter is a slice along the axis of
+    output channels of a weight; labels on no such axis score as in `l2`, which holds for whole groups. Costs as much as
+    the product of each weight with its transpose.
+    """
+    found = LabelMean(evidence.channel_map)
+    for name, weight in evidence.parameters.items():
+        axis = _output_axis(evidence.modules, name)
+        labels = evidence.channel_map.labels[name][axis] if weight.ndim > 1 else None
+        if labels is not None and labels.any():
+            distances = _mean_distances(weight.movedim(axis, 0).flatten(1)).numpy()
+            require_finite(name, distances)
+            found.add(labels, distances)
+    return found.result() if found.seen[1:].all() else found.result(otherwise=l2(evidence))
+
+
+def _output_axis(modules: Mapping[str, nn.Module], name: str) -> int:
+    owner = modules.get(name.rpartition(".")[0])
+    return 1 if isinstance(owner, (_ConvTransposeNd, nn.Embedding)) else 0
+
+
+def _mean_distances(filters: Tensor) -> Tensor:
+    """Return the mean distance of each filter to all, itself included, over the root of their size; (n, size) ->
+    float64 (n,).
+    """
+    gram = torch.zeros(len(filters), len(filters), dtype=torch.float64)
+    for columns in torch.split(filters, COLUMNS, 1):
+        wide = columns.cpu().to(torch.promote_types(columns.dtype, torch.float32))
+        wide = wide - wide.mean(0)  # what all share adds nothing but rounding
+        gram += wide @ wide.T
+    squares = gram.diagonal()
+    distances = (squares + squares[:, None] - 2 * gram).clamp(min=0).sqrt()
+    mean: Tensor = distances.fill_diagonal_(0).mean(1) / max(filters.shape[1], 1) ** 0.5
+    return mean
+
+
+NORMS = (
+    nn.modules.batchnorm._NormBase,  # every BatchNorm and InstanceNorm
+    nn.GroupNorm,
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.LocalResponseNorm,
+)
+
+
+@register_criterion(
+    "bn_scale", needs=("weights",), measures="|scale| of norms", paper="Liu et al. 2017, Network slimming"
+)
+def bn_scale(evidence: Evidence) -> Scores:
+    """|gamma| of the norms that carry a label (Liu et al. 2017, "Network slimming"), mean over them.
+
+    Labels that no affine norm carries score as in `l2`. The two never meet in one ranking: labels of a group lie on the
+    same parameters, so that all or none of them are on a norm, and across groups scores are normalized.
+    """
+    found = LabelMean(evidence.channel_map)
+    for path, module in evidence.modules.items():
+        name = f"{path}.weight" if path else "weight"
+        if isinstance(module, NORMS) and name in evidence.parameters:
+            _add_scales(found, name, evidence)
+    return found.result() if found.seen[1:].all() else found.result(otherwise=l2(evidence))
+
+
+def _add_scales(found: LabelMean, name: str, evidence: Evidence) -> None:
+    scales: Tensor = evidence.parameters[name].abs().cpu().double()
+    for axis, labels in enumerate(evidence.channel_map.labels[name]):
+        if labels is not None:
+            values = scales.movedim(axis, 0).flatten(1).mean(1) if scales.ndim > 1 else scales
+            require_finite(name, np.asarray(values))
+            found.add(labels, np.asarray(values))
+
+
+@register_criterion("random", needs=(), measures="nothing: the baseline")
+def random(evidence: Evidence) -> Scores:
+    """Uniform in [0, 1), from the seed alone."""
+    return np.random.default_rng(evidence.seed).random(evidence.channel_map.n_labels)

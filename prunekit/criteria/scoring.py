@@ -1,21 +1,27 @@
-"""From a criterion's name to one score for each label."""
+"""From a criterion's name to one score for each label.
+
+From values along the axes of tensors to values of labels.
+"""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from prunekit.calibration import CalibrationWarning, ChannelStats, TaylorTerms
-from prunekit.calibration.patch_stats import PatchStats
-from prunekit.channels import ChannelMap
-from prunekit.channels.belonging import require_model
-from prunekit.criteria.registry import Criterion, Evidence, Need, Scores, get_criterion
+from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.cut.model_match import require_model
+from prunekit.criteria.criterion import Criterion, Evidence, Need, Scores, get_criterion
 from prunekit.errors import NonFiniteError, UsageError
-from prunekit.inputs import described
+from prunekit.statistics.channel_stats import ChannelStats
+from prunekit.statistics.layers.patch_moments import CalibrationWarning, PatchStats
+from prunekit.statistics.taylor_terms import TaylorTerms
+from prunekit.utils.inputs import described
 
 
 def score(
@@ -69,7 +75,7 @@ def score(
 
 
 def _checked(scores: Any, channel_map: ChannelMap, criterion: str) -> Scores:
-    """A copy of what a criterion returned, float64."""
+    """Return a copy of what a criterion returned, float64."""
     count = channel_map.n_labels
     expected = f"criterion {criterion!r}: expected a NumPy array with one number for each label, ({count},)"
     if not isinstance(scores, np.ndarray):
@@ -81,7 +87,7 @@ def _checked(scores: Any, channel_map: ChannelMap, criterion: str) -> Scores:
 
 
 def normalize(scores: Scores, channel_map: ChannelMap) -> Scores:
-    """Scores that can be ranked across layers: each divided by the mean score of its channel group.
+    """Return scores that can be ranked across layers: each divided by the mean score of its channel group.
 
     Layers differ in scale, so raw scores would empty whole layers (Molchanov et al. 2017 divide by the layer's l2
     norm). The mean is used because it does not depend on how many channels a group has.
@@ -145,3 +151,100 @@ def _require_numbers(scores: Scores, channel_map: ChannelMap, criterion: str) ->
                 f"criterion {criterion!r}: {count} of {len(group.labels)} scores of group {group.name!r} are NaN; "
                 "its weights or statistics hold NaN or Inf"
             )
+
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+
+class LabelMean:
+    """Mean over several axes of what each says about a label; an axis that does not carry a label says nothing.
+
+    Where two labels decide on an entry together, the axis says something about both; the joint label scores 0.
+    """
+
+    def __init__(self, channel_map: ChannelMap) -> None:
+        self._map = channel_map
+        self._total, self._axes = np.zeros(channel_map.n_labels), np.zeros(channel_map.n_labels, np.int64)
+        self._axes[channel_map.joint[:, 0]] = 1
+
+    def add(self, labels: IntArray, values: FloatArray, *, exponent: float = 1.0) -> None:
+        """Add one axis: the mean of `values` over the indices that share a label, to the power of `exponent`.
+
+        Args:
+            labels: (size,), the label of every index along the axis.
+            values: (size,), not negative where `exponent` is not whole.
+        """
+        for deciding in self._map.deciding(labels):
+            found, position, count = np.unique(deciding, return_inverse=True, return_counts=True)
+            self._total[found] += (np.bincount(position, values) / count) ** exponent
+            self._axes[found] += 1
+
+    @property
+    def seen(self) -> npt.NDArray[np.bool_]:
+        """Labels that some axis carried, (n_labels,)."""
+        found: npt.NDArray[np.bool_] = self._axes > 0
+        return found
+
+    def result(self, *, otherwise: Scores | float = np.inf) -> Scores:
+        """Return the mean for each label, (n_labels,); `otherwise` for those that no axis carried."""
+        return np.where(self.seen, self._total / np.maximum(self._axes, 1), otherwise)
+
+
+Measure = Callable[[LabelMean, str, Tensor, dict[int, IntArray]], None]
+"""Adds to the mean what a named weight says about the labels on its axes: axis -> (size,)."""
+
+
+def mean_over_slices(evidence: Evidence, measure: Measure) -> Scores:
+    """Return the mean over a label's axes of what `measure` says about its slice.
+
+    A slice is everything that carries the label along one axis of a weight: a filter, the columns that read it, and
+    behind a flatten all the columns of one channel together. Weights of two or more axes speak; biases and affine
+    scales do only for labels that lie on nothing else. A label on no parameter scores +inf: nothing to remove.
+    """
+    weights = _measured(evidence, measure, vectors=False)
+    if weights.seen[1:].all():
+        return weights.result()
+    return weights.result(otherwise=_measured(evidence, measure, vectors=True).result())
+
+
+def _measured(evidence: Evidence, measure: Measure, *, vectors: bool) -> LabelMean:
+    found = LabelMean(evidence.channel_map)
+    for name, weight in evidence.parameters.items():
+        if (weight.ndim < 2) == vectors:
+            axes = enumerate(evidence.channel_map.labels[name])
+            labeled = {axis: labels for axis, labels in axes if labels is not None and labels.any()}
+            measure(found, name, weight, labeled)
+    return found
+
+
+def require_finite(name: str, values: FloatArray) -> None:
+    """Check what was computed from a parameter.
+
+    Raises:
+        NonFiniteError: NaN or Inf is among the values; names the parameter.
+    """
+    if not np.isfinite(values).all():
+        raise NonFiniteError(f"parameter {name!r} holds NaN or Inf; importance needs finite weights")
+
+
+def require_all(
+    found: LabelMean, evidence: Evidence, name: str, advice: str, *, otherwise: Scores | float = np.nan
+) -> Scores:
+    """Return the scores of a criterion that has to know something of every label.
+
+    Args:
+        otherwise: for those of which `found` knows nothing.
+
+    Raises:
+        UsageError: some label is left without; names its group.
+    """
+    scores = found.result(otherwise=otherwise)
+    for group in evidence.channel_map.groups:
+        missing = int((np.isnan(scores[group.labels]) & ~found.seen[group.labels]).sum())
+        if missing:
+            raise UsageError(
+                f"criterion {name!r}: {missing} of {len(group.labels)} channels of group {group.name!r} cannot be "
+                f"scored: {advice}"
+            )
+    return scores

@@ -1,23 +1,144 @@
-"""Labeled images that give whole batches at once: `fetch(indices)` beside the usual `dataset[i]`."""
+"""Labeled images that give whole batches at once: `fetch(indices)` beside the usual `dataset[i]`.
+
+Images that cannot be read: skipped, each counted once, and an error when they are too many.
+
+From pixels to a model's input: size, augmentation, normalization.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from PIL import Image
 from torch import Tensor
+from torch.nn import functional as F
+from torchvision.transforms import v2
+from torchvision.transforms.v2.functional import center_crop, pil_to_tensor, resize
 
-from prunekit.data.augment import Draw
-from prunekit.data.corrupt import CorruptImages
-from prunekit.data.feed import Feed
+from prunekit.data.augmentation import Augmentation, Draw, augmentation, augmented
 from prunekit.errors import DataError
+from prunekit.settings.inputs import Augment
+
+
+class CorruptImages:
+    """The corrupt images found so far, by name with the reason; shared by all parts of a data set.
+
+    Args:
+        limit: how many may be skipped.
+    """
+
+    def __init__(self, limit: int = 0) -> None:
+        self.limit = limit
+        self.found: dict[str, str] = {}
+
+    @classmethod
+    def allowing(cls, limit: int | float, images: int) -> CorruptImages:
+        """None found yet; the limit is a number, or a share (0..1) of so many images, rounded down."""
+        return cls(limit if isinstance(limit, int) else int(limit * images))
+
+    def add(self, name: str, reason: str) -> None:
+        """Count one more, unless it is known.
+
+        Raises:
+            DataError: there are more than the limit; gives their number and names the first few.
+        """
+        self.merge({name: reason})
+
+    def merge(self, found: Mapping[str, str]) -> None:
+        """Count what another process found.
+
+        Raises:
+            DataError: as for `add`.
+        """
+        self.found.update({name: reason for name, reason in found.items() if name not in self.found})
+        if len(self.found) <= self.limit:
+            return
+        first = [f"{name}: expected an image, but {reason}" for name, reason in list(self.found.items())[:3]]
+        if not self.limit:
+            raise DataError(f"{first[0]}; remove or replace it, or let some be skipped with data.max_corrupt=N")
+        raise DataError(
+            f"{len(self.found)} images cannot be read, and data.max_corrupt allows {self.limit}; remove or replace "
+            f"them: {'; '.join(first)}" + ("; ..." if len(self.found) > 3 else "")
+        )
+
+
+def describe_corrupt(found: Mapping[str, str]) -> str:
+    """Return one line about images that were skipped, with the first few names."""
+    names = ", ".join(list(found)[:3])
+    return f"{len(found)} corrupt image{'s'[: len(found) != 1]} skipped: {names}" + (", ..." if len(found) > 3 else "")
+
+
+ERASING = 1
+"""Tells what is drawn for it from what is drawn before for the same image."""
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True)
+class Feed:
+    """How an image becomes an input of (3, size, size).
+
+    Args:
+        size: height and width.
+        mean: of a pixel in 0..1, per channel; subtracted.
+        std: standard deviation of a pixel in 0..1, per channel; divided by.
+        augment: what is drawn at random where a seed and an epoch are given.
+    """
+
+    size: int
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
+    augment: Augment = "none"
+
+    def image(self, image: Image.Image, draw: Draw | None, index: int) -> Tensor:
+        """Return one Pillow image in RGB as (3, size, size) float32.
+
+        An image of exactly `size` squared is taken as it is; any other has its shorter side resized to 8/7 of that and
+        its center cut out, as torchvision's classification presets do (256 and 224).
+        """
+        change = self._augmentation(draw)
+        if not change.resizes and image.size != (self.size, self.size):
+            image = center_crop(resize(image, [round(self.size * 8 / 7)]), [self.size, self.size])
+        image = augmented(image, change.pixels, draw, index)
+        normalized = self.normalized(pil_to_tensor(image).float() / 255)
+        return augmented(normalized, change.normalized, draw, index, ERASING)
+
+    def batch(self, images: Tensor, draw: Draw | None, indices: Tensor) -> Tensor:
+        """Return images (B, C, H, W) with values in 0..1 as (B, 3, size, size); bilinear, antialiased when they
+        shrink.
+        """
+        change = self._augmentation(draw)
+        if not change.resizes and images.shape[-2:] != (self.size, self.size):
+            shrinks = min(images.shape[-2:]) > self.size
+            images = F.interpolate(
+                images, (self.size, self.size), mode="bilinear", align_corners=False, antialias=shrinks
+            )
+        images = _each(images, change.pixels, draw, indices)
+        return _each(self.normalized(images), change.normalized, draw, indices, ERASING)
+
+    def _augmentation(self, draw: Draw | None) -> Augmentation:
+        return augmentation("none" if draw is None else self.augment, self.size)
+
+    def normalized(self, images: Tensor) -> Tensor:
+        """(..., C, H, W) in 0..1 with C 1 or 3 -> (..., 3, H, W)."""
+        mean, std = torch.tensor(self.mean), torch.tensor(self.std)
+        return (images - mean[:, None, None]) / std[:, None, None]
+
+
+def _each(images: Tensor, transform: v2.Transform | None, draw: Draw | None, indices: Tensor, *which: int) -> Tensor:
+    """Return images (B, C, H, W) changed one by one."""
+    if transform is None:
+        return images
+    pairs = zip(images, indices.tolist(), strict=True)
+    return torch.stack([augmented(image, transform, draw, index, *which) for image, index in pairs])
 
 
 @runtime_checkable
 class SampleDataset(Protocol):
-    """A data set of any task: inputs, as `prunekit.inputs.arguments` takes them, with targets."""
+    """A data set of any task: inputs, as `prunekit.utils.inputs.arguments` takes them, with targets."""
 
     @property
     def corrupt(self) -> CorruptImages:
@@ -26,7 +147,7 @@ class SampleDataset(Protocol):
     def __len__(self) -> int: ...
 
     def fetch(self, indices: Tensor, draw: Draw | None = None) -> tuple[Any, Any]:
-        """A batch: inputs and targets, samples on the first axis, without what cannot be read.
+        """Return a batch: inputs and targets, samples on the first axis, without what cannot be read.
 
         Args:
             indices: (B,) int64, which samples.
@@ -43,10 +164,10 @@ class ImageDataset(SampleDataset, Protocol):
         """Every label: (N,) int64."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """One image, (C, H, W) float32 normalized, and its label."""
+        """Return one image, (C, H, W) float32 normalized, and its label."""
 
     def fetch(self, indices: Tensor, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
-        """A batch: images (B, C, H, W) float32 normalized, labels (B,) int64, without what cannot be read.
+        """Return a batch: images (B, C, H, W) float32 normalized, labels (B,) int64, without what cannot be read.
 
         Args:
             indices: (B,) int64, which images.
@@ -93,7 +214,7 @@ class TensorImages(Indexable):
         return len(self.labels)
 
     def fetch(self, indices: Tensor, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
-        """A batch: images (B, 3, size, size) float32, labels (B,) int64."""
+        """Return a batch: images (B, 3, size, size) float32, labels (B,) int64."""
         images = self.pixels[indices].float() / self.scale  # (B, C, H, W)
         return self.feed.batch(images, draw, indices), self.labels[indices]
 
@@ -119,7 +240,7 @@ class Subset(Indexable):
         return len(self.indices)
 
     def fetch(self, indices: Tensor, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
-        """A batch of the underlying data set."""
+        """Return a batch of the underlying data set."""
         return self.dataset.fetch(self.indices[indices], draw)
 
 
@@ -139,7 +260,7 @@ def check_labels(labels: Tensor, classes: Sequence[str], where: str) -> None:
 
 
 def numbered_classes(labels: Tensor, where: str) -> tuple[str, ...]:
-    """The classes of labels (N,) without names: as many as the largest label says.
+    """Return the classes of labels (N,) without names: as many as the largest label says.
 
     Raises:
         DataError: there are fewer than two, or one has no images.

@@ -1,8 +1,12 @@
-"""The sources of images: the embedded digits, folders, NumPy archives, the sets of other libraries, the user's own."""
+"""The sources of images: the embedded digits, folders, NumPy archives, the sets of other libraries, the user's own.
+
+Training, validation and test images: stratified, and the same for the same seed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import resources
@@ -13,18 +17,100 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prunekit.data.arrays import Arrays, read_npz
-from prunekit.data.corrupt import CorruptImages
-from prunekit.data.datasets import ImageDataset, TensorImages, check_labels
-from prunekit.data.decoded import FolderImages
-from prunekit.data.feed import IMAGENET_MEAN, IMAGENET_STD, Feed
-from prunekit.data.folders import Files, scan_folder
-from prunekit.data.huggingface_sets import open_rows
-from prunekit.data.mapped import classes_of, mapped, sample_bytes
-from prunekit.data.splits import Splits, fingerprint, split_off
-from prunekit.data.torchvision_sets import open_sets
+from prunekit.data.datasets import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    CorruptImages,
+    Feed,
+    ImageDataset,
+    SampleDataset,
+    Subset,
+    TensorImages,
+    check_labels,
+)
+from prunekit.data.decoded_images import FolderImages
+from prunekit.data.library_datasets import classes_of, mapped, open_rows, open_sets, sample_bytes
+from prunekit.data.local_files import Arrays, Files, read_npz, scan_folder
 from prunekit.errors import DataError, UsageError
-from prunekit.settings.data import DataSettings
+from prunekit.settings.inputs import DataSettings
+from prunekit.tasks.classification import IMAGE_CLASSIFICATION
+from prunekit.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class Splits:
+    """What training, model selection and the final measurement see; no image is in two of them.
+
+    Attributes:
+        train: for training and calibration.
+        validation: for choosing the best epoch.
+        test: for the final measurement and nothing else.
+        classes: name of each label.
+        sample_shape: (C, H, W) of one image; of other tasks, the shape of a sample's first input.
+        fingerprint: SHA-256 of the images, their labels, their split and how they are fed; hexadecimal.
+        task: what they are for: how they are trained on, and what is measured.
+    """
+
+    train: SampleDataset
+    validation: SampleDataset
+    test: SampleDataset
+    classes: tuple[str, ...]
+    sample_shape: tuple[int, ...]
+    fingerprint: str
+    task: Task = IMAGE_CLASSIFICATION
+
+    @property
+    def corrupt(self) -> dict[str, str]:
+        """Images that could not be read so far, by name with the reason."""
+        return self.train.corrupt.found | self.validation.corrupt.found | self.test.corrupt.found
+
+
+def split_off(
+    dataset: ImageDataset, share: float, *, classes: Sequence[str], seed: int, where: str
+) -> tuple[Subset, Subset]:
+    """Split a data set in two, each class in the same proportion, the order of the images kept.
+
+    Args:
+        dataset: what to split.
+        share: share of every class that goes into the second part, 0..1; at least one image stays in each part.
+        classes: name of each label, for messages.
+        seed: which images are drawn.
+        where: what the data is, for messages.
+
+    Returns:
+        The larger rest, and the part drawn.
+
+    Raises:
+        DataError: a class has fewer than two images.
+    """
+    labels = dataset.labels.numpy()
+    generator = np.random.default_rng(seed)
+    drawn = np.zeros(len(labels), dtype=bool)
+    for label, name in enumerate(classes):
+        members = np.flatnonzero(labels == label)
+        if len(members) < 2:
+            left = f"{len(members)} image{'s'[: len(members) != 1]} left"
+            raise DataError(
+                f"{where}: class {name!r} has {left}, and a stratified split needs at least 2 of "
+                "each class (3 where validation and test are both drawn); add images or remove the class"
+            )
+        count = min(max(round(len(members) * share), 1), len(members) - 1)
+        drawn[generator.permutation(members)[:count]] = True
+    return Subset(dataset, _indices(~drawn)), Subset(dataset, _indices(drawn))
+
+
+def _indices(chosen: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.flatnonzero(chosen))
+
+
+def fingerprint(parts: Iterable[bytes]) -> str:
+    """SHA-256 over byte strings, each preceded by its length so that none runs into the next."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
+
 
 HALF = (0.5, 0.5, 0.5)
 
@@ -53,7 +139,7 @@ class Source:
 
 
 def load_splits(settings: DataSettings) -> Splits:
-    """Loads images and splits them: stratified, and the same for the same settings and content.
+    """Load images and split them: stratified, and the same for the same settings and content.
 
     `test_share` and `validation_share` are shares of all images. Where the source has test images of its own, only the
     validation images are drawn, as a share of its training images.
@@ -71,7 +157,7 @@ def load_splits(settings: DataSettings) -> Splits:
 
 
 def missing_data(settings: DataSettings) -> str | None:
-    """What is missing of the data, where it was looked for and how to supply it; None when its root is there.
+    """Return what is missing of the data, where it was looked for and how to supply it; None when its root is there.
 
     Raises:
         UsageError: `root` is not given for a source that needs it.
@@ -89,7 +175,7 @@ def missing_data(settings: DataSettings) -> str | None:
 
 
 def splits_of(source: Source, settings: DataSettings) -> Splits:
-    """Splits what a reader found."""
+    """Split what a reader found."""
     if settings.test_share + settings.validation_share >= 1:
         raise UsageError(
             f"data: expected test_share + validation_share < 1, got {settings.test_share} + {settings.validation_share}"
@@ -108,7 +194,7 @@ def splits_of(source: Source, settings: DataSettings) -> Splits:
 
 
 def source_of_parts(parts: Mapping[str, Any], settings: DataSettings, where: str, content: bytes = b"") -> Source:
-    """The source that map-style data sets named train, and perhaps test and validation, make."""
+    """Return the source that map-style data sets named train, and perhaps test and validation, make."""
     images = sum(len(part) for part in parts.values() if hasattr(part, "__len__"))
     corrupt, feed = CorruptImages.allowing(settings.max_corrupt, images), _feed(settings)
     made = {name: mapped(part, settings, feed, f"{where} {name}", corrupt) for name, part in parts.items()}
@@ -125,7 +211,7 @@ def _forms(parts: Mapping[str, Any]) -> str:
 
 
 def feed_of(settings: DataSettings) -> Feed:
-    """How image files are fed with these settings."""
+    """Return how image files are fed with these settings."""
     return _feed(settings, HALF, HALF) if settings.source == "digits" else _feed(settings)
 
 

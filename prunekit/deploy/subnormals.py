@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.copying import named_tensors, with_tensors
+from prunekit.channels.cut.model_copy import named_tensors, with_tensors
 from prunekit.errors import VerificationError
-from prunekit.inputs import example as normalized
+from prunekit.hooks.wrappers import unwrapped
 from prunekit.measure.operator_costs import is_subnormal
-from prunekit.measure.verify import compare_outputs
-from prunekit.wrappers import unwrapped
+from prunekit.measure.verification import compare_outputs
+from prunekit.utils.inputs import example as normalized
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ class Flushed:
 
 
 def flush_subnormals(model: nn.Module, example: Any) -> Flushed:
-    """A copy with zeros in place of subnormal weights and buffers, where there are any.
+    """Return a copy with zeros in place of subnormal weights and buffers, where there are any.
 
     Args:
         model: not changed.
@@ -87,13 +87,13 @@ def without_subnormals(model: nn.Module, example: tuple[Any, ...]) -> Flushed:
 
 
 def count_subnormals(model: nn.Module) -> dict[str, int]:
-    """How many subnormal numbers each parameter and buffer holds, for those that hold any."""
+    """Return how many subnormal numbers each parameter and buffer holds, for those that hold any."""
     return {name: int(found.sum()) for name, _, found in _holding(model)}
 
 
 @torch.no_grad()
 def flush_subnormals_in_place(model: nn.Module) -> dict[str, int]:
-    """Sets subnormal weights and buffers to 0, and returns how many each tensor held."""
+    """Set subnormal weights and buffers to 0, and return how many each tensor held."""
     counts = {}
     for name, tensor, found in _holding(model):
         tensor.masked_fill_(found, 0)
@@ -102,7 +102,7 @@ def flush_subnormals_in_place(model: nn.Module) -> dict[str, int]:
 
 
 def _holding(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Parameters and buffers that hold subnormal numbers, by name, and where: bool, of the same shape.
+    """Yield parameters and buffers that hold subnormal numbers, by name, and where: bool, of the same shape.
 
     Complex ones as their real and imaginary parts; sparse ones are not looked at.
     """

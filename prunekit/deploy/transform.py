@@ -1,4 +1,7 @@
-"""What a deployment does to a model, done to many of its structure: for timing, where weights make no difference."""
+"""What a deployment does to a model, done to many of its structure: for timing, where weights make no difference.
+
+Weights laid out with their channels last, as most convolution kernels read them.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,46 @@ from typing import Any
 
 from torch import nn
 
-from prunekit.deploy.foldable import Pair
-from prunekit.deploy.folding import folded, to_fold
-from prunekit.deploy.layout import laid_out
-from prunekit.settings.deploy import DeploySettings
+from prunekit.channels.cut.model_copy import named_tensors, with_tensors
+from prunekit.deploy.batchnorm_folding import Pair, folded, to_fold
+from prunekit.hooks.wrappers import unwrapped
+from prunekit.measure.verification import compare_outputs
+from prunekit.settings.deployment import DeploySettings
+from prunekit.utils.inputs import example as normalized
+from prunekit.utils.tensors import with_channels_last
+
+
+def channels_last(model: nn.Module, example: Any) -> nn.Module:
+    """Return a copy whose convolutions hold their weights channels-last, and so compute their outputs.
+
+    Memory alone lies in another order: names and shapes stay. A model folder says so, and models loaded from it lie
+    so again.
+
+    Args:
+        model: not changed.
+        example: what it is called with: a tensor, a tuple of positional arguments or a mapping of arguments by name.
+
+    Raises:
+        UsageError: the example is none of these.
+        VerificationError: the copy computes something else, as code may that looks at strides.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())
+        >>> faster = pk.channels_last(model, torch.randn(2, 3, 8, 8))
+        >>> model[0].weight.stride(), faster[0].weight.stride()
+        ((27, 9, 3, 1), (27, 1, 9, 3))
+    """
+    model = unwrapped(model)
+    result = laid_out(model)
+    compare_outputs(model, result, normalized(model, example))
+    return result
+
+
+def laid_out(model: nn.Module) -> nn.Module:
+    """As `channels_last`; nothing is checked. The model may be without values, on the meta device."""
+    moved = {name: with_channels_last(tensor.detach()) for name, tensor in named_tensors(model)}
+    return with_tensors(model, moved)
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,12 +66,12 @@ class Transform:
     pairs: tuple[Pair, ...] = ()
 
     def __call__(self, model: nn.Module) -> nn.Module:
-        """A copy in eval mode; the model itself where there is nothing to do."""
+        """Return a copy in eval mode; the model itself where there is nothing to do."""
         found = folded(model, self.pairs) if self.settings.fold_batchnorm else model
         return laid_out(found) if self.settings.channels_last else found
 
     def __str__(self) -> str:
-        """What it does in words; empty where it does nothing."""
+        """Return what it does in words; empty where it does nothing."""
         norms = ["BatchNorm folded"] if self.settings.fold_batchnorm else []
         return " and ".join([*norms, *(["channels last"] if self.settings.channels_last else [])])
 
@@ -45,7 +84,7 @@ def transform_of(model: nn.Module, example: tuple[Any, ...], settings: DeploySet
 
     Args:
         model: not changed.
-        example_inputs: an example, see `prunekit.inputs.example`.
+        example_inputs: an example, see `prunekit.utils.inputs.example`.
     """
     pairs = to_fold(model, example).pairs if settings.fold_batchnorm else ()
     return Transform(settings, tuple(replace(pair, output=None) for pair in pairs))

@@ -9,24 +9,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from prunekit.artifacts import StrPath
-from prunekit.channels.copying import copied
-from prunekit.context import set_mode
+from prunekit.channels.cut.model_copy import copied
 from prunekit.errors import RunError
-from prunekit.inputs import example, split
+from prunekit.utils.context import set_mode
+from prunekit.utils.files import StrPath
+from prunekit.utils.inputs import example, split
 
 OPSET = 23
 """The first with an operator for attention; what came after is of no use to networks that torch traces so far."""
 
 
 def export_onnx(model: nn.Module, sample: Any, path: StrPath) -> Path:
-    """Writes a model as one ONNX file, for inputs of exactly this shape, by `torch.onnx.export` on `torch.export`.
+    """Write a model as one ONNX file, for inputs of exactly this shape, by `torch.onnx.export` on `torch.export`.
 
     Weights beyond two gigabytes, the limit of the format, lie in a file beside it.
 
     Args:
         model: exported in eval mode; not changed.
-        sample: an example, see `prunekit.inputs.example`.
+        sample: an example, see `prunekit.utils.inputs.example`.
         path: the file.
 
     Raises:
@@ -53,7 +53,7 @@ def export_onnx(model: nn.Module, sample: Any, path: StrPath) -> Path:
 
 
 def _cause(error: BaseException) -> str:
-    """The first line of what went wrong first: the exporter wraps it in advice."""
+    """Return the first line of what went wrong first: the exporter wraps it in advice."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]

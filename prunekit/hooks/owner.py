@@ -9,9 +9,8 @@ from typing import Any, Protocol, Self
 
 from torch import Tensor, nn
 
-from prunekit.hooks.checks import require_not_compiled, warn_if_ignored
-from prunekit.hooks.gradients import Check, GradientChange, InputGradients, OutputGradients, Traced, at
-from prunekit.hooks.owned import OwnedHook
+from prunekit.hooks.gradient_hooks import Check, GradientChange, InputGradients, OutputGradients, Traced, at
+from prunekit.hooks.hook import OwnedHook, require_not_compiled, warn_if_ignored
 
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[Any, Any] | None]
 """Gets a module, its arguments and its named arguments; returns the two that are to be used, or None."""
@@ -20,12 +19,12 @@ After = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
 
 
 def before_forward(module: nn.Module, hook: Any, **settings: Any) -> Removable:
-    """Registers a forward pre-hook, also on a scripted or traced module, whose own method for it raises."""
+    """Register a forward pre-hook, also on a scripted or traced module, whose own method for it raises."""
     return nn.Module.register_forward_pre_hook(module, hook, **settings)
 
 
 def after_forward(module: nn.Module, hook: Any, **settings: Any) -> Removable:
-    """Registers a forward hook, also on a scripted or traced module, whose own method for it raises."""
+    """Register a forward hook, also on a scripted or traced module, whose own method for it raises."""
     return nn.Module.register_forward_hook(module, hook, **settings)
 
 
@@ -58,11 +57,11 @@ class HookOwner:
         self.called = False
 
     def register(self) -> None:
-        """Registers this owner's hooks; called once by `__enter__`."""
+        """Register this owner's hooks; called once by `__enter__`."""
         raise NotImplementedError
 
     def own(self, handle: Removable) -> None:
-        """Takes charge of a handle: it is removed when this owner exits."""
+        """Take charge of a handle: it is removed when this owner exits."""
         self._handles.append(handle)
         self._active = True
 
@@ -77,7 +76,7 @@ class HookOwner:
         self.own(_Undo(undo))
 
     def own_forward_pre(self, module: nn.Module, hook: Before, *, again: bool = False, first: bool = False) -> None:
-        """Runs a hook before a module's forward; it may change the arguments.
+        """Run a hook before a module's forward; it may change the arguments.
 
         Args:
             module: a module that is called, as `module(...)`.
@@ -94,7 +93,7 @@ class HookOwner:
     def own_forward(
         self, module: nn.Module, hook: After, *, again: bool = False, always: bool = False, first: bool = False
     ) -> None:
-        """Runs a hook after a module's forward; it may change the result.
+        """Run a hook after a module's forward; it may change the result.
 
         Args:
             module, again: as for `own_forward_pre`.
@@ -110,10 +109,10 @@ class HookOwner:
     def own_output_gradients(
         self, module: nn.Module, change: GradientChange, check: Check | None = None, traced: Traced | None = None
     ) -> None:
-        """Passes the gradients of a module's results through `change`, before its own backward sees them.
+        """Pass the gradients of a module's results through `change`, before its own backward sees them.
 
-        What a full-backward pre-hook does, for every module: see `prunekit.hooks.gradients`. A tensor that a module
-        hands through unchanged has one gradient, the sum over all its readers.
+        What a full-backward pre-hook does, for every module: see `prunekit.hooks.gradient_hooks`. A tensor that a
+        module hands through unchanged has one gradient, the sum over all its readers.
 
         Args:
             module: its result may be a tensor, or tensors nested in tuples, lists and dictionaries.
@@ -124,10 +123,10 @@ class HookOwner:
         self.own_forward(module, OutputGradients(self, lambda: change, check, traced).after, again=True)
 
     def own_input_gradients(self, module: nn.Module, change: GradientChange, check: Check | None = None) -> None:
-        """Passes the gradients that a module sends back to its inputs through `change`.
+        """Pass the gradients that a module sends back to its inputs through `change`.
 
-        What a full-backward hook does to `grad_input`, for every module: see `prunekit.hooks.gradients`. Gradients of
-        the module's parameters are not affected.
+        What a full-backward hook does to `grad_input`, for every module: see `prunekit.hooks.gradient_hooks`. Gradients
+        of the module's parameters are not affected.
 
         Args:
             module: its arguments may be tensors, or tensors nested in tuples, lists and dictionaries.
@@ -139,11 +138,11 @@ class HookOwner:
         self.own_forward(module, inputs.after, again=True, always=True)
 
     def own_tensor_gradient(self, tensor: Tensor, change: GradientChange) -> None:
-        """Passes the gradient of one tensor through `change`; for a parameter, each batch's before it is added up."""
+        """Pass the gradient of one tensor through `change`; for a parameter, each batch's before it is added up."""
         self.own(tensor.register_hook(at(self, change, 0)))  # type: ignore[no-untyped-call]
 
     def own_parameter_gradient(self, parameter: Tensor, hook: Callable[[Tensor], None]) -> None:
-        """Runs a hook on a parameter each time its `.grad` has been added to; it may write to that."""
+        """Run a hook on a parameter each time its `.grad` has been added to; it may write to that."""
         self.own(parameter.register_post_accumulate_grad_hook(OwnedHook(self, hook)))  # type: ignore[no-untyped-call]
 
     def own_hearing(self, model: nn.Module) -> None:
@@ -161,7 +160,7 @@ class HookOwner:
         return self._active
 
     def remove(self) -> None:
-        """Removes every hook of this owner; harmless when called again."""
+        """Remove every hook of this owner; harmless when called again."""
         while self._handles:
             self._handles.pop().remove()
         self._active = self._forward = False

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from prunekit.channels.modes import OperatorMode, run_operator
-from prunekit.nested import gather
+from prunekit.channels.tracing.dispatch_modes import OperatorMode, run_operator
+from prunekit.utils.tensors import gather
 
 aten = torch.ops.aten
 _FLOPS = {**flop_registry, aten._sparse_addmm: flop_registry[aten.addmm]}
@@ -43,7 +43,7 @@ class FlopCounter(OperatorMode):
 
 
 def macs_of(operator: Any, args: Sequence[Any], named: Mapping[str, Any], result: Any) -> int | None:
-    """Multiply-accumulates of one call, by the rules of torch's `FlopCounterMode` and those below.
+    """Return the multiply-accumulates of one call, by the rules of torch's `FlopCounterMode` and those below.
 
     Returns:
         0 for an operator that multiplies nothing in the sense of a layer; None for one of attention or recurrence that
@@ -58,13 +58,15 @@ def macs_of(operator: Any, args: Sequence[Any], named: Mapping[str, Any], result
 
 
 def _scaled_dot_product(args: Sequence[Any]) -> int:
-    """Scores and values, of query (..., L, E), key (..., S, E) and value (..., S, F)."""
+    """Return scores and values, of query (..., L, E), key (..., S, E) and value (..., S, F)."""
     query, key, value = args[:3]
     return int(prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
 
 
 def _fused_layer(args: Sequence[Any]) -> int:
-    """A whole attention or encoder layer in one operator: its matrices on every token of (B, L, D), and the scores."""
+    """Return a whole attention or encoder layer in one operator: its matrices on every token of (B, L, D), and the
+    scores.
+    """
     batch, tokens, width = args[0].shape
     matrices = sum(part.numel() for part in args if isinstance(part, Tensor) and part.dim() == 2)
     return int(batch * tokens * (matrices + 2 * tokens * width))
@@ -79,13 +81,13 @@ _RULES: dict[Any, Callable[[Sequence[Any]], int]] = {
 
 
 def is_view(operator: Any) -> bool:
-    """Whether an operator returns another shape of its input's memory, and moves nothing."""
+    """Return whether an operator returns another shape of its input's memory, and moves nothing."""
     aliases = [value.alias_info for value in operator._schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def is_idle(operator: Any) -> bool:
-    """Whether an operator neither computes nor moves anything: views, and memory that is not filled."""
+    """Return whether an operator neither computes nor moves anything: views, and memory that is not filled."""
     return is_view(operator) or operator.overloadpacket in _UNFILLED
 
 
@@ -93,14 +95,16 @@ _UNFILLED = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty}
 
 
 def bytes_moved(operator: Any, args: Any, named: Any, result: Any) -> int:
-    """Bytes of all inputs, parameters among them, and results; each counted once, as if caches held nothing else."""
+    """Return the bytes of all inputs, parameters among them, and results; each counted once, as if caches held
+    nothing else.
+    """
     if is_idle(operator):
         return 0
     return sum(_bytes(tensor) for part in (args, named, result) for tensor in gather(part))
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor; an axis that was expanded is there once."""
+    """Return the bytes of a tensor; an axis that was expanded is there once."""
     if tensor.layout != torch.strided or tensor.is_nested:
         return 0
     sizes = (size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
@@ -108,7 +112,9 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def subnormals(value: Any) -> int:
-    """How many numbers of float32 or float64 in nested tensors are subnormal: below the smallest of full precision."""
+    """Return how many numbers of float32 or float64 in nested tensors are subnormal: below the smallest of full
+    precision.
+    """
     found = 0
     for tensor in gather(value):
         if tensor.dtype in (torch.float32, torch.float64) and tensor.layout == torch.strided and not tensor.is_nested:

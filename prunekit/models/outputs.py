@@ -1,10 +1,13 @@
-"""What classifiers return: logits, or a tuple with auxiliary logits beside them while they train."""
+"""What classifiers return: logits, or a tuple with auxiliary logits beside them while they train.
+
+Can this model be trained?
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torchvision.models.googlenet import GoogLeNetOutputs
 from torchvision.models.inception import InceptionOutputs
 
@@ -12,7 +15,7 @@ from prunekit.errors import ModelError
 
 
 def logits(output: Any) -> Tensor:
-    """The class logits, (N, classes), of what a model returned: a tensor, or something with `.logits`.
+    """Return the class logits, (N, classes), of what a model returned: a tensor, or something with `.logits`.
 
     Raises:
         ModelError: it is neither.
@@ -27,7 +30,7 @@ def logits(output: Any) -> Tensor:
 
 
 def auxiliary(output: Any) -> tuple[tuple[float, Tensor], ...]:
-    """The auxiliary logits that a training output carries, each with the weight of its loss.
+    """Return the auxiliary logits that a training output carries, each with the weight of its loss.
 
     The weights are 0.3 for GoogLeNet (Szegedy et al. 2015, section 5) and 0.4 for Inception v3, as in torchvision's
     training reference.
@@ -38,3 +41,22 @@ def auxiliary(output: Any) -> tuple[tuple[float, Tensor], ...]:
     elif isinstance(output, InceptionOutputs):
         heads = ((0.4, output.aux_logits),)
     return tuple((weight, head) for weight, head in heads if head is not None)
+
+
+def is_frozen(model: nn.Module) -> bool:
+    """Return whether a model has no parameter that training could change (none at all counts as frozen)."""
+    return not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def require_trainable(model: nn.Module) -> None:
+    """Checks that training can change something.
+
+    Raises:
+        ModelError: every parameter is frozen, or there is none.
+    """
+    if is_frozen(model):
+        count = sum(1 for _ in model.parameters())
+        raise ModelError(
+            f"{type(model).__name__}: expected parameters to train, but all {count} have requires_grad=False; "
+            "unfreeze some with parameter.requires_grad_(True)"
+        )

@@ -12,7 +12,7 @@ from torchvision.models.maxvit import RelativePositionalMultiHeadAttention
 from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedWindowAttentionV2
 from torchvision.models.video.swin_transformer import ShiftedWindowAttention3d
 
-from prunekit.channels.substitutes import SizedAttention, substitute
+from prunekit.channels.rewrite.substitutes import SizedAttention, substitute
 
 
 class _Windowed(SizedAttention):
@@ -35,7 +35,7 @@ class _Windowed(SizedAttention):
         return float((self.proj.in_features // self.num_heads) ** -0.5)
 
     def fits_original(self) -> bool:
-        """Whether input, heads and output are of one width, from which the scale follows."""
+        """Return whether input, heads and output are of one width, from which the scale follows."""
         width = self.proj.weight.shape[1]
         same = self.qkv.weight.shape == (3 * width, width) and self.proj.weight.shape[0] == width
         return same and self.scale == (width // self.num_heads) ** -0.5
@@ -94,7 +94,7 @@ def _cut(x: Tensor, window: Sequence[int]) -> Tensor:
 
 
 def _join(x: Tensor, sizes: Sequence[int], window: Sequence[int]) -> Tensor:
-    """The inverse of `_cut`."""
+    """Return the inverse of `_cut`."""
     n = len(window)
     counts = [size // win for size, win in zip(sizes, window, strict=True)]
     order = (0, *(axis for i in range(n) for axis in (1 + i, 1 + n + i)), 2 * n + 1)
@@ -141,7 +141,7 @@ class SizedWindowAttentionV2(_Windowed, ShiftedWindowAttentionV2):  # type: igno
         return 1.0
 
     def fits_original(self) -> bool:
-        """Whether input, heads and output are of one width."""
+        """Return whether input, heads and output are of one width."""
         width = self.proj.weight.shape[1]
         return self.qkv.weight.shape == (3 * width, width) and self.proj.weight.shape[0] == width
 
@@ -180,12 +180,12 @@ class SizedRelativeAttention(SizedAttention, RelativePositionalMultiHeadAttentio
         self.head_dim = self.merge.weight.shape[1] // self.n_heads
 
     def fits_original(self) -> bool:
-        """Whether input, heads and output are of one width."""
+        """Return whether input, heads and output are of one width."""
         width = self.merge.weight.shape[1]
         return self.to_qkv.weight.shape == (3 * width, width) and self.merge.weight.shape[0] == width
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attends within each group."""
+        """Attend within each group."""
         values = self.merge.weight.shape[1]
         keys = (self.to_qkv.weight.shape[0] - values) // 2
         parts = self.to_qkv(x).split_with_sizes([keys, keys, values], -1)

@@ -1,22 +1,112 @@
-"""Models by name: torchvision's classifiers, exactly torchvision's own, the CIFAR ResNets, and other packages' zoos."""
+"""Models by name: torchvision's classifiers, exactly torchvision's own, the CIFAR ResNets, and other packages' zoos.
+
+Zoos of other packages: timm's models, and image classifiers of transformers by model type. Nothing is downloaded.
+
+The user's own model: what a function in a Python file returns.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torchvision
 from torch import nn
 
-from prunekit.errors import ModelError, nearest
+from prunekit.errors import ModelError, UsageError, nearest
 from prunekit.models.cifar import DEPTHS, CifarResNet
-from prunekit.models.optional import OPTIONAL_ZOOS, optional_builder, optional_names
-from prunekit.models.weights import SUFFIXES, load_weights
-from prunekit.settings.model import ModelSettings
+from prunekit.models.state_dicts import SUFFIXES, load_weights
+from prunekit.settings.inputs import ModelSettings
+from prunekit.utils.inputs import example
+from prunekit.utils.user_code import run_factory
+
+OptionalZoo = Literal["timm", "hf"]
+OPTIONAL_ZOOS: tuple[OptionalZoo, ...] = get_args(OptionalZoo)
+PACKAGES: dict[str, str] = {"timm": "timm", "hf": "transformers"}
+OF_WEIGHTS = frozenset({"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"})
+"""Arguments by which timm would fetch or unpickle weights: those come from `model.weights` alone."""
+
+
+def package(zoo: str) -> Any:
+    """Return the package of an optional zoo.
+
+    Raises:
+        ModelError: it is not installed; the message names the extra that brings it.
+    """
+    try:
+        return import_module(PACKAGES[zoo])
+    except ModuleNotFoundError as error:
+        raise ModelError(
+            f"model.zoo={zoo} needs the package {PACKAGES[zoo]}, which is not installed: pip install prunekit[{zoo}]"
+        ) from error
+
+
+def optional_names(zoo: str) -> tuple[str, ...]:
+    """Return the names of timm's models; of transformers, the model types that have an image classifier.
+
+    Raises:
+        ModelError: the package is not installed.
+    """
+    if zoo == "timm":
+        return tuple(sorted(package(zoo).list_models()))
+    package(zoo)
+    known = import_module("transformers.models.auto.modeling_auto").MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+    return tuple(sorted(set(known) - {"timm_wrapper"}))  # which is a model of timm's by another name
+
+
+def optional_builder(zoo: str, name: str) -> Callable[..., nn.Module]:
+    """Return what builds a model of an optional zoo with random weights; the name is one of `optional_names`."""
+    return _timm(name) if zoo == "timm" else _hf(name)
+
+
+def _timm(name: str) -> Callable[..., nn.Module]:
+    def build(**arguments: Any) -> nn.Module:
+        refused = OF_WEIGHTS & arguments.keys()
+        if refused:
+            raise ValueError(f"{min(refused)}: weights come from model.weights")
+        model: nn.Module = package("timm").create_model(name, pretrained=False, **arguments)
+        return model
+
+    return build
+
+
+def _hf(name: str) -> Callable[..., nn.Module]:
+    def build(num_classes: int | None = None, **arguments: Any) -> nn.Module:
+        transformers = package("hf")
+        # Fields of every configuration, and what is in none, may name code to fetch; a model's own say its sizes.
+        own = {field.name for field in fields(transformers.CONFIG_MAPPING[name])}
+        known = own - {field.name for field in fields(transformers.PreTrainedConfig)}
+        for key in arguments:
+            if key not in known:
+                raise ValueError(f"there is no {key!r} in the configuration of {name}; {nearest(key, sorted(known))}")
+        labels = {} if num_classes is None else {"num_labels": num_classes}
+        try:
+            config = transformers.AutoConfig.for_model(name, **arguments, **labels)
+        except Exception as error:  # its validation has a family of errors of its own
+            raise ValueError(str(error)) from error
+        model: nn.Module = transformers.AutoModelForImageClassification.from_config(config)
+        return model
+
+    return build
+
+
+def image_shape(model: nn.Module) -> tuple[int, ...] | None:
+    """Return the shape (channels, height, width) of images that a model of these zoos says it was made for; None if
+    not.
+    """
+    made_for = getattr(model, "pretrained_cfg", None)
+    if isinstance(made_for, dict) and "input_size" in made_for:
+        return tuple(made_for["input_size"])
+    config = getattr(model, "config", None)
+    size = getattr(config, "image_size", 224)
+    return None if config is None else (config.num_channels, *([size, size] if isinstance(size, int) else size))
+
 
 ZOOS: tuple[Literal["torchvision", "cifar"], ...] = ("torchvision", "cifar")
 """Those that are always there, in which a bare name is looked up."""
@@ -24,7 +114,7 @@ WITH_INIT_WEIGHTS = (torchvision.models.googlenet, torchvision.models.inception_
 
 
 def zoo_names(zoo: str = "torchvision") -> tuple[str, ...]:
-    """Names of the classification models of a zoo, sorted.
+    """Return the names of the classification models of a zoo, sorted.
 
     Raises:
         ModelError: the zoo's package is not installed.
@@ -37,7 +127,7 @@ def zoo_names(zoo: str = "torchvision") -> tuple[str, ...]:
 
 
 def build_model(settings: ModelSettings, *, num_classes: int | None) -> nn.Module:
-    """Builds a model, in train mode on the CPU, with the weights asked for or random ones from torch's global seed.
+    """Build a model, in train mode on the CPU, with the weights asked for or random ones from torch's global seed.
 
     Args:
         settings: zoo, name, constructor arguments, weights.
@@ -60,12 +150,12 @@ def build_model(settings: ModelSettings, *, num_classes: int | None) -> nn.Modul
 
 
 def is_weights_file(settings: ModelSettings) -> bool:
-    """Whether the weights are a file's, not a torchvision name."""
+    """Return whether the weights are a file's, not a torchvision name."""
     return settings.weights is not None and Path(settings.weights).suffix in SUFFIXES
 
 
 def missing_weights(settings: ModelSettings) -> str | None:
-    """What is missing of the weights, where it was looked for and how to supply it; None when nothing is.
+    """Return what is missing of the weights, where it was looked for and how to supply it; None when nothing is.
 
     Weights that torchvision knows by name are missing here until they have been downloaded once.
     """
@@ -150,3 +240,36 @@ def _pretrained(settings: ModelSettings, builder: Callable[..., nn.Module], argu
         raise ModelError(f"model.weights: {path}: the file is damaged ({error}); remove it") from error
     except (TypeError, ValueError, RuntimeError) as error:
         raise _refused(settings, arguments, error) from error
+
+
+def load_factory(reference: str) -> nn.Module:
+    """Run `file.py:factory` and return the model it builds. The file's code is run: name only files you trust.
+
+    Args:
+        reference: path of a Python file, a colon, and the name of a function or class that takes no arguments; it
+            must build a new model at each call, because the file is run once. It may return (model, example), see
+            `load_with_example`.
+
+    Raises:
+        ModelError: no such file or name, the code raises, or what it returns is no `nn.Module`.
+    """
+    return load_with_example(reference)[0]
+
+
+def load_with_example(reference: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
+    """As `load_factory`, with the example that the factory returns beside the model; None where it returns none.
+
+    Raises:
+        ModelError: as for `load_factory`; or the example is none, or not one of this model.
+    """
+    found = run_factory(reference, ModelError)
+    model, given = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"{reference}: expected the factory to return an nn.Module, or (module, example), got "
+            f"{type(found).__name__}"
+        )
+    try:
+        return model, None if given is None else example(model, given)
+    except UsageError as error:
+        raise ModelError(f"{reference}: {error}") from None

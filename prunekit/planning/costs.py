@@ -1,4 +1,7 @@
-"""What a choice of widths costs: sums of products of widths, exact at any counts, many choices at once."""
+"""What a choice of widths costs: sums of products of widths, exact at any counts, many choices at once.
+
+What a resource is made of: sums of products of widths, each of which may count in steps, and within spans alone.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,67 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from prunekit.channels import ChannelMap
+from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.labels import Labels
-from prunekit.planning.latency import up
-from prunekit.planning.select import Part
-from prunekit.planning.terms import Counting, Numbers, Term
+from prunekit.planning.candidates import Part
+from prunekit.planning.latency_table import Span, up
+
+Numbers = NDArray[np.float64]
+Counting = tuple[int, float, float, bool]
+"""Of a width: the step that it is rounded up to, and where it counts: from the first to below the second; whether it
+then counts as 1, not by its size."""
+
+
+@dataclass(frozen=True, eq=False)
+class Term:
+    """A constant times the widths of its factors: how many labels of each are kept.
+
+    Attributes:
+        constant: what the product of the widths is multiplied by.
+        factors: arrays of labels, such as those of a layer's inputs and outputs; none: the term does not change.
+        steps: of each factor: its width counts as the next multiple of this; none: as it is.
+        spans: in all of which widths must lie for it to count.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(4, 8)
+        >>> @pk.register_budget("hidden", about="Channels of all hidden layers.")
+        ... def hidden(countable):
+        ...     return [pk.Term(1.0, (group.labels,)) for group in countable.channel_map.groups]
+        >>> pk.prune(model, x, hidden=10).model[0].out_features
+        10
+    """
+
+    constant: float
+    factors: tuple[Labels, ...]
+    steps: tuple[int, ...] = ()
+    spans: tuple[Span, ...] = ()
+
+    def times(self, factor: float) -> Term:
+        """Return the same term with its constant multiplied."""
+        return replace(self, constant=factor * self.constant)
+
+    @property
+    def counted(self) -> Iterator[tuple[Labels, Counting]]:
+        """Every width that it is a product of, and how it counts; within a span a width is 1, else 0."""
+        for factor, step in zip(self.factors, self.steps or (1,) * len(self.factors), strict=True):
+            yield factor, (step, 0.0, np.inf, False)
+        for span in self.spans:
+            yield span.factor, (1, span.low, span.high, True)
+
+
+def entries(channel_map: ChannelMap, name: str) -> Term:
+    """Count the entries of a tensor of the model."""
+    axes = list(zip(channel_map.shapes[name], channel_map.labels[name], strict=True))
+    whole = np.prod([size for size, labels in axes if labels is None], dtype=np.float64)
+    return Term(float(whole), tuple(labels for _, labels in axes if labels is not None))
 
 
 def counted(width: Any, step: Any, low: Any, high: Any, as_one: Any) -> Any:
-    """What a width, or each of an array of them, is multiplied as."""
+    """Return what a width, or each of an array of them, is multiplied as."""
     within = (low <= width) & (width < high)
     return np.where(within, np.where(as_one, 1.0, up(width, step)), 0.0)
 
@@ -77,7 +131,7 @@ class CostModel:
     base: Numbers
 
     def of(self, resources: Labels) -> CostModel:
-        """The same for some of the resources alone."""
+        """Return the same for some of the resources alone."""
         return replace(self, constants=self.constants[:, resources], base=self.base[resources])
 
     @property
@@ -116,7 +170,7 @@ class CostModel:
 
 
 def cost_model(channel_map: ChannelMap, parts: list[Part], resources: list[list[Term]]) -> CostModel:
-    """Compiles terms of several resources into tables over the parts' counts."""
+    """Compile terms of several resources into tables over the parts' counts."""
     reading = _Reading.of(channel_map, parts)
     number: dict[tuple[bytes, Counting], int] = {}
     found: list[_Width] = []
@@ -184,7 +238,7 @@ class _Reading:
         return cls(channel_map, owner, rank, [part.labels.size for part in parts])
 
     def width(self, factor: Labels) -> tuple[int, list[_Lookup]]:
-        """How many labels of a factor always stay, and the tables of those that parts decide on."""
+        """Return how many labels of a factor always stay, and the tables of those that parts decide on."""
         deciding = self.channel_map.deciding(factor.reshape(-1))
         one, other = deciding[0], deciding[-1]
         alone = self.owner[other] < 0  # such as 0, where one label decides

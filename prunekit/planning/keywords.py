@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from prunekit.errors import UsageError, nearest, require_kind
-from prunekit.inputs import described
 from prunekit.registries import BUDGETS, CRITERIA
-from prunekit.settings.pruning import BudgetSettings, PruneSettings, Scope, Target, budget_names
+from prunekit.settings.prune import BudgetSettings, PruneSettings, Scope, Target, budget_names
+from prunekit.utils.inputs import described
 
 Where = str | nn.Module | type[nn.Module]
 """A glob over module paths, a module, which stands for all that is in it, or a class of modules."""
@@ -44,7 +44,7 @@ def prune_settings(
     plain_classes: bool = False,
     **budgets: float | None,
 ) -> PruneSettings:
-    """Makes settings from keyword arguments, which are explained at `prunekit.prune`; or takes them as they are.
+    """Make settings from keyword arguments, which are explained at `prunekit.prune`; or take them as they are.
 
     Args:
         model: whose modules `ignore` and `ratios` may be given as.
@@ -133,7 +133,7 @@ def globs_in(model: nn.Module, given: Where | Iterable[Where], key: str) -> Iter
 
 
 def _inside(module: nn.Module, paths: Mapping[nn.Module, str]) -> list[str]:
-    """Paths of the modules with parameters in a module; its own where there are none."""
+    """Return the paths of the modules with parameters in a module; its own where there are none."""
     owners = [paths[part] for part in module.modules() if any(True for _ in part.parameters(recurse=False))]
     return owners or [paths[module]]
 

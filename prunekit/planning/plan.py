@@ -18,21 +18,18 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from torch import nn
 
-from prunekit.artifacts import StrPath, atomic_file, folder_at, read_json, sha256, write_text
-from prunekit.channels import ChannelMap, Lock
-from prunekit.channels.belonging import require_model
-from prunekit.channels.copying import named_tensors
-from prunekit.channels.costs import MacTerm, Stored
-from prunekit.channels.joint import NOT_JOINT
-from prunekit.channels.labels import Labels
-from prunekit.channels.map import Keep, SizeAttribute, group_labels
-from prunekit.channels.norms import Norm
-from prunekit.channels.slicing import blank, is_variance, kept_indices, masked_indices
-from prunekit.display import Displayed, Table, changes
+from prunekit.channels.channel_map import ChannelMap, Keep, Lock, SizeAttribute, group_labels
+from prunekit.channels.constraints import NOT_JOINT
+from prunekit.channels.cut.model_copy import named_tensors
+from prunekit.channels.cut.model_match import require_model
+from prunekit.channels.cut.slicing import blank, is_variance, kept_indices, masked_indices
+from prunekit.channels.labels import Labels, MacTerm, Stored
+from prunekit.channels.tracing.operators import Norm
 from prunekit.errors import ArtifactError, PlanError, UsageError
-from prunekit.inputs import InputSpec
-from prunekit.numbers import count, plural, share
-from prunekit.settings.budgets import facts_from
+from prunekit.settings.prune import facts_from
+from prunekit.utils.display import Displayed, Table, changes, count, plural, share
+from prunekit.utils.files import StrPath, atomic_file, folder_at, read_json, sha256, write_text
+from prunekit.utils.inputs import InputSpec
 
 FORMAT = 1
 
@@ -98,13 +95,15 @@ class Plan(Displayed):
         return masked_indices(self.channel_map, self.keep)
 
     def kept(self, name: str, axis: int) -> Labels:
-        """Indices kept along one axis of a parameter or buffer, ascending."""
+        """Return indices kept along one axis of a parameter or buffer, ascending."""
         labels = self.channel_map.labels[name][axis]
         size = self.channel_map.shapes[name][axis]
         return np.arange(size) if labels is None else np.flatnonzero(self.keep[labels])
 
     def mask(self, name: str) -> torch.Tensor | None:
-        """A bool tensor that broadcasts to the parameter, False where it is pruned; None when nothing of it is."""
+        """Return a bool tensor that broadcasts to the parameter, False where it is pruned; None when nothing of it
+        is.
+        """
         result = self.element_masks.get(name)
         axes = self.kept_indices.get(name, ())
         for axis, index in enumerate(axes):
@@ -176,7 +175,8 @@ class Plan(Displayed):
         }
 
     def rows(self) -> list[dict[str, Any]]:
-        """Every layer that computes, in order of execution: its channels, and its MACs for one sample, dense and kept.
+        """Return every layer that computes, in order of execution: its channels, and its MACs for one sample, dense and
+        kept.
 
         `in_dense`, `in_kept`, `out_dense` and `out_kept` are None of what has no channels of the model, such as images.
         """
@@ -194,7 +194,7 @@ class Plan(Displayed):
         return rows
 
     def totals(self) -> dict[str, tuple[int, int]]:
-        """MACs for one sample, parameters, and channels of the groups, dense and kept."""
+        """Return MACs for one sample, parameters, and channels of the groups, dense and kept."""
         chart = self.channel_map
         parameters = [name for name, stored in chart.stored.items() if stored.parameter]
         held = sum(prod(chart.shapes[name]) for name in parameters)
@@ -231,20 +231,20 @@ class Plan(Displayed):
         yield Table(headings, list(zip(*columns, strict=True)))
 
     def budgets(self) -> Iterator[Table]:
-        """What every budget leaves, and which binds, as a table; none where there are no budgets."""
+        """Yield what every budget leaves, and which binds, as a table; none where there are no budgets."""
         names = self.provenance.get("budgets", {})
         if names:
             yield Table(("budget", "dense", "asked for", "left", ""), [self._budget(name) for name in names])
 
     def _budget(self, name: str) -> tuple[str, ...]:
-        """What a budget asked for and what is left of it."""
+        """Return what a budget asked for and what is left of it."""
         found, binds = self.provenance["budgets"][name], name == self.provenance.get("binding")
         facts = facts_from(name, found)
         said = [word for word, holds in (("predicted", facts.measured), ("binds", binds)) if holds]
         return (name, *(facts.shown(found[key]) for key in ("dense", "asked", "left")), ", ".join(said))
 
     def save(self, folder: StrPath) -> None:
-        """Writes `plan.json` (text) and `plan.safetensors` (labels and masks) into a folder."""
+        """Write `plan.json` (text) and `plan.safetensors` (labels and masks) into a folder."""
         folder = Path(folder)
         chart = self.channel_map
         tensors: dict[str, np.ndarray[Any, Any]] = {"keep": self.keep.copy(), "joint": chart.joint}
@@ -296,7 +296,7 @@ def require_plan(plan: Any, model: nn.Module | None = None) -> None:
 
 
 def _instead(given: Any) -> str:
-    """What came in the place of a plan, and what to do about it."""
+    """Return what came in the place of a plan, and what to do about it."""
     make = "prunekit.plan(model, x, macs=0.5), or the .plan of what prunekit.prune returns"
     if isinstance(given, (str, PathLike)):
         path = str(given)
@@ -309,7 +309,7 @@ def _instead(given: Any) -> str:
 
 
 def load_plan(folder: StrPath) -> Plan:
-    """Reads a plan that `Plan.save` wrote, or that `prunekit.save` put beside a compact model.
+    """Read a plan that `Plan.save` wrote, or that `prunekit.save` put beside a compact model.
 
     Args:
         folder: of the plan, or of the model.

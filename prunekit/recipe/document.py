@@ -10,7 +10,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 
-from prunekit.artifacts import plain
+from prunekit.utils.files import plain
 
 KeyPath = tuple[str | int, ...]
 
@@ -50,7 +50,9 @@ class Document:
     problems: tuple[Problem, ...] = ()
 
     def place(self, path: KeyPath, *, key: bool = False) -> Origin:
-        """Origin of the value (or the key) at `path`, else of the nearest enclosing value that was written."""
+        """Return the origin of the value (or the key) at `path`, else of the nearest enclosing value that was
+        written.
+        """
         if key and path in self.keys:
             return self.keys[path]
         while path not in self.places:
@@ -59,7 +61,7 @@ class Document:
 
 
 def parse(text: str, origin: Origin) -> Document:
-    """Reads one YAML document.
+    """Read one YAML document.
 
     Args:
         text: YAML 1.2, so `1e-3` is a number and `no` is text.

@@ -16,25 +16,24 @@ from typing import Any
 from PIL import Image, UnidentifiedImageError
 from torch import nn
 
-from prunekit.artifacts import write_text
-from prunekit.channels import trace
-from prunekit.data import DataSettings, missing_data
-from prunekit.data.arrays import read_npz
-from prunekit.data.folders import scan_folder
-from prunekit.data.torchvision_sets import SETS
+from prunekit.channels.trace import trace
+from prunekit.data.library_datasets import SETS
+from prunekit.data.local_files import read_npz, scan_folder
+from prunekit.data.sources import missing_data
 from prunekit.errors import DataError, ModelError, PlanError, UsageError, nearest
-from prunekit.models import ZOOS, ModelSettings, image_shape, missing_weights, zoo_names
-from prunekit.planning.solve import feasible_plan
+from prunekit.jobs.run.dense_model import prepare
+from prunekit.jobs.run.job_inputs import Own, Prepared
+from prunekit.models.zoo import ZOOS, image_shape, missing_weights, zoo_names
+from prunekit.planning.solver import feasible_plan
 from prunekit.recipe.document import Document, Origin
 from prunekit.recipe.loading import load
-from prunekit.recipe.overrides import apply_override
 from prunekit.recipe.reference import find, flow
+from prunekit.recipe.values import apply_override
 from prunekit.settings.calibration import CalibrationSettings
+from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
-from prunekit.user_code import is_reference, require_object
-from prunekit.workflow.dense import prepare
-from prunekit.workflow.own import Own
-from prunekit.workflow.prepared import Prepared
+from prunekit.utils.files import write_text
+from prunekit.utils.user_code import is_reference, require_object
 
 SIDES = (32, 64, 96, 128, 160, 192, 224)
 LOOKED_AT = 32
@@ -83,7 +82,7 @@ class Draft:
 
 
 def write_draft(path: Path, asked: Asked) -> Draft:
-    """Writes a recipe once it has passed every check that a run makes before it computes; nothing is written before.
+    """Write a recipe once it has passed every check that a run makes before it computes; nothing is written before.
 
     Args:
         path: of the recipe; what was there is replaced.
@@ -110,7 +109,7 @@ def write_draft(path: Path, asked: Asked) -> Draft:
 
 
 def _checked(text: str, changes: Sequence[str] = ()) -> JobSettings:
-    """The job of a recipe's text."""
+    """Return the job of a recipe's text."""
     with TemporaryDirectory(prefix="prunekit-") as folder:
         written = Path(folder, "recipe.yaml")
         written.write_text(text, encoding="utf-8")
@@ -118,7 +117,7 @@ def _checked(text: str, changes: Sequence[str] = ()) -> JobSettings:
 
 
 def _prepared(values: dict[str, Any], asked: Asked, command: list[str]) -> Prepared:
-    """Reads the data and builds the model, at the first size of images that the model takes; sets that size."""
+    """Read the data and build the model, at the first size of images that the model takes; set that size."""
     data = values["data"]
     sizes = [None] if "image_size" not in data else list(dict.fromkeys([data["image_size"], 224, 299]))
     refused: list[ModelError] = []
@@ -133,7 +132,7 @@ def _prepared(values: dict[str, Any], asked: Asked, command: list[str]) -> Prepa
 
 
 def _proposed(path: Path, asked: Asked) -> tuple[dict[str, Any], list[str]]:
-    """What can be said before data is read and a model built."""
+    """Return what can be said before data is read and a model built."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-") or "mine"
     model = _model(asked)
     data, notes = _data(path, asked.data)
@@ -176,7 +175,7 @@ def _model(asked: Asked) -> dict[str, Any]:
 
 
 def _data(path: Path, asked: str) -> tuple[dict[str, Any], list[str]]:
-    """The section on data, and what was seen of it."""
+    """Return the section on data, and what was seen of it."""
     if asked == "digits":
         return {"source": "digits", "image_size": 32, "batch": 32, "augment": "shift", "split_seed": 0}, []
     if is_reference(asked):
@@ -224,7 +223,7 @@ def _folder(folder: Path, root: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def _size_of(file: Path) -> tuple[int, int] | None:
-    """Width and height of an image; None if it cannot be read."""
+    """Return the width and height of an image; None if it cannot be read."""
     try:
         with Image.open(file) as image:
             return image.size
@@ -233,12 +232,12 @@ def _size_of(file: Path) -> tuple[int, int] | None:
 
 
 def _side(pixels: int) -> int:
-    """The largest usual size of an input that such images fill."""
+    """Return the largest usual size of an input that such images fill."""
     return max((side for side in SIDES if side <= pixels), default=SIDES[0])
 
 
 def _missing(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """What is not there yet, so that nothing could be tried."""
+    """Return what is not there yet, so that nothing could be tried."""
     data = {name: value for name, value in values["data"].items() if name in ("source", "root", "name", "download")}
     if data.get("download"):
         return (f"the data is fetched when the recipe is run; {data['name']} was not looked at",)
@@ -248,7 +247,7 @@ def _missing(values: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _fitted(values: dict[str, Any], prepared: Prepared) -> dict[str, Any]:
-    """Lengths and rates for as many images, and for the kind of model."""
+    """Return lengths and rates for as many images, and for the kind of model."""
     images, batch = len(prepared.splits.train), values["data"]["batch"]
     steps = max(1, images // batch)
     kinds = {type(module) for module in prepared.model.modules()}
@@ -295,7 +294,7 @@ def _found(prepared: Prepared) -> Iterator[str]:
 
 
 def _text(values: Mapping[str, Any], command: list[str], notes: Sequence[str]) -> str:
-    """The recipe: what is known of it, and each key below a comment that says what it means."""
+    """Return the recipe: what is known of it, and each key below a comment that says what it means."""
     head = ["Written by `prunekit init`, to be changed. What else a recipe may hold: prunekit recipe reference"]
     lines = [f"# {line}" for text in (*head, *notes) for line in textwrap.wrap(text, 116)]
     lines += [f"#   {shlex.join(command)} --dry-run   # shows the plan; trains nothing", f"#   {shlex.join(command)}"]

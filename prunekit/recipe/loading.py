@@ -1,4 +1,7 @@
-"""From a YAML file to a checked job, and back."""
+"""From a YAML file to a checked job, and back.
+
+The recipes that come with the package, by name.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +14,76 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from prunekit.artifacts import StrPath
-from prunekit.errors import RecipeError, nearest
-from prunekit.recipe.checks import Finding, consistency
+from prunekit.errors import RecipeError, UsageError, nearest
+from prunekit.recipe.consistency import Finding, consistency
 from prunekit.recipe.document import Document, KeyPath, Origin, Problem, parse
-from prunekit.recipe.overrides import Overrides, apply_override, as_texts
-from prunekit.recipe.packaged import located, recipe_names
-from prunekit.recipe.schema import allows, choices, describe, hint_at, keys_of, show, written
-from prunekit.registry import Key, changed, named
-from prunekit.settings.budgets import facts_before
-from prunekit.settings.job import JobSettings
-from prunekit.settings.pruning import other_budgets
-from prunekit.settings.text import dump
-from prunekit.user_code import Unallowed, is_reference, not_allowed
+from prunekit.recipe.values import (
+    Overrides,
+    allows,
+    apply_override,
+    as_texts,
+    choices,
+    describe,
+    hint_at,
+    keys_of,
+    show,
+    written,
+)
+from prunekit.settings.job import JobSettings, dump
+from prunekit.settings.prune import facts_before, other_budgets
+from prunekit.utils.files import StrPath
+from prunekit.utils.registry import Key, changed, named
+from prunekit.utils.user_code import Unallowed, is_reference, not_allowed
+
+INSTALLED = Path(__file__).parent.parent / "recipes"
+"""Of the installed package; in a clone a link to the folder at its top, or, where git makes no links, a text file."""
+
+
+def folder(installed: Path = INSTALLED) -> Path:
+    """Return the folder of the recipes: that of the package, or where a clone has them."""
+    return installed if installed.is_dir() else installed.parent.parent / "recipes"
+
+
+def recipe_names() -> tuple[str, ...]:
+    """Return the names of all of them."""
+    return tuple(sorted(path.stem for path in folder().glob("*.yaml")))
+
+
+def recipe_text(name: str) -> str:
+    """Return the text of one, comments and all.
+
+    Args:
+        name: with or without `.yaml`.
+
+    Raises:
+        UsageError: there is none of this name; names the nearest.
+    """
+    path = _packaged(name)
+    if path is None:
+        raise UsageError(f"recipe {name!r}: prunekit comes with none of this name; {nearest(name, recipe_names())}")
+    return path.read_text(encoding="utf-8")
+
+
+def recipe_summary(name: str) -> str:
+    """Return what one is for: the first line of its comment."""
+    return recipe_text(name).partition("\n")[0].removeprefix("# ")
+
+
+def located(recipe: StrPath) -> Path:
+    """Return the file that a recipe is in: a file goes before a name of the package's; a path of nothing stays as it
+    is.
+    """
+    path = Path(recipe)
+    return path if path.is_file() else _packaged(str(recipe)) or path
+
+
+def _packaged(name: str) -> Path | None:
+    plain = name.removesuffix(".yaml")
+    return folder() / f"{plain}.yaml" if plain in recipe_names() else None
 
 
 def load(path: StrPath, overrides: Overrides = (), *, allow_code: bool = False, runs_code: bool = True) -> JobSettings:
-    """Reads a recipe, lays overrides over it, and checks all of it before anything runs.
+    """Read a recipe, lays overrides over it, and check all of it before anything runs.
 
     Args:
         path: a YAML 1.2 file, whose keys are the fields of `JobSettings` and of the settings inside it; where there is
@@ -68,7 +124,7 @@ def load(path: StrPath, overrides: Overrides = (), *, allow_code: bool = False, 
 
 
 def _in_recipe(key: KeyPath) -> KeyPath:
-    """Where a recipe has what settings have at a key: all budgets stand beside each other there."""
+    """Return where a recipe has what settings have at a key: all budgets stand beside each other there."""
     return (*key[:2], *key[3:]) if key[:3] == ("prune", "budget", "others") else key
 
 
@@ -77,7 +133,7 @@ def _place(document: Document, path: KeyPath) -> Origin:
 
 
 def _code(document: Document, folder: Path, refused: bool) -> list[Finding]:
-    """What is wrong with the names of registered objects, and code that must not run."""
+    """Return what is wrong with the names of registered objects, and code that must not run."""
     found = []
     for path, name, registry in named(JobSettings, document.values):
         written = is_reference(name) and _place(document, path).line
@@ -88,13 +144,13 @@ def _code(document: Document, folder: Path, refused: bool) -> list[Finding]:
 
 
 def _reference(name: str, folder: Path) -> str:
-    """A reference that a recipe's file has, with the path of a file that only the recipe's folder has."""
+    """Return a reference that a recipe's file has, with the path of a file that only the recipe's folder has."""
     file, colon, of_file = name.rpartition(":")
     return f"{folder / file}{colon}{of_file}" if file.endswith(".py") and _only_in(folder, Path(file)) else name
 
 
 def with_overrides(job: JobSettings, overrides: Overrides) -> JobSettings:
-    """A job with overrides laid over it, checked as a recipe is.
+    """Return a job with overrides laid over it, checked as a recipe is.
 
     Args:
         job: the settings.
@@ -113,7 +169,7 @@ def with_overrides(job: JobSettings, overrides: Overrides) -> JobSettings:
 
 
 def own_overrides(*, model: str | None = None, data: str | None = None) -> list[str]:
-    """What a recipe says where model or data are the user's own.
+    """Return what a recipe says where model or data are the user's own.
 
     Args:
         model, data: `file.py:factory` each; None: those of the recipe.
@@ -127,7 +183,9 @@ def own_overrides(*, model: str | None = None, data: str | None = None) -> list[
 
 
 def _beside(job: JobSettings, document: Document, folder: Path) -> JobSettings:
-    """The job with what its file names, and only its folder has; an override is the shell's, and stays as it is."""
+    """Return the job with what its file names, and only its folder has; an override is the shell's, and stays as it
+    is.
+    """
     data, model = job.data, job.model
     if data.root is not None and _only_in(folder, data.root) and document.place(("data", "root")).line:
         data = replace(data, root=folder / data.root)
@@ -185,7 +243,7 @@ def _validated(document: Document, name: str, code: Iterable[Finding]) -> JobSet
 
 
 def _as_held(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Values of a recipe as the settings hold them: in a recipe all budgets stand beside each other.
+    """Return the values of a recipe as the settings hold them: in a recipe all budgets stand beside each other.
 
     Settings refuse figures that mean nothing as they are made; those are left out here, and reported with their place.
     """
@@ -200,7 +258,7 @@ def _as_held(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _findings(values: Mapping[str, Any], code: Iterable[Finding]) -> Iterator[tuple[KeyPath, str, bool]]:
-    """Key path, text and whether it is the key that is wrong, the most telling finding of a key first."""
+    """Yield the key path, text and whether it is the key that is wrong, the most telling finding of a key first."""
     yield from ((path, text, True) for path, text in _unknown_keys(values, ()))
     yield from ((path, text, isinstance(path[-1], Key)) for path, text in code)
     yield from ((path, text, False) for path, text in consistency(values))

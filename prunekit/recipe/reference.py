@@ -19,14 +19,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 
-from prunekit.artifacts import write_text
 from prunekit.errors import UsageError, nearest
 from prunekit.recipe.document import KeyPath
-from prunekit.recipe.overrides import split_key
-from prunekit.recipe.schema import beside_of, describe, own_keys
-from prunekit.registry import Registered
-from prunekit.settings.job import JobSettings
-from prunekit.settings.text import plain
+from prunekit.recipe.values import beside_of, describe, own_keys, split_key
+from prunekit.settings.job import JobSettings, plain
+from prunekit.utils.files import write_text
+from prunekit.utils.registry import Registered
 
 PAGE = Path(__file__).parent.parent / "guide" / "recipe.md"
 SCHEMA = Path(__file__).parent / "schema.json"
@@ -161,7 +159,7 @@ class Key:
 
 @cache
 def all_keys() -> tuple[Key, ...]:
-    """Every key, in the order of the settings, those of a section after it."""
+    """Return every key, in the order of the settings, those of a section after it."""
     homes: dict[type, KeyPath] = {}
     for optional in (False, True):  # what is always there is described rather than what need not be
         for path, hint in _sections(JobSettings, (), optional):
@@ -192,7 +190,7 @@ def _is_required(field: Field[Any]) -> bool:
 
 
 def _settings_in(hint: Any) -> list[Any]:
-    """Settings that a key may hold as a mapping."""
+    """Return settings that a key may hold as a mapping."""
     if get_origin(hint) in (UnionType, Union):
         return [part for part in get_args(hint) if is_dataclass(part)]
     return [hint] if is_dataclass(hint) else []
@@ -207,7 +205,7 @@ def _registries(hint: Any) -> list[Any]:
 
 @cache
 def meanings(kind: Any) -> dict[str, str]:
-    """What each field of a dataclass means: the text below it in the source."""
+    """Return what each field of a dataclass means: the text below it in the source."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(body, ast.ClassDef)
     found = {}
@@ -229,7 +227,7 @@ def _default(field: Field[Any]) -> Any:
 
 
 def _given(settings: Any) -> dict[str, Any]:
-    """What settings say beyond the defaults of their fields."""
+    """Return what settings say beyond the defaults of their fields."""
     found = {}
     for field in fields(settings):
         value = getattr(settings, field.name)
@@ -251,7 +249,7 @@ def _example(kind: Any, name: str, hint: Any, default: Any) -> Any:
 
 
 def flow(value: Any) -> str:
-    """A value as YAML on one line."""
+    """Return a value as YAML on one line."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {flow(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
@@ -262,7 +260,7 @@ def flow(value: Any) -> str:
 
 
 def find(name: str) -> list[Key]:
-    """The keys that a dotted name stands for: the key itself, and those below it; all of them for an empty one.
+    """Return the keys that a dotted name stands for: the key itself, and those below it; all of them for an empty one.
 
     Raises:
         UsageError: there is no such key; names the nearest.
@@ -275,7 +273,7 @@ def find(name: str) -> list[Key]:
 
 
 def page() -> str:
-    """The reference as a page of the guide."""
+    """Return the reference as a page of the guide."""
     lines = [
         "# The keys of a recipe",
         "",
@@ -309,7 +307,7 @@ def _by_section() -> dict[KeyPath, list[Key]]:
 
 
 def json_schema() -> dict[str, Any]:
-    """The reference as a JSON schema (draft 7), which editors complete and check recipes by."""
+    """Return the reference as a JSON schema (draft 7), which editors complete and check recipes by."""
     kinds: dict[str, Any] = {}
     top = _object_schema(JobSettings, kinds)
     return {
@@ -334,7 +332,7 @@ def _object_schema(kind: Any, kinds: dict[str, Any]) -> dict[str, Any]:
 
 
 def _schema(hint: Any, kinds: dict[str, Any]) -> dict[str, Any]:
-    """What an annotation allows."""
+    """Return what an annotation allows."""
     if get_origin(hint) in (UnionType, Union):
         return {"anyOf": [_schema(part, kinds) for part in get_args(hint)]}
     if get_origin(hint) is Annotated:
@@ -378,12 +376,12 @@ TYPES = {
 
 
 def schema_text() -> str:
-    """The JSON schema as a file has it."""
+    """Return the JSON schema as a file has it."""
     return json.dumps(json_schema(), indent=1) + "\n"
 
 
 def main() -> None:
-    """Writes the page and the schema anew."""
+    """Write the page and the schema anew."""
     for path, text in ((PAGE, page()), (SCHEMA, schema_text())):
         write_text(path, text)
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from prunekit import numbers
-from prunekit.display import Table
-from prunekit.measure.wording import doubtful
-from prunekit.settings.budgets import facts_from
+from prunekit.measure.latency.wording import doubtful
+from prunekit.settings.prune import facts_from
+from prunekit.utils import display as numbers
+from prunekit.utils.display import Table
 
 MODELS = ("dense", "control", "pruned", "deployed")
 """The models of a run, as far as it has them: without fine-tuning there is no control."""
@@ -37,7 +37,7 @@ class Row:
 
 
 def tiles(metrics: Mapping[str, Any]) -> Iterator[Tile]:
-    """The figures at the top of the page, as far as they were measured."""
+    """Yield the figures at the top of the page, as far as they were measured."""
     dense, pruned = model(metrics, "dense"), model(metrics, "pruned")
     for label, key in (("MACs", "macs"), ("Parameters", "params")):
         if numbers.is_number(dense.get(key)) and numbers.is_number(pruned.get(key)):
@@ -62,12 +62,14 @@ def speedup(metrics: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def reference(metrics: Mapping[str, Any]) -> str:
-    """What the pruned model is fairly compared with: the control where there is one, else the dense model."""
+    """Return what the pruned model is fairly compared with: the control where there is one, else the dense model."""
     return "control" if numbers.is_number(model(metrics, "control").get(scores(metrics)[0][0])) else "dense"
 
 
 def guessing(metrics: Mapping[str, Any]) -> bool:
-    """Whether the model that the pruned one is compared with is no better than chance: then the scores say nothing."""
+    """Return whether the model that the pruned one is compared with is no better than chance: then the scores say
+    nothing.
+    """
     return bool(model(metrics, reference(metrics)).get("at_chance"))
 
 
@@ -83,7 +85,7 @@ def capital(text: str) -> str:
 
 
 def samples(metrics: Mapping[str, Any]) -> str:
-    """What the data is made of."""
+    """Return what the data is made of."""
     return str(metrics.get("task", {}).get("samples", "images"))
 
 
@@ -108,12 +110,12 @@ def _speedup_tile(metrics: Mapping[str, Any]) -> Iterator[Tile]:
 
 
 def models(metrics: Mapping[str, Any]) -> tuple[str, ...]:
-    """The columns of the table of models."""
+    """Return the columns of the table of models."""
     return tuple(name for name in MODELS if name not in OPTIONAL or name in metrics)
 
 
 def compared(metrics: Mapping[str, Any]) -> Iterator[Row]:
-    """The rows of the dense / control / pruned table."""
+    """Yield the rows of the dense / control / pruned table."""
     names = models(metrics)
     found = [model(metrics, name) for name in names]
     if not any(found):
@@ -150,14 +152,14 @@ def compared(metrics: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def comparison(metrics: Mapping[str, Any]) -> Table:
-    """The same as a table of text: every measure of each model, and how the pruned one compares."""
+    """Return the same as a table of text: every measure of each model, and how the pruned one compares."""
     headings = ("", *models(metrics), f"pruned against {reference(metrics)}")
     rows = [(row.label, *(" ".join(cell).strip() for cell in row.cells), row.change) for row in compared(metrics)]
     return Table(headings, rows)
 
 
 def repaired(metrics: Mapping[str, Any]) -> Iterator[str]:
-    """What repair did, in a line, where the run had any."""
+    """Yield what repair did, in a line, where the run had any."""
     found = metrics.get("repair")
     if found:
         errors = " → ".join(numbers.share(found.get(when), 2) for when in ("before", "after"))
@@ -167,7 +169,7 @@ def repaired(metrics: Mapping[str, Any]) -> Iterator[str]:
 
 
 def deployed(metrics: Mapping[str, Any]) -> Iterator[str]:
-    """What was done to the compact model for running it, in a line, where the run was asked to."""
+    """Yield what was done to the compact model for running it, in a line, where the run was asked to."""
     found = metrics.get("deployment")
     if found:
         norms = f"{found['folded_norms']} BatchNorms folded, " if found["folded_norms"] else ""
@@ -178,7 +180,9 @@ def deployed(metrics: Mapping[str, Any]) -> Iterator[str]:
 
 
 def budgeted(plan: Mapping[str, Any]) -> Iterator[str]:
-    """What a plan leaves of each budget, a line each: shares of the dense model, megabytes, and predicted time."""
+    """Yield what a plan leaves of each budget, a line each: shares of the dense model, megabytes, and predicted
+    time.
+    """
     for name, found in plan.get("budgets", {}).items():
         facts = facts_from(name, found)
         left, asked, dense = (facts.shown(found[key]) for key in ("left", "asked", "dense"))
@@ -188,7 +192,7 @@ def budgeted(plan: Mapping[str, Any]) -> Iterator[str]:
 
 
 def on_time(metrics: Mapping[str, Any]) -> Iterator[str]:
-    """What was delivered for budgets of time, in a line, where the run had any."""
+    """Yield what was delivered for budgets of time, in a line, where the run had any."""
     found = metrics.get("delivered")
     if found:
         final, target = found["final"], found["target"]
@@ -207,7 +211,7 @@ def on_time(metrics: Mapping[str, Any]) -> Iterator[str]:
 
 
 def masked(metrics: Mapping[str, Any]) -> Iterator[str]:
-    """What activation masks do on the test images, in a line, where the run had any."""
+    """Yield what activation masks do on the test images, in a line, where the run had any."""
     found = metrics.get("activations")
     if found:
         target = f" (target {numbers.share(found['target'])})" if numbers.is_number(found.get("target")) else ""
@@ -217,13 +221,13 @@ def masked(metrics: Mapping[str, Any]) -> Iterator[str]:
 
 
 def taught(metrics: Mapping[str, Any]) -> Iterator[str]:
-    """What the teacher of each training run took, a line each."""
+    """Yield what the teacher of each training run took, a line each."""
     for run, cost in (metrics.get("teacher") or {}).items():
         yield f"{run}: {numbers.duration(cost['seconds'])}, {numbers.share(cost['step_share'])} of the training steps"
 
 
 def compiled(metrics: Mapping[str, Any]) -> Iterator[str]:
-    """What came of compiling the steps of each training run, a line each."""
+    """Yield what came of compiling the steps of each training run, a line each."""
     for run, found in (metrics.get("compiled") or {}).items():
         seconds = f"{run}: {numbers.duration(found['seconds'])} of compiling"
         yield seconds if found["fallback"] is None else f"{run}: in eager, because {found['fallback']}"

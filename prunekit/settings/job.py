@@ -1,28 +1,30 @@
 """A whole job as a frozen dataclass: the recipe fills it from YAML, the Python API by hand.
 
 The constraints in the annotations are what `prunekit.recipe` checks and reports with line and column.
+
+A job's settings as the text of a recipe.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import io
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from annotated_types import Ge
+from ruamel.yaml import YAML
 
+from prunekit.errors import UsageError
 from prunekit.registries import TASKS
-from prunekit.registry import Registered
-from prunekit.settings.calibration import CalibrationSettings
-from prunekit.settings.checked import Checked
-from prunekit.settings.data import DataSettings
-from prunekit.settings.deploy import DeploySettings
-from prunekit.settings.latency import LatencySettings
-from prunekit.settings.masking import ActivationSettings
-from prunekit.settings.model import ModelSettings
-from prunekit.settings.pruning import PruneSettings
-from prunekit.settings.repair import RepairSettings
-from prunekit.settings.training import CheckpointSettings, TrainSettings, WatchSettings
+from prunekit.settings.calibration import CalibrationSettings, RepairSettings
+from prunekit.settings.deployment import DeploySettings, LatencySettings
+from prunekit.settings.inputs import DataSettings, ModelSettings
+from prunekit.settings.prune import PruneSettings
+from prunekit.settings.train import ActivationSettings, CheckpointSettings, TrainSettings, WatchSettings
+from prunekit.settings.validation import Checked
+from prunekit.utils.registry import Registered
 
 WITHOUT_EFFECT = ("output", "checkpoint", "watch")
 """Keys that change nothing in what comes out of a job."""
@@ -93,3 +95,38 @@ class JobSettings(Checked):
     """Intra-op CPU threads for training; null leaves torch's choice."""
     output: Path = Path("runs")
     """Folder that runs are written to."""
+
+
+def dump(job: JobSettings) -> str:
+    """Return a job as a recipe, every default written out; `prunekit.recipe.loading.load` of this text gives an equal
+    job.
+
+    Raises:
+        UsageError: a setting holds what YAML has no form for; names it.
+    """
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    stream = io.StringIO()
+    values = asdict(job)
+    values["prune"]["budget"] |= values["prune"]["budget"].pop("others")  # all budgets stand beside each other
+    yaml.dump(plain(values, ""), stream)
+    return stream.getvalue()
+
+
+def plain(value: Any, path: str) -> Any:
+    """Return a value as YAML has it: no tuples, paths, or numbers of NumPy's that only look like Python's."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item, f"{path}.{key}".strip(".")) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [plain(item, f"{path}.{index}") for index, item in enumerate(value)]
+    if isinstance(value, Path):
+        return str(value)
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    text = "expected a number, text, true, false, null, or a list or mapping of them, as a recipe holds it"
+    hint = "; a model that needs more is built by a factory of your own" if path.startswith("model.") else ""
+    raise UsageError(f"{path}: {text}, got {type(value).__name__}{hint}")

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from prunekit.errors import DataError
-from prunekit.inputs import (
+from prunekit.tasks.classification import LABELS
+from prunekit.tasks.task import Task, get_task
+from prunekit.utils.inputs import (
     MASK,
     Keywords,
     arguments,
@@ -28,15 +30,12 @@ from prunekit.inputs import (
     split,
     taken,
 )
-from prunekit.nested import gather, leaves
-from prunekit.tasks.classification import LABELS
-from prunekit.tasks.named import get_task
-from prunekit.tasks.task import Task
+from prunekit.utils.tensors import gather, leaves
 
 BATCH = 128
 """Samples at a time of data that is not in batches yet."""
 Pair = tuple[tuple[Any, ...], Any]
-"""What a model is called with, see `prunekit.inputs.example`, and targets or None."""
+"""What a model is called with, see `prunekit.utils.inputs.example`, and targets or None."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +159,7 @@ Row = dict[str | int, Any]
 
 
 def _fill_in_masks(rows: list[Row]) -> None:
-    """Gives batches without a mask one of ones, as long as their first input."""
+    """Give batches without a mask one of ones, as long as their first input."""
     known = next((row[MASK] for row in rows if isinstance(row.get(MASK), Tensor)), None)
     for row in rows:
         first = next(tensor for tensor in gather(row))
@@ -170,7 +169,7 @@ def _fill_in_masks(rows: list[Row]) -> None:
 
 
 def _pad(rows: list[Row]) -> None:
-    """Brings everything that is as long as a batch's mask to the length of the longest one, on the side of padding."""
+    """Bring everything that is as long as a batch's mask to the length of the longest one, on the side of padding."""
     masks: list[Any] = [row.get(MASK) for row in rows]
     if not all(isinstance(each, Tensor) and each.dim() == 2 for each in masks):
         return
@@ -186,7 +185,7 @@ def _pad(rows: list[Row]) -> None:
 
 
 def _filler(columns: Sequence[Any], masks: Sequence[Any]) -> Any:
-    """What the batches themselves have at padding, such as the number of a token; 0 where they have none."""
+    """Return what the batches themselves have at padding, such as the number of a token; 0 where they have none."""
     for values, mask in zip(columns, masks, strict=True):
         if isinstance(values, Tensor) and values.shape == mask.shape and bool((mask == 0).any()):
             return values[mask == 0][0].item()
@@ -194,7 +193,7 @@ def _filler(columns: Sequence[Any], masks: Sequence[Any]) -> Any:
 
 
 def _holds_samples(data: Any) -> bool:
-    """Whether it is a map-style data set, whose entries are samples: torch's, or one that has its protocol."""
+    """Return whether it is a map-style data set, whose entries are samples: torch's, or one that has its protocol."""
     if isinstance(data, Dataset):
         return not isinstance(data, IterableDataset) and hasattr(data, "__len__")
     return hasattr(data, "__getitems__") and hasattr(data, "__len__")
@@ -213,7 +212,7 @@ def _split(data: Mapping[str, Any], where: str, size: int) -> Iterator[Any]:
 
 
 def _collated(data: Any, names: Set[str] | None, where: str, size: int, count: int | None) -> Iterator[Any]:
-    """Batches of samples; of those that are mappings, of the entries of some names, None: of all."""
+    """Yield the batches of samples; of those that are mappings, of the entries of some names, None: of all."""
     total = len(data)
     chosen = torch.linspace(0, total - 1, min(total, count or total)).round().long().tolist() if total else []
     for start in range(0, len(chosen), size):
@@ -263,7 +262,9 @@ def _apart(model: nn.Module, batch: Any, task: Task | None, where: str) -> Pair:
 
 
 def _by_name(model: nn.Module, batch: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], Any]:
-    """What `forward` takes of a mapping, and its labels: to a model that need not be given them they are no inputs."""
+    """Return what `forward` takes of a mapping, and its labels: to a model that need not be given them they are no
+    inputs.
+    """
     known = inspect.signature(model.forward).parameters
     label = next((name for name in LABELS if name in batch), None)
     names = [n for n in batch if n in known and (n not in LABELS or known[n].default is inspect.Parameter.empty)]

@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from prunekit.errors import DataError
-from prunekit.models import auxiliary, logits
-from prunekit.tasks.named import register_task
-from prunekit.tasks.task import Loss, Score, Task
+from prunekit.models.outputs import auxiliary, logits
+from prunekit.tasks.task import Loss, Score, Task, register_task
 
 Z_95 = 1.959963984540054  # the 97.5 % quantile of the standard normal distribution
 LABELS = ("labels", "label")
@@ -22,7 +21,8 @@ LABELS = ("labels", "label")
 
 
 def cross_entropy(output: Any, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Mean cross entropy of class scores (B, classes), with that of auxiliary heads, as far as a model has them.
+    """Return the mean cross entropy of class scores (B, classes), with that of auxiliary heads, as far as a model has
+    them.
 
     Args:
         output: what the model returned.
@@ -51,17 +51,17 @@ def hits(output: Any, labels: Tensor) -> Tensor:
 
 
 def top1(counts: Tensor) -> float:
-    """Percent that are right, of the sums of `hits`."""
+    """Return the percent that are right, of the sums of `hits`."""
     return 100 * float(counts[0]) / float(counts[1])
 
 
 def most_frequent(counts: Tensor) -> float:
-    """Percent that are right where the answer is always the most frequent class, of the sums of `hits`."""
+    """Return the percent that are right where the answer is always the most frequent class, of the sums of `hits`."""
     return 100 * float(counts[2:].max()) / float(counts[1])
 
 
 def wilson_interval(correct: int, count: int) -> tuple[float, float]:
-    """The 95 % score interval of a proportion, in percent (Wilson 1927, J. Am. Stat. Assoc. 22:209)."""
+    """Return the 95 % score interval of a proportion, in percent (Wilson 1927, J. Am. Stat. Assoc. 22:209)."""
     share, z2 = correct / count, Z_95**2
     center = (share + z2 / (2 * count)) / (1 + z2 / count)
     half = Z_95 / (1 + z2 / count) * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2))

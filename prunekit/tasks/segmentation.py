@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from prunekit.errors import DataError, ModelError
-from prunekit.models import logits
-from prunekit.tasks.named import register_task
-from prunekit.tasks.task import Loss, Score, Task
+from prunekit.models.outputs import logits
+from prunekit.tasks.task import Loss, Score, Task, register_task
 
 IGNORED = 255
 """The class of pixels that count for nothing, as in PASCAL VOC and torchvision's references."""
@@ -34,7 +33,8 @@ def scores_of(output: Any) -> Tensor:
 
 
 def cross_entropy(output: Any, masks: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Mean cross entropy over pixels whose class is not 255, and half of that of the head `aux` where there is one.
+    """Return the mean cross entropy over pixels whose class is not 255, and half of that of the head `aux` where there
+    is one.
 
     A batch of nothing but such pixels has a loss of 0.
 
@@ -70,7 +70,8 @@ def pixels(output: Any, masks: Tensor) -> Tensor:
 
 
 def mean_iou(counts: Tensor) -> float:
-    """Mean over classes of intersection over union in percent; classes that nobody has seen or predicted are left out.
+    """Return the mean over classes of intersection over union in percent; classes that nobody has seen or predicted are
+    left out.
 
     The Jaccard index as PASCAL VOC measures segmentation (Everingham et al. 2015), over all pixels of all images.
     """
@@ -80,13 +81,15 @@ def mean_iou(counts: Tensor) -> float:
 
 
 def pixel_accuracy(counts: Tensor) -> float:
-    """Percent of the pixels whose class is right."""
+    """Return the percent of the pixels whose class is right."""
     right, _, wanted = counts.reshape(3, -1)
     return 100 * float(right.sum() / wanted.sum().clamp_min(1))
 
 
 def only_most_frequent(counts: Tensor) -> float:
-    """Mean IoU in percent where every pixel is said to be of the most frequent class, of the sums of `pixels`."""
+    """Return the mean IoU in percent where every pixel is said to be of the most frequent class, of the sums of
+    `pixels`.
+    """
     wanted = counts.reshape(3, -1)[2]
     classes = int((wanted > 0).sum())  # of all but one, nothing is found
     return 100 * float(wanted.max() / wanted.sum()) / classes if classes else 0.0
@@ -101,7 +104,7 @@ def _smoothed(label_smoothing: float) -> Loss:
 
 
 def images(batch: Any) -> tuple[Tensor, Tensor]:
-    """Images (B, C, H, W) floating point, and the class of each pixel, (B, H, W) int64.
+    """Return images (B, C, H, W) floating point, and the class of each pixel, (B, H, W) int64.
 
     Args:
         batch: such a pair; masks may be of any whole numbers, (B, 1, H, W) too.

@@ -1,4 +1,7 @@
-"""Checkpoints of a training run: whole or not there, checked when they are read, and only the last few of them."""
+"""Checkpoints of a training run: whole or not there, checked when they are read, and only the last few of them.
+
+The best weights so far: in memory, and in a file where one is named; the main process keeps them.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from prunekit.artifacts import StrPath, remove_leftovers
+from torch import Tensor, nn
+
+from prunekit.distributed.process_group import is_main, is_sharded, share_tensors, whole
 from prunekit.errors import ArtifactError, ResumeError
-from prunekit.settings.training import CheckpointSettings
-from prunekit.states import differences, read_state, write_state
+from prunekit.settings.train import CheckpointSettings
+from prunekit.utils.files import StrPath, atomic_file, remove_leftovers
+from prunekit.utils.state_folders import differences, read_state, save_tensors, write_state
 
 SHARE = 0.05
 """Of the time, at most, that checkpoints by the clock may take."""
@@ -62,14 +68,14 @@ class Checkpoints:
         return self._step
 
     def due(self, step: int) -> bool:
-        """Whether it is time for one, `step` steps into the run."""
+        """Return whether it is time for one, `step` steps into the run."""
         steps, seconds = self.settings.every_steps, self.settings.every_seconds
         if steps is not None and step - self._step >= steps:
             return True
         return seconds is not None and time.monotonic() - self._begun >= max(seconds, self._pause)
 
     def write(self, state: Mapping[str, Any], *, epoch: int, batch: int, step: int) -> None:
-        """Writes one, and removes those that are too old; says so when it cannot be written."""
+        """Write one, and remove those that are too old; say so when it cannot be written."""
         begun, path = time.monotonic(), self.folder / f"epoch-{epoch:04d}-batch-{batch:06d}"
         try:
             self._write(path, state)
@@ -93,7 +99,7 @@ class Checkpoints:
             shutil.rmtree(path, ignore_errors=True)
 
     def _found(self) -> list[Path]:
-        """All in the folder, the oldest first."""
+        """Return all in the folder, the oldest first."""
         named = [(match, path) for path in self.folder.glob("epoch-*") if (match := _NAME.fullmatch(path.name))]
         return [path for _, path in sorted(named, key=lambda pair: (int(pair[0][1]), int(pair[0][2])))]
 
@@ -122,12 +128,12 @@ class Checkpoints:
         return None
 
     def say(self, message: str) -> None:
-        """Tells whoever listens."""
+        """Tell whoever listens."""
         if self._log is not None:
             self._log(message)
 
     def warn(self, message: str) -> None:
-        """Tells everyone."""
+        """Tell everyone."""
         if self._log is not None:
             self._log(message)
         else:
@@ -151,3 +157,73 @@ def require_same(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) 
             "\n  ".join([f"{path}: cannot be resumed with this, it is of another recipe, plan or version:", *found])
             + "\n  resume it with what it was started with, or start anew"
         )
+
+
+class BestWeights:
+    """Keeps the state dict of the epoch with the highest validation score; a later epoch wins a tie.
+
+    Args:
+        model: gets the best weights in the end.
+        path: of the `.safetensors` file; None for none.
+        warn: told when the file cannot be written; `restore` tries again.
+        trained: what is trained, where that is a sharded copy of the model.
+    """
+
+    def __init__(
+        self, model: nn.Module, path: Path | None, warn: Callable[[str], None], trained: nn.Module | None = None
+    ) -> None:
+        self.model, self.path, self.warn = model, path, warn
+        self._trained = model if trained is None else trained
+        self.epoch, self.score = 0, -1.0
+        self.weights: dict[str, Tensor] = {}
+        self._written = False
+
+    def offer(self, epoch: int, score: float) -> None:
+        """Keep the weights as they are now if none were better; -1: only as long as no others were offered."""
+        if score >= self.score:
+            self.epoch, self.score = epoch, score
+            self.keep()
+
+    def keep(self) -> None:
+        """Copy every parameter and buffer; the file is whole or not there."""
+        if not is_main() and not is_sharded(self._trained):
+            return
+        kept = {}
+        for name, value in self._trained.state_dict().items():
+            found = whole(value)  # one after the other: a process needs room for one
+            if is_main():  # A clone each: safetensors refuses tensors that share memory, as tied weights do.
+                kept[name] = found.detach().cpu().clone().contiguous()
+        self.weights = kept
+        if not is_main():
+            return
+        self._written = False
+        try:
+            self._write()
+        except OSError as error:
+            self.warn(f"the best weights so far cannot be written to {self.path} ({error}); they are kept in memory")
+
+    def _write(self) -> None:
+        if self.path is not None and not self._written:
+            with atomic_file(self.path) as temporary:
+                save_tensors(temporary, self.weights)
+            self._written = True
+
+    def restore(self) -> None:
+        """Put the kept weights back into the model, in every process.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        if is_main():
+            self._write()
+            self.model.load_state_dict(self.weights)
+        share_tensors(self.model.state_dict().items(), "the model")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of which epoch the kept weights are; `weights` has them, in the main process."""
+        return {"epoch": self.epoch, "score": self.score}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state, once `weights` are there; the file may hold something else until `restore`."""
+        self.epoch, self.score = state["epoch"], state["score"]
+        self._written = False

@@ -8,16 +8,18 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from prunekit.context import seeded, training_mode
-from prunekit.data import Splits, batches
 from prunekit.data.datasets import SampleDataset
+from prunekit.data.loader import batches
+from prunekit.data.sources import Splits
 from prunekit.errors import ModelError
-from prunekit.inputs import arguments, count_of, described, moved, split, taken
-from prunekit.tasks import IMAGE_CLASSIFICATION, Task
+from prunekit.tasks.classification import IMAGE_CLASSIFICATION
+from prunekit.tasks.task import Task
+from prunekit.utils.context import seeded, training_mode
+from prunekit.utils.inputs import arguments, count_of, described, moved, split, taken
 
 
 def two_samples(dataset: SampleDataset) -> tuple[Any, Any]:
-    """Inputs and targets of the first two that can be read, or of one of them twice.
+    """Return inputs and targets of the first two that can be read, or of one of them twice.
 
     Raises:
         DataError: a sample cannot be read, and none may be skipped.
@@ -28,7 +30,7 @@ def two_samples(dataset: SampleDataset) -> tuple[Any, Any]:
 
 
 def check_fits(model: nn.Module, splits: Splits, device: torch.device) -> None:
-    """Runs two samples through the model and its task as in training; buffers and random state are left alone.
+    """Run two samples through the model and its task as in training; buffers and random state are left alone.
 
     Raises:
         ModelError: the model does not take these inputs, does not give one score for each class, or the task's loss,
@@ -57,7 +59,7 @@ def _not_taken(model: nn.Module, task: Task, inputs: Any, error: Exception) -> s
 
 
 def _check_classes(model: nn.Module, splits: Splits, output: Any) -> None:
-    """Raises ModelError where the task knows class scores and the data its classes, and they are not as many."""
+    """Raise ModelError where the task knows class scores and the data its classes, and they are not as many."""
     task, classes = splits.task, len(splits.classes)
     if task.logits is None or not classes:
         return
@@ -74,7 +76,7 @@ def _check_classes(model: nn.Module, splits: Splits, output: Any) -> None:
 
 
 def _check_task(model: nn.Module, task: Task, output: Any, targets: Any) -> None:
-    """Raises ModelError where the task makes nothing of what the model returns."""
+    """Raise ModelError where the task makes nothing of what the model returns."""
     got = f"{type(model).__name__} returned {described(output)}, the targets are {described(targets)}"
     try:
         loss, counts = task.loss(output, targets), task.counts(output, targets)

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.distributed.exchange import everyone, gather
-from prunekit.distributed.shards import is_sharded, local
-from prunekit.hooks import HookOwner, after_forward
-from prunekit.inputs import call
-from prunekit.nested import first_not_finite, tensors_in
+from prunekit.distributed.process_group import everyone, gather, is_sharded, local
+from prunekit.hooks.owner import HookOwner, after_forward
+from prunekit.utils.inputs import call
+from prunekit.utils.tensors import first_not_finite, tensors_in
 
 
 class _FirstNonFinite(HookOwner):
@@ -47,12 +46,12 @@ def _blame(name: str, module: nn.Module, output: Any) -> str | None:
 
 
 def first_non_finite(model: nn.Module, inputs: tuple[Any, ...]) -> str:
-    """Runs the model on a batch again and says what is first not finite: the input, a parameter or an output.
+    """Run the model on a batch again and say what is first not finite: the input, a parameter or an output.
 
     The run is in the model's present mode, without gradients. A sharded model does not run in one process alone.
 
     Args:
-        inputs: an example, see `prunekit.inputs.example`.
+        inputs: an example, see `prunekit.utils.inputs.example`.
     """
     if any(not bool(torch.isfinite(tensor).all()) for tensor in tensors_in(inputs)):
         return "the input images" if len(inputs) == 1 else "the inputs"
@@ -64,7 +63,7 @@ def first_non_finite(model: nn.Module, inputs: tuple[Any, ...]) -> str:
 
 
 def non_finite_tensor(model: nn.Module) -> str | None:
-    """The first parameter or buffer with a NaN or an Inf in it; None where all are finite.
+    """Return the first parameter or buffer with a NaN or an Inf in it; None where all are finite.
 
     Of a sharded model all processes ask together, and are told the same.
     """
@@ -76,7 +75,7 @@ def non_finite_tensor(model: nn.Module) -> str | None:
 
 
 def _agreed(model: nn.Module, found: str | None) -> str | None:
-    """What the first process has found that has found something, where each looks at its own shards alone."""
+    """Return what the first process has found that has found something, where each looks at its own shards alone."""
     if not is_sharded(model) or everyone(found is None):
         return found
     return next(each for each in gather(found) if each is not None)
@@ -109,7 +108,7 @@ class _FirstNonFiniteGradient(HookOwner):
 
 
 def first_non_finite_gradient(model: nn.Module, backward: Callable[[], None]) -> str | None:
-    """Which gradient is the first that is not finite, in the order in which they are computed; None if all are.
+    """Return which gradient is the first that is not finite, in the order in which they are computed; None if all are.
 
     None of a sharded model too: gradients of single batches are nowhere whole.
 
@@ -126,7 +125,7 @@ def first_non_finite_gradient(model: nn.Module, backward: Callable[[], None]) ->
 
 
 def non_finite_gradient(model: nn.Module, *, nan_only: bool) -> str | None:
-    """The first parameter whose gradient has a NaN or an Inf in it; None where all are finite.
+    """Return the first parameter whose gradient has a NaN or an Inf in it; None where all are finite.
 
     Of a sharded model all processes ask together, and are told the same.
 

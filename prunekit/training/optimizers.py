@@ -1,18 +1,32 @@
-"""Optimizer and learning-rate schedule from settings."""
+"""Optimizer and learning-rate schedule from settings.
+
+Going on with the compact model: what training has gathered is carried over index by index.
+"""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import AveragedModel
 
-from prunekit.errors import UsageError
-from prunekit.settings.training import TrainSettings
+from prunekit.channels.cut.slicing import cut
+from prunekit.channels.labels import Labels
+from prunekit.compaction.compact_model import compact
+from prunekit.errors import PlanError, UsageError
+from prunekit.hooks.wrappers import unwrapped
+from prunekit.planning.plan import Plan, require_plan
+from prunekit.settings.train import TrainSettings
+from prunekit.training.callbacks.averaging import Average
+from prunekit.training.callbacks.scheduled_masks import PruningSchedule
+from prunekit.training.history import LeftRun
 
 MakeOptimizer = Callable[..., Optimizer]
 """The user's own: called as `make(groups, lr=lr)`, such as an optimizer's class. Groups carry their weight decay."""
@@ -49,7 +63,7 @@ def build_optimizer(model: nn.Module, settings: TrainSettings, own: MakeOptimize
 
 
 def _fused(settings: TrainSettings) -> bool:
-    """One pass over weight, gradient and momentum instead of several, on the CPU as on CUDA.
+    """Return one pass over weight, gradient and momentum instead of several, on the CPU as on CUDA.
 
     Not with a loss scale: when the first step is skipped, fused SGD goes on with a momentum that nobody has written.
     Nor of shards: torch 2.15 has no fused SGD of them.
@@ -82,3 +96,195 @@ def build_schedule(optimizer: Optimizer, steps: int, warmup: float, restarts: Se
         return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, length - rising)))
 
     return LambdaLR(optimizer, factor)
+
+
+Stepper = TypeVar("Stepper", bound=Optimizer)
+
+
+def transfer(optimizer: Stepper, model: nn.Module, small: nn.Module, plan: Plan) -> Stepper:
+    """Make an optimizer of the masked model one of the compact model, in place; training goes on as it would have.
+
+    Parameters, gradients and every state of a parameter's shape (momentum, second moments, the maxima of AMSGrad) keep
+    the entries of the channels that stay; step counts and other numbers stay as they are. Groups keep their settings
+    and their order, and because the optimizer is the same object, learning-rate schedulers, loss scalers and hooks of
+    its own go on with it. Masks (`prunekit.masked`) have to be left before: the compact model has nothing to mask.
+
+    Losses afterwards equal those of masked training up to the order of sums, also where gradients are clipped by norm:
+    what was masked contributes nothing. Dropout draws other numbers, because there are fewer activations.
+
+    Args:
+        optimizer: torch's own, or a user's; changed. Wrappers such as Accelerate's are given by what they wrap.
+        model: in its dense size; not changed.
+        small: `prunekit.compact(model, plan)`.
+        plan: that the masks and the compact model were made by.
+
+    Returns:
+        The optimizer that was given.
+
+    Raises:
+        PlanError: the plan is that of another model, the optimizer has a parameter that is not the model's, the models
+            do not belong together, or a state has a shape that says not where its entries belong (as of optimizers that
+            factor their moments); nothing was changed.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> plan = pk.plan(model, torch.randn(1, 4), macs=0.5)
+        >>> small = pk.compact(model, plan)
+        >>> optimizer = pk.transfer(optimizer, model, small, plan)
+        >>> optimizer.param_groups[0]["params"][0] is small[0].weight
+        True
+    """
+    model, small = unwrapped(model), unwrapped(small)
+    require_plan(plan, model)
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}  # its first, as plans
+    there = dict(small.named_parameters(remove_duplicate=False))
+    dense_groups = [list(group["params"]) for group in optimizer.param_groups]
+    groups = [[_counterpart(dense, names, there, plan) for dense in group] for group in dense_groups]
+    states: dict[Tensor, Any] = {
+        there[names[dense]]: {key: _state(key, value, dense, names[dense], plan) for key, value in state.items()}
+        for dense, state in optimizer.state.items()
+    }
+    gradients = {
+        there[names[dense]]: cut(dense.grad, plan.kept_indices.get(names[dense], ())).clone()
+        for group in dense_groups
+        for dense in group
+        if dense.grad is not None
+    }
+    for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = parameters
+    optimizer.state.clear()
+    optimizer.state.update(states)
+    for parameter, gradient in gradients.items():
+        parameter.grad = gradient
+    return optimizer
+
+
+def transfer_average(average: AveragedModel, plan: Plan) -> AveragedModel:
+    """Return the average of weights (EMA, SWA) that goes on with the compact model: kept entries, and as many models in
+    it.
+
+    Args:
+        average: of the masked model, in its dense size; not changed.
+        plan: that the masks and the compact model were made by.
+
+    Raises:
+        PlanError: the plan is that of another model.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> average = torch.optim.swa_utils.AveragedModel(model)
+        >>> average.update_parameters(model)  # after each step of training under masks
+        >>> plan = pk.plan(model, torch.randn(1, 4), macs=0.5)
+        >>> small = pk.transfer_average(average, plan)
+        >>> small.module[0].out_features, int(small.n_averaged)
+        (8, 1)
+    """
+    device = next((tensor.device for tensor in average.module.parameters()), None)
+    carried = AveragedModel(nn.Module(), device, average.avg_fn, average.multi_avg_fn, average.use_buffers)
+    carried.module = compact(average.module, plan)
+    carried.n_averaged.copy_(average.n_averaged)
+    return carried
+
+
+def transfer_run(left: LeftRun, plan: Plan) -> LeftRun:
+    """A run that `fit` left under the masks of its final plan, as one of the compact model.
+
+    Weights, the best so far, the optimizer's state and the average of weights keep the entries of the channels that
+    stay; learning-rate schedule, random state, place in the epoch and everything else stay as they are. What pruned the
+    model (`PruningSchedule`) is no longer a part: give `fit` the others, in the same order.
+
+    Args:
+        left: with the weights of the masked model, in its dense size.
+        plan: that masks it.
+
+    Raises:
+        PlanError: the plan is that of another model, or a state of the optimizer has a shape that says not where its
+            entries belong.
+    """
+    require_plan(plan)
+    state = left.state
+    training, optimizer = state["training"], state["training"]["optimizer"]
+    kept = _kept_indices(training["model"] | training["buffers"], plan)
+    parts = [
+        {"average": _cut_all(saved["average"], kept, "module.")} if kind is Average else saved
+        for kind, saved in zip(left.parts, state["parts"], strict=True)
+        if kind is not PruningSchedule
+    ]
+    moments = {
+        index: {
+            key: _state(key, value, training["model"][left.parameters[index]], left.parameters[index], plan)
+            for key, value in values.items()
+        }
+        for index, values in optimizer["state"].items()
+    }
+    carried = {
+        **training,
+        "model": _cut_all(training["model"], kept),
+        "buffers": _cut_all(training["buffers"], kept),
+        "optimizer": {**optimizer, "state": moments},
+    }
+    best = {**state["best"], "weights": _cut_all(state["best"]["weights"], kept)}
+    kinds = tuple(kind for kind in left.parts if kind is not PruningSchedule)
+    return LeftRun({**state, "parts": parts, "training": carried, "best": best}, left.parameters, kinds)
+
+
+Kept = Mapping[str, tuple[Labels | None, ...]]
+
+
+def _kept_indices(tensors: Mapping[str, Tensor], plan: Plan) -> Kept:
+    """Return those of the plan, by every name of a tensor that has several; the plan knows the first.
+
+    Raises:
+        PlanError: the plan does not know a tensor, or in another shape.
+    """
+    first: dict[tuple[int, torch.Size], str] = {}
+    names = {name: first.setdefault((tensor.data_ptr(), tensor.shape), name) for name, tensor in tensors.items()}
+    shapes = plan.channel_map.shapes
+    for name in (*names.values(), *plan.kept_indices):
+        found = tuple(tensors[name].shape) if name in tensors else None
+        if found != shapes.get(name):
+            raise PlanError(
+                f"{name!r}: of shape {found} in the run, and {shapes.get(name)} in the plan (None: there is none); "
+                "give the plan that masked this run"
+            )
+    return {**plan.kept_indices, **{n: plan.kept_indices[of] for n, of in names.items() if of in plan.kept_indices}}
+
+
+def _cut_all(tensors: Mapping[str, Tensor], kept: Kept, prefix: str = "") -> dict[str, Tensor]:
+    return {name: cut(tensor, kept.get(name.removeprefix(prefix), ())).clone() for name, tensor in tensors.items()}
+
+
+def _counterpart(dense: Parameter, names: dict[Tensor, str], there: dict[str, Parameter], plan: Plan) -> Parameter:
+    if dense not in names:
+        raise PlanError(
+            f"the optimizer has a parameter of shape {tuple(dense.shape)} that is not the model's; give the model that "
+            "it was made for"
+        )
+    name = names[dense]
+    found = there.get(name)
+    wanted = _left(dense, name, plan)
+    if found is None or tuple(found.shape) != wanted:
+        got = "no such parameter" if found is None else f"the shape {tuple(found.shape)}"
+        raise PlanError(f"{name}: expected {wanted} in the compact model, got {got}; make it from this model and plan")
+    return found
+
+
+def _left(dense: Tensor, name: str, plan: Plan) -> tuple[int, ...]:
+    kept = plan.kept_indices.get(name, (None,) * dense.dim())
+    return tuple(size if index is None else len(index) for size, index in zip(dense.shape, kept, strict=True))
+
+
+def _state(key: str, value: Any, dense: Tensor, name: str, plan: Plan) -> Any:
+    if not isinstance(value, Tensor) or not value.dim():
+        return value
+    if value.shape == dense.shape:
+        return cut(value, plan.kept_indices.get(name, ()))
+    if name not in plan.kept_indices:
+        return value
+    raise PlanError(
+        f"{name}: the optimizer's state {key!r} has the shape {tuple(value.shape)} and the parameter "
+        f"{tuple(dense.shape)}; only states of the parameter's own shape can be carried over"
+    )

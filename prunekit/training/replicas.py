@@ -12,23 +12,31 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
-from prunekit.context import same_random_state, seeded, training_mode
-from prunekit.data import Batches
-from prunekit.distributed.exchange import everyone, from_main, gather, require_equal, share_tensors
-from prunekit.distributed.group import is_main, rank, size
-from prunekit.distributed.shards import is_sharded
+from prunekit.data.loader import Batches
+from prunekit.distributed.process_group import (
+    everyone,
+    from_main,
+    gather,
+    is_main,
+    is_sharded,
+    rank,
+    require_equal,
+    share_tensors,
+    size,
+)
 from prunekit.errors import UsageError
-from prunekit.inputs import arguments, moved, split
-from prunekit.nested import tensors_in
-from prunekit.states import put_together, taken_apart
 from prunekit.training.checks import two_samples
+from prunekit.utils.context import same_random_state, seeded, training_mode
+from prunekit.utils.inputs import arguments, moved, split
+from prunekit.utils.state_folders import put_together, taken_apart
+from prunekit.utils.tensors import tensors_in
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 
 
 def shares(train: Batches, validation: Batches) -> tuple[Batches, Batches]:
-    """A process's part of every training batch, and some whole validation batches.
+    """Return a process's part of every training batch, and some whole validation batches.
 
     Raises:
         UsageError: a training batch has fewer than two images for each process.
@@ -45,7 +53,8 @@ def shares(train: Batches, validation: Batches) -> tuple[Batches, Batches]:
 
 
 def replica_of(model: nn.Module, train: Batches) -> nn.Module:
-    """What is called in the steps of a run: the model, or where several processes have it whole, this one's replica.
+    """Return what is called in the steps of a run: the model, or where several processes have it whole, this one's
+    replica.
 
     Replicas start with the main process's weights. Hooks on the model itself stay: only calls that lead to a backward
     pass go through the replica. Its gradients are summed over the processes, not averaged: losses are divided by the
@@ -69,7 +78,7 @@ def replica_of(model: nn.Module, train: Batches) -> nn.Module:
 
 
 def _has_unused(model: nn.Module, inputs: tuple[Any, ...]) -> bool:
-    """Whether what a model returns depends on fewer than all of its trainable parameters."""
+    """Return whether what a model returns depends on fewer than all of its trainable parameters."""
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with tried(model, inputs) as whole:
         gradients = torch.autograd.grad(whole, weights, allow_unused=True)
@@ -111,12 +120,12 @@ def kept_apart(replica: Callable[..., Any]) -> AbstractContextManager[None]:
 
 
 def share_buffers(model: nn.Module) -> None:
-    """Gives every process the main one's buffers: BatchNorm statistics are of its share of the images, as in DDP."""
+    """Give every process the main one's buffers: BatchNorm statistics are of its share of the images, as in DDP."""
     share_tensors(model.named_buffers(), "the model's buffers")
 
 
 def share_state(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """The main process's nested state (see `states`) in every process; None where that has none."""
+    """Return the main process's nested state (see `states`) in every process; None where that has none."""
     if size() == 1:
         return state
     plain, tensors = (None, {}) if state is None else taken_apart(state)
@@ -129,7 +138,7 @@ def share_state(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 
 def share_corrupt(*batches: Batches) -> None:
-    """Tells every process which images the others could not read.
+    """Tell every process which images the others could not read.
 
     Raises:
         DataError: they are too many.

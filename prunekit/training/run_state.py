@@ -12,23 +12,29 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from prunekit.channels.copying import named_tensors
-from prunekit.context import random_state, set_random_state
-from prunekit.data import Splits
-from prunekit.distributed.exchange import from_main, gather, main_says
-from prunekit.distributed.group import is_main, rank
-from prunekit.distributed.shards import is_shard, is_sharded, spread, whole
+from prunekit.channels.cut.model_copy import named_tensors
+from prunekit.data.sources import Splits
+from prunekit.distributed.process_group import (
+    from_main,
+    gather,
+    is_main,
+    is_shard,
+    is_sharded,
+    main_says,
+    rank,
+    spread,
+    whole,
+)
 from prunekit.errors import NonFiniteError, ResumeError
-from prunekit.nested import map_tensors
-from prunekit.settings.training import TrainSettings
-from prunekit.training.best import BestWeights
-from prunekit.training.checkpoints import Checkpoints
-from prunekit.training.clamping import Clamps
-from prunekit.training.history import LeftRun
+from prunekit.settings.train import TrainSettings
+from prunekit.training.callbacks.callback import Parts
+from prunekit.training.callbacks.clamping import Clamps
+from prunekit.training.checkpoints import BestWeights, Checkpoints
+from prunekit.training.history import LeftRun, Position
 from prunekit.training.nonfinite import non_finite_tensor
-from prunekit.training.parts import Parts
-from prunekit.training.position import Position
 from prunekit.training.replicas import share_state
+from prunekit.utils.context import random_state, set_random_state
+from prunekit.utils.tensors import map_tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +61,7 @@ class RunState:
     begin: Mapping[str, Any] | None = None
 
     def resume(self) -> None:
-        """Goes on from the newest checkpoint, if there is one.
+        """Go on from the newest checkpoint, if there is one.
 
         Raises:
             ResumeError: it is of another run; says what differs, in every process.
@@ -87,7 +93,7 @@ class RunState:
             self._load(self.begin)
 
     def keep_if_due(self) -> None:
-        """Writes a checkpoint when it is time.
+        """Write a checkpoint when it is time.
 
         Raises:
             NonFiniteError: a weight is NaN or Inf: nobody could go on from there.
@@ -99,19 +105,19 @@ class RunState:
             self._write(self.checkpoints, over=False)
 
     def keep_place(self) -> None:
-        """Writes a checkpoint where the run is left, unless it was resumed there."""
+        """Write a checkpoint where the run is left, unless it was resumed there."""
         if self.checkpoints is not None and main_says(self.checkpoints.step < self.position.step):
             self._write(self.checkpoints, over=False)
 
     def left(self) -> LeftRun:
-        """Where the run is, for another to go on with."""
+        """Return where the run is, for another to go on with."""
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         parameters = (names[id(each)] for group in self.optimizer.param_groups for each in group["params"])
         kinds = tuple(type(part) for part in self.parts.all)
         return LeftRun(self._state(gather(self._own()), self._training()), tuple(parameters), kinds)
 
     def keep_result(self) -> None:
-        """Writes down that the run is over, and what came of it."""
+        """Write down that the run is over, and what came of it."""
         if self.checkpoints is not None:
             self._write(self.checkpoints, over=True)
 
@@ -134,7 +140,7 @@ class RunState:
         }
 
     def _own(self) -> dict[str, Any]:
-        """What each process has of its own; the rest is the main one's."""
+        """Return what each process has of its own; the rest is the main one's."""
         return {
             "sums": asdict(self.position.sums),
             "clamps": self.clamps.state_dict(),
@@ -143,7 +149,7 @@ class RunState:
         }
 
     def _training(self) -> dict[str, Any]:
-        """What the result of a run does not need; of a sharded model whole, in the main process."""
+        """Return what the result of a run does not need; of a sharded model whole, in the main process."""
         model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
         if is_sharded(self.model):
             model, optimizer = map_tensors((model, optimizer), _on_main)
@@ -182,7 +188,7 @@ class RunState:
 
 
 def _on_main(tensor: Tensor) -> Tensor:
-    """A whole tensor as it is; a shard put together, which only the main process keeps, off the device."""
+    """Return a whole tensor as it is; a shard put together, which only the main process keeps, off the device."""
     if not is_shard(tensor):
         return tensor
     found = whole(tensor)
@@ -190,7 +196,7 @@ def _on_main(tensor: Tensor) -> Tensor:
 
 
 def _spread_moments(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """A saved state of an optimizer, in parts where its parameters are."""
+    """Return a saved state of an optimizer, in parts where its parameters are."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     moments = {
         index: {key: spread(v, parameters[index]) if isinstance(v, Tensor) else v for key, v in values.items()}
@@ -200,13 +206,13 @@ def _spread_moments(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str,
 
 
 def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that the model does not put into its state dict; a forward pass may have changed them."""
+    """Return buffers that the model does not put into its state dict; a forward pass may have changed them."""
     saved = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if name not in saved}
 
 
 def identity_of(model: nn.Module, splits: Splits, settings: TrainSettings, parts: Parts, **more: Any) -> dict[str, Any]:
-    """What must be the same where a run is resumed, as plain data.
+    """Return what must be the same where a run is resumed, as plain data.
 
     Args:
         model, splits, settings, parts: as for `fit`.

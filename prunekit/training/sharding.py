@@ -14,25 +14,23 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from prunekit.channels.copying import copied
-from prunekit.context import same_random_state
-from prunekit.data import Batches
-from prunekit.distributed.exchange import share_tensors, total
-from prunekit.distributed.group import size
-from prunekit.distributed.shards import is_sharded
+from prunekit.channels.cut.model_copy import copied
+from prunekit.data.loader import Batches
+from prunekit.distributed.process_group import is_sharded, share_tensors, size, total
 from prunekit.errors import ModelError, UsageError
-from prunekit.hooks import HookOwner
-from prunekit.inputs import arguments, moved
-from prunekit.nested import tensors_in
-from prunekit.settings.training import TrainSettings
-from prunekit.training.averaging import Average
+from prunekit.hooks.owner import HookOwner
+from prunekit.settings.train import TrainSettings
+from prunekit.training.callbacks.averaging import Average
+from prunekit.training.callbacks.callback import Part
+from prunekit.training.callbacks.gradient_flow import GradientFlow
+from prunekit.training.callbacks.regularizers import Sparsifying
+from prunekit.training.callbacks.scheduled_masks import PruningSchedule
+from prunekit.training.callbacks.tensorboard import Watching
 from prunekit.training.checks import two_samples
-from prunekit.training.gradient_flow import GradientFlow
-from prunekit.training.parts import Part
-from prunekit.training.pruning import PruningSchedule
-from prunekit.training.regularizers import Sparsifying
 from prunekit.training.replicas import tried
-from prunekit.training.watching import Watching
+from prunekit.utils.context import same_random_state
+from prunekit.utils.inputs import arguments, moved
+from prunekit.utils.tensors import tensors_in
 
 WHOLE = (Average, GradientFlow, PruningSchedule, Sparsifying)
 """Parts that read or write whole weights."""
@@ -41,7 +39,7 @@ UNIT = 2**20
 
 
 def in_shards(settings: TrainSettings) -> bool:
-    """Whether a run's model is sharded: one process has nobody to share with."""
+    """Return whether a run's model is sharded: one process has nobody to share with."""
     return settings.sharding == "full" and size() > 1
 
 
@@ -66,7 +64,8 @@ def require_shardable(settings: TrainSettings, parts: Sequence[Part], *, left: b
 
 
 def sharded_copy(model: nn.Module, train: Batches, device: torch.device) -> nn.Module:
-    """A copy of a model on `device`, spread over the processes by `fully_shard`; the model itself goes to the CPU.
+    """Return a copy of a model on `device`, spread over the processes by `fully_shard`; the model itself goes to the
+    CPU.
 
     Each large module is put together while it runs, forward and backward, and the rest with the whole model.
     Gradients are summed over the processes, as those of replicas are. All begin with the main process's weights.
@@ -97,7 +96,7 @@ def sharded_copy(model: nn.Module, train: Batches, device: torch.device) -> nn.M
 
 
 def give_back_buffers(sharded: nn.Module, model: nn.Module) -> None:
-    """Gives a model the buffers of its sharded copy, also those that no state dict has."""
+    """Give a model the buffers of its sharded copy, also those that no state dict has."""
     for path, module in sharded.named_modules():
         model.get_submodule(path)._buffers.update(module._buffers)
 
@@ -141,12 +140,12 @@ class _Called(HookOwner):
         self._calls[path] += 2 if any(tensor._is_view() for tensor in tensors_in(output)) else 1
 
     def once(self) -> set[str]:
-        """Paths of those that were called once."""
+        """Return the paths of those that were called once."""
         return {path for path, calls in self._calls.items() if calls == 1}
 
 
 def _units(model: nn.Module, called: set[str]) -> Iterator[str]:
-    """Paths of the modules to be put together by themselves, inner ones first; the model itself is left out.
+    """Yield the paths of the modules to be put together by themselves, inner ones first; the model itself is left out.
 
     Each is called, has at least `UNIT` parameters that no module in it takes, and shares none with others.
     """
@@ -167,6 +166,6 @@ def _units(model: nn.Module, called: set[str]) -> Iterator[str]:
 
 
 def _every_parameter(model: nn.Module) -> Iterator[Tensor]:
-    """Each parameter as often as a module has it."""
+    """Yield each parameter as often as a module has it."""
     for _, module in model.named_modules(remove_duplicate=False):
         yield from (parameter for parameter in module._parameters.values() if parameter is not None)

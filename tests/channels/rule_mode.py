@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prunekit.channels.flow import Flow
-from prunekit.channels.norms import NormWatch
-from prunekit.channels.rules import RULES, Call
+from prunekit.channels.rules.rule import RULES, Call
+from prunekit.channels.tracing.flow import Flow
+from prunekit.channels.tracing.operators import NormWatch
 
 
 class RuleMode(TorchDispatchMode):

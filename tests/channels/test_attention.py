@@ -24,11 +24,23 @@ from torchvision.models.maxvit import RelativePositionalMultiHeadAttention
 from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedWindowAttentionV2
 from torchvision.models.video.swin_transformer import ShiftedWindowAttention3d
 
-from prunekit.channels import SizedMultiheadAttention, trace
-from prunekit.channels.substitutes import SUBSTITUTES, heads_of, set_heads, substitute, substitute_all
-from prunekit.compaction import compact
-from prunekit.models import SizedRelativeAttention, SizedWindowAttention, SizedWindowAttention3d, SizedWindowAttentionV2
-from prunekit.planning import Plan
+from prunekit.channels.rewrite.substitutes import (
+    SUBSTITUTES,
+    SizedMultiheadAttention,
+    heads_of,
+    set_heads,
+    substitute,
+    substitute_all,
+)
+from prunekit.channels.trace import trace
+from prunekit.compaction.compact_model import compact
+from prunekit.models.window_attention import (
+    SizedRelativeAttention,
+    SizedWindowAttention,
+    SizedWindowAttention3d,
+    SizedWindowAttentionV2,
+)
+from prunekit.planning.plan import Plan
 
 HEADS, DEPTH = 4, 3
 WIDTH = HEADS * DEPTH

@@ -21,13 +21,11 @@ from equivalence import (
 )
 from torch import Tensor, nn
 
-from prunekit.channels import trace
-from prunekit.channels.attributes import attribute_values, set_attributes
-from prunekit.channels.batches import BatchAxes
-from prunekit.channels.scales import Scales
-from prunekit.channels.searching import SizeSearch
-from prunekit.compaction import compact
-from prunekit.planning import load_plan
+from prunekit.channels.rewrite.rewriter import attribute_values, set_attributes
+from prunekit.channels.trace import trace
+from prunekit.channels.trial.size_search import BatchAxes, Scales, SizeSearch
+from prunekit.compaction.compact_model import compact
+from prunekit.planning.plan import load_plan
 
 WIDTH = 12
 

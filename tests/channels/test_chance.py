@@ -16,8 +16,8 @@ from equivalence import Net, masked_double, randomized, settled_plan
 from torch import Tensor, nn
 
 import prunekit
-from prunekit.context import same_draws
-from prunekit.measure.verify import compare_outputs, verify
+from prunekit.measure.verification import compare_outputs, verify
+from prunekit.utils.context import same_draws
 
 Draw = Callable[[Any, int], Any]
 DRAWS: dict[str, Draw] = {

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune, spectral_norm
 
 import prunekit
-from prunekit.channels import trace
-from prunekit.measure.verify import verify
-from prunekit.planning import load_plan
+from prunekit.channels.trace import trace
+from prunekit.measure.verification import verify
+from prunekit.planning.plan import load_plan
 
 IMAGES = (torch.randn(4, 3, 10, generator=torch.Generator().manual_seed(0)),)
 

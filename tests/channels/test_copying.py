@@ -21,11 +21,12 @@ from equivalence import TOLERANCE, Net, image, parity, randomized, settled_plan,
 from torch import nn
 from torch.nn.utils import prune as torch_prune
 
-from prunekit.channels.copying import copied, named_tensors
-from prunekit.channels.slicing import RESIZERS, cut, narrow, resizer
-from prunekit.compaction import compact, load, save
+from prunekit.channels.cut.model_copy import copied, named_tensors
+from prunekit.channels.cut.slicing import RESIZERS, cut, narrow, resizer
+from prunekit.compaction.compact_model import compact
+from prunekit.compaction.model_folder import load, save
 from prunekit.errors import ArtifactError, ModelError, VerificationError
-from prunekit.measure.verify import verify
+from prunekit.measure.verification import verify
 
 
 class Rated(nn.Module):

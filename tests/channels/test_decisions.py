@@ -9,14 +9,14 @@ import torch
 from equivalence import Net, image, random_keep, randomized
 from torch import Tensor, nn
 
-from prunekit.channels import trace
-from prunekit.channels.decisions import Decision, decision
-from prunekit.channels.trial import settle
-from prunekit.compaction import compact
+from prunekit.channels.tolerance import Decision, decision
+from prunekit.channels.trace import trace
+from prunekit.channels.trial.trial import settle
+from prunekit.compaction.compact_model import compact
 from prunekit.errors import VerificationError
-from prunekit.masking import masked
-from prunekit.measure.verify import verify
-from prunekit.planning import Plan
+from prunekit.masks.masked_model import masked
+from prunekit.measure.verification import verify
+from prunekit.planning.plan import Plan
 
 
 def sorted_scores(scores: Tensor, *, descending: bool = True) -> tuple[Any, list[Tensor]]:

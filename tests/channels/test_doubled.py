@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import prunekit
-from prunekit.channels.doubled import DoubledWhileRunning, as_double, to_double
-from prunekit.channels.trial import _Trial
+from prunekit.channels.trial.float64 import DoubledWhileRunning, as_double, to_double
+from prunekit.channels.trial.trial import _Trial
 
 
 class Borrows(nn.Module):

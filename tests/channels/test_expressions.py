@@ -17,15 +17,12 @@ from hypothesis import strategies as st
 from nets_stated import CLASSES, WIDTH, Batched, Looping, Quotient, ReadOffAPart, Unscaled
 from torch import nn
 
-from prunekit import load
-from prunekit.channels.attributes import attribute_values
-from prunekit.channels.places import Place, attribute_read
-from prunekit.channels.rewriting import set_expressions
-from prunekit.channels.sites import definition
-from prunekit.channels.syntax import slice_of_axis
-from prunekit.compaction import compact, save
+from prunekit.channels.rewrite.call_sites import Place, attribute_read, definition, slice_of_axis
+from prunekit.channels.rewrite.rewriter import attribute_values, set_expressions
+from prunekit.compaction.compact_model import compact
+from prunekit.compaction.model_folder import load, save
 from prunekit.errors import ArtifactError
-from prunekit.planning import Plan, load_plan
+from prunekit.planning.plan import Plan, load_plan
 
 EXAMPLE = (torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(3)),)
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torchvision.ops import nms
 
 import prunekit
-from prunekit.channels.differences import ROUNDING
-from prunekit.channels.precision import AS_DOUBLE
-from prunekit.compaction import compact
+from prunekit.channels.tolerance import ROUNDING
+from prunekit.channels.tracing.dispatch_modes import AS_DOUBLE
+from prunekit.compaction.compact_model import compact
 from prunekit.errors import ModelError, VerificationError
-from prunekit.measure.verify import compare_outputs, verify
+from prunekit.measure.verification import compare_outputs, verify
 
 Case = tuple[nn.Module, tuple[Any, ...], str]
 

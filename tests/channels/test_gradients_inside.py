@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import prunekit
 from prunekit.errors import ModelError
-from prunekit.measure import count_macs
+from prunekit.measure.model_size import count_macs
 
 POSITIONS = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
 

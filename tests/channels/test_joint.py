@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from equivalence import TOLERANCE, Net, heads_and_positions, parity, random_keep, randomized, settled_plan
 from torch import Tensor, nn
 
-from prunekit.channels import ChannelMap, trace
-from prunekit.channels.joint import Numbering, numbered
+from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.constraints import Numbering, numbered
 from prunekit.channels.labels import Labels
+from prunekit.channels.trace import trace
 from prunekit.errors import PlanError
-from prunekit.planning import Plan
+from prunekit.planning.plan import Plan
 
 HEADS, DEPTH = 3, 4
 EXAMPLE = (torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(1)),)

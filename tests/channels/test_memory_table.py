@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from prunekit.channels import ChannelMap, trace
-from prunekit.channels.map import Keep
-from prunekit.channels.memory import memory_table, undominated
-from prunekit.channels.recording import record
-from prunekit.compaction import compact
-from prunekit.planning import Plan
+from prunekit.channels.channel_map import ChannelMap, Keep
+from prunekit.channels.trace import trace
+from prunekit.channels.tracing.memory import memory_table, record, undominated
+from prunekit.compaction.compact_model import compact
+from prunekit.planning.plan import Plan
 
 
 def branches(net: Any, x: Tensor) -> Tensor:

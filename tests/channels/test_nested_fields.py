@@ -10,7 +10,7 @@ import torch
 from equivalence import TOLERANCE, Net, parity, randomized, settled_plan
 from torch import Tensor, nn
 
-from prunekit.compaction import compact
+from prunekit.compaction.compact_model import compact
 
 HEADS, DEPTH, WIDTH = 4, 6, 8
 

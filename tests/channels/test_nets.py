@@ -19,11 +19,11 @@ from net_cases import CASES
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from prunekit.channels import trace
-from prunekit.channels.trial import settle
-from prunekit.compaction import compact
-from prunekit.hooks import count_hooks
-from prunekit.measure import count_macs
+from prunekit.channels.trace import trace
+from prunekit.channels.trial.trial import settle
+from prunekit.compaction.compact_model import compact
+from prunekit.hooks.hook import count_hooks
+from prunekit.measure.model_size import count_macs
 
 NOT_COUNTED = {
     "lstm": "torch's counter does not know the CPU's recurrent kernel",

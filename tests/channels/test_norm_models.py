@@ -12,11 +12,11 @@ from torchvision.models.swin_transformer import SwinTransformer
 from torchvision.models.vision_transformer import VisionTransformer
 
 import prunekit
-from prunekit.channels import trace
-from prunekit.compaction import compact
-from prunekit.measure import count_macs
-from prunekit.measure.verify import verify
-from prunekit.planning import Plan
+from prunekit.channels.trace import trace
+from prunekit.compaction.compact_model import compact
+from prunekit.measure.model_size import count_macs
+from prunekit.measure.verification import verify
+from prunekit.planning.plan import Plan
 
 
 def small_convnext() -> ConvNeXt:

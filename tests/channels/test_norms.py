@@ -14,15 +14,15 @@ from hand_norms import CenteredByHand, GlobalResponse, MeanSquareByHand, RootMea
 from torch import Tensor, nn
 from torchvision.models.convnext import LayerNorm2d
 
-from prunekit import masked
-from prunekit.channels import trace
-from prunekit.channels.trial import settle
-from prunekit.compaction import compact, load, save
-from prunekit.hooks import count_hooks
-from prunekit.masking import WeightMasks
-from prunekit.measure.verify import verify
-from prunekit.planning import Plan
-from prunekit.planning.plan import load_plan
+from prunekit.channels.trace import trace
+from prunekit.channels.trial.trial import settle
+from prunekit.compaction.compact_model import compact
+from prunekit.compaction.model_folder import load, save
+from prunekit.hooks.hook import count_hooks
+from prunekit.masks.masked_model import masked
+from prunekit.masks.weight_masks import WeightMasks
+from prunekit.measure.verification import verify
+from prunekit.planning.plan import Plan, load_plan
 
 Make = Callable[[int], nn.Module]
 ANY = [0, 2, 3, 5, 7]

@@ -14,16 +14,15 @@ from hypothesis import strategies as st
 from nets_shuffled import WIDTH, HalvedUnit, Unit, UnitOfModules, channel_shuffle, units
 from torch import Tensor, nn
 
-from prunekit import load
-from prunekit.channels import trace
-from prunekit.channels.attributes import attribute_values
-from prunekit.channels.map import SizeAttribute
-from prunekit.channels.orders import avoidable
-from prunekit.channels.places import Place
-from prunekit.channels.rewriting import set_expressions
-from prunekit.channels.tracing import trace_model
-from prunekit.compaction import compact, save
-from prunekit.planning import Plan, load_plan
+from prunekit.channels.channel_map import SizeAttribute
+from prunekit.channels.rewrite.call_sites import Place
+from prunekit.channels.rewrite.rewriter import attribute_values, set_expressions
+from prunekit.channels.rewrite.size_expressions import avoidable
+from prunekit.channels.trace import trace
+from prunekit.channels.tracing.tracer import trace_model
+from prunekit.compaction.compact_model import compact
+from prunekit.compaction.model_folder import load, save
+from prunekit.planning.plan import Plan, load_plan
 
 EXAMPLE = (torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(3)),)
 MANY = 5

@@ -12,8 +12,10 @@ from equivalence import parity
 from torch import Tensor, nn
 
 import prunekit
-from prunekit import channels
-from prunekit.channels.rules import RULES
+from prunekit.channels import trace
+from prunekit.channels.rules import rule
+from prunekit.channels.rules.rule import RULES
+from prunekit.channels.tracing import flow as flow_module
 
 
 @torch.library.custom_op("mylib::channel_scale", mutates_args=())
@@ -39,7 +41,7 @@ class Scaled(nn.Module):
 def rule_of_the_guide() -> str:
     """The example in the docstring, as it stands there."""
     found = re.search(
-        r"^    from prunekit\.channels import .*?(?=^\S)", channels.__doc__ or "", re.DOTALL | re.MULTILINE
+        r"^    from prunekit\.channels\.\w+.* import .*?(?=^\S)", trace.__doc__ or "", re.DOTALL | re.MULTILINE
     )
     assert found is not None
     return textwrap.dedent(found[0])
@@ -53,7 +55,7 @@ def taught() -> Iterator[None]:
 
 
 def test_without_a_rule_it_locks_and_says_so() -> None:
-    chart = channels.trace(Scaled(), (torch.randn(2, 3, 8, 8),))
+    chart = trace.trace(Scaled(), (torch.randn(2, 3, 8, 8),))
     assert [group.name for group in chart.groups] == ["stem"]
     assert (
         "mylib.channel_scale has no rule" in {lock.operator: lock.reason for lock in chart.locks}["mylib.channel_scale"]
@@ -72,17 +74,17 @@ def test_an_installed_package_teaches_it(monkeypatch: pytest.MonkeyPatch) -> Non
         def load(self) -> None:
             exec(rule_of_the_guide(), {"__name__": "packaged_rules"})
 
-    monkeypatch.setattr("prunekit.channels.rules.registry._installed", lambda: {"mylib.channel_scale": Point()})
+    monkeypatch.setattr("prunekit.channels.rules.rule._installed", lambda: {"mylib.channel_scale": Point()})
     try:
-        chart = channels.trace(Scaled(), (torch.randn(2, 3, 8, 8),))
+        chart = trace.trace(Scaled(), (torch.randn(2, 3, 8, 8),))
         assert [group.name for group in chart.groups] == ["scale", "stem"]
     finally:
         del RULES["mylib.channel_scale"]
 
 
 def test_a_rule_that_claims_too_much_is_caught_by_the_trial() -> None:
-    @channels.register_rule("mylib.channel_scale")
-    def careless(flow: channels.Flow, call: channels.Call) -> None:
+    @rule.register_rule("mylib.channel_scale")
+    def careless(flow: flow_module.Flow, call: rule.Call) -> None:
         flow.set(call.out, flow.fields(call.args[0]))  # forgets the scale
 
     try:

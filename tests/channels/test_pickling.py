@@ -17,15 +17,15 @@ from nets_stated import CLASSES as STATED
 from nets_stated import WIDTH, Quotient
 from torch import nn
 
-from prunekit import prune
-from prunekit.channels import trace
-from prunekit.channels.rewriting import original_of, sized_class
-from prunekit.channels.trial import settle
-from prunekit.compaction import compact, remarks
+from prunekit.channels.rewrite.rewriter import original_of, sized_class
+from prunekit.channels.trace import trace
+from prunekit.channels.trial.trial import settle
+from prunekit.compaction.compact_model import compact, remarks
 from prunekit.errors import ArtifactError
-from prunekit.hooks import HookWarning
-from prunekit.masking import masked
-from prunekit.planning import Plan
+from prunekit.hooks.hook import HookWarning
+from prunekit.jobs.prune.one_shot import prune
+from prunekit.masks.masked_model import masked
+from prunekit.planning.plan import Plan
 
 EXAMPLE = (torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(3)),)
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from random_nets import SIZE, STEPS, RandomNet
 
 import prunekit
-from prunekit.channels import trace
-from prunekit.channels.trial import settle
-from prunekit.compaction import compact
+from prunekit.channels.trace import trace
+from prunekit.channels.trial.trial import settle
+from prunekit.compaction.compact_model import compact
 from prunekit.errors import PlanError
-from prunekit.measure import count_macs
-from prunekit.planning import Plan
+from prunekit.measure.model_size import count_macs
+from prunekit.planning.plan import Plan
 
 NETS = int(os.environ.get("PRUNEKIT_RANDOM_NETS", "80"))
 number = st.integers(0, 47)

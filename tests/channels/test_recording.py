@@ -14,8 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prunekit.channels.recording import record
-from prunekit.channels.running import without_fast_path
+from prunekit.channels.tracing.execution import without_fast_path
+from prunekit.channels.tracing.memory import record
 from prunekit.errors import ModelError
 
 

@@ -9,10 +9,10 @@ from equivalence import TOLERANCE, Net, parity, random_keep, randomized, settled
 from net_registry import tokens
 from torch import Tensor, nn
 
-from prunekit.channels import trace
-from prunekit.channels.trial import settle
-from prunekit.compaction import compact
-from prunekit.planning import Plan
+from prunekit.channels.trace import trace
+from prunekit.channels.trial.trial import settle
+from prunekit.compaction.compact_model import compact
+from prunekit.planning.plan import Plan
 
 
 def read(layer: nn.Module, width: int) -> Net:

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from rule_mode import RuleMode
 from torch import Tensor
 
-from prunekit.channels.flow import Flow
 from prunekit.channels.labels import Field, along
-from prunekit.channels.rules import RULES, register_rule
 from prunekit.channels.rules.pointwise import KEEPS_ZERO
+from prunekit.channels.rules.rule import RULES, register_rule
+from prunekit.channels.tracing.flow import Flow
 
 Operator = Callable[[Tensor], Tensor]
 SIZE = 6

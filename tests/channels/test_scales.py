@@ -10,8 +10,8 @@ from equivalence import TOLERANCE, parity, randomized, settled_plan
 from nets_stated import WIDTH, Correlation, ScaleOfAWidth
 from torch import Tensor, nn
 
-from prunekit.channels.places import Place
-from prunekit.compaction import compact
+from prunekit.channels.rewrite.call_sites import Place
+from prunekit.compaction.compact_model import compact
 
 EXAMPLE = (torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64),)
 

@@ -11,8 +11,8 @@ from equivalence import Net, image, randomized, settled_plan
 from torch import Tensor, nn
 
 import prunekit
-from prunekit.hooks import count_hooks
-from prunekit.measure.verify import verify
+from prunekit.hooks.hook import count_hooks
+from prunekit.measure.verification import verify
 
 
 class Swish(nn.Module):

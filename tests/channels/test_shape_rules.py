@@ -14,9 +14,9 @@ from rule_mode import RuleMode
 from torch import Tensor
 
 from prunekit.channels.constraints import EqualParts, Rectangle
-from prunekit.channels.flow import Flow
 from prunekit.channels.labels import Field, along
 from prunekit.channels.rules.shape import axis_groups, reshape_labels
+from prunekit.channels.tracing.flow import Flow
 
 
 @st.composite

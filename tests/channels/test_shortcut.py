@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prunekit.channels.shortcut import SHORTCUTS, run_on_meta
-from prunekit.nested import gather, map_tensors
+from prunekit.channels.tracing.tracer import SHORTCUTS, run_on_meta
+from prunekit.utils.tensors import gather, map_tensors
 
 aten: Any = torch.ops.aten
 

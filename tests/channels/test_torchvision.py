@@ -12,12 +12,15 @@ from accelerate import init_empty_weights
 from equivalence import difference, masked_double, parity, random_keep, randomized, zero_removed
 from torch import Tensor, nn
 
-from prunekit.channels import ChannelMap, trace
-from prunekit.channels.running import mode_for_trace
-from prunekit.channels.trial import settle
-from prunekit.compaction import compact
-from prunekit.measure import count_macs, count_parameters
-from prunekit.planning import BudgetSettings, Plan, PruneSettings, make_plan
+from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.trace import trace
+from prunekit.channels.tracing.execution import mode_for_trace
+from prunekit.channels.trial.trial import settle
+from prunekit.compaction.compact_model import compact
+from prunekit.measure.model_size import count_macs, count_parameters
+from prunekit.planning.plan import Plan
+from prunekit.planning.solver import make_plan
+from prunekit.settings.prune import BudgetSettings, PruneSettings
 
 CLASSES = 7
 FAMILIES = (

@@ -16,15 +16,15 @@ from equivalence import Net, assert_unchanged, image, parity, random_keep, rando
 from torch import Tensor, nn
 
 import prunekit
-from prunekit.channels import ChannelMap, trace
+from prunekit.channels.channel_map import ChannelMap, group_labels
 from prunekit.channels.constraints import LockRecord
-from prunekit.channels.map import group_labels
-from prunekit.channels.resolve import with_locks
-from prunekit.channels.trial import settle
-from prunekit.compaction import compact
+from prunekit.channels.resolution import with_locks
+from prunekit.channels.trace import trace
+from prunekit.channels.trial.trial import settle
+from prunekit.compaction.compact_model import compact
 from prunekit.errors import ModelError, PlanError, PrunekitError
-from prunekit.hooks import count_hooks
-from prunekit.planning import Plan
+from prunekit.hooks.hook import count_hooks
+from prunekit.planning.plan import Plan
 
 
 def plain() -> nn.Sequential:
@@ -435,7 +435,7 @@ def test_locks_that_change_nothing_end_the_search(monkeypatch: pytest.MonkeyPatc
             raise ValueError("too narrow")
         return torch.as_tensor(net.b(y))
 
-    monkeypatch.setattr("prunekit.channels.trial.with_locks", lambda channel_map, records: channel_map)
+    monkeypatch.setattr("prunekit.channels.trial.trial.with_locks", lambda channel_map, records: channel_map)
     with pytest.raises(
         PlanError, match="further locks change nothing; the last to differ was the Python code in the top"
     ):

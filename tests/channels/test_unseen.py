@@ -10,12 +10,14 @@ import torch
 from equivalence import TOLERANCE, difference, doubled, parity, random_keep, randomized
 from torch import Tensor, nn
 
-from prunekit import PruneSettings, load, prune
-from prunekit.channels import trace
-from prunekit.channels.trial import Settled, settle, with_unseen_sizes
-from prunekit.compaction import compact, save
-from prunekit.planning import BudgetSettings, Plan
-from prunekit.workflow import PlanSearch
+from prunekit.channels.trace import trace
+from prunekit.channels.trial.trial import Settled, settle, with_unseen_sizes
+from prunekit.compaction.compact_model import compact
+from prunekit.compaction.model_folder import load, save
+from prunekit.jobs.prune.one_shot import prune
+from prunekit.jobs.prune.plan_search import PlanSearch
+from prunekit.planning.plan import Plan
+from prunekit.settings.prune import BudgetSettings, PruneSettings
 
 EXAMPLE = (torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(3)),)
 

@@ -14,8 +14,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import prunekit
-from prunekit.channels.storages import plain_in
-from prunekit.measure import count_macs
+from prunekit.channels.tracing.storages import plain_in
+from prunekit.measure.model_size import count_macs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch says of nearly all of these that they may change
 

@@ -11,7 +11,8 @@ from equivalence import heads_and_positions, randomized, settled_plan
 from nets_grouped import DEPTH, HEADS, heads_with_a_column_more, linear_attention_over_two_scales
 from torch import nn
 
-from prunekit.compaction import compact, load, save
+from prunekit.compaction.compact_model import compact
+from prunekit.compaction.model_folder import load, save
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -19,8 +19,9 @@ from killing import forked
 from safetensors import SafetensorError
 
 from prunekit.cli import cli, main
-from prunekit.cli.output import Console, check_folder, plain, table, writable
+from prunekit.cli.output import Console, check_folder, plain, writable
 from prunekit.errors import ModelError, PrunekitError, RunError, UsageError
+from prunekit.utils.display import table
 
 COMMANDS = (
     "finetune", "prune", "calibrate", "sensitivity", "evaluate", "profile", "bench", "explain", "diagnose", "inspect",

@@ -16,18 +16,24 @@ import pytest
 from click.testing import CliRunner, Result
 from torch import nn
 
-from prunekit import workflow
-from prunekit.calibration import ChannelStats, LayerStats, StatsKey
 from prunekit.cli import cli
 from prunekit.cli.models import recipe_of_data
-from prunekit.data import load_splits
-from prunekit.measure import measuring
-from prunekit.recipe import dump, load
-from prunekit.settings.job import JobSettings
-from prunekit.workflow import CalibrationResult, Own, RunResult, targets
-from prunekit.workflow.batch_size import LargestBatch, Tried
-from prunekit.workflow.runs import Finish, write_report
-from prunekit.workflow.targets import InputModel
+from prunekit.data.sources import load_splits
+from prunekit.jobs import batch_size, calibrate
+from prunekit.jobs import finetune as finetune_module
+from prunekit.jobs import finetune as jobs_finetune
+from prunekit.jobs.batch_size import LargestBatch, Tried
+from prunekit.jobs.calibrate import CalibrationResult
+from prunekit.jobs.run import model_sources as targets
+from prunekit.jobs.run.job_inputs import Own
+from prunekit.jobs.run.model_sources import InputModel
+from prunekit.jobs.run.results import RunResult
+from prunekit.jobs.run.run_folder import Finish, write_report
+from prunekit.measure.latency import worker_process as measuring
+from prunekit.recipe.loading import load
+from prunekit.settings.job import JobSettings, dump
+from prunekit.statistics.channel_stats import ChannelStats
+from prunekit.statistics.layer_stats import LayerStats, StatsKey
 
 Log = Callable[[str], None]
 RECIPE = "name: small\nmodel: {name: squeezenet1_1}\nbaseline: {epochs: 1}\nseed: 4\n"
@@ -103,7 +109,7 @@ def finetune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, jobs: list[JobSett
             finish(folder)
             return RunResult(folder, metrics)
 
-        monkeypatch.setattr(workflow, command, stand_in)
+        monkeypatch.setattr(jobs_finetune, command, stand_in)
 
     return install
 
@@ -180,7 +186,7 @@ def test_the_largest_batch_is_named_and_nothing_is_run(
     finetune()
     tried = (Tried(2, 10**7), Tried(48, 9 * 10**8), Tried(64, None))
     largest = LargestBatch(48, 9 * 10**8, "cuda:1", 10**9, "memory", tried)
-    monkeypatch.setattr(workflow, "find_batch_size", lambda job, *, log, own: largest)
+    monkeypatch.setattr(batch_size, "find_batch_size", lambda job, *, log, own: largest)
     said = "Largest batch that fits on cuda:1: data.batch=48, 900 MB of the 1000 MB that were free; more does not fit"
     assert run("finetune", recipe, "--find-batch-size").stdout.strip() == said
     payload = json.loads(run("finetune", recipe, "--find-batch-size", "--json").stdout)
@@ -232,7 +238,7 @@ def test_dry_run_prints_the_resolved_recipe_and_the_plan(monkeypatch: pytest.Mon
     }
     stages = [{"step": 16, "epoch": 0.5, "macs": 0.75}, {"step": 32, "epoch": 1.0, "macs": 0.5}]
     plan |= {"schedule": {"kind": "linear", "steps_per_epoch": 32, "stages": stages}}
-    monkeypatch.setattr(workflow, "dry_run", lambda job, *, log, own: plan)
+    monkeypatch.setattr(finetune_module, "dry_run", lambda job, *, log, own: plan)
     text = run("finetune", recipe, "--dry-run").stdout
     assert "name: small\n" in text
     assert "Schedule linear, 32 steps an epoch" in text
@@ -245,11 +251,11 @@ def test_dry_run_prints_the_resolved_recipe_and_the_plan(monkeypatch: pytest.Mon
     assert "Budget size_mb: 1.49 MB left, at most 1.50 MB asked for, of 3.00 MB, the one that binds\n" in text
     assert "features.0  Conv2d  3 -> 3  64 -> 31  2.00 k -> 990  1.79 k -> 868" in text
     assert "features.1" not in text
-    monkeypatch.setattr(workflow, "dry_run", lambda job, *, log, own, measure: plan | {"time": "by a guess"})
+    monkeypatch.setattr(finetune_module, "dry_run", lambda job, *, log, own, measure: plan | {"time": "by a guess"})
     assert "Time, predicted: by a guess\n" in run("prune", recipe, "--dry-run", "--no-measure").stdout
     refused = run("finetune", recipe, "--no-measure")
     assert (refused.exit_code, "--no-measure goes with --dry-run" in refused.stderr) == (2, True)
-    monkeypatch.setattr(workflow, "dry_run", lambda job, *, log, own: plan)
+    monkeypatch.setattr(finetune_module, "dry_run", lambda job, *, log, own: plan)
     payload = json.loads(run("finetune", recipe, "--dry-run", "--json").stdout)
     assert payload["plan"] == plan
     assert payload["recipe"]["model"]["name"] == "squeezenet1_1"
@@ -263,7 +269,7 @@ def test_calibrate_prints_a_row_for_each_layer_and_marks_dead_channels(
     layer = LayerStats(count, (low + high) / 2, count * 1.0, count * 0.5, low, high, np.array([10, 0, 5]), whole, whole)
     stats = ChannelStats({StatsKey("features.1", "output", 0): layer, StatsKey("features.1", "output", 1): layer})
     done = CalibrationResult(stats, tmp_path / "stats.safetensors", tmp_path / "stats.csv", reused=True)
-    monkeypatch.setattr(workflow, "calibrate", lambda job, *, log, progress, own: done)
+    monkeypatch.setattr(calibrate, "calibrate", lambda job, *, log, progress, own: done)
     result = run("calibrate", recipe)
     assert result.exit_code == 0, result.stderr
     lines = [line for line in result.stdout.splitlines() if line.startswith("  features.1")]
@@ -384,7 +390,7 @@ def test_ctrl_c_in_a_run_exits_with_130(monkeypatch: pytest.MonkeyPatch, recipe:
         os.kill(os.getpid(), signal.SIGINT)
         raise AssertionError("the signal comes first")
 
-    monkeypatch.setattr(workflow, "finetune", interrupted)
+    monkeypatch.setattr(finetune_module, "finetune", interrupted)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     try:
         result = run("finetune", recipe)

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 import prunekit
 from prunekit.cli import cli
-from prunekit.models import build_model
+from prunekit.models.zoo import build_model
 
 CODE = """
 from torch import nn

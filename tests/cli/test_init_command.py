@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 from prunekit.cli import cli
-from prunekit.recipe import load
+from prunekit.recipe.loading import load
 
 CODE = """
 import torch

@@ -8,11 +8,11 @@ import pytest
 from click.testing import CliRunner
 
 from prunekit.cli import cli
-from prunekit.cli.list import AUGMENTATIONS, KINDS, SCOPES
-from prunekit.criteria import get_criterion
+from prunekit.cli.commands.list import AUGMENTATIONS, KINDS, SCOPES
+from prunekit.criteria.criterion import get_criterion
 from prunekit.registries import CRITERIA
-from prunekit.settings.data import NamedAugment
-from prunekit.settings.pruning import Scope
+from prunekit.settings.inputs import NamedAugment
+from prunekit.settings.prune import Scope
 
 
 def test_criteria_are_listed_with_what_they_need() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from prunekit.calibration import ChannelStats
 from prunekit.cli import cli
+from prunekit.statistics.channel_stats import ChannelStats
 
 RECIPE = """
 name: mine

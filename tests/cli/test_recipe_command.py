@@ -12,8 +12,7 @@ from click.testing import CliRunner
 import prunekit
 from prunekit.cli import cli
 from prunekit.errors import RecipeError
-from prunekit.recipe import load
-from prunekit.recipe.packaged import INSTALLED, folder, recipe_names, recipe_summary
+from prunekit.recipe.loading import INSTALLED, folder, load, recipe_names, recipe_summary
 
 ROOT = Path(__file__).parents[2]
 

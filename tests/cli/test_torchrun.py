@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from process_group import together
 
 from prunekit.cli import cli
-from prunekit.distributed.group import rank
+from prunekit.distributed.process_group import rank
 
 RECIPE = """
 name: tiny

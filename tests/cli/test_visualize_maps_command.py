@@ -14,12 +14,12 @@ from PIL import Image
 
 import prunekit
 from prunekit.cli import cli
-from prunekit.compaction import compact
+from prunekit.compaction.compact_model import compact
 from prunekit.errors import ArtifactError
-from prunekit.report.page import write_report
-from prunekit.visualize import class_activation_map, correlation
-from prunekit.workflow.dense import save_weights
-from prunekit.workflow.sides import both_sides
+from prunekit.inspection.visualize.class_maps import class_activation_map, correlation
+from prunekit.jobs.run.dense_model import save_weights
+from prunekit.jobs.run.model_pair import both_sides
+from prunekit.report.pages.run_page import write_report
 
 RECIPE = """
 name: mine

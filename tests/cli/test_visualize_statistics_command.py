@@ -13,9 +13,9 @@ from PIL import Image
 
 import prunekit
 from prunekit.cli import cli
-from prunekit.models import build_model
-from prunekit.report.page import write_report
-from prunekit.workflow.dense import save_weights
+from prunekit.jobs.run.dense_model import save_weights
+from prunekit.models.zoo import build_model
+from prunekit.report.pages.run_page import write_report
 
 RECIPE = """
 name: mine

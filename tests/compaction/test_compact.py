@@ -13,10 +13,10 @@ import torchvision
 from equivalence import assert_unchanged, image, masked_double, random_keep, randomized, settled_plan, snapshot
 from torch import Tensor, nn
 
-from prunekit.channels import trace
-from prunekit.compaction import compact
-from prunekit.hooks import count_hooks
-from prunekit.planning import Plan
+from prunekit.channels.trace import trace
+from prunekit.compaction.compact_model import compact
+from prunekit.hooks.hook import count_hooks
+from prunekit.planning.plan import Plan
 
 
 def small_net() -> nn.Sequential:
@@ -134,7 +134,7 @@ def test_compaction_leaves_no_hooks_and_takes_the_users_along() -> None:
 
 
 def test_compacting_under_active_masks() -> None:
-    from prunekit.masking import masked
+    from prunekit.masks.masked_model import masked
 
     model = small_net().eval()
     plan = settled_plan(model, image())

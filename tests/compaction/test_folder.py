@@ -17,13 +17,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import prunekit
-import prunekit.compaction.folder as folder_module
-from prunekit.artifacts import sha256
-from prunekit.channels import trace
-from prunekit.compaction import compact, load, read_manifest, save
+import prunekit.compaction.model_folder as folder_module
+from prunekit.channels.trace import trace
+from prunekit.compaction.compact_model import compact
+from prunekit.compaction.model_folder import load, read_manifest, save
 from prunekit.errors import ArtifactError, ModelError, PrunekitError, UsageError
-from prunekit.models import ModelSettings, build_model
-from prunekit.planning import Plan
+from prunekit.models.zoo import build_model
+from prunekit.planning.plan import Plan
+from prunekit.settings.inputs import ModelSettings
+from prunekit.utils.files import sha256
 
 FAMILIES = {
     "resnet18": {},

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from prunekit.calibration import ChannelStats, TaylorTerms, collect, collect_gradients
-from prunekit.channels import ChannelMap, trace
-from prunekit.criteria import score
+from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.trace import trace
+from prunekit.criteria.scoring import score
+from prunekit.statistics.channel_stats import ChannelStats
+from prunekit.statistics.collection import collect
+from prunekit.statistics.taylor_terms import TaylorTerms, collect_gradients
 
 Scores = npt.NDArray[np.float64]
 

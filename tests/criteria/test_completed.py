@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision import models
 
-from prunekit.calibration import TaylorTerms, collect
-from prunekit.channels import trace
-from prunekit.criteria import get_criterion, score
+from prunekit.channels.trace import trace
 from prunekit.criteria.activation import ACTIVATIONS
+from prunekit.criteria.criterion import get_criterion
+from prunekit.criteria.scoring import score
 from prunekit.errors import NonFiniteError, UsageError
+from prunekit.statistics.collection import collect
+from prunekit.statistics.taylor_terms import TaylorTerms
 
 
 class Gated(nn.Module):

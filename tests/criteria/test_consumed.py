@@ -12,12 +12,13 @@ from criteria_nets import Scored, data, scored, small_net
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from prunekit.calibration import CalibrationWarning, collect, collect_gradients
-from prunekit.channels import trace
-from prunekit.criteria import score
-from prunekit.criteria.inverse import inverse_factors
-from prunekit.criteria.nuclear import NuclearNorm
+from prunekit.channels.trace import trace
+from prunekit.criteria.reconstruction import NuclearNorm, inverse_factors
+from prunekit.criteria.scoring import score
 from prunekit.errors import NonFiniteError, UsageError
+from prunekit.statistics.collection import collect
+from prunekit.statistics.layers.patch_moments import CalibrationWarning
+from prunekit.statistics.taylor_terms import collect_gradients
 
 READS = {"conv1.weight": ("conv2", 1), "conv2.weight": ("fc", 4)}
 """In `SmallNet`: a weight, the layer that reads its channels, and how many of its inputs one channel is."""

@@ -10,11 +10,11 @@ import torch
 from equivalence import image, randomized
 from torch import Tensor, nn
 
-from prunekit.calibration.gains import RIDGE
-from prunekit.calibration.patch_stats import collect_patches
-from prunekit.channels import trace
+from prunekit.channels.trace import trace
 from prunekit.criteria.elimination import AT_ONCE, Consumer, consumers_of, eliminate, eliminations
 from prunekit.errors import NonFiniteError
+from prunekit.statistics.layers.output_error import RIDGE
+from prunekit.statistics.layers.patch_moments import collect_patches
 
 CHANNELS, TAPS = 5, 2
 

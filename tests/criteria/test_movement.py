@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam
 
-from prunekit.channels import ChannelMap, trace
-from prunekit.criteria.movement import Movement
+from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.trace import trace
+from prunekit.criteria.gradient import Movement
 from prunekit.errors import ArtifactError
-from prunekit.hooks import count_hooks
+from prunekit.hooks.hook import count_hooks
 
 
 def net() -> nn.Sequential:

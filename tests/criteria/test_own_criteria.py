@@ -12,7 +12,7 @@ from torch import nn
 import prunekit
 from prunekit.errors import UsageError
 from prunekit.registries import CRITERIA
-from prunekit.user_code import load_object
+from prunekit.utils.user_code import load_object
 
 CODE = """
 import numpy as np

@@ -11,14 +11,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchvision import models
 
-from prunekit.calibration import ChannelStats, StatsKey, collect, collect_gradients
-from prunekit.calibration.patch_stats import collect_patches
-from prunekit.channels import ChannelMap, trace
-from prunekit.channels.map import group_labels
-from prunekit.criteria import Evidence, get_criterion, normalize, register_criterion, score
+from prunekit.channels.channel_map import ChannelMap, group_labels
+from prunekit.channels.trace import trace
+from prunekit.criteria.criterion import Evidence, get_criterion, register_criterion
+from prunekit.criteria.scoring import normalize, score
 from prunekit.errors import NonFiniteError, UsageError
 from prunekit.models.cifar import CifarResNet
 from prunekit.registries import CRITERIA
+from prunekit.statistics.channel_stats import ChannelStats
+from prunekit.statistics.collection import collect
+from prunekit.statistics.layer_stats import StatsKey
+from prunekit.statistics.layers.patch_moments import collect_patches
+from prunekit.statistics.taylor_terms import collect_gradients
 
 
 class Net(nn.Module):
@@ -287,7 +291,9 @@ def test_normalize_does_not_care_about_scale_or_width() -> None:
     assert once[1:].mean() == pytest.approx(1.0)
 
 
-@pytest.mark.filterwarnings("ignore::prunekit.calibration.CalibrationWarning")  # two images are enough to have scores
+@pytest.mark.filterwarnings(
+    "ignore::prunekit.statistics.layers.patch_moments.CalibrationWarning"
+)  # two images are enough to have scores
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_every_channel_of_a_real_model_gets_a_score(name: str) -> None:

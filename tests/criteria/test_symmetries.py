@@ -10,7 +10,7 @@ from criteria_nets import Scores, SmallNet, data, scored, small_net
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prunekit.criteria import get_criterion
+from prunekit.criteria.criterion import get_criterion
 from prunekit.registries import CRITERIA
 
 LEARNED = [name for name in CRITERIA.declared if get_criterion(name).needs and name != "elimination"]

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from prunekit.data import DataSettings, load_splits
-from prunekit.data.arrays import read_npz
+from prunekit.data.local_files import read_npz
+from prunekit.data.sources import load_splits
 from prunekit.errors import DataError
+from prunekit.settings.inputs import DataSettings
 
 
 def images(count: int, *shape: int) -> np.ndarray[Any, Any]:

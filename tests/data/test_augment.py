@@ -15,10 +15,19 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms._presets import ImageClassification
 
-from prunekit.data import Batches, DataSettings, Feed, FolderImages, ImageDataset, TensorImages, batches, load_splits
-from prunekit.data.corrupt import CorruptImages
-from prunekit.data.mapped import mapped
-from prunekit.settings.data import Augment, AugmentSettings, ColorJitterSettings, NamedAugment, RandAugmentSettings
+from prunekit.data.datasets import CorruptImages, Feed, ImageDataset, TensorImages
+from prunekit.data.decoded_images import FolderImages
+from prunekit.data.library_datasets import mapped
+from prunekit.data.loader import Batches, batches
+from prunekit.data.sources import load_splits
+from prunekit.settings.inputs import (
+    Augment,
+    AugmentSettings,
+    ColorJitterSettings,
+    DataSettings,
+    NamedAugment,
+    RandAugmentSettings,
+)
 
 NAMES: tuple[NamedAugment, ...] = get_args(NamedAugment)
 CHANGING: tuple[Augment, ...] = (

@@ -8,18 +8,13 @@ import pytest
 import torch
 from PIL import Image
 
-from prunekit.data import (
-    CorruptImages,
-    DataSettings,
-    Feed,
-    FolderImages,
-    Splits,
-    batches,
-    describe_corrupt,
-    load_splits,
-)
+from prunekit.data.datasets import CorruptImages, Feed, describe_corrupt
+from prunekit.data.decoded_images import FolderImages
+from prunekit.data.loader import batches
+from prunekit.data.sources import Splits, load_splits
 from prunekit.errors import DataError
-from prunekit.measure import evaluate
+from prunekit.measure.accuracy import evaluate
+from prunekit.settings.inputs import DataSettings
 
 
 def files(folder: Path, count: int, broken: set[int], limit: int) -> FolderImages:

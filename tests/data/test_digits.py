@@ -8,8 +8,9 @@ from importlib import resources
 import pytest
 import torch
 
-from prunekit.data import DataSettings, Splits, load_splits
+from prunekit.data.sources import Splits, load_splits
 from prunekit.errors import UsageError
+from prunekit.settings.inputs import DataSettings
 
 
 @pytest.fixture(scope="module")

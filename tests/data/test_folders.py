@@ -11,9 +11,13 @@ import torch
 from PIL import Image
 from torchvision.datasets import ImageFolder
 
-from prunekit.data import DataSettings, Feed, FolderImages, batches, load_splits
-from prunekit.data.folders import scan_folder
+from prunekit.data.datasets import Feed
+from prunekit.data.decoded_images import FolderImages
+from prunekit.data.loader import batches
+from prunekit.data.local_files import scan_folder
+from prunekit.data.sources import load_splits
 from prunekit.errors import DataError, UsageError
+from prunekit.settings.inputs import DataSettings
 
 
 def write(folder: Path, count: int, size: tuple[int, int] = (20, 20)) -> None:

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from prunekit.data import DataSettings, batches, load_splits
+from prunekit.data.loader import batches
+from prunekit.data.sources import load_splits
 from prunekit.errors import DataError, UsageError
+from prunekit.settings.inputs import DataSettings
 
 
 def settings(root: Path | None, **changed: Any) -> DataSettings:

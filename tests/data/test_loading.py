@@ -11,9 +11,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from prunekit.data import Batches, CorruptImages, Feed, FolderImages, TensorImages, batches
-from prunekit.data.augment import Draw
-from prunekit.data.loading import Chunk, _Read
+from prunekit.data.augmentation import Draw
+from prunekit.data.datasets import CorruptImages, Feed, TensorImages
+from prunekit.data.decoded_images import FolderImages
+from prunekit.data.loader import Batches, Chunk, _Read, batches
 from prunekit.errors import DataError, UsageError
 
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from prunekit.data import Batches, Feed, Mixing, TensorImages, batches
+from prunekit.data.augmentation import Mixing
+from prunekit.data.datasets import Feed, TensorImages
+from prunekit.data.loader import Batches, batches
 
 CLASSES = 5
 MIXUP, CUTMIX, BOTH = Mixing(CLASSES, mixup=0.8), Mixing(CLASSES, cutmix=1.0), Mixing(CLASSES, 0.8, 1.0)

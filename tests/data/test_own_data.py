@@ -11,8 +11,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from prunekit.data import DataSettings, Splits, batches, load_own, load_splits
+from prunekit.data.loader import batches
+from prunekit.data.sources import Splits, load_splits
+from prunekit.data.user_data import load_own
 from prunekit.errors import DataError, UsageError
+from prunekit.settings.inputs import DataSettings
 
 CODE = """
 import io
@@ -22,7 +25,8 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from prunekit.data import DataSettings, Splits, load_splits
+from prunekit.data.sources import Splits, load_splits
+from prunekit.settings.inputs import DataSettings
 
 
 def opened(pixels, torn):
@@ -194,7 +198,7 @@ def test_settings_that_splits_would_ignore_are_refused(file: Path, change: dict[
 
 @pytest.mark.slow
 def test_workers_that_are_spawned_find_the_users_classes(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prunekit.data.workers.DataLoader", partial(DataLoader, multiprocessing_context="spawn"))
+    monkeypatch.setattr("prunekit.data.loader.DataLoader", partial(DataLoader, multiprocessing_context="spawn"))
     splits = loaded(file, "two")
     (_, labels), _ = batches(splits.test, 8, shuffle_seed=None, workers=1)
     assert labels.tolist() == splits.test.labels[:8].tolist()
@@ -255,9 +259,9 @@ def test_the_fingerprint_follows_the_code(file: Path) -> None:
         ("mixed", r"expected images of one form in all parts, got train: \(4, 10, 12\), test: pixels"),
         (
             "own_splits",
-            r"expected Splits of prunekit\.data\.ImageDataset, got Known; return other data sets as a tuple",
+            r"expected Splits of prunekit\.data\.datasets\.ImageDataset, got Known; return other data sets as a tuple",
         ),
-        ("one", r"expected the factory to return prunekit\.data\.Splits, or data sets .* got Grid"),
+        ("one", r"expected the factory to return prunekit\.data\.sources\.Splits, or data sets .* got Grid"),
         ("alone", "got a tuple of 1"),
         ("wrong_names", "got a mapping with train, val"),
         ("raising", "the factory raised ZeroDivisionError"),

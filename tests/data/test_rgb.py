@@ -9,10 +9,10 @@ import pytest
 import torch
 from PIL import Image
 
-from prunekit.data import CorruptImages, Feed, FolderImages
-from prunekit.data.decoded import pixels
+from prunekit.data.datasets import CorruptImages, Feed
+from prunekit.data.decoded_images import FolderImages, pixels
 from prunekit.errors import DataError
-from prunekit.visualize import Preprocessing, read_image
+from prunekit.inspection.visualize.image_files import Preprocessing, read_image
 
 GRAY = np.arange(256, dtype=np.uint8).reshape(16, 16)
 

@@ -12,10 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from prunekit.data import DataSettings, Splits, batches, load_own, sample_splits
+from prunekit.data.loader import batches
+from prunekit.data.sources import Splits
+from prunekit.data.user_data import load_own, sample_splits
 from prunekit.errors import DataError, ModelError, UsageError
-from prunekit.tasks import SEGMENTATION, TEXT_CLASSIFICATION, Task
-from prunekit.training import check_fits
+from prunekit.settings.inputs import DataSettings
+from prunekit.tasks.classification import TEXT_CLASSIFICATION
+from prunekit.tasks.segmentation import SEGMENTATION
+from prunekit.tasks.task import Task
+from prunekit.training.checks import check_fits
 
 CODE = """
 import pickle
@@ -23,8 +28,8 @@ import random
 
 import torch
 
-from prunekit.data import sample_splits
-from prunekit.tasks import SEGMENTATION
+from prunekit.data.user_data import sample_splits
+from prunekit.tasks.segmentation import SEGMENTATION
 
 
 class Scenes:

@@ -12,9 +12,11 @@ import pytest
 import torch
 from PIL import Image
 
-from prunekit.data import DataSettings, batches, load_splits
-from prunekit.data.torchvision_sets import SETS
+from prunekit.data.library_datasets import SETS
+from prunekit.data.loader import batches
+from prunekit.data.sources import load_splits
 from prunekit.errors import DataError, UsageError
+from prunekit.settings.inputs import DataSettings
 
 Array = np.ndarray[Any, Any]
 COUNTS = {"train": 60, "t10k": 20}

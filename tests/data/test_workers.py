@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from prunekit.data import Batches, Feed, TensorImages, Workers, batches
-from prunekit.data.augment import Draw
+from prunekit.data.augmentation import Draw
+from prunekit.data.datasets import Feed, TensorImages
+from prunekit.data.loader import Batches, batches
+from prunekit.settings.inputs import Workers
 
 STAYING, LEAVING = Workers(1), Workers(1, persistent=False)
 

@@ -16,17 +16,20 @@ from equivalence import Net, assert_unchanged, difference, doubled, image, rando
 from torch import Tensor, nn
 
 import prunekit
-from prunekit.artifacts import sha256
-from prunekit.channels import trace
-from prunekit.compaction import compact, load, read_manifest, save
-from prunekit.deploy import count_subnormals, fold_batchnorm
+from prunekit.channels.trace import trace
+from prunekit.compaction.compact_model import compact
+from prunekit.compaction.model_folder import load, read_manifest, save
+from prunekit.deploy.batchnorm_folding import fold_batchnorm
+from prunekit.deploy.subnormals import count_subnormals
 from prunekit.deploy.transform import transform_of
 from prunekit.errors import ArtifactError, VerificationError
-from prunekit.layout import lies_channels_last
-from prunekit.measure.profile.cache import structure
-from prunekit.models import ModelSettings, build_model
-from prunekit.planning import Plan
-from prunekit.settings.deploy import DeploySettings
+from prunekit.measure.latency_profile.layer_times import structure
+from prunekit.models.zoo import build_model
+from prunekit.planning.plan import Plan
+from prunekit.settings.deployment import DeploySettings
+from prunekit.settings.inputs import ModelSettings
+from prunekit.utils.files import sha256
+from prunekit.utils.tensors import lies_channels_last
 
 
 def chain(layer: nn.Module, norm: nn.Module) -> Net:

@@ -10,19 +10,21 @@ import pytest
 import torch
 from process_group import together
 
-from prunekit.distributed.exchange import (
+from prunekit.distributed.process_group import (
     everyone,
     from_main,
     gather,
     gather_on_main,
     in_turn,
+    is_main,
+    joined,
+    rank,
     require_equal,
     share_tensors,
+    size,
     total,
     wait_for_all,
 )
-from prunekit.distributed.group import is_main, rank, size
-from prunekit.distributed.joining import joined
 from prunekit.errors import RunError
 
 

@@ -9,9 +9,7 @@ import pytest
 import torch
 from process_group import together
 
-from prunekit.distributed.exchange import from_main, total
-from prunekit.distributed.failing import one_for_all
-from prunekit.distributed.group import rank
+from prunekit.distributed.process_group import from_main, one_for_all, rank, total
 from prunekit.errors import DataError, PeerError, RunError
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from prunekit.cli.groups import require_alone
 from prunekit.cli.output import Console
-from prunekit.cli.processes import require_alone
-from prunekit.context import resolve_device
-from prunekit.distributed.launch import launched, leads, local_rank
+from prunekit.distributed.launcher import launched, leads, local_rank
 from prunekit.errors import UsageError
+from prunekit.utils.context import resolve_device
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
@@ -75,7 +75,7 @@ def test_commands_for_one_process_are_refused_to_several(environment: pytest.Mon
 
 @pytest.mark.parametrize("name", ["cuda:0", "mps"])
 def test_processes_do_not_share_a_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prunekit.context.size", lambda: 2)
+    monkeypatch.setattr("prunekit.utils.context.size", lambda: 2)
     assert resolve_device("cpu").type == "cpu"
     with pytest.raises(UsageError, match=f"expected auto, cpu or cuda for 2 processes.* got '{name}'"):
         resolve_device(name)

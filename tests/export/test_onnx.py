@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.errors import RunError
-from prunekit.export import export_onnx
-from prunekit.export.onnx import OPSET
+from prunekit.export.onnx import OPSET, export_onnx
 
 
 class Attending(nn.Module):

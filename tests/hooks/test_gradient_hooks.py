@@ -14,8 +14,9 @@ from torchvision import models
 from torchvision.models.convnext import CNBlockConfig
 from torchvision.models.video.resnet import BasicBlock, Conv2Plus1D, R2Plus1dStem, VideoResNet
 
-from prunekit.context import paused_garbage_collection
-from prunekit.hooks import HookOwner, count_hooks
+from prunekit.hooks.hook import count_hooks
+from prunekit.hooks.owner import HookOwner
+from prunekit.utils.context import paused_garbage_collection
 
 OTHERS: dict[str, Callable[[], nn.Module]] = {
     "convnext": lambda: models.ConvNeXt([CNBlockConfig(32, 64, 1), CNBlockConfig(64, None, 1)], 0.1, num_classes=3),

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from prunekit.errors import ModelError
-from prunekit.hooks import HookOwner, HookWarning, count_hooks, recomputing, refuse_compiled
+from prunekit.hooks.hook import HookWarning, count_hooks, recomputing, refuse_compiled
+from prunekit.hooks.owner import HookOwner
 
 
 class Counting(HookOwner):

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.errors import DataError
-from prunekit.measure import evaluate, wilson_interval
-from prunekit.tasks import IMAGE_CLASSIFICATION
+from prunekit.measure.accuracy import evaluate
+from prunekit.tasks.classification import IMAGE_CLASSIFICATION, wilson_interval
 
 CPU = torch.device("cpu")
 

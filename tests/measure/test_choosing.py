@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from prunekit.errors import UsageError
-from prunekit.measure.choosing import choose
-from prunekit.measure.runtimes import RUNTIMES, Session, registry
-from prunekit.settings.latency import LatencySettings
+from prunekit.measure.latency.comparison import choose
+from prunekit.measure.runtimes import runtime as registry
+from prunekit.measure.runtimes.runtime import RUNTIMES
+from prunekit.measure.runtimes.session import Session
+from prunekit.settings.deployment import LatencySettings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

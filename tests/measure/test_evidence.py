@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from prunekit.measure.evidence import WIDTH, Contention, doubts, median_interval, paired_ratio
+from prunekit.measure.latency.timing import WIDTH, Contention, doubts, median_interval, paired_ratio
 
 RNG = np.random.default_rng(0)
 QUIET = 10 * RNG.normal(1, 0.01, 40)

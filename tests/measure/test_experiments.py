@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn.utils import prune as torch_prune
 
 import prunekit
-from prunekit.hooks import count_hooks
-from prunekit.measure import experiments
-from prunekit.measure.operators import record
+from prunekit.hooks.hook import count_hooks
+from prunekit.measure.causes import experiments
+from prunekit.measure.causes.operator_times import record
 
 CPU = torch.device("cpu")
 

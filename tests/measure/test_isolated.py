@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from prunekit.measure import LatencySettings, measure_latency
-from prunekit.models import load_factory
+from prunekit.measure.latency.comparison import measure_latency
+from prunekit.models.zoo import load_factory
+from prunekit.settings.deployment import LatencySettings
 
 CPU = torch.device("cpu")
 HEAVY = {"torchvision", "torch._dynamo", "onnx", "pandas", "accelerate", "transformers"}
@@ -37,7 +38,7 @@ class Dies(nn.Module):
 
 @pytest.mark.slow
 def test_a_process_to_measure_in_starts_with_torch_alone() -> None:
-    code = f"import sys, prunekit.measure.isolated; print(*{HEAVY} & sys.modules.keys())"
+    code = f"import sys, prunekit.measure.latency.worker_process; print(*{HEAVY} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
 

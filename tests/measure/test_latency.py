@@ -11,10 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune as torch_prune
 
-from prunekit.measure import LatencySettings, latency, machine, measure_latency, measuring, timing
 from prunekit.measure.effort import Effort
-from prunekit.measure.evidence import paired_ratio
-from prunekit.measure.timing import alternate, warm_up
+from prunekit.measure.latency import comparison as latency
+from prunekit.measure.latency import machine, timing
+from prunekit.measure.latency import worker_process as measuring
+from prunekit.measure.latency.comparison import measure_latency
+from prunekit.measure.latency.timing import alternate, paired_ratio, warm_up
+from prunekit.settings.deployment import LatencySettings
 
 CPU = torch.device("cpu")
 

@@ -11,11 +11,15 @@ import torch
 from chains import Chain, chain, random_table
 from torch import nn
 
-from prunekit.channels import ChannelMap, trace
-from prunekit.measure.profile import LayerTimes, Sample, fit, sampled
-from prunekit.measure.profile.features import features_of
-from prunekit.planning import PruneSettings, free_parts
-from prunekit.planning.latency import LatencyTable, Span
+from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.trace import trace
+from prunekit.measure.latency_profile.layer_times import LayerTimes
+from prunekit.measure.latency_profile.networks import sampled
+from prunekit.measure.latency_profile.staircase_fit import Sample, fit
+from prunekit.measure.latency_profile.width_features import features_of
+from prunekit.planning.candidates import free_parts
+from prunekit.planning.latency_table import LatencyTable, Span
+from prunekit.settings.prune import PruneSettings
 
 
 def made_up(

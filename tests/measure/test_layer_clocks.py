@@ -15,12 +15,13 @@ from torchvision.models import MobileNetV2, ResNet, VisionTransformer
 from torchvision.models.resnet import BasicBlock
 
 from prunekit.measure.effort import Effort, effort_of
-from prunekit.measure.profile import Network, networks, time_networks
-from prunekit.measure.profile.layer_times import LayerTimes
-from prunekit.measure.runtimes import RUNTIMES, Inputs, LayerClock, Setting, Source, exported, inputs_of
-from prunekit.measure.runtimes.onnx_runtime import by_module
-from prunekit.measure.runtimes.open_vino import undisturbed
-from prunekit.measure.runtimes.places import Places
+from prunekit.measure.latency_profile import networks
+from prunekit.measure.latency_profile.layer_times import LayerTimes
+from prunekit.measure.latency_profile.networks import Network, time_networks
+from prunekit.measure.runtimes.onnx_runtime import Places, by_module, exported
+from prunekit.measure.runtimes.openvino import undisturbed
+from prunekit.measure.runtimes.runtime import RUNTIMES
+from prunekit.measure.runtimes.session import Inputs, LayerClock, Setting, Source, inputs_of
 
 CLOCKS = [name for name, runtime in RUNTIMES.items() if runtime.times_layers]
 IMAGES = (3, 64, 64)

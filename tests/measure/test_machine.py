@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from prunekit.measure import machine
-from prunekit.measure.memory import PeakMemory
-from prunekit.measure.wording import surroundings
+from prunekit.measure.latency import machine
+from prunekit.measure.latency.memory import PeakMemory
+from prunekit.measure.latency.wording import surroundings
 
 
 def test_others_are_what_the_system_took_beyond_this_process(monkeypatch: pytest.MonkeyPatch) -> None:

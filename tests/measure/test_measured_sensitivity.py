@@ -12,13 +12,14 @@ from equivalence import Net, assert_unchanged, randomized, snapshot
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from prunekit.channels import ChannelMap, trace
-from prunekit.compaction import compact
+from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.trace import trace
+from prunekit.compaction.compact_model import compact
 from prunekit.errors import DataError, ModelError, NonFiniteError, UsageError
-from prunekit.hooks import count_hooks
-from prunekit.measure.sensitivity import forward_passes, measure_sensitivity
-from prunekit.planning import Plan
-from prunekit.planning.curves import keeping, kept_counts
+from prunekit.hooks.hook import count_hooks
+from prunekit.measure.group_sensitivity import forward_passes, measure_sensitivity
+from prunekit.planning.plan import Plan
+from prunekit.planning.sensitivity_curves import keeping, kept_counts
 
 
 def images(count: int = 24, seed: int = 0) -> Tensor:

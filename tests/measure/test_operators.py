@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from prunekit.hooks import count_hooks
-from prunekit.measure import count_macs
-from prunekit.measure.layers import Layer
+from prunekit.hooks.hook import count_hooks
+from prunekit.measure.causes.operator_times import Layer, OperatorTimer, record
+from prunekit.measure.model_size import count_macs
 from prunekit.measure.operator_costs import subnormals
-from prunekit.measure.operators import OperatorTimer, record
 
 CPU = torch.device("cpu")
 

@@ -13,26 +13,26 @@ from click.testing import CliRunner
 from torch import nn
 
 import prunekit as pk
-from prunekit import user_code
 from prunekit.cli import cli
 from prunekit.errors import RecipeError, UsageError
-from prunekit.measure import LatencySettings
-from prunekit.measure.profile.cache import conditions
-from prunekit.measure.runtimes import RUNTIMES, Setting, inputs_of
-from prunekit.models import ModelSettings
-from prunekit.recipe import load
-from prunekit.report.page import write_report
+from prunekit.jobs.finetune import prune_job
+from prunekit.measure.latency_profile.layer_times import conditions
+from prunekit.measure.runtimes.runtime import RUNTIMES
+from prunekit.measure.runtimes.session import Setting, inputs_of
+from prunekit.recipe.loading import load
+from prunekit.report.pages.run_page import write_report
 from prunekit.settings.calibration import CalibrationSettings
-from prunekit.settings.data import DataSettings
+from prunekit.settings.deployment import LatencySettings
+from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
-from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target
-from prunekit.settings.training import TrainSettings
-from prunekit.workflow import prune_job
+from prunekit.settings.prune import BudgetSettings, PruneSettings, Target
+from prunekit.settings.train import TrainSettings
+from prunekit.utils import user_code
 
 OWN = """
 import os
 import prunekit as pk
-from prunekit.measure.runtimes import placed
+from prunekit.measure.runtimes.eager import placed
 
 @pk.register_runtime("{name}", about="the module, called by a function of one's own", times_layers=False)
 def opened(source, sample, setting):

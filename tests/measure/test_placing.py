@@ -10,11 +10,12 @@ from efforts import HERE
 from torch import nn
 
 from prunekit.measure.effort import effort_of
-from prunekit.measure.latency import measure_latency
-from prunekit.measure.placing import Placement, placements
-from prunekit.measure.runtimes import RUNTIMES, Setting, Source
-from prunekit.measure.timing import alternate
-from prunekit.settings.latency import LatencySettings
+from prunekit.measure.latency.comparison import measure_latency
+from prunekit.measure.latency.memory import Placement, placements
+from prunekit.measure.latency.timing import alternate
+from prunekit.measure.runtimes.runtime import RUNTIMES
+from prunekit.measure.runtimes.session import Setting, Source
+from prunekit.settings.deployment import LatencySettings
 
 
 class Net(nn.Module):

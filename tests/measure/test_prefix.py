@@ -10,13 +10,13 @@ from equivalence import Net, randomized
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from prunekit.channels import trace
-from prunekit.hooks import count_hooks
-from prunekit.masking import WeightMasks
-from prunekit.measure import prefix
-from prunekit.measure.prefix import WHOLE, DensePrefix
-from prunekit.planning import Plan
-from prunekit.planning.curves import keeping
+from prunekit.channels.trace import trace
+from prunekit.hooks.hook import count_hooks
+from prunekit.masks.weight_masks import WeightMasks
+from prunekit.measure import partial_forward as prefix
+from prunekit.measure.partial_forward import WHOLE, DensePrefix
+from prunekit.planning.plan import Plan
+from prunekit.planning.sensitivity_curves import keeping
 
 PARTS = 3
 

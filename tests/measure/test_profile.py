@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from prunekit.errors import RunError, UsageError
 from prunekit.measure.effort import Effort, effort_of
-from prunekit.measure.measuring import Failed
-from prunekit.measure.profile import LayerTimes, Network, cache_folder, has_layer_clock, networks, time_networks
-from prunekit.measure.profile.cache import load, store, structure
-from prunekit.measure.profile.pair import Pair, Ready
-from prunekit.measure.runtimes import RUNTIMES, LayerClock, Runtime, Sample, Session, Setting, Source, inputs_of
+from prunekit.measure.latency.worker_process import Failed
+from prunekit.measure.latency_profile import networks
+from prunekit.measure.latency_profile.layer_times import LayerTimes, cache_folder, load, store, structure
+from prunekit.measure.latency_profile.networks import Network, Pair, Ready, has_layer_clock, time_networks
+from prunekit.measure.runtimes.runtime import RUNTIMES, Runtime
+from prunekit.measure.runtimes.session import LayerClock, Sample, Session, Setting, Source, inputs_of
 
 EAGER = Setting("eager", "cpu", 1, 1)
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from prunekit.measure import machine, quota
-from prunekit.measure.wording import surroundings
+from prunekit.measure.latency import machine
+from prunekit.measure.latency import machine as quota
+from prunekit.measure.latency.wording import surroundings
 
 STATS = "usage_usec 12\nnr_periods {}\nnr_throttled {}\nthrottled_usec 5\n"
 

@@ -15,13 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from prunekit.export import export_onnx
-from prunekit.measure import LatencySettings, latency, measure_latency
+from prunekit.export.onnx import export_onnx
 from prunekit.measure.effort import Effort, effort_of
-from prunekit.measure.measuring import Failed, Job, Timed, measure, plain_tensors
-from prunekit.measure.runtimes import RUNTIMES, Inputs, Setting, Source, exported, inputs_like, inputs_of, sample_of
-from prunekit.measure.runtimes.onnx_runtime import open_session
-from prunekit.vocabulary import DtypeName
+from prunekit.measure.latency import comparison as latency
+from prunekit.measure.latency.comparison import measure_latency
+from prunekit.measure.latency.worker_process import Failed, Job, Timed, measure, plain_tensors
+from prunekit.measure.runtimes.onnx_runtime import exported, open_session
+from prunekit.measure.runtimes.runtime import RUNTIMES
+from prunekit.measure.runtimes.session import Inputs, Setting, Source, inputs_like, inputs_of, sample_of
+from prunekit.registries import DtypeName
+from prunekit.settings.deployment import LatencySettings
 
 SHAPE = (3, 12, 12)
 CPU = torch.device("cpu")

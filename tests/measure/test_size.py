@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 import prunekit
-from prunekit.measure import count_macs, count_parameters, size_bytes
+from prunekit.measure.model_size import count_macs, count_parameters, size_bytes
 
 
 @pytest.mark.parametrize("batch", [1, 3])

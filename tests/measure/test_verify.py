@@ -12,14 +12,14 @@ import torchvision
 from equivalence import Net, assert_unchanged, image, masked_double, random_keep, randomized, settled_plan, snapshot
 from torch import Tensor, nn
 
-from prunekit.channels import trace
-from prunekit.channels.attributes import attribute_values
-from prunekit.channels.slicing import narrow
-from prunekit.compaction import compact
+from prunekit.channels.cut.slicing import narrow
+from prunekit.channels.rewrite.rewriter import attribute_values
+from prunekit.channels.trace import trace
+from prunekit.compaction.compact_model import compact
 from prunekit.errors import UsageError, VerificationError
-from prunekit.hooks import count_hooks
-from prunekit.measure.verify import verify
-from prunekit.planning import Plan, load_plan
+from prunekit.hooks.hook import count_hooks
+from prunekit.measure.verification import verify
+from prunekit.planning.plan import Plan, load_plan
 
 
 @cache

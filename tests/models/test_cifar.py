@@ -10,14 +10,17 @@ from real_cifar import WEIGHTS, needs_cifar, write_npz
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from prunekit.channels import trace
-from prunekit.compaction import load, save
-from prunekit.data import DataSettings, batches, load_splits
+from prunekit.channels.trace import trace
+from prunekit.compaction.model_folder import load, save
+from prunekit.data.loader import batches
+from prunekit.data.sources import load_splits
 from prunekit.errors import ModelError
-from prunekit.measure import count_macs, count_parameters, evaluate
-from prunekit.models import ModelSettings, build_model, zoo_names
+from prunekit.jobs.prune.one_shot import prune
+from prunekit.measure.accuracy import evaluate
+from prunekit.measure.model_size import count_macs, count_parameters
 from prunekit.models.cifar import BasicBlock, CifarResNet
-from prunekit.workflow import prune
+from prunekit.models.zoo import build_model, zoo_names
+from prunekit.settings.inputs import DataSettings, ModelSettings
 
 CPU = torch.device("cpu")
 EXAMPLE = (torch.zeros(2, 3, 32, 32),)

@@ -11,8 +11,8 @@ import pytest
 from torch import nn
 
 from prunekit.errors import ModelError
-from prunekit.models import load_factory
-from prunekit.user_code import run_factory
+from prunekit.models.zoo import load_factory
+from prunekit.utils.user_code import run_factory
 
 GOOD = """
 from dataclasses import dataclass

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from prunekit.compaction import load, save
+from prunekit.compaction.model_folder import load, save
 from prunekit.errors import ArtifactError, ModelError
-from prunekit.models import ModelSettings, build_model, image_shape, zoo_names
-from prunekit.planning import BudgetSettings, PruneSettings
-from prunekit.workflow import PlanSearch
+from prunekit.jobs.prune.plan_search import PlanSearch
+from prunekit.models.zoo import build_model, image_shape, zoo_names
+from prunekit.settings.inputs import ModelSettings
+from prunekit.settings.prune import BudgetSettings, PruneSettings
 
 PACKAGES = {"timm": "timm", "hf": "transformers"}
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from prunekit.errors import ModelError
-from prunekit.models import ModelSettings, auxiliary, build_model, is_frozen, logits, require_trainable
+from prunekit.models.outputs import auxiliary, is_frozen, logits, require_trainable
+from prunekit.models.zoo import build_model
+from prunekit.settings.inputs import ModelSettings
 
 
 @pytest.mark.parametrize(("name", "size", "weights"), [("googlenet", 64, (0.3, 0.3)), ("inception_v3", 299, (0.4,))])

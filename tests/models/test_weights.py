@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.errors import ModelError
-from prunekit.models import load_weights
+from prunekit.models.state_dicts import load_weights
 
 State = dict[str, Tensor]
 

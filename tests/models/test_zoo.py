@@ -12,7 +12,8 @@ import torchvision
 from torch import nn
 
 from prunekit.errors import ModelError
-from prunekit.models import ModelSettings, build_model, missing_weights, zoo_names
+from prunekit.models.zoo import build_model, missing_weights, zoo_names
+from prunekit.settings.inputs import ModelSettings
 
 
 def test_names_are_torchvisions_classifiers() -> None:

@@ -9,11 +9,13 @@ from chains import Chain, kept, most_kept, random_chain, scored
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from prunekit.channels import ChannelMap, trace
-from prunekit.planning import BudgetSettings, PruneSettings, free_parts, make_plan
-from prunekit.planning.budgets import budgets_of
-from prunekit.planning.exchange import Worth, improved
-from prunekit.planning.select import Scores
+from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.trace import trace
+from prunekit.planning.budgets.limits import budgets_of
+from prunekit.planning.candidates import Scores, free_parts
+from prunekit.planning.solver import make_plan
+from prunekit.planning.width_search import Worth, improved
+from prunekit.settings.prune import BudgetSettings, PruneSettings
 
 sizes = (
     st.lists(st.integers(3, 40), min_size=2, max_size=2)

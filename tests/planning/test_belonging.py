@@ -16,14 +16,16 @@ from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
 
 import prunekit
-from prunekit.channels import trace
-from prunekit.compaction import spread_
-from prunekit.criteria import score
-from prunekit.criteria.movement import Movement
+from prunekit.channels.trace import trace
+from prunekit.compaction.compact_model import spread_
+from prunekit.criteria.gradient import Movement
+from prunekit.criteria.scoring import score
 from prunekit.errors import PlanError, UsageError
-from prunekit.masking import GradientMasks, WeightMasks, sparsity
-from prunekit.planning import Plan, load_plan
-from prunekit.repair.repairing import repair
+from prunekit.masks.gradient_masks import GradientMasks
+from prunekit.masks.masked_model import sparsity
+from prunekit.masks.weight_masks import WeightMasks
+from prunekit.planning.plan import Plan, load_plan
+from prunekit.repair.repair_model import repair
 
 
 def forward(net: Any, x: Tensor) -> Tensor:

@@ -16,15 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from prunekit.channels import ChannelMap, trace
+from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.labels import Labels
-from prunekit.compaction import compact, save
+from prunekit.channels.trace import trace
+from prunekit.compaction.compact_model import compact
+from prunekit.compaction.model_folder import save
 from prunekit.errors import PlanError
-from prunekit.measure import count_bytes, count_macs, count_parameters, size_bytes
-from prunekit.planning import BudgetSettings, Plan, PruneSettings, free_parts, load_plan, make_plan
-from prunekit.planning.budgets import Countable
+from prunekit.measure.model_size import count_bytes, count_macs, count_parameters, size_bytes
+from prunekit.planning.budgets.budget import Countable
+from prunekit.planning.candidates import Part, free_parts
 from prunekit.planning.costs import cost_model
-from prunekit.planning.select import Part
+from prunekit.planning.plan import Plan, load_plan
+from prunekit.planning.solver import make_plan
+from prunekit.settings.prune import BudgetSettings, PruneSettings
 
 COUNTED = ("channels", "macs", "params", "size_mb")
 """Budgets that are counted exactly."""

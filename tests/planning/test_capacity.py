@@ -12,13 +12,13 @@ from chains import chain, kept, most_kept, random_chain, random_table, scored
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from prunekit.channels import ChannelMap, trace
-from prunekit.planning import BudgetSettings, PruneSettings, ScheduleSettings, free_parts, make_plan
-from prunekit.planning.budgets import budgets_of
-from prunekit.planning.latency import LatencyTable
-from prunekit.planning.select import Scores
-from prunekit.planning.widths import worth_of_widths
-from prunekit.settings.pruning import Scope, clashes
+from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.trace import trace
+from prunekit.planning.budgets.limits import budgets_of
+from prunekit.planning.candidates import Scores, free_parts
+from prunekit.planning.latency_table import LatencyTable
+from prunekit.planning.solver import make_plan, worth_of_widths
+from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings, Scope, clashes
 
 sizes = st.lists(st.integers(3, 40), min_size=2, max_size=2) | st.lists(st.integers(3, 8), min_size=3, max_size=4)
 

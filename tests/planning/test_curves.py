@@ -9,11 +9,19 @@ import pytest
 import torch
 from torch import nn
 
-from prunekit.channels import ChannelMap, trace
+from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.trace import trace
 from prunekit.criteria.elimination import hull_slopes
-from prunekit.planning import BudgetSettings, PruneSettings, SensitivityCurve, cumulated, make_plan
-from prunekit.planning.curves import fewest_within, kept_counts, rank_correlation
-from prunekit.planning.select import Scores
+from prunekit.planning.candidates import Scores
+from prunekit.planning.sensitivity_curves import (
+    SensitivityCurve,
+    cumulated,
+    fewest_within,
+    kept_counts,
+    rank_correlation,
+)
+from prunekit.planning.solver import make_plan
+from prunekit.settings.prune import BudgetSettings, PruneSettings
 
 
 def chart() -> ChannelMap:

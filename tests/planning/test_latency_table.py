@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from test_budgets import Mixed, random_scores
 from torch import nn
 
-from prunekit.channels import trace
 from prunekit.channels.labels import Labels
+from prunekit.channels.trace import trace
 from prunekit.errors import PlanError, UsageError
-from prunekit.planning import BudgetSettings, PruneSettings, free_parts, make_plan
-from prunekit.planning.budgets import budgets_of
-from prunekit.planning.latency import LatencyTable, LatencyTerm, LayerLatency, Span
-from prunekit.planning.reach import least_left, require_met_untimed
-from prunekit.settings.pruning import Scope
+from prunekit.planning.budgets.limits import budgets_of
+from prunekit.planning.candidates import free_parts
+from prunekit.planning.feasibility import least_left, require_met_untimed
+from prunekit.planning.latency_table import LatencyTable, LatencyTerm, LayerLatency, Span
+from prunekit.planning.solver import make_plan
+from prunekit.settings.prune import BudgetSettings, PruneSettings, Scope
 
 
 @settings(max_examples=15)

@@ -14,15 +14,17 @@ from chains import Chain, kept, scored
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from prunekit.channels import ChannelMap, trace
+from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.labels import Labels
-from prunekit.channels.recording import record
-from prunekit.compaction import compact
+from prunekit.channels.trace import trace
+from prunekit.channels.tracing.memory import record
+from prunekit.compaction.compact_model import compact
 from prunekit.errors import ModelError, PlanError, UsageError
-from prunekit.planning import BudgetSettings, PruneSettings, free_parts, load_plan, make_plan
-from prunekit.planning.budgets import budgets_of
-from prunekit.planning.select import Part, Scores
-from prunekit.settings.pruning import Target
+from prunekit.planning.budgets.limits import budgets_of
+from prunekit.planning.candidates import Part, Scores, free_parts
+from prunekit.planning.plan import load_plan
+from prunekit.planning.solver import make_plan
+from prunekit.settings.prune import BudgetSettings, PruneSettings, Target
 
 EXAMPLE = (torch.zeros(1, 3, 32, 32),)
 

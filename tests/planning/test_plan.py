@@ -15,9 +15,12 @@ import torchvision
 from equivalence import random_keep
 from torch import nn
 
-from prunekit.channels import ChannelMap, trace
+from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.trace import trace
 from prunekit.errors import ArtifactError, PlanError
-from prunekit.planning import BudgetSettings, Plan, PruneSettings, load_plan, make_plan
+from prunekit.planning.plan import Plan, load_plan
+from prunekit.planning.solver import make_plan
+from prunekit.settings.prune import BudgetSettings, PruneSettings
 
 EXAMPLE = (torch.zeros(1, 3, 32, 32),)
 

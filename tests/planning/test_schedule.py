@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import zeros
 
-from prunekit.channels import ChannelMap, trace
+from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.trace import trace
 from prunekit.errors import UsageError
-from prunekit.planning import BudgetSettings, PruneSettings, ScheduleSettings, make_plan
-from prunekit.planning.schedule import Stage, at_stage, share_kept, timeline
-from prunekit.planning.select import Between
-from prunekit.settings.pruning import clashes
+from prunekit.planning.candidates import Between
+from prunekit.planning.schedules import Stage, at_stage, share_kept, timeline
+from prunekit.planning.solver import make_plan
+from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings, clashes
 
 KINDS = ("oneshot", "iterative", "linear", "exponential", "cubic")
 kinds = st.sampled_from(KINDS)

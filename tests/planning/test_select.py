@@ -10,8 +10,10 @@ import torch
 from attention_net import HEADS, Attention
 from equivalence import heads_and_positions
 
-from prunekit.channels import ChannelMap, trace
-from prunekit.planning import BudgetSettings, PruneSettings, make_plan
+from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.trace import trace
+from prunekit.planning.solver import make_plan
+from prunekit.settings.prune import BudgetSettings, PruneSettings
 
 DEPTH = 12
 

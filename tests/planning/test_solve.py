@@ -15,10 +15,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from prunekit.channels import ChannelMap, trace
+from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.trace import trace
 from prunekit.errors import NonFiniteError, PlanError, UsageError
-from prunekit.planning import BudgetSettings, Plan, PruneSettings, free_parts, labels_matching, make_plan
-from prunekit.planning.select import Scores
+from prunekit.planning.candidates import Scores, free_parts, labels_matching
+from prunekit.planning.plan import Plan
+from prunekit.planning.solver import make_plan
+from prunekit.settings.prune import BudgetSettings, PruneSettings
 
 EXAMPLE = (torch.zeros(1, 3, 16, 16),)
 BUDGETS = ("macs", "channels", "params", "size_mb")

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from prunekit.criteria import get_criterion
+from prunekit.criteria.criterion import get_criterion
 from prunekit.errors import RecipeError, UsageError
-from prunekit.recipe import load
+from prunekit.jobs.run.job_inputs import code_of_job, own_source, renew_code
+from prunekit.jobs.run.resume import resolved
+from prunekit.recipe.loading import load
 from prunekit.registries import CRITERIA
-from prunekit.user_code import Unallowed, load_object
-from prunekit.workflow.own import code_of_job, own_source, renew_code
-from prunekit.workflow.resolved import resolved
+from prunekit.utils.user_code import Unallowed, load_object
 
 CODE = """
 import numpy as np

@@ -12,13 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prunekit.errors import RecipeError
-from prunekit.recipe import dump, load
-from prunekit.settings.data import AugmentSettings, DataSettings, RandAugmentSettings
-from prunekit.settings.job import JobSettings
-from prunekit.settings.masking import ActivationSettings, ClampSettings
-from prunekit.settings.model import ModelSettings
-from prunekit.settings.pruning import BudgetSettings, PruneSettings
-from prunekit.settings.training import TrainSettings
+from prunekit.recipe.loading import load
+from prunekit.settings.inputs import AugmentSettings, DataSettings, ModelSettings, RandAugmentSettings
+from prunekit.settings.job import JobSettings, dump
+from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.settings.train import ActivationSettings, ClampSettings, TrainSettings
 
 GOLDEN = Path(__file__).parent / "golden"
 RECIPES = Path(__file__).parents[2] / "recipes"

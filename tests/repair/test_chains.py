@@ -9,12 +9,14 @@ from equivalence import randomized
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from prunekit.calibration.finding import find_layers, survey
-from prunekit.channels import trace
-from prunekit.planning import Plan
-from prunekit.repair import RepairReport, RepairSettings, repair
-from prunekit.repair.batches import batches_of
-from prunekit.repair.record import Aim, LayerPass
+from prunekit.channels.trace import trace
+from prunekit.planning.plan import Plan
+from prunekit.repair.layer_samples import Aim, LayerPass
+from prunekit.repair.repair_model import repair
+from prunekit.repair.repair_report import RepairReport
+from prunekit.repair.validation import batches_of
+from prunekit.settings.calibration import RepairSettings
+from prunekit.statistics.layers.layer_graph import find_layers, survey
 
 IMAGES = torch.randn(48, 4, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 ALL = RepairSettings(rows=10**6, held_out=0.25)

@@ -15,10 +15,11 @@ from torchvision.models.efficientnet import MBConvConfig
 from torchvision.models.googlenet import BasicConv2d, Inception
 
 import prunekit
-from prunekit.compaction import compact
-from prunekit.measure.verify import verify
-from prunekit.planning import BudgetSettings, PruneSettings
-from prunekit.repair import RepairSettings, repair
+from prunekit.compaction.compact_model import compact
+from prunekit.measure.verification import verify
+from prunekit.repair.repair_model import repair
+from prunekit.settings.calibration import RepairSettings
+from prunekit.settings.prune import BudgetSettings, PruneSettings
 
 Build = Callable[[], nn.Module]
 BLOCK = partial(MBConvConfig, width_mult=0.5, depth_mult=0.5)

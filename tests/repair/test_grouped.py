@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from prunekit.repair.fits import Problem, best_of, least_squares
-from prunekit.repair.grouped import GroupedProblem, chunks, grouped_least_squares
+from prunekit.repair.least_squares import GroupedProblem, Problem, best_of, chunks, grouped_least_squares, least_squares
 
 
 def problem(*, rectified: bool, biased: bool) -> GroupedProblem:

@@ -11,14 +11,15 @@ from test_repair import planned
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from prunekit.calibration.finding import find_layers
-from prunekit.calibration.patches import Reading
-from prunekit.compaction import compact
-from prunekit.measure.verify import verify
-from prunekit.repair import RepairSettings, repair
-from prunekit.repair.batches import batches_of
-from prunekit.repair.joint import Linearized, Pair, conjugate_gradients, gauss_newton
-from prunekit.repair.record import Aim, Gathering, LayerPass, SourceAim
+from prunekit.compaction.compact_model import compact
+from prunekit.measure.verification import verify
+from prunekit.repair.joint_fit import Linearized, Pair, conjugate_gradients, gauss_newton
+from prunekit.repair.layer_samples import Aim, Gathering, LayerPass, SourceAim
+from prunekit.repair.repair_model import repair
+from prunekit.repair.validation import batches_of
+from prunekit.settings.calibration import RepairSettings
+from prunekit.statistics.layers.layer_graph import find_layers
+from prunekit.statistics.layers.patches import Reading
 
 WINDOWS, COLUMNS, HIDDEN, OUTPUTS = 40, 3, 3, 2
 FIRST = Reading((3, 2), (2, 1), (0, 0), (1, 2))

@@ -9,9 +9,11 @@ from equivalence import randomized
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from prunekit.channels import trace
-from prunekit.planning import Plan
-from prunekit.repair import RepairReport, RepairSettings, repair
+from prunekit.channels.trace import trace
+from prunekit.planning.plan import Plan
+from prunekit.repair.repair_model import repair
+from prunekit.repair.repair_report import RepairReport
+from prunekit.settings.calibration import RepairSettings
 
 IMAGES = torch.randn(48, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 SETTINGS = RepairSettings(ridge=1e-9, rows=10**6, joint_steps=0, held_out=0.25)

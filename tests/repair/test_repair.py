@@ -11,19 +11,20 @@ from equivalence import randomized, snapshot
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from prunekit import prune
-from prunekit.calibration.finding import find_layers
-from prunekit.channels import trace
-from prunekit.compaction import compact
+from prunekit.channels.trace import trace
+from prunekit.compaction.compact_model import compact
 from prunekit.errors import DataError, NonFiniteError
-from prunekit.measure.verify import verify
-from prunekit.planning import Plan
-from prunekit.repair import RepairSettings, repair
-from prunekit.repair.batches import batches_of
-from prunekit.repair.fitting import LayerFitter
-from prunekit.repair.memory import kept_channels
-from prunekit.repair.record import Aim, Gathering, LayerPass
-from prunekit.training import recalibrate_batchnorm
+from prunekit.jobs.prune.one_shot import prune
+from prunekit.measure.verification import verify
+from prunekit.planning.plan import Plan
+from prunekit.repair.layer_fit import LayerFitter
+from prunekit.repair.layer_samples import Aim, Gathering, LayerPass
+from prunekit.repair.memory_budget import kept_channels
+from prunekit.repair.repair_model import repair
+from prunekit.repair.validation import batches_of
+from prunekit.settings.calibration import RepairSettings
+from prunekit.statistics.layers.layer_graph import find_layers
+from prunekit.training.batchnorm_statistics import recalibrate_batchnorm
 
 IMAGES = torch.randn(64, 3, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 SETTINGS = RepairSettings(ridge=1e-12, rows=2048)
@@ -233,7 +234,7 @@ def test_recalibration_gives_each_output_what_its_norm_stands_for() -> None:
 
 def test_layers_are_left_as_they_were_where_the_model_is_no_better(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = chain([1.0], repeat(1.5))
-    monkeypatch.setattr("prunekit.repair.repairing.difference", lambda *_: next(errors))
+    monkeypatch.setattr("prunekit.repair.repair_model.difference", lambda *_: next(errors))
     model = randomized(Residual().double()).eval()
     plan = planned(model, "conv2.weight", [0, 3])
     repaired, report = repair(model, plan, IMAGES, SETTINGS)
@@ -253,7 +254,7 @@ def test_the_first_layers_are_kept_where_with_all_the_model_is_no_better(monkeyp
     plan = planned(model, "conv2.weight", [0, 3])
     whole, _ = repair(model, plan, IMAGES, SETTINGS)
     errors = iter([1.0, 1.5, 0.5])
-    monkeypatch.setattr("prunekit.repair.repairing.difference", lambda *_: next(errors))
+    monkeypatch.setattr("prunekit.repair.repair_model.difference", lambda *_: next(errors))
     repaired, report = repair(model, plan, IMAGES, SETTINGS)
     assert (report.kept, report.before, report.after, report.fitted) == (True, 1.0, 0.5, 1.5)
     kept, fitted = snapshot(repaired), snapshot(whole)
@@ -272,7 +273,7 @@ def test_the_first_layers_are_kept_where_with_all_the_model_is_no_better(monkeyp
 def test_a_repair_without_effect_says_so(monkeypatch: pytest.MonkeyPatch, after: float, said: bool) -> None:
     model = randomized(Residual().double()).eval()
     errors = chain([0.00129], repeat(after))
-    monkeypatch.setattr("prunekit.repair.repairing.difference", lambda *_: next(errors))
+    monkeypatch.setattr("prunekit.repair.repair_model.difference", lambda *_: next(errors))
     _, report = repair(model, planned(model, "conv2.weight", [0, 3]), IMAGES, SETTINGS)
     assert bool(report.notes) is said
     assert not said or "0.00129" in report.notes[0]

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from prunekit.calibration.finding import find_layers
-from prunekit.calibration.layers import Call
-from prunekit.nested import gather
-from prunekit.repair.batches import batches_of
-from prunekit.repair.record import Aim, Gathering, LayerPass, Sample
-from prunekit.repair.resuming import DivergedError, ResumableRun
+from prunekit.repair.layer_samples import Aim, Gathering, LayerPass, Sample
+from prunekit.repair.resumable_forward import DivergedError, ResumableRun
+from prunekit.repair.validation import batches_of
+from prunekit.statistics.layers.layer_graph import find_layers
+from prunekit.statistics.layers.linear_layers import Call
+from prunekit.utils.tensors import gather
 
 
 class Stream(nn.Module):

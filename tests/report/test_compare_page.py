@@ -13,11 +13,9 @@ import pytest
 from synthetic_run import metrics, write_run
 
 from prunekit.errors import ArtifactError, UsageError
-from prunekit.report.compare import write_comparison
-from prunekit.report.pareto import pareto
-from prunekit.report.points import Point, by_latency, by_macs, front, letter, settings, sides
-from prunekit.report.recipes import differences
-from prunekit.report.run import read_run
+from prunekit.report.figures.pareto import Point, by_latency, by_macs, front, letter, pareto, settings, sides
+from prunekit.report.pages.compare_page import differences, write_comparison
+from prunekit.report.run_data import read_run
 
 RECIPE = "name: small\ndata: {{source: digits, split_seed: {seed}}}\nprune: {{budget: {{macs: {macs}}}}}\n"
 Make = Callable[..., Path]

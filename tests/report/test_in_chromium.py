@@ -12,8 +12,8 @@ import pytest
 from synthetic_run import write_run
 
 import prunekit.report
-from prunekit.report.compare import write_comparison
-from prunekit.report.page import write_report
+from prunekit.report.pages.compare_page import write_comparison
+from prunekit.report.pages.run_page import write_report
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome on PATH")

@@ -15,11 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models import VisionTransformer, mobilenet_v3_small, resnet18
 
 import prunekit
-from prunekit.channels.running import plain_attention
+from prunekit.channels.tracing.execution import plain_attention
 from prunekit.cli import cli
 from prunekit.errors import ModelError
-from prunekit.hooks import count_hooks
-from prunekit.numbers import count
+from prunekit.hooks.hook import count_hooks
+from prunekit.utils.display import count
 
 
 def vit() -> nn.Module:

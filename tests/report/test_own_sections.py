@@ -15,10 +15,9 @@ from synthetic_run import write_run
 import prunekit as pk
 from prunekit.cli import cli
 from prunekit.errors import ArtifactError, UsageError
-from prunekit.report.page import lines, write_report
-from prunekit.report.run import Run, read_run
-from prunekit.report.sections import SECTIONS
-from prunekit.report.sections.registry import ordered
+from prunekit.report.pages.run_page import lines, write_report
+from prunekit.report.run_data import Run, read_run
+from prunekit.report.sections.section import SECTIONS, ordered
 
 OWN = '''
 from markupsafe import Markup

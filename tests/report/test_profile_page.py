@@ -12,8 +12,8 @@ import pandas as pd
 import pytest
 
 from prunekit.errors import ArtifactError
-from prunekit.report.page import write_report
-from prunekit.report.staircases import MAX_PANELS, fitted, layers, predictions, together
+from prunekit.report.pages.profile_page import MAX_PANELS, fitted, layers, predictions, together
+from prunekit.report.pages.run_page import write_report
 
 KEPT = ((64, 32), (40, 32), (64, 8), (17, 16))
 

@@ -17,13 +17,12 @@ import pytest
 from synthetic_run import metrics, write_run
 
 from prunekit.errors import ArtifactError
-from prunekit.report import methods
-from prunekit.report.figures import curves
+from prunekit.report import templates as methods
+from prunekit.report.figures.charts import curves
 from prunekit.report.headline import clamped, compared, masked, tiles
-from prunekit.report.methods import how
-from prunekit.report.page import write_report
-from prunekit.report.run import read_run
-from prunekit.report.summary import again, sentence
+from prunekit.report.pages.run_page import again, sentence, write_report
+from prunekit.report.run_data import read_run
+from prunekit.report.templates import how
 
 VOID = {"meta", "br", "img", "link", "hr", "input"}
 SECTIONS = (
@@ -281,8 +280,10 @@ def test_the_command_that_makes_a_run_again(page: Page, run: Path, tmp_path: Pat
 
 def test_a_page_is_written_without_waiting_for_torch() -> None:
     """Whatever sections it has: that alone would take most of the three seconds that a report may take."""
-    modules = "page, flow, features, histograms, compare, schedule, curves"
-    code = f"import sys; from prunekit.report import {modules}; print('torch' in sys.modules)"
+    pages = "run_page, images_page, histograms_page, compare_page, sensitivity_page"
+    figures = "charts, error_curves, gradient_flow, pareto"
+    modules = f"from prunekit.report.pages import {pages}; from prunekit.report.figures import {figures}"
+    code = f"import sys; {modules}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 

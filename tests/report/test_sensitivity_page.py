@@ -12,8 +12,8 @@ import pytest
 from synthetic_run import write_run
 
 from prunekit.errors import ArtifactError
-from prunekit.report.curves import heatmap, lines, most_sensitive
-from prunekit.report.page import write_report
+from prunekit.report.figures.error_curves import heatmap, lines, most_sensitive
+from prunekit.report.pages.run_page import write_report
 
 
 def curve_rows(groups: int, *, measured: bool) -> pd.DataFrame:

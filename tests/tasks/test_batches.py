@@ -15,10 +15,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import prunekit
 from prunekit.errors import DataError, UsageError
-from prunekit.measure.scoring import evaluate
-from prunekit.measure.sensitivity import measure_sensitivity
-from prunekit.repair import RepairSettings
-from prunekit.tasks import IMAGE_CLASSIFICATION, TASKS, Pairs, get_task, joined_inputs
+from prunekit.measure.accuracy import evaluate
+from prunekit.measure.group_sensitivity import measure_sensitivity
+from prunekit.settings.calibration import RepairSettings
+from prunekit.tasks.batches import Pairs, joined_inputs
+from prunekit.tasks.classification import IMAGE_CLASSIFICATION
+from prunekit.tasks.task import TASKS, get_task
 
 CPU = torch.device("cpu")
 

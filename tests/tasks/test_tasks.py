@@ -12,10 +12,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from prunekit.errors import DataError, UsageError
-from prunekit.measure import evaluate, scoring
-from prunekit.tasks import IMAGE_CLASSIFICATION, SEGMENTATION, TEXT_CLASSIFICATION, get_task, training_loss
-from prunekit.training import DistillSettings, TrainSettings, position, task_loss
-from prunekit.training.position import Sums
+from prunekit.measure import accuracy as scoring
+from prunekit.measure.accuracy import evaluate
+from prunekit.settings.train import DistillSettings, TrainSettings
+from prunekit.tasks.classification import IMAGE_CLASSIFICATION, TEXT_CLASSIFICATION
+from prunekit.tasks.segmentation import SEGMENTATION
+from prunekit.tasks.task import get_task, training_loss
+from prunekit.training import history as position
+from prunekit.training.callbacks.selection import task_loss
+from prunekit.training.history import Sums
 
 CPU, IGNORED = torch.device("cpu"), 255
 

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from training_models import CPU, images, splits
 
-from prunekit.data import batches
-from prunekit.training import EpochRow, TrainSettings, fit
+from prunekit.data.loader import batches
+from prunekit.settings.train import TrainSettings
+from prunekit.training.history import EpochRow
+from prunekit.training.loop import fit
 from prunekit.training.optimizers import build_optimizer, build_schedule
 
 SETTINGS = TrainSettings(epochs=2, lr=0.05, label_smoothing=0.1)

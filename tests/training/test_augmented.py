@@ -9,8 +9,11 @@ import torch
 from torch import nn
 from training_models import CPU, net, splits
 
-from prunekit.data import Splits, TensorImages
-from prunekit.training import History, TrainSettings, fit
+from prunekit.data.datasets import TensorImages
+from prunekit.data.sources import Splits
+from prunekit.settings.train import TrainSettings
+from prunekit.training.history import History
+from prunekit.training.loop import fit
 
 SETTINGS = TrainSettings(epochs=2, lr=0.05)
 

@@ -13,24 +13,18 @@ from torch.optim.swa_utils import AveragedModel
 from training_models import CPU, net, splits
 
 import prunekit
-from prunekit.data import batches
-from prunekit.hooks import count_hooks
-from prunekit.masking import masked
-from prunekit.measure import evaluate
-from prunekit.planning import Plan
-from prunekit.training import (
-    Average,
-    AverageSettings,
-    EpochRow,
-    Part,
-    Sources,
-    Training,
-    TrainSettings,
-    Within,
-    asked_parts,
-    fit,
-    recalibrate_batchnorm,
-)
+from prunekit.data.loader import batches
+from prunekit.hooks.hook import count_hooks
+from prunekit.masks.masked_model import masked
+from prunekit.measure.accuracy import evaluate
+from prunekit.planning.plan import Plan
+from prunekit.settings.train import AverageSettings, TrainSettings
+from prunekit.training.batchnorm_statistics import recalibrate_batchnorm
+from prunekit.training.callbacks.averaging import Average
+from prunekit.training.callbacks.callback import Part, Training, Within
+from prunekit.training.callbacks.selection import Sources, asked_parts
+from prunekit.training.history import EpochRow
+from prunekit.training.loop import fit
 
 State = dict[str, torch.Tensor]
 

@@ -17,20 +17,14 @@ import torch
 from torch import Tensor, nn
 from training_models import CPU, net, splits
 
-from prunekit import artifacts
 from prunekit.errors import NonFiniteError, ResumeError
-from prunekit.training import (
-    Checkpoints,
-    CheckpointSettings,
-    CheckpointWarning,
-    History,
-    Part,
-    Training,
-    TrainSettings,
-    checkpoints,
-    fit,
-)
-from prunekit.training.epochs import Epochs
+from prunekit.settings.train import CheckpointSettings, TrainSettings
+from prunekit.training import checkpoints
+from prunekit.training.callbacks.callback import Part, Training
+from prunekit.training.checkpoints import Checkpoints, CheckpointWarning
+from prunekit.training.history import History
+from prunekit.training.loop import Epochs, fit
+from prunekit.utils import files as artifacts
 
 SETTINGS = TrainSettings(epochs=3, lr=0.05)
 EVERY_STEP = CheckpointSettings(every_steps=1)
@@ -286,7 +280,7 @@ def test_what_the_system_really_says_of_a_full_disk(tmp_path: Path) -> None:
 def test_best_weights_that_cannot_be_written_are_kept_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from prunekit.training import best
+    from prunekit.training import checkpoints as best
 
     write, count = best.save_tensors, [0]
 

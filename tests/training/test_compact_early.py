@@ -14,26 +14,18 @@ from torch.nn import functional as F
 from training_models import CPU, splits
 
 import prunekit
-from prunekit import BudgetSettings, Plan, PruneSettings
-from prunekit.compaction import spread_
+from prunekit.compaction.compact_model import spread_
 from prunekit.errors import PlanError
-from prunekit.planning import ScheduleSettings
-from prunekit.training import (
-    AverageSettings,
-    Checkpoints,
-    CheckpointSettings,
-    DistillSettings,
-    FeatureSettings,
-    History,
-    Part,
-    Planner,
-    PruningSchedule,
-    Sources,
-    TrainSettings,
-    asked_parts,
-    fit,
-    transfer_run,
-)
+from prunekit.planning.plan import Plan
+from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings
+from prunekit.settings.train import AverageSettings, CheckpointSettings, DistillSettings, FeatureSettings, TrainSettings
+from prunekit.training.callbacks.callback import Part
+from prunekit.training.callbacks.scheduled_masks import Planner, PruningSchedule
+from prunekit.training.callbacks.selection import Sources, asked_parts
+from prunekit.training.checkpoints import Checkpoints
+from prunekit.training.history import History
+from prunekit.training.loop import fit
+from prunekit.training.optimizers import transfer_run
 
 SETTINGS = TrainSettings(
     epochs=3,

@@ -20,12 +20,18 @@ from torch.utils.hooks import RemovableHandle
 from torchvision.models.resnet import BasicBlock
 from training_models import CPU, net, splits
 
-from prunekit.channels import trace
-from prunekit.channels.narrowed import NarrowNorms
+from prunekit.channels.cut.narrow_norms import NarrowNorms
+from prunekit.channels.trace import trace
 from prunekit.errors import ModelError
-from prunekit.masking import ActivationMasks, ChangingMasks, ClampSettings, GradientMasks, masked
-from prunekit.planning import Plan
-from prunekit.training import CompiledForward, TrainSettings, Within, fit, loop
+from prunekit.masks.activation_masks import ActivationMasks
+from prunekit.masks.gradient_masks import GradientMasks
+from prunekit.masks.masked_model import ChangingMasks, masked
+from prunekit.planning.plan import Plan
+from prunekit.settings.train import ClampSettings, TrainSettings
+from prunekit.training import loop
+from prunekit.training.callbacks.callback import Within
+from prunekit.training.compilation import CompiledForward
+from prunekit.training.loop import fit
 
 WANTED = "PRUNEKIT_TEST_INDUCTOR"
 

@@ -13,21 +13,15 @@ from torch.utils.checkpoint import checkpoint
 from training_models import CPU, net, splits
 
 import prunekit
-from prunekit.context import training_mode
 from prunekit.errors import ModelError, UsageError
-from prunekit.hooks import count_hooks
-from prunekit.masking import masked
-from prunekit.planning import Plan
-from prunekit.training import (
-    Distillation,
-    DistillSettings,
-    FeatureSettings,
-    Training,
-    TrainSettings,
-    Within,
-    fit,
-)
-from prunekit.training.distillation import feature_error, soft_targets
+from prunekit.hooks.hook import count_hooks
+from prunekit.masks.masked_model import masked
+from prunekit.planning.plan import Plan
+from prunekit.settings.train import DistillSettings, FeatureSettings, TrainSettings
+from prunekit.training.callbacks.callback import Training, Within
+from prunekit.training.callbacks.distillation import Distillation, feature_error, soft_targets
+from prunekit.training.loop import fit
+from prunekit.utils.context import training_mode
 
 BOTH = DistillSettings(weight=0.7, temperature=3.0, features=FeatureSettings(("0", "1", "5"), weight=0.4))
 

@@ -12,9 +12,11 @@ from torch import nn
 from training_models import CPU, net, splits
 
 import prunekit
-from prunekit.report.flow import COLUMNS, MOST_LAYERS, shown_layers, write_flow
-from prunekit.training import GradientFlow, Part, Training, TrainSettings, Within, fit
-from prunekit.training.gradient_flow import MOST, flow_weights, gradient_percentiles
+from prunekit.report.figures.gradient_flow import COLUMNS, MOST_LAYERS, shown_layers, write_flow
+from prunekit.settings.train import TrainSettings
+from prunekit.training.callbacks.callback import Part, Training, Within
+from prunekit.training.callbacks.gradient_flow import MOST, GradientFlow, flow_weights, gradient_percentiles
+from prunekit.training.loop import fit
 
 SETTINGS = TrainSettings(epochs=2, lr=0.01)
 

@@ -17,10 +17,13 @@ from killing import Deadly, forked, patched
 from torch import Tensor
 from training_models import CPU, net, splits
 
-from prunekit import artifacts, states
-from prunekit.data import Splits, TensorImages
-from prunekit.masking import ClampSettings
-from prunekit.training import Checkpoints, CheckpointSettings, TrainSettings, fit
+from prunekit.data.datasets import TensorImages
+from prunekit.data.sources import Splits
+from prunekit.settings.train import CheckpointSettings, ClampSettings, TrainSettings
+from prunekit.training.checkpoints import Checkpoints
+from prunekit.training.loop import fit
+from prunekit.utils import files as artifacts
+from prunekit.utils import state_folders as states
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 SEED = int(os.environ.get("PRUNEKIT_KILL_SEED", time.time_ns() % 2**32))

@@ -12,25 +12,23 @@ from torch import nn
 from training_models import CPU, net, splits
 
 import prunekit
-from prunekit import artifacts
-from prunekit.masking import masked
-from prunekit.planning import Plan
-from prunekit.training import (
+from prunekit.masks.masked_model import masked
+from prunekit.planning.plan import Plan
+from prunekit.settings.train import (
     AverageSettings,
-    Checkpoints,
     CheckpointSettings,
-    Distillation,
     DistillSettings,
     FeatureSettings,
-    History,
-    Part,
     RegularizerSettings,
-    Sources,
     TrainSettings,
-    Within,
-    asked_parts,
-    fit,
 )
+from prunekit.training.callbacks.callback import Part, Within
+from prunekit.training.callbacks.distillation import Distillation
+from prunekit.training.callbacks.selection import Sources, asked_parts
+from prunekit.training.checkpoints import Checkpoints
+from prunekit.training.history import History
+from prunekit.training.loop import fit
+from prunekit.utils import files as artifacts
 
 
 class Stopping(Part):

@@ -18,12 +18,17 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from training_models import CPU, images, net, splits
 
-from prunekit.data import Feed, TensorImages, batches
+from prunekit.data.datasets import Feed, TensorImages
+from prunekit.data.loader import batches
 from prunekit.errors import ModelError, NonFiniteError
-from prunekit.hooks import count_hooks
-from prunekit.measure import evaluate
-from prunekit.models import ModelSettings, build_model
-from prunekit.training import EpochRow, History, Part, Training, TrainSettings, Within, fit
+from prunekit.hooks.hook import count_hooks
+from prunekit.measure.accuracy import evaluate
+from prunekit.models.zoo import build_model
+from prunekit.settings.inputs import ModelSettings
+from prunekit.settings.train import TrainSettings
+from prunekit.training.callbacks.callback import Part, Training, Within
+from prunekit.training.history import EpochRow, History
+from prunekit.training.loop import fit
 
 SETTINGS = TrainSettings(epochs=3, lr=0.1)
 
@@ -118,7 +123,8 @@ def test_validation_is_plain_cross_entropy_in_eval_mode() -> None:
 
 def scripted(monkeypatch: pytest.MonkeyPatch, top1: list[int]) -> None:
     """Makes validation report these percentages, one an epoch."""
-    from prunekit.training.epochs import Epochs, Sums
+    from prunekit.training.history import Sums
+    from prunekit.training.loop import Epochs
 
     left = list(top1)
     monkeypatch.setattr(Epochs, "_validate", lambda self, when: Sums(1.0, 100, [left.pop(0), 100]))

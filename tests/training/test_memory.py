@@ -10,20 +10,19 @@ from torch import nn
 from training_models import CPU, net, splits
 
 import prunekit
-from prunekit.masking import ClampSettings, masked
-from prunekit.planning import Plan
-from prunekit.training import (
+from prunekit.masks.masked_model import masked
+from prunekit.planning.plan import Plan
+from prunekit.settings.train import (
     AverageSettings,
+    ClampSettings,
     DistillSettings,
     FeatureSettings,
-    Part,
     RegularizerSettings,
-    Sources,
     TrainSettings,
-    Within,
-    asked_parts,
-    fit,
 )
+from prunekit.training.callbacks.callback import Part, Within
+from prunekit.training.callbacks.selection import Sources, asked_parts
+from prunekit.training.loop import fit
 
 
 class Live(Part):

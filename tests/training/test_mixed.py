@@ -10,10 +10,12 @@ from torch import nn
 from torch.nn import functional as F
 from training_models import CPU, net, splits
 
-from prunekit.data import Mixing, batches
-from prunekit.tasks import IMAGE_CLASSIFICATION
-from prunekit.training import History, TrainSettings, fit
-from prunekit.training.position import Sums
+from prunekit.data.augmentation import Mixing
+from prunekit.data.loader import batches
+from prunekit.settings.train import TrainSettings
+from prunekit.tasks.classification import IMAGE_CLASSIFICATION
+from prunekit.training.history import History, Sums
+from prunekit.training.loop import fit
 
 SETTINGS = TrainSettings(epochs=2, lr=0.05, mixup=0.4, cutmix=1.0)
 

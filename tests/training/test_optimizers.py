@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD
 
 from prunekit.errors import UsageError
-from prunekit.training import TrainSettings
+from prunekit.settings.train import TrainSettings
 from prunekit.training.optimizers import build_optimizer, build_schedule
 
 

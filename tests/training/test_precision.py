@@ -16,10 +16,14 @@ from training_models import CPU, net, splits
 
 import prunekit
 from prunekit.errors import NonFiniteError, UsageError
-from prunekit.hooks import count_hooks
-from prunekit.masking import ClampSettings, masked
-from prunekit.planning import Plan
-from prunekit.training import History, TrainSettings, Within, fit, loop
+from prunekit.hooks.hook import count_hooks
+from prunekit.masks.masked_model import masked
+from prunekit.planning.plan import Plan
+from prunekit.settings.train import ClampSettings, TrainSettings
+from prunekit.training import loop
+from prunekit.training.callbacks.callback import Within
+from prunekit.training.history import History
+from prunekit.training.loop import fit
 
 HALF = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SETTINGS = TrainSettings(epochs=2, lr=0.01)

@@ -25,18 +25,19 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from training_models import CPU, net, splits
 
 import prunekit as pk
-from prunekit import Pruner, PruneSettings, ScheduleSettings
-from prunekit.calibration import collect_gradients
-from prunekit.calibration.steps import STEPS, StepGradients
 from prunekit.errors import ArtifactError, ModelError, PlanError, UsageError
-from prunekit.hooks import count_hooks
-from prunekit.masking import ClampSettings
-from prunekit.planning import BudgetSettings, Plan
-from prunekit.settings.pruning import Target
-from prunekit.training import Part, PruningSchedule, Training, TrainSettings, fit
-from prunekit.workflow import Planned
-from prunekit.workflow.oneshot import Request
-from prunekit.workflow.stages import Evidence, StagePlanner
+from prunekit.hooks.hook import count_hooks
+from prunekit.jobs.prune.one_shot import Request
+from prunekit.jobs.prune.plan_search import Planned
+from prunekit.jobs.prune.pruner import Pruner
+from prunekit.jobs.stages.schedule_stages import Evidence, StagePlanner
+from prunekit.planning.plan import Plan
+from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings, Target
+from prunekit.settings.train import ClampSettings, TrainSettings
+from prunekit.statistics.taylor_terms import STEPS, StepGradients, collect_gradients
+from prunekit.training.callbacks.callback import Part, Training
+from prunekit.training.callbacks.scheduled_masks import PruningSchedule
+from prunekit.training.loop import fit
 
 
 class Net(nn.Module):

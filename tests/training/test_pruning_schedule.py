@@ -15,27 +15,23 @@ import torch
 from torch import nn
 from training_models import CPU, net, splits
 
-from prunekit.channels import ChannelMap, trace
-from prunekit.compaction import compact
-from prunekit.criteria import score
-from prunekit.hooks import count_hooks
-from prunekit.masking import masked
-from prunekit.measure.verify import verify
-from prunekit.planning import BudgetSettings, Plan, PruneSettings, ScheduleSettings, make_plan
-from prunekit.planning.schedule import Stage, at_stage, share_kept
-from prunekit.planning.select import Between
-from prunekit.training import (
-    History,
-    LearningRateRewinding,
-    Part,
-    Planner,
-    PruningSchedule,
-    Training,
-    TrainSettings,
-    Within,
-    fit,
-    steps_per_epoch,
-)
+from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.trace import trace
+from prunekit.compaction.compact_model import compact
+from prunekit.criteria.scoring import score
+from prunekit.hooks.hook import count_hooks
+from prunekit.masks.masked_model import masked
+from prunekit.measure.verification import verify
+from prunekit.planning.candidates import Between
+from prunekit.planning.plan import Plan
+from prunekit.planning.schedules import Stage, at_stage, share_kept
+from prunekit.planning.solver import make_plan
+from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings
+from prunekit.settings.train import TrainSettings
+from prunekit.training.callbacks.callback import Part, Training, Within
+from prunekit.training.callbacks.scheduled_masks import LearningRateRewinding, Planner, PruningSchedule, steps_per_epoch
+from prunekit.training.history import History
+from prunekit.training.loop import fit
 from prunekit.training.optimizers import build_schedule
 
 SETTINGS = TrainSettings(epochs=4, lr=0.05)  # of 4 steps each

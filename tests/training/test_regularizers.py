@@ -14,9 +14,12 @@ from training_models import CPU, net, splits
 
 import prunekit
 from prunekit.errors import UsageError
-from prunekit.hooks import count_hooks
-from prunekit.planning import Plan
-from prunekit.training import RegularizerSettings, Sparsifying, Training, TrainSettings, fit
+from prunekit.hooks.hook import count_hooks
+from prunekit.planning.plan import Plan
+from prunekit.settings.train import RegularizerSettings, TrainSettings
+from prunekit.training.callbacks.callback import Training
+from prunekit.training.callbacks.regularizers import Sparsifying
+from prunekit.training.loop import fit
 
 
 class Residual(nn.Module):

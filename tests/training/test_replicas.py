@@ -14,28 +14,27 @@ from process_group import together
 from torch import Tensor, nn
 from training_models import CPU, images, net, splits
 
-from prunekit.data import Mixing, batches
-from prunekit.data.corrupt import CorruptImages
-from prunekit.distributed.group import rank
+from prunekit.data.augmentation import Mixing
+from prunekit.data.datasets import CorruptImages
+from prunekit.data.loader import batches
+from prunekit.distributed.process_group import rank
 from prunekit.errors import DataError, UsageError
-from prunekit.masking import ClampSettings, masked
-from prunekit.planning import BudgetSettings, PruneSettings
-from prunekit.settings.training import Precision
-from prunekit.training import (
+from prunekit.jobs.prune.plan_search import PlanSearch
+from prunekit.masks.masked_model import masked
+from prunekit.registries import DtypeName
+from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.settings.train import (
     AverageSettings,
+    ClampSettings,
     DistillSettings,
     FeatureSettings,
-    History,
-    Part,
     RegularizerSettings,
-    Sources,
-    Training,
     TrainSettings,
-    Within,
-    asked_parts,
-    fit,
 )
-from prunekit.workflow import PlanSearch
+from prunekit.training.callbacks.callback import Part, Training, Within
+from prunekit.training.callbacks.selection import Sources, asked_parts
+from prunekit.training.history import History
+from prunekit.training.loop import fit
 
 
 def plain_net(seed: int = 3) -> nn.Sequential:
@@ -145,7 +144,7 @@ def test_shares_are_disjoint_and_whole(mixing: Mixing | None) -> None:
         assert whole.split(0, of).images == whole.dealt(0, of).images == whole.images == 66
 
 
-def with_batchnorm(precision: Precision) -> tuple[list[Tensor], list[int]]:
+def with_batchnorm(precision: DtypeName) -> tuple[list[Tensor], list[int]]:
     model = net()
     settings = TrainSettings(epochs=2, lr=0.05, precision=precision)
     history = fit(model, splits(), settings, device=CPU, seed=1, batch=16)
@@ -153,7 +152,7 @@ def with_batchnorm(precision: Precision) -> tuple[list[Tensor], list[int]]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_what_differs_between_shares_leaves_the_replicas_equal(precision: Precision, tmp_path: Path) -> None:
+def test_what_differs_between_shares_leaves_the_replicas_equal(precision: DtypeName, tmp_path: Path) -> None:
     """BatchNorm normalizes by each share, dropout draws in each, and float16 overflows in one and skips in all."""
     one, other = together(2, tmp_path, with_batchnorm, precision)
     assert all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))

@@ -11,18 +11,12 @@ from process_group import together
 from torch import Tensor, nn
 from training_models import CPU, Ends, EndsAfter, splits
 
-from prunekit.distributed.group import rank
+from prunekit.distributed.process_group import rank
 from prunekit.errors import ResumeError
-from prunekit.masking import ClampSettings
-from prunekit.training import (
-    AverageSettings,
-    Checkpoints,
-    CheckpointSettings,
-    Sources,
-    TrainSettings,
-    asked_parts,
-    fit,
-)
+from prunekit.settings.train import AverageSettings, CheckpointSettings, ClampSettings, TrainSettings
+from prunekit.training.callbacks.selection import Sources, asked_parts
+from prunekit.training.checkpoints import Checkpoints
+from prunekit.training.loop import fit
 
 SETTINGS = TrainSettings(
     epochs=3,

@@ -13,22 +13,19 @@ import torch
 from torch import nn
 from training_models import CPU, net, splits
 
-from prunekit import artifacts
-from prunekit.channels import trace
-from prunekit.criteria import score
-from prunekit.planning import BudgetSettings, Plan, PruneSettings, ScheduleSettings, make_plan
-from prunekit.planning.schedule import Stage, at_stage
-from prunekit.planning.select import Between
-from prunekit.training import (
-    Checkpoints,
-    CheckpointSettings,
-    LearningRateRewinding,
-    Part,
-    Planner,
-    PruningSchedule,
-    TrainSettings,
-    fit,
-)
+from prunekit.channels.trace import trace
+from prunekit.criteria.scoring import score
+from prunekit.planning.candidates import Between
+from prunekit.planning.plan import Plan
+from prunekit.planning.schedules import Stage, at_stage
+from prunekit.planning.solver import make_plan
+from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings
+from prunekit.settings.train import CheckpointSettings, TrainSettings
+from prunekit.training.callbacks.callback import Part
+from prunekit.training.callbacks.scheduled_masks import LearningRateRewinding, Planner, PruningSchedule
+from prunekit.training.checkpoints import Checkpoints
+from prunekit.training.loop import fit
+from prunekit.utils import files as artifacts
 
 
 @dataclass

@@ -16,28 +16,26 @@ from process_group import together
 from torch import Tensor, nn
 from training_models import CPU, Ends, EndsAfter, splits
 
-from prunekit.context import seeded
-from prunekit.distributed.group import rank, size
-from prunekit.distributed.shards import is_shard, is_sharded, local
+from prunekit.distributed.process_group import is_shard, is_sharded, local, rank, size
 from prunekit.errors import PrunekitError
-from prunekit.masking import ClampSettings, masked
-from prunekit.planning import BudgetSettings, Plan, PruneSettings
-from prunekit.training import (
+from prunekit.jobs.prune.plan_search import PlanSearch
+from prunekit.masks.masked_model import masked
+from prunekit.planning.plan import Plan
+from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.settings.train import (
     AverageSettings,
-    Checkpoints,
     CheckpointSettings,
+    ClampSettings,
     DistillSettings,
     FeatureSettings,
-    Part,
-    Sources,
-    Training,
     TrainSettings,
-    Within,
-    asked_parts,
-    fit,
-    sharding,
 )
-from prunekit.workflow import PlanSearch
+from prunekit.training import sharding
+from prunekit.training.callbacks.callback import Part, Training, Within
+from prunekit.training.callbacks.selection import Sources, asked_parts
+from prunekit.training.checkpoints import Checkpoints
+from prunekit.training.loop import fit
+from prunekit.utils.context import seeded
 
 
 def blocks(seed: int = 3) -> nn.Sequential:

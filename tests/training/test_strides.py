@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from training_models import CPU, splits
 
-from prunekit.hooks import count_hooks
-from prunekit.training import TrainSettings, fit
-from prunekit.training.strides import LongStrides
+from prunekit.hooks.hook import count_hooks
+from prunekit.settings.train import TrainSettings
+from prunekit.training.loop import fit
+from prunekit.training.precision import LongStrides
 
 
 @pytest.mark.parametrize(("size", "stride", "kernel", "dtype"), [

@@ -17,8 +17,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import prunekit
-from prunekit import Plan
 from prunekit.errors import PlanError
+from prunekit.planning.plan import Plan
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "momentum": partial(SGD, lr=0.02, momentum=0.9, weight_decay=1e-3),

@@ -16,23 +16,14 @@ from torch import nn
 from training_models import CPU, net, splits
 
 import prunekit
-from prunekit import Plan
-from prunekit.masking import ClampSettings
-from prunekit.training import (
-    AverageSettings,
-    Checkpoints,
-    CheckpointSettings,
-    History,
-    Part,
-    Sources,
-    TrainSettings,
-    Watching,
-    WatchSettings,
-    Within,
-    asked_parts,
-    fit,
-)
-from prunekit.training.events import histogram
+from prunekit.planning.plan import Plan
+from prunekit.settings.train import AverageSettings, CheckpointSettings, ClampSettings, TrainSettings, WatchSettings
+from prunekit.training.callbacks.callback import Part, Within
+from prunekit.training.callbacks.selection import Sources, asked_parts
+from prunekit.training.callbacks.tensorboard import Watching, histogram
+from prunekit.training.checkpoints import Checkpoints
+from prunekit.training.history import History
+from prunekit.training.loop import fit
 
 SETTINGS = TrainSettings(
     epochs=3,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from prunekit.data import Feed, Splits, TensorImages
-from prunekit.training import Part
+from prunekit.data.datasets import Feed, TensorImages
+from prunekit.data.sources import Splits
+from prunekit.training.callbacks.callback import Part
 
 CPU = torch.device("cpu")
 

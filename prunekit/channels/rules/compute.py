@@ -8,10 +8,10 @@ import numpy as np
 
 from prunekit.channels.labels import Field
 from prunekit.channels.rules.pointwise import aligned
-from prunekit.channels.rules.registry import Call, aten, register_rule
+from prunekit.channels.rules.rule import Call, aten, register_rule
 
 if TYPE_CHECKING:
-    from prunekit.channels.flow import Flow
+    from prunekit.channels.tracing.flow import Flow
 
 
 _EINSUM = {
@@ -31,7 +31,7 @@ COUNTED = frozenset(
 
 @register_rule(*_EINSUM)
 def matrix_product(flow: Flow, call: Call) -> None:
-    """Merges along the contracted axis."""
+    """Merge along the contracted axis."""
     flow.set(call.out, flow.contract(call.args[0], call.args[1], *_EINSUM[call.name]))
 
 
@@ -110,7 +110,7 @@ def reduction(flow: Flow, call: Call) -> None:
 
 
 def _adds_nothing(call: Call) -> bool:
-    """Whether a reduction's result is the same with further zeros among its values."""
+    """Return whether a reduction's result is the same with further zeros among its values."""
     if "norm" not in call.name:
         return call.name in ("aten.sum", "aten.any")
     order = call.arg(1, "p" if call.name == "aten.norm" else "ord", 2)
@@ -119,7 +119,7 @@ def _adds_nothing(call: Call) -> bool:
 
 @register_rule(*aten("_softmax _safe_softmax _log_softmax softmax log_softmax cumsum"))
 def along_axis(flow: Flow, call: Call) -> None:
-    """Mixes all positions of one axis: that axis is locked, or tied where it is labeled jointly with others."""
+    """Mix all positions of one axis: that axis is locked, or tied where it is labeled jointly with others."""
     source = call.args[0]
     axis = call.arg(1, "dim", -1) % max(source.dim(), 1)
     tied = flow.alike_along(axis, flow.fields(source), f"{call.name} mixes these channels")

@@ -10,16 +10,18 @@ from torch.nn.modules.conv import _ConvNd
 
 from prunekit.channels.constraints import NOT_ZERO, Grouped
 from prunekit.channels.labels import Field, Labels, along
-from prunekit.channels.rules.registry import Call, register_rule
+from prunekit.channels.rules.rule import Call, register_rule
 
 if TYPE_CHECKING:
-    from prunekit.channels.flow import Flow
+    from prunekit.channels.tracing.flow import Flow
 
 FIXED_PARTNER = "reads channels whose number no parameter decides, such as those of the input"
 
 
 def whole_groups(groups: int, channels_per_group: int) -> bool:
-    """Whether a grouped convolution loses whole groups (ResNeXt, depthwise) or a column of every group (RegNet)."""
+    """Return whether a grouped convolution loses whole groups (ResNeXt, depthwise) or a column of every group
+    (RegNet).
+    """
     return groups >= channels_per_group
 
 
@@ -70,14 +72,16 @@ def convolution(flow: Flow, call: Call) -> None:
 
 
 def _stands_still(call: Call, index: int) -> bool:
-    """Whether a convolution leaves an axis alone: its kernel has one position there, and it neither skips nor pads."""
+    """Return whether a convolution leaves an axis alone: its kernel has one position there, and it neither skips nor
+    pads.
+    """
     stride, padding = call.args[3], call.args[4]
     step, added = (given[index if len(given) > 1 else 0] for given in (stride, padding))
     return bool(call.args[1].shape[2 + index] == 1 and step == 1 and added == 0)
 
 
 def _whole_rows(flow: Flow, source: torch.Tensor) -> list[Field]:
-    """Fields on the batch axis, as heads that were merged with it: each row of the batch is computed by itself.
+    """Return fields on the batch axis, as heads that were merged with it: each row of the batch is computed by itself.
 
     Those that lie on channels too are tied along them, so that whole rows go.
     """
@@ -92,7 +96,7 @@ def _whole_rows(flow: Flow, source: torch.Tensor) -> list[Field]:
 def _by_whole_groups(
     flow: Flow, x: Labels | None, first: Labels | None, groups: int, out_channels: int, *, transposed: bool
 ) -> Labels | None:
-    """One label for each group: its inputs, its outputs and its slice of the weight."""
+    """Return one label for each group: its inputs, its outputs and its slice of the weight."""
     if x is None or first is None:
         flow.lock([x, first], FIXED_PARTNER)
         return None
@@ -104,7 +108,9 @@ def _by_whole_groups(
 def _by_columns(
     flow: Flow, x: Labels | None, first: Labels | None, second: Labels | None, groups: int, *, transposed: bool
 ) -> Labels | None:
-    """The same columns in every group, so that the number of groups stays; or whole groups that hang together."""
+    """Return the same columns in every group, so that the number of groups stays; or whole groups that hang
+    together.
+    """
     if x is not None and first is not None and second is not None and not transposed and _remembers_groups(flow):
         flow.constraints.append(Grouped(x.reshape(groups, -1), first.reshape(groups, -1), second, flow.module))
         return first
@@ -119,5 +125,5 @@ def _by_columns(
 
 
 def _remembers_groups(flow: Flow) -> bool:
-    """Whether what runs is a module of torch, whose number of groups can be set."""
+    """Return whether what runs is a module of torch, whose number of groups can be set."""
     return flow.model is not None and isinstance(flow.model.get_submodule(flow.module), _ConvNd)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from prunekit.channels.copying import named_tensors
+from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.labels import Field, along
-from prunekit.channels.rules.registry import Call, register_rule
+from prunekit.channels.rules.rule import Call, register_rule
 
 if TYPE_CHECKING:
-    from prunekit.channels.flow import Flow, Shape
+    from prunekit.channels.tracing.flow import Flow, Shape
 
 Tensor = torch.Tensor | None
 
@@ -29,7 +29,7 @@ TOGETHER = "a norm takes its statistics over these channels together"
     "aten.batch_norm",
 )
 def batch_norm(flow: Flow, call: Call) -> None:
-    """Normalizes each channel by itself: merges the channel's parameters and statistics with the input's labels."""
+    """Normalize each channel by itself: merges the channel's parameters and statistics with the input's labels."""
     source = call.args[0]
     tensors = [argument if isinstance(argument, torch.Tensor) else None for argument in call.args[1:5]]
     fields = _each_channel(flow, call, *tensors)
@@ -43,7 +43,7 @@ def batch_norm(flow: Flow, call: Call) -> None:
 def _each_channel(
     flow: Flow, call: Call, weight: Tensor, bias: Tensor, mean: Tensor = None, variance: Tensor = None
 ) -> list[Field]:
-    """Merges what a channel has; it stays exactly zero where neither the statistics nor the affine move it."""
+    """Merge what a channel has; it stays exactly zero where neither the statistics nor the affine move it."""
     source = call.args[0]
     vectors = [_lifted(flow, v, 1, source.dim()) for v in (weight, bias, mean, variance) if v is not None]
     fields = flow.pointwise([_lifted(flow, source, 0, source.dim()), *vectors], product=False)
@@ -59,7 +59,7 @@ def _is_zero(flow: Flow, tensor: Tensor) -> bool:
 
 @register_rule("aten.native_layer_norm", "aten._fused_rms_norm", "aten.rms_norm")
 def layer_norm(flow: Flow, call: Call) -> None:
-    """Normalizes over the last axes together: their labels pass if the running module is a norm."""
+    """Normalize over the last axes together: their labels pass if the running module is a norm."""
     source, shape, *affine = call.args[:4]
     vectors = [argument for argument in affine if isinstance(argument, torch.Tensor)]
     lead = source.dim() - len(shape)
@@ -75,14 +75,16 @@ def layer_norm(flow: Flow, call: Call) -> None:
 
 
 def _whole_rows(flow: Flow, field: Field, together: set[int]) -> Field:
-    """A field that lies on other axes too, such as heads, tied so that whole rows go: what is left has all of them."""
+    """Return a field that lies on other axes too, such as heads, tied so that whole rows go: what is left has all of
+    them.
+    """
     inside = sorted(set(field.span) & together)
     return field if len(inside) in (0, len(field.span)) else field.with_labels(flow.union.tie(field.labels, inside))
 
 
 @register_rule("aten.native_group_norm")
 def group_norm(flow: Flow, call: Call) -> None:
-    """Normalizes over equal groups of channels: each loses the same positions, so that their number stays."""
+    """Normalize over equal groups of channels: each loses the same positions, so that their number stays."""
     source, weight, bias = call.args[:3]
     groups = int(call.args[6])
     spatial = set(range(2, source.dim()))
@@ -100,7 +102,7 @@ def group_norm(flow: Flow, call: Call) -> None:
 
 
 def _lifted(flow: Flow, tensor: torch.Tensor, lead: int, ndim: int) -> tuple[Shape, list[Field]]:
-    """Shape and fields of a tensor as if it had `lead` axes before its own and `ndim` in all."""
+    """Return the shape and fields of a tensor as if it had `lead` axes before its own and `ndim` in all."""
 
     def shaped(shape: Sequence[int]) -> tuple[int, ...]:
         return (1,) * lead + tuple(shape) + (1,) * (ndim - lead - len(shape))

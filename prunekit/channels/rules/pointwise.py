@@ -1,4 +1,7 @@
-"""Pointwise operators: unary ones pass fields through, the others broadcast and merge them."""
+"""Pointwise operators: unary ones pass fields through, the others broadcast and merge them.
+
+Tensors of one number that a forward pass makes, such as the first state of a recurrent layer.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from prunekit.channels.labels import Field
-from prunekit.channels.rules.registry import Call, aten, register_rule
+from prunekit.channels.labels import Field, along
+from prunekit.channels.rules.rule import Call, aten, register_rule
 
 if TYPE_CHECKING:
-    from prunekit.channels.flow import Flow, Shape
+    from prunekit.channels.tracing.flow import Flow, Shape
+
 
 KEEPS_ZERO = (
     "relu relu6 hardswish silu gelu elu selu celu leaky_relu tanh sin tan asin atan sinh asinh neg abs sign "
@@ -36,7 +40,7 @@ IN_PLACE = ("", "_")
 
 
 def aligned(flow: Flow, tensor: torch.Tensor, ndim: int) -> tuple[Shape, list[Field]]:
-    """Shape and fields of a tensor with leading axes of size 1 added up to `ndim`.
+    """Return the shape and fields of a tensor with leading axes of size 1 added up to `ndim`.
 
     What was expanded along an axis counts as one value there: `expand_as` takes the size of whatever is kept.
     """
@@ -49,7 +53,7 @@ def aligned(flow: Flow, tensor: torch.Tensor, ndim: int) -> tuple[Shape, list[Fi
 
 
 def broadcast(flow: Flow, operands: Sequence[Any], *, product: bool) -> list[Field]:
-    """Fields of an elementwise operator over tensors and numbers."""
+    """Return the fields of an elementwise operator over tensors and numbers."""
     tensors = [operand for operand in operands if isinstance(operand, torch.Tensor)]
     numbers = [operand for operand in operands if isinstance(operand, (int, float, bool, complex))]
     ndim = max(tensor.dim() for tensor in tensors)
@@ -135,7 +139,7 @@ def _zero_spans(flow: Flow, operand: Any, ndim: int) -> set[tuple[int, ...]]:
     "aten.addcmul", "aten.addcmul_", "aten.where", "aten.masked_fill", "aten.masked_fill_", "aten._prelu_kernel"
 )
 def ternary(flow: Flow, call: Call) -> None:
-    """Merges whatever meets; zeros survive only in PReLU, whose kernel maps 0 to 0."""
+    """Merge whatever meets; zeros survive only in PReLU, whose kernel maps 0 to 0."""
     fields = broadcast(flow, [argument for argument in call.args if isinstance(argument, torch.Tensor)], product=False)
     kept = [field.span for field in flow.fields(call.args[0]) if field.zero] if "prelu" in call.name else []
     flow.set(call.out, [Field(field.labels, field.span in kept) for field in fields])
@@ -152,3 +156,38 @@ def copy(flow: Flow, call: Call) -> None:
     )
     zero = {field.span for field in aligned(flow, source, target.dim())[1] if field.zero}
     flow.set(call.out, [Field(field.labels, field.span in zero) for field in written])
+
+
+MADE = frozenset({"aten.zeros", "aten.full", "aten.new_zeros"})
+"""Operators with a rule for what comes out, also where nothing that goes in carries a label."""
+
+
+@register_rule("aten.zeros", "aten.full")
+def made(flow: Flow, call: Call) -> None:
+    """Labels of its own for an axis as long as a number that the running module, or a part of it, remembers.
+
+    So a state of `hidden_size` zeros goes with what it meets. Whether that size really follows, the trial tells.
+    """
+    sizes, zero = _remembered(flow), call.name != "aten.full" or call.args[1] == 0
+    axes = [axis for axis, size in enumerate(call.out.shape) if size > 1 and size in sizes]
+    ndim = call.out.dim()
+    flow.set(call.out, [Field(along(flow.union.new(call.out.shape[axis]), axis, ndim), zero) for axis in axes])
+
+
+def _remembered(flow: Flow) -> set[int]:
+    if flow.model is None:
+        return set()
+    module = flow.model.get_submodule(flow.module)
+    return {value for part in (module, *module.children()) for value in vars(part).values() if type(value) is int}
+
+
+@register_rule("aten.new_zeros")
+def made_beside(flow: Flow, call: Call) -> None:
+    """Zeros beside a tensor: of its shape with its labels, else with labels of their own."""
+    (zeros if call.out.shape == call.args[0].shape else made)(flow, call)
+
+
+@register_rule("aten.zeros_like", "aten.zero", "aten.zero_")
+def zeros(flow: Flow, call: Call) -> None:
+    """Zeros in the shape of a tensor, with its labels."""
+    flow.set(call.out, [Field(field.labels, zero=True) for field in flow.fields(call.args[0])])

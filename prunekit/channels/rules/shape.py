@@ -10,14 +10,14 @@ import numpy as np
 
 from prunekit.channels.constraints import Crossed, Padded, Rectangle
 from prunekit.channels.labels import Field, Labels, collapse, rows_along
-from prunekit.channels.rules.registry import Call, register_rule
+from prunekit.channels.rules.rule import Call, register_rule
 
 if TYPE_CHECKING:
-    from prunekit.channels.flow import Flow
+    from prunekit.channels.tracing.flow import Flow
 
 
 def axis_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Factors a reshape into the smallest groups of old axes that become groups of new axes."""
+    """Return factors a reshape into the smallest groups of old axes that become groups of new axes."""
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(old) or j < len(new):
@@ -41,7 +41,7 @@ def axis_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int],
 
 
 def reshape_labels(labels: Labels, old: Sequence[int], new: Sequence[int]) -> tuple[Labels, list[list[int]]]:
-    """Reshapes labels like a view from `old` to `new`; also returns the groups of new axes that one axis became."""
+    """Reshape labels like a view from `old` to `new`; also returns the groups of new axes that one axis became."""
     if 0 in old:
         return np.zeros([1] * len(new), dtype=np.int64), []
     full, target, splits = list(labels.shape), [1] * len(new), []
@@ -103,7 +103,7 @@ def _constrain(flow: Flow, labels: Labels, axes: list[int]) -> None:
 
 @register_rule("aten.permute", "aten.transpose", "aten.t", "aten.movedim", "aten.transpose_", "aten.t_")
 def permute(flow: Flow, call: Call) -> None:
-    """Reorders axes."""
+    """Reorder axes."""
     ndim = call.args[0].dim()
     order = list(range(ndim))
     if "transpose" in call.name:
@@ -127,7 +127,7 @@ def layout(flow: Flow, call: Call) -> None:
 
 @register_rule("aten.expand")
 def expand(flow: Flow, call: Call) -> None:
-    """Repeats axes of size 1: the labels do not depend on them."""
+    """Repeat axes of size 1: the labels do not depend on them."""
     lead = (1,) * (call.out.dim() - call.args[0].dim())
     flow.set(call.out, [f.with_labels(f.labels.reshape(lead + f.labels.shape)) for f in flow.fields(call.args[0])])
 
@@ -172,7 +172,7 @@ def cut(flow: Flow, call: Call) -> None:
 
 
 def part(flow: Flow, fields: Sequence[Field], axis: int, start: int, stop: int) -> list[Field]:
-    """Fields of some positions of an axis; a single one stays, as nothing would be left of it."""
+    """Return the fields of some positions of an axis; a single one stays, as nothing would be left of it."""
     if stop - start == 1:
         flow.lock([np.take(f.labels, [start], axis=axis) for f in fields if f.span == (axis,)], PICKED)
     taken = [np.take(f.labels, range(start, stop), axis=axis) if axis in f.span else f.labels for f in fields]
@@ -181,7 +181,7 @@ def part(flow: Flow, fields: Sequence[Field], axis: int, start: int, stop: int) 
 
 @register_rule("aten.roll")
 def roll(flow: Flow, call: Call) -> None:
-    """Moves positions along axes: a labeled axis is locked."""
+    """Move positions along axes: a labeled axis is locked."""
     dims = call.arg(2, "dims") or range(call.out.dim())
     replay(flow, call, [axis % call.out.dim() for axis in dims], BY_POSITION)
 
@@ -201,7 +201,9 @@ def pad(flow: Flow, call: Call) -> None:
 
 
 def _padded(flow: Flow, field: Field, changed: dict[int, Sequence[int]], filled: bool) -> Field:
-    """What is added stays, or goes with what it was added to; zeros are as good as zero on other axes of a field."""
+    """Return what is added stays, or goes with what it was added to; zeros are as good as zero on other axes of a
+    field.
+    """
     amounts = [tuple(changed.get(axis, (0, 0))) if axis in field.span else (0, 0) for axis in range(field.labels.ndim)]
     added = [axis for axis in changed if axis in field.span]
     labels = np.pad(field.labels, amounts)
@@ -217,14 +219,14 @@ def _padded(flow: Flow, field: Field, changed: dict[int, Sequence[int]], filled:
 
 @register_rule("aten.flip")
 def flip(flow: Flow, call: Call) -> None:
-    """Reverses labels together with the values."""
+    """Reverse labels together with the values."""
     axes = tuple(int(axis) % call.out.dim() for axis in call.args[1])
     flow.set(call.out, [field.with_labels(np.flip(field.labels, axes)) for field in flow.fields(call.args[0])])
 
 
 @register_rule("aten.repeat")
 def repeat(flow: Flow, call: Call) -> None:
-    """Repeats labels together with the values."""
+    """Repeat labels together with the values."""
     fields = []
     for field in flow.fields(call.args[0]):
         lead = call.out.dim() - field.labels.ndim

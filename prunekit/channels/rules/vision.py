@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prunekit.channels.labels import Field, Labels, along
-from prunekit.channels.rules.registry import Call, register_rule
+from prunekit.channels.rules.rule import Call, register_rule
 
 if TYPE_CHECKING:
-    from prunekit.channels.flow import Flow
+    from prunekit.channels.tracing.flow import Flow
 
 SAMPLED = "sampled between places along these channels"
 
 
 def _channels(flow: Flow, tensor: Any, axis: int) -> tuple[Labels | None, bool]:
-    """Labels along the axis of channels and their zero flag; fields on the axes of positions are locked."""
+    """Return labels along the axis of channels and their zero flag; fields on the axes of positions are locked."""
     flow.lock([f for f in flow.fields(tensor) if any(a > axis for a in f.span)], SAMPLED)
     return flow.on_axis(tensor, axis, "channels that are spread over the batch as well")
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, TypeVar
 
-from prunekit.measure.breakdown import OperatorRow, Side
-from prunekit.numbers import listed
+from prunekit.measure.causes.breakdown import OperatorRow, Side
+from prunekit.utils.display import listed
 
 LEAST = 0.02
 """Share of the pruned model's time below which nothing is worth a sentence."""
@@ -96,11 +96,11 @@ L = TypeVar("L", bound=Saving)
 
 
 def worth_naming(layers: Iterable[L], pruned_ms: float) -> list[L]:
-    """Layers by what they would save, the most first; none where all together are not worth a sentence."""
+    """Return the layers by what they would save, the most first; none where all together are not worth a sentence."""
     found = sorted(layers, key=lambda layer: -layer.saved_ms)
     return found if sum(layer.saved_ms for layer in found) >= LEAST * pruned_ms else []
 
 
 def some(names: Sequence[str], shown: int = NAMED) -> str:
-    """The first of several names, and how many more there are."""
+    """Return the first of several names, and how many more there are."""
     return listed(dict.fromkeys(name or "(root)" for name in names), shown)

@@ -1,17 +1,57 @@
-"""The module as it is; its layers by their ATen operators."""
+"""Where runtimes of torch itself run a module: on the setting's device, in its dtype and memory format.
+
+The module as it is; its layers by their ATen operators.
+
+`torch.compile` with its defaults and fixed shapes.
+
+The eager kernels of one forward, captured as a CUDA graph and replayed.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 
-from prunekit.inputs import call
-from prunekit.measure.runtimes.registry import register_runtime
-from prunekit.measure.runtimes.setting import LayerClock, Sample, Session, Setting, Source
-from prunekit.measure.runtimes.torch_modules import move, on_cpu, placed
-from prunekit.nested import gather
+from prunekit.channels.cut.model_copy import copied
+from prunekit.measure.latency.memory import Placement
+from prunekit.measure.runtimes.runtime import register_runtime
+from prunekit.measure.runtimes.session import LayerClock, Sample, Session, Setting, Source, in_dtype
+from prunekit.utils.context import set_mode
+from prunekit.utils.inputs import call
+from prunekit.utils.tensors import gather, lies_channels_last, map_tensors
+
+FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+
+
+def layout_of(module: nn.Module, asked: str) -> str:
+    """Return the memory format that a module is run in: what is asked for, but a model with channels last stays so."""
+    return "channels_last" if lies_channels_last(module) else asked
+
+
+def placed(source: Source, sample: Sample, setting: Setting) -> tuple[nn.Module, Sample]:
+    """Return a copy of the module in eval mode and the sample, as a setting asks for them."""
+    assert source.module is not None
+    form = FORMATS[layout_of(source.module, setting.memory_format)]
+    device, dtype = torch.device(setting.device), setting.torch_dtype
+    module = set_mode(copied(source.module, device, dtype).to(memory_format=form), False)
+    # channels-last is a layout of images: other inputs stay as they are, as the parameters of other layers do
+    return module, map_tensors(
+        in_dtype(sample, dtype),
+        lambda one: one.to(device, memory_format=form if one.dim() == 4 else torch.preserve_format),
+    )
+
+
+def on_cpu(setting: Setting) -> bool:
+    """Return whether a setting is one of the CPU, where modules are laid out anew while they are timed."""
+    return setting.device == "cpu"
+
+
+def move(module: nn.Module, setting: Setting) -> Placement | None:
+    """Return what moves the weights of a module in a setting; None on another device than the CPU."""
+    return Placement(module) if on_cpu(setting) else None
 
 
 @register_runtime(
@@ -22,13 +62,13 @@ from prunekit.nested import gather
     moves_weights=on_cpu,
 )
 def eager(source: Source, sample: Sample, setting: Setting) -> Session:
-    """Calls the module."""
+    """Call the module."""
     module, inputs = placed(source, sample, setting)
     return Session(lambda: call(module, inputs), layers=lambda: _layers(module, inputs), move=move(module, setting))
 
 
 def _layers(module: nn.Module, inputs: Sample) -> LayerClock:
-    from prunekit.measure.operators import OperatorTimer, floor  # which other measurements start without
+    from prunekit.measure.causes.operator_times import OperatorTimer, floor  # which other measurements start without
 
     device = gather(inputs)[0].device
     timer = OperatorTimer(module, inputs, device, floor(device).clock_ms)
@@ -44,3 +84,52 @@ def _by_module(times: Mapping[tuple[str, str], float]) -> dict[str | None, float
     for (path, _), ms in times.items():
         found[path] += ms
     return dict(found)
+
+
+MOST_MODELS = 64
+"""Of one class that are compiled beside each other."""
+
+
+@register_runtime(
+    "compile",
+    about="torch.compile with its defaults and fixed shapes",
+    devices=("cpu", "cuda"),
+    measures_memory=False,
+    moves_weights=on_cpu,
+    forget=torch.compiler.reset,
+)
+def compiled(source: Source, sample: Sample, setting: Setting) -> Session:
+    """Compile the module, as part of starting the session."""
+    module, inputs = placed(source, sample, setting)
+    compiled = torch.compile(module, dynamic=False)
+    # Each model is a recompilation of the same code, and past a limit torch goes back to eager without an error.
+    with torch._dynamo.config.patch(recompile_limit=MOST_MODELS, fail_on_recompile_limit_hit=True):
+        call(compiled, inputs)
+    return Session(lambda: call(compiled, inputs), move=move(module, setting))
+
+
+CAPTURE_RUNS = 3
+"""Forwards on a side stream before a graph is captured, as torch's notes on CUDA graphs ask for."""
+
+
+# Activations lie in the graph's pool from when it is captured: a replay allocates nothing that could be counted.
+@register_runtime(
+    "cudagraphs",
+    about="the eager kernels of one forward, captured as a CUDA graph and replayed",
+    devices=("cuda",),
+    measures_memory=False,
+)
+def cuda_graphs(source: Source, sample: Sample, setting: Setting) -> Session:
+    """Capture one forward and replays it."""
+    module, inputs = placed(source, sample, setting)
+    device = gather(inputs)[0].device
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(CAPTURE_RUNS):
+            call(module, inputs)
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = call(module, inputs)
+    return Session(graph.replay, lambda _: output)

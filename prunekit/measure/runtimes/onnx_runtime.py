@@ -1,20 +1,99 @@
-"""ONNX Runtime on the CPU."""
+"""ONNX Runtime on the CPU.
+
+Models as ONNX files, for the runtimes that take these.
+
+Which module an operator of an ONNX file belongs to, and what runtimes made of these operators.
+"""
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from prunekit.measure.runtimes.places import Places
-from prunekit.measure.runtimes.registry import register_runtime
-from prunekit.measure.runtimes.setting import LayerClock, Sample, Session, Setting, Source
-from prunekit.nested import gather
+from prunekit.channels.cut.model_copy import copied
+from prunekit.export.onnx import export_onnx
+from prunekit.measure.runtimes.runtime import register_runtime
+from prunekit.measure.runtimes.session import FileKey, Inputs, LayerClock, Sample, Session, Setting, Source, in_dtype
+from prunekit.utils.tensors import gather
+
+
+def exported(model: nn.Module, inputs: Inputs, keys: Iterable[FileKey], folder: Path) -> Source:
+    """Return a model as ONNX files, for each batch and dtype, in a folder that is made where it is not there.
+
+    Raises:
+        RunError: the exporter cannot follow the model.
+    """
+    folder.mkdir(exist_ok=True)
+    with torch.inference_mode(False), torch.no_grad():  # export traces, which needs version counters
+        return Source(files={key: _file(model, inputs, *key, folder) for key in sorted(set(keys))})
+
+
+def _file(model: nn.Module, inputs: Inputs, batch: int, dtype: str, folder: Path) -> Path:
+    sample, path = inputs.sample(batch), folder / f"{batch}-{dtype}.onnx"
+    if dtype == "float32":
+        return export_onnx(model, sample, path)
+    kind: torch.dtype = getattr(torch, dtype)
+    return export_onnx(copied(model, dtype=kind), in_dtype(sample, kind), path)
+
+
+SCOPES = "pkg.torch.onnx.name_scopes"
+"""Metadata by torch's exporter: the paths of the modules around a node, from the root on, and its own name."""
+RULES = "pkg.onnxscript.rewriter.rule_name"
+"""Metadata by the exporter's optimizer: by which rules it made a node of others."""
+NORM_FUSED = "FuseBatchNormInto"
+"""Begins the rules whose result is named for the norm, and reads the weight of the layer before it."""
+RENAMED = re.compile(r"(?:fused )?(?P<name>.+?)(?:_nchwc(?:_token_\d+)?|/.*)?")
+"""How runtimes name what they make of a node: by its name, or that of its result, and what was done."""
+
+
+class Places:
+    """The modules of an ONNX file that torch's exporter wrote.
+
+    Attributes:
+        of_nodes: name of each node -> path of the innermost module; "" is the model's own code.
+    """
+
+    def __init__(self, file: Path) -> None:
+        import onnx
+
+        graph = onnx.load(file, load_external_data=False).graph
+        self._made_by = {output: node for node in graph.node for output in node.output}
+        self._nodes = {node.name: node for node in graph.node}
+        found = {node.name: _place(node) for node in graph.node}
+        self.of_nodes: Mapping[str, str] = {name: place for name, place in found.items() if place is not None}
+
+    def of(self, name: str, *, convolution: bool = False) -> str | None:
+        """Return the module of an operator by its name in a runtime; None for one that the runtime has added.
+
+        Args:
+            convolution: whether the operator convolves: one fused with its activation may be named for the latter.
+        """
+        match = RENAMED.fullmatch(name)
+        assert match is not None
+        node = self._nodes.get(match["name"]) or self._made_by.get(match["name"])
+        if convolution and node is not None and node.op_type != "Conv" and node.input:
+            before = self._made_by.get(node.input[0])
+            node = before if before is not None and before.op_type == "Conv" else node
+        return None if node is None else self.of_nodes.get(node.name)
+
+
+def _place(node: Any) -> str | None:
+    known = {entry.key: entry.value for entry in node.metadata_props}
+    if NORM_FUSED in known.get(RULES, ""):
+        return str(node.input[1]).rpartition(".")[0]
+    if SCOPES not in known:
+        return None
+    *modules, _ = ast.literal_eval(known[SCOPES])
+    return str(modules[-1]) if modules else ""
+
 
 KERNEL, FORWARD = "_kernel_time", "model_run"
 """How the profiler names the time of a node, and that of all of them, which it writes after them."""
@@ -39,7 +118,7 @@ def _refuse(setting: Setting) -> str:
     times_layers=True,
 )
 def onnx_runtime(source: Source, sample: Sample, setting: Setting) -> Session:
-    """Opens a session that has one pool of `threads` threads."""
+    """Open a session that has one pool of `threads` threads."""
     import onnxruntime
 
     file = source.files[setting.batch, "float32"]
@@ -57,7 +136,7 @@ def _run_of(session: Any, values: Sequence[Any]) -> Callable[[], Any]:
 
 
 def _layers(file: Path, values: Sequence[Any], threads: int) -> LayerClock:
-    """The profiler of ONNX Runtime, in a session of its own; it writes a file beside the model's."""
+    """Return the profiler of ONNX Runtime, in a session of its own; it writes a file beside the model's."""
     session, places = open_session(file, threads, profile=file.with_suffix(".profile")), Places(file)
 
     def passes(count: int) -> list[dict[str | None, float]]:
@@ -70,7 +149,7 @@ def _layers(file: Path, values: Sequence[Any], threads: int) -> LayerClock:
 
 
 def by_module(events: Sequence[Mapping[str, Any]], places: Places) -> list[dict[str | None, float]]:
-    """The milliseconds of each forward by module, from what the profiler wrote, in its order."""
+    """Return the milliseconds of each forward by module, from what the profiler wrote, in its order."""
     found: list[dict[str | None, float]] = []
     times: dict[str | None, float] = defaultdict(float)
     for event in events:
@@ -85,7 +164,9 @@ def by_module(events: Sequence[Mapping[str, Any]], places: Places) -> list[dict[
 
 
 def open_session(file: Path, threads: int, profile: Path | None = None) -> Any:
-    """A session on the CPU with this many threads; with its profiler on where it is told how its file's name begins."""
+    """Return a session on the CPU with this many threads; with its profiler on where it is told how its file's name
+    begins.
+    """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

@@ -9,15 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from prunekit.channels import ChannelMap
+from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.labels import Labels
-from prunekit.planning.budgets.registry import BUDGETS, Countable
-from prunekit.planning.costs import CostModel, cost_model
-from prunekit.planning.latency import LatencyTable
-from prunekit.planning.select import Part
-from prunekit.planning.terms import Numbers, Term
-from prunekit.settings.budgets import BudgetFacts, noted
-from prunekit.settings.pruning import PruneSettings
+from prunekit.planning.budgets.budget import BUDGETS, Countable
+from prunekit.planning.candidates import Part
+from prunekit.planning.costs import CostModel, Numbers, Term, cost_model
+from prunekit.planning.latency_table import LatencyTable
+from prunekit.settings.prune import BudgetFacts, PruneSettings, noted
 
 BITS = 40
 """To which the largest term of a sum of fractions is counted."""
@@ -66,7 +64,7 @@ class Budgets:
         return not self.steps and not self.turning
 
     def fits(self, counts: Labels) -> Any:
-        """Whether counts (..., parts) meet every budget: bool (...)."""
+        """Return whether counts (..., parts) meet every budget: bool (...)."""
         return (self.limited(counts) <= self.limits).all(axis=-1)
 
     def found(self, counts: Labels) -> dict[str, Any]:
@@ -87,7 +85,7 @@ class Budgets:
 def budgets_of(
     channel_map: ChannelMap, parts: list[Part], settings: PruneSettings, latency: LatencyTable | None = None
 ) -> Budgets:
-    """The budgets of a job as functions of the parts' counts.
+    """Return the budgets of a job as functions of the parts' counts.
 
     Args:
         latency: of the target, where a budget is one of time.
@@ -152,7 +150,7 @@ def _within(dense: Numbers, most: Numbers, owner: Labels) -> Labels:
 
 
 def _finer(sums: list[list[Term]], facts: BudgetFacts) -> tuple[list[list[Term]], float]:
-    """Terms whose sums are precise as whole numbers, which are all that is counted, and how much finer they are.
+    """Return terms whose sums are precise as whole numbers, which are all that is counted, and how much finer they are.
 
     Constants that are whole stay as they are, and so do times, which are in nanoseconds.
     """
@@ -165,7 +163,9 @@ def _finer(sums: list[list[Term]], facts: BudgetFacts) -> tuple[list[list[Term]]
 
 
 def _worst(parts: list[Part]) -> Callable[[Labels], Numbers]:
-    """The largest share that a part keeps, of those that are not at their smallest: a share is asked of every group."""
+    """Return the largest share that a part keeps, of those that are not at their smallest: a share is asked of every
+    group.
+    """
     sizes = np.array([part.labels.size for part in parts])
     free = np.array([len(part.counts) > 1 for part in parts])
     floor = np.array([part.at_most(0) for part in parts]) / sizes

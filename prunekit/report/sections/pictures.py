@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from prunekit.report.features import filters_of, mapped, pictured
-from prunekit.report.histograms import summed
-from prunekit.report.run import Run
-from prunekit.report.sections.registry import register_section
+from prunekit.report.pages.histograms_page import summed
+from prunekit.report.pages.images_page import filters_of, mapped, pictured
+from prunekit.report.run_data import Run
+from prunekit.report.sections.section import register_section
 
 
 @register_section("maps", about="class activation and saliency maps", order=100)

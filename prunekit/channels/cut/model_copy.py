@@ -1,0 +1,445 @@
+"""A model's structure with other tensors in it: the weights are never copied, only exchanged.
+
+Hooks come along. One that reaches something of the model, be it a module or an object that a module holds, acts on
+the copy's; what it reaches besides is shared with the model's own. So a decoder that reads what hooks on the encoder
+stored reads that of its own encoder, and an observer's list is filled by both.
+
+What a model's own `fuse()` takes out: heads that only training needs, and that the deployed model does not have.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._library.custom_ops import CustomOpDef
+from torch.utils.hooks import RemovableHandle
+
+from prunekit.errors import ModelError
+from prunekit.hooks.hook import HOOK_TABLES, is_ours
+
+_ATOMS = (int, float, bool, str, bytes, complex, type(None), type, torch.dtype, torch.device)
+_CONTAINERS = (dict, set, OrderedDict)
+_ATOM_TYPES = frozenset({int, float, bool, str, type(None)})
+_OWN_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters and buffers by name, each tensor once: a tied one under its first name."""
+    seen: set[int] = set()
+    modules = list(model.named_modules())
+    for table in ("_parameters", "_buffers"):
+        for path, module in modules:
+            for name, tensor in getattr(module, table).items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield (f"{path}.{name}" if path else name), tensor
+
+
+def has_gradients(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is of a type that autograd knows: of floating-point or of complex numbers."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def owners(model: nn.Module) -> dict[int, set[str]]:
+    """Return the paths of the modules that have a parameter or buffer, by the tensor's id."""
+    paths: dict[int, set[str]] = {}
+    for path, module in model.named_modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            paths.setdefault(id(tensor), set()).add(path)
+    return paths
+
+
+def with_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+    """Return a copy of a model's structure that holds `tensors` in place of its own.
+
+    What torch or Accelerate put around a method of an instance, such as autocast, is not copied: a copy has the
+    method itself, as a model from a file has.
+
+    Args:
+        model: left as it is; parameters stay parameters with their `requires_grad`, buffers stay buffers.
+        tensors: one for each name of `named_tensors(model)`; a missing name keeps a copy of the model's tensor.
+
+    Raises:
+        ModelError: the model holds something that cannot be copied.
+    """
+    memo: dict[int, Any] = {id(item): item for item in _shared(model)}
+    for name, tensor in named_tensors(model):
+        new = tensors.get(name)
+        if new is None:
+            continue
+        if isinstance(tensor, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=tensor.requires_grad and has_gradients(new))
+        memo[id(tensor)] = new
+    tables = _hook_tables(model)
+    memo.update((id(table), type(table)()) for table in tables)
+    if any(callable(hook) and not is_ours(hook) for table in tables for hook in table.values()):
+        memo.update((id(tensor), tensor.detach().clone()) for tensor in _results_kept(model, tables))
+    functions: list[tuple[nn.Module, str]] = []
+    try:
+        clone: nn.Module = _clone(model, memo, functions)
+        for table in tables:
+            memo[id(table)].update((key, _rebound(hook, memo)) for key, hook in table.items() if not is_ours(hook))
+        for module, name in functions:
+            vars(module)[name] = _rebound(vars(module)[name], memo)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        raise ModelError(
+            f"{type(model).__name__} cannot be copied: {error}; expected a module whose attributes "
+            "copy.deepcopy understands (no tensors with a grad_fn, locks or open files)"
+        ) from error
+    return clone
+
+
+def copied(model: nn.Module, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> nn.Module:
+    """Return a copy of a model with tensors of its own, whose hooks act on the copy.
+
+    What an earlier forward pass left in the model is copied as a value, without how it was computed.
+
+    Args:
+        model: left as it is.
+        device: where the copy's tensors lie; where the model's do by default.
+        dtype: of the copy's floating-point tensors; complex ones stay complex, of that precision or of complex64.
+
+    Raises:
+        ModelError: the model holds something that cannot be copied.
+    """
+    computed = {name: tensor.detach().clone() for name, tensor in named_tensors(model) if not tensor.is_leaf}
+    clone = with_tensors(model, computed)
+    if device is not None:
+        clone = clone.to(device)
+    if dtype is not None:
+        clone._apply(lambda tensor: in_dtype(tensor, dtype))  # type: ignore[no-untyped-call]
+    return clone
+
+
+def in_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor in a floating-point type if it is of such numbers; a complex one in the complex type beside it.
+
+    `Module.to(dtype)` would leave out the imaginary part. What is narrower than complex64 has no operators to speak of.
+    """
+    if tensor.is_complex():
+        return tensor.to(torch.promote_types(dtype, torch.float32).to_complex())
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _shared(model: nn.Module) -> Iterator[Any]:
+    """Yield functions in attributes of modules that `copy.deepcopy` does not know as such: scripted ones, operators."""
+    for module in model.modules():
+        for item in list(vars(module).values()):
+            yield from (one for one in (item, *_entries(item)) if isinstance(one, _STATELESS))
+
+
+def _hook_tables(model: nn.Module) -> list[dict[int, Any]]:
+    """Return what handles of hooks may refer to: the tables of all modules that have any, empty ones too."""
+    having = [module for module in model.modules() if any(vars(module).get(name) for name in HOOK_TABLES)]
+    own = [(name, item) for module in having for name, item in vars(module).items()]
+    return [item for name, item in own if name in HOOK_TABLES or (type(item) in _CONTAINERS and "_hooks_" in name)]
+
+
+def _clone(value: Any, memo: dict[int, Any], functions: list[tuple[nn.Module, str]]) -> Any:
+    """`copy.deepcopy`, with a short way for plain modules, which are nearly all there is in a model.
+
+    Args:
+        functions: gets the modules of the copy with the names of their attributes in which there are functions.
+    """
+    if isinstance(value, _ATOMS):
+        return value
+    known = memo.get(id(value))
+    if known is not None:
+        return known
+    if type(value) in _CONTAINERS and not value:
+        memo[id(value)] = empty = type(value)()
+        return empty
+    if isinstance(value, torch.jit.ScriptModule):
+        memo[id(value)] = scripted = _scripted(value, memo)
+        return scripted
+    if not isinstance(value, nn.Module) or not _is_plain(type(value)):
+        return copy.deepcopy(value, memo)
+    twin = value.__class__.__new__(value.__class__)
+    memo[id(value)] = twin
+    state = {}
+    for name, item in _without_wrappers(value).items():
+        kind = type(item)
+        if kind in _ATOM_TYPES or (kind is tuple and all(type(entry) in _ATOM_TYPES for entry in item)):
+            state[name] = item
+        elif name.startswith("_") and kind in _CONTAINERS and not item:
+            state[name] = memo.get(id(item), kind())  # the tables every module has, which no two share
+        elif name in _OWN_TABLES:
+            state[name] = type(item)((key, _clone(entry, memo, functions)) for key, entry in item.items())
+        else:
+            state[name] = _clone(item, memo, functions)
+            if name not in HOOK_TABLES and any(isinstance(one, _FUNCTIONS) for one in (item, *_entries(item))):
+                functions.append((twin, name))
+    twin.__setstate__(state)  # type: ignore[no-untyped-call]
+    return twin
+
+
+def _scripted(module: nn.Module, memo: Mapping[int, Any]) -> nn.Module:
+    """Return a copy of a scripted or traced module, which is not Python's to copy, with other tensors put into it."""
+    with torch.no_grad():  # or its parameters would be results of a copy
+        twin = copy.deepcopy(module)
+    parts = dict(twin.named_modules())
+    for path, part in module.named_modules():
+        for table in ("_parameters", "_buffers"):
+            for name, tensor in getattr(part, table).items():
+                if id(tensor) in memo:
+                    getattr(parts[path], table)[name] = memo[id(tensor)]
+    return twin
+
+
+def _is_plain(cls: type) -> bool:
+    """Return whether a module's class leaves copying to Python's and `nn.Module`'s default."""
+    if any(hasattr(cls, name) for name in ("__deepcopy__", "__copy__", "__getnewargs__", "__slots__")):
+        return False
+    standard = {"__getstate__": nn.Module, "__reduce_ex__": object, "__reduce__": object}
+    return all(getattr(cls, name) is getattr(base, name) for name, base in standard.items())
+
+
+def _without_wrappers(module: nn.Module) -> dict[str, Any]:
+    """Return a module's attributes without what torch or Accelerate put around its methods, and without what that
+    kept.
+    """
+    state: dict[str, Any] = nn.Module.__getstate__(module)  # type: ignore[no-untyped-call]  # a class's own may raise
+    state.pop("_is_accelerate_prepared", None)  # with it Accelerate would not prepare the copy
+    shadowing = [name for name, item in state.items() if isinstance(item, _FUNCTIONS)]
+    inner = {name: _wrapped(module, name, state[name]) for name in shadowing}
+    found = {name: method for name, method in inner.items() if method is not None}
+    if not found:
+        return state
+    kept = [
+        name
+        for name, item in state.items()
+        if _is_foreign(type(item).__module__, _ACCELERATE)
+        or (isinstance(item, MethodType) and item.__func__ in found.values() and not hasattr(type(module), name))
+    ]
+    state = {name: item for name, item in state.items() if name not in (*found, *kept)}
+    other = {name: method for name, method in found.items() if method is not getattr(type(module), name)}
+    return {**state, **{name: MethodType(method, module) for name, method in other.items()}}
+
+
+def _wrapped(module: nn.Module, name: str, item: Any) -> FunctionType | None:
+    """Return the method of a module's class inside of wrappers of torch's or Accelerate's; None where there are no
+    such.
+    """
+    layers = 0
+    while True:
+        function = item.__func__ if isinstance(item, MethodType) else item
+        inner = getattr(function, "__wrapped__", None)
+        if getattr(type(module), getattr(function, "__name__", ""), None) is function or inner is None:
+            break
+        code = function.func if isinstance(function, partial) else function
+        if not _is_foreign(getattr(code, "__globals__", {}).get("__name__", type(code).__module__), _WRAPPING):
+            return None
+        item, layers = inner, layers + 1
+    if not layers or not hasattr(type(module), name) or not isinstance(function, FunctionType):
+        return None
+    return function if getattr(type(module), function.__name__, None) is function else None
+
+
+_ACCELERATE = ("accelerate",)
+_WRAPPING = ("torch", *_ACCELERATE)
+"""Packages whose wrappers change the precision or the place in which a method computes, not what."""
+
+
+def _is_foreign(module: str, packages: tuple[str, ...]) -> bool:
+    return module.partition(".")[0] in packages
+
+
+def foreign_methods(model: nn.Module) -> list[str]:
+    """Return methods that somebody put in the place of those of a module's class, as `path.name`: a file holds none of
+    them.
+
+    But for what every module has besides its forward, such as `train`: it computes nothing.
+    """
+    return [
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules()
+        for name, item in _without_wrappers(module).items()
+        if isinstance(item, _FUNCTIONS) and hasattr(type(module), name) and not _is_own_method(module, item)
+        if name == "forward" or not hasattr(nn.Module, name)
+    ]
+
+
+def _is_own_method(module: nn.Module, item: Any) -> bool:
+    """Return whether something is a method of a module's class, bound to it, as in `self.forward =
+    self.forward_fast`.
+    """
+    bound = isinstance(item, MethodType) and item.__self__ is module
+    return bound and getattr(type(module), item.__name__, None) is item.__func__
+
+
+_FUNCTIONS = (FunctionType, MethodType, partial)
+_STATELESS = (torch.jit.ScriptFunction, torch._ops.OpOverload, torch._ops.OpOverloadPacket, CustomOpDef)
+_DEEP = 8
+"""How far a hook is followed to what it reaches."""
+
+
+def _entries(value: Any) -> Iterable[Any]:
+    """Return what a plain container contains."""
+    if type(value) in (dict, OrderedDict):
+        return list(value.values())
+    return list(value) if type(value) in (list, tuple, set, frozenset) else ()
+
+
+def _children(value: Any) -> Iterable[Any]:
+    """Return what an object refers to, as far as a hook may act on it; nothing for modules, tensors and handles."""
+    if isinstance(value, (*_ATOMS, nn.Module, torch.Tensor, RemovableHandle, ModuleType)):
+        return ()
+    if isinstance(value, MethodType):
+        return value.__self__, value.__func__
+    if isinstance(value, partial):
+        return value.func, *value.args, *value.keywords.values(), *vars(value).values()
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        named = (value.__kwdefaults__ or {}).values()
+        return *cells, *(value.__defaults__ or ()), *named, *vars(value).values(), *_globals_read(value).values()
+    if isinstance(value, weakref.ref):
+        return (value(),)
+    return _entries(value) or list(getattr(value, "__dict__", {}).values())
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _globals_read(function: FunctionType) -> dict[str, Any]:
+    """Containers and objects that a function reads by the names of its file, and functions of the same file."""
+    names = [name for name in function.__code__.co_names if name in function.__globals__]
+    found = {name: function.__globals__[name] for name in names}
+    others = (type, ModuleType)
+    return {
+        name: item
+        for name, item in found.items()
+        if not isinstance(item, others) and getattr(item, "__globals__", function.__globals__) is function.__globals__
+    }
+
+
+def _reaches(value: Any, memo: Mapping[int, Any], seen: set[int], depth: int = _DEEP) -> bool:
+    """Return whether something refers to what has a counterpart in the copy."""
+    if isinstance(value, _ATOMS):
+        return False
+    if id(value) in memo:
+        return memo[id(value)] is not value and (not isinstance(value, torch.Tensor) or value.is_leaf)
+    if id(value) in seen or not depth:
+        return False
+    seen.add(id(value))
+    return any(_reaches(child, memo, seen, depth - 1) for child in _children(value))
+
+
+def _results_kept(model: nn.Module, tables: Iterable[Mapping[int, Any]]) -> Iterator[torch.Tensor]:
+    """Yield the results of an earlier forward pass that hooks stored: `copy.deepcopy` refuses them for their
+    history.
+    """
+    hooks = [hook for table in tables for hook in table.values() if not is_ours(hook)]
+    own = [vars(module).items() for module in model.modules()]
+    attributes = [item for items in own for name, item in items if name not in (*HOOK_TABLES, *_OWN_TABLES)]
+    seen: set[int] = set()
+    left = [(value, _DEEP) for value in (*hooks, *attributes)]
+    while left:
+        value, depth = left.pop()
+        if isinstance(value, torch.Tensor) and not value.is_leaf:
+            yield value
+        if id(value) not in seen and depth and not isinstance(value, _ATOMS):
+            seen.add(id(value))
+            left += [(child, depth - 1) for child in _children(value)]
+
+
+def _rebound(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a hook that acts on the copy: what it reaches of the model exchanged, all else shared with the
+    original.
+    """
+    if id(value) in memo and not isinstance(value, _ATOMS):
+        return memo[id(value)]
+    if not _reaches(value, memo, set()):
+        return value
+    if isinstance(value, MethodType):
+        return MethodType(_rebound(value.__func__, memo), _rebound(value.__self__, memo))
+    if isinstance(value, partial):
+        named = {key: _rebound(item, memo) for key, item in value.keywords.items()}
+        bound = partial(_rebound(value.func, memo), *(_rebound(item, memo) for item in value.args), **named)
+        vars(bound).update({key: _rebound(item, memo) for key, item in vars(value).items()})
+        return bound
+    if isinstance(value, FunctionType):
+        return _function_rebound(value, memo)
+    if isinstance(value, weakref.ref):
+        meant = value()
+        return value if meant is None else weakref.ref(_rebound(meant, memo))
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(_rebound(item, memo) for item in value)
+    if type(value) in (dict, OrderedDict):
+        memo[id(value)] = items = type(value)()
+        items.update({key: _rebound(item, memo) for key, item in value.items()})
+        return items
+    memo[id(value)] = twin = copy.copy(value)
+    for name, item in list(vars(value).items()):
+        vars(twin)[name] = copy.deepcopy(item, memo) if isinstance(item, RemovableHandle) else _rebound(item, memo)
+    return twin
+
+
+def _function_rebound(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
+    found = {name: item for name, item in _globals_read(function).items() if _reaches(item, memo, set())}
+    names = {**function.__globals__} if found else function.__globals__
+    cells = tuple(CellType() for _ in function.__closure__ or ())
+    twin = FunctionType(function.__code__, names, function.__name__, None, cells or None)
+    memo[id(function)] = twin
+    names.update({name: _rebound(item, memo) for name, item in found.items()})
+    twin.__defaults__ = function.__defaults__ and tuple(_rebound(item, memo) for item in function.__defaults__)
+    for cell, old in zip(cells, function.__closure__ or (), strict=True):
+        if _is_filled(old):
+            cell.cell_contents = _rebound(old.cell_contents, memo)
+    if function.__kwdefaults__:
+        twin.__kwdefaults__ = {key: _rebound(item, memo) for key, item in function.__kwdefaults__.items()}
+    twin.__module__, twin.__qualname__, twin.__doc__ = function.__module__, function.__qualname__, function.__doc__
+    vars(twin).update({key: _rebound(item, memo) for key, item in vars(function).items()})
+    return twin
+
+
+def fused_away(model: nn.Module) -> tuple[str, ...]:
+    """Return the paths of the modules that `model.fuse()` takes out of a copy and puts nothing in the place of.
+
+    A part whose class or children are others afterwards was merged, not taken out. None where the model has no such
+    method, or it does not work on a copy.
+    """
+    fuse = getattr(model, "fuse", None)
+    if not inspect.ismethod(fuse) or any(_required(one) for one in inspect.signature(fuse).parameters.values()):
+        return ()
+    try:
+        fused = with_tensors(model, {})
+        quiet = {"verbose": False} if "verbose" in inspect.signature(fuse).parameters else {}
+        fused.fuse(**quiet)  # type: ignore[operator]
+    except Exception:  # a method of that name that is something else, or not for copies
+        return ()
+    before, after = dict(model.named_modules()), dict(fused.named_modules())
+    found = []
+    for path, module in before.items():
+        around, other = before[_around(path)], after.get(_around(path))
+        merged = other is not None and (type(other) is not type(around) or set(other._modules) - set(around._modules))
+        if path and path not in after and other is not None and not merged and any(True for _ in module.parameters()):
+            found.append(path)
+    return tuple(found)
+
+
+def is_inside(path: str, parts: Iterable[str]) -> bool:
+    """Return whether a module is one of some parts, or in one of them."""
+    return any(path == part or path.startswith(f"{part}.") for part in parts)
+
+
+def _around(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _required(parameter: inspect.Parameter) -> bool:
+    varied = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    return parameter.default is parameter.empty and not varied

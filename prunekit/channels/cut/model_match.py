@@ -1,0 +1,135 @@
+"""Whether a model is the one that a channel map, and with it every plan, was made for: by names and shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+from torch import nn
+
+from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.cut.model_copy import named_tensors
+from prunekit.errors import PlanError, nearest
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""What each tensor of a model must have, by name."""
+
+
+def require_model(
+    channel_map: ChannelMap, model: nn.Module, what: str = "the plan", *, narrow: Shapes | None = None
+) -> None:
+    """Checks that a model is the one that a channel map was traced from, before anything is done to it.
+
+    Parameters and buffers count by name and shape, whatever their precision, device and values; a tied one may have any
+    of its names. Of the model's own buffers, which its forward may make anew, those count that the map has free
+    channels of. It reads no values and takes about a millisecond.
+
+    Args:
+        what: was made for the model, for the message.
+        narrow: shapes that the tensors have in a model that a plan made compact, to tell it from any other.
+
+    Raises:
+        PlanError: it is another; names the first tensor or module that does not fit, and what to do.
+    """
+    shapes = channel_map.shapes
+    problem = _misfit(channel_map, model, shapes, what)
+    if problem and narrow and not _misfit(channel_map, model, narrow, what):
+        raise PlanError(f"{problem}; the model is compact already: give the dense one that {what} was made for")
+    if problem:
+        other = (
+            f"was {what} made for another model? Give that one, or trace and plan this one as it is now: "
+            "prunekit.plan(model, x, macs=0.5)"
+        )
+        raise PlanError(f"{problem}; {_inside(channel_map, model, shapes) or other}")
+
+
+def require_compact(channel_map: ChannelMap, model: nn.Module, narrow: Shapes) -> None:
+    """Checks that a model is what a plan leaves of its dense one.
+
+    Args:
+        narrow: shapes of all its tensors.
+
+    Raises:
+        PlanError: it is another; names the first tensor or module that does not fit, and what to do.
+    """
+    problem = _misfit(channel_map, model, narrow, "the plan")
+    if problem and not _misfit(channel_map, model, channel_map.shapes, ""):
+        raise PlanError(f"{problem}; the model is in its dense size: give prunekit.compact(model, plan)")
+    if problem:
+        other = "give prunekit.compact(model, plan) of the dense model that the plan was made for"
+        raise PlanError(f"{problem}; {_inside(channel_map, model, narrow) or other}")
+
+
+def _inside(channel_map: ChannelMap, model: nn.Module, shapes: Shapes) -> str:
+    """Return what to give where a part of a model fits, as that inside a wrapper does; empty if none does."""
+    for path, part in model.named_modules() if shapes else ():
+        if path and not _misfit(channel_map, part, shapes, ""):
+            return f"what fits is a part of this {type(model).__name__}: give its `.{path}`"
+    return ""
+
+
+def own_buffers(model: nn.Module) -> set[str]:
+    """Return the names of all buffers but those of torch's own layers, whose shapes are fixed."""
+    return {
+        name for path, module in _modules(model) if not _is_torchs(module) for name, _ in _named(path, module._buffers)
+    }
+
+
+def _misfit(channel_map: ChannelMap, model: nn.Module, shapes: Shapes, what: str) -> str:
+    """Return the first tensor or module of a model that does not fit, in words; empty if all do."""
+    remade = {name for name in own_buffers(model) if not _is_free(channel_map, name)}
+    first = {id(tensor): name for name, tensor in named_tensors(model)}
+    found = {name: tensor for path, module in _modules(model)
+             for table in (module._parameters, module._buffers) for name, tensor in _named(path, table)}  # fmt: skip
+    for name, tensor in found.items():
+        wanted, own = shapes.get(name), first[id(tensor)]
+        parameter = isinstance(tensor, nn.Parameter)
+        if name in remade or (wanted is None and (name != own or (not parameter and tensor.numel() < 2))):
+            continue
+        if tuple(tensor.shape) != wanted:
+            here = f"{'parameter' if parameter else 'buffer'} {name!r} of shape {tuple(tensor.shape)}"
+            return f"{here} does not fit {what}, which has {'none of that name' if wanted is None else wanted}"
+        if name != own and not _go_alike(channel_map, name, own):
+            return f"{name!r} and {own!r} are one tensor in the model, and two that go apart in {what}"
+    modules = dict(_modules(model))
+    for name, shape in shapes.items():
+        owner = modules.get(name.rpartition(".")[0])
+        may_lack = owner is not None and not _is_torchs(owner) and _is_fixed_buffer(channel_map, name)
+        if name not in found and not may_lack:
+            return f"{what} knows {name!r} of shape {shape}, which this model does not have; {nearest(name, found)}"
+    for path in (*channel_map.norms, *(size.module for size in channel_map.sizes)):
+        if path not in modules:
+            return f"{what} knows a module {path!r}, which this model does not have; {nearest(path, modules)}"
+    return ""
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """By all paths of each."""
+    yield from model.named_modules(remove_duplicate=False)
+
+
+def _named(path: str, table: Mapping[str, torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in table.items():
+        if tensor is not None:
+            yield (f"{path}.{name}" if path else name), tensor
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] == "torch"
+
+
+def _is_free(channel_map: ChannelMap, name: str) -> bool:
+    """Return whether a plan may take something of a tensor."""
+    return any(labels is not None and bool(labels.any()) for labels in channel_map.labels.get(name, ()))
+
+
+def _is_fixed_buffer(channel_map: ChannelMap, name: str) -> bool:
+    stored = channel_map.stored.get(name)
+    return stored is not None and not stored.parameter and not _is_free(channel_map, name)
+
+
+def _go_alike(channel_map: ChannelMap, name: str, other: str) -> bool:
+    """Return whether two tensors of a map, which are one in a model, lose the same whatever the plan."""
+    pairs = zip(channel_map.labels[name], channel_map.labels[other], strict=True)
+    return all(a is b or (a is not None and b is not None and np.array_equal(a, b)) for a, b in pairs)

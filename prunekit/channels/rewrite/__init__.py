@@ -1,0 +1,1 @@
+"""Sizes that a model's own Python fixes: where they stand, and how they are rewritten."""

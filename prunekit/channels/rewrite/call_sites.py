@@ -1,0 +1,415 @@
+"""Which expression of a model's own Python called an operator that takes sizes.
+
+What an expression says that calls an operator: the sizes of a view, the parts of a split, the bounds of a slice.
+
+Where an expression stands in a class's Python, and how it is called by name.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from types import CodeType, FrameType, FunctionType
+from typing import Any, TypeGuard
+
+import torch
+from torch import nn
+
+SIZED = frozenset(
+    f"aten.{name}"
+    for name in ("view", "_unsafe_view", "reshape", "expand", "split", "split_with_sizes", "slice")
+)  # fmt: skip
+"""Operators whose arguments are sizes or positions along an axis."""
+
+
+def takes_sizes(name: str, args: Sequence[Any]) -> bool:
+    """Return whether a size may be stated where an operator is called: attention multiplies by one of the width of a
+    head.
+    """
+    return name in SIZED or (name == "aten.mul" and isinstance(args[1], float))
+
+
+_TORCH = f"{Path(torch.__file__).parent}/"  # torchvision stands beside it
+_MODULES = f"{_TORCH}nn/modules/"
+
+
+@dataclass(frozen=True)
+class Site:
+    """A moment in a method: the code that ran, its own or that of a function within it, and the instruction."""
+
+    method: CodeType
+    code: CodeType
+    instruction: int
+
+    @property
+    def span(self) -> tuple[int, int, int, int] | None:
+        """First line and column of the expression that ran, and its last; None where Python keeps no columns."""
+        line, last, column, end = next(islice(self.code.co_positions(), self.instruction // 2, None))
+        return None if line is None or last is None or column is None or end is None else (line, column, last, end)
+
+
+def site_here(above: int) -> tuple[Site, nn.Module] | None:
+    """Return where in a method of a module the frame so far above the caller's stands, and the module; see
+    `frame_here`.
+    """
+    found = frame_here(sys._getframe(1 + above))
+    if found is None:
+        return None
+    frame, method, owner = found
+    return Site(method, frame.f_code, frame.f_lasti), owner
+
+
+def caller_here(above: int) -> tuple[Site, nn.Module] | None:
+    """Return where a method of a module called the function in the frame so far above the caller's, and the module."""
+    function = _own_frame(sys._getframe(1 + above))
+    frame = None if function is None else function.f_back
+    owner = None if frame is None else _owner(frame)
+    if frame is None or owner is None or _method_around(type(owner), frame.f_code) is not frame.f_code:  # type: ignore[arg-type]
+        return None
+    return Site(frame.f_code, frame.f_code, frame.f_lasti), owner
+
+
+def _own_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame of a model's own code; None within one of torch's own modules."""
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = None if frame.f_code.co_filename.startswith(_MODULES) else frame.f_back
+    return frame
+
+
+def _owner(frame: FrameType) -> nn.Module | None:
+    """Return the module that a function has as its first argument."""
+    first = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
+    return first if isinstance(first, nn.Module) else None
+
+
+def frame_here(frame: FrameType | None) -> tuple[FrameType, CodeType, nn.Module] | None:
+    """Return the frame of a model's own code that runs at or above one, the method of a module around it, and the
+    module.
+
+    None within one of torch's own modules, and where a function runs that is in no method.
+    """
+    frame = inner = _own_frame(frame)
+    for _ in range(_NESTED):
+        if frame is None or inner is None:
+            return None
+        owner = _owner(frame)
+        if owner is not None:
+            method = _method_around(type(owner), inner.f_code)  # type: ignore[arg-type]
+            if method is not None:
+                return inner, method, owner
+        frame = frame.f_back
+    return None
+
+
+_NESTED = 4
+"""How many frames a method may be above the code that runs: comprehensions, lambdas and functions within it."""
+
+
+@lru_cache(maxsize=4096)
+def _method_around(cls: type, code: CodeType) -> CodeType | None:
+    """Return the method of a class that some code is, or stands in."""
+    names = {name for base in cls.__mro__ if base is not nn.Module for name in vars(base)}
+    for method in (method_of(cls, name) for name in names):
+        if method is not None and _within(code, method[1].__code__):
+            return method[1].__code__
+    return None
+
+
+def _within(code: CodeType, outer: CodeType) -> bool:
+    inner = (constant for constant in outer.co_consts if isinstance(constant, CodeType))
+    return code is outer or any(_within(code, constant) for constant in inner)
+
+
+def method_of(cls: type, name: str) -> tuple[type, FunctionType] | None:
+    """Return the method that a class has under a name, and the class where it stands."""
+    for base in cls.__mro__:
+        method = vars(base).get(name)
+        if method is not None:
+            return (base, method) if isinstance(method, FunctionType) and method.__code__.co_argcount else None
+    return None
+
+
+@lru_cache(maxsize=1024)
+def definition(code: CodeType) -> tuple[ast.FunctionDef, str] | None:
+    """Return the syntax tree of a method and the text of its file; None where that cannot be read."""
+    source = "".join(linecache.getlines(code.co_filename))
+    try:
+        functions = [node for node in ast.walk(_tree(source)) if isinstance(node, ast.FunctionDef)]
+    except SyntaxError:
+        return None
+    for node in functions:
+        lines = (node.lineno, *(decorator.lineno for decorator in node.decorator_list))
+        if node.name == code.co_name and code.co_firstlineno in lines:
+            return node, source
+    return None
+
+
+@lru_cache(maxsize=16)
+def _tree(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+@lru_cache(maxsize=4096)
+def expression_at(site: Site) -> ast.expr | None:
+    """Return the call or subscript that ran; a call of a method may be said to begin where the method's name does."""
+    found, span = definition(site.method), site.span
+    if found is None or span is None:
+        return None
+    for node in ast.walk(found[0]):
+        if isinstance(node, (ast.Call, ast.Subscript)) and (node.end_lineno, node.end_col_offset) == span[2:]:
+            return node if (node.lineno, node.col_offset) <= span[:2] else None
+    return None
+
+
+@lru_cache(maxsize=4096)
+def operands_at(site: Site) -> tuple[ast.expr, ...]:
+    """Return what the expression, or the assignment in place, that ran computed with."""
+    found, span = definition(site.method), site.span
+    for node in ast.walk(found[0]) if found is not None and span is not None else ():
+        if isinstance(node, (ast.BinOp, ast.AugAssign)) and _span(node) == span:
+            return (node.left, node.right) if isinstance(node, ast.BinOp) else (node.value,)
+    called = expression_at(site)
+    return () if called is None else (called,)
+
+
+def _span(node: ast.expr | ast.stmt) -> tuple[int, int, int | None, int | None]:
+    return node.lineno, node.col_offset, node.end_lineno, node.end_col_offset
+
+
+def shape_arguments(node: ast.expr, axes: int) -> Iterator[tuple[int, ast.expr, int | None]]:
+    """Yield the expression for the new size of each axis in a view or an expansion, and its position in what that
+    makes.
+
+    Args:
+        axes: how many there are then.
+    """
+    match _arguments(node, "unflatten"):
+        case [axis, ast.Tuple(elts=sizes) | ast.List(elts=sizes)] if (first := number(axis)) is not None:
+            start = first if first >= 0 else axes + first + 1 - len(sizes)
+            yield from ((start + index, size, None) for index, size in enumerate(sizes))
+            return
+    given = _arguments(node, "view", "reshape", "expand")
+    if len(given) == 1 and _is_attribute(given[0]):
+        given = [ast.Starred(given[0], ast.Load())]
+    if len(given) == 1 and isinstance(given[0], (ast.Tuple, ast.List)):
+        given = list(given[0].elts)
+    stars = [index for index, argument in enumerate(given) if isinstance(argument, ast.Starred)]
+    more = axes - len(given) + 1  # that the one with a star stands for
+    if len(stars) > 1 or (not stars and more != 1) or more < 0:
+        return
+    for index, argument in enumerate(given):
+        at = index + (more - 1 if stars and index > stars[0] else 0)
+        if not isinstance(argument, ast.Starred):
+            yield at, argument, None
+        elif _is_attribute(argument.value):
+            yield from ((at + position, argument.value, position) for position in range(more))
+
+
+def _is_attribute(node: ast.expr) -> bool:
+    """Return whether something is read off a module, and so the same in every call."""
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+
+
+def number(node: ast.expr) -> int | None:
+    """Return a whole number that is written out."""
+    try:
+        value = ast.literal_eval(node)
+    except ValueError:
+        return None
+    return value if type(value) is int else None
+
+
+def parts_argument(node: ast.expr) -> ast.expr | None:
+    """Return the expression for the sizes of the parts in a split."""
+    return next(iter(_arguments(node, "split", "split_with_sizes")), None)
+
+
+def is_chunk(node: ast.AST) -> TypeGuard[ast.Call]:
+    """Return whether a call cuts an axis into so many parts, the last of which may be smaller."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "chunk"
+
+
+def is_of_torch(node: ast.Call) -> bool:
+    """Return whether a call is one of `torch.split(x, ...)`, not of `x.split(...)`: the tensor is its first argument
+    then.
+    """
+    of = node.func.value if isinstance(node.func, ast.Attribute) else None
+    return isinstance(of, ast.Name) and of.id == "torch"
+
+
+def _arguments(node: ast.expr, *functions: str) -> list[ast.expr]:
+    """Return those of `x.view(...)`, or of `torch.reshape(x, ...)` without the tensor, where some function is
+    called.
+    """
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr not in functions:
+        return []
+    named = [item.value for item in node.keywords if item.arg in _SIZES]
+    return [*node.args[is_of_torch(node) :], *named]
+
+
+_SIZES = ("shape", "size", "sizes", "split_size", "split_sizes", "split_size_or_sections")
+
+
+def slice_of_axis(node: ast.expr, axis: int, axes: int) -> ast.Slice | None:
+    """Return the slice of one axis in a subscript; `axes` is the number of axes at the time when it is taken."""
+    if not isinstance(node, ast.Subscript):
+        return None
+    items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+    for index, item in enumerate(items):
+        before, after = items[:index], items[index + 1 :]
+        if not isinstance(item, ast.Slice):
+            if not isinstance(item, ast.Constant):  # a tensor, or what only running it tells
+                return None
+        elif axis == (axes - 1 - sum(map(_takes, after)) if any(map(_is_dots, before)) else sum(map(_leaves, before))):
+            return item
+    return None
+
+
+def _is_dots(item: ast.expr) -> bool:
+    return isinstance(item, ast.Constant) and item.value is ...
+
+
+def _takes(item: ast.expr) -> bool:
+    """Return whether an item of a subscript is about an axis that was there."""
+    return isinstance(item, ast.Slice) or (isinstance(item, ast.Constant) and isinstance(item.value, int))
+
+
+def _leaves(item: ast.expr) -> bool:
+    """Return whether an axis is there behind an item of a subscript."""
+    return isinstance(item, ast.Slice) or (isinstance(item, ast.Constant) and item.value is None)
+
+
+def is_unscaled_attention(node: ast.AST) -> TypeGuard[ast.Call]:
+    """Return whether a call is torch's attention with its default scale."""
+    if not isinstance(node, ast.Call):
+        return False
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    plain = not any(item.arg in ("scale", None) for item in node.keywords)
+    return name == "scaled_dot_product_attention" and plain and len(node.args) < 7
+
+
+def nodes_of_sizes(function: ast.FunctionDef) -> Iterator[ast.AST]:
+    """Yield what stands in a method where sizes belong: in a view, a split, a slice, or the shape of a new tensor."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _SHAPING:
+            for argument in (*node.args, *(item.value for item in node.keywords)):
+                yield from ast.walk(argument)
+        elif isinstance(node, ast.Slice):
+            yield from ast.walk(node)
+
+
+_SHAPING = frozenset(
+    f"{prefix}{name}" for prefix in ("", "new_") for name in ("zeros", "ones", "empty", "full", "rand", "randn")
+) | {
+    "view", "reshape", "expand", "repeat", "unflatten", "split", "split_with_sizes", "tensor_split", "chunk", "narrow",
+}  # fmt: skip
+
+
+def value_of(name: str, function: ast.FunctionDef) -> ast.expr | None:
+    """Return what a method's only assignment to a name gives it."""
+    names = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == name]
+    stored = [node for node in names if isinstance(node.ctx, ast.Store)]
+    for node in ast.walk(function) if len(stored) == 1 else ():
+        if isinstance(node, ast.Assign) and node.targets == stored:
+            return node.value
+    return None
+
+
+def rearranged_by(node: ast.Call) -> ast.expr:
+    """Return what `shuffle(x, 2)` or a chain of methods, as in `x.view(...).transpose(1, 2).flatten(1, 2)`,
+    rearranges.
+    """
+    of: ast.expr = node
+    while isinstance(of, ast.Call) and isinstance(of.func, ast.Attribute) and of.func.attr in _MOVES:
+        of = of.args[0] if is_of_torch(of) else of.func.value
+    return node.args[0] if of is node else of
+
+
+_MOVES = (
+    "view",
+    "reshape",
+    "transpose",
+    "permute",
+    "contiguous",
+    "clone",
+    "flatten",
+    "unflatten",
+    "swapaxes",
+    "movedim",
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """An expression in a method: its line, counted from the method's first, its column and its text.
+
+    With an `axis` it is no size, but puts the positions of that axis in another order.
+    """
+
+    function: str
+    line: int
+    column: int
+    text: str
+    axis: int | None = None
+
+    def __str__(self) -> str:
+        order = "" if self.axis is None else f" order of axis {self.axis}"
+        return f"{self.function}+{self.line}.{self.column}{order}: {self.text}"
+
+    @property
+    def attribute(self) -> str:
+        """The attribute that holds the size, or the order."""
+        return f"_{'size' if self.axis is None else 'order'}_{self.function}_{self.line}_{self.column}"
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is written out, and so the same for all modules of the class."""
+        return self.text.isdecimal()
+
+    @classmethod
+    def named(cls, name: str) -> Place | None:
+        """Return the place that a name stands for; None where it is the name of a plain attribute."""
+        match = re.fullmatch(r"(\w+)\+(\d+)\.(\d+)(?: order of axis (\d+))?: (.+)", name, re.DOTALL)
+        axis = None if match is None or match[4] is None else int(match[4])
+        return match and cls(match[1], int(match[2]), int(match[3]), match[5], axis)
+
+
+@lru_cache(maxsize=4096)
+def place_of(code: CodeType, expression: ast.expr) -> Place | None:
+    """Return where an expression stands in a method, given by its code; None where the source cannot be read."""
+    found = definition(code)
+    if found is None:
+        return None
+    text = ast.get_source_segment(found[1], expression) or ""
+    return Place(code.co_name, expression.lineno - found[0].lineno, expression.col_offset, text)
+
+
+@lru_cache(maxsize=4096)
+def attribute_read(code: CodeType, expression: ast.expr) -> str | None:
+    """Return the attribute that an expression in a method reads, as in `part.width` for `self.part.width`; None for
+    others.
+
+    A name is followed to where the method gives it its value, if it does so once.
+    """
+    found = definition(code)
+    if found is None:
+        return None
+    node = expression
+    while isinstance(node, ast.Name):
+        value = value_of(node.id, found[0])
+        if value is None:
+            return None
+        node = value
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.insert(0, node.attr)
+        node = node.value
+    of_owner = isinstance(node, ast.Name) and node.id == code.co_varnames[0]
+    return ".".join(names) if names and of_owner else None

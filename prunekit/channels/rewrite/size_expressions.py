@@ -1,0 +1,353 @@
+"""Sizes that stand in a module's Python: which expressions called an operator, and how many of which labels they say.
+
+So `x.reshape(B, N, C)`, the parts of a split, the bounds of a slice, and the scale that attention makes of a width.
+
+Expressions that put channels in another order, as a channel shuffle does: a view, a transpose and a view back.
+
+What is left of the channels need not be rectangular if the compact model states the order instead (channel shuffle:
+ShuffleNet, 2017).
+
+Which of the sizes that stand in a class's Python change under a plan, over all its modules and all their calls.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import CodeType
+
+import numpy as np
+from torch import nn
+
+from prunekit.channels.channel_map import ChannelMap, Keep, SizeAttribute
+from prunekit.channels.constraints import Constraint, EqualParts, Rectangle
+from prunekit.channels.labels import Field, Labels, rows_along
+from prunekit.channels.rewrite.call_sites import (
+    Place,
+    attribute_read,
+    expression_at,
+    is_chunk,
+    is_unscaled_attention,
+    parts_argument,
+    place_of,
+    shape_arguments,
+    slice_of_axis,
+)
+from prunekit.channels.rewrite.rewriter import integers
+from prunekit.channels.rules.shape import axis_groups
+from prunekit.channels.tracing.operators import Operator, Run
+
+
+@dataclass(frozen=True, eq=False)
+class SizeExpression:
+    """An expression that says how many of some labels there are; or, at a position, one part of a list that it makes.
+
+    Labels of 0 stand for positions that stay whatever is pruned. The expression needs to be replaced where channels of
+    `decides` go. `reads` is the attribute that it reads, as in `part.width`.
+    """
+
+    place: Place
+    position: int | None
+    labels: Labels  # (size, n), as in `SizeAttribute`
+    decides: Labels
+    reads: str | None = None
+
+
+def size_expressions(operator: Operator, varying: Container[int]) -> Iterator[SizeExpression]:
+    """Yield the sizes in the expression that called an operator, where it stands in a method of a module.
+
+    Args:
+        varying: axes of the operator's first result whose sizes depend on the input; these are left alone.
+    """
+    site = operator.site
+    node = None if site is None else expression_at(site)
+    if site is None or node is None:
+        return
+    name = operator.name.removeprefix("aten.")
+    if name == "mul":
+        sizes = _of_scale
+    else:
+        sizes = _of_slice if name == "slice" else _of_split if name.startswith("split") else _of_shape
+    found = list(sizes(operator, node))
+    whole = not any(position is not None and axis in varying for axis, _, position, _ in found)
+    for axis, expression, position, labels in found if whole else ():
+        place = place_of(site.method, expression)
+        if axis not in varying and place is not None and labels.size:
+            if name == "mul":
+                yield SizeExpression(place, None, np.zeros_like(labels[:, :1]), labels)
+            else:
+                yield SizeExpression(place, position, labels, labels, attribute_read(site.method, expression))
+
+
+Sized = tuple[int, ast.expr, int | None, Labels]
+
+
+def _of_shape(operator: Operator, node: ast.expr) -> Iterator[Sized]:
+    """Yield the sizes of axes that are labeled, or that came of one that is: heads are, and with them their width."""
+    old, new = operator.call[0][0], operator.call[2][0]
+    linked = set()
+    for left, right in axis_groups(old, new) if operator.name != "aten.expand" else ():
+        spans = [axis for field in operator.inputs for axis in field.span if axis in left]
+        linked |= set(right) if spans else set()
+    for axis, expression, position in shape_arguments(node, len(new)):
+        rows = _rows(operator.outputs[0], axis)
+        if rows is None and (position is not None or (axis in linked and not isinstance(expression, ast.Constant))):
+            rows = np.zeros((new[axis], 1), dtype=np.int64)
+        if rows is not None and not _is_rest(expression):
+            yield axis, expression, position, rows
+
+
+def _of_split(operator: Operator, node: ast.expr, *, equal: bool = False) -> Iterator[Sized]:
+    expression = node if is_chunk(node) else parts_argument(node)
+    axis = _axis(operator, 2)
+    rows = [_rows(fields, axis) for fields in operator.outputs]
+    if expression is None or not rows or any(part is None for part in rows):
+        return
+    if is_chunk(node) and len({len(part) for part in rows}) == 1 and not equal:  # type: ignore[arg-type]
+        return  # as many stay in each
+    if operator.name == "aten.split" and not is_chunk(node):
+        yield axis, expression, None, rows[0]  # type: ignore[misc]
+    elif isinstance(expression, (ast.List, ast.Tuple)):
+        yield from ((axis, element, None, part) for element, part in zip(expression.elts, rows, strict=False))  # type: ignore[misc]
+    else:
+        yield from ((axis, expression, position, part) for position, part in enumerate(rows))  # type: ignore[misc]
+
+
+def part_sizes(operator: Operator) -> list[SizeAttribute]:
+    """Return the sizes of equal parts into which an expression cuts an axis, where it can be told one for each.
+
+    But for the first axis, which may grow with the batch.
+    """
+    site = operator.site
+    node = None if site is None else expression_at(site)
+    if site is None or node is None or not is_chunk(node):
+        return []
+    place = place_of(site.method, node)
+    found = _of_split(operator, node, equal=True) if place is not None else ()
+    return [SizeAttribute(operator.owner, str(place), position, labels) for axis, _, position, labels in found if axis]
+
+
+def _of_scale(operator: Operator, node: ast.expr) -> Iterator[Sized]:
+    """Attention multiplies by a power of the width of a head unless it is told a scale: it keeps the dense one."""
+    axis = len(operator.call[2][0]) - 1
+    rows = _rows(operator.inputs, axis)
+    if rows is not None and is_unscaled_attention(node):
+        yield axis, node, None, rows
+
+
+def _of_slice(operator: Operator, node: ast.expr) -> Iterator[Sized]:
+    shape, *given = operator.call[0]
+    axis = _axis(operator, 1)
+    bounds = slice_of_axis(node, axis, len(shape))
+    rows = _rows(operator.inputs, axis)
+    if bounds is None or rows is None or bounds.step is not None:
+        return
+    start, stop = (slice(*given[1:3]) if len(given) > 2 else slice(given[1], None)).indices(len(rows))[:2]
+    for expression, position in ((bounds.lower, start), (bounds.upper, stop)):
+        if expression is not None:
+            yield axis, expression, None, rows[:position]
+
+
+def _axis(operator: Operator, argument: int) -> int:
+    args, named, outs = operator.call
+    axis = args[argument] if len(args) > argument else named.get("dim", 0)
+    return int(axis) % len(outs[0])
+
+
+def _rows(fields: Iterable[Field], axis: int) -> Labels | None:
+    """Return the labels along an axis, a row for each position, of the first field there; None where there are none."""
+    for field in fields:
+        if axis in field.span:
+            return rows_along(field.labels, axis)
+    return None
+
+
+def _is_rest(node: ast.expr) -> bool:
+    """Return whether a size is given as -1: what is left."""
+    return isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)
+
+
+@dataclass(frozen=True, eq=False)
+class Avoidable:
+    """Constraints that are none if a compact model is told sizes or an order in place of an expression."""
+
+    sizes: tuple[SizeAttribute, ...]
+    constraints: tuple[Constraint, ...]
+
+
+def avoidable(runs: Iterable[Run]) -> list[Avoidable]:
+    """Return what equal parts and shuffles ask for, by the expressions that make them, where these always do the
+    same.
+    """
+    found: dict[tuple[str, str], list[Avoidable]] = {}
+    for run in runs:
+        for index, operator in enumerate(run.operators):
+            if any(isinstance(constraint, EqualParts) for constraint in operator.constraints):
+                one: Avoidable | None = Avoidable(tuple(part_sizes(operator)), operator.constraints)
+            elif any(isinstance(constraint, Rectangle) for constraint in operator.constraints):
+                one = next(_rearranged(list(_chain(run.operators, index))), None)
+            else:
+                continue
+            if one is not None and one.sizes:
+                found.setdefault((one.sizes[0].module, one.sizes[0].name), []).append(one)
+    return [_together(every) for every in found.values() if all(_alike(one, every[0]) for one in every)]
+
+
+def _together(every: Sequence[Avoidable]) -> Avoidable:
+    return Avoidable(every[0].sizes, tuple(constraint for one in every for constraint in one.constraints))
+
+
+def _alike(left: Avoidable, right: Avoidable) -> bool:
+    pairs = list(zip(left.sizes, right.sizes, strict=False))
+    same = all(np.array_equal(a.labels, b.labels) and np.array_equal(_order(a), _order(b)) for a, b in pairs)
+    return same and len(left.sizes) == len(right.sizes)
+
+
+def _order(size: SizeAttribute) -> Labels:
+    return np.arange(len(size.labels)) if size.order is None else size.order
+
+
+_MOVES = frozenset(
+    f"aten.{name}" for name in ("view", "_unsafe_view", "permute", "transpose", "clone", "unsqueeze", "squeeze")
+)
+
+
+def _chain(operators: Sequence[Operator], start: int) -> Iterator[Operator]:
+    """Yield operators that move what the one before them moved, and nothing else."""
+    yield operators[start]
+    for before, operator in zip(operators[start:], operators[start + 1 :], strict=False):
+        (fields,) = before.outputs
+        if operator.name not in _MOVES or len(fields) != 1 or operator.inputs != fields:
+            return
+        yield operator
+
+
+def _rearranged(chain: Sequence[Operator]) -> Iterator[Avoidable]:
+    """Yield what the chain does up to each end at which the channels are on their axis again."""
+    first = chain[0]
+    for end, last in enumerate(chain[1:], 1):
+        if len(first.inputs) != 1 or len(last.outputs[0]) != 1 or last.call[2][0] != first.call[0][0]:
+            continue
+        before, after = first.inputs[0], last.outputs[0][0]
+        site = _expression(first, last)
+        place = None if site is None else place_of(*site)
+        labels, moved = before.labels.reshape(-1), after.labels.reshape(-1)
+        if place is None or before.span == (0,) or len(before.span) != 1 or after.span != before.span:
+            continue
+        if len(np.unique(labels)) < labels.size:
+            continue
+        order = np.argsort(labels)[np.searchsorted(np.sort(labels), moved)]
+        where = replace(place, axis=before.span[0])
+        left = tuple(constraint for operator in chain[: end + 1] for constraint in operator.constraints)
+        yield Avoidable((SizeAttribute(first.owner, str(where), None, labels[:, None], order),), left)
+
+
+def _expression(first: Operator, last: Operator) -> tuple[CodeType, ast.expr] | None:
+    """Return the call of a function in which both ran, or the chain of methods from one to the other; with its
+    method.
+    """
+    if first.caller is not None and first.caller == last.caller and first.owner == last.owner:
+        node = expression_at(first.caller)
+        return (first.caller.method, node) if isinstance(node, ast.Call) and node.args else None
+    if first.site is None or last.site is None or first.site.method is not last.site.method:
+        return None
+    inner, outer = expression_at(first.site), expression_at(last.site)
+    chained = inner is not None and outer is not None and inner in ast.walk(outer)
+    return (first.site.method, outer) if chained and isinstance(outer, ast.Call) else None
+
+
+class StatedSizes:
+    """Collects the sizes in a class's expressions.
+
+    Attributes:
+        equal: labels of which as many must stay, as one expression says how many of either there are.
+    """
+
+    def __init__(self, channel_map: ChannelMap, keep: Keep) -> None:
+        self.equal: list[EqualParts] = []
+        self._map, self._final, self._keep = channel_map, channel_map.traced.final, keep
+        self._left_alone = {(size.module, size.name) for size in channel_map.sizes}
+        self._asked = [part.labels for part in channel_map.traced.extra if isinstance(part, EqualParts)]
+        self._found: dict[tuple[str, str, int | None], SizeAttribute] = {}
+        self._changing: set[str] = set()
+        self._reads: dict[str, str | None] = {}
+
+    def note(self, module: str, sizes: Sequence[SizeExpression]) -> None:
+        """Take in the sizes of one expression when a module ran it once."""
+        fewer = {str(size.place) for size in sizes if self._shrinks(size.labels)}
+        beside = {str(size.place) for size in sizes if not size.place.is_number}
+        self._changing |= fewer | (beside if fewer or any(self._shrinks(size.decides) for size in sizes) else set())
+        for size in sizes:
+            key = (module, str(size.place), size.position)
+            self._reads[key[1]] = size.reads
+            earlier = self._found.setdefault(key, SizeAttribute(*key, size.labels)).labels
+            if not self._same(earlier, size.labels):
+                self._clash(key, earlier, size.labels)
+
+    def _shrinks(self, labels: Labels) -> bool:
+        return not bool(self._keep[self._final[labels]].any(axis=1).all())
+
+    def _same(self, left: Labels, right: Labels) -> bool:
+        one, two = (np.sort(self._by_row(labels), axis=0) for labels in (left, right))
+        return np.array_equal(one, two)
+
+    def _by_row(self, labels: Labels) -> Labels:
+        """Return what decides on each row: one label, as for a position in all heads, where it is the same all
+        along.
+        """
+        final = self._final[labels]
+        for choice in self._map.deciding(final):
+            if choice.all() and (choice == choice[:, :1]).all():
+                return choice[:, :1]
+        return final
+
+    def _clash(self, key: tuple[str, str, int | None], left: Labels, right: Labels) -> None:
+        """Ask for equal numbers, of heads or of positions in the first one; where that was no help, give up."""
+        parts = np.stack([left[:, 0], right[:, 0]]) if len(left) == len(right) else None
+        if parts is None or any(np.array_equal(parts, asked) for asked in self._asked):
+            self._left_alone.add(key[:2])
+        else:
+            self.equal.append(EqualParts(parts))
+
+    def changing(self) -> list[SizeAttribute]:
+        """Return all sizes, of every module, in expressions that change in one of them."""
+        found = [size for size in self._found.values() if (size.module, size.name) not in self._left_alone]
+        return [size for size in found if size.name in self._changing]
+
+    def as_attributes(self, model: nn.Module) -> list[SizeAttribute]:
+        """Return the same, with attributes of integers in place of expressions that only read one: `self.num_heads`.
+
+        Unless that would have to be two sizes at once.
+        """
+        read: dict[tuple[str, str], list[SizeAttribute]] = {}
+        result = []
+        for size in self.changing():
+            attribute = _holder(size, self._reads[size.name], model)
+            if attribute is None:
+                result.append(size)
+            else:
+                read.setdefault(attribute, []).append(size)
+        for (module, name), sizes in read.items():
+            first = {size.position: size for size in reversed(sizes)}
+            if all(self._same(size.labels, first[size.position].labels) for size in sizes):
+                sizes = [replace(size, module=module, name=name) for size in first.values()]
+            values = integers(vars(model.get_submodule(module)).get(name)) or []
+            known = [
+                size for size in sizes if (size.module, size.name) in self._left_alone or values[size.position or 0] < 0
+            ]
+            result += [size for size in sizes if size not in known]
+        return result
+
+
+def _holder(size: SizeAttribute, reads: str | None, model: nn.Module) -> tuple[str, str] | None:
+    """Return the module and its attribute that an expression reads: the size itself, or -1 for what is left."""
+    if reads is None:
+        return None
+    part, _, name = reads.rpartition(".")
+    path = ".".join(filter(None, (size.module, part)))
+    try:
+        values = integers(vars(model.get_submodule(path)).get(name))
+    except AttributeError:  # of something that is no module
+        return None
+    return (path, name) if values and values[size.position or 0] in (len(size.labels), -1) else None

@@ -1,0 +1,1 @@
+"""One run of a model while labels flow through every operator."""

@@ -1,0 +1,213 @@
+"""How a forward pass is run for a trace or a trial: its modes, and which module runs at each moment."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from prunekit.hooks.owner import HookOwner, after_forward, before_forward
+
+
+class ModuleCall(NamedTuple):
+    """Which call of a module it is in a forward pass, from 1, and the line of the model's Python that makes it."""
+
+    number: int
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        text = linecache.getline(self.file, self.line).strip()
+        return f"{Path(self.file).name}:{self.line}" + (f": {text}" if text else "")
+
+
+class ModuleStack(HookOwner):
+    """Knows at every operator which module is running, and tells when one begins and ends.
+
+    Args:
+        on_enter: gets path, module, and its arguments and named arguments.
+        on_exit: the same and the result.
+
+    Attributes:
+        counts: how often each module was called, or a copy of it that took its hooks along.
+        ran: paths of the modules that were called themselves.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        on_enter: Callable[[str, nn.Module, Any], None] | None = None,
+        on_exit: Callable[[str, nn.Module, Any, Any], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.model, self.on_enter, self.on_exit = model, on_enter, on_exit
+        self.paths: list[str] = [""]
+        self._calls: list[ModuleCall | None] = [None]
+        self.counts: dict[str, int] = {}
+        self.ran: set[str] = set()
+        self._path_of: dict[int, str] = {id(module): path for path, module in model.named_modules()}
+
+    @property
+    def current(self) -> str:
+        """Path of the innermost module that runs now; empty for the root."""
+        return self.paths[-1]
+
+    @property
+    def call(self) -> ModuleCall | None:
+        """Which call of that module it is; None in the top-level forward."""
+        return self._calls[-1]
+
+    def path_of(self, module: Any) -> str:
+        """Return the path of a module of the model; empty for anything else."""
+        return self._path_of.get(id(module), "")
+
+    def register(self) -> None:
+        """Add a forward-pre and a forward hook to every module."""
+        self.paths = [""]
+        for path, module in self.model.named_modules():
+            self.own(before_forward(module, self._enter(path), with_kwargs=True))
+            self.own(after_forward(module, self._leave(path), with_kwargs=True))
+
+    def _enter(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, named: Any) -> None:
+            self.paths.append(path)
+            self.counts[path] = self.counts.get(path, 0) + 1
+            if id(module) in self._path_of:
+                self.ran.add(path)
+            self._calls.append(_call(self.counts[path], sys._getframe(1)) if path else None)
+            if self.on_enter is not None:
+                self.on_enter(path, module, (args, named))
+
+        return hook
+
+    def _leave(self, path: str) -> Callable[[nn.Module, Any, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, named: Any, output: Any) -> None:
+            if self.on_exit is not None:
+                self.on_exit(path, module, (args, named), output)
+            self.paths.pop()
+            self._calls.pop()
+
+        return hook
+
+
+@contextmanager
+def mode_for_trace(model: nn.Module, training: bool) -> Iterator[None]:
+    """Train or eval mode for everything that has children; leaves (norms, dropout) always in eval mode."""
+    before = [(module, module.training) for module in model.modules()]
+    changed = []
+    for module, was in before:
+        wanted = training and next(module.children(), None) is not None
+        if was != wanted:
+            module.training = wanted
+            changed.append(module)
+    try:
+        yield
+    finally:
+        for module in changed:
+            module.training = not module.training
+
+
+class TrainModeWatch:
+    """Finds out whether the forward pass of a model depends on the train mode of any module that has children.
+
+    A module's own Python can only behave differently in train mode if it reads `self.training`. While the watch is
+    active each such module has a subclass of its class, on which `training` is a property that notes the reading.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        parents = [module for module in model.modules() if next(module.children(), None) is not None]
+        self._modules = [module for module in parents if not isinstance(module, torch.jit.ScriptModule)]
+        self.asked = len(self._modules) < len(parents)  # what a scripted module reads is not seen
+        self._twins: dict[type, type] = {}
+
+    def __enter__(self) -> TrainModeWatch:
+        self._classes = [type(module) for module in self._modules]
+        for module, cls in zip(self._modules, self._classes, strict=True):
+            try:
+                module.__class__ = self._twin(cls)
+            except TypeError:  # a class whose instances cannot change theirs: nothing is known
+                self.asked = True
+        return self
+
+    def _twin(self, cls: type) -> type:
+        if cls not in self._twins:
+
+            def read(module: nn.Module) -> bool:
+                self.asked = True
+                return bool(module.__dict__["training"])
+
+            def write(module: nn.Module, value: bool) -> None:
+                module.__dict__["training"] = value
+
+            namespace = {
+                "training": property(read, write),
+                "__module__": cls.__module__,
+                "__qualname__": cls.__qualname__,
+            }
+            self._twins[cls] = type(cls.__name__, (cls,), namespace)
+        return self._twins[cls]
+
+    def __exit__(self, *error: object) -> None:
+        for module, cls in zip(self._modules, self._classes, strict=True):
+            module.__class__ = cls
+
+
+@contextmanager
+def plain_attention() -> Iterator[None]:
+    """Attention's fast path and fused kernels off: they would hide the projections and the scores from the trace."""
+    with without_fast_path(), sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+@contextmanager
+def without_fast_path() -> Iterator[None]:
+    """Attention as the operators that its fast path stands for, fused kernels among them."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+_TORCH = f"{Path(torch.__file__).parent}/"
+_AROUND_MODELS = tuple(
+    f"{_TORCH}{part}" for part in ("utils", "_dynamo", "_ops.py", "_compile.py", "nn/modules/module.py")
+)
+
+
+def _call(number: int, frame: FrameType | None) -> ModuleCall | None:
+    """Return a call that the innermost frame outside of torch's own code makes."""
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    return None if frame is None else ModuleCall(number, frame.f_code.co_filename, frame.f_lineno)
+
+
+def line_of(error: BaseException) -> str:
+    """Return the innermost line of a model's own code, else of torch's modules, from which an error came."""
+    frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
+    outside = [frame for frame in frames if not frame.filename.startswith(str(Path(__file__).parents[1]))]
+    models = [frame for frame in outside if not frame.filename.startswith(_TORCH)]
+    for frame in reversed(models or [frame for frame in outside if not frame.filename.startswith(_AROUND_MODELS)]):
+        return f"{Path(frame.filename).name}:{frame.lineno}: {frame.line}"
+    return ""
+
+
+def innermost_module(error: BaseException) -> nn.Module | None:
+    """Return the module in whose method an error was raised."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for frame in reversed(frames):
+        first = frame.f_code.co_varnames[:1] if frame.f_code.co_argcount else ()
+        for name in first:
+            if isinstance(frame.f_locals.get(name), nn.Module):
+                return frame.f_locals[name]  # type: ignore[no-any-return]
+    return None

@@ -1,0 +1,308 @@
+"""How labels flow: what happens to fields that meet, element by element or along an axis that is summed over.
+
+What a trace knows while labels flow: the fields of every tensor, merges and locks, constraints and costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from prunekit.channels.constraints import NOT_ZERO, Constraint, Contracted, Flattened, LockRecord, Nested
+from prunekit.channels.labels import LOCKED, Field, Labels, LabelUnion, MacTerm, apart
+from prunekit.channels.tracing.execution import ModuleCall
+
+
+class FlowState:
+    """State of one trace, handed to every rule.
+
+    Fields are kept on the tensors themselves, so they live exactly as long as the tensor does.
+
+    Attributes:
+        owner: what marks fields of this trace.
+        model: the one that is traced, with the sizes that its modules remember.
+        first_made: labels from here on are of tensors that the forward pass made, not of parameters.
+        substituted: paths of modules whose equivalents are followed: the operators of the model's own are others.
+        divided: of axes of parameters that are divided by the norm of what lies on each of their labels: it must not
+            be zero, and need not, because a factor beside it is.
+        module, operator: what runs now.
+        call: which of the calls of that module it is.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self.model = model
+        self.owner = object()
+        self.union = LabelUnion()
+        self.first_made: int | None = None
+        self.locks: list[LockRecord] = []
+        self.constraints: list[Constraint] = []
+        self.statistics: dict[str, list[LockRecord]] = {}
+        self.macs: list[MacTerm] = []
+        self.count_macs = True
+        self.batch = 1
+        self.substituted: set[str] = set()
+        self.divided: list[Labels] = []
+        self.module = ""
+        self.operator = ""
+        self.call: ModuleCall | None = None
+
+    def fields(self, tensor: Any) -> tuple[Field, ...]:
+        """Return the fields of a tensor; none for anything else, and none that another trace left on a tensor that
+        stayed.
+        """
+        owner, found = getattr(tensor, "_prunekit_fields", (None, ()))
+        return found if owner is self.owner else ()
+
+    def set(self, tensor: torch.Tensor, fields: Iterable[Field]) -> None:
+        """Give a tensor its fields; those without any span are dropped."""
+        kept = tuple([field for field in fields if field.labels.size > 1])
+        tensor._prunekit_fields = self.owner, kept  # type: ignore[attr-defined]
+
+    def lock(self, fields: Iterable[Field | Labels | None], reason: str) -> None:
+        """Locks every label of some fields and remembers why and where."""
+        for field in fields:
+            labels = field.labels if isinstance(field, Field) else field
+            if labels is not None and labels.size:
+                if not self._only_made(labels):
+                    self.locks.append(self.record(labels, reason))
+                self.union.lock(labels)
+
+    def _only_made(self, labels: Labels) -> bool:
+        """Return whether no parameter has any of these labels: their lock means nothing to a user."""
+        if self.first_made is None or labels.min() < self.first_made:
+            return False
+        roots = self.union.find(labels)
+        return bool(((roots >= self.first_made) | (roots == LOCKED)).all())
+
+    def is_made(self, field: Field) -> bool:
+        """Return whether a field has only labels of tensors that the forward pass made: it takes on any other axis."""
+        return self.first_made is not None and bool(field.labels.min() >= self.first_made)
+
+    def record(self, labels: Labels, reason: str) -> LockRecord:
+        """Return a lock at the running operator."""
+        return LockRecord(reason, self.module, self.operator, labels.reshape(-1), call=self.call)
+
+    def lock_if_read(self, tensor: torch.Tensor, labels: Labels, reason: str) -> None:
+        """Locks labels once an operator or the model's output takes a tensor, which few callers of attention do."""
+        tensor._prunekit_unread = self.record(labels, reason)  # type: ignore[attr-defined]
+
+    def read(self, tensor: torch.Tensor) -> None:
+        """Notes that something takes a tensor."""
+        record = getattr(tensor, "_prunekit_unread", None)
+        if record is not None:
+            self.union.lock(record.labels)
+            self.locks.append(record)
+
+    def take_statistics(self, field: Field, reason: str | None) -> None:
+        """Notes that the running module reduces over all of a labeled axis: its end decides, see `NormWatch`.
+
+        Args:
+            reason: for the lock if the module is not a norm; None where removed zeros do no harm then.
+        """
+        taken = self.statistics.setdefault(self.module, [])
+        if reason is not None:
+            taken.append(self.record(field.labels, reason))
+
+    def fix(self, labels: Labels | None) -> None:
+        """Locks labels that no user would expect to prune, such as a kernel's height: not reported."""
+        if labels is not None:
+            self.union.lock(labels)
+
+    def on_axis(
+        self, tensor: Any, axis: int, reason: str, *, beside: Container[tuple[int, ...]] = ()
+    ) -> tuple[Labels | None, bool]:
+        """Return the labels along one axis as a vector with their zero flag; fields that mix it with other axes are
+        locked.
+
+        Args:
+            beside: spans of fields that the caller follows itself.
+        """
+        found: Labels | None = None
+        zero = False
+        for field in self.fields(tensor):
+            if field.span == (axis,):
+                labels = field.labels.reshape(-1)
+                if found is not None:
+                    self.union.merge(found, labels)
+                found, zero = labels, zero or field.zero
+            elif axis in field.span and field.span not in beside:
+                self.lock([field], reason)
+        return found, zero
+
+    def alike_along(self, axis: int, fields: Iterable[Field], reason: str) -> list[Field]:
+        """Lock the fields that lie along an axis alone, and tie along it those that lie on others too."""
+        every = list(fields)
+        self.lock([field for field in every if field.span == (axis,)], reason)
+        rest = [field for field in every if field.span != (axis,)]
+        return [f.with_labels(self.union.tie(f.labels, [axis])) if axis in f.span else f for f in rest]
+
+    def join(self, left: Labels | None, right: Labels | None, reason: str) -> Labels | None:
+        """Merge two label vectors of one axis; where only one side is labeled, it is locked."""
+        if left is None or right is None:
+            self.lock([left, right], reason)
+            return None
+        if left.shape == right.shape:
+            self.union.merge(left, right)
+            return left
+        self.lock([left, right], reason)
+        return None
+
+    def add_macs(self, constant: float, factors: Iterable[Labels | None]) -> None:
+        """Count an operator's multiply-accumulates, given for the whole batch."""
+        if self.count_macs:
+            labels = tuple(factor for factor in factors if factor is not None)
+            self.macs.append(MacTerm(self.module, self.operator, constant / self.batch, labels))
+
+
+Shape = tuple[int, ...]
+Operand = tuple[Shape, Sequence[Field]]
+Fields = set[Field]
+MEETS_FIXED = "meets an axis whose size no parameter decides, such as one of the input"
+
+
+class Flow(FlowState):
+    """Handed to every rule: the state of one trace, and what several rules do with it."""
+
+    def pointwise(self, operands: Sequence[Operand], *, product: bool, others_zero: bool = True) -> list[Field]:
+        """Broadcast the fields of several operands against each other and merge them elementwise.
+
+        Args:
+            operands: shape and fields of each tensor operand, all with the same number of axes.
+            product: whether a zero in one operand makes the result zero (multiplication), or only zeros in all.
+            others_zero: False when something that is not a tensor (a number) is added as well.
+        """
+        shape = np.broadcast_shapes(*[shape for shape, _ in operands])
+        done: set[Field] = set()
+        for index, (_, fields) in enumerate(operands):
+            for field in fields:
+                for other in range(len(operands)):
+                    if other != index:
+                        done |= self._meet(field, operands[index], operands[other], shape, forward=other > index)
+        by_span: dict[tuple[int, ...], dict[int, list[Field]]] = {}
+        for index, (_, fields) in enumerate(operands):
+            for field in (field for field in fields if field not in done):
+                by_span.setdefault(field.span, {}).setdefault(index, []).append(field)
+        result = []
+        for parts in by_span.values():
+            most = max(parts.values(), key=len)  # a flattened kernel has several on one axis
+            others = [fields[0].zero for fields in parts.values() if fields is not most]
+            for field in most:
+                zeros = [field.zero, *others]
+                zero = any(zeros) if product else all(zeros) and len(parts) == len(operands) and others_zero
+                result.append(Field(field.labels, zero))
+        return result
+
+    def _meet(self, field: Field, own: Operand, other: Operand, shape: Shape, *, forward: bool) -> Fields:
+        """Merge a field with those of another operand, or locks it where that has none.
+
+        Returns fields that say nothing more: locked ones, and those of the other that this one says all about.
+        """
+        full = tuple(axis for axis in field.span if other[0][axis] == shape[axis])
+        if not full:
+            return set()
+        overlapping = [match for match in other[1] if set(match.span) & set(full)]
+        if overlapping:
+            return self._match(field, own, overlapping, full, forward=forward)
+        if len(full) < len(field.span):
+            self.union.tie(field.labels, full)
+        else:
+            self.lock([field], MEETS_FIXED)
+            return {field}
+        return set()
+
+    def _match(
+        self, field: Field, own: Operand, overlapping: Sequence[Field], full: Sequence[int], *, forward: bool
+    ) -> Fields:
+        """Of two fields the wider one decides, whichever operand it is on; else the first operand's."""
+        alike = [match for match in overlapping if match.span == field.span]
+        beside = [one for one in own[1] if one.span == field.span]
+        if forward and alike:
+            self._merge_alike(field, beside, alike)
+        covered = {axis for match in overlapping for axis in match.span} >= set(full)
+        nested: set[Field] = set()
+        for match in overlapping:
+            wider = set(field.span) > set(match.span)
+            if wider and covered:
+                matched = any(beside.span == match.span for beside in own[1])
+                self._nest(field, match, matched=matched)
+                nested |= set() if matched else {match}
+            elif wider or (forward and not set(field.span) <= set(match.span)):
+                self.union.merge(field.labels, match.labels)
+        return nested
+
+    def _merge_alike(self, field: Field, beside: Sequence[Field], alike: Sequence[Field]) -> None:
+        """Merge a field with those of the same span; a flattened kernel has several: itself and those `beside` it."""
+        if len(alike) == len(beside) == 1:
+            self.union.merge(field.labels, alike[0].labels)
+        elif 1 in (len(alike), len(beside)):
+            whole, factors = (field, alike) if len(beside) == 1 else (alike[0], beside)
+            if field is beside[0]:
+                self.constraints.append(Flattened(tuple([factor.labels for factor in factors]), whole.labels))
+        elif not any(self.union.equal(field.labels, match.labels) for match in alike):
+            for match in [alike[beside.index(field)]] if len(alike) == len(beside) else alike:
+                self.union.merge(field.labels, match.labels)
+
+    def _nest(self, wide: Field, part: Field, *, matched: bool) -> None:
+        others = [axis for axis in wide.span if axis not in part.span]
+        shared = wide.labels[tuple(slice(None) if axis in wide.span else 0 for axis in range(wide.labels.ndim))]
+        labels = np.moveaxis(shared, [wide.span.index(axis) for axis in others], range(len(others)))
+        record = self.record(part.labels, MEETS_FIXED)
+        self.constraints.append(Nested(labels.reshape(-1, record.labels.size), record, matched))
+
+    def contract(
+        self, left: torch.Tensor, right: torch.Tensor, left_axes: str, right_axes: str, out_axes: str
+    ) -> list[Field]:
+        """Return an einsum of two tensors: a product in the joint space, then contracted axes are dropped or tied.
+
+        Axes are named by letters as in `torch.einsum`; returns the fields of the result.
+        """
+        joint = "".join(dict.fromkeys(left_axes + right_axes))
+        operands = [self._lift(tensor, axes, joint) for tensor, axes in ((left, left_axes), (right, right_axes))]
+        fields = self.pointwise(operands, product=True)
+        self._count_contraction(operands, fields, joint)
+        kept = []
+        for field in fields:
+            contracted = tuple(axis for axis in field.span if joint[axis] not in out_axes)
+            if contracted == field.span and contracted and not field.zero:
+                self.lock([field], NOT_ZERO)
+            if contracted == field.span:
+                continue
+            batched = all(joint[axis] in left_axes and joint[axis] in right_axes for axis in field.span)
+            labels = self._summed(field, contracted) if contracted or batched else field.labels
+            order = [joint.index(letter) for letter in out_axes]
+            rest = [axis for axis in range(len(joint)) if axis not in order]
+            kept.append(Field(np.transpose(labels, order + rest).reshape([labels.shape[a] for a in order]), field.zero))
+        return kept
+
+    def _summed(self, field: Field, axes: Sequence[int]) -> Labels:
+        """Return the labels of what is left of a field summed over some of its axes, with those reduced to size 1.
+
+        Heads whose positions hang together already are summed over no axis that the field has.
+        """
+        first = field.labels[tuple(slice(1) if axis in axes else slice(None) for axis in range(field.labels.ndim))]
+        values, index = np.unique(first, return_inverse=True)
+        part = self.union.new(values.size)[index].reshape(first.shape)
+        labels = np.moveaxis(field.labels, axes, range(len(axes))).reshape(-1, part.size)
+        self.constraints.append(Contracted(labels, part.reshape(-1), field.zero, self.module))
+        return part
+
+    def _lift(self, tensor: torch.Tensor, axes: str, joint: str) -> tuple[Shape, list[Field]]:
+        def lifted(shape: Sequence[int]) -> list[int]:
+            return [shape[axes.index(letter)] if letter in axes else 1 for letter in joint]
+
+        order = [axes.index(letter) for letter in joint if letter in axes]
+        fields = [
+            Field(np.transpose(field.labels, order).reshape(lifted(field.labels.shape)), field.zero)
+            for field in self.fields(tensor)
+        ]
+        return tuple(lifted(tensor.shape)), fields
+
+    def _count_contraction(self, operands: Sequence[Operand], fields: Sequence[Field], joint: str) -> None:
+        shape = np.broadcast_shapes(*[shape for shape, _ in operands])
+        factors, covered = apart(fields)
+        constant = float(np.prod([size for axis, size in enumerate(shape) if axis not in covered]))
+        self.add_macs(constant, factors)

@@ -1,0 +1,374 @@
+"""What memory a forward pass takes by the widths that are left: at each operator a sum of products of widths.
+
+Which pieces of memory the operators of a forward pass make, and until which operator each one lives.
+
+Which labels lie on the tensors of a recorded forward pass: those of the same operators in the trace.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from prunekit import registries as vocabulary
+from prunekit.channels.cut.model_copy import named_tensors, with_tensors
+from prunekit.channels.labels import Field, Labels, apart
+from prunekit.channels.rewrite.substitutes import substitute_all
+from prunekit.channels.tracing.dispatch_modes import OperatorMode, run_operator
+from prunekit.channels.tracing.execution import ModuleStack, without_fast_path
+from prunekit.channels.tracing.operators import Operator
+from prunekit.channels.tracing.storages import memory_of, parts_of, shape_of, storage_of
+from prunekit.channels.tracing.tracer import Trace
+from prunekit.errors import ModelError, reason_of
+from prunekit.utils.context import paused_garbage_collection, seeded, training_mode
+from prunekit.utils.inputs import batch_of, call
+from prunekit.utils.tensors import gather, map_tensors
+
+Place = tuple[int, int]
+"""A tensor: the number of the operator that returned it, and which of its results it is."""
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, full) for name, full in vocabulary.DTYPES.items()}
+
+
+@dataclass(eq=False, slots=True)
+class Piece:
+    """A piece of memory, alive while operators `made[0]` to `last` run; `shape` is that of its first tensor."""
+
+    made: Place
+    shape: tuple[int, ...]
+    element_bytes: int
+    bytes: int
+    last: int
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """One call of an operator that returned tensors."""
+
+    name: str
+    module: str
+    inputs: tuple[Place | None, ...]  # None: of the model itself, or given to it
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(eq=False)
+class Recording:
+    """One forward pass.
+
+    Attributes:
+        given_bytes: of parameters, buffers and inputs.
+        inputs_bytes: of the inputs among them.
+        pieces: all others, in the order in which they were made.
+    """
+
+    given_bytes: int = 0
+    inputs_bytes: int = 0
+    steps: list[Step] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def alive(self) -> NDArray[np.bool_]:
+        """Which pieces are alive while each operator runs: bool (steps, pieces)."""
+        step = np.arange(len(self.steps))[:, None]
+        spans = np.array([(piece.made[0], piece.last) for piece in self.pieces], dtype=np.int64).reshape(-1, 2)
+        made, last = spans.T
+        return (made <= step) & (step <= last)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is alive at once."""
+        sizes = np.array([piece.bytes for piece in self.pieces], dtype=np.int64)
+        return self.given_bytes + int((self.alive @ sizes).max(initial=0))
+
+
+class _Recorder(OperatorMode):
+    """Notes every operator that runs inside it, and is told when a piece of memory is let go."""
+
+    def __init__(self, recording: Recording, stack: ModuleStack, given: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.recording, self.stack = recording, stack
+        self._given = {memory_of(tensor) for tensor in given}
+        self._alive: dict[int, tuple[Piece, Any]] = {}
+
+    def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        out = run_operator(func, args, kwargs)
+        self._returned(str(func._schema.name).replace("::", "."), gather((args, kwargs)), gather(out))
+        return out
+
+    def opaque(self, name: str, tensors: tuple[torch.Tensor, ...], out: Any) -> None:
+        self._returned(name, list(tensors), gather(out))
+
+    def _returned(self, name: str, inputs: list[torch.Tensor], outs: list[torch.Tensor]) -> None:
+        if outs:
+            steps = self.recording.steps
+            known = tuple(getattr(tensor, "_prunekit_place", None) for tensor in inputs)
+            shapes = tuple(tuple(shape_of(tensor)) for tensor in outs)
+            steps.append(Step(name, self.stack.current, known, shapes))
+            for index, tensor in enumerate(outs):
+                place = tensor._prunekit_place = (len(steps) - 1, index)  # type: ignore[attr-defined]
+                for part in parts_of(tensor):
+                    self._note(part, place)
+
+    def _note(self, tensor: torch.Tensor, place: Place) -> None:
+        storage, key = storage_of(tensor), memory_of(tensor)
+        if storage is None or key in self._given or key in self._alive:
+            return
+        piece = Piece(place, tuple(tensor.shape), tensor.element_size(), storage.nbytes(), -1)
+        self.recording.pieces.append(piece)
+        self._alive[key] = piece, weakref.ref(storage, self._let_go(key))
+
+    def _let_go(self, key: int) -> Callable[[Any], None]:
+        def gone(_: Any) -> None:
+            piece, _ = self._alive.pop(key)
+            piece.last = len(self.recording.steps) - 1
+
+        return gone
+
+    def finish(self) -> None:
+        """What is still alive is until the end."""
+        for piece, _ in self._alive.values():
+            piece.last = len(self.recording.steps) - 1
+        self._alive.clear()
+
+
+def record(
+    model: nn.Module,
+    example: tuple[Any, ...],
+    batch: int = 1,
+    dtype: str = "fp32",
+    *,
+    prepare: Callable[[nn.Module], object] = lambda model: None,
+) -> Recording:
+    """Record a forward pass in eval mode without gradients.
+
+    It computes nothing, unless the model needs values. The operators are those of eager on the CPU, with attention's
+    fused kernels; what a kernel takes besides its results (workspaces, weights in another order) is not seen, and the
+    fast path of `nn.MultiheadAttention`, one operator with much inside, is counted as the operators it stands for.
+
+    Args:
+        model: not changed.
+        example: see `prunekit.utils.inputs.example`. Tensors whose first axis is that of the first tensor count as
+            batches, and are taken in the size of `batch`.
+        dtype: "fp32", "bf16" or "fp16", of all floating-point tensors.
+        prepare: is done to the copy that runs.
+
+    Raises:
+        ModelError: the model does not run on the example.
+    """
+    wanted = _Wanted(batch, DTYPES[dtype], prepare)
+    with seeded(0), torch.no_grad(), without_fast_path(), paused_garbage_collection():
+        try:
+            return _recorded(model, example, wanted, fake=True)
+        except Exception:  # the model looks at values
+            pass
+        try:
+            return _recorded(model, example, wanted, fake=False)
+        except Exception as error:  # a model's own code may raise anything
+            raise ModelError(
+                f"{type(model).__name__}: the memory of a forward pass cannot be counted: it does not run on a batch "
+                f"of {batch} in {dtype} on the CPU: {reason_of(error)}"
+            ) from error
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    batch: int
+    dtype: torch.dtype
+    prepare: Callable[[nn.Module], object]
+
+
+def _recorded(model: nn.Module, example: tuple[Any, ...], wanted: _Wanted, *, fake: bool) -> Recording:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+        kind = wanted.dtype if tensor.is_floating_point() else tensor.dtype
+        if not fake:
+            there = torch.ones_like(tensor, device="cpu") if tensor.is_meta else tensor.detach()
+            return there.to("cpu", kind, copy=True)
+        with mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="cpu")
+
+    first = batch_of(example)
+
+    def of_batch(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.dim() or tensor.shape[0] != first:
+            return tensor
+        return tensor[torch.arange(wanted.batch, device=tensor.device) % first]
+
+    clone = with_tensors(model, {name: stand_in(tensor) for name, tensor in named_tensors(model)})
+    wanted.prepare(clone)
+    inputs = map_tensors(map_tensors(example, of_batch), stand_in)
+    own, taken = [tensor for _, tensor in named_tensors(clone)], gather(inputs)
+    recording = Recording(_bytes([*own, *taken]), _bytes(taken))
+    stack = ModuleStack(clone)
+    recorder = _Recorder(recording, stack, [*own, *taken])
+    with training_mode(clone, False), stack, mode if fake else torch.no_grad(), recorder:
+        output = call(clone, inputs)
+    recorder.finish()
+    del output
+    return recording
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Of distinct pieces of memory."""
+    storages = [storage_of(part) for tensor in tensors for part in parts_of(tensor)]
+    return sum({storage._cdata: storage.nbytes() for storage in storages if storage is not None}.values())
+
+
+Shape = Sequence[int]
+Fields = tuple[Field, ...]
+
+
+def recognized(trace: Trace, recording: Recording, batch: int) -> dict[Place, Fields]:
+    """Return the fields of every tensor, in the numbering of the trace; none where they are not known.
+
+    The trace saw attention without its fused kernels, and another batch, which may need other copies in between. What
+    a fused kernel returns has the labels of what it stands for.
+
+    Args:
+        batch: of the recording.
+    """
+    first = batch_of(trace.example)
+    traced = [operator for operator in trace.runs[0].operators if operator.call[2]]
+    found: dict[Place, Fields] = {}
+    ours = [(operator.module, operator.name, *map(len, operator.call[2])) for operator in traced]
+    theirs = [(step.module, step.name, *map(len, step.shapes)) for step in recording.steps]
+    for tag, begin, end, start, stop in SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes():
+        for index in range(start, stop):
+            step = recording.steps[index]
+            for output, shape in enumerate(step.shapes):
+                if tag == "equal":
+                    fields = traced[begin + index - start].outputs[output]
+                else:
+                    fields = _in_its_place(traced[begin:end], shape, (first, batch)) or _passed_on(step, shape, found)
+                found[index, output] = tuple(field for field in fields if _fits(field, shape))
+    return found
+
+
+def _fits(field: Field, shape: Shape) -> bool:
+    return field.labels.ndim == len(shape) and all(field.labels.shape[axis] == shape[axis] for axis in field.span)
+
+
+def _in_its_place(operators: Sequence[Operator], shape: Shape, batches: tuple[int, int]) -> Fields:
+    """Return the fields of the last tensor of that shape; or of one that has one more axis, along which they do not
+    differ.
+    """
+    for operator in reversed(operators):
+        for fields, traced in zip(operator.outputs, operator.call[2], strict=False):
+            if fields and _alike(traced, shape, batches):
+                return fields
+    for operator in reversed(operators):
+        for fields, traced in zip(operator.outputs, operator.call[2], strict=False):
+            if fields and _alike(traced[:-1], shape, batches) and all(f.labels.shape[-1] == 1 for f in fields):
+                return tuple(field.with_labels(field.labels[..., 0]) for field in fields)
+    return ()
+
+
+def _alike(traced: Shape, shape: Shape, batches: tuple[int, int]) -> bool:
+    first, batch = batches
+    if len(traced) != len(shape):
+        return False
+    return all(a == b or a * batch == b * first for a, b in zip(traced, shape, strict=True))
+
+
+def _passed_on(step: Step, shape: Shape, found: dict[Place, Fields]) -> Fields:
+    """Return the fields of an input that they fit: of a copy."""
+    for place in step.inputs:
+        fields = found.get(place, ()) if place is not None else ()
+        if fields and all(_fits(field, shape) for field in fields):
+            return fields
+    return ()
+
+
+Bytes = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryTable:
+    """Bytes of all that is alive, at those moments of a forward pass that are its peak at some widths.
+
+    Attributes:
+        factors: of each product of widths, labels in the numbering of the trace; the first has none.
+        bytes: (moments, products) what each product is multiplied by.
+    """
+
+    factors: tuple[tuple[Labels, ...], ...]
+    bytes: Bytes
+
+
+@dataclass(frozen=True, eq=False)
+class _Sized:
+    """Bytes of a tensor: a constant times the labels of every factor; and while which operators it is there."""
+
+    constant: float
+    factors: tuple[Labels, ...]
+    alive: NDArray[np.bool_]
+
+
+def memory_table(trace: Trace, batch: int, dtype: str) -> MemoryTable:
+    """Return what parameters, buffers, inputs and results of operators take in the first example's forward pass.
+
+    It is counted once, and remembered with the trace.
+
+    Args:
+        batch, dtype: as for `record`.
+
+    Raises:
+        ModelError: the model does not run on that.
+    """
+    known: MemoryTable | None = trace.tables.get((batch, dtype))
+    if known is None:
+        known = trace.tables[batch, dtype] = _table(trace, batch, dtype)
+    return known
+
+
+def _table(trace: Trace, batch: int, dtype: str) -> MemoryTable:
+    recording = record(trace.model(), trace.example, batch, dtype, prepare=substitute_all)
+    union = trace.flow.union
+    column: dict[tuple[bytes, ...], int] = {}
+    factors: list[tuple[Labels, ...]] = []
+    columns: list[Bytes] = []
+    for sized in (*_given(trace, recording, dtype), *_made(trace, recording, batch)):
+        key = tuple(sorted(union.find(factor).tobytes() for factor in sized.factors))
+        if key not in column:
+            column[key] = len(factors)
+            factors.append(sized.factors)
+            columns.append(np.zeros(len(sized.alive)))
+        columns[column[key]] += sized.constant * sized.alive
+    return MemoryTable(tuple(factors), undominated(np.stack(columns, axis=1)))
+
+
+def _given(trace: Trace, recording: Recording, dtype: str) -> Iterator[_Sized]:
+    always = np.ones(max(1, len(recording.steps)), dtype=bool)
+    yield _Sized(float(recording.inputs_bytes), (), always)
+    for name, tensor in named_tensors(trace.model()):
+        element = DTYPES[dtype].itemsize if tensor.is_floating_point() else tensor.element_size()
+        axes = list(zip(tensor.shape, trace.labels[name], strict=True))
+        whole = np.prod([size for size, labels in axes if labels is None], dtype=np.float64)
+        yield _Sized(element * float(whole), tuple(labels for _, labels in axes if labels is not None), always)
+
+
+def _made(trace: Trace, recording: Recording, batch: int) -> Iterator[_Sized]:
+    fields = recognized(trace, recording, batch)
+    for piece, alive in zip(recording.pieces, recording.alive.T, strict=True):
+        factors, covered = apart(fields[piece.made])
+        rest = np.prod([piece.shape[axis] for axis in covered], dtype=np.float64)
+        yield _Sized(piece.bytes / float(rest) if rest else 0.0, factors, alive)
+
+
+def undominated(bytes: Bytes) -> Bytes:
+    """Return the moments, of (moments, products), at which not everything is as much or less than at another one."""
+    kept: list[int] = []
+    changing = np.flatnonzero((bytes != bytes[0]).any(axis=0))
+    for index in np.argsort(-bytes.sum(axis=1), kind="stable"):
+        if not kept or not (bytes[kept][:, changing] >= bytes[index, changing]).all(axis=1).any():
+            kept.append(int(index))
+    return bytes[kept]

@@ -1,0 +1,126 @@
+"""Which tensors of a traced run lie in one piece of memory, and which operator made each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from prunekit.utils.tensors import gather
+
+
+class Storages:
+    """Notes every operator of a run; its tensors are held, so that no piece of memory is taken for another."""
+
+    def __init__(self) -> None:
+        self._shared: set[int] = set()
+        self._makers: dict[int, Any] = {}
+        self._made: Any = None
+        self._alive: list[torch.Tensor] = []
+
+    def note(self, operator: Any, target: Any, inputs: list[torch.Tensor], outs: tuple[torch.Tensor, ...]) -> None:
+        """Called behind an operator.
+
+        Args:
+            operator: how the run remembers it.
+            target: the tensor it wrote in place, None if there is none.
+        """
+        # what torch makes of nothing it hands out detached, only because it is held here: nobody else has the first
+        handed_out = operator.name == "aten.detach" and inputs[0] is self._made
+        if target is None and not handed_out:
+            sources = {memory_of(tensor) for tensor in inputs}
+            self._shared |= {key for key in map(memory_of, outs) if key in sources}
+            if len(outs) == 1:
+                self._makers[memory_of(outs[0])] = operator
+        self._made = outs[0] if outs and not inputs else None
+        self._alive.extend(outs)
+
+    def shared(self, tensor: torch.Tensor) -> bool:
+        """Return whether there are views of a tensor's memory, as far as anybody knows."""
+        return storage_of(tensor) is None or memory_of(tensor) in self._shared
+
+    def maker(self, tensor: torch.Tensor) -> Any:
+        """Return the operator whose only result a tensor was at first, None if there is none."""
+        return self._makers.get(memory_of(tensor))
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Return the memory that a tensor lies in; None for one that has none of its own.
+
+    Sparse tensors and those of oneDNN have others inside, and within a transform of functions, such as vmap, a tensor
+    stands for a part of another.
+    """
+    return tensor.untyped_storage() if torch._C._has_storage(tensor) else None
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Return a number for a tensor's memory while it lives: tensors that share it have the same; one without has its
+    own.
+    """
+    storage = storage_of(tensor)
+    return -id(tensor) if storage is None else int(storage._cdata)
+
+
+_INDICES = {
+    torch.sparse_csr: ("crow_indices", "col_indices"),
+    torch.sparse_bsr: ("crow_indices", "col_indices"),
+    torch.sparse_csc: ("ccol_indices", "row_indices"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices"),
+}
+
+
+def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the plain tensors that a sparse or nested one consists of, or what one of oneDNN holds; of any other
+    itself.
+    """
+    if tensor.is_nested:
+        return tuple(tensor.unbind())
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in _INDICES:
+        return *(getattr(tensor, name)() for name in _INDICES[tensor.layout]), tensor.values()
+    return (tensor,) if tensor.layout == torch.strided else (tensor.to_dense(),)
+
+
+def from_parts(layout: str, shape: Sequence[int], parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a sparse tensor of a layout, by its name, made of what `parts_of` gave.
+
+    Raises:
+        ValueError: there is no such layout, or the parts make none of that shape.
+    """
+    known = {str(kind).removeprefix("torch."): kind for kind in (torch.sparse_coo, *_INDICES)}
+    if layout not in known:
+        raise ValueError(f"expected a layout among {', '.join(known)}, got {layout!r}")
+    try:
+        if known[layout] == torch.sparse_coo:
+            return torch.sparse_coo_tensor(parts[0], parts[1], tuple(shape), check_invariants=True)
+        compressed: Any = torch.sparse_compressed_tensor  # torch's stub lacks its indices
+        made: torch.Tensor = compressed(*parts, tuple(shape), layout=known[layout], check_invariants=True)
+        return made
+    except (RuntimeError, TypeError, IndexError) as error:
+        raise ValueError(str(error)) from error
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is values in memory: not sparse, nested, oneDNN's, or a wrapper of others."""
+    return tensor.layout == torch.strided and not tensor.is_nested and not _wraps(tensor)
+
+
+def inner_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that a wrapper was made around: no operator shows that it was."""
+    return [item for item in vars(tensor).values() if isinstance(item, torch.Tensor)] if _wraps(tensor) else []
+
+
+def _wraps(tensor: torch.Tensor) -> bool:
+    return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
+def plain_in(value: Any) -> list[torch.Tensor]:
+    """Return the parts of every tensor inside nested outputs: what can be compared, and counted."""
+    return [part for tensor in gather(value) for part in parts_of(tensor)]
+
+
+def shape_of(tensor: torch.Tensor) -> torch.Size:
+    """Return a tensor's shape; that of a nested one, whose parts have several, is empty."""
+    return torch.Size() if tensor.is_nested else tensor.shape

@@ -1,0 +1,257 @@
+"""Two models on the same input, compared operator by operator: shapes and values."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Container
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import accumulate, zip_longest
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from prunekit.channels.channel_map import ChannelMap, Keep
+from prunekit.channels.cut.narrow_norms import NarrowNorms
+from prunekit.channels.cut.slicing import take
+from prunekit.channels.tolerance import TOLERANCE, Decision, decision, relative_difference, rounding, without_chance
+from prunekit.channels.tracing.dispatch_modes import AS_DOUBLE, OWN, OperatorMode, Precision, run_operator
+from prunekit.channels.tracing.execution import ModuleStack, innermost_module, line_of, mode_for_trace, plain_attention
+from prunekit.channels.tracing.operators import Operator, Run, is_counted
+from prunekit.channels.tracing.storages import is_plain, plain_in
+from prunekit.errors import ModelError, reason_of
+from prunekit.utils.context import same_draws
+from prunekit.utils.inputs import call
+from prunekit.utils.tensors import gather
+
+Key = tuple[str, str, int]
+"""A module path, an operator, and the how-manieth call of it directly in that module: stable where order is not."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first operator at which masked and compact model part.
+
+    `line` is the line of Python that ran, as file:number: text; `after` the number of operators before it, all counted;
+    `owner` the module whose method that was, which another may have called: its `forward` need not run.
+    """
+
+    module: str
+    operator: str
+    key: Key
+    difference: float
+    detail: str
+    line: str = ""
+    after: int = 0
+    owner: str = ""
+
+    def __str__(self) -> str:
+        where = self.module or "the top-level forward"
+        return f"{self.operator or 'the Python code'} in {where}: {self.detail}{self.line and f' at {self.line}'}"
+
+
+See = Callable[[Key, str, Any, list[torch.Tensor]], None]
+"""Gets an operator's key, its name, its arguments with named ones, and the tensors of its result."""
+
+
+class _Watch(OperatorMode):
+    """Counts operators by module and hands each, with its key, to `see`."""
+
+    def __init__(self, stack: ModuleStack, see: See) -> None:
+        super().__init__()
+        self.stack, self.see = stack, see
+        self.counts: dict[tuple[str, str], int] = {}
+        self.total = 0
+
+    def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        name = str(func._schema.name).replace("::", ".")
+        out = without_chance(name, run_operator(func, args, kwargs))
+        self.total += 1
+        if is_counted(func, name):
+            outs = gather(out)
+            module = self.stack.current
+            number = self.counts[module, name] = self.counts.get((module, name), -1) + 1
+            if all(map(is_plain, gather((args, kwargs, outs)))):
+                self.see((module, name, number), name, (args, kwargs), outs)
+        return out
+
+
+def keyed(run: Run) -> dict[Key, Operator]:
+    """The operators of a traced run by key."""
+    counts: dict[tuple[str, str], int] = {}
+    result = {}
+    for operator in run.operators:
+        if not operator.counted:
+            continue
+        number = counts[operator.module, operator.name] = counts.get((operator.module, operator.name), -1) + 1
+        result[operator.module, operator.name, number] = operator
+    return result
+
+
+def kept_entries(tensor: torch.Tensor, operator: Operator, output: int, channel_map: ChannelMap, keep: Keep) -> Any:
+    """Return the entries of a masked tensor that the compact model has too; None if the trace saw another shape
+    here.
+    """
+    fields = operator.outputs[output] if output < len(operator.outputs) else ()
+    for field in fields:
+        labels = channel_map.resolve(field)
+        if labels.ndim != tensor.dim():
+            return None
+        kept = keep[labels]
+        if kept.all():
+            continue
+        for axis in field.span:
+            index = np.flatnonzero(kept.any(axis=tuple(a for a in range(kept.ndim) if a != axis)))
+            if kept.shape[axis] != tensor.shape[axis] and index.size and index[-1] >= tensor.shape[axis]:
+                return None
+            if index.size < tensor.shape[axis]:
+                tensor = take(tensor, axis, torch.from_numpy(index))
+    return tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """What a masked model computed: the kept entries of every operator's outputs, and the tensors of its output.
+
+    `decisions` are those that the compact model has to take alike; `precision` is how both run; `failed` is where the
+    narrow copy of one of its norms raised.
+    """
+
+    values: dict[Key, tuple[str, list[Any]]]
+    outputs: list[torch.Tensor]
+    decisions: dict[Key, Decision]
+    precision: Precision = OWN
+    failed: Divergence | None = None
+
+
+def record(
+    masked: nn.Module,
+    channel_map: ChannelMap,
+    keep: Keep,
+    example: tuple[Any, ...],
+    run: Run,
+    precision: Precision = OWN,
+) -> Reference:
+    """Run the masked model on one input, its norms over channels on kept ones (see `NarrowNorms`).
+
+    Not the operators in those norms are recorded, but those that read their output.
+
+    Raises:
+        ModelError: it does not run.
+    """
+    operators = {key: operator for key, operator in keyed(run).items() if not _inside(key[0], channel_map.norms)}
+    values: dict[Key, tuple[str, list[Any]]] = {}
+    decisions: dict[Key, Decision] = {}
+
+    def see(key: Key, name: str, arguments: Any, outs: list[torch.Tensor]) -> None:
+        operator = operators.get(key)
+        if operator is None or operator.name != name:
+            return
+        kept = [kept_entries(t, operator, i, channel_map, keep) for i, t in enumerate(outs)]
+        values[key] = (name, [v.clone() if any(v is t for t in outs) else v for v in kept])
+        if all(keep[channel_map.resolve(field)].all() for field in operator.inputs):
+            found = decision(name, arguments, outs)
+            if found is not None:
+                decisions[key] = found
+
+    try:
+        with NarrowNorms(masked, channel_map, keep):
+            outputs = _forward(masked, example, run, see, precision)
+        return Reference(values, outputs, decisions, precision)
+    except _Parted as parted:
+        if parted.divergence.module in channel_map.norms:
+            return Reference(values, [], decisions, precision, parted.divergence)
+        raise ModelError(f"the masked model does not run in the trial: {parted.divergence}") from None
+
+
+def check(
+    reference: Reference, compact: nn.Module, example: tuple[Any, ...], run: Run, tolerance: float = TOLERANCE
+) -> tuple[float, Divergence | None]:
+    """Run the compact model on the same input and compare every operator's entries with the masked model's.
+
+    Returns:
+        The largest relative difference seen, and the first operator beyond `tolerance`, or None.
+    """
+    if reference.failed is not None:
+        return reference.failed.difference, reference.failed
+    worst = peak = 0.0
+    own = reference.precision is OWN  # a model that rounds: what is computed from coarse numbers is as coarse
+
+    def see(key: Key, name: str, arguments: Any, outs: list[torch.Tensor]) -> None:
+        nonlocal worst, peak, tolerance
+        tolerance = max(tolerance, rounding(outs)) if own else tolerance
+        expected = reference.values.get(key)
+        if expected is None or expected[0] != name:
+            return
+        if key in reference.decisions:
+            reference.decisions[key].follow(arguments, outs, tolerance, peak)
+        for want, got in zip(expected[1], outs, strict=False):
+            difference, detail, peak = relative_difference(want, got, peak)
+            worst = max(worst, difference)
+            if not difference <= tolerance:
+                raise _Parted(Divergence(key[0], name, key, difference, detail))
+
+    try:
+        outputs = _forward(compact, example, run, see, reference.precision)
+    except _Parted as parted:
+        return parted.divergence.difference, replace(parted.divergence, line=line_of(parted))
+    for want, got in zip_longest(reference.outputs, outputs):
+        difference, detail = float("inf"), f"{len(outputs)} tensors in the output, expected {len(reference.outputs)}"
+        if want is not None and got is not None:
+            difference, detail, peak = relative_difference(want, got, peak)
+            detail = f"only the model's outputs part: {detail}"
+        worst = max(worst, difference)
+        if not difference <= tolerance:
+            return difference, Divergence("", "", ("", "", -1), difference, detail, after=sys.maxsize)
+    return worst, None
+
+
+def following(reference: Reference, compact: nn.Module, example: tuple[Any, ...], run: Run) -> list[torch.Tensor]:
+    """Return the tensors of the compact model's output when rounding decides in it as it did in the masked model."""
+
+    def see(key: Key, name: str, arguments: Any, outs: list[torch.Tensor]) -> None:
+        if key in reference.decisions:
+            reference.decisions[key].follow(arguments, outs, TOLERANCE, 0.0)
+
+    return _forward(compact, example, run, see, reference.precision)
+
+
+def watch(model: nn.Module, example: tuple[Any, ...], run: Run, see: See) -> None:
+    """Hand a model's operators to `see`, as far as it runs."""
+    with suppress(_Parted):
+        _forward(model, example, run, see, AS_DOUBLE[0])
+
+
+def _inside(path: str, norms: Container[str]) -> bool:
+    """Return whether a module is a norm or a part of one: under masks a narrow copy runs in its place."""
+    return any(prefix in norms for prefix in accumulate(path.split("."), "{}.{}".format))
+
+
+class _Parted(Exception):
+    def __init__(self, divergence: Divergence) -> None:
+        super().__init__(str(divergence))
+        self.divergence = divergence
+
+
+def _forward(
+    model: nn.Module, example: tuple[Any, ...], run: Run, see: See, precision: Precision
+) -> list[torch.Tensor]:
+    """Run a model with every operator seen, and return the tensors of its output."""
+    stack = ModuleStack(model)
+    watch = _Watch(stack, see)
+    gradients = torch.set_grad_enabled(run.gradients)
+    with same_draws(model), mode_for_trace(model, run.training), stack, gradients, plain_attention(), precision():
+        try:
+            with watch:
+                output = call(model, example)
+        except _Parted as parted:
+            parted.divergence = replace(parted.divergence, after=watch.total)
+            raise
+        except Exception as error:
+            module, reason = stack.current, reason_of(error)
+            owner = stack.path_of(innermost_module(error))
+            where = Divergence(module, "", (module, "", -1), float("inf"), reason, after=watch.total, owner=owner)
+            raise _Parted(where) from error
+    return [tensor.detach() for tensor in plain_in(output)]

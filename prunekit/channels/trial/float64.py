@@ -1,0 +1,168 @@
+"""A model that computes in float64 without a float64 copy of its weights: each module's are made while it runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from prunekit.channels.cut.model_copy import has_gradients, named_tensors, with_tensors
+from prunekit.channels.cut.slicing import KeptIndices, blank
+from prunekit.channels.tolerance import ROUNDING, TOLERANCE
+from prunekit.channels.tracing.dispatch_modes import AS_DOUBLE, OWN, Precision
+from prunekit.hooks.owner import HookOwner, after_forward, before_forward
+from prunekit.utils.tensors import map_tensors
+
+Convert = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+def to_double(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor on the CPU, in float64 if it is a floating-point one; a complex one in complex128."""
+    wide = torch.float64.to_complex() if tensor.is_complex() else torch.float64
+    return tensor.detach().to("cpu", wide if has_gradients(tensor) else None, copy=True)
+
+
+def as_it_is(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor on the CPU, in its own precision."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+def with_zeros(convert: Convert, kept: KeptIndices) -> Convert:
+    """Like `convert`, with zeros in place of removed entries."""
+
+    def masked(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        converted = convert(name, tensor)
+        return blank(converted, kept[name]) if name in kept else converted
+
+    return masked
+
+
+def doubled(model: nn.Module, convert: Convert) -> nn.Module:
+    """Return a float64 copy of a model, with all its tensors converted at once."""
+    return with_tensors(model, {name: convert(name, tensor) for name, tensor in named_tensors(model)})
+
+
+def as_double(
+    example: tuple[Any, ...], dtype: torch.dtype | None = torch.float64, *, noise: bool = True
+) -> tuple[Any, ...]:
+    """Return the example in float64, or in its own precision with None; constant tensors, which hide much, become
+    noise.
+    """
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        if not has_gradients(tensor):
+            return tensor.cpu()
+        wanted = tensor.dtype if dtype is None else dtype.to_complex() if tensor.is_complex() else dtype
+        constant = tensor.numel() > 1 and not tensor.is_meta and bool((tensor == tensor.reshape(-1)[0]).all())
+        if tensor.is_meta or (constant and noise):
+            return torch.randn(tensor.shape, dtype=wanted, generator=torch.Generator().manual_seed(0))
+        return tensor.detach().to("cpu", wanted)
+
+    return tuple(map_tensors(value, convert) for value in example)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run two models that are compared.
+
+    Attributes:
+        convert: what their tensors become.
+        dtype: of the inputs; None: their own.
+        precision: under which they run.
+    """
+
+    convert: Convert
+    dtype: torch.dtype | None
+    precision: Precision
+
+    def inputs(self, example: tuple[Any, ...], *, noise: bool = True) -> tuple[Any, ...]:
+        """Return an example in this precision, see `as_double`."""
+        return as_double(example, self.dtype, noise=noise)
+
+    @property
+    def tolerance(self) -> float:
+        """The largest difference that counts as equal to begin with, of what is no coarser than float32."""
+        return ROUNDING[torch.float32] if self.dtype is None else TOLERANCE
+
+
+WAYS = (*(Way(to_double, torch.float64, precision) for precision in AS_DOUBLE), Way(as_it_is, None, OWN))
+"""In the order in which they are to be tried: float64, and only for code that does not run in it what the model has."""
+
+
+class DoubledWhileRunning(HookOwner):
+    """Converts a module's own tensors when its forward begins and drops them when it ends.
+
+    Memory stays that of the largest module, and stays warm. Tensors that another module than their owner uses are not
+    converted unless they are named: such a model fails or differs, and is then run from `doubled`.
+
+    Args:
+        model: not changed: its structure is copied, without its weights.
+        convert: name and tensor -> what the module sees while it runs.
+        whole: paths of modules with which all their parts are converted: a hook on them may run these.
+        borrowed: paths of modules, each with that of another whose tensors it uses (see `Run`).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        convert: Convert,
+        whole: Iterable[str] = (),
+        borrowed: Iterable[tuple[str, str]] = (),
+    ) -> None:
+        super().__init__()
+        self._whole, self._borrowed = tuple(whole), tuple(borrowed)
+        self.model = with_tensors(model, {name: tensor.detach() for name, tensor in named_tensors(model)})
+        self.convert = convert
+        self._names = {id(tensor): name for name, tensor in named_tensors(self.model)}
+        self._users: Counter[int] = Counter()
+        self._own: dict[int, dict[str, Any]] = {}
+
+    def register(self) -> None:
+        """Add a forward-pre and a forward hook to every module that owns or uses tensors."""
+        modules = dict(self.model.named_modules())
+        used = {path: [module] for path, module in modules.items()}
+        for path in self._whole:
+            used[path] = list(modules[path].modules())
+        for path, owner in self._borrowed:
+            used[path].append(modules[owner])
+        for path, module in modules.items():
+            if isinstance(module, torch.jit.ScriptModule):  # its parts run without their hooks
+                used[path] = list(module.modules())
+        for path, module in modules.items():
+            tables = [table for one in used[path] for table in (one._parameters, one._buffers)]
+            filled = [table for table in tables if any(tensor is not None for tensor in table.values())]
+            if filled:
+                self.own(before_forward(module, self._begin(filled)))
+                self.own(after_forward(module, self._end(filled), always_call=True))
+
+    def _begin(self, tables: list[dict[str, Any]]) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            with torch._C._DisableTorchDispatch():
+                for table in tables:
+                    self._users[id(table)] += 1
+                    if self._users[id(table)] == 1:
+                        self._own[id(table)] = dict(table.items())
+                        _write(table, self._converted(table))
+
+        return hook
+
+    def _converted(self, table: dict[str, Any]) -> dict[str, Any]:
+        return {key: t if t is None else self.convert(self._names[id(t)], t) for key, t in table.items()}
+
+    def _end(self, tables: list[dict[str, Any]]) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            for table in tables:
+                self._users[id(table)] -= 1
+                if not self._users[id(table)]:
+                    _write(table, self._own.pop(id(table)))
+
+        return hook
+
+
+def _write(table: dict[str, Any], entries: dict[str, Any]) -> None:
+    for key, value in entries.items():  # one by one: the table of a scripted module can no more
+        table[key] = value

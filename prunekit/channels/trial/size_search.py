@@ -1,0 +1,394 @@
+"""Which attributes are sizes: found by trying, and only where a trial needs them.
+
+Never eagerly: an attribute that happens to equal a size may mean something else. Only after a model failed in a
+module's Python, or computed something else there, are the integers tried that equal an old size of an axis resized in
+that module's operators; what does not take the trial further is left alone.
+
+Which axes grow with the batch: their sizes are never fixed.
+
+Numbers that a module's Python makes of a width, as in `scores / math.sqrt(k.shape[-1])`: the dense ones stay.
+
+Unlike a size, such a number must be what it was. Only where values part are those looked for, in the expression that
+ran there, that are others in the compact model; and only those are fixed that no larger batch changes.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import CodeType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from prunekit.channels.channel_map import ChannelMap, Keep, SizeAttribute
+from prunekit.channels.constraints import EqualParts
+from prunekit.channels.labels import Field, rows_along
+from prunekit.channels.rewrite.call_sites import (
+    Place,
+    Site,
+    definition,
+    frame_here,
+    number,
+    operands_at,
+    place_of,
+    value_of,
+)
+from prunekit.channels.rewrite.rewriter import integers, set_attributes, values_of
+from prunekit.channels.rewrite.size_expressions import StatedSizes, size_expressions
+from prunekit.channels.tracing.operators import Operator, Run
+from prunekit.channels.tracing.tracer import Trace, trace_model
+from prunekit.channels.trial.comparison import Divergence, Key, watch
+from prunekit.channels.trial.float64 import DoubledWhileRunning, as_double, to_double
+from prunekit.errors import ModelError
+from prunekit.utils.inputs import batch_of
+from prunekit.utils.tensors import map_tensors
+
+
+class BatchAxes:
+    """Compares the trace of a model with one for twice the batch, which is only made once somebody asks."""
+
+    def __init__(self, model: nn.Module, trace: Trace, examples: list[tuple[Any, ...]]) -> None:
+        self._model, self._trace, self._examples = model, trace, examples
+
+    def of(self, operator: Operator) -> frozenset[int]:
+        """Return the axes of an operator's first result; the first one where a larger batch does not run."""
+        return self._known.get(operator, frozenset([0]))
+
+    @cached_property
+    def _known(self) -> dict[Operator, frozenset[int]]:
+        try:
+            both_modes = not all(run.repeats for run in self._trace.runs if run.training)
+            larger = trace_model(self._model, [twice(one) for one in self._examples], both_modes=both_modes)
+        except (ModelError, RuntimeError):
+            return {}
+        return dict(_compared(self._trace, larger))
+
+
+def _compared(trace: Trace, larger: Trace) -> Iterator[tuple[Operator, frozenset[int]]]:
+    """By place and how often it ran before: a larger batch needs other copies in between."""
+    others = {(run.example, run.training): run for run in larger.runs}
+    for run in trace.runs:
+        other = others.get((run.example, run.training))
+        if other is None or run.repeats:  # nobody asks for operators that came before in the same way
+            continue
+        sizes = {key: operator.call[2][0] for key, operator in _by_place(other)}
+        for key, operator in _by_place(run):
+            axes = enumerate(zip(operator.call[2][0], sizes.get(key, ()), strict=False))
+            if key in sizes:
+                yield operator, frozenset(axis for axis, (size, more) in axes if size != more)
+
+
+def _by_place(run: Run) -> Iterator[tuple[Any, Operator]]:
+    counts: Counter[Any] = Counter()
+    for operator in run.operators:
+        if operator.site is not None:
+            place = (operator.module, operator.owner, operator.site)
+            yield (*place, counts[place]), operator
+            counts[place] += 1
+
+
+def twice(example: tuple[Any, ...]) -> Any:
+    """Return an example input with its batch twice."""
+    batch = batch_of(example)
+
+    def larger(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor, tensor]) if tensor.dim() and tensor.shape[0] == batch else tensor
+
+    return map_tensors(example, larger)
+
+
+Numbers = dict[tuple[str, Place], int]
+"""Path of a module and a place in one of its methods -> the number there."""
+
+
+class Scales:
+    """Compares the numbers in a model's Python with those in the Python of a compact one."""
+
+    def __init__(self, model: nn.Module, examples: list[tuple[Any, ...]]) -> None:
+        self._model, self._examples = model, examples
+
+    def at(self, divergence: Divergence, run: Run, compact: nn.Module) -> list[SizeAttribute]:
+        """Return numbers that other widths changed where values part, as sizes that no plan changes.
+
+        In all modules of the class that computes with them.
+        """
+        example = as_double(self._examples[run.example])
+        small = self._numbers(compact, example, run, divergence.key) if divergence.operator else {}
+        dense = self._numbers(self._model, example, run) if small else {}
+        changed = {key for key, value in small.items() if dense.get(key, value) != value}
+        if not changed:
+            return []
+        larger = self._numbers(self._model, twice(example), run)
+        classes = {type(self._model.get_submodule(path)) for path, _ in changed}
+        places = {place for _, place in changed}
+        return [
+            SizeAttribute(path, str(place), None, np.zeros((value, 1), dtype=np.int64))
+            for (path, place), value in dense.items()
+            if place in places and type(self._model.get_submodule(path)) in classes
+            if larger.get((path, place)) == value
+        ]
+
+    def _numbers(self, model: nn.Module, example: tuple[Any, ...], run: Run, at: Key | None = None) -> Numbers:
+        """Return what a forward pass computes with, at one operator or at all of them, as far as the model runs."""
+        with DoubledWhileRunning(model, to_double, borrowed=run.borrowed) as running:
+            paths = {module: path for path, module in running.model.named_modules()}
+            numbers: Numbers = {}
+
+            def see(key: Key, *_: Any) -> None:
+                found = frame_here(sys._getframe(3)) if at in (None, key) else None
+                if found is not None:
+                    frame, method, owner = found
+                    for node in operands_at(Site(method, frame.f_code, frame.f_lasti)):
+                        for place, value in _numbers_in(node, method, frame.f_locals):
+                            numbers[paths[owner], place] = value
+
+            watch(running.model, example, run, see)
+        return numbers
+
+
+def _numbers_in(node: ast.expr, method: CodeType, names: Mapping[str, Any]) -> Iterator[tuple[Place, int]]:
+    """Whole numbers that an expression reads off variables and shapes; a variable's own expression where it is none."""
+    for part in ast.walk(node):
+        value = _value(part, names)
+        if type(value) is int and isinstance(part, ast.expr) and (place := place_of(method, part)) is not None:
+            yield place, value
+        elif isinstance(value, float) and isinstance(part, ast.Name) and (found := definition(method)) is not None:
+            given = value_of(part.id, found[0])
+            yield from () if given is None else _numbers_in(given, method, names)
+
+
+def _value(node: ast.AST, names: Mapping[str, Any]) -> Any:
+    """Return the value of a variable, or of one element of a tensor's shape; None for anything else."""
+    match node:
+        case ast.Name(name):
+            return names.get(name)
+        case ast.Subscript(ast.Attribute(ast.Name(name), "shape"), index):
+            pass
+        case ast.Call(ast.Attribute(ast.Name(name), "size"), [index]):
+            pass
+        case _:
+            return None
+    of, at = names.get(name), number(index)
+    if isinstance(of, torch.Tensor) and at is not None and -of.dim() <= at < of.dim():
+        return of.shape[at]
+    return None
+
+
+@dataclass(frozen=True)
+class Option:
+    """An attribute, and the axis it may be the size of: of a field at an operator, both counted within the module."""
+
+    name: str
+    position: int | None
+    operator: int
+    field: int
+    axis: int
+
+
+Failure = tuple[Divergence, Run]
+Trial = tuple[float, Failure | None]
+Found = tuple[list[SizeAttribute], Failure | None]
+"""Attributes, and where the models part with them."""
+
+
+@dataclass(eq=False)
+class SizeSearch:
+    """Looks for attributes that take a failed trial past the module it failed in.
+
+    Attributes:
+        model: the dense model.
+        compact: what is tried; attributes are set in place, and set back.
+        channel_map, keep: the plan.
+        batches: tells which sizes depend on the input.
+        scales: finds numbers made of widths.
+        attempt: tries `compact` as it is: the largest difference, and where the models parted.
+        plain: whether only attributes are set, and nothing is stated in a module's Python.
+        withheld: whether something could have been stated.
+        difference: of the attempt that agreed everywhere, where one did.
+        equal: constraints without which no sizes can be stated.
+    """
+
+    model: nn.Module
+    compact: nn.Module
+    channel_map: ChannelMap
+    keep: Keep
+    batches: BatchAxes
+    scales: Scales
+    attempt: Callable[[], Trial]
+    plain: bool = False
+    withheld: bool = False
+    difference: float | None = None
+    equal: Sequence[EqualParts] = ()
+    _sizes: dict[str, StatedSizes] = field(default_factory=dict, init=False)
+
+    def after(self, failed: Failure) -> list[SizeAttribute]:
+        """Return the attributes of the module that failed, or of the nearest around it that has some, and of others of
+        its class.
+
+        Their labels are in the trace's own numbering. None where nothing helps.
+        """
+        numbers = self.scales.at(*failed, self.compact)
+        if numbers and self.plain:
+            self.withheld = True
+        elif numbers and self._helps(failed, numbers):
+            return numbers
+        path = failed[0].module
+        operators: dict[str, list[Operator]] = {}
+        for operator in failed[1].operators:
+            operators.setdefault(operator.module, []).append(operator)
+        while True:
+            found = self._stated(path, failed, []) or self._unstated(path, failed, operators)
+            if found or self.equal or not path:
+                return found
+            path = path.rpartition(".")[0]
+
+    def _unstated(self, path: str, failed: Failure, operators: Mapping[str, list[Operator]]) -> list[SizeAttribute]:
+        """Return attributes whose meaning no expression tells, alone or together with what expressions tell."""
+        if self.equal:
+            return []
+        found, reached = self._within(path, failed, operators)
+        passed = reached is None or reached[0].module not in (path, failed[0].module)
+        return found if passed else self._stated(path, failed, found) if found else []
+
+    def _within(self, path: str, failed: Failure, operators: Mapping[str, list[Operator]]) -> Found:
+        """Take one attribute after the other, each time the one that gets furthest, until the module is passed."""
+        if path == failed[0].module and path not in operators:  # it only looks at sizes before it calls its parts
+            operators = {**operators, path: within(path, failed[1])}
+        options = list(self._options(path, operators.get(path, [])))
+        found: list[SizeAttribute] = []
+        while options:
+            trials = []
+            for option in options:
+                sizes = [*found, *self._everywhere(path, option, operators)]
+                reached = self._tried(sizes)
+                if reached is None:
+                    return sizes, None
+                trials.append((self._progress(reached), option, sizes, reached))
+            progress, option, sizes, reached = max(trials, key=lambda trial: trial[0])
+            if progress <= self._progress(failed):
+                break
+            if reached[0].module not in (path, failed[0].module):
+                return sizes, reached
+            failed, found = reached, sizes
+            options = [other for other in options if (other.name, other.position) != (option.name, option.position)]
+        return found, failed
+
+    def _stated(self, path: str, failed: Failure, found: list[SizeAttribute]) -> list[SizeAttribute]:
+        """Return all sizes that stand in the Python of a module and of others of its class, where explicit ones help.
+
+        Together with attributes that were found to help. A method that runs several times with one size needs as
+        many channels each time: that is asked for first.
+        """
+        stated = self._collected(path)
+        new = stated.changing()
+        self.equal = stated.equal if new else []
+        choices = [stated.as_attributes(self.model), new] if new and (self.plain or not self.equal) else []
+        if self.plain:
+            allowed = [choice for choice in choices if all(Place.named(size.name) is None for size in choice)]
+            self.equal, self.withheld = (), self.withheld or len(allowed) < len(choices)
+            choices = allowed
+        for choice in choices:
+            if self._helps(failed, [*found, *choice]):
+                return [*found, *choice]
+        return []
+
+    def _collected(self, path: str) -> StatedSizes:
+        if path not in self._sizes:
+            stated = StatedSizes(self.channel_map, self.keep)
+            operators = [o for run in self.channel_map.traced.trace.runs if not run.repeats for o in run.operators]
+            here = {operator.owner for operator in operators if operator.site is not None and operator.module == path}
+            classes = {type(self.model.get_submodule(owner)) for owner in here}
+            for operator in operators:
+                if operator.site is not None and type(self.model.get_submodule(operator.owner)) in classes:
+                    stated.note(operator.owner, list(size_expressions(operator, self.batches.of(operator))))
+            self._sizes[path] = stated
+        return self._sizes[path]
+
+    def _now(self, size: SizeAttribute) -> SizeAttribute:
+        return replace(size, labels=self.channel_map.traced.final[size.labels])
+
+    def _progress(self, failed: Failure) -> tuple[int, int]:
+        return self.channel_map.traced.trace.runs.index(failed[1]), failed[0].after
+
+    def _helps(self, failed: Failure, sizes: Sequence[SizeAttribute]) -> bool:
+        reached = self._tried(sizes)
+        return reached is None or self._progress(reached) > self._progress(failed)
+
+    def _tried(self, sizes: Sequence[SizeAttribute]) -> Failure | None:
+        modules = {self.compact.get_submodule(path) for path in {size.module for size in sizes}}
+        before = [(module, type(module), dict(vars(module))) for module in modules]
+        known = [*self.channel_map.sizes, *map(self._now, sizes)]
+        set_attributes(self.compact, values_of(self.model, known, self.keep))
+        try:
+            difference, failure = self.attempt()
+        finally:
+            for module, cls, own in before:
+                module.__class__ = cls
+                vars(module).clear()
+                vars(module).update(own)
+        self.difference = difference if failure is None else None
+        return failure
+
+    def _options(self, path: str, operators: Sequence[Operator]) -> Iterator[Option]:
+        """Yield every integer of a module that equals the old size of a resized axis, once for each new size."""
+        known = {(size.module, size.name, size.position) for size in self.channel_map.sizes}
+        for name, value in vars(self.model.get_submodule(path)).items():
+            if not self._unset(path, name):
+                continue
+            for position, old in enumerate(integers(value) or ()):
+                element = None if isinstance(value, int) else position
+                if (path, name, element) not in known:
+                    yield from self._meanings(name, element, old, operators)
+
+    def _unset(self, path: str, name: str) -> bool:
+        """Return whether an attribute is what it was: a layer's own sizes follow from its tensors, and are set."""
+        dense, compact = (vars(model.get_submodule(path)) for model in (self.model, self.compact))
+        return bool(integers(dense.get(name)) is None or compact.get(name) == dense.get(name))
+
+    def _meanings(self, name: str, position: int | None, old: int, operators: Sequence[Operator]) -> Iterator[Option]:
+        seen = {old}
+        for i, j, labeled, axis in axes_of_size(operators, old):
+            labels = self.channel_map.resolve(labeled)
+            new = SizeAttribute("", name, position, rows_along(labels, axis)).kept(self.keep)
+            if new not in seen:
+                seen.add(new)
+                yield Option(name, position, i, j, axis)
+
+    def _everywhere(self, path: str, option: Option, operators: Mapping[str, list[Operator]]) -> list[SizeAttribute]:
+        """Return an option for a module and for all others of its class that have the same value on the same axis."""
+        cls, found = type(self.model.get_submodule(path)), []
+        for other, module in self.model.named_modules():
+            own = operators.get(other, [])
+            if type(module) is not cls or option.operator >= len(own) or not self._unset(other, option.name):
+                continue
+            fields = fields_at(own[option.operator])
+            values = integers(vars(module).get(option.name)) or []
+            if option.field < len(fields) and (option.position or 0) < len(values):
+                labels = fields[option.field].labels
+                if option.axis < labels.ndim and labels.shape[option.axis] == values[option.position or 0]:
+                    found.append(SizeAttribute(other, option.name, option.position, rows_along(labels, option.axis)))
+        return found
+
+
+def within(path: str, run: Run) -> list[Operator]:
+    """Return the operators of a module and of all its parts."""
+    return [operator for operator in run.operators if f"{operator.module}.".startswith(f"{path}." if path else "")]
+
+
+def axes_of_size(operators: Iterable[Operator], size: int) -> Iterator[tuple[int, int, Field, int]]:
+    """Yield labeled axes of a size: the number of the operator, that of the field there, the field, and the axis."""
+    for i, operator in enumerate(operators):
+        for j, labeled in enumerate(fields_at(operator)):
+            yield from ((i, j, labeled, axis) for axis in labeled.span if labeled.labels.shape[axis] == size)
+
+
+def fields_at(operator: Operator) -> list[Field]:
+    """Return the fields of what an operator took and gave."""
+    return [*operator.inputs, *(one for fields in operator.outputs for one in fields)]

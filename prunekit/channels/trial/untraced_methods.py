@@ -1,0 +1,415 @@
+"""Sizes that only methods read which the examples don't run: a second forward for export, a switch for deployment.
+
+An attribute that no operator of the trace used has its dense value in a compact model, and such a method then fails
+there. Those that can be run are: methods that take what forward takes and give what it gives in the dense model, and
+methods without arguments that change the module and not what it computes. They have to hold in the compact model too;
+where they don't, attributes that equal an old size of a resized axis are tried, as in the trial. What can't be run,
+or found, is named.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from prunekit.channels.channel_map import ChannelMap, Keep, SizeAttribute
+from prunekit.channels.cut.slicing import KeptIndices
+from prunekit.channels.labels import rows_along
+from prunekit.channels.rewrite.call_sites import definition, nodes_of_sizes
+from prunekit.channels.rewrite.rewriter import integers, original_of, set_attributes, values_of
+from prunekit.channels.tolerance import TOLERANCE, relative_difference
+from prunekit.channels.tracing.dispatch_modes import AS_DOUBLE
+from prunekit.channels.tracing.execution import ModuleStack, mode_for_trace, plain_attention
+from prunekit.channels.tracing.operators import Operator, Run
+from prunekit.channels.trial.float64 import WAYS, DoubledWhileRunning, as_double, doubled, to_double
+from prunekit.channels.trial.size_search import axes_of_size, within
+from prunekit.utils.context import seeded, training_mode
+from prunekit.utils.display import listed
+from prunekit.utils.inputs import call
+from prunekit.utils.tensors import gather, map_tensors
+
+COMBINATIONS = 64
+"""How many values of attributes are tried for one method."""
+_NEVER = frozenset({"__init__", "extra_repr", "__repr__"})
+
+Holder = tuple[str, str]
+"""Path of a module and the name of its attribute."""
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """What methods that the examples don't run need.
+
+    Attributes:
+        sizes: attributes that hold a size, with labels in the trace's own numbering.
+        notes: what could not be settled, in sentences.
+    """
+
+    sizes: tuple[SizeAttribute, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def unseen_sizes(
+    model: nn.Module,
+    compact: nn.Module,
+    channel_map: ChannelMap,
+    keep: Keep,
+    kept: KeptIndices,
+    examples: list[tuple[Any, ...]],
+) -> Unseen:
+    """Look through the methods of a compact model's own classes that its trial didn't run.
+
+    Args:
+        model: the dense model.
+        compact: what passed the trial.
+        kept: as made by `kept_indices`.
+        examples: inputs as for the trace.
+    """
+    search = _Search(model, compact, channel_map, keep, kept, examples)
+    return search.result() if search.found else Unseen()
+
+
+@dataclass(eq=False)
+class _Search:
+    model: nn.Module
+    compact: nn.Module
+    channel_map: ChannelMap
+    keep: Keep
+    kept: KeptIndices
+    examples: list[tuple[Any, ...]]
+    found: dict[str, dict[str, FunctionType]] = field(init=False)
+    """Path of a module -> its methods that read attributes which may hold a size, and its other forwards."""
+
+    def __post_init__(self) -> None:
+        self._values: dict[tuple[Holder, str], list[list[SizeAttribute]]] = {}
+        self._read: set[Holder] = set()
+        self._known: dict[tuple[str, str, int | None], SizeAttribute] = {}
+        self._notes: dict[str, list[str]] = {}
+        touched = {name.rpartition(".")[0] for name in self.kept}
+        self.found = {}
+        others: set[tuple[type, str]] = set()
+        for path, module in self.model.named_modules():
+            prefix = f"{path}." if path else ""
+            if not any(f"{other}.".startswith(prefix) for other in touched):
+                continue
+            for name, method in methods_of(type(module)).items():
+                known = name == "forward" or (type(module), name) in others
+                another = not known and "forward" in name and _way_to_run(module, method) is False
+                if self._holders(path, method) or another:
+                    self.found.setdefault(path, {})[name] = method
+                    others.add((type(module), name))
+
+    def result(self) -> Unseen:
+        """Run what can be run, and names the rest."""
+        lines = self._lines_run()
+        self._read = {
+            holder
+            for path, methods in self.found.items()
+            for method in methods.values()
+            for holder in self._holders(path, method)
+            if _reads_as_size(method.__code__, holder[1], lines.get(method.__code__, set()), ran=True)
+        }
+        missed: dict[str, dict[str, FunctionType]] = {}
+        for path, methods in self.found.items():
+            module = self.model.get_submodule(path)
+            for name, method in methods.items():
+                if method.__code__ not in lines and _way_to_run(module, method) is not None:
+                    missed.setdefault(path, {})[name] = method
+        settled: set[tuple[str, str]] = set()
+        for run in self.channel_map.traced.trace.runs:
+            if missed and not run.training:
+                settled.update(self._proven(missed, run))
+        follow = {(module, name) for module, name, _ in self._known}
+        for path, methods in self.found.items():
+            for name, method in methods.items():
+                if (path, name) not in settled:
+                    self._note_reads(path, name, method, lines.get(method.__code__, set()), follow)
+        return Unseen(tuple(self._known.values()), tuple(_in_words(self._notes)))
+
+    def _holders(self, path: str, method: FunctionType) -> list[Holder]:
+        """Return attributes that a method, or one that it calls, reads and that may hold a size of a resized axis."""
+        module = self.model.get_submodule(path)
+        names = _names_in(type(module), method.__code__.co_name, method)
+        parts = [child for child in module._modules if child in names and module._modules[child] is not None]
+        owners = [path, *(f"{path}.{child}" if path else child for child in parts)]
+        found = []
+        for owner in owners:
+            for name in vars(self.model.get_submodule(owner)):
+                if name in names and self._meanings((owner, name), path):
+                    found.append((owner, name))
+        return found
+
+    def _meanings(self, holder: Holder, path: str) -> list[list[SizeAttribute]]:
+        """Return the sizes that an attribute may be, by its positions; in the operators of a module that reads it."""
+        if (holder, path) not in self._values:
+            owner, name = holder
+            dense, small = (vars(model.get_submodule(owner)).get(name) for model in (self.model, self.compact))
+            values = integers(dense) or []
+            single = isinstance(dense, int)
+            positions = enumerate(values) if values and small == dense else ()
+            where = [operator for run in self.channel_map.traced.trace.runs for operator in within(path, run)]
+            every = [self._sizes(holder, None if single else i, old, where) for i, old in positions if old > 1]
+            self._values[holder, path] = [sizes for sizes in every if sizes]
+        return [] if holder in self._read else self._values[holder, path]
+
+    def _sizes(self, holder: Holder, position: int | None, old: int, where: list[Operator]) -> list[SizeAttribute]:
+        found: dict[int, SizeAttribute] = {}
+        for *_, labeled, axis in axes_of_size(where, old):
+            size = SizeAttribute(*holder, position, rows_along(labeled.labels, axis))
+            found.setdefault(self._left(size), size)
+        return [size for left, size in found.items() if 0 < left < old]
+
+    def _lines_run(self) -> dict[CodeType, set[int]]:
+        """Return the lines of the methods in question that the examples run in the compact model."""
+        codes = {method.__code__ for methods in self.found.values() for method in methods.values()}
+        codes |= {code for _, code in self._recompiled()}
+        lines: dict[CodeType, set[int]] = {}
+
+        def local(frame: FrameType, event: str, argument: Any) -> Any:
+            lines[frame.f_code].add(frame.f_lineno)
+            return local
+
+        def enter(frame: FrameType, event: str, argument: Any) -> Any:
+            if frame.f_code not in codes:
+                return None
+            lines.setdefault(frame.f_code, set()).add(frame.f_lineno)
+            return local
+
+        before = sys.gettrace()
+        for run in self.channel_map.traced.trace.runs:
+            for way in (WAYS[-1], WAYS[0]):
+                running, example = doubled(self.compact, way.convert), way.inputs(self.examples[run.example])
+                modes = mode_for_trace(running, run.training), torch.no_grad(), plain_attention(), way.precision()
+                with ExitStack() as stack, suppress(Exception):  # of a model whose code asks for the other precision
+                    for mode in (seeded(0), *modes):
+                        stack.enter_context(mode)
+                    stack.callback(sys.settrace, before)
+                    sys.settrace(enter)
+                    call(running, example)
+                    break
+        for method, code in self._recompiled():
+            if code in lines:
+                lines.setdefault(method.__code__, set()).update(lines[code])
+        return lines
+
+    def _recompiled(self) -> Iterator[tuple[FunctionType, CodeType]]:
+        """Yield methods that the compact model has with explicit sizes, with their own code."""
+        for path, methods in self.found.items():
+            cls = type(self.compact.get_submodule(path))
+            for name, method in methods.items():
+                own = getattr(cls, name, None)
+                if isinstance(own, FunctionType) and own.__code__ is not method.__code__:
+                    yield method, own.__code__
+
+    def _proven(self, missed: Mapping[str, Mapping[str, FunctionType]], run: Run) -> Iterator[tuple[str, str]]:
+        """Yield methods that do what forward does in the dense model; takes in the sizes that this takes in the compact
+        one.
+
+        Parts come before what they are parts of, whose methods call theirs.
+        """
+        called = _calls(self.model, missed, as_double(self.examples[run.example]), run)
+        again = _calls(self.compact, called, as_double(self.examples[run.example]), run)
+        for path, name in sorted(_pairs(again, missed), key=lambda pair: -pair[0].count(".")):
+            method, module = missed[path][name], self.model.get_submodule(path)
+            changes = _way_to_run(module, method) is True
+            if not _does_the_same(doubled(module, to_double), name, called[path], changes=changes):
+                continue
+            for choice in self._choices(path, method):
+                if _does_the_same(self._with(path, choice), name, again[path], changes=changes):
+                    self._known |= {(size.module, size.name, size.position): size for size in choice}
+                    break
+            else:
+                self._notes.setdefault(
+                    f"{type(module).__name__}.{name} computes what forward does in the dense model and not in the "
+                    "compact one: do not call it there",
+                    [],
+                ).append(path)
+            yield path, name
+
+    def _choices(self, path: str, method: FunctionType) -> Iterator[list[SizeAttribute]]:
+        """None, and then every way to give attributes another value that no method before has settled."""
+        settled = {(module, name) for module, name, _ in self._known}
+        holders = [holder for holder in self._holders(path, method) if holder not in settled]
+        every = [sizes for holder in holders for sizes in self._meanings(holder, path)]
+        options: list[list[SizeAttribute | None]] = [[None, *sizes] for sizes in every]
+        for choice in itertools.islice(itertools.product(*options), COMBINATIONS):
+            yield [size for size in choice if size is not None]
+
+    def _with(self, path: str, choice: list[SizeAttribute]) -> nn.Module:
+        """Return a copy of a module of the compact model in float64, with other values of attributes in it."""
+        twin = doubled(self.compact.get_submodule(path), to_double)
+        final = self.channel_map.traced.final
+        inside = len(path) + 1 if path else 0
+        before = [size for size in self._known.values() if f"{size.module}.".startswith(f"{path}." if path else "")]
+        every = [*before, *choice]
+        now = [SizeAttribute(size.module, size.name, size.position, final[size.labels]) for size in every]
+        values = values_of(self.model, now, self.keep)
+        set_attributes(twin, {owner[inside:]: named for owner, named in values.items()})
+        return twin
+
+    def _note_reads(
+        self, path: str, name: str, method: FunctionType, lines: set[int], follow: set[tuple[str, str]]
+    ) -> None:
+        """Names attributes that a method reads as sizes on lines that never ran."""
+        module = self.model.get_submodule(path)
+        for owner, attribute in self._holders(path, method):
+            if (owner, attribute) in follow or not _reads_as_size(method.__code__, attribute, lines, ran=False):
+                continue
+            left = self._left_in(path, owner, attribute)
+            if not left:
+                continue
+            old, part = getattr(self.model.get_submodule(owner), attribute), owner[len(path) :].lstrip(".")
+            self._notes.setdefault(
+                f"{type(module).__name__}.{name} reads {'.'.join(filter(None, ('self', part, attribute)))} = {old}, as "
+                f"in the dense model, where {' or '.join(map(str, left))} may be meant now; no example runs it: set it "
+                "by hand, or give more_examples that run it",
+                [],
+            ).append(path)
+
+    def _left_in(self, path: str, owner: str, attribute: str) -> list[int]:
+        """Return what an attribute may have to be by the operators of a module's own Python."""
+        runs = self.channel_map.traced.trace.runs
+        own = [operator for run in runs for operator in run.operators if path in (operator.module, operator.owner)]
+        every = integers(getattr(self.model.get_submodule(owner), attribute)) or []
+        return sorted({self._left(size) for old in every for size in self._sizes((owner, attribute), None, old, own)})
+
+    def _left(self, size: SizeAttribute) -> int:
+        final = self.channel_map.traced.final[size.labels]
+        return SizeAttribute(size.module, size.name, size.position, final).kept(self.keep)
+
+
+def methods_of(cls: type) -> dict[str, FunctionType]:
+    """Return the methods that the classes of a module have besides torch's own, by name."""
+    found: dict[str, FunctionType] = {}
+    for base in original_of(cls).__mro__:
+        if base is nn.Module or base.__module__.partition(".")[0] in ("torch", "builtins"):
+            continue
+        for name, method in vars(base).items():
+            if isinstance(method, FunctionType) and method.__code__.co_argcount and name not in _NEVER:
+                found.setdefault(name, method)
+    return found
+
+
+def _names_in(cls: type, name: str, method: FunctionType) -> set[str]:
+    """Return all names that a method, and the methods of its class that it names, read."""
+    methods, names, left = methods_of(cls), set[str](), [(name, method)]
+    seen = {name}
+    while left:
+        _, one = left.pop()
+        new = set(_code_names(one.__code__))
+        names |= new
+        for other in sorted(new & methods.keys() - seen):
+            seen.add(other)
+            left.append((other, methods[other]))
+    return names
+
+
+@lru_cache(maxsize=4096)
+def _code_names(code: CodeType) -> frozenset[str]:
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return frozenset(code.co_names).union(*map(_code_names, inner))
+
+
+def _reads_as_size(code: CodeType, attribute: str, lines: set[int], *, ran: bool) -> bool:
+    """Return whether a method reads an attribute where a size belongs, on a line that ran, or on one that did not."""
+    found = definition(code)
+    return found is not None and any(
+        isinstance(node, ast.Attribute) and node.attr == attribute and (node.lineno in lines) is ran
+        for node in nodes_of_sizes(found[0])
+    )
+
+
+def _way_to_run(module: nn.Module, method: FunctionType) -> bool | None:
+    """False for a method that takes what forward takes; True for one that takes nothing and changes the module."""
+    own, forward = (
+        [(p.name, p.kind) for p in inspect.signature(function).parameters.values()][1:]
+        for function in (method, type(module).forward)
+    )
+    if own == forward:
+        return False
+    found = definition(method.__code__)
+    return True if not own and found is not None and _changes_its_module(found[0]) else None
+
+
+def _changes_its_module(function: ast.FunctionDef) -> bool:
+    """Return whether a method sets or deletes attributes."""
+    changes = (ast.Store, ast.Del)
+    nodes = list(ast.walk(function))
+    stored = any(isinstance(node, ast.Attribute) and isinstance(node.ctx, changes) for node in nodes)
+    return stored or any(isinstance(node, ast.Attribute) and node.attr == "__delattr__" for node in nodes)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of a module: what it got, and what it gave."""
+
+    arguments: tuple[Any, ...]
+    named: dict[str, Any]
+    outputs: list[torch.Tensor]
+
+
+def _calls(model: nn.Module, paths: Iterable[str], example: tuple[Any, ...], run: Run) -> dict[str, _Call]:
+    """Return the first call of each of some modules in a forward pass in eval mode and float64."""
+    given: dict[str, Any] = {}
+    found: dict[str, _Call] = {}
+    wanted = set(paths)
+
+    def enter(path: str, module: nn.Module, inputs: Any) -> None:
+        if path in wanted and path not in given:
+            given[path] = map_tensors(inputs, torch.clone)
+
+    def leave(path: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if path in given and path not in found:
+            outputs = [tensor.clone() for tensor in gather(output)]
+            found[path] = _Call(given[path][0], given[path][1], outputs)
+
+    with seeded(0), DoubledWhileRunning(model, to_double, borrowed=run.borrowed) as running:
+        stack = ModuleStack(running.model, enter, leave)
+        with suppress(Exception), _evaluating(running.model), stack:  # of a model that does not run in float64
+            call(running.model, example)
+    return found
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    with training_mode(model, False), torch.no_grad(), plain_attention(), AS_DOUBLE[0]():
+        yield
+
+
+def _does_the_same(twin: nn.Module, name: str, call: _Call, *, changes: bool) -> bool:
+    """Return whether a method gives what forward gave, or leaves a module behind that does; it may change the
+    module.
+    """
+    arguments, named = map_tensors((call.arguments, call.named), torch.clone)
+    with seeded(0), _evaluating(twin):
+        try:
+            method = getattr(twin, name)
+            if changes:
+                method()
+                method = twin
+            outputs = gather(method(*arguments, **named))
+        except Exception:  # whatever the model's own code makes of being called here, or of a wrong size
+            return False
+    return len(outputs) == len(call.outputs) and all(
+        relative_difference(want, got, 0.0)[0] <= TOLERANCE for want, got in zip(call.outputs, outputs, strict=True)
+    )
+
+
+def _pairs(paths: Iterable[str], missed: Mapping[str, Iterable[str]]) -> Iterator[tuple[str, str]]:
+    return ((path, name) for path in paths for name in missed[path])
+
+
+def _in_words(notes: Mapping[str, list[str]]) -> Iterator[str]:
+    for said, paths in notes.items():
+        yield f"{said} ({listed((path or 'the model itself' for path in paths), 3)})"

@@ -1,0 +1,138 @@
+"""`prunekit bench`: latency, and a gate for deployment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+
+from prunekit.cli.models import ModelOptions, all_targets, check_recipes, model_command
+from prunekit.cli.options import split_overrides
+from prunekit.cli.output import Console, save
+from prunekit.errors import nearest
+from prunekit.registries import RUNTIMES, DtypeName, MemoryFormat
+from prunekit.utils.display import text_of
+
+Callback = Callable[[click.Context, click.Parameter, str], tuple[Any, ...]]
+WHERE = ("device", "runtime", "batch", "threads")
+TIMES = ("median_ms", "p10_ms", "p90_ms", "p99_ms")
+
+
+def _counts(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    parts = value.split(",")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise click.BadParameter(f"expected positive whole numbers with commas between them, got {value!r}")
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
+def _parts(value: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(part.strip() for part in value.split(",")))
+
+
+def _runtimes(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
+    for part in _parts(value):
+        if (problem := RUNTIMES.problem(part)) is not None:
+            raise click.BadParameter(problem)
+    return _parts(value)
+
+
+def _names(allowed: tuple[str, ...]) -> Callback:
+    def names(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
+        parts = _parts(value)
+        for part in parts:
+            if part not in allowed:
+                raise click.BadParameter(f"{part!r}: {nearest(part, allowed)}")
+        return parts
+
+    return names
+
+
+def _list_option(name: str, default: str, allowed: tuple[str, ...], what: str, **options: Any) -> Callable[..., Any]:
+    shown = f"{what}: {', '.join(allowed)}."
+    return click.option(name, default=default, show_default=True, callback=_names(allowed), help=shown, **options)
+
+
+@click.command("bench", short_help="Time one or more models beside each other.")
+@click.argument("arguments", nargs=-1, metavar="[MODEL]... [KEY=VALUE]...")
+@click.option(
+    "--runtime",
+    default="eager",
+    show_default=True,
+    metavar="NAME,...",
+    callback=_runtimes,
+    help="What runs the models, each in a process of its own: names with commas between them "
+    "(prunekit list runtimes), or file.py:object of your own.",
+)
+@click.option("--batch", default=None, callback=_counts, help="Batch sizes.  [default: 1,16; with --max-latency-ms: 1]")
+@click.option("--threads", default="1", show_default=True, callback=_counts, help="CPU thread counts.")
+@click.option("--device", default="auto", metavar="auto|cpu,cuda[:n]", help="Where to run.  [default: auto]")
+@_list_option("--dtype", "fp32", get_args(DtypeName), "What the models compute in")
+@_list_option("--memory-format", "contiguous", get_args(MemoryFormat), "Layout in torch's own runtimes")
+@click.option("--repeats", default=30, show_default=True, type=click.IntRange(min=5), help="Timed runs of each.")
+@click.option(
+    "--max-latency-ms",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Exit with 1 unless the last model is shown to be this fast in every setting that is timed: the median, or "
+    "where it is unstable the whole interval.",
+)
+@model_command("bench.json.", device=False)
+def bench_command(
+    console: Console,
+    given: ModelOptions,
+    arguments: tuple[str, ...],
+    runtime: tuple[str, ...],
+    batch: tuple[int, ...] | None,
+    threads: tuple[int, ...],
+    device: str,
+    dtype: tuple[DtypeName, ...],
+    memory_format: tuple[MemoryFormat, ...],
+    repeats: int,
+    max_latency_ms: float | None,
+    output: Path | None,
+) -> None:
+    """Latency of one or more models, timed alternately; speedups are relative to the first.
+
+    MODEL is a recipe (its dense model), a model folder, or the name of a torchvision or CIFAR model; --model adds your
+    own as the first, or takes the place of a recipe's model. A latency is that of the whole batch. Without --device the
+    CPU is timed, and CUDA where there is one. Lists are combined as far as their parts go together.
+
+    Every runtime is checked against eager float32 first; where it differs, it is not timed and the exit code is 1.
+    A figure that the samples do not support is marked unstable, with what would settle it.
+    """
+    targets, overrides = split_overrides(arguments)
+    check_recipes(targets, overrides, given)
+    from prunekit.jobs.bench import bench_targets, devices, gated
+    from prunekit.settings.deployment import LatencySettings
+
+    batch = batch or ((1, 16) if max_latency_ms is None else (1,))
+    settings = LatencySettings(batch, threads, repeats, runtime, dtype, memory_format)
+    with console.running():
+        devices(device, settings)  # before models are built, which may take long
+        found = bench_targets(all_targets(targets, overrides, given), settings, device, log=console.log)
+    result = found.figures()
+    gates = [] if max_latency_ms is None else gated(result["latency"], max_latency_ms)
+    passed = all(fast for _, fast in gates) and not result["failures"]
+    payload = result if max_latency_ms is None else {**result, "max_latency_ms": max_latency_ms, "passed": passed}
+    save(payload, output, "bench.json", console)
+    console.result(payload, text_of(found))
+    _conclude(result["failures"], gates, max_latency_ms, console)
+    if not passed:
+        click.get_current_context().exit(1)
+
+
+def _conclude(
+    failures: list[Any], gates: list[tuple[dict[str, Any], bool]], max_latency_ms: float | None, console: Console
+) -> None:
+    """Say what was not measured, and of each setting that was whether the model keeps the limit there."""
+    from prunekit.measure.latency.wording import failed, where
+
+    for line in failed(failures):
+        console.log(f"prunekit: error: not measured: {line}")
+    for row, fast in gates:
+        doubt = "" if row["stable"] else f", unstable: 95 % up to {row['high_ms']:.3g} ms"
+        found = f"{row['median_ms']:.3g} ms{doubt}; the limit is {max_latency_ms:g} ms"
+        console.log(f"prunekit: {'fast enough' if fast else 'too slow'}: {row['model']} ({where(row)}): {found}")

@@ -1,0 +1,99 @@
+"""`prunekit calibrate`: what the activations of the dense model look like."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from prunekit.cli.options import recipe_command
+from prunekit.cli.output import Console
+from prunekit.utils.display import table
+
+if TYPE_CHECKING:
+    from prunekit.jobs.run.job_inputs import Own
+    from prunekit.settings.job import JobSettings
+    from prunekit.statistics.channel_stats import ChannelStats
+
+
+@click.command("calibrate", short_help="Collect activation statistics of the dense model.")
+@click.option(
+    "--moments",
+    type=click.Choice(["none", "full"]),
+    help="full: also the Gram matrix of every layer's input.  [default: as the recipe and its criterion have it]",
+)
+@recipe_command()
+def calibrate_command(
+    console: Console,
+    job: JobSettings,
+    own: Own,
+) -> None:
+    """Run the dense model of a recipe on its calibration images and write the statistics of every channel, as
+    safetensors and CSV. `finetune` uses them again when model, weights, data and settings are the same.
+
+    The table averages over the channels of each layer's output; dead channels never change.
+    """
+    from prunekit.jobs.calibrate import calibrate as run
+
+    with console.running():
+        result = run(job, log=console.log, progress=console.progress, own=own)
+    layers = list(summary(result.stats))
+    payload = {
+        "path": str(result.path),
+        "csv": str(result.csv),
+        "reused": result.reused,
+        "layers": layers,
+        "moments": [
+            {"module": path, "channels": second.channels, "groups": second.groups, "positions": second.count}
+            for path, second in result.stats.moments.items()
+        ],
+        "too_few_samples": result.stats.too_few_samples(),
+    }
+    reused = " (from an earlier run)" if result.reused else ""
+    console.result(payload, f"{_text(layers)}\nStatistics{reused}: {result.path}\nAs a table: {result.csv}")
+
+
+def summary(stats: ChannelStats) -> Iterator[dict[str, Any]]:
+    """Yield one row per activation: means over its channels, the range, and which channels are dead."""
+    dead = stats.dead()
+    for key, layer in stats.items():
+        yield {
+            "module": key.module,
+            "side": key.side,
+            "call": key.call,
+            "channels": layer.channels,
+            "mean": float(layer.mean.mean()),
+            "mean_abs": float(layer.mean_abs.mean()),
+            "rms": float(layer.rms.mean()),
+            "min": float(layer.min.min()),
+            "max": float(layer.max.max()),
+            "zero_fraction": float(layer.zero_fraction.mean()),
+            "non_finite": int(layer.non_finite.sum()),
+            "dead": [int(channel) for channel in dead.get(key, ())],
+        }
+
+
+def _text(layers: list[dict[str, Any]]) -> str:
+    from prunekit.utils.display import digits, share
+
+    rows = [
+        (
+            row["module"] + (f" (call {row['call']})" if row["call"] else ""),
+            row["channels"],
+            *(digits(row[name]) for name in ("mean", "mean_abs", "rms", "min", "max")),
+            share(row["zero_fraction"]),
+            _dead(row["dead"]),
+        )
+        for row in layers
+        if row["side"] == "output"
+    ]
+    headings = ("output of", "channels", "mean", "mean |x|", "rms", "min", "max", "zeros", "dead channels")
+    return table(headings, rows, text=("dead channels",))
+
+
+def _dead(channels: list[int]) -> str:
+    if not channels:
+        return ""
+    shown = ", ".join(map(str, channels[:8]))
+    return f"DEAD {len(channels)}: {shown}" + (", ..." if len(channels) > 8 else "")

@@ -1,0 +1,81 @@
+"""`prunekit diagnose`: what is wrong with a model and its data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from prunekit.cli.models import (
+    ModelOptions,
+    job_to_read,
+    model_command,
+    one_target,
+    recipe_of_data,
+    refuse_idle_overrides,
+)
+from prunekit.cli.options import is_recipe, split_overrides
+from prunekit.cli.output import Console, save
+from prunekit.utils.display import text_of
+
+
+@click.command("diagnose", short_help="Find what is wrong with a model and its data.")
+@click.argument("arguments", nargs=-1, metavar="[MODEL] [KEY=VALUE]...")
+@click.option("--recipe", "data_recipe", metavar="RECIPE", help="Whose images and training to use.")
+@click.option("--batches", "count", default=3, show_default=True, type=click.IntRange(min=1), help="Training batches.")
+@click.option("--ignore", multiple=True, metavar="KIND", help="A kind that is not looked for; may be repeated.")
+@model_command("diagnose.json.")
+def diagnose_command(
+    console: Console,
+    given: ModelOptions,
+    arguments: tuple[str, ...],
+    data_recipe: str | None,
+    count: int,
+    ignore: tuple[str, ...],
+    device: str | None,
+    output: Path | None,
+) -> None:
+    """Run a model forward and backward on a few training batches and name what is wrong, the causes first.
+
+    Looked for, by module and in order of execution: shape mismatches with the way of the tensor, NaN and Inf where they
+    begin, exploding and vanishing gradients, dead ReLUs, saturated sigmoids, constant channels, BatchNorm in the wrong
+    mode or without variance, unused and frozen parameters; copies among the images, labels out of range, inputs unlike
+    normalized ones; and a learning rate too high for the curvature of the loss.
+
+    MODEL is a recipe (its dense model as training would begin: with the weights it names, else random ones), a model
+    folder, or the name of a torchvision or CIFAR model; instead of it, or of a recipe's model, --model gives your own.
+    KEY=VALUE changes the recipe.
+
+    The exit code is 0 when nothing is found, 1 when something is, 2 for wrong usage.
+    """
+    targets, overrides = split_overrides(arguments)
+    data_recipe = recipe_of_data(targets, data_recipe)
+    refuse_idle_overrides(overrides, [data_recipe])
+    whole = any(map(is_recipe, targets))
+    code = {"factory": given.factory if whole else None, "data": given.data}
+    where = {"device": device, "seed": given.seed}
+    job = None if data_recipe is None else job_to_read(data_recipe, overrides, given, **code, **where)
+    from prunekit.jobs.diagnose import diagnose_target, first_training
+    from prunekit.jobs.run.job_inputs import Own
+    from prunekit.settings.inputs import DataSettings
+    from prunekit.utils.context import resolve_device
+
+    images = job.data if job else DataSettings(source="own") if given.data else None
+    training = None if job is None else first_training(job) if whole else job.finetune
+    with console.running():
+        target = one_target(targets, overrides if whole else [], given)
+        found = diagnose_target(
+            target,
+            images,
+            training,
+            device=resolve_device(device or (job.device if job else "auto")),
+            count=count,
+            ignore=ignore,
+            own=Own(data=given.data),
+            seed=job.seed if job else given.seed or 0,
+        )
+    payload = {"model": target.name, **found.as_dict()}
+    save(payload, output, "diagnose.json", console)
+    console.result(payload, f"{target.name}: {text_of(found)}")
+    if not found.healthy:
+        click.get_current_context().exit(1)

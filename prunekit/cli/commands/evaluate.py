@@ -1,0 +1,104 @@
+"""`prunekit evaluate`: the accuracy of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from prunekit.cli.models import (
+    ModelOptions,
+    job_to_read,
+    model_command,
+    one_target,
+    recipe_of_data,
+    refuse_idle_overrides,
+)
+from prunekit.cli.options import is_recipe, split_overrides
+from prunekit.cli.output import Console, check_folder, save
+from prunekit.distributed.launcher import leads
+from prunekit.errors import UsageError
+
+if TYPE_CHECKING:
+    from prunekit.jobs.run.model_sources import InputModel
+    from prunekit.settings.job import JobSettings
+
+
+@click.command("evaluate", short_help="Measure the accuracy of a model on test images.")
+@click.argument("arguments", nargs=-1, metavar="[MODEL] [KEY=VALUE]...")
+@click.option("--recipe", "data_recipe", metavar="RECIPE", help="Whose test images to use.")
+@model_command("evaluate.json.")
+def evaluate_command(
+    console: Console,
+    given: ModelOptions,
+    arguments: tuple[str, ...],
+    data_recipe: str | None,
+    device: str | None,
+    output: Path | None,
+) -> None:
+    """Top-1 accuracy with its 95 % Wilson interval, or what else the recipe's task measures, on its test split.
+
+    MODEL is a recipe (its dense model, trained first where it has no weights, and tested on its own data), a model
+    folder, or the name of a torchvision or CIFAR model; instead of it, or of a recipe's model, --model gives your own.
+    KEY=VALUE changes the recipe. A model folder inside a run folder is tested on the data of that run unless --recipe
+    or --data says otherwise.
+    """
+    targets, overrides = split_overrides(arguments)
+    data_recipe = recipe_of_data(targets, data_recipe)
+    refuse_idle_overrides(overrides, [data_recipe])
+    whole = any(map(is_recipe, targets))
+    job = None if data_recipe is None else _job(data_recipe, overrides, given, device, whole)
+    check_folder(job.output if job and whole else None)
+    from prunekit.jobs.evaluate import evaluate as measure
+    from prunekit.jobs.run.job_inputs import Own
+    from prunekit.settings.inputs import DataSettings
+    from prunekit.utils.context import resolve_device
+
+    images = job.data if job else DataSettings(source="own") if given.data else None
+    with console.running():
+        target = _target(targets, job, given, console)
+        where = resolve_device(device or (job.device if job else "auto"))
+        own = Own(data=given.data)
+        result = measure(target, images, where, own, job.task if job else given.task or "image_classification")
+    if leads():
+        save(result, output, "evaluate.json", console)
+    console.result(result, _text(result))
+
+
+def _job(recipe: str, overrides: list[str], given: ModelOptions, device: str | None, whole: bool) -> JobSettings:
+    """Return the job of the recipe, `whole` when its model is meant and not its images alone."""
+    factory = given.factory if whole else None
+    code = {"factory": factory, "data": given.data, "task": given.task}
+    return job_to_read(recipe, overrides, given, **code, device=device, seed=given.seed)
+
+
+def _target(targets: list[str], job: JobSettings | None, options: ModelOptions, console: Console) -> InputModel:
+    from prunekit.jobs.run.job_inputs import Own
+    from prunekit.jobs.run.model_sources import trained_target
+
+    if job is None or not any(map(is_recipe, targets)):
+        return one_target(targets, [], options)
+    if len(targets) > 1 or options.weights:
+        raise UsageError(f"{targets[0]}: a recipe names one model with its weights; leave out what else names one")
+    own = Own(options.factory, options.data)
+    return trained_target(job, log=console.log, progress=console.progress, own=own)
+
+
+def _text(result: dict[str, Any]) -> str:
+    from prunekit.data.datasets import describe_corrupt
+    from prunekit.utils.display import count, interval, percent
+
+    corrupt, task = result["corrupt_images"], result["task"]
+    scores = ", ".join(f"{score['label']} {percent(result[score['name']], 2)}" for score in task["scores"])
+    guessed = f"\nNot shown to be better than chance, {percent(result.get('chance'), 2)}: one answer for all"
+    chance = guessed if result.get("at_chance") else ""
+    if "correct" in result:
+        scores += f" {interval(result['low'], result['high'])} ({result['correct']:,} of"
+    else:
+        scores += " (of"
+    return (
+        f"{result['model']}: {scores} {result['n_test']:,} test {task['samples']}), "
+        f"{count(result['params'])} parameters, "
+        f"{count(result['macs'])} MACs" + (f"\n{describe_corrupt(corrupt)}" if corrupt else "") + chance
+    )

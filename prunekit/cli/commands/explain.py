@@ -1,0 +1,79 @@
+"""`prunekit explain`: why a pruned model is not faster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from prunekit.cli.models import ModelOptions, check_recipes, model_command, one_target
+from prunekit.cli.options import split_overrides
+from prunekit.cli.output import Console, plain, save
+from prunekit.errors import UsageError
+from prunekit.report.writers import require_report
+from prunekit.utils.display import text_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+SHOWN = 15
+
+
+@click.command("explain", short_help="Show why a pruned model is not faster.")
+@click.argument("arguments", nargs=-1, metavar="PRUNED [KEY=VALUE]...")
+@click.option("--dense", metavar="MODEL", help="What it is compared with.  [default: what PRUNED was made from]")
+@click.option("--batch", default=1, show_default=True, type=click.IntRange(min=1), help="Samples in a forward pass.")
+@click.option("--threads", default=1, show_default=True, type=click.IntRange(min=1), help="CPU threads.")
+@click.option("--repeats", default=15, show_default=True, type=click.IntRange(min=5), help="Timed runs of each.")
+@model_command("explain.json and explain.html.")
+def explain_command(
+    console: Console,
+    given: ModelOptions,
+    arguments: tuple[str, ...],
+    dense: str | None,
+    batch: int,
+    threads: int,
+    repeats: int,
+    device: str | None,
+    output: Path | None,
+) -> None:
+    """Time by operator, dense against pruned, and the causes of what is missing from the ideal, each measured.
+
+    PRUNED is a model folder; its dense model is built from what the folder says, or by --model where your own code
+    made it, or is --dense: a recipe, a folder, or the name of a model. With --dense, PRUNED may be any of these too.
+    The ideal is the ratio of their multiply-accumulates. Eager, without gradients.
+    """
+    names, overrides = split_overrides(arguments)
+    check_recipes([*names, dense], overrides, given)
+    if not names:
+        raise UsageError("expected a pruned model: prunekit explain FOLDER, or MODEL with --dense MODEL")
+    if output is not None:
+        require_report()
+    from prunekit.jobs.explain import explain
+    from prunekit.report.pages.explain_page import write_explanation
+
+    with console.running():
+        target = one_target(names, overrides, given)
+        against = _dense(names[0], dense, overrides, given)
+        example = target.timed.sample(batch)  # random where it can be: on zeros, activations would be zeros too
+        found = explain(
+            against, target.model, example, threads=threads, device=device or "auto", rounds=repeats, log=console.log
+        )
+    payload = plain({"pruned": target.name, "dense": dense or "its dense model", **found.figures()})
+    save(payload, output, "explain.json", console)
+    if output is not None:
+        console.log(f"wrote {write_explanation(output, payload)}")
+    text = text_of(found, most=SHOWN, all_in="explain.json")
+    console.result(payload, f"{target.name} {text}")
+
+
+def _dense(name: str, dense: str | None, overrides: list[str], options: ModelOptions) -> nn.Module:
+    if dense is not None:
+        return one_target([dense], overrides, replace(options, weights=None)).model
+    if not Path(name).is_dir():
+        raise UsageError(f"{name}: expected a model folder, which says what it was pruned from, or --dense MODEL")
+    from prunekit.jobs.run.model_pair import dense_of
+
+    return dense_of(Path(name), options.factory)

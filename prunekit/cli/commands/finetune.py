@@ -1,0 +1,202 @@
+"""`prunekit finetune`: the whole job.
+
+`prunekit prune`: the job of a recipe without fine-tuning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from prunekit.cli.options import load_job, recipe_options
+from prunekit.cli.output import Console, check_folder, plain
+from prunekit.utils.display import table
+
+if TYPE_CHECKING:
+    from prunekit.jobs.run.job_inputs import Own
+    from prunekit.settings.job import JobSettings
+
+
+SIZES = ("in", "out", "macs", "params")
+
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def job_options(function: Command) -> Command:
+    """Return arguments and options of a command that runs a recipe's whole job."""
+    for option in (
+        recipe_options(),
+        click.option(
+            "--resume",
+            metavar="auto|RUN",
+            help="Go on with the run in this folder; auto: the newest of this recipe that has not finished, else anew.",
+        ),
+        click.option(
+            "--no-measure",
+            is_flag=True,
+            help="With --dry-run: time nothing; budgets of time are predicted, by a cached profile if there is one.",
+        ),
+        click.option("--dry-run", is_flag=True, help="Print the resolved recipe and the plan; train nothing."),
+    ):
+        function = option(function)
+    return function
+
+
+@click.command("finetune", short_help="Prune, fine-tune, compact, verify and measure, from a recipe.")
+@click.option(
+    "--find-batch-size",
+    is_flag=True,
+    help="Name the largest data.batch that fits into memory, by training steps of this recipe; run nothing else.",
+)
+@job_options
+def finetune_command(**arguments: Any) -> None:
+    """Run the whole job of a recipe: train or load the dense model, calibrate, prune, fine-tune, compact, verify,
+    measure, and write a report.
+
+    RECIPE is a file, or the name of a recipe that comes with the package (prunekit recipe list).
+
+    KEY=VALUE changes the recipe, for example: prune.budget.macs=0.4. With --model the recipe's model, with --data its
+    images are yours; model.weights still counts, and so do the other data settings, unless --data gives Splits.
+
+    A run that was killed goes on with --resume, and on the CPU ends with the same weights, bit by bit.
+
+    Exits with 1 when the run fell short of what the recipe asks.
+    """
+    run_recipe(training=True, **arguments)
+
+
+def run_recipe(
+    *,
+    training: bool,
+    recipe: str,
+    overrides: tuple[str, ...],
+    dry_run: bool,
+    no_measure: bool,
+    factory: str | None,
+    data: str | None,
+    task: str | None,
+    optimizer: str | None,
+    allow_code: bool,
+    as_json: bool,
+    resume: str | None,
+    find_batch_size: bool = False,
+    **options: Any,
+) -> None:
+    """Run a recipe, with fine-tuning or without, or only shows its plan, or the largest batch that fits."""
+    if dry_run and resume is not None:
+        raise click.UsageError("--dry-run does nothing that could be resumed: expected one of --dry-run and --resume")
+    if no_measure and not dry_run:
+        raise click.UsageError("--no-measure goes with --dry-run: a run measures what it delivers")
+    if find_batch_size and (dry_run or resume is not None):
+        other = "--dry-run" if dry_run else "--resume"
+        raise click.UsageError(f"--find-batch-size runs no job: expected it without {other}, got both")
+    console = Console(as_json)
+    job = load_job(recipe, overrides, factory=factory, data=data, task=task, allow_code=allow_code, **options)
+    from prunekit.jobs.run.job_inputs import Own
+
+    own = Own(factory, data, optimizer)
+    if find_batch_size:
+        _find_batch_size(job, own, console)
+    elif dry_run:
+        _dry_run(job, own, console, measure=not no_measure)
+    elif _run(job, own, console, resume, training=training):
+        click.get_current_context().exit(1)
+
+
+def _find_batch_size(job: JobSettings, own: Own, console: Console) -> None:
+    from prunekit.jobs.batch_size import find_batch_size
+
+    with console.running():
+        found = find_batch_size(job, log=console.log, own=own)
+    ends = {"memory": "more does not fit", "images": "there are no more training images"}[found.by]
+    text = f"Largest batch that fits on {found.device}: data.batch={found.batch}, {found.bytes / 1e6:.0f} MB of the "
+    console.result(plain(found), f"{text}{found.available / 1e6:.0f} MB that were free; {ends}")
+
+
+def _dry_run(job: JobSettings, own: Own, console: Console, *, measure: bool) -> None:
+    from prunekit.jobs.finetune import dry_run
+    from prunekit.settings.job import dump
+
+    with console.running():
+        given = {} if measure else {"measure": False}
+        plan = dry_run(job, log=console.log, own=own, **given)
+    console.result({"recipe": plain(job), "plan": plan}, f"{dump(job)}\n{_plan(plan)}")
+
+
+def _plan(plan: dict[str, Any]) -> str:
+    from prunekit.report.headline import budgeted
+    from prunekit.utils.display import change, count
+
+    before, after = plan["macs_before"], plan["macs_after"]
+    rows = [
+        (
+            row["module"],
+            row["kind"],
+            *(f"{count(row[f'{key}_before'])} -> {count(row[f'{key}_after'])}" for key in SIZES),
+        )
+        for row in plan["widths"]
+        if row["macs_before"]
+    ]
+    return "\n".join(
+        [
+            f"Plan: MACs {count(before)} -> {count(after)} ({change(before, after)}), "
+            f"{plan['channels_removed']:,} channels removed; {plan['groups']} channel groups, {plan['locks']} locks",
+            *(f"Budget {text}" for text in budgeted(plan)),
+            *([f"Time, predicted: {plan['time']}"] if plan.get("time") else []),
+            *(_schedule(plan["schedule"]) if plan["schedule"] else ()),
+            table(("layer", "kind", "in", "out", "MACs", "parameters"), rows, text=("kind",)),
+        ]
+    )
+
+
+def _schedule(schedule: dict[str, Any]) -> Iterator[str]:
+    from prunekit.utils.display import share
+
+    resources = [name for name in schedule["stages"][0] if name not in ("step", "epoch")]
+    rows = [
+        (str(stage["step"]), f"{stage['epoch']:.2f}", *(share(stage[name], 1) for name in resources))
+        for stage in schedule["stages"]
+    ]
+    yield f"Schedule {schedule['kind']}, {schedule['steps_per_epoch']} steps an epoch: what is left of the dense model"
+    yield table(("after step", "epoch", *resources), rows)
+
+
+def _run(job: JobSettings, own: Own, console: Console, resume: str | None, *, training: bool) -> list[str]:
+    """Run the job and return its shortfalls, which are in its log as well."""
+    check_folder(job.output)
+    from prunekit.jobs.finetune import finetune, prune_job
+
+    with console.running():
+        result = (finetune if training else prune_job)(
+            job,
+            log=console.log,
+            progress=console.progress,
+            own=own,
+            resume=resume,
+        )
+    from prunekit.report.headline import comparison
+    from prunekit.report.pages.run_page import lines
+
+    compared = comparison(result.metrics)
+    text = [table(compared.headings, compared.rows), *lines(result.metrics, result.folder)]
+    console.result({"folder": str(result.folder), **result.metrics}, "\n".join(text))
+    return result.shortfalls
+
+
+@click.command("prune", short_help="Prune, repair, compact, verify and measure: no training.")
+@job_options
+def prune_command(**arguments: Any) -> None:
+    """Run the job of a recipe without fine-tuning: load the dense model (or train it, where it has no weights), collect
+    what the criterion needs, prune, repair what stays as `repair` says, compact, verify, measure, and write a report.
+
+    RECIPE is a file, or the name of a recipe that comes with the package (prunekit recipe list).
+
+    KEY=VALUE changes the recipe, for example: prune.budget.macs=0.4. With --model the recipe's model, with --data its
+    images are yours; model.weights still counts, and so do the other data settings, unless --data gives Splits.
+
+    Exits with 1 when the run fell short of what the recipe asks.
+    """
+    run_recipe(training=False, **arguments)

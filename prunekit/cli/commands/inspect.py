@@ -1,0 +1,86 @@
+"""`prunekit inspect`: what can be pruned, what cannot and why, and where the MACs are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from prunekit.cli.models import ModelOptions, check_recipes, model_command, one_target
+from prunekit.cli.options import split_overrides
+from prunekit.cli.output import Console, save
+from prunekit.utils.display import table
+from prunekit.utils.files import write_text
+
+if TYPE_CHECKING:
+    from prunekit.jobs.run.model_sources import InputModel
+
+
+@click.command("inspect", short_help="Show channel groups, locks, and MACs per layer of a model.")
+@click.argument("arguments", nargs=-1, metavar="[MODEL] [KEY=VALUE]...")
+@click.option("--layers", is_flag=True, help="Instead: shapes, parameters, MACs and activation memory by module.")
+@model_command("inspect.json; with --layers: layers.json, layers.csv and layers.html.", device=False)
+def inspect_command(
+    console: Console, given: ModelOptions, arguments: tuple[str, ...], layers: bool, output: Path | None
+) -> None:
+    """Channel groups, locked channels with the reason, and the MACs of each layer; with --layers a table of all modules
+    in order of execution.
+
+    MODEL is a recipe (its dense model), a model folder, or the name of a torchvision or CIFAR model; instead of it, or
+    of a recipe's model, --model gives your own. KEY=VALUE changes the recipe.
+    """
+    targets, overrides = split_overrides(arguments)
+    check_recipes(targets, overrides, given)
+    from prunekit.jobs.inspect import inspect as look
+
+    with console.running():
+        target = one_target(targets, overrides, given)
+        if layers:
+            return _layers(target, output, console)
+        result = look(target)
+    save(result, output, "inspect.json", console)
+    console.result(result, _text(result))
+
+
+def _layers(target: InputModel, output: Path | None, console: Console) -> None:
+    """The table of modules, in order of execution."""
+    from dataclasses import asdict
+
+    from prunekit.report.pages.model_summary import summary
+    from prunekit.utils.display import text_of
+
+    found = summary(target.model, target.example_inputs(), name=target.name)
+    result = {**asdict(found), "rows": found.rows()}
+    del result["modules"]
+    save(result, output, "layers.json", console)
+    if output is not None:
+        console.log(f"wrote {found.to_csv(output / 'layers.csv')}")
+        write_text(output / "layers.html", found.to_html())
+        console.log(f"wrote {output / 'layers.html'}")
+    console.result(result, text_of(found))
+
+
+def _text(result: dict[str, Any]) -> str:
+    from prunekit.utils.display import count, share
+
+    total = result["macs"] or 1
+    groups = [(row["name"], row["channels"], row["axes"]) for row in result["groups"]]
+    locks = [(row["module"] or "(root)", row["operator"], row["channels"], row["reason"]) for row in result["locks"]]
+    layers = [
+        (row["module"] or "(root)", row["kind"], count(row["macs"]), share(row["macs"] / total), count(row["params"]))
+        for row in result["layers"]
+    ]
+    shape = "x".join(map(str, result["input_shape"]))
+    return "\n".join(
+        [
+            f"{result['model']} ({result['architecture']}), input {shape}: {count(result['params'])} parameters, "
+            f"{count(result['macs'])} MACs, {share(result['free_share'])} of the parameters can be pruned",
+            f"\n{len(groups)} channel group{'s'[: len(groups) != 1]} (channels that stay or go together)",
+            table(("group", "channels", "axes"), groups),
+            f"\n{len(locks)} lock{'s'[: len(locks) != 1]} (channels that stay, and why)",
+            table(("module", "operator", "channels", "reason"), locks, text=("operator", "reason")),
+            "\nMACs by layer",
+            table(("module", "kind", "MACs", "share", "parameters"), layers, text=("kind",)),
+        ]
+    )

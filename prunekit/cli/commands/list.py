@@ -1,0 +1,125 @@
+"""`prunekit list`: what there is to choose from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
+from typing import Any, get_args
+
+import click
+
+from prunekit.cli.options import Zoo, common_options
+from prunekit.cli.output import Console
+from prunekit.registries import BUDGETS, CRITERIA, RUNTIMES, SECTIONS, TASKS
+from prunekit.utils.display import table
+from prunekit.utils.registry import Registry
+
+Row = dict[str, Any]
+SCOPES = {
+    "uniform": "the same share of every channel group",
+    "global": "the lowest scores of all groups",
+    "per_mac": "the lowest scores for what they cost: MACs, or what else the budget that binds counts",
+    "capacity": "the widest layers that the budgets allow; scores say only which channels of a group go",
+}
+AUGMENTATIONS = {
+    "none": "training images as they are",
+    "shift": "moved by up to a tenth",
+    "flip": "left and right swapped",
+    "crop_flip": "cropped out of a padded image and flipped, as for CIFAR",
+    "resized_crop_flip": "a part of the image resized and flipped, as for ImageNet",
+}
+
+
+def _criteria() -> Iterator[Row]:
+    for name, facts in CRITERIA.facts().items():
+        needs = list(facts.get("needs", ()))
+        yield {
+            "name": name,
+            "needs": needs,
+            "label_free": "labels" not in needs,
+            "comparable": facts.get("comparable", False),
+            "measures": facts.get("measures", ""),
+            "paper": facts.get("paper", ""),
+        }
+
+
+def _runtimes() -> Iterator[Row]:
+    for name, runtime in RUNTIMES.items():
+        missing = runtime.unusable()
+        yield {"name": name, "about": runtime.about, "usable": not missing, "missing": missing}
+
+
+def _recipes() -> Iterator[Row]:
+    from prunekit.recipe.loading import recipe_names, recipe_summary
+
+    yield from ({"name": name, "about": recipe_summary(name)} for name in recipe_names())
+
+
+def _models() -> Iterator[Row]:
+    from prunekit.errors import PrunekitError
+    from prunekit.models.zoo import zoo_names
+
+    for zoo in get_args(Zoo):
+        try:
+            names = zoo_names(zoo)
+        except PrunekitError as error:  # an extra that is not installed
+            click.echo(f"prunekit: note: models of {zoo} are not listed: {error}", err=True)
+            continue
+        yield from ({"name": name, "zoo": zoo} for name in names)
+
+
+def _rules() -> Iterator[Row]:
+    from prunekit.channels.rules.rule import RULES
+
+    yield from ({"name": name, "file": RULES[name].__module__} for name in sorted(RULES))
+
+
+def _of(registry: Registry[Any], *keys: str) -> Callable[[], Iterator[Row]]:
+    """Return the rows of a registry, by what its registrations say."""
+
+    def rows() -> Iterator[Row]:
+        for name, facts in registry.facts().items():
+            yield {"name": name, **{key: facts.get(key, "") for key in keys}}
+
+    return rows
+
+
+def _described(known: dict[str, str]) -> Callable[[], Iterator[Row]]:
+    return lambda: ({"name": name, "about": text} for name, text in known.items())
+
+
+KINDS: dict[str, Callable[[], Iterator[Row]]] = {
+    "criteria": _criteria,
+    "scopes": _described(SCOPES),
+    "budgets": _of(BUDGETS, "unit", "about"),
+    "runtimes": _runtimes,
+    "tasks": _of(TASKS, "data", "measures"),
+    "sections": _of(SECTIONS, "about"),
+    "rules": _rules,
+    "recipes": _recipes,
+    "models": _models,
+    "augmentations": _described(AUGMENTATIONS),
+}
+
+
+@click.command("list", short_help="Show criteria, budgets, runtimes, tasks, models ...")
+@click.argument("what", type=click.Choice(list(KINDS)))
+@click.argument("pattern", default="*", metavar="[PATTERN]")
+@common_options
+def list_command(what: str, pattern: str, as_json: bool) -> None:
+    """What there is of a kind, a line each; PATTERN is a glob over the names, such as 'resnet*'.
+
+    What packages and you register is among it. A job collects by itself what its criterion needs; those without labels
+    among their needs work on any images.
+    """
+    rows = [row for row in KINDS[what]() if fnmatch(row["name"], pattern)]
+    headings = tuple(rows[0]) if rows else ()
+    cells = [tuple(map(_text, row.values())) for row in rows]
+    shown = table(headings, cells, text=headings) if rows else f"no {what} are called {pattern}"
+    Console(as_json).result({what: rows}, shown)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(value) if isinstance(value, list) else str(value)

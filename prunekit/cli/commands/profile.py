@@ -1,0 +1,43 @@
+"""`prunekit profile`: what each layer takes at which widths."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from prunekit.cli.options import recipe_command
+from prunekit.cli.output import Console
+from prunekit.utils.display import text_of
+
+if TYPE_CHECKING:
+    from prunekit.jobs.run.job_inputs import Own
+    from prunekit.settings.job import JobSettings
+
+SLOWEST = 20
+HOW = ("widths step by", "kernel changes at")
+
+
+@click.command("profile", short_help="Measure each layer's latency against its widths.")
+@click.option("--networks", type=click.IntRange(min=10), default=40, show_default=True, help="How many to measure.")
+@click.option("--again", is_flag=True, help="Measure anew what was timed on a machine too noisy.")
+@recipe_command(device=False)
+def profile_command(console: Console, job: JobSettings, own: Own, networks: int, again: bool) -> None:
+    """Latency of a recipe's dense model, layer by layer, on the runtime and device of prune.target.
+
+    Networks of widths all over the range are timed whole, layer by layer in place; a table is fitted to them, and
+    tested on those that were held out; a report shows both. Budgets `speedup` and `latency_ms` are planned by it. What
+    was measured is kept in ~/.cache/prunekit (or PRUNEKIT_CACHE): an interrupted profile goes on, a finished one is not
+    measured again.
+
+    KEY=VALUE changes the recipe, for example: prune.target.runtime=onnxruntime.
+    """
+    from prunekit.jobs.profile import profile_job
+
+    with console.running():
+        run = profile_job(job, networks=networks, again=again, log=console.log, own=own)
+    places = f"Table: {run.folder / 'profile.csv'}\nReport: {run.folder / 'report.html'}"
+    console.result(
+        {"folder": str(run.folder), **run.metrics},
+        f"{text_of(run.result, most=SLOWEST, all_in='profile.csv')}\n{places}",
+    )

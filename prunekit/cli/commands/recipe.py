@@ -1,0 +1,179 @@
+"""`prunekit recipe`: the recipes that come with the package, and what a recipe may hold.
+
+`prunekit init`: a first recipe for a model and a data set.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from textwrap import fill
+from typing import Any, get_args
+
+import click
+
+from prunekit.cli.options import Zoo, common_options, split_overrides
+from prunekit.cli.output import Console
+from prunekit.errors import UsageError
+from prunekit.utils.display import table
+from prunekit.utils.files import write_text
+
+force_option = click.option("--force", is_flag=True, help="Write over a file that is there.")
+
+
+_INDENTED: dict[str, Any] = {
+    "initial_indent": "  ",
+    "subsequent_indent": "  ",
+    "break_long_words": False,
+    "break_on_hyphens": False,
+}
+
+
+@click.group("recipe", short_help="List, show and copy recipes; explain their keys.")
+def recipe_group() -> None:
+    """Recipes that come with the package, and the reference of every key.
+
+    A command that takes a recipe takes a file, or the name of one of these: prunekit finetune resnet34
+    """
+
+
+@recipe_group.command("list", short_help="List the recipes that come with the package.")
+@common_options
+def list_recipes(as_json: bool) -> None:
+    """List the recipes that come with the package, with a line each."""
+    from prunekit.recipe.loading import recipe_names, recipe_summary
+
+    found = [(name, recipe_summary(name)) for name in recipe_names()]
+    payload = {"recipes": [{"name": name, "summary": summary} for name, summary in found]}
+    Console(as_json).result(payload, table(("recipe", "summary"), found, text=("recipe", "summary")))
+
+
+@recipe_group.command("show", short_help="Print a recipe.")
+@click.argument("name")
+@common_options
+def show_recipe(name: str, as_json: bool) -> None:
+    """Print the recipe of this name, comments included."""
+    from prunekit.recipe.loading import recipe_text
+
+    text = recipe_text(name)
+    Console(as_json).result({"name": name.removesuffix(".yaml"), "text": text}, text)
+
+
+@recipe_group.command("copy", short_help="Copy a recipe, to change it.")
+@click.argument("name")
+@click.argument("file", required=False, type=click.Path(dir_okay=False, path_type=Path))
+@force_option
+@common_options
+def copy_recipe(name: str, file: Path | None, force: bool, as_json: bool) -> None:
+    """Copy the recipe of this name to FILE, to change it.  [default: NAME.yaml in this folder]"""
+    from prunekit.recipe.loading import recipe_text
+
+    text = recipe_text(name)
+    path = file or Path(f"{name.removesuffix('.yaml')}.yaml")
+    write_new(path, text, force=force)
+    Console(as_json).result({"path": str(path)}, f"Wrote {path}; run it with: prunekit finetune {path}")
+
+
+@recipe_group.command("reference", short_help="Show what keys mean.")
+@click.argument("key", default="", metavar="[KEY]")
+@common_options
+def show_reference(key: str, as_json: bool) -> None:
+    """Show what a key of a recipe may hold, its default, what it means, and an example; of a section all of its keys.
+
+    KEY is dotted, for example: prune.budget.macs. Without one all of them are shown.
+    """
+    from prunekit.recipe.reference import find
+
+    keys = find(key)
+    payload = [
+        {
+            "key": one.name,
+            "allowed": one.allowed,
+            "required": one.required,
+            "default": one.default,
+            "meaning": one.meaning,
+            "example": one.example,
+        }
+        for one in keys
+    ]
+    text = "\n\n".join(f"{one.name}\n{fill(one.text, 96, **_INDENTED)}" for one in keys)
+    Console(as_json).result({"keys": payload}, text)
+
+
+@recipe_group.command("schema", short_help="Write the JSON schema of recipes, for editors.")
+@click.argument("file", required=False, type=click.Path(dir_okay=False, path_type=Path))
+@force_option
+def show_schema(file: Path | None, force: bool) -> None:
+    """Write the JSON schema of recipes to FILE, or print it.
+
+    Editors that know yaml-language-server complete and check a recipe that begins with the line
+    "# yaml-language-server: $schema=FILE".
+    """
+    from prunekit.recipe.reference import schema_text
+
+    if file is None:
+        Console(False).result({}, schema_text())
+        return
+    write_new(file, schema_text(), force=force)
+    Console(False).result({}, f"Wrote {file}; begin a recipe with: # yaml-language-server: $schema={file}")
+
+
+def write_new(path: Path, text: str, *, force: bool) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        UsageError: it is there already, and `force` was not given.
+    """
+    refuse_present(path, force=force)
+    write_text(path, text)
+
+
+def refuse_present(path: Path, *, force: bool) -> None:
+    """Checks that a file is not there, unless it may be written over.
+
+    Raises:
+        UsageError: it is.
+    """
+    if path.exists() and not force:
+        raise UsageError(f"{path}: there is such a file already; choose another name, or write over it with --force")
+
+
+@click.command("init", short_help="Write a commented recipe for a model and a data set.")
+@click.argument("arguments", nargs=-1, metavar="FILE [KEY=VALUE]...")
+@click.option("--model", required=True, metavar="NAME|FILE.py:FACTORY", help="A zoo's model, or your own.")
+@click.option("--data", required=True, metavar="DATA", help="The images, see above.")
+@click.option(
+    "--zoo", type=click.Choice(get_args(Zoo)), help="Where the model is from.  [default: torchvision, else cifar]"
+)
+@click.option("--weights", metavar="FILE|NAME", help="Of the dense model.  [default: it is trained first]")
+@force_option
+@common_options
+def init_command(
+    arguments: tuple[str, ...],
+    model: str,
+    data: str,
+    zoo: str | None,
+    weights: str | None,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Look at a model and a data set, and write a recipe that prunes one on the other, with a comment at each key.
+
+    DATA is digits (they come with the package), a folder with one folder of images for each class, an .npz file, a data
+    set of torchvision such as CIFAR10, one of Hugging Face's such as uoft-cs/cifar10, or your own FILE.py:FACTORY.
+
+    For example: prunekit init --model resnet18 --data path/to/folder mine.yaml prune.budget.macs=0.4
+    """
+    files, overrides = split_overrides(arguments)
+    if len(files) != 1:
+        raise UsageError(f"expected one FILE for the recipe, such as mine.yaml, got {len(files)}: {' '.join(files)}")
+    path = Path(files[0])
+    refuse_present(path, force=force)
+    console = Console(as_json)
+    from prunekit.recipe.draft import Asked, write_draft
+
+    with console.running():
+        made = write_draft(path, Asked(model, data, zoo, weights, tuple(overrides)))
+    run = shlex.join(made.command)
+    lines = [f"Wrote {path}", *(f"  {note}" for note in made.notes), f"Try it: {run} --dry-run", f"Run it: {run}"]
+    console.result({"path": str(path), "command": made.command, "notes": list(made.notes)}, "\n".join(lines))

@@ -1,0 +1,63 @@
+"""`prunekit sensitivity`: which channel groups the output depends on most."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from prunekit.cli.options import recipe_command
+from prunekit.cli.output import Console
+from prunekit.utils.display import text_of
+
+if TYPE_CHECKING:
+    from prunekit.jobs.run.job_inputs import Own
+    from prunekit.settings.job import JobSettings
+
+
+@click.command("sensitivity", short_help="Show what each channel group costs to prune.")
+@click.option("--measured", is_flag=True, help="Also run the model with each group masked: exact, and slower.")
+@click.option(
+    "--groups",
+    multiple=True,
+    metavar="GLOB",
+    help="Only channel groups of such a name; may be repeated. `prunekit inspect` shows the names.",
+)
+@recipe_command()
+def sensitivity_command(
+    console: Console,
+    job: JobSettings,
+    own: Own,
+    measured: bool,
+    groups: tuple[str, ...],
+) -> None:
+    """Error against kept channels, for every channel group of a recipe's dense model.
+
+    Fast, from unlabeled calibration images: what the layers that read the group lose when their weights are fitted
+    anew, as a share of their outputs' variance. With --measured, on validation images: what the model's output, loss
+    and top-1 lose when the group is masked and nothing is fitted. Curves as CSV and JSON, and a report.
+    """
+    from prunekit.jobs.sensitivity import analyze
+
+    with console.running():
+        run = analyze(
+            job,
+            measured=measured,
+            groups=groups,
+            log=console.log,
+            progress=console.progress,
+            own=own,
+        )
+    places = f"Curves: {run.folder / 'sensitivity.csv'}\nReport: {run.folder / 'report.html'}"
+    console.result(
+        {"folder": str(run.folder), **run.metrics}, "\n".join([text_of(run.result), *_measured(run.metrics), places])
+    )
+
+
+def _measured(metrics: dict[str, Any]) -> list[str]:
+    from prunekit.utils.display import digits, percent
+
+    if metrics["dense"] is None:
+        return []
+    top1, loss = percent(metrics["dense"]["top1"], 2), digits(metrics["dense"]["loss"])
+    return [f"Dense model on {metrics['measured_images']} validation images: top-1 {top1}, loss {loss}"]

@@ -1,0 +1,110 @@
+"""What becomes of an error: one line on stderr and an exit code; a traceback only with --debug.
+
+Commands that several processes run together, as `torchrun` and `accelerate launch` start them.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from prunekit.distributed.launcher import launched, leads
+from prunekit.errors import PeerError, PrunekitError, UsageError
+
+TOGETHER = ("finetune", "prune", "calibrate", "evaluate")
+
+
+def require_alone(command: str | None) -> None:
+    """Refuse a command that every process would run for itself.
+
+    Raises:
+        UsageError: this is one of several processes, and the command is for one.
+    """
+    if command not in TOGETHER and launched():
+        raise UsageError(
+            f"{command}: expected a single process, but a launcher started several; run `prunekit {command}` without "
+            f"it. Those that run in several are {', '.join(TOGETHER)}"
+        )
+
+
+@contextmanager
+def as_one() -> Iterator[None]:
+    """Run a command in the group of processes that the environment describes; where one fails, all do."""
+    if not launched():
+        yield
+        return
+    from prunekit.distributed.process_group import joined, one_for_all
+
+    with joined(), one_for_all(click.exceptions.Exit):
+        yield
+
+
+INTERRUPTED = 130
+FAILED = 1
+
+
+class ErrorGroup(click.Group):
+    """A group whose commands may raise anything."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        """Return commands in the order of a user's journey."""
+        return list(self.commands)
+
+    def resolve_command(
+        self, context: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find a command; one for a single process is refused to several."""
+        name, command, rest = super().resolve_command(context, args)
+        require_alone(name)
+        return name, command, rest
+
+    def invoke(self, context: click.Context) -> Any:
+        """Run the command; errors end it with their exit code."""
+        try:
+            with as_one():
+                return super().invoke(context)
+        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+            raise
+        except KeyboardInterrupt:
+            if leads():
+                click.echo("prunekit: interrupted", err=True)
+            context.exit(INTERRUPTED)
+        except PeerError as error:  # the one that failed says why
+            context.exit(error.exit_code)
+        except PrunekitError as error:
+            _report(context, str(error))
+            context.exit(error.exit_code)
+        except Exception as error:
+            _report(context, _refused(error) or _unexpected(context, error))
+            context.exit(FAILED)
+
+
+def _refused(error: Exception) -> str | None:
+    """Return what to say when the system refused to read or write; None for any other error."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or 'output'}: cannot be read or written: {error.strerror}"
+    # safetensors has an exception of its own for what it cannot write; it is looked up only where it was imported.
+    safetensors = sys.modules.get("safetensors")
+    if safetensors is not None and isinstance(error, safetensors.SafetensorError):
+        return f"a file of tensors cannot be read or written: {str(error).rpartition('I/O error: ')[2]}"
+    return None
+
+
+def _unexpected(context: click.Context, error: Exception) -> str:
+    hint = "" if _debugging(context) else "\nThis was not expected; --debug shows where it comes from."
+    return f"{type(error).__name__}: {error}{hint}"
+
+
+def _report(context: click.Context, message: str) -> None:
+    if _debugging(context):
+        click.echo(traceback.format_exc(), err=True, nl=False)
+    click.echo(f"prunekit: error: {message}", err=True)
+
+
+def _debugging(context: click.Context) -> bool:
+    return bool(context.find_root().meta.get("prunekit.debug"))

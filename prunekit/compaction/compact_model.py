@@ -1,0 +1,115 @@
+"""Compaction: masked channels are taken out for good.
+
+The way back: a compact model's weights at their places in the dense-sized model, exact zeros everywhere else.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import nn
+
+from prunekit.channels.cut.model_copy import named_tensors
+from prunekit.channels.cut.slicing import blank, is_variance, narrowed
+from prunekit.channels.rewrite.rewriter import original_of
+from prunekit.channels.rewrite.substitutes import SizedAttention
+from prunekit.errors import PlanError
+from prunekit.hooks.wrappers import unwrapped
+from prunekit.models.outputs import is_frozen
+from prunekit.planning.plan import Plan, require_plan
+
+
+def compact(model: nn.Module, plan: Plan) -> nn.Module:
+    """Return a new, smaller model of the same class without the channels that a plan removes.
+
+    Args:
+        model: the masked model, in its dense size; not changed. What it holds at removed places is not looked at:
+            `prunekit.measure.verification` tells whether it was zero.
+        plan: made for this model.
+
+    Returns:
+        A model of the same class, in the same train or eval mode and on the same device, each of its parameters
+        trainable or frozen as in the model given. What Accelerate or torch put around a method of an instance, such as
+        autocast, is left behind: prepare the compact model anew.
+
+    Raises:
+        UsageError: the plan is none.
+        PlanError: the plan is that of another model; names the first tensor that does not fit.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> plan = pk.plan(model, torch.randn(1, 4), macs=0.5)
+        >>> [tuple(parameter.shape) for parameter in pk.compact(model, plan).parameters()]
+        [(8, 4), (8,), (2, 8), (2,)]
+    """
+    model = unwrapped(model)
+    require_plan(plan, model)
+    return narrowed(model, plan.channel_map, plan.keep, plan.kept_indices)
+
+
+def remarks(small: nn.Module) -> tuple[str, ...]:
+    """Return what to say of a compact model as it is handed over: its classes that are not the user's, and if it is
+    frozen.
+    """
+    classes = {type(module) for module in small.modules()}
+    again = sorted({original_of(cls).__name__ for cls in classes if original_of(cls) is not cls})
+    ours = sorted(cls.__name__ for cls in classes if issubclass(cls, SizedAttention))
+    said = []
+    if again or ours:
+        parts = [f"methods compiled again with explicit sizes: {', '.join(again)}"] if again else []
+        parts += (
+            [f"modules with explicit sizes in place of torch's or the model's own: {', '.join(ours)}"] if ours else []
+        )
+        said.append(
+            f"{'; '.join(parts)}. Pickled, as by torch.save(model), it loads where prunekit is installed; "
+            "plain_classes=True keeps all classes as they are, and prunes less"
+        )
+    count = sum(1 for _ in small.parameters())
+    if count and is_frozen(small):
+        said.append(
+            f"all {count} parameters are frozen (requires_grad=False), as in the model that was given; call "
+            "model.requires_grad_(True) before fine-tuning"
+        )
+    return tuple(said)
+
+
+@torch.no_grad()
+def spread_(model: nn.Module, small: nn.Module, plan: Plan) -> None:
+    """Write a compact model's parameters and buffers into the model that it was cut from, in place.
+
+    Afterwards `compact(model, plan)` is `small`, value by value, and the model is masked: what the plan prunes is 0.0,
+    but for variances of BatchNorms, which stay what they were.
+
+    Args:
+        model: in its dense size.
+        small: `compact(model, plan)`, which may have been trained since.
+        plan: that it was made by.
+
+    Raises:
+        PlanError: they do not belong together; nothing was changed.
+    """
+    require_plan(plan, model)
+    found = dict(named_tensors(small))
+    places = {}
+    for name, tensor in named_tensors(model):
+        axes = plan.kept_indices.get(name, (None,) * tensor.ndim)
+        kept = [np.arange(size) if index is None else index for size, index in zip(tensor.shape, axes, strict=True)]
+        wanted = tuple(map(len, kept))
+        there = found.pop(name, None)
+        if there is None or tuple(there.shape) != wanted:
+            got = "no such tensor" if there is None else f"the shape {tuple(there.shape)}"
+            raise PlanError(
+                f"{name}: expected {wanted} in the compact model, got {got}; make it from this model and plan"
+            )
+        places[name] = tensor, there, kept, name in plan.kept_indices
+    if found:
+        raise PlanError(f"{next(iter(found))}: the compact model has it and the dense one has no place for it")
+    for name, (tensor, there, kept, shrinks) in places.items():
+        if name in plan.masked_indices and tensor.is_floating_point() and not is_variance(name):
+            blank(tensor, plan.masked_indices[name])
+        values = there.to(tensor.device, tensor.dtype)
+        if shrinks:
+            tensor[np.ix_(*kept)] = values
+        else:
+            tensor.copy_(values)

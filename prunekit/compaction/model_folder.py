@@ -1,0 +1,466 @@
+"""The model folder: `model.safetensors` and `prunekit.json`; tensors and text, no pickle, no code.
+
+What is left of a BatchNorm whose scale and shift are in the layer before it, and how a model folder says so.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager, suppress
+from inspect import signature
+from os import PathLike
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from prunekit.channels.cut.model_copy import foreign_methods, named_tensors, with_tensors
+from prunekit.channels.cut.model_match import own_buffers, require_compact
+from prunekit.channels.cut.slicing import bare_widths, resize, set_bare_widths
+from prunekit.channels.labels import Labels
+from prunekit.channels.rewrite.rewriter import attribute_values, set_attributes
+from prunekit.channels.rewrite.substitutes import Heads, heads_of, set_heads
+from prunekit.channels.tracing.storages import from_parts, is_plain, parts_of
+from prunekit.errors import ArtifactError, ModelError, UsageError
+from prunekit.hooks.wrappers import require_values, unwrapped
+from prunekit.models.zoo import build_model
+from prunekit.planning.plan import Plan, require_plan
+from prunekit.settings.inputs import ModelSettings
+from prunekit.utils.context import seeded, set_mode
+from prunekit.utils.files import StrPath, atomic_folder, folder_at, read_json, require_replaceable, sha256, write_json
+from prunekit.utils.inputs import InputSpec
+from prunekit.utils.tensors import lies_channels_last, with_channels_last
+
+Folds = Mapping[str, str]
+"""Path of a BatchNorm -> path of the convolution or linear layer that does its work."""
+
+
+class FoldedNorm(nn.Sequential):
+    """In place of a BatchNorm: the modules that it ran behind its own work, usually none.
+
+    Attributes:
+        layer: path of the module that holds its scale and shift.
+    """
+
+    def __init__(self, norm: nn.Module, layer: str) -> None:
+        super().__init__(OrderedDict(norm.named_children()))
+        self.layer = layer
+        self.training = norm.training
+
+
+def folds_of(model: nn.Module) -> dict[str, str]:
+    """Return the folded norms of a model by their path, with the paths of the layers that hold them."""
+    return {path: module.layer for path, module in model.named_modules() if isinstance(module, FoldedNorm)}
+
+
+def set_folds(model: nn.Module, folds: Folds) -> None:
+    """Take norms out of a model's structure in place, and give the layers before them a bias; its values are 0.
+
+    Raises:
+        AttributeError: there is no module at a path.
+        ValueError: what is there is no BatchNorm, or no layer with a weight and a place for a bias.
+    """
+    for path, layer in folds.items():
+        norm, before = model.get_submodule(path), model.get_submodule(layer)
+        weight = before._parameters.get("weight")
+        if not isinstance(norm, _BatchNorm) or norm.running_mean is None:
+            raise ValueError(f"{path}: expected a BatchNorm with running statistics, got {type(norm).__name__}")
+        if weight is None or "bias" not in before._parameters:
+            raise ValueError(f"{layer}: expected a layer with a weight and a bias, got {type(before).__name__}")
+        if before.bias is None:
+            zeros = torch.zeros(norm.num_features, dtype=weight.dtype, device=weight.device)
+            before.bias = nn.Parameter(zeros, requires_grad=weight.requires_grad)
+        rest = FoldedNorm(norm, layer)
+        for parent in list(model.modules()):
+            for name, child in parent._modules.items():
+                if child is norm:
+                    parent._modules[name] = rest
+
+
+def with_folds(model: nn.Module, folds: Any) -> nn.Module:
+    """Return a model with norms taken out; its own tensors, no copies of them, and the given model is not changed.
+
+    Raises:
+        AttributeError, TypeError, ValueError: see `set_folds`, or `folds` is no mapping of paths.
+    """
+    if not folds:
+        return model
+    if not isinstance(folds, dict) or not all(isinstance(text, str) for pair in folds.items() for text in pair):
+        raise TypeError("expected a mapping of module paths to module paths")
+    twin = with_tensors(model, {name: tensor.detach() for name, tensor in named_tensors(model)})
+    set_folds(twin, folds)
+    return twin
+
+
+def kept_of_folded(kept: Mapping[str, Any], folds: Folds) -> dict[str, Any]:
+    """Kept indices by tensor: those of a folded norm are those of the bias that it left."""
+    result = dict(kept)
+    for path, layer in folds.items():
+        biased = result.get(f"{path}.running_mean")
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            result.pop(f"{path}.{name}", None)
+        if biased is not None:
+            result[f"{layer}.bias"] = biased
+    return result
+
+
+FORMAT = 1
+SLOW_TO_START = {("torchvision", "googlenet"), ("torchvision", "inception_v3")}
+"""Models whose own initialization takes seconds, for weights that are replaced at once."""
+WEIGHTS = "model.safetensors"
+MANIFEST = "prunekit.json"
+FILES = frozenset({WEIGHTS, MANIFEST, "plan.json", "plan.safetensors"})
+
+
+class Result(Protocol):
+    """A compact model with its plan, such as `prunekit.prune` returns."""
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def plan(self) -> Plan: ...
+
+
+def save(
+    result: nn.Module | Result,
+    folder: StrPath,
+    plan: Plan | None = None,
+    *,
+    build: ModelSettings | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a compact model and its plan as a folder, whole or not at all.
+
+    Args:
+        result: the compact model, its norms folded or not; or what `prunekit.prune` returned, which has its plan.
+        folder: made, or replaced once the new one is whole, unless it has other files, which would be lost;
+            `prunekit.load` reads the model from it, and `prunekit.load_plan` the plan.
+        plan: what the model was compacted with.
+        build: how the dense model is built; None when only the caller's own code can do it, who then hands the
+            dense model to `load`.
+        extra: further facts for readers of the manifest (classes, data settings), as JSON values.
+
+    Raises:
+        UsageError: it is no compact model with its plan, or the folder is one of other things; says what to give.
+        PlanError: the model is not what the plan leaves of its own one; nothing is written.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> result = pk.prune(model, torch.randn(1, 4), macs=0.5)
+        >>> folder = pk.save(result, "small")
+        >>> pk.load(folder, model=model)[0].out_features
+        8
+    """
+    model, plan = _parts(result, plan)
+    folder = folder_at(folder)
+    require_replaceable(folder, FILES)
+    require_values(model, "a file")
+    folds = folds_of(model)
+    indices = kept_of_folded(plan.kept_indices, folds)
+    kept = {name: [None if index is None else index.tolist() for index in axes] for name, axes in indices.items()}
+    shapes = kept_of_folded(plan.channel_map.shapes, folds)
+    require_compact(plan.channel_map, model, kept_of_folded(plan.narrow_shapes, folds))
+    with atomic_folder(folder) as temporary:
+        own = {name: tensor.detach().cpu() for name, tensor in named_tensors(model)}
+        sparse = {name: tensor for name, tensor in own.items() if not is_plain(tensor)}
+        tensors = {name: tensor.contiguous() for name, tensor in own.items() if name not in sparse}
+        for name, tensor in sparse.items():
+            tensors |= {f"{name}:{i}": part.contiguous() for i, part in enumerate(parts_of(tensor))}
+        save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
+        manifest = {
+            "format": FORMAT,
+            "class": type(model).__name__,
+            "build": None if build is None else {"name": build.name, "zoo": build.zoo, "arguments": build.arguments},
+            "kept": kept,
+            "attention_heads": {path: list(entry) for path, entry in heads_of(model).items()},
+            "attributes": attribute_values(model, plan.channel_map, plan.keep),
+            "widths_of_bare_norms": bare_widths(model, plan.channel_map, plan.keep),
+            "dense_shapes": {name: list(shapes[name]) for name in kept},
+            "folded_norms": folds,
+            "sparse": {name: [_layout(tensor), list(tensor.shape)] for name, tensor in sparse.items()},
+            "foreign_methods": foreign_methods(model),
+            "channels_last": lies_channels_last(model),
+            "example": _example(plan.channel_map.inputs),
+            "provenance": dict(plan.provenance),
+            "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
+            "sha256": {WEIGHTS: sha256(temporary / WEIGHTS)},
+            **(extra or {}),
+        }
+        write_json(temporary / MANIFEST, manifest)
+        plan.save(temporary)
+    return folder
+
+
+def _parts(result: Any, plan: Any) -> tuple[nn.Module, Plan]:
+    """Return the compact model and its plan."""
+    if isinstance(result, (str, PathLike)):
+        raise UsageError(
+            f"save: expected the model first, got the path {str(result)!r}: prunekit.save(small, {str(result)!r}, plan)"
+        )
+    if isinstance(result, Plan):
+        raise UsageError(
+            "save: expected a compact model, got a Plan: prunekit.save(prunekit.compact(model, plan), folder, plan) "
+            "writes both, and plan.save(folder) the plan alone"
+        )
+    own = None if isinstance(result, nn.Module) else getattr(result, "plan", None)
+    if isinstance(own, Plan):
+        if plan is not None:
+            raise UsageError(f"save: expected no plan beside a {type(result).__name__}, which has its own")
+        return unwrapped(result.model), own
+    model = unwrapped(result)
+    require_plan(plan)
+    return model, plan
+
+
+def _example(inputs: tuple[InputSpec, ...]) -> dict[str, Any]:
+    """Return what the manifest says of the example; of one positional float32 tensor the shape alone."""
+    known: dict[str, Any] = {"shapes": [list(one.shape) for one in inputs]}
+    if [(one.dtype, one.name) for one in inputs] != [("float32", None)]:
+        known["dtypes"] = [one.dtype for one in inputs]
+    if any(one.name for one in inputs):
+        known["names"] = [one.name for one in inputs]
+    return known
+
+
+def read_manifest(folder: StrPath) -> dict[str, Any]:
+    """Return the manifest of a model folder.
+
+    Raises:
+        ArtifactError: it is missing, damaged or of another format.
+    """
+    path = Path(folder) / MANIFEST
+    if not path.is_file():
+        alone = (Path(folder) / "plan.json").is_file()
+        hint = f"; this is a plan, which prunekit.load_plan({str(folder)!r}) reads" if alone else ""
+        raise ArtifactError(
+            f"{folder}: expected a model folder with {MANIFEST} and {WEIGHTS}; {MANIFEST} is not there{hint}"
+        )
+    manifest = read_json(path)
+    wanted = {"format": int, "kept": dict, "dense_shapes": dict, "example": dict, "sha256": dict}
+    if not isinstance(manifest, dict) or any(not isinstance(manifest.get(k), t) for k, t in wanted.items()):
+        raise ArtifactError(f"{path}: expected an object with {', '.join(wanted)}; the manifest is damaged")
+    if manifest["format"] != FORMAT:
+        raise ArtifactError(f"{path}: format {manifest['format']}, expected {FORMAT}; use the prunekit that wrote it")
+    return manifest
+
+
+def load(folder: StrPath, model: nn.Module | Callable[[], nn.Module] | None = None) -> nn.Module:
+    """Load a compact model from its folder, in eval mode on the CPU.
+
+    The dense model is built without allocating its weights, takes on the folder's structure and its weights. Nothing
+    that the folder names is imported or executed except a constructor from a known zoo.
+
+    Args:
+        folder: written by prunekit.
+        model: the dense model or a function that builds it, for models that are not from a known zoo; not changed.
+
+    Raises:
+        ArtifactError: the folder is missing, damaged, or does not belong to that dense model.
+        ModelError: the folder does not say how to build the model and none was given.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> def build():
+        ...     return torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> folder = pk.save(pk.prune(build(), torch.randn(1, 4), macs=0.5), "small")
+        >>> pk.load(folder, model=build)[2].in_features
+        8
+    """
+    folder = folder_at(folder)
+    if not (model is None or callable(model)):
+        raise ModelError(
+            f"model: expected the dense model or a function that builds it, got {type(model).__name__}: "
+            f"prunekit.load({str(folder)!r}, model=lambda: MyModel())"
+        )
+    manifest = read_manifest(folder)
+    tensors = _weights(folder, manifest)
+    dense = _dense(folder, manifest, model, tensors.keys())
+    _check(folder, manifest, dense, tensors)
+    loaded = with_tensors(dense, tensors)
+    try:
+        set_heads(loaded, _heads(manifest))
+        resize(loaded)
+        set_bare_widths(loaded, _widths(manifest))
+        set_attributes(loaded, manifest.get("attributes", {}))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = "attention_heads, widths_of_bare_norms or attributes: does not fit the model"
+        raise ArtifactError(f"{folder / MANIFEST}: {reason}: {error}") from error
+    return set_mode(loaded, False)
+
+
+def _heads(manifest: dict[str, Any]) -> Heads:
+    match manifest.get("attention_heads", {}):
+        case dict(entries) if all(_is_entry(entry) for entry in entries.values()):
+            return {path: (name, count) for path, (name, count) in entries.items()}
+    raise ValueError("expected module paths with a class name and a whole number")
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, list) and [type(item) for item in entry] == [str, int]
+
+
+def _widths(manifest: dict[str, Any]) -> dict[str, int]:
+    widths = manifest.get("widths_of_bare_norms", {})
+    if not isinstance(widths, dict) or any(not isinstance(width, int) or width < 1 for width in widths.values()):
+        raise ValueError("expected module paths with whole numbers of at least 1")
+    return widths
+
+
+def _dense(
+    folder: Path, manifest: dict[str, Any], model: nn.Module | Callable[[], nn.Module] | None, names: Set[str]
+) -> nn.Module:
+    if isinstance(model, nn.Module):
+        return _folded(folder, manifest, model)
+    if model is None and not manifest.get("build"):
+        raise ModelError(
+            f"{folder}: this model ({manifest.get('class')}) was built by its owner's code; "
+            f"load it with prunekit.load({str(folder)!r}, model=...), that code or the dense model that it builds"
+        )
+    with seeded(0):
+        with suppress(Exception), _empty_weights():
+            empty = _folded(folder, manifest, _construct(folder, manifest, model))
+            if {name for name, _ in named_tensors(empty)} == names:
+                return empty
+        # a constructor that looks at its weights, or ties them: empty ones do not stay tied
+        return _folded(folder, manifest, _construct(folder, manifest, model))
+
+
+@contextmanager
+def _empty_weights() -> Iterator[None]:
+    """Within, parameters that modules are given take no memory; buffers are real."""
+    handle = register_module_parameter_registration_hook(_empty)  # type: ignore[arg-type]  # torch's is too narrow
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _empty(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+    if type(parameter) is not nn.Parameter:
+        return None
+    empty = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    vars(empty).update(vars(parameter))
+    return empty
+
+
+def _folded(folder: Path, manifest: dict[str, Any], dense: nn.Module) -> nn.Module:
+    """Return the dense model without the norms that were folded."""
+    try:
+        return with_folds(dense, manifest.get("folded_norms"))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ArtifactError(f"{folder / MANIFEST}: folded_norms: does not fit the model: {error}") from error
+
+
+def _construct(folder: Path, manifest: dict[str, Any], model: Callable[[], nn.Module] | None) -> nn.Module:
+    if model is not None:
+        built = _called(model)
+        if not isinstance(built, nn.Module):
+            raise ModelError(f"model: expected a function that returns the dense model, got {_what(built)} from it")
+        return built
+    build = manifest["build"]
+    match build:
+        case {"name": str(name), "zoo": "torchvision" | "cifar" | "timm" | "hf" as zoo, "arguments": dict(arguments)}:
+            quiet = {"init_weights": False} if (zoo, name) in SLOW_TO_START else {}
+        case _:
+            raise ArtifactError(f"{folder / MANIFEST}: build: expected name, zoo and arguments, got {build!r}")
+    try:
+        return build_model(ModelSettings(name, zoo, arguments={**arguments, **quiet}), num_classes=None)
+    except ModelError as error:
+        raise ArtifactError(f"{folder / MANIFEST}: build: {error}") from error
+
+
+def _called(factory: Callable[[], Any]) -> Any:
+    """Return what a user's function returns, which is called without arguments."""
+    try:
+        signature(factory).bind()
+    except TypeError as error:
+        name = getattr(factory, "__name__", type(factory).__name__)
+        raise ModelError(
+            f"model: expected a function without arguments, and {name} needs some ({error}): model=lambda: {name}(...)"
+        ) from None
+    except ValueError:  # has no signature that Python could read
+        pass
+    return factory()
+
+
+def _what(built: Any) -> str:
+    return "None" if built is None else f"a {type(built).__name__}"
+
+
+def _weights(folder: Path, manifest: dict[str, Any]) -> dict[str, torch.Tensor]:
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise ArtifactError(f"{path}: missing; the model folder is incomplete")
+    if sha256(path) != manifest["sha256"].get(WEIGHTS):
+        raise ArtifactError(f"{path}: its checksum is not the one in {MANIFEST}; the file is damaged or was exchanged")
+    try:
+        # copies: the file's own layout is not aligned, which changes the last bit of what CPU kernels compute
+        copied = with_channels_last if manifest.get("channels_last") is True else torch.clone
+        tensors = {name: copied(tensor) for name, tensor in load_file(path).items()}
+    except SafetensorError as error:
+        raise ArtifactError(f"{path}: {error}") from error
+    try:
+        return _with_sparse(tensors, manifest.get("sparse", {}))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ArtifactError(f"{folder / MANIFEST}: sparse: does not fit the tensors: {error}") from error
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    return str(tensor.layout).removeprefix("torch.")
+
+
+def _with_sparse(tensors: dict[str, torch.Tensor], sparse: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file, sparse ones put together from their indices and values."""
+    parts: dict[str, list[torch.Tensor]] = {name: [] for name in sparse}
+    for key in sorted(tensors):
+        if key.rpartition(":")[0] in parts:
+            parts[key.rpartition(":")[0]].append(tensors.pop(key))
+    made = {name: from_parts(layout, shape, parts[name]) for name, (layout, shape) in sparse.items()}
+    return {**tensors, **made}
+
+
+def _check(folder: Path, manifest: dict[str, Any], dense: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """Every tensor of the dense model is there, with the shape that the kept indices say; and its replaced methods.
+
+    But for a model's own buffers of which nothing is pruned: `forward` may make them anew for the size of its input.
+    """
+    problems = [
+        f"{name} was set on the saved model itself and is not in its class, nor set on this one"
+        for name in sorted({*manifest.get("foreign_methods", [])} - {*foreign_methods(dense)})
+    ]
+    remade = own_buffers(dense) - manifest["kept"].keys()
+    shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(dense)}
+    for name in sorted(shapes.keys() ^ tensors.keys()):
+        problems.append(f"{name} is {'missing in the folder' if name in shapes else 'not in the dense model'}")
+    for name, shape in shapes.items():
+        if name in remade:
+            continue
+        kept = manifest["kept"].get(name, [None] * len(shape))
+        if not isinstance(kept, list):
+            raise ArtifactError(f"{folder / MANIFEST}: kept[{name}]: expected a list with an entry for each axis")
+        expected = tuple(size if index is None else len(_indices(folder, name, index, size))
+                         for size, index in zip(shape, kept, strict=False))  # fmt: skip
+        if name in tensors and (len(kept) != len(shape) or tuple(tensors[name].shape) != expected):
+            problems.append(f"{name}: shape {tuple(tensors[name].shape)}, expected {expected} of dense {shape}")
+    if problems:
+        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+        raise ArtifactError(f"{folder}: does not belong to this dense model: {shown}")
+
+
+def _indices(folder: Path, name: str, index: Any, size: int) -> Labels:
+    try:
+        array = np.asarray(index, dtype=np.int64)
+    except (TypeError, ValueError, OverflowError):
+        array = np.empty(0, dtype=np.int64)
+    if array.ndim != 1 or not array.size or array[0] < 0 or array[-1] >= size or (np.diff(array) <= 0).any():
+        raise ArtifactError(f"{folder / MANIFEST}: kept[{name}]: expected ascending indices below {size}")
+    return array

@@ -1,0 +1,172 @@
+"""Augmentation of single images by torchvision's transforms, the same for the same seed, epoch and image.
+
+Images of a batch mixed with each other, labels in the same shares: mixup and CutMix.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import TypeVar
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms import InterpolationMode, v2
+
+from prunekit.settings.inputs import Augment, AugmentSettings
+from prunekit.utils.context import same_random_state
+
+Draw = tuple[int, int]
+"""Seed and epoch that random augmentation depends on, besides the image's index."""
+
+Pixels = TypeVar("Pixels", Tensor, Image.Image)
+NAMED: dict[str, AugmentSettings] = {
+    "none": AugmentSettings(),
+    "shift": AugmentSettings(crop="shift"),
+    "flip": AugmentSettings(flip=0.5),
+    "crop_flip": AugmentSettings(crop="padded", flip=0.5),
+    "resized_crop_flip": AugmentSettings(crop="resized", flip=0.5),
+}
+SCALE = (0.08, 1.0)
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """The transforms that settings ask for.
+
+    Attributes:
+        resizes: whether `pixels` takes an image of any size; else it takes one of the final size.
+        pixels: of a Pillow image or of values in 0..1; None changes nothing.
+        normalized: of a normalized image, in which 0 is the mean; None changes nothing.
+    """
+
+    resizes: bool
+    pixels: v2.Transform | None
+    normalized: v2.Transform | None
+
+
+@cache
+def augmentation(augment: Augment, size: int) -> Augmentation:
+    """Return the transforms of a named augmentation or of settings; what they give is `size` pixels high and wide."""
+    chosen = augment if isinstance(augment, AugmentSettings) else NAMED[augment]
+    pixels = list(_pixels(chosen, size))
+    return Augmentation(
+        chosen.crop == "resized",
+        v2.Compose(pixels) if pixels else None,
+        v2.RandomErasing(p=chosen.erase) if chosen.erase else None,
+    )
+
+
+def _pixels(settings: AugmentSettings, size: int) -> Iterator[v2.Transform]:
+    """In the order of torchvision's own recipes."""
+    if settings.crop == "shift":
+        yield v2.RandomCrop(size, padding=size // 10, padding_mode="edge")
+    elif settings.crop == "padded":
+        yield v2.RandomCrop(size, padding=4)
+    elif settings.crop == "resized":
+        yield v2.RandomResizedCrop(size, scale=settings.scale or SCALE, antialias=True)
+    if settings.flip:
+        yield v2.RandomHorizontalFlip(settings.flip)
+    if (jitter := settings.color_jitter) is not None:
+        yield v2.ColorJitter(jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)
+    bilinear = InterpolationMode.BILINEAR
+    if (policy := settings.rand_augment) is not None:
+        yield v2.RandAugment(policy.num_ops, policy.magnitude, interpolation=bilinear)
+    if settings.trivial_augment:
+        yield v2.TrivialAugmentWide(interpolation=bilinear)
+
+
+def augmented(image: Pixels, transform: v2.Transform | None, draw: Draw | None, *which: int) -> Pixels:
+    """Return one image changed at random; torch's random state is afterwards what it was.
+
+    Args:
+        image: (C, H, W) or a Pillow image.
+        transform: which change; None for none.
+        draw: seed and epoch; None changes nothing.
+        which: the image's index in its data set, and what tells one change of it from another.
+    """
+    if transform is None or draw is None:
+        return image
+    with drawn_from(*draw, *which):
+        return transform(image)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def drawn_from(*draw: int) -> Iterator[None]:
+    """What torch draws on the CPU depends on these numbers alone; its random state is afterwards what it was."""
+    seed = _seed(*draw)
+    with torch.random.fork_rng(devices=[]):  # the transforms draw from the CPU's generator alone
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would start CUDA's anew as well
+        yield
+
+
+@contextmanager
+def drawing(draw: Draw | None) -> Iterator[Callable[[int], None]]:
+    """Make what a data set of the user's draws at random for an image depend on seed, epoch and index alone.
+
+    So it is the same for any number of workers, and in a run that goes on in the middle of an epoch. Yields what is
+    called with an image's index before it is read; afterwards the generators' states are what they were.
+
+    Args:
+        draw: seed and epoch; None changes nothing.
+    """
+    if draw is None:
+        yield lambda index: None
+        return
+
+    def begin(index: int) -> None:
+        seed = _seed(*draw, index)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.default_generator.manual_seed(seed)
+
+    with same_random_state():
+        yield begin
+
+
+def _seed(*draw: int) -> int:
+    return int(np.random.SeedSequence(draw).generate_state(1, np.uint64)[0])
+
+
+MIXING = 2
+"""Tells what is drawn for a batch from what is drawn for the image of the same number."""
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """Mixup (Zhang et al. 2018) or CutMix (Yun et al. 2019); where both are on, each batch draws one of them.
+
+    Attributes:
+        classes: how many there are; two at least.
+        mixup: the share of an image is drawn from Beta(mixup, mixup); 0 is off, and one of the two is on.
+        cutmix: the share of the area that stays is drawn from Beta(cutmix, cutmix); 0 is off.
+    """
+
+    classes: int
+    mixup: float = 0.0
+    cutmix: float = 0.0
+
+    def __call__(self, images: Tensor, labels: Tensor, draw: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Return a batch mixed with itself rolled by one.
+
+        Args:
+            images: (B, C, H, W) float.
+            labels: (B,) int64.
+            draw: seed, epoch and the batch's number in it; nothing else decides what is drawn.
+
+        Returns:
+            Images, and the share of every class in each: (B, classes) float32, rows sum to 1.
+        """
+        kinds: list[v2.Transform] = []
+        if self.mixup:
+            kinds.append(v2.MixUp(alpha=self.mixup, num_classes=self.classes))
+        if self.cutmix:
+            kinds.append(v2.CutMix(alpha=self.cutmix, num_classes=self.classes))
+        with drawn_from(*draw, MIXING):
+            mixed, shares = v2.RandomChoice(kinds)(images, labels)
+        return mixed, shares

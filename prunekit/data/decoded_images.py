@@ -1,0 +1,176 @@
+"""Images that are decoded when they are asked for: files, and the data sets of others.
+
+Images of every mode as the red, green and blue of 8 bits that models are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from prunekit.data.augmentation import Draw, drawing
+from prunekit.data.datasets import CorruptImages, Feed, Indexable
+from prunekit.errors import DataError
+
+WHITE = 0xFFFF
+"""Of 16 bits."""
+
+
+def in_rgb(image: Image.Image) -> Image.Image:
+    """Return an image in RGB; 16 bits of gray are scaled to 8, where Pillow alone cuts off all that is brighter than
+    255.
+
+    Args:
+        image: may only have been opened; this decodes it.
+
+    Raises:
+        ValueError: its pixels are floating-point numbers, or beyond 16 bits: nobody says which of them is white.
+    """
+    if image.mode == "F":
+        raise ValueError("its pixels are floating-point numbers; expected 8 or 16 bits")
+    if image.mode.startswith("I"):  # I;16, its byte orders, and I, as which some 16-bit files are opened
+        gray = np.asarray(image).astype(np.int64)
+        if gray.size and (gray.min() < 0 or gray.max() > WHITE):
+            raise ValueError(f"its pixels are from {gray.min()} to {gray.max()}; expected 8 or 16 bits")
+        image = Image.fromarray(((gray * 255 + WHITE // 2) // WHITE).astype(np.uint8))
+    return image.convert("RGB")
+
+
+class _Decoded(Indexable):
+    """Decodes one image after the other and leaves out what cannot be."""
+
+    labels: Tensor
+    feed: Feed
+    corrupt: CorruptImages
+
+    def _name(self, index: int) -> str:
+        raise NotImplementedError
+
+    def _read(self, index: int) -> Image.Image | Tensor:
+        """Return one image in RGB; a tensor is an input already. Whatever this raises but DataError marks a corrupt
+        image.
+        """
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def fetch(self, indices: Tensor, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
+        """Return a batch: images (B, C, H, W) float32, labels (B,) int64; images that cannot be read are left out.
+
+        Raises:
+            DataError: more images than allowed cannot be read; names them.
+        """
+        read = []
+        with drawing(draw) as begin:
+            for index in indices.tolist():
+                begin(index)
+                if (image := self._try(index, draw)) is not None:
+                    read.append((index, image))
+        if not read:
+            return torch.empty(0, 3, self.feed.size, self.feed.size), self.labels[:0]
+        return torch.stack([image for _, image in read]), self.labels[[index for index, _ in read]]
+
+    def _try(self, index: int, draw: Draw | None) -> Tensor | None:
+        try:
+            image = self._read(index)
+        except DataError:
+            raise
+        except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, EOFError and more
+            self.corrupt.add(self._name(index), f"{type(error).__name__}: {error}")
+            return None
+        return image if isinstance(image, Tensor) else self.feed.image(image, draw, index)
+
+
+@dataclass(frozen=True, eq=False)
+class FolderImages(_Decoded):
+    """Image files with their labels, (N,) int64."""
+
+    paths: tuple[Path, ...]
+    labels: Tensor
+    feed: Feed
+    corrupt: CorruptImages = field(default_factory=CorruptImages)
+
+    def _name(self, index: int) -> str:
+        return str(self.paths[index])
+
+    def _read(self, index: int) -> Image.Image:
+        with Image.open(self.paths[index]) as file:
+            return in_rgb(ImageOps.exif_transpose(file))
+
+
+class MapStyle(Sized, Protocol):
+    """`torch.utils.data.Dataset` with a length: item i is an image and its label."""
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True, eq=False)
+class MappedImages(_Decoded):
+    """A map-style data set of others.
+
+    An image is a Pillow image, or uint8: an array (H, W) or (H, W, C) or a tensor (C, H, W), with C 1 or 3; or a float
+    tensor (C, H, W), which is fed as it is.
+
+    Args:
+        dataset: gives pairs of image and label.
+        labels: (N,) int64, what the labels will be.
+        feed: how pixels are fed.
+        where: what the data is, for messages.
+        corrupt: counts the images that raise.
+        shape: (C, H, W) of float tensors, None for pixels.
+    """
+
+    dataset: MapStyle
+    labels: Tensor
+    feed: Feed
+    where: str
+    corrupt: CorruptImages = field(default_factory=CorruptImages)
+    shape: tuple[int, ...] | None = None
+
+    def _name(self, index: int) -> str:
+        return f"{self.where}: image {index}"
+
+    def _read(self, index: int) -> Image.Image | Tensor:
+        image, label = self.dataset[index]
+        if int(label) != int(self.labels[index]):
+            raise DataError(
+                f"{self._name(index)}: expected label {int(self.labels[index])}, as its targets say, got {label}"
+            )
+        found = pixels(image, self._name(index))
+        shape = tuple(found.shape) if isinstance(found, Tensor) else None
+        if shape != self.shape:
+            raise DataError(
+                f"{self._name(index)}: expected {_kind(self.shape)}, as the first image, got {_kind(shape)}"
+            )
+        return found
+
+
+def pixels(image: Any, where: str) -> Image.Image | Tensor:
+    """Return what a data set gave as a Pillow image in RGB, or as a float32 tensor (C, H, W) that is an input already.
+
+    Raises:
+        DataError: it is neither that nor uint8 pixels.
+    """
+    if isinstance(image, Image.Image):
+        return in_rgb(image)
+    if isinstance(image, Tensor) and image.is_floating_point() and image.ndim == 3:
+        return image.float()
+    array = image.permute(1, 2, 0).numpy() if isinstance(image, Tensor) and image.ndim == 3 else np.asarray(image)
+    if array.dtype != np.uint8 or array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (1, 3)):
+        raise DataError(
+            f"{where}: expected a Pillow image, uint8 pixels (H, W), (H, W, C) or a tensor (C, H, W) with C 1 or 3, or "
+            f"a float tensor (C, H, W), got {type(image).__name__} {array.dtype} {array.shape}"
+        )
+    return Image.fromarray(array[:, :, 0] if array.ndim == 3 and array.shape[2] == 1 else array).convert("RGB")
+
+
+def _kind(shape: tuple[int, ...] | None) -> str:
+    return "pixels" if shape is None else f"a float tensor {shape}"

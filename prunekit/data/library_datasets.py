@@ -1,0 +1,290 @@
+"""Map-style data sets of others, checked: torchvision's by name, and what a user's factory returns.
+
+torchvision's own data sets by name.
+
+Data sets of Hugging Face's library `datasets`: a folder that it saved, or a name on its hub; the extra `hf-data`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torchvision
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Subset, TensorDataset
+
+from prunekit.data.datasets import CorruptImages, Feed, check_labels, numbered_classes
+from prunekit.data.decoded_images import MappedImages, MapStyle, pixels
+from prunekit.errors import DataError, UsageError, nearest
+from prunekit.settings.inputs import DataSettings
+
+LABELS = ("targets", "labels", "_labels")
+"""Attributes in which torchvision's data sets keep their labels."""
+SAMPLES = 16
+
+
+def mapped(dataset: Any, settings: DataSettings, feed: Feed, where: str, corrupt: CorruptImages) -> MappedImages:
+    """Wrap a map-style data set after a look at its first readable image.
+
+    Labels are read without decoding where the data set keeps them (`targets` or `labels`); else every image is asked
+    for once.
+
+    Raises:
+        DataError: it has no length or no items, an item is no pair of image and whole number, or an image is neither
+            pixels nor a float tensor.
+        UsageError: the settings change pixels, and the images are float tensors, which are fed as they are.
+    """
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise DataError(
+            f"{where}: expected a map-style data set, with __len__ and __getitem__, got {type(dataset).__name__}"
+        )
+    if not len(dataset):
+        raise DataError(f"{where}: expected images, but the data set is empty")
+    labels, first = _look(dataset, where, corrupt)
+    shape = tuple(first.shape) if isinstance(first, Tensor) else None
+    if shape is not None and (settings.augment != "none" or settings.mean is not None or settings.std is not None):
+        raise UsageError(
+            f"{where}: data.augment, data.mean and data.std change pixels, but the images are float tensors, which are "
+            "fed as they are; give Pillow images or uint8, or leave these settings out"
+        )
+    return MappedImages(dataset, labels, feed, where, corrupt, shape)
+
+
+def classes_of(dataset: Any, parts: list[MappedImages]) -> tuple[str, ...]:
+    """Return the classes that a data set names, or as many as the largest training label says.
+
+    Raises:
+        DataError: labels outside of the classes.
+    """
+    names = getattr(dataset, "classes", None)
+    if isinstance(names, list | tuple) and len(names) > 1:
+        classes = tuple(", ".join(name) if isinstance(name, tuple) else str(name) for name in names)
+    else:
+        classes = numbered_classes(parts[0].labels, parts[0].where)
+    for part in parts:
+        check_labels(part.labels, classes, part.where)
+    return classes
+
+
+def sample_bytes(part: MappedImages) -> bytes:
+    """Return the labels, and a few images spread over the data set, as bytes; decoding all of them would take too
+    long.
+    """
+    chosen = torch.linspace(0, len(part) - 1, min(SAMPLES, len(part))).long()
+    return part.labels.numpy().tobytes() + part.fetch(chosen)[0].numpy().tobytes()
+
+
+def _item(dataset: MapStyle, index: int, where: str, corrupt: CorruptImages) -> tuple[Any, int] | None:
+    """Image and label; None for a corrupt image."""
+    name = f"{where}: image {index}"
+    try:
+        item = dataset[index]
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            raise DataError(f"{name}: expected a pair (image, label), got {type(item).__name__}")
+        image = pixels(item[0], name)
+    except DataError:
+        raise
+    except Exception as error:  # decoders, and the user's own code, may raise anything
+        corrupt.add(name, f"{type(error).__name__}: {error}")
+        return None
+    label = np.asarray(item[1])
+    if label.ndim or label.dtype.kind not in "iu":
+        raise DataError(f"{name}: expected a whole number as its label, got {item[1]!r:.60}")
+    return image, int(label)
+
+
+def _look(dataset: Any, where: str, corrupt: CorruptImages) -> tuple[Tensor, Any]:
+    """Return the labels of all images, (N,) int64, and the first image that can be read; a corrupt image's label is
+    never used.
+    """
+    known = _known_labels(dataset)
+    labels, first = [], None
+    for index in range(len(dataset)):
+        item = _item(dataset, index, where, corrupt)
+        first = item[0] if item and first is None else first
+        if known is not None and first is not None:
+            return known, first
+        labels.append(item[1] if item else 0)
+    if first is None:
+        raise DataError(f"{where}: expected images, but none of {len(dataset)} can be read")
+    return torch.tensor(labels), first
+
+
+def _known_labels(dataset: Any) -> Tensor | None:
+    if isinstance(dataset, Subset):
+        whole = _known_labels(dataset.dataset)
+        return None if whole is None else whole[list(dataset.indices)]
+    kept = [getattr(dataset, name) for name in LABELS if hasattr(dataset, name)]
+    if isinstance(dataset, TensorDataset):
+        kept = [dataset.tensors[-1]]
+    for values in kept:
+        array = np.asarray(values) if isinstance(values, list | tuple | np.ndarray | Tensor) else np.empty(0)
+        if array.shape == (len(dataset),) and array.dtype.kind in "iu":
+            return torch.from_numpy(array.astype(np.int64))
+    return None
+
+
+_TRAIN = ({"train": True}, {"train": False})
+_SPLIT = ({"split": "train"}, {"split": "test"})
+_VAL = ({"split": "train"}, {"split": "val"})
+_TRAINVAL = ({"split": "trainval"}, {"split": "test"})
+SETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    **dict.fromkeys(("CIFAR10", "CIFAR100", "MNIST", "FashionMNIST", "KMNIST", "QMNIST", "USPS"), _TRAIN),
+    **dict.fromkeys(("Country211", "DTD", "FER2013", "Flowers102", "Food101", "GTSRB", "PCAM"), _SPLIT),
+    **dict.fromkeys(("RenderedSST2", "STL10", "SVHN", "StanfordCars"), _SPLIT),
+    **dict.fromkeys(("CLEVRClassification", "ImageNet", "Imagenette"), _VAL),
+    **dict.fromkeys(("FGVCAircraft", "OxfordIIITPet"), _TRAINVAL),
+}
+"""Data sets with one label for each image, and what selects their training and their test part."""
+
+
+def open_sets(settings: DataSettings) -> tuple[Any, Any]:
+    """Return the training and the test part of a data set, nothing downloaded unless `settings.download`.
+
+    Some, such as CIFAR10, are kept as pickles, which torchvision loads after it has checked their MD5 sums.
+
+    Raises:
+        UsageError: there is no such data set among those that have labels and a test part.
+        DataError: files are missing or damaged, or cannot be downloaded.
+    """
+    name = str(settings.name)
+    if name not in SETS:
+        alike = next((known for known in SETS if known.lower() == name.lower()), name)
+        raise UsageError(
+            "data.name: expected a data set of torchvision with a label for each image, and a training and a test "
+            f"part, got {name!r}; {nearest(alike, SETS)}"
+        )
+    kind = getattr(torchvision.datasets, name)
+    train, test = (_open(kind, settings, **part) for part in SETS[name])
+    return train, test
+
+
+def _open(kind: Any, settings: DataSettings, **part: Any) -> Any:
+    if "download" in inspect.signature(kind).parameters:
+        part["download"] = settings.download
+    try:
+        return kind(str(settings.root), **part)
+    except Exception as error:  # RuntimeError, OSError, ValueError, ModuleNotFoundError: none leaves a usable data set
+        raise DataError(_missing(kind, settings, part, error)) from error
+
+
+def _missing(kind: Any, settings: DataSettings, part: dict[str, Any], error: Exception) -> str:
+    which = ", ".join(f"{key}={value!r}" for key, value in part.items())
+    root = Path(str(settings.root)).absolute()
+    absent = [str(path.relative_to(root)) for path in _files(kind, root, part) if not path.is_file()]
+    files = f"missing below {root}: {', '.join(absent)}" if absent else f"looked below {root}"
+    origin = f"; {settings.origin}" if settings.origin else ""
+    fetch = "" if settings.download or "download" not in part else ", or have them fetched with data.download=true"
+    return (
+        f"data.root: torchvision's {kind.__name__} ({which}) cannot be used: {error}; {files}; put its files there or "
+        f"set data.root{fetch}{origin}"
+    )
+
+
+def _files(kind: Any, root: Path, part: dict[str, Any]) -> list[Path]:
+    """Return the files that a data set needs, where its class says so; the three ways in which torchvision does."""
+    if hasattr(kind, "train_list"):  # CIFAR, STL10
+        return [root / kind.base_folder / entry[0] for entry in (*kind.train_list, *kind.test_list)]
+    if hasattr(kind, "resources"):  # MNIST and those made like it
+        return [root / kind.__name__ / "raw" / Path(entry[0]).stem for entry in kind.resources]
+    names = getattr(kind, "split_list", {}).get(part.get("split"), ())  # SVHN, USPS
+    return [root / names[1]] if len(names) > 1 else []
+
+
+FIRST_WITHOUT_SCRIPTS = 4
+"""The major version of `datasets` from which on no code of a data set's repository is ever run."""
+HELD_OUT = ("test", "validation")
+
+
+class Rows:
+    """Rows of a data set as pairs of image and label.
+
+    Args:
+        rows: a `datasets.Dataset`.
+        image: name of the column of images.
+        label: name of the column of labels.
+        classes: name of each label; None where the column has none.
+    """
+
+    def __init__(self, rows: Any, image: str, label: str, classes: tuple[str, ...] | None) -> None:
+        self._rows, self._image, self._label = rows, image, label
+        self.classes = classes
+        self.targets = np.asarray(rows.select_columns([label]).with_format("numpy")[:][label])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        row = self._rows[index]
+        if row[self._image] is None:
+            raise ValueError(f"column {self._image!r} is empty")
+        return row[self._image], row[self._label]
+
+
+def open_rows(settings: DataSettings) -> dict[str, Rows]:
+    """Return the parts of a data set: train, and test and validation where they are; of one without parts, train alone.
+
+    A hub's data set is fetched, or taken from the library's cache, only with `settings.download`. `trust_remote_code`
+    is never given, and versions of the library that know it are refused.
+
+    Raises:
+        UsageError: a name without `download`, or columns that are not there or not told apart.
+        DataError: the library is missing or too old, or the data cannot be read or has no training part.
+    """
+    library, where = _library(), str(settings.root or settings.name)
+    if settings.root is None and not settings.download:
+        raise UsageError(f"data.download: expected true, because {where} is on the hub; or save it, and give data.root")
+    try:
+        found = library.load_dataset(where) if settings.root is None else library.load_from_disk(where)
+    except Exception as error:  # the library raises OSError, ValueError, pyarrow's and huggingface_hub's errors
+        kind = "a data set on Hugging Face's hub" if settings.root is None else "a folder that `save_to_disk` wrote"
+        raise DataError(f"{where}: expected {kind}, but: {type(error).__name__}: {error}") from error
+    parts = dict(found) if isinstance(found, Mapping) else {"train": found}
+    if "train" not in parts:
+        raise DataError(f"{where}: expected a part named train, found {', '.join(parts) or 'none'}")
+    image, label = _columns(library, parts["train"].features, settings, where)
+    classes = getattr(parts["train"].features[label], "names", None)
+    names = ["train", *(name for name in HELD_OUT if name in parts)]
+    rows = {name: Rows(parts[name], image, label, classes and tuple(classes)) for name in names}
+    if "test" not in rows and "validation" in rows:  # as ImageNet's, whose validation images are what is reported
+        rows["test"] = rows.pop("validation")
+    return rows
+
+
+def _library() -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            f"data.source=huggingface needs the package datasets ({error}); pip install prunekit[hf-data]"
+        ) from error
+    if int(datasets.__version__.partition(".")[0]) < FIRST_WITHOUT_SCRIPTS:
+        raise DataError(
+            f"expected datasets {FIRST_WITHOUT_SCRIPTS}.0 or newer, which runs no code of data sets, got "
+            f"{datasets.__version__}; pip install -U prunekit[hf-data]"
+        )
+    return datasets
+
+
+def _columns(library: Any, features: Mapping[str, Any], settings: DataSettings, where: str) -> tuple[str, str]:
+    """Return the names of the columns of images and labels: as the settings say, or the only ones of their kind."""
+    if settings.columns is not None:
+        for name in settings.columns:
+            if name not in features:
+                raise UsageError(f"data.columns: {where} has no column {name!r}; {nearest(name, list(features))}")
+        image, label = settings.columns
+        return image, label
+    images = [name for name, kind in features.items() if isinstance(kind, library.Image)]
+    labels = [name for name, kind in features.items() if isinstance(kind, library.ClassLabel)]
+    if len(images) != 1 or len(labels) != 1:
+        raise UsageError(
+            f"{where}: expected one column of images and one of class labels, got {images} and {labels}; name them as "
+            "data.columns=[image, label]"
+        )
+    return images[0], labels[0]

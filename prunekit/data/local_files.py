@@ -1,0 +1,159 @@
+"""One folder of images for each class, as `torchvision.datasets.ImageFolder` has it.
+
+Images and labels in a NumPy archive, checked as they are read.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prunekit.data.datasets import numbered_classes
+from prunekit.errors import DataError, nearest
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+
+Files = tuple[tuple[Path, int], ...]
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The files found, each with its label, and the test images where they have a folder of their own."""
+
+    classes: tuple[str, ...]
+    rest: Files
+    test: Files | None
+
+
+def scan_folder(root: Path) -> Folder:
+    """Find the images of `root/train/<class>/` and `root/test/<class>/`, or of `root/<class>/`.
+
+    `root/val/` does for `root/test/`, as ImageNet has it. Classes are the folders' names in alphabetical order; files
+    lie at any depth below them, and come in ImageFolder's order. Unlike there, hidden folders are no classes.
+
+    Raises:
+        DataError: no class folder, a class without images, both `test/` and `val/`, or a test class that is not
+            trained.
+    """
+    if not root.is_dir():
+        raise DataError(f"{root}: expected a folder, but this is a file; a NumPy archive is read with data.source=npz")
+    tests = [root / name for name in ("test", "val") if (root / name).is_dir()]
+    train = (root / "train").is_dir()
+    if not train and not tests:
+        classes = _classes(root, ", or train/ with test/ or val/")
+        return Folder(classes, _files(root, classes), None)
+    if not train or len(tests) != 1:
+        found = ", ".join(f"{part.name}/" for part in [*([root / "train"] if train else []), *tests])
+        raise DataError(f"{root}: expected train/ with test/ or val/, or class folders alone, found {found}")
+    classes = _classes(root / "train")
+    for name in _classes(tests[0]):
+        if name not in classes:
+            raise DataError(f"{tests[0] / name}: no such class in {root / 'train'}; {nearest(name, classes)}")
+    return Folder(classes, _files(root / "train", classes), _files(tests[0], classes))
+
+
+def _classes(folder: Path, instead: str = "") -> tuple[str, ...]:
+    names = tuple(sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")))
+    if len(names) < 2:
+        expected = f"one folder of images for each of two or more classes{instead}"
+        raise DataError(f"{folder}: expected {expected}, found {list(names)}")
+    return names
+
+
+def _files(folder: Path, classes: tuple[str, ...]) -> Files:
+    found = [(path, label) for label, name in enumerate(classes) for path in _images(folder / name)]
+    return tuple(found)
+
+
+def _images(folder: Path) -> list[Path]:
+    walk = sorted(os.walk(folder, followlinks=True))  # as ImageFolder does, so that image i is the same one there
+    paths = [Path(root, name) for root, _, names in walk for name in sorted(names)]
+    paths = [path for path in paths if path.suffix.lower() in EXTENSIONS and path.is_file()]
+    if not paths:
+        raise DataError(f"{folder}: no images here; expected files that end in {', '.join(EXTENSIONS)}")
+    return paths
+
+
+TWO_PARTS = ("x_train", "y_train", "x_test", "y_test")
+ONE_PART = ("images", "labels")
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """Pixels (N, C, H, W) uint8 with C 1 or 3, labels (N,) int64, and the name of the labels' array."""
+
+    pixels: Tensor
+    labels: Tensor
+    name: str
+
+
+@dataclass(frozen=True)
+class Archive:
+    """The parts of an archive."""
+
+    classes: tuple[str, ...]
+    rest: Arrays
+    test: Arrays | None
+
+
+def read_npz(path: Path) -> Archive:
+    """Read `x_train, y_train, x_test, y_test`, or `images, labels`; `classes` (names) where it is there.
+
+    Images are uint8, (N, H, W) or (N, H, W, C) with C 1 or 3; labels are integers, (N,). Without `classes` there are
+    as many as the largest training label says.
+
+    Raises:
+        DataError: not an archive, arrays missing, or shapes, types or labels wrong; the message names the array.
+    """
+    arrays = _load(path)
+    if all(name in arrays for name in TWO_PARTS):
+        rest, test = _pair(path, arrays, *TWO_PARTS[:2]), _pair(path, arrays, *TWO_PARTS[2:])
+    elif all(name in arrays for name in ONE_PART):
+        rest, test = _pair(path, arrays, *ONE_PART), None
+    else:
+        raise DataError(
+            f"{path}: expected arrays {', '.join(TWO_PARTS)}, or {', '.join(ONE_PART)}; "
+            f"found {', '.join(sorted(arrays)) or 'none'}"
+        )
+    return Archive(_classes_arrays(path, arrays, rest), rest, test)
+
+
+def _load(path: Path) -> dict[str, np.ndarray[Any, Any]]:
+    try:
+        with path.open("rb") as file:  # opened here: np.load leaves a file open that it cannot read
+            if not zipfile.is_zipfile(file):  # NumPy would take it for a pickle and advise to load it unsafely
+                raise ValueError("it is no zip file, or a part of one")
+            file.seek(0)
+            archive = np.load(file, allow_pickle=False)
+            return {name: archive[name] for name in archive.files}
+    except Exception as error:  # zipfile, zlib, OSError, ValueError, EOFError: each is a file that cannot be used
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise DataError(f"{path}: expected a NumPy archive (.npz) without objects, but: {reason}") from error
+
+
+def _pair(path: Path, arrays: dict[str, np.ndarray[Any, Any]], images: str, labels: str) -> Arrays:
+    x, y = arrays[images], arrays[labels]
+    if x.dtype != np.uint8 or x.ndim not in (3, 4) or (x.ndim == 4 and x.shape[3] not in (1, 3)):
+        raise DataError(
+            f"{path}: {images}: expected uint8 of shape (N, H, W) or (N, H, W, C) with C 1 or 3, "
+            f"got {x.dtype} {x.shape}"
+        )
+    if not x.size:
+        raise DataError(f"{path}: {images}: expected images, but the array is empty, shape {x.shape}")
+    if y.ndim != 1 or y.dtype.kind not in "iu" or len(y) != len(x):
+        raise DataError(f"{path}: {labels}: expected {len(x)} integers, shape ({len(x)},), got {y.dtype} {y.shape}")
+    pixels = torch.from_numpy(np.ascontiguousarray(x[:, None] if x.ndim == 3 else x.transpose(0, 3, 1, 2)))
+    return Arrays(pixels, torch.from_numpy(y.astype(np.int64)), labels)
+
+
+def _classes_arrays(path: Path, arrays: dict[str, np.ndarray[Any, Any]], rest: Arrays) -> tuple[str, ...]:
+    if "classes" in arrays:
+        return tuple(str(name) for name in np.atleast_1d(arrays["classes"]))
+    return numbered_classes(rest.labels, f"{path}: {rest.name}")

@@ -1,0 +1,217 @@
+"""The user's own data: what a function in a Python file returns.
+
+Data of any task: map-style data sets whose batches the task takes apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from prunekit.data.augmentation import Draw, drawing
+from prunekit.data.datasets import CorruptImages, SampleDataset
+from prunekit.data.decoded_images import MapStyle
+from prunekit.data.sources import Splits, fingerprint, source_of_parts, splits_of
+from prunekit.errors import DataError, UsageError
+from prunekit.settings.inputs import DataSettings
+from prunekit.tasks.classification import IMAGE_CLASSIFICATION
+from prunekit.tasks.task import Task, Unpacking, get_task
+from prunekit.utils.tensors import gather
+from prunekit.utils.user_code import code_of, run_factory
+
+KNOWN_BY = 16
+"""Samples of each part that its fingerprint is taken from: reading all would take too long."""
+OF_IMAGES = ("image_size", "augment", "mean", "std", "max_corrupt")
+"""Settings of labeled images, which nothing else obeys."""
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """A map-style data set whose samples are collated by torch's `default_collate` and taken apart by the task.
+
+    What it draws at random for a training sample depends on seed, epoch and index alone, not on workers.
+
+    Args:
+        dataset: gives samples, such as (image, mask) or a mapping of tensors, all of the same shapes.
+        unpacking: of the task that knows them (`Task.unpacking`).
+        where: what the data is, for messages.
+        indices: (N,) int64, which of its samples; None: all.
+    """
+
+    dataset: MapStyle
+    unpacking: Unpacking
+    where: str
+    indices: Tensor | None = None
+    corrupt: CorruptImages = field(default_factory=CorruptImages)
+
+    def __len__(self) -> int:
+        return len(self.dataset if self.indices is None else self.indices)
+
+    def fetch(self, indices: Tensor, draw: Draw | None = None) -> tuple[Any, Any]:
+        """Return a batch: inputs and targets.
+
+        Raises:
+            DataError: a sample cannot be read or collated with the others, or the task cannot unpack them.
+        """
+        samples, chosen = [], (indices if self.indices is None else self.indices[indices]).tolist()
+        with drawing(draw) as begin:
+            for index in chosen:
+                begin(index)
+                samples.append(self._sample(index))
+        try:
+            batch = default_collate(samples)
+        except (RuntimeError, TypeError, KeyError) as error:
+            raise DataError(
+                f"{self.where}: samples {chosen[:4]}...: expected samples of the same shapes that torch's "
+                f"default_collate makes a batch of, got {type(error).__name__}: {error}"
+            ) from error
+        return self.unpacking(batch, self.where)
+
+    def _sample(self, index: int) -> Any:
+        try:
+            return self.dataset[index]
+        except Exception as error:  # the user's own code may raise anything
+            raise DataError(f"{self.where}: sample {index}: {type(error).__name__}: {error}") from error
+
+
+def sample_splits(
+    parts: Mapping[str, Any],
+    task: Task | str,
+    *,
+    classes: Sequence[str] | None = None,
+    settings: DataSettings | None = None,
+    where: str = "data",
+    content: bytes = b"",
+) -> Splits:
+    """Split of a task's data sets.
+
+    Args:
+        parts: map-style data sets by the names `train`, `test` and perhaps `validation`, which is else drawn from
+            `train` at random: `validation_share` of its samples, the same for the same `split_seed`.
+        task: what they are for; itself or its name.
+        classes: names of the classes; None: what the training data calls `classes`, if anything.
+        settings: how they are split.
+        where: what the data is, for messages.
+        content: what the data is known by, besides a few samples of each part.
+
+    Raises:
+        DataError: a part is no map-style data set or has too few samples, or the task cannot unpack them.
+        UsageError: the settings change images.
+    """
+    settings, task = settings or DataSettings("own"), get_task(task)
+    changed = [f"data.{key}" for key in OF_IMAGES if getattr(settings, key) != getattr(DataSettings(), key)]
+    if changed:
+        raise UsageError(
+            f"{where}: {', '.join(changed)} would change nothing, because task {task.name!r} takes samples as they "
+            "are; leave that out, and let the data set do it"
+        )
+    if not {"train", "test"} <= set(parts):
+        raise DataError(f"{where}: expected data sets named train and test, and perhaps validation, got {list(parts)}")
+    for name, part in parts.items():
+        if not hasattr(part, "__getitem__") or not hasattr(part, "__len__"):
+            raise DataError(
+                f"{where} {name}: expected a map-style data set, with __len__ and __getitem__, got "
+                f"{type(part).__name__}"
+            )
+        if len(part) < (2 if name == "train" else 1):
+            raise DataError(f"{where} {name}: expected samples, two at least to train on, got {len(part)}")
+    names = getattr(parts["train"], "classes", ()) if classes is None else classes
+    made = {name: Samples(part, task.unpacking, f"{where} {name}") for name, part in parts.items()}
+    if "validation" not in made:
+        rest, drawn = _drawn(len(parts["train"]), settings)
+        made["validation"] = replace(made["train"], indices=drawn)
+        made["train"] = replace(made["train"], indices=rest)
+    known = [part.fetch(torch.linspace(0, len(part) - 1, min(KNOWN_BY, len(part))).long()) for part in made.values()]
+    shape = tuple(gather(known[0][0])[0].shape[1:])
+    how = f"{task.name} {settings.validation_share} {settings.split_seed} {[len(part) for part in made.values()]}"
+    seen = [tensor.contiguous().numpy().tobytes() for batch in known for tensor in gather(batch)]
+    marks = fingerprint([how.encode(), content, *seen])
+    return Splits(made["train"], made["validation"], made["test"], tuple(map(str, names)), shape, marks, task)
+
+
+def _drawn(total: int, settings: DataSettings) -> tuple[Tensor, Tensor]:
+    """Return the rest, and what is drawn, both in their order; at least one sample in each."""
+    count = min(max(round(total * settings.validation_share), 1), total - 1)
+    drawn = np.zeros(total, dtype=bool)
+    drawn[np.random.default_rng(settings.split_seed).permutation(total)[:count]] = True
+    return torch.from_numpy(np.flatnonzero(~drawn)), torch.from_numpy(np.flatnonzero(drawn))
+
+
+_ADVICE = "return other data sets as a tuple (train, test)"
+PARTS = ("train", "test", "validation")
+READING = ("batch", "workers", "prefetch", "persistent_workers", "pin_memory")
+FOR_SPLITS = ("source", "root", "name", "columns", "download", "origin", *READING)
+"""Settings that may stand beside images which are split and fed already."""
+
+
+def load_own(reference: str, settings: DataSettings, task: Task = IMAGE_CLASSIFICATION) -> Splits:
+    """Run `file.py:factory`, or `python:module:factory`, and return its data, split.
+
+    The file's code is run: name only files you trust.
+
+    The factory takes no arguments and returns `Splits`, or map-style data sets of (image, label): a tuple (train, test)
+    or (train, test, validation), or a mapping with these names. Without validation images, they are drawn from the
+    training images. See `MappedImages` for what an image may be. Of another task a sample is whatever that can unpack
+    once samples are collated, see `sample_splits`.
+
+    `Splits` are taken as they are. The fingerprint, by which earlier results are found again, is taken from the file,
+    all labels and a few images; of `Splits` from the file and their own fingerprint.
+
+    Raises:
+        DataError: no such file or name, the code raises, or it returns something else.
+        UsageError: it returns `Splits`, and the settings say how to split or feed, or they are of another task.
+    """
+    made = run_factory(reference, DataError)
+    code = code_of(reference)
+    if isinstance(made, Splits):
+        for part in (made.train, made.validation, made.test):
+            if not isinstance(part, SampleDataset):
+                found = type(part).__name__
+                raise DataError(
+                    f"{reference}: expected Splits of prunekit.data.datasets.ImageDataset, got {found}; {_ADVICE}"
+                )
+        _refuse_changes(settings, reference)
+        if made.task.name != task.name:
+            raise UsageError(
+                f"{reference}: expected Splits of the task {task.name!r}, as the recipe's `task` says, got "
+                f"{made.task.name!r}; make the two the same"
+            )
+        return replace(made, fingerprint=fingerprint([code, made.fingerprint.encode()]))
+    parts = _parts(made, reference)
+    if task is not IMAGE_CLASSIFICATION:
+        return sample_splits(parts, task, settings=settings, where=reference, content=code)
+    return splits_of(source_of_parts(parts, settings, reference, code), settings)
+
+
+def _refuse_changes(settings: DataSettings, reference: str) -> None:
+    keys = [field for field in fields(settings) if field.name not in FOR_SPLITS]
+    changed = [f"data.{key.name}" for key in keys if getattr(settings, key.name) != key.default]
+    if changed:
+        raise UsageError(
+            f"{reference}: the factory returned Splits, which are split and fed already: {', '.join(changed)} would "
+            f"change nothing; leave that out, or {_ADVICE}"
+        )
+
+
+def _parts(made: Any, reference: str) -> dict[str, Any]:
+    """Return the data sets by name."""
+    parts = dict(zip(PARTS, made, strict=False)) if isinstance(made, tuple) else made
+    if isinstance(parts, Mapping) and (not isinstance(made, tuple) or len(made) in (2, 3)):
+        names = set(map(str, parts))
+        if {"train", "test"} <= names <= set(PARTS):
+            return dict(parts)
+    got = f"a mapping with {', '.join(map(str, made)) or 'nothing'}" if isinstance(made, Mapping) else _kind(made)
+    raise DataError(
+        f"{reference}: expected the factory to return prunekit.data.sources.Splits, or data sets as (train, test), as "
+        f"(train, test, validation) or as a mapping with these names, got {got}"
+    )
+
+
+def _kind(made: Any) -> str:
+    return f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__

@@ -1,0 +1,284 @@
+"""Which BatchNorms alone read what a convolution or a linear layer computes: seen while the model runs.
+
+Layers and norms are known by the identity of their tensors, not by names or classes of modules.
+
+BatchNorm folded into the convolution or linear layer before it (Jacob et al., 2018).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from prunekit.channels.cut.model_copy import copied, named_tensors, with_tensors
+from prunekit.channels.tolerance import TOLERANCE
+from prunekit.channels.tracing.execution import plain_attention
+from prunekit.channels.trial.float64 import doubled, to_double
+from prunekit.compaction.model_folder import FoldedNorm, set_folds
+from prunekit.hooks.wrappers import unwrapped
+from prunekit.measure.operator_costs import is_subnormal
+from prunekit.measure.verification import compare_outputs
+from prunekit.statistics.consumers import PRODUCTS
+from prunekit.statistics.layers.linear_layers import Call, CallWatch
+from prunekit.utils.context import seeded, set_mode, training_mode
+from prunekit.utils.inputs import call
+from prunekit.utils.inputs import example as normalized
+from prunekit.utils.tensors import gather
+
+
+@dataclass(eq=False)
+class Pair:
+    """A norm, and the layer whose output it reads.
+
+    Attributes:
+        norm: path of the module that owns the running statistics.
+        shape: of what it reads.
+        layer: path of the module that owns the weight; empty where nothing with a weight of its own computed it.
+        transposed: whether that is a transposed convolution, whose weight lies as (inputs, outputs).
+        biased: whether the layer was called with its module's own bias, or with none where the module has none.
+        output: of the layer.
+    """
+
+    norm: str
+    shape: torch.Size
+    layer: str = ""
+    transposed: bool = False
+    biased: bool = True
+    output: Tensor | None = None
+
+
+@dataclass(eq=False)
+class _Made:
+    """An output of a layer; kept, so that nothing else gets its identity."""
+
+    tensor: Tensor
+    weight: str
+    transposed: bool
+    biased: bool
+    reads: int = 0
+
+
+class _Watch(CallWatch):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.made: dict[int, _Made] = {}
+        self.pairs: list[Pair] = []
+        self.readers: Counter[str] = Counter()
+        self.norms: list[Any] = []
+        self._own = {path: module._parameters for path, module in model.named_modules()}
+
+    def call(self, call: Call) -> Any:
+        inputs = gather((call.args, dict(call.named)))
+        for tensor in inputs:
+            if id(tensor) in self.names:
+                self.readers[self.names[id(tensor)]] += 1
+            if id(tensor) in self.made:
+                self.made[id(tensor)].reads += 1
+        if call.name == "batch_norm":
+            self._norm(call)
+        result = call.run()
+        product = PRODUCTS.get(call.name)
+        # of layers, channels are on axis 1 where there are as many axes: those that a norm scales
+        if product is not None and product.is_layer and isinstance(result, Tensor) and product.axis(result) == 1:
+            self._layer(call, result)
+        return result
+
+    def _layer(self, call: Call, result: Tensor) -> None:
+        weight, bias = (call.argument(position, name) for position, name in ((1, "weight"), (2, "bias")))
+        name = self.names.get(id(weight), "")
+        owner = self._own.get(name.rpartition(".")[0], {})
+        biased = owner.get("weight") is weight and "bias" in owner and owner["bias"] is bias
+        self.made[id(result)] = _Made(result, name, "transpose" in call.name, biased)
+
+    def _norm(self, call: Call) -> None:
+        read, running = call.argument(0, "input"), call.argument(1, "running_mean")
+        if id(running) not in self.names or call.argument(5, "training"):
+            return
+        made = self.made.get(id(read))
+        pair = Pair(self.names[id(running)].rpartition(".")[0], read.shape)
+        if made is not None and made.weight:
+            pair = Pair(pair.norm, pair.shape, made.weight.rpartition(".")[0], made.transposed, made.biased, read)
+        self.pairs.append(pair)
+
+
+@dataclass(frozen=True, eq=False)
+class Foldable:
+    """What of a model's norms can be folded.
+
+    Attributes:
+        pairs: in the order in which they run.
+        kept: path of every other norm -> why it stays.
+    """
+
+    pairs: tuple[Pair, ...]
+    kept: dict[str, str] = field(default_factory=dict)
+
+
+def foldable(model: nn.Module, example: tuple[Any, ...]) -> Foldable:
+    """Run a model once in eval mode and find the norms that alone read the output of a layer of their own.
+
+    Args:
+        model: its mode is restored.
+        example: see `prunekit.utils.inputs.example`.
+    """
+    watch = _Watch(model)
+    with training_mode(model, False), plain_attention(), watch.watching():
+        output = call(model, example)
+    returned = {id(tensor) for tensor in gather(output)}
+    tensors = {name.rpartition(".")[0]: Counter[str]() for name, _ in named_tensors(model)}
+    for name, count in watch.readers.items():
+        tensors[name.rpartition(".")[0]][name] = count
+    found: list[Pair] = []
+    kept: dict[str, str] = {}
+    for pair in watch.pairs:
+        reason = next(_reasons(pair, watch, tensors, returned), "")
+        if reason:
+            kept.setdefault(pair.norm, reason)
+        else:
+            found.append(pair)
+    return Foldable(tuple(found), kept)
+
+
+def _reasons(pair: Pair, watch: _Watch, tensors: dict[str, Counter[str]], returned: set[int]) -> Iterator[str]:
+    """Yield what keeps a norm from being folded."""
+    if not pair.layer or pair.output is None:
+        yield "what it reads is not the output of a convolution or a linear layer"
+        return
+    if max(tensors[pair.norm].values()) > 1:
+        yield "it runs several times, or something else reads its parameters"
+    if max(tensors[pair.layer].values()) > 1:
+        yield f"{pair.layer} runs several times, or something else reads its parameters"
+    if watch.made[id(pair.output)].reads > 1 or id(pair.output) in returned:
+        yield f"something else reads the output of {pair.layer} too"
+    if not pair.biased:
+        yield f"{pair.layer} has no place for a bias"
+
+
+@dataclass(frozen=True, eq=False)
+class Folded:
+    """What `fold_batchnorm` returns.
+
+    Attributes:
+        model: a new one, in eval mode.
+        norms: path of each folded norm -> path of the layer that does its work.
+        kept: path of each other norm that ran -> why it stays.
+        max_relative_difference: of the outputs on the example, in float64.
+    """
+
+    model: nn.Module
+    norms: dict[str, str]
+    kept: dict[str, str]
+    max_relative_difference: float
+
+
+def fold_batchnorm(model: nn.Module, example: Any, *, tolerance: float = TOLERANCE) -> Folded:
+    """Fold every BatchNorm that alone reads a convolution's or a linear layer's output into that layer.
+
+    What is left computes the same in eval mode with one operator and one pass over the activations less for each norm.
+    Folded weights that processors would compute with slowly, as subnormal in their dtype, are 0.
+    It is for inference: no statistics are left that training could update. Folders of folded models are written and
+    read as others are; `prunekit.verify` compares with the masked model before folding, not after.
+
+    Args:
+        model: not changed.
+        example: what the model is called with: a tensor, a tuple of positional arguments or a mapping of arguments by
+            name; layers are found by running the model on it.
+        tolerance: largest relative difference of the outputs, in float64, that counts as equal.
+
+    Raises:
+        UsageError: the example is none of these.
+        VerificationError: the folded model computes something else.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU())
+        >>> folded = pk.fold_batchnorm(model, torch.randn(1, 3, 8, 8))
+        >>> folded.norms, folded.max_relative_difference < 1e-12
+        ({'1': '0'}, True)
+        >>> folded.model(torch.randn(1, 3, 8, 8)).shape
+        torch.Size([1, 8, 6, 6])
+    """
+    model = unwrapped(model)
+    given = normalized(model, example)
+    found = to_fold(model, given)
+    double = _folded(doubled(model, to_double), found.pairs)
+    narrow = folded(model, found.pairs)
+    difference = compare_outputs(model, double, given, tolerance=tolerance, narrow=narrow)
+    return Folded(narrow, {pair.norm: pair.layer for pair in found.pairs}, found.kept, difference)
+
+
+def to_fold(model: nn.Module, example: tuple[Any, ...]) -> Foldable:
+    """Return what `fold_batchnorm` folds: norms that alone read a layer's output and do no more than a norm."""
+    found = foldable(model, example)
+    reasons = {pair.norm: _more_than_a_norm(model.get_submodule(pair.norm), pair) for pair in found.pairs}
+    more = {norm: reason for norm, reason in reasons.items() if reason}
+    return Foldable(tuple(pair for pair in found.pairs if pair.norm not in more), found.kept | more)
+
+
+def folded(model: nn.Module, pairs: Sequence[Pair]) -> nn.Module:
+    """Return a copy in eval mode with norms folded, as `to_fold` found them in a model of these modules; nothing is
+    checked.
+
+    Args:
+        model: of any widths; may be without values, on the meta device.
+    """
+    own = {name: tensor.detach().clone() for name, tensor in named_tensors(model)}
+    return set_mode(_folded(with_tensors(model, own), pairs), False)
+
+
+def _more_than_a_norm(module: nn.Module, pair: Pair) -> str:
+    """Return why a module is not a norm with, at most, its parts in a row behind it; empty where it is one."""
+    if not isinstance(module, _BatchNorm):
+        return f"{type(module).__name__} is no BatchNorm of torch"
+    norm = copied(module, "cpu", torch.float64).eval()
+    assert isinstance(norm, _BatchNorm)
+    with seeded(0), torch.no_grad():
+        values = torch.randn(pair.shape, dtype=torch.float64)
+        want = norm(values.clone())
+        scale, shift = _scale_and_shift(norm)
+        by_channel = [-1, *(1,) * (values.dim() - 2)]
+        got = FoldedNorm(norm, pair.layer)(values * scale.view(by_channel) + shift.view(by_channel))
+    same = isinstance(want, Tensor) and want.shape == got.shape and torch.allclose(want, got, rtol=1e-9, atol=1e-9)
+    return "" if same else f"{type(module).__name__} does more than a norm and its parts behind it"
+
+
+def _scale_and_shift(norm: _BatchNorm) -> tuple[Tensor, Tensor]:
+    """(channels,) each, in float64."""
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    scale = (norm.running_var.double() + norm.eps).rsqrt()
+    if norm.weight is not None:
+        scale = scale * norm.weight.double()
+    shift = -norm.running_mean.double() * scale
+    return scale, shift if norm.bias is None else shift + norm.bias.double()
+
+
+@torch.no_grad()
+def _folded(model: nn.Module, pairs: Sequence[Pair]) -> nn.Module:
+    """Fold norms in place, computing in float64."""
+    norms = [model.get_submodule(pair.norm) for pair in pairs]
+    set_folds(model, {pair.norm: pair.layer for pair in pairs})
+    for pair, norm in zip(pairs, norms, strict=True):
+        assert isinstance(norm, _BatchNorm)
+        layer, (scale, shift) = model.get_submodule(pair.layer), _scale_and_shift(norm)
+        weight, bias = layer.get_parameter("weight"), layer.get_parameter("bias")
+        weight.copy_(_scaled(weight.double(), scale, transposed=pair.transposed))
+        bias.copy_(bias.double() * scale + shift)
+        for tensor in (weight, bias):  # small scales make subnormal numbers, which are slow
+            tensor.masked_fill_(is_subnormal(tensor), 0)
+    return model
+
+
+def _scaled(weight: Tensor, scale: Tensor, *, transposed: bool) -> Tensor:
+    """Return a weight with each output multiplied by its scale, (outputs, ...) or (inputs, outputs of a group, ...)."""
+    if not transposed:
+        return weight * scale.view(-1, *(1,) * (weight.dim() - 1))
+    groups = scale.numel() // weight.shape[1]
+    by_group = weight.reshape(groups, -1, *weight.shape[1:])  # (groups, inputs of one, outputs of one, ...)
+    return (by_group * scale.view(groups, 1, -1, *(1,) * (weight.dim() - 2))).flatten(0, 1)

@@ -1,0 +1,218 @@
+"""A hook that belongs to its owner: it acts while the owner is active, and a copy of it never does.
+
+Where hooks are, and where they would never run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from prunekit.errors import ModelError
+
+HOOK_TABLES = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+class HookWarning(UserWarning):
+    """A hook will not do what one expects of it: it never runs, or runs twice."""
+
+
+def recomputing() -> bool:
+    """Return whether a backward pass is running now: a forward pass inside it is activation checkpointing's second
+    one.
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def never_called(module: nn.Module) -> bool:
+    """Return whether a module's forward never runs: `nn.MultiheadAttention` uses `out_proj`'s weight functionally."""
+    return isinstance(module, NonDynamicallyQuantizableLinear)
+
+
+def called_leaves(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules without children that are ever called, by their paths."""
+    modules = model.named_modules()
+    return {path: module for path, module in modules if not any(module.children()) and not never_called(module)}
+
+
+def warn_if_ignored(module: nn.Module, owner: str) -> None:
+    """Warn of a hook on a module whose forward never runs, or whose hooks `torch.compile` may not see."""
+    if never_called(module):
+        problem = (
+            "hooks on nn.MultiheadAttention's out_proj never run, because attention uses its weight functionally; "
+            "hook the attention module itself"
+        )
+    elif is_compiled(module):
+        problem = (
+            f"{type(module).__name__} is compiled, and hooks added after torch.compile may silently be ignored; "
+            "register them before, or set torch._dynamo.config.skip_nnmodule_hook_guards = False"
+        )
+    else:
+        return
+    warnings.warn(f"{owner}: {problem}", HookWarning, stacklevel=5)  # where the owner is entered
+
+
+def refuse_compiled(model: nn.Module, owner: str) -> None:
+    """Refuse a model that `torch.compile` has already compiled: it silently ignores hooks that come later.
+
+    Raises:
+        ModelError: the model, or a module in it, is compiled.
+    """
+    for path, module in model.named_modules():
+        if is_compiled(module):
+            raise ModelError(
+                f"{owner}: {path or 'the model'} is compiled, and hooks added after torch.compile are silently "
+                "ignored; enter with the model as it was before, and compile it inside if at all"
+            )
+
+
+def not_traced(what: str) -> None:
+    """Has `torch.compile` leave what follows out of its graph, and say why where it must be one; otherwise nothing."""
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break(msg=what)
+
+
+def require_not_compiled(model: nn.Module, owner: str) -> None:
+    """Checks that `torch.compile` has compiled no code that this model runs, of this model or another of its class.
+
+    Raises:
+        ModelError: it has, and hooks that came later were left out of a forward pass.
+    """
+    path = compiled_code(model)
+    if path is not None:
+        raise ModelError(
+            f"{owner}: its hooks did not run, because {path or 'the model'} "
+            f"({type(model.get_submodule(path)).__name__}), or another of its class, was compiled before they were "
+            "there; compile after entering, or call torch._dynamo.reset() then"
+        )
+
+
+def compiled_code(model: nn.Module) -> str | None:
+    """Return the path of the first module whose class's forward `torch.compile` has compiled; None without any."""
+    if "torch._dynamo" not in sys.modules:
+        return None
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    for path, module in model.named_modules():
+        forward = inspect.unwrap(type(module).forward)
+        if isinstance(forward, FunctionType) and _debug_get_cache_entry_list(forward.__code__):
+            return str(path)
+    return None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module was compiled in place, by its forward, or is the wrapper that `torch.compile` returns."""
+    forward = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+    return getattr(module, "_compiled_call_impl", None) is not None or forward or "_orig_mod" in module._modules
+
+
+def refuse_nested(tensor: Tensor, where: str) -> None:
+    """Refuse a nested tensor, which has no axes to speak of.
+
+    Raises:
+        ModelError: it is one.
+    """
+    if tensor.is_nested:
+        raise ModelError(
+            f"{where}: expected a plain tensor, got the nested one that attention's fast path makes of padded "
+            "sequences; turn that off with torch.backends.mha.set_fastpath_enabled(False)"
+        )
+
+
+def is_ours(hook: object) -> bool:
+    """Return whether an owner of this package registered a hook: it belongs to its model and is not copied with it."""
+    return str(getattr(hook, "__module__", "")).startswith("prunekit.")
+
+
+def count_hooks(model: nn.Module) -> int:
+    """Return the number of hooks registered on a model: on its modules, and on its parameters' gradients.
+
+    What a copy left of another model's hooks does nothing and does not count.
+    """
+    tables = (getattr(module, table, {}) for module in model.modules() for table in HOOK_TABLES)
+    modules = sum(not getattr(hook, "inert", False) for table in tables for hook in table.values())
+    return modules + sum(_count_tensor_hooks(parameter) for parameter in model.parameters())
+
+
+def _count_tensor_hooks(tensor: Tensor) -> int:
+    return sum(len(getattr(tensor, table, None) or ()) for table in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+
+
+class Active(Protocol):
+    """What a hook asks of its owner, and tells it.
+
+    Attributes:
+        called: set whenever a hook runs.
+    """
+
+    called: bool
+
+    @property
+    def active(self) -> bool: ...
+
+
+class OwnedHook:
+    """Calls a function while its owner is active, and does nothing otherwise.
+
+    `copy.deepcopy(model)` and pickling take a module's hooks along: what arrives there is inert, so that a copy is
+    neither masked nor counted, whatever becomes of the owner.
+    """
+
+    def __init__(self, owner: Active | None, function: Callable[..., Any], *, again: bool = True) -> None:
+        self._owner, self._function, self._again = owner, function, again
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if self._owner is None or not self._owner.active:
+            return None
+        self._owner.called = True
+        if not self._again and recomputing():
+            self._again = True  # said once
+            warnings.warn(
+                f"{type(self._owner).__name__}: a forward hook runs a second time for one batch, because activation "
+                "checkpointing recomputes the forward pass; count batches and not calls "
+                "(prunekit.hooks.hook.recomputing)",
+                HookWarning,
+                stacklevel=2,
+            )
+        return self._function(*arguments, **named)
+
+    def acts_for(self, kind: type) -> bool:
+        """Return whether its owner is of a kind, and active."""
+        owner = self._owner
+        return owner is not None and isinstance(owner, kind) and owner.active
+
+    @property
+    def inert(self) -> bool:
+        """Whether this is what a copy left of a hook."""
+        return self._owner is None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnedHook:
+        return _inert()
+
+    def __reduce__(self) -> tuple[Callable[[], OwnedHook], tuple[()]]:
+        return _inert, ()
+
+
+def _inert() -> OwnedHook:
+    return OwnedHook(None, _nothing)
+
+
+def _nothing(*arguments: Any, **named: Any) -> None:
+    return None

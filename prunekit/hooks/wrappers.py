@@ -1,0 +1,137 @@
+"""The model inside what a public function is given: out of the wrappers that run it, and surely one to work on."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.optim.swa_utils import AveragedModel
+
+from prunekit.errors import ModelError, UsageError
+from prunekit.hooks.hook import compiled_code, is_compiled
+
+WRAPPERS: dict[type[nn.Module], str] = {
+    DataParallel: "module",
+    DistributedDataParallel: "module",
+    AveragedModel: "module",
+}
+"""Modules that compute what one of them computes, elsewhere or of other weights, and where that one is."""
+
+
+def unwrapped(model: Any, *, offloaded: bool = False, compiled: bool = True) -> nn.Module:
+    """Return the model itself, out of `torch.compile`, `DistributedDataParallel`, `DataParallel` and `AveragedModel`.
+
+    Args:
+        model: what a caller takes for a model.
+        offloaded: whether its weights may lie on the disk or elsewhere between their uses: enough to run it.
+        compiled: whether it is taken out of `torch.compile` too, which whoever calls what is given himself goes by.
+
+    Raises:
+        UsageError: it is no module; names what to give.
+        ModelError: its parameters are not made yet, flattened, or offloaded, or its Python is gone.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model: expected a torch.nn.Module, got {_instead(model)}")
+    found: nn.Module = model
+    while (inner := _inside(found)) is not None and (compiled or not is_compiled(found)):
+        found = inner
+    name = type(found).__name__
+    if isinstance(found, torch.jit.ScriptModule):
+        raise ModelError(f"{name} is a TorchScript program, which cannot be followed; give the module it was made from")
+    for path, tensor in (*found.named_parameters(), *found.named_buffers()):
+        if is_lazy(tensor):
+            raise ModelError(f"{name}: {path} is not initialized yet; run the model once on an example first: model(x)")
+    _refuse_flattened(found)
+    if not offloaded:
+        _refuse_offloaded(found)
+    return found
+
+
+def unwrapped_for_hooks(model: Any, owner: str) -> nn.Module:
+    """As `unwrapped`, for hooks that must run in what is given, which the caller calls himself.
+
+    Raises:
+        ModelError: it is compiled already: hooks added later are silently left out.
+    """
+    inner, compiled = unwrapped(model), False
+    while isinstance(model, nn.Module) and (inside := _inside(model)) is not None:
+        compiled, model = compiled or "_orig_mod" in model._modules, inside
+    path = compiled_code(inner) if compiled else None
+    if path is not None:
+        raise ModelError(
+            f"{owner}: torch.compile has compiled {path or 'the model'} already, and hooks added later are silently "
+            "ignored; enter before the compiled model runs for the first time, or call torch._dynamo.reset() first"
+        )
+    return inner
+
+
+def require_values(model: nn.Module, what: str) -> None:
+    """Checks that a model's weights have values.
+
+    Args:
+        what: needs them.
+
+    Raises:
+        ModelError: some are on the meta device.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ModelError(
+                f"{type(model).__name__}: {name} is on the meta device, and {what} needs values; give the model with "
+                "its weights: model.to_empty(device='cpu'), then load_state_dict"
+            )
+
+
+def _inside(model: nn.Module) -> nn.Module | None:
+    if "_orig_mod" in model._modules:  # torch.compile's, asked without an import of the compiler
+        return model._modules["_orig_mod"]
+    attribute = next((name for wrapper, name in WRAPPERS.items() if isinstance(model, wrapper)), None)
+    return None if attribute is None else model._modules[attribute]
+
+
+def _instead(given: Any) -> str:
+    """Return what came in the place of a module, and what to do about it."""
+    if isinstance(given, type) and issubclass(given, nn.Module):
+        return f"the class {given.__name__}; make one: {given.__name__}(...)"
+    if inspect.isroutine(given):
+        return f"the function {given.__name__}; call it: {given.__name__}(...)"
+    if isinstance(given, (str, PathLike)):
+        return (
+            f"{given if isinstance(given, str) else str(given)!r} ({type(given).__name__}); build the model, such as "
+            "torchvision.models.resnet18(), and give it its weights: model.load_state_dict(torch.load(path)); for a "
+            "folder of prunekit.save: prunekit.load(folder)"
+        )
+    if isinstance(given, Mapping):
+        return "a mapping, as a state dict is; build the model, and model.load_state_dict(...)"
+    inside = [name for name, value in getattr(given, "__dict__", {}).items() if isinstance(value, nn.Module)]
+    there = f", whose {inside[0]} is one: give .{inside[0]}" if inside else ""
+    return f"{type(given).__name__}{there}"
+
+
+def _refuse_flattened(model: nn.Module) -> None:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever wraps with it has imported it
+    if fsdp is None:
+        return
+    for path, module in model.named_modules():
+        if isinstance(module, fsdp.FullyShardedDataParallel):
+            raise ModelError(
+                f"{path or 'the model'} is wrapped in FullyShardedDataParallel, which flattens its parameters; give "
+                "the model as it was before that, and wrap what comes out"
+            )
+
+
+def _refuse_offloaded(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        hook = getattr(module, "_hf_hook", None)  # where Accelerate keeps what moves weights
+        if any(getattr(one, "offload", False) for one in (hook, *getattr(hook, "hooks", ()))):
+            raise ModelError(
+                f"Accelerate offloads the weights of {path or 'the model'}; bring them back first: "
+                "accelerate.hooks.remove_hook_from_submodules(model), or load the model without device_map"
+            )

@@ -1,0 +1,1 @@
+"""Diagnosis of a model and its data, from a few batches run forward and backward."""

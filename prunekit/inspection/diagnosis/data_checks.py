@@ -1,0 +1,240 @@
+"""Samples: their statistics, copies, and labels.
+
+What is wrong before the model runs: copies, labels, normalization.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prunekit.errors import DataError
+from prunekit.inspection.diagnosis.findings import BEFORE, Finding, check
+from prunekit.inspection.diagnosis.observation import DataSeen, Observation
+from prunekit.tasks.batches import Batch, Pair
+from prunekit.utils.inputs import described
+from prunekit.utils.tensors import map_tensors
+
+IGNORED = -100
+"""The label that torch's cross entropy leaves out."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Where the batches are from.
+
+    Attributes:
+        more: further data, as `diagnose` takes it, of the same set; looked at for copies and labels alone.
+        held_out: data of which no sample may be among those.
+        total: how many samples the data set has; None: those that are looked at are all.
+    """
+
+    more: Any = ()
+    held_out: Any = ()
+    total: int | None = None
+
+
+def batches_of(pairs: Iterable[Pair], where: str) -> list[Batch]:
+    """Return batches as `diagnose` takes them.
+
+    Raises:
+        DataError: labels are no tensor of as many, or some batches have them and others have none.
+    """
+    found: list[Batch] = []
+    for number, (inputs, labels) in enumerate(pairs, 1):
+        if labels is not None and not isinstance(labels, Tensor):
+            raise DataError(f"{where}, batch {number}: expected labels in one tensor, got {described(labels)}")
+        batch = Batch(map_tensors(inputs, torch.Tensor.detach), labels)
+        if labels is not None and (not labels.ndim or len(batch.images) != len(labels)):
+            raise DataError(
+                f"{where}, batch {number}: expected as many labels as inputs, got {tuple(labels.shape)} for "
+                f"{tuple(batch.images.shape)}"
+            )
+        found.append(batch)
+    if len({batch.labels is None for batch in found}) > 1:
+        raise DataError(f"{where}: expected labels with every batch or with none, got some of each")
+    return found
+
+
+def class_labels(labels: Tensor) -> bool:
+    """Return whether labels are numbers of classes: integers, (B,) or (B, H, W)."""
+    return not labels.is_floating_point() and labels.dtype != torch.bool
+
+
+def in_range(labels: Tensor, classes: int) -> Tensor:
+    """Return labels that are no class put into the first one, or a loss would raise; those that it leaves out stay."""
+    fits = ((labels >= 0) & (labels < classes)) | (labels == IGNORED)
+    return labels.where(fits, 0)
+
+
+@dataclass
+class DataWatch:
+    """Takes note of batches as they come."""
+
+    pool: Pool
+    classes: int | None = None
+    _labels: list[Tensor] = field(default_factory=list)
+    _first: dict[bytes, int | None] = field(default_factory=dict)
+    _images: int = 0
+    _copies: int = 0
+    _conflicting: int = 0
+    _not_finite: int = 0
+    _sums: list[np.ndarray[Any, Any]] = field(default_factory=list)
+
+    def add(self, batch: Batch) -> None:
+        """Images and labels of one batch."""
+        if batch.images.is_floating_point():
+            self._measure(batch.images)
+        labels = batch.labels
+        if labels is not None and class_labels(labels):
+            self._labels.append(labels.cpu().flatten())
+        for index, key in enumerate(_digests(batch.images)):
+            label = int(labels[index]) if labels is not None and class_labels(labels) and labels.ndim == 1 else None
+            self._images += 1
+            if key in self._first:
+                self._copies += 1
+                self._conflicting += self._first[key] != label
+            else:
+                self._first[key] = label
+
+    def _measure(self, images: Tensor) -> None:
+        """Add count, sum and sum of squares of every channel; (B, features) count as one channel."""
+        values = images.double().cpu()
+        channels = values.transpose(0, 1).flatten(1) if values.ndim > 2 else values.reshape(1, -1)
+        finite = channels.isfinite()
+        self._not_finite += int((~finite).sum())
+        channels = channels.where(finite, 0.0)
+        self._sums.append(torch.stack([finite.sum(1).double(), channels.sum(1), channels.square().sum(1)]).numpy())
+
+    def result(self) -> DataSeen:
+        """Return what was seen, further and held-out batches included."""
+        measured = self._statistics()
+        for batch in batches_of(self.pool.more, "more"):
+            self.add(batch)
+        held_out = [key for batch in batches_of(self.pool.held_out, "held_out") for key in _digests(batch.images)]
+        return DataSeen(
+            *measured,
+            not_finite=self._not_finite,
+            images=self._images,
+            total=max(self.pool.total or 0, self._images),
+            copies=self._copies,
+            conflicting=self._conflicting,
+            held_out=len(held_out),
+            leaked=sum(key in self._first for key in held_out),
+            labels=torch.cat(self._labels).numpy() if self._labels else None,
+            classes=self.classes,
+        )
+
+    def _statistics(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        if not self._sums or len({sums.shape for sums in self._sums}) > 1:
+            return np.zeros(0), np.zeros(0)
+        count, total, squares = np.sum(self._sums, axis=0)
+        mean = total / np.maximum(count, 1)
+        return mean, np.sqrt(np.maximum(squares / np.maximum(count, 1) - mean**2, 0))
+
+
+def _digests(images: Tensor) -> Sequence[bytes]:
+    """Return what each image is known by: equal for those that are equal bit for bit, and for no others."""
+    rows = images.cpu().contiguous()
+    return [
+        hashlib.blake2b(row.reshape(-1).view(torch.uint8).numpy().tobytes(), digest_size=16).digest() for row in rows
+    ]
+
+
+COPIES = 0.01
+"""Share of a data set that are copies from which on it is a fault: the exact ones in well-known sets are far fewer
+(Barz & Denzler 2020, "Do we train on test data?")."""
+OFF_CENTER = 1.5
+"""Mean of the inputs, in absolute value, from which on they are unlike normalized ones: mean 0 and standard deviation 1
+(LeCun et al. 1998, "Efficient BackProp", section 4.3). Sets of other images than those of ImageNet are off a little."""
+NARROW, WIDE = 0.3, 3.0
+"""Standard deviations below and above which they are unlike normalized ones; pixels from 0 to 1 have about 0.25,
+those from 0 to 255 about 60."""
+
+
+@check("duplicated_data", "data")
+def duplicated_data(seen: Observation) -> Iterator[Finding]:
+    """Yield images that are equal bit for bit: among themselves, or to held-out ones."""
+    data = seen.data
+    share = _share(data.copies, data.images, data.images, data.total)
+    leaked = _share(data.leaked, data.held_out, data.images, data.total)
+    if data.copies > 1 and share >= COPIES:
+        yield _copies(data, share)
+    if data.leaked > 1 and leaked >= COPIES:
+        yield Finding(
+            "duplicated_data",
+            "data",
+            BEFORE,
+            "held-out images that are not trained on",
+            f"{data.leaked} of {data.held_out} held-out images are among {data.images} training images",
+            "split the data anew, without copies in two splits: accuracy on these says nothing",
+            {"leaked": data.leaked, "held_out": data.held_out, "share_of_the_set": leaked},
+        )
+
+
+def _copies(data: DataSeen, share: float) -> Finding:
+    conflicting = f", {data.conflicting} of them with another label" if data.conflicting else ""
+    about = f", about {share:.0%} of the data set" if data.images < data.total else ""
+    return Finding(
+        "duplicated_data",
+        "data",
+        BEFORE,
+        f"fewer than {COPIES:.0%} of the images equal to another",
+        f"{data.copies} of {data.images} are copies of one before{conflicting}{about}",
+        "remove the copies, and look at how the images are listed and shuffled",
+        {"copies": data.copies, "images": data.images, "conflicting": data.conflicting, "share_of_the_set": share},
+    )
+
+
+def _share(found: int, of: int, images: int, total: int) -> float:
+    """Return the share in the whole set, where a random part was looked at: each copy is seen only if its original
+    is as well.
+    """
+    return min(1.0, found / max(1, of) * (total / max(1, images)))
+
+
+@check("labels_out_of_range", "data")
+def labels_out_of_range(seen: Observation) -> Iterator[Finding]:
+    """Class labels that the model has no score for."""
+    labels, classes = seen.data.labels, seen.data.classes
+    if labels is None or classes is None:
+        return
+    wrong = ((labels < 0) | (labels >= classes)) & (labels != IGNORED)
+    if wrong.any():
+        values = np.unique(labels[wrong])
+        yield Finding(
+            "labels_out_of_range",
+            "data",
+            BEFORE,
+            f"labels from 0 to {classes - 1}, one for each of the model's {classes} scores",
+            f"{wrong.sum()} of {len(labels)} are others: {', '.join(map(str, values[:8]))}",
+            "number the classes from 0, or give the model as many outputs as there are classes",
+            {"labels": values[:100].tolist(), "count": int(wrong.sum()), "classes": classes},
+        )
+
+
+@check("input_normalization", "data")
+def input_normalization(seen: Observation) -> Iterator[Finding]:
+    """Yield inputs whose mean and standard deviation are not those of normalized ones."""
+    mean, std = seen.data.mean, seen.data.std
+    off = (np.abs(mean) > OFF_CENTER) | (std < NARROW) | (std > WIDE)
+    if off.any():
+        yield Finding(
+            "input_normalization",
+            "data",
+            BEFORE,
+            f"channels with a mean within {OFF_CENTER:g} of 0 and a standard deviation from {NARROW:g} to {WIDE:g}",
+            f"means {_numbers(mean)}, standard deviations {_numbers(std)}",
+            "scale pixels to 0..1, then subtract the mean of this data and divide by its standard deviation, once",
+            {"mean": mean.tolist(), "std": std.tolist()},
+        )
+
+
+def _numbers(values: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> str:
+    return ", ".join(f"{value:.3g}" for value in values[:4]) + (", ..." if len(values) > 4 else "")

@@ -1,0 +1,367 @@
+"""Class activation maps: where in an image a model sees a class.
+
+Class activation maps as formulas: from what a layer returned, and its gradient, to one map for each image.
+
+Which pixels a class score depends on: its gradient with respect to the image.
+
+The class scores that maps and gradients are of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from prunekit.channels.tracing.execution import without_fast_path
+from prunekit.errors import ModelError, UsageError, nearest
+from prunekit.hooks.wrappers import unwrapped
+from prunekit.inspection.visualize.spatial_outputs import Call, Read, SpatialActivations
+from prunekit.models.outputs import logits
+from prunekit.utils.context import frozen, training_mode
+from prunekit.utils.inputs import running
+
+CamMethod = Literal["cam", "grad_cam", "grad_cam_pp", "layer_cam", "eigen_cam"]
+METHODS: tuple[CamMethod, ...] = get_args(CamMethod)
+Formula = Callable[[Tensor, Tensor], Tensor]
+"""From activations A (B, C, h, w) and the score's gradient with respect to them, alike, to maps (B, h, w)."""
+
+
+def cam(activations: Tensor, weights: Tensor) -> Tensor:
+    """CAM (Zhou et al. 2016, "Learning deep features for discriminative localization"): sum_c w_c A_c.
+
+    Args:
+        activations: (B, C, h, w) of the layer that is averaged over its places and read by the classifier.
+        weights: (B, C), the classifier's for the class of each image.
+    """
+    return torch.einsum("bchw,bc->bhw", activations, weights)
+
+
+def grad_cam(activations: Tensor, gradients: Tensor) -> Tensor:
+    """Grad-CAM (Selvaraju et al. 2017): relu(sum_c w_c A_c), w_c the mean of the gradient over its places."""
+    return cam(activations, gradients.mean((2, 3))).relu()
+
+
+def grad_cam_pp(activations: Tensor, gradients: Tensor) -> Tensor:
+    """Grad-CAM++ (Chattopadhay et al. 2018): w_c = sum_ij a_ij relu(g_ij), a = g^2 / (2 g^2 + (sum A) g^3).
+
+    The score of the paper is exp(S) of the logit S, so that all its derivatives are powers of S's; exp(S) itself, in
+    the relu, scales the whole map and is left out.
+    """
+    square = gradients.square()
+    below = 2 * square + activations.sum((2, 3), keepdim=True) * square * gradients
+    shares = torch.where(below != 0, square / torch.where(below != 0, below, 1), 0)
+    return cam(activations, (shares * gradients.relu()).sum((2, 3))).relu()
+
+
+def layer_cam(activations: Tensor, gradients: Tensor) -> Tensor:
+    """Layer-CAM (Jiang et al. 2021): relu(sum_c relu(g_c) A_c), a weight for each place."""
+    return (activations * gradients.relu()).sum(1).relu()
+
+
+def eigen_cam(activations: Tensor) -> Tensor:
+    """Eigen-CAM (Muhammad & Yeasin 2020): activations projected on their first right singular vector; no class.
+
+    Places are the rows, channels the columns, and nothing is centered, as in the paper. The sign, which a singular
+    vector does not have, is the one that makes the sum of the map positive.
+    """
+    rows = activations.flatten(2).transpose(1, 2)  # (B, h w, C)
+    left, values, _ = torch.linalg.svd(rows, full_matrices=False)
+    first = left[..., 0] * values[..., :1]  # (B, h w)
+    sign = torch.where(first.sum(1, keepdim=True) < 0, -1, 1)
+    maps: Tensor = (first * sign).reshape(len(first), *activations.shape[2:])
+    return maps.relu()
+
+
+FORMULAS: dict[CamMethod, Formula] = {"grad_cam": grad_cam, "grad_cam_pp": grad_cam_pp, "layer_cam": layer_cam}
+"""Those that need the gradient."""
+
+
+ClassIndex = int | Sequence[int] | Tensor | None
+"""A class, or one for each image; None: that of the highest score."""
+
+
+@dataclass(frozen=True, eq=False)
+class ClassMap:
+    """Where in each image a model sees a class, on the CPU.
+
+    Attributes:
+        method: how it was found.
+        layer: whose activations it is made of; None: it is of the pixels.
+        values: (B, h, w), float32 or float64; not negative, but for `cam`.
+        classes: (B,) int64, the class of each map.
+        probabilities: (B,), the softmax of these classes.
+        predicted: (B,) int64, the class of the highest score.
+    """
+
+    method: str
+    layer: str | None
+    values: Tensor
+    classes: Tensor
+    probabilities: Tensor
+    predicted: Tensor
+
+
+def class_map(method: str, layer: str | None, values: Tensor, scores: Tensor, classes: Tensor) -> ClassMap:
+    """Return a map with what the scores (B, classes) say of its classes (B,)."""
+    scores = scores.detach()
+    probabilities = scores.softmax(1).gather(1, classes[:, None])[:, 0]
+    return ClassMap(method, layer, values.cpu(), classes.cpu(), probabilities.cpu(), scores.argmax(1).cpu())
+
+
+def require_images(images: Tensor) -> None:
+    """Checks that there is a batch of images.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if images.ndim != 4 or not len(images):
+        raise UsageError(f"images: expected one or more, (B, C, H, W), got a tensor of shape {tuple(images.shape)}")
+
+
+def class_scores(output: Any) -> Tensor:
+    """Return the logits (B, classes) of what a model returned.
+
+    Raises:
+        ModelError: there are none.
+    """
+    scores = logits(output)
+    if scores.ndim != 2:
+        raise ModelError(
+            f"expected a classifier, which returns logits (B, classes), got {tuple(scores.shape)}; wrap the model so "
+            "that it returns the scores to look at, one column for each"
+        )
+    return scores
+
+
+def chosen(scores: Tensor, target: ClassIndex) -> Tensor:
+    """Return the class of each image, (B,) int64, on the device of the scores (B, classes).
+
+    Raises:
+        UsageError: there is no such class, or there are not as many as images.
+    """
+    if target is None:
+        return scores.detach().argmax(1)
+    images, classes = scores.shape
+    found = torch.as_tensor(target, dtype=torch.int64, device=scores.device)
+    found = found.expand(images) if found.ndim == 0 else found
+    if found.shape != (images,):
+        raise UsageError(f"target: expected a class, or one for each of {images} images, got {found.numel()}")
+    wrong = found[(found < 0) | (found >= classes)]
+    if len(wrong):
+        raise UsageError(f"class {int(wrong[0])}: the model has {classes} classes, 0 to {classes - 1}")
+    return found
+
+
+def class_activation_map(
+    model: nn.Module,
+    images: Tensor,
+    layer: str | None = None,
+    *,
+    method: CamMethod = "grad_cam",
+    target: ClassIndex = None,
+) -> ClassMap:
+    """Return where in each image a model sees a class: one forward pass, and one backward pass down to the layer.
+
+    On dense, masked and compact models, convolutional ones and those of tokens, whose tokens are put back into their
+    places. In eval mode; modes, hooks, parameters and their gradients are afterwards what they were. See
+    `prunekit.inspection.visualize.class_maps` for the methods and where they are from.
+
+    Args:
+        model: returns class logits (B, classes).
+        images: (B, C, H, W), on the model's device; may be float64, as the model's weights.
+        layer: path of a module whose output has a height and width, or is the tokens of patches. None: the last one,
+            for models of tokens the last whose patches the score depends on.
+        method: `cam` needs a layer whose mean over all places is what the classifier, a linear layer, reads;
+            `eigen_cam` looks at no class.
+        target: the class, or one for each image; None: the one of the highest score.
+
+    Raises:
+        ModelError: there is no such layer, its output is no image, or the score does not depend on it; or the model is
+            compiled, or returns no logits.
+        UsageError: there is no such method or class.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(
+        ...     torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8 * 14 * 14, 2)
+        ... )
+        >>> found = pk.class_activation_map(model, torch.randn(4, 3, 16, 16), layer="1", target=1)
+        >>> tuple(found.values.shape), found.classes.tolist()
+        ((4, 14, 14), [1, 1, 1, 1])
+    """
+    model = unwrapped(model, offloaded=True)
+    if method not in METHODS:
+        raise UsageError(f"method {method!r}: {nearest(method, METHODS)}")
+    require_images(images)
+    backward = method in FORMULAS
+    kept = SpatialActivations(model, layer, images.shape)
+    with training_mode(model, False), without_fast_path(), torch.enable_grad() if backward else torch.no_grad(), kept:
+        # With frozen weights, too, there is a gradient; and a first layer may overwrite what it is given.
+        with running(model, images):
+            output = model(images.detach().requires_grad_(backward).clone())
+        scores = class_scores(output)
+        classes = chosen(scores, target)
+        picked = scores.gather(1, classes[:, None])
+        call = kept.backward(picked.sum()) if backward else kept.found()
+        values = _values(call, method, kept.last_linear, scores, classes)
+    return class_map(method, call.layer, values, scores, classes)
+
+
+def _values(call: Call, method: CamMethod, read: Read | None, scores: Tensor, classes: Tensor) -> Tensor:
+    activations = _wide(call.values)
+    if method == "eigen_cam":
+        return eigen_cam(activations)
+    if method == "cam":
+        return cam(activations, _classifier(call, read, scores)[classes])
+    assert call.gradient is not None
+    return FORMULAS[method](activations, _wide(call.gradient))
+
+
+def _wide(values: Tensor) -> Tensor:
+    """At least float32: sums over places overflow in float16."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _classifier(call: Call, read: Read | None, scores: Tensor) -> Tensor:
+    """Return weights (classes, C) of the linear layer that reads the mean of an output and gives the scores."""
+    means = _wide(call.values).mean((2, 3))
+    if read is not None and read.given.shape == means.shape and torch.equal(read.returned, scores.detach()):
+        given = _wide(read.given)
+        if bool(torch.allclose(given, means, rtol=1e-3, atol=1e-4 * float(means.abs().max()))):
+            return _wide(read.linear.weight.detach())
+    raise ModelError(
+        f"layer {call.layer!r}: cam needs a linear classifier that reads the mean of this layer over all places, with "
+        "nothing in between; use grad_cam, which needs neither and is the same up to a factor where both can be had"
+    )
+
+
+def correlation(first: Tensor, second: Tensor) -> list[float | None]:
+    """Pearson correlation of two maps, image by image; None where one of them is the same everywhere.
+
+    Args:
+        first, second: (B, h, w).
+
+    Raises:
+        UsageError: they are not of one shape.
+    """
+    if first.shape != second.shape or first.ndim != 3:
+        raise UsageError(
+            f"expected two maps of one shape (B, h, w), got {tuple(first.shape)} and {tuple(second.shape)}"
+        )
+    rows = torch.stack((first, second)).double().flatten(2)  # (2, B, h w)
+    largest = rows.abs().amax(2)
+    rows = rows - rows.mean(2, keepdim=True)
+    norms = rows.norm(dim=2)
+    flat = (norms <= 1e-9 * largest).any(0)
+    values = (rows[0] * rows[1]).sum(1) / norms.prod(0).clamp_min(torch.finfo(torch.float64).tiny)
+    return [None if empty else float(value) for value, empty in zip(values, flat.tolist(), strict=True)]
+
+
+SaliencyMethod = Literal["gradient", "smooth_grad"]
+METHODS_saliency_maps: tuple[SaliencyMethod, ...] = get_args(SaliencyMethod)
+
+
+@dataclass(frozen=True)
+class Smoothing:
+    """How SmoothGrad averages.
+
+    Attributes:
+        samples: noisy copies of each image.
+        noise: standard deviation of the noise, as a share of the range of the image's values.
+        seed: of the noise.
+        batch: copies that go through the model at once.
+    """
+
+    samples: int = 25
+    noise: float = 0.15
+    seed: int = 0
+    batch: int = 8
+
+
+def saliency(
+    model: nn.Module,
+    images: Tensor,
+    *,
+    method: SaliencyMethod = "gradient",
+    target: ClassIndex = None,
+    smoothing: Smoothing | None = None,
+) -> ClassMap:
+    """Return the largest absolute gradient of a class's logit over the channels of each pixel.
+
+    `gradient` is that of the image (Simonyan et al. 2014, "Deep inside convolutional networks"), `smooth_grad` the mean
+    of those of noisy copies of it (Smilkov et al. 2017), the noise the same for the same seed. For every model whose
+    logits have a gradient; in eval mode. Modes, random states, parameters and their gradients are afterwards what they
+    were, and no hook is used.
+
+    Args:
+        model: returns class logits (B, classes).
+        images: (B, C, H, W), on the model's device.
+        target: the class, or one for each image; None: the one of the highest score of the image without noise.
+        smoothing: of `smooth_grad`.
+
+    Raises:
+        ModelError: the logits do not depend on the image, or there are none.
+        UsageError: there is no such method or class, or the smoothing is none.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, 10))
+        >>> found = pk.saliency(model, torch.randn(2, 3, 8, 8), target=7)
+        >>> tuple(found.values.shape), found.classes.tolist()
+        ((2, 8, 8), [7, 7])
+        >>> noisy = pk.saliency(model, torch.randn(2, 3, 8, 8), method="smooth_grad")
+    """
+    model = unwrapped(model, offloaded=True)
+    if method not in METHODS_saliency_maps:
+        raise UsageError(f"method {method!r}: {nearest(method, METHODS_saliency_maps)}")
+    require_images(images)
+    with training_mode(model, False), torch.enable_grad():
+        if method == "gradient":
+            gradients, scores, classes = _gradients(model, images, target)
+        else:
+            with torch.no_grad(), running(model, images):
+                output = model(images.clone())
+            scores = class_scores(output)
+            classes = chosen(scores, target)
+            gradients = _smoothed(model, images, classes, smoothing or Smoothing())
+    return class_map(method, None, gradients.abs().amax(1), scores, classes)
+
+
+def _gradients(model: nn.Module, images: Tensor, target: ClassIndex) -> tuple[Tensor, Tensor, Tensor]:
+    """Return gradients (B, C, H, W), scores (B, classes) and classes (B,)."""
+    leaf = images.detach().clone().requires_grad_()
+    with frozen(model):
+        with running(model, images):
+            output = model(leaf.clone())  # a first layer may overwrite what it is given
+        scores = class_scores(output)
+        classes = chosen(scores, target)
+        picked = scores.gather(1, classes[:, None]).sum()
+        if picked.requires_grad:
+            picked.backward()  # type: ignore[no-untyped-call]  # reentrant checkpointing refuses torch.autograd.grad
+    gradients = leaf.grad
+    if gradients is None:
+        raise ModelError(
+            f"{type(model).__name__}: the logits have no gradient with respect to the image; the model detaches "
+            "something, or computes without gradients"
+        )
+    return gradients, scores, classes
+
+
+def _smoothed(model: nn.Module, images: Tensor, classes: Tensor, how: Smoothing) -> Tensor:
+    if how.samples < 1 or how.batch < 1 or how.noise < 0:
+        raise UsageError(f"expected samples >= 1, batch >= 1 and noise >= 0, got {how}")
+    draw = torch.Generator().manual_seed(how.seed)
+    flat = images.flatten(1)
+    deviation = (how.noise * (flat.amax(1) - flat.amin(1)))[:, None, None, None]
+    total = torch.zeros_like(images)
+    for _ in range(how.samples):
+        noise = torch.randn(images.shape, generator=draw, dtype=images.dtype).to(images.device)
+        noisy = images + deviation * noise
+        for start in range(0, len(images), how.batch):
+            part = slice(start, start + how.batch)
+            total[part] += _gradients(model, noisy[part], classes[part])[0]
+    return total / how.samples

@@ -1,0 +1,136 @@
+"""How weights and activations of each layer are distributed, as histograms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prunekit.inspection.capture.layer_hooks import LayerHooks, Where
+from prunekit.inspection.capture.layer_selection import Layers, weights_with_channels
+from prunekit.statistics.forward_passes import run_passes
+
+BINS = 48
+NO_RANGE = (torch.inf, -torch.inf)
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """A histogram of equal bins.
+
+    Attributes:
+        low, high: the least and the greatest value.
+        counts: values in each bin.
+        zeros: those that are exactly 0.
+        not_finite: NaN and Inf, which are in no bin.
+    """
+
+    low: float
+    high: float
+    counts: tuple[int, ...]
+    zeros: int
+    not_finite: int
+
+    @property
+    def total(self) -> int:
+        """Finite values."""
+        return sum(self.counts)
+
+
+def weight_distributions(model: nn.Module, bins: int = BINS) -> dict[str, Distribution]:
+    """Of the weights of each convolution, linear layer and projection of attention, by its path."""
+    found = {}
+    for path, weight in weights_with_channels(model).items():
+        low, high = _range(weight)
+        if low <= high:
+            found[path] = _distribution(low, high, _counted(weight, low, high, bins))
+    return found
+
+
+def activation_distributions(
+    model: nn.Module,
+    batches: Iterable[Any],
+    layers: Layers | None = None,
+    *,
+    device: torch.device | str | None = None,
+    bins: int = BINS,
+) -> dict[str, Distribution]:
+    """Of what layers return, over all calls, by their paths in order of execution; in eval mode.
+
+    The model runs twice over the batches: once for the ranges, once to count.
+
+    Args:
+        model: not changed.
+        batches: can be gone through twice; see `run_passes`.
+        layers: see `prunekit.capture`; None: convolutions, linear layers and projections of attention.
+        device: where the batches go; None: where the model's parameters are.
+        bins: of each histogram.
+
+    Raises:
+        UsageError: a glob matches nothing.
+    """
+    chosen = list(weights_with_channels(model)) if layers is None else layers
+    ranges: dict[str, tuple[float, float]] = {}
+    counts: dict[str, Tensor] = {}
+
+    def widen(path: str, values: Tensor) -> None:
+        low, high = ranges.get(path, NO_RANGE)
+        least, greatest = _range(values)
+        ranges[path] = min(low, least), max(high, greatest)
+
+    def count(path: str, values: Tensor) -> None:
+        low, high = ranges.get(path, NO_RANGE)
+        if low <= high:
+            counts[path] = _counted(values, low, high, bins) + counts.get(path, 0)
+
+    for look in (widen, count):
+        run_passes(model, batches, device, _Outputs(model, chosen, look))
+    return {path: _distribution(*ranges[path], found) for path, found in counts.items()}
+
+
+class _Outputs(LayerHooks):
+    """Shows what layers return."""
+
+    def __init__(self, model: nn.Module, layers: Layers, look: Callable[[str, Tensor], None]) -> None:
+        super().__init__(model, layers, "output")
+        self._look = look
+
+    def seen(self, where: Where, values: Tensor, axis: int) -> None:
+        """Show one of them."""
+        with torch._C.DisableTorchFunction():
+            self._look(where.path, values.detach())
+
+
+def _range(values: Tensor) -> tuple[float, float]:
+    """Return the least and the greatest finite value; inf and -inf where there is none."""
+    finite = values[values.isfinite()].float()
+    return (float(finite.min()), float(finite.max())) if len(finite) else NO_RANGE
+
+
+def _counted(values: Tensor, low: float, high: float, bins: int) -> Tensor:
+    """(bins + 2,) How many values are in each bin; the last two are of zeros and of what is not finite."""
+    width = (high - low) / bins or 1.0
+    finite = values[values.isfinite()].float()
+    place = ((finite - low) / width).long().clamp_(0, bins - 1)
+    counts = torch.bincount(place, minlength=bins)
+    more = torch.stack(((finite == 0).sum(), torch.tensor(values.numel() - len(finite), device=counts.device)))
+    return torch.cat((counts, more))
+
+
+def _distribution(low: float, high: float, counted: Tensor) -> Distribution:
+    *counts, zeros, bad = (int(number) for number in counted.tolist())
+    return Distribution(low, high, tuple(counts), zeros, bad)
+
+
+def rows_of(found: Mapping[str, Distribution], **more: Any) -> list[dict[str, Any]]:
+    """Return a row for each bin: `more`, layer, low, high, count."""
+    rows = []
+    for layer, one in found.items():
+        width = (one.high - one.low) / len(one.counts)
+        for index, count in enumerate(one.counts):
+            low = one.low + index * width
+            rows.append({**more, "layer": layer, "low": low, "high": low + width, "count": count})
+    return rows

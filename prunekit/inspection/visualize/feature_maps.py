@@ -1,0 +1,242 @@
+"""Feature maps: what layers make of one image, the pruned model's channels where the dense one has them.
+
+How the output of a layer is shown: as maps, as bars, or with its tokens back in their places.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from prunekit.errors import UsageError
+from prunekit.inspection.capture.layer_selection import Layers, choose
+from prunekit.inspection.capture.recorder import Captured, capture
+from prunekit.inspection.visualize.spatial_outputs import layout_of
+from prunekit.utils.context import training_mode
+from prunekit.utils.inputs import running
+
+View = Literal["maps", "tokens", "bars"]
+NAMES = {"maps": "maps", "tokens": "tokens in their places", "bars": "bars"}
+
+
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """The output of a layer for one image.
+
+    Attributes:
+        view: how it is shown.
+        values: (C, h, w); (C, 1, 1) as bars.
+        what: what the output is, in words.
+    """
+
+    view: View
+    values: Tensor
+    what: str
+
+
+def shown(values: Tensor, image: Sequence[int], layer: str, view: View | None = None) -> Shown:
+    """Return the view that fits an output, or the one that is asked for.
+
+    Args:
+        values: the output of a layer for one image.
+        image: (1, C, H, W) of the model's input.
+        layer: its path, for messages.
+        view: None: the one that fits.
+
+    Raises:
+        UsageError: the output is none that can be shown, or not in this view; says what it is, and which view fits.
+    """
+    found = _fitting(values, image)
+    if found is None:
+        sizes = " x ".join(map(str, values.shape)) or "a single number"
+        raise UsageError(
+            f"{layer}: its output, {sizes}, is neither maps of an image, nor tokens that fill one, nor a vector: no "
+            "view fits; choose the module around it, or one before or after it"
+        )
+    if view in (None, found.view):
+        return found
+    raise UsageError(
+        f"{layer}: its output is {found.what}, which cannot be shown as {NAMES[str(view)]}; the view that fits is "
+        f"{found.view}"
+    )
+
+
+def _fitting(values: Tensor, image: Sequence[int]) -> Shown | None:
+    values = values.float() if not values.is_complex() else values.abs()
+    layout = layout_of(values.shape, image)
+    if layout is not None:
+        maps = layout.maps(values)[0]
+        if layout.order != "tokens":
+            return Shown("maps", maps, f"{_count(len(maps), 'map')} of {_sizes(maps)}")
+        more = f" and {layout.prefix} more" if layout.prefix else ""
+        return Shown("tokens", maps, f"{values.shape[1]} tokens of {len(maps)} channels ({_sizes(maps)}{more})")
+    one = values[0] if values.dim() and values.shape[0] == 1 else values
+    if one.dim() >= 1 and one.shape[0] > 0 and math.prod(one.shape[1:]) == 1:
+        return Shown("bars", one.reshape(-1, 1, 1), f"a vector of {_count(len(one), 'value')}")
+    return None
+
+
+def _sizes(maps: Tensor) -> str:
+    return f"{maps.shape[1]} x {maps.shape[2]}"
+
+
+def _count(count: int, name: str) -> str:
+    return f"{count} {name}{'s'[: count != 1]}"
+
+
+def in_dense_places(values: Tensor, kept: Tensor) -> Tensor:
+    """Return the channels of a pruned model (K, h, w) where the dense one has them: (C, h, w), NaN where they are gone.
+
+    Args:
+        kept: bool (C,), with K True.
+    """
+    placed = torch.full((len(kept), *values.shape[1:]), math.nan, dtype=values.dtype)
+    placed[kept] = values
+    return placed
+
+
+Kept = Callable[[str, int], NDArray[np.bool_] | None]
+"""From a module's path and which of its calls it is to which of the dense model's channels are left, (C,)."""
+PRUNED = "pruned"
+
+
+@dataclass(frozen=True, eq=False)
+class LayerFeatures:
+    """What one call of a layer makes of an image.
+
+    Attributes:
+        path, call: of which module, and which of its calls in a forward pass.
+        view: how it is shown.
+        what: what the output of the first model is, in words.
+        sides: name of a model -> (C, h, w), with NaN where the channel is gone.
+        kept: which channels are left, (C,); None where nobody knows, or nothing was pruned.
+        note: what to know when looking at it.
+    """
+
+    path: str
+    call: int
+    view: View
+    what: str
+    sides: Mapping[str, Tensor]
+    kept: NDArray[np.bool_] | None
+    note: str = ""
+
+    @property
+    def channels(self) -> int:
+        """How many there are to show."""
+        return max(len(values) for values in self.sides.values())
+
+    @property
+    def name(self) -> str:
+        """The path, with the number of the call where it is not the first."""
+        return f"{self.path}, call {self.call + 1}" if self.call else self.path
+
+    def limits(self, together: bool = False) -> tuple[Tensor, Tensor]:
+        """Least and greatest finite value of each channel over all models, (C,) each; of all channels if `together`."""
+        sides = [values for values in self.sides.values() if len(values) == self.channels]
+        every = torch.cat([values.flatten(1) for values in sides], 1)
+        finite = every.isfinite()
+        low = torch.where(finite, every, torch.inf).amin(1)
+        high = torch.where(finite, every, -torch.inf).amax(1)
+        if together:
+            low, high = low.amin().expand_as(low), high.amax().expand_as(high)
+        return low, high
+
+
+def feature_maps(
+    models: Mapping[str, nn.Module],
+    image: Tensor,
+    layers: Layers | None = None,
+    *,
+    kept: Kept | None = None,
+    view: View | None = None,
+) -> list[LayerFeatures]:
+    """Run models on an image and take the outputs of layers, in the order in which the first model runs them.
+
+    Args:
+        models: by name; `pruned` is what is left of another, whose module paths are the same. In eval mode.
+        image: (1, C, H, W).
+        layers: see `prunekit.capture`; found in the first model. None: its children, as far as they can be shown.
+        kept: which channels are left.
+        view: how outputs are shown; None: as each fits.
+
+    Raises:
+        UsageError: a glob matches nothing, no layer that it matches runs, or an output cannot be shown.
+        ModelError: a model does not run on the image.
+    """
+    first = next(iter(models.values()))
+    wanted = [path for path, _ in first.named_children()] if layers is None else layers
+    paths = choose(first, wanted, "layers").paths
+    taken = {name: _taken(name, model, image, paths) for name, model in models.items()}
+    found = []
+    for key in next(iter(taken.values())):
+        try:
+            found.append(_features(key, taken, tuple(image.shape), kept, view))
+        except UsageError:
+            if layers is not None:
+                raise
+    if not found:
+        names = ", ".join(list(paths)[:3])
+        raise UsageError(f"layers: none of {names} runs and returns what can be shown; choose others")
+    return found
+
+
+def _taken(name: str, model: nn.Module, image: Tensor, paths: Iterable[str]) -> dict[tuple[str, int], Captured]:
+    """Return the first tensor of floating-point numbers that each call returned."""
+    known = {*dict(model.named_modules()), *dict(model.named_parameters())}
+    here = [path for path in paths if path in known]  # the other model may have folded norms
+    if not here:
+        return {}
+    ready = running(model, image, called=f"the {name} model")
+    with ready, training_mode(model, False), torch.no_grad(), capture(model, here) as record:
+        model(image)
+    found: dict[tuple[str, int], Captured] = {}
+    for entry in record:
+        if entry.value.is_floating_point():
+            found.setdefault((entry.path, entry.call), entry)
+    return found
+
+
+def _features(
+    key: tuple[str, int],
+    taken: Mapping[str, Mapping[tuple[str, int], Captured]],
+    image: tuple[int, ...],
+    kept: Kept | None,
+    view: View | None,
+) -> LayerFeatures:
+    path, call = key
+    views = {name: shown(calls[key].value, image, path, view) for name, calls in taken.items() if key in calls}
+    first = next(iter(views.values()))
+    mask = kept(path, call) if kept is not None and PRUNED in views else None
+    sides, mask, note = aligned({name: one.values for name, one in views.items()}, mask, "channels")
+    return LayerFeatures(path, call, first.view, first.what, sides, mask, note)
+
+
+def aligned(
+    sides: dict[str, Tensor], mask: NDArray[np.bool_] | None, what: str
+) -> tuple[dict[str, Tensor], NDArray[np.bool_] | None, str]:
+    """Put what is left in the pruned model where the dense one has it.
+
+    Args:
+        sides: name of a model -> (N, ...).
+        mask: which are left in the pruned one; None where nobody knows.
+        what: they are, for the note.
+
+    Returns:
+        The sides, with NaN where something is gone; the mask, None where it does not fit; and why it does not.
+    """
+    if PRUNED not in sides:
+        return sides, None, ""
+    left, dense = len(sides[PRUNED]), [len(values) for name, values in sides.items() if name != PRUNED]
+    if mask is not None and int(mask.sum()) == left and all(count == len(mask) for count in dense):
+        return {**sides, PRUNED: in_dense_places(sides[PRUNED], torch.from_numpy(np.array(mask)))}, mask, ""
+    if mask is None and dense == [left]:
+        return sides, None, ""  # nothing is gone
+    return sides, None, f"which of the {what} the {left} are is not known: they stand in their own order"

@@ -1,0 +1,134 @@
+"""First-layer filters as images: what a network looks for in its input."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from prunekit.errors import UsageError, nearest
+from prunekit.inspection.visualize.feature_maps import Kept, aligned
+from prunekit.inspection.visualize.image_files import Pixels
+from prunekit.inspection.visualize.image_grids import GONE, grid, headed, kept_of, page, spread, tile
+
+
+@dataclass(frozen=True, eq=False)
+class Filters:
+    """The filters of one layer.
+
+    Attributes:
+        path: of the layer.
+        sides: name of a model -> weights (N, in, height, width), with NaN where a filter is gone.
+        kept: which of them are left, (N,); None where nobody knows, or nothing was pruned.
+        note: what to know when looking at them.
+    """
+
+    path: str
+    sides: Mapping[str, Tensor]
+    kept: NDArray[np.bool_] | None
+    note: str = ""
+
+
+def first_filters(
+    models: Mapping[str, nn.Module], image: tuple[int, ...], layer: str | None = None, *, kept: Kept | None = None
+) -> Filters:
+    """Return the filters of the first layer that reads an image: a convolution, or a linear layer that reads all its
+    pixels.
+
+    Args:
+        models: by name; `pruned` is what is left of another, whose module paths are the same.
+        image: (C, H, W) of the models' input.
+        layer: path of another layer; None: the first in the order of the model.
+        kept: which filters are left.
+
+    Raises:
+        UsageError: there is no such layer, or its weights are no images.
+    """
+    first = next(iter(models.values()))
+    modules = dict(first.named_modules())
+    if layer is not None and layer not in modules:
+        raise UsageError(f"layer {layer!r}: {nearest(layer, modules)}; prunekit inspect shows the names of layers")
+    found = (path for path, module in modules.items() if _images(module, image) is not None)
+    path = layer if layer is not None else next(found, None)
+    if path is None or _images(modules[path], image) is None:
+        what = "the model" if path is None else f"layer {path!r}, a {type(modules[path]).__name__},"
+        raise UsageError(
+            f"{what} has no filters that are images: expected a convolution in two dimensions, or a linear layer that "
+            f"reads all pixels of {' x '.join(map(str, image))}; see what layers return: prunekit visualize features"
+        )
+    return Filters(path, *aligned(_weights(models, path, image), None if kept is None else kept(path, 0), "filters"))
+
+
+def _images(module: nn.Module, image: tuple[int, ...]) -> Tensor | None:
+    """Return filters (N, in, height, width) of a layer."""
+    weight = getattr(module, "weight", None)
+    if isinstance(module, nn.Conv2d) and isinstance(weight, Tensor):
+        return weight.detach().float().cpu()
+    if isinstance(module, nn.Linear) and len(image) == 3 and module.in_features == math.prod(image):
+        return module.weight.detach().float().cpu().reshape(-1, *image)
+    return None
+
+
+def _weights(models: Mapping[str, nn.Module], path: str, image: tuple[int, ...]) -> dict[str, Tensor]:
+    sides = {}
+    for name, model in models.items():
+        module = dict(model.named_modules()).get(path)  # the other model may have folded it
+        found = None if module is None else _images(module, image)
+        if found is not None:
+            sides[name] = found
+    return sides
+
+
+def draw_filters(filters: Filters, title: str = "", most: int | None = 256) -> Pixels:
+    """Return the picture of a layer's filters, (H, W, 3): a panel for each model, numbered, pruned ones crossed out.
+
+    All are on one scale, with zero as mid-gray; it ends at the 99.5th percentile of the absolute weights, for a few
+    large ones would leave all others gray. Those of 1 or 3 input channels are shown as they are, others as the mean
+    over these.
+
+    Args:
+        filters: see `first_filters`.
+        title: behind the layer's name.
+        most: filters shown, evenly spread where there are more; None: all.
+    """
+    scale = _scale(torch.cat([values.flatten() for values in map(_colors, filters.sides.values())]).abs())
+    panels = []
+    for name, values in filters.sides.items():
+        crossed = np.zeros(len(values), bool) if filters.kept is None else ~filters.kept
+        shown = (_colors(values) / max(scale, torch.finfo(torch.float32).tiny)).clamp(-1, 1)
+        tiles = [_tile(shown[i], int(i), bool(crossed[i])) for i in spread(len(values), most)]
+        panels.append((name, grid(tiles)))
+    return page(panels, _heading(filters, title, most))
+
+
+def _scale(sizes: Tensor) -> float:
+    finite = sizes[sizes.isfinite()].numpy()
+    return float(np.percentile(finite, 99.5) or finite.max()) if len(finite) else 0.0
+
+
+def _colors(weights: Tensor) -> Tensor:
+    """(N, 3, height, width)"""
+    mean = weights if weights.shape[1] in (1, 3) else weights.mean(1, keepdim=True)
+    return mean.expand(-1, 3, -1, -1)
+
+
+def _tile(values: Tensor, number: int, crossed: bool) -> Pixels:
+    """Return one filter (3, height, width) with values -1..1."""
+    gone = bool(values.isnan().all())
+    pixels = (127.5 + 127.5 * values.nan_to_num()).round().to(torch.uint8).permute(1, 2, 0).numpy()
+    return tile(np.full(pixels.shape, GONE, np.uint8) if gone else pixels, number, crossed=crossed, gone=gone)
+
+
+def _heading(filters: Filters, title: str, most: int | None) -> tuple[str, str]:
+    weights = next(iter(filters.sides.values()))
+    count, channels, height, width = weights.shape
+    parts = [f"{count} filters of {channels} x {height} x {width}", *kept_of(filters.kept)]
+    if most is not None and count > most:
+        parts.append(f"{most} shown, evenly spread")
+    parts.append("zero is gray, all on one scale" if channels in (1, 3) else "means over the channels, zero is gray")
+    return headed(filters.path, title, parts, filters.note)

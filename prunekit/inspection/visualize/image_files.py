@@ -1,0 +1,229 @@
+"""Image files as a model's input, inputs as images again, and values as colors.
+
+Maps over the image that they are of, dense beside pruned, as one picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
+from torch.nn import functional as F
+from torchvision.transforms.v2.functional import center_crop, pil_to_tensor, resize
+
+from prunekit.data.decoded_images import in_rgb
+from prunekit.errors import DataError, UsageError
+from prunekit.utils.files import StrPath, atomic_file
+
+Pixels = NDArray[np.uint8]
+"""(H, W, 3) red, green and blue."""
+Transform = Callable[[Image.Image], Tensor]
+"""From an image in RGB to a model's input, (C, H, W)."""
+
+COLORS = "viridis"
+"""Steps that are equal in value look equal, in gray and to the color-blind too (Smith & van der Walt 2015)."""
+MARGIN = 8 / 7
+"""Images are cut out of one that is so much larger, as torchvision's presets do (256 and 224)."""
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """From an image to a model's input and back.
+
+    Args:
+        shape: (C, H, W) of the input, with C 1 or 3.
+        mean, std: of a pixel in 0..1, per channel; subtracted, and divided by. For C 1 their average is taken.
+
+    Raises:
+        UsageError: the input is no image.
+    """
+
+    shape: tuple[int, ...]
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != 3 or self.shape[0] not in (1, 3):
+            got = " x ".join(map(str, self.shape))
+            raise UsageError(f"--image: expected a model that takes images of 1 or 3 channels, but it takes {got}")
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        """(C, H, W) float32. An image of exactly H x W is taken as it is, of others the center."""
+        channels, height, width = self.shape
+        image = image.convert("L" if channels == 1 else "RGB")
+        if image.size != (width, height):
+            shorter = max(height / image.height, width / image.width) * min(image.size)
+            image = center_crop(resize(image, [round(shorter * MARGIN)]), [height, width])
+        mean, std = self._normalization()
+        pixels: Tensor = pil_to_tensor(image)
+        return (pixels.float() / 255 - mean) / std
+
+    def shown(self, values: Tensor) -> Pixels:
+        """Return an input (C, H, W) as the image that it was made of."""
+        mean, std = self._normalization()
+        pixels = (values.detach().cpu().float() * std + mean).clamp(0, 1).expand(3, -1, -1)
+        return np.ascontiguousarray((pixels * 255).round().to(torch.uint8).permute(1, 2, 0).numpy())
+
+    def _normalization(self) -> tuple[Tensor, Tensor]:
+        both = torch.tensor([self.mean, self.std])[:, :, None, None]  # (2, 3, 1, 1)
+        mean, std = both.mean(1, keepdim=True) if self.shape[0] == 1 else both
+        return mean, std
+
+
+def read_image(path: StrPath, transform: Transform) -> Tensor:
+    """Read an image file, turned as its EXIF data says, and make it a model's input, (C, H, W).
+
+    Raises:
+        DataError: the file is not there, cannot be opened, is no image, or breaks off; says which and why.
+    """
+    path = Path(path)
+    try:
+        with Image.open(path) as file:
+            image = in_rgb(ImageOps.exif_transpose(file))
+    except UnidentifiedImageError as error:
+        reason = "it is empty" if not path.stat().st_size else "it is of no format that Pillow reads"
+        raise DataError(f"{path}: expected an image, such as a PNG or JPEG file, but {reason}") from error
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: expected an image file, and there is none") from error
+    except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, EOFError and more
+        reason = "it is a folder" if path.is_dir() else str(getattr(error, "strerror", None) or error)
+        raise DataError(f"{path}: expected an image that can be read, but {reason}") from error
+    return transform(image)
+
+
+def colored(values: NDArray[np.floating] | Tensor, low: float, high: float) -> NDArray[np.uint8]:
+    """Return values (...) as colors (..., 3) from the darkest, for `low` and below, to the brightest, for `high` and
+    above.
+
+    NaN and Inf are red, which is none of these colors.
+    """
+    import matplotlib
+
+    array = np.asarray(values.detach().cpu().numpy() if isinstance(values, Tensor) else values, dtype=np.float64)
+    span = high - low if high > low else 1.0
+    with np.errstate(invalid="ignore"):
+        found = matplotlib.colormaps[COLORS](np.clip((array - low) / span, 0, 1), bytes=True)[..., :3]
+    found[~np.isfinite(array)] = (214, 39, 40)
+    return np.ascontiguousarray(found)
+
+
+def write_png(path: StrPath, pixels: Pixels) -> Path:
+    """Write pixels (H, W, 3) as a PNG file, whole or not at all."""
+    path = Path(path)
+    with atomic_file(path) as temporary:
+        Image.fromarray(pixels).save(temporary, format="PNG", optimize=True)
+    return path
+
+
+HEAT = "inferno"
+"""Dark to bright in even steps, and its bright end is no color of most photographs."""
+SIDE = 336
+"""Pixels of a panel's longer side, about."""
+OPACITY = 0.75
+"""Of the largest value of a map that lies over its image."""
+INK, FAINT = "#1f2937", "#6b7280"
+STYLE: dict[Any, Any] = {
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.titlesize": 10.5,
+    "text.parse_math": False,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Panel:
+    """One image of a picture, (H, W, 3), with a line above it and one below."""
+
+    title: str
+    pixels: Pixels
+    note: str = ""
+
+
+def enlarged(pixels: Pixels) -> Pixels:
+    """Return an image (H, W, 3) with its longer side about `SIDE`: pixels of a small one become squares."""
+    height, width = pixels.shape[:2]
+    times = max(1, SIDE // max(height, width))
+    return pixels.repeat(times, 0).repeat(times, 1)
+
+
+def overlaid(pixels: Pixels, values: Tensor) -> Pixels:
+    """Return a map over its image: the more, the less is seen of the image, which is gray; nothing below zero.
+
+    Args:
+        pixels: (H, W, 3).
+        values: (h, w); interpolated linearly.
+
+    Returns:
+        (H, W, 3), the image enlarged.
+    """
+    import matplotlib
+
+    image = enlarged(pixels).astype(np.float64)
+    gray = image @ (0.299, 0.587, 0.114)
+    heat = _resized(values.clamp_min(0), image.shape[:2])
+    heat = heat / max(float(heat.max()), 1e-300)
+    colors = matplotlib.colormaps[HEAT](heat, bytes=True)[..., :3].astype(np.float64)
+    opacity = OPACITY * np.sqrt(heat)[..., None]  # what lies in the middle is seen too
+    return ((1 - opacity) * gray[..., None] + opacity * colors).round().clip(0, 255).astype(np.uint8)
+
+
+def heated(values: Tensor) -> Pixels:
+    """Return a map (H, W) as colors (H, W, 3), enlarged; what is beyond the 99.5th percentile is as bright as that.
+
+    A few pixels have gradients far above all others (Smilkov et al. 2017, section 3).
+    """
+    import matplotlib
+
+    array = values.detach().cpu().double().numpy()
+    top = max(float(np.percentile(array, 99.5)), 1e-300)
+    return enlarged(matplotlib.colormaps[HEAT](np.clip(array / top, 0, 1), bytes=True)[..., :3])
+
+
+def _resized(values: Tensor, size: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    given = values.detach().cpu().to(torch.float64)[None, None]
+    resized = F.interpolate(given, tuple(size), mode="bilinear", align_corners=False)
+    return np.asarray(resized[0, 0].numpy(), dtype=np.float64)
+
+
+def write_picture(path: Path, panels: Sequence[Panel], title: str, scale: str) -> Path:
+    """Write panels beside each other as a PNG file, whole or not at all.
+
+    Args:
+        title: above all of them.
+        scale: what the ends of the colors are.
+    """
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+    from matplotlib.figure import Figure
+
+    height, width = panels[0].pixels.shape[:2]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(3.5 * len(panels) + 0.2, 3.5 * height / width + 1.55), dpi=120, layout="constrained")
+        canvas = FigureCanvasAgg(figure)
+        axes = np.atleast_1d(figure.subplots(1, len(panels)))
+        for place, panel in zip(axes, panels, strict=True):
+            place.imshow(panel.pixels, interpolation="antialiased")
+            place.set_title(panel.title, loc="left")
+            place.set_xlabel(panel.note, loc="left", color=FAINT)
+            place.set(xticks=[], yticks=[])
+            place.spines[:].set_visible(False)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+        bar = figure.colorbar(
+            ScalarMappable(Normalize(0, 1), HEAT), ax=list(axes), location="bottom", shrink=0.5, aspect=40, pad=0.04
+        )
+        bar.set_ticks([0, 0.5, 1])
+        bar.set_label(scale, color=FAINT)
+        bar.outline.set_visible(False)
+        with atomic_file(path) as temporary:
+            canvas.print_png(temporary)  # type: ignore[no-untyped-call]
+    return path

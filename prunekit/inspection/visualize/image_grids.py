@@ -1,0 +1,203 @@
+"""Grids of feature maps as pictures: numbered channels, pruned ones crossed out, models beside each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+from torch.nn import functional as F
+from torchvision.utils import make_grid
+
+from prunekit.inspection.visualize.feature_maps import LayerFeatures
+from prunekit.inspection.visualize.image_files import Pixels, colored
+
+SMALLEST, LARGEST = 56, 112
+"""Pixels of a map's longer side, about: smaller ones are enlarged without blurring, larger ones are averaged."""
+LABEL, GAP, MARGIN, HEAD = 15, 5, 14, 46
+WHITE, INK, SOFT, GONE, CROSS = (255, 255, 255), (31, 41, 55), (107, 114, 128), (229, 231, 235), (190, 18, 60)
+BARS, GONE_BAR = {"dense": "#64748b", "pruned": "#0f766e"}, "#e5a13d"
+STYLE: dict[Any, Any] = {
+    "font.size": 9.5,
+    "text.color": "#1f2937",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+
+
+@dataclass(frozen=True)
+class GridSettings:
+    """How a grid looks.
+
+    Attributes:
+        most: channels shown, evenly spread where there are more; None: all.
+        together: whether one scale serves all channels of a layer; else each has its own, the same in all models.
+    """
+
+    most: int | None = 64
+    together: bool = False
+
+
+def draw(features: LayerFeatures, settings: GridSettings = GridSettings(), title: str = "") -> Pixels:
+    """Return the picture of a layer, (H, W, 3): a panel for each model.
+
+    Args:
+        features: what the layer made of an image.
+        settings: how it looks.
+        title: behind the layer's name.
+    """
+    chosen = spread(features.channels, settings.most)
+    if features.view == "bars":
+        return _bars(features, _heading(features, len(chosen), settings, title))
+    low, high = features.limits(settings.together)
+    panels = []
+    for name, values in features.sides.items():
+        own = len(values) == features.channels
+        index = chosen if own else spread(len(values), settings.most)
+        bounds = (low, high) if own else (values.flatten(1).amin(1), values.flatten(1).amax(1))
+        crossed = ~features.kept if features.kept is not None else np.zeros(len(values), bool)
+        panels.append((name, _panel(values, index, bounds, crossed)))
+    return page(panels, _heading(features, len(chosen), settings, title))
+
+
+def spread(channels: int, most: int | None) -> NDArray[np.int64]:
+    """Return the numbers of as many channels as are shown, evenly spread."""
+    if most is None or channels <= most:
+        return np.arange(channels)
+    return np.unique(np.linspace(0, channels - 1, most).round().astype(np.int64))
+
+
+def _panel(
+    values: Tensor, index: NDArray[np.int64], limits: tuple[Tensor, Tensor], crossed: NDArray[np.bool_]
+) -> Pixels:
+    limited = zip(index.tolist(), limits[0][index].tolist(), limits[1][index].tolist(), strict=True)
+    return grid([_tile(values[channel], low, high, channel, bool(crossed[channel])) for channel, low, high in limited])
+
+
+def grid(tiles: Sequence[Pixels]) -> Pixels:
+    """Tiles of one size as one picture, about as wide as high."""
+    stacked = torch.from_numpy(np.stack(tiles)).permute(0, 3, 1, 2)  # (N, 3, h, w)
+    found = make_grid(stacked, nrow=columns(len(tiles), tiles[0].shape), padding=GAP, pad_value=255)
+    return np.ascontiguousarray(found.permute(1, 2, 0).numpy())
+
+
+def columns(count: int, shape: Sequence[int]) -> int:
+    """Tiles in a row so that all of them, of (h, w), are about as wide as high."""
+    near = min(count, max(1, round(math.sqrt(count * shape[0] / shape[1]))))
+    whole = [found for found in (near, near - 1, near + 1, near - 2) if found > 0 and count % found == 0]
+    return whole[0] if whole else near  # without a last row that is nearly empty
+
+
+def _tile(values: Tensor, low: float, high: float, number: int, crossed: bool) -> Pixels:
+    """Return one channel (h, w) with its number above it."""
+    gone = bool(values.isnan().all())
+    pixels = np.full((*values.shape, 3), GONE, np.uint8) if gone else colored(values, low, high)
+    return tile(pixels, number, crossed=crossed, gone=gone)
+
+
+def tile(pixels: Pixels, number: int, *, crossed: bool = False, gone: bool = False) -> Pixels:
+    """Return a small picture with its number above it, crossed out where it is pruned, faintly where there is
+    nothing left.
+    """
+    image = Image.fromarray(_sized(pixels))
+    made = Image.new("RGB", (image.width, image.height + LABEL), WHITE)
+    made.paste(image, (0, LABEL))
+    pen = ImageDraw.Draw(made)
+    pen.text((0, 0), str(number), fill=CROSS if crossed else SOFT, font=_font(11))
+    if crossed:
+        box = (1, LABEL + 1, image.width - 2, made.height - 2)
+        for line in (box, (box[0], box[3], box[2], box[1])):
+            pen.line(line, fill=SOFT if gone else WHITE, width=1 if gone else 4)
+            if not gone:
+                pen.line(line, fill=CROSS, width=2)
+    return np.asarray(made)
+
+
+def _sized(pixels: Pixels) -> Pixels:
+    longer = max(pixels.shape[:2])
+    if longer > LARGEST:
+        shape = [max(1, round(side * LARGEST / longer)) for side in pixels.shape[:2]]
+        given = torch.from_numpy(pixels).permute(2, 0, 1)[None].float()
+        made = F.interpolate(given, shape, mode="area")[0].permute(1, 2, 0)
+        return np.asarray(made.round().to(torch.uint8).numpy())
+    times = math.ceil(SMALLEST / longer)
+    return pixels.repeat(times, 0).repeat(times, 1)
+
+
+def _font(size: int) -> Any:
+    return ImageFont.load_default(size)
+
+
+def page(panels: Sequence[tuple[str, Pixels]], heading: tuple[str, str]) -> Pixels:
+    """Panels beside each other under their names, and two lines above all."""
+    size = [_font(16), _font(12), _font(13)]
+    measure = ImageDraw.Draw(Image.new("RGB", (1, 1)))
+    text = max(int(measure.textlength(line, font=font)) for line, font in zip(heading, size, strict=False))
+    width = max(sum(panel.shape[1] + MARGIN for _, panel in panels), text + MARGIN) + MARGIN
+    made = Image.new("RGB", (width, HEAD + 24 + max(panel.shape[0] for _, panel in panels) + MARGIN), WHITE)
+    pen, left = ImageDraw.Draw(made), MARGIN
+    pen.text((MARGIN, 6), heading[0], fill=INK, font=size[0])
+    pen.text((MARGIN, 28), heading[1], fill=SOFT, font=size[1])
+    for name, panel in panels:
+        pen.text((left + GAP, HEAD + 4), name, fill=INK, font=size[2])
+        made.paste(Image.fromarray(panel), (left, HEAD + 24))
+        left += panel.shape[1] + MARGIN
+    return np.asarray(made)
+
+
+def headed(name: str, title: str, parts: Sequence[str], note: str) -> tuple[str, str]:
+    """Return the two lines above a page."""
+    return name + (f", {title}" if title else ""), "; ".join([*parts, *filter(None, [note])])
+
+
+def kept_of(kept: NDArray[np.bool_] | None) -> list[str]:
+    """Return how many are left, for a heading; nothing where nobody knows."""
+    if kept is None:
+        return []
+    left = int(kept.sum())
+    return ["none pruned" if left == len(kept) else f"{left} of {len(kept)} kept"]
+
+
+def _heading(features: LayerFeatures, count: int, settings: GridSettings, title: str) -> tuple[str, str]:
+    parts = [features.what, *kept_of(features.kept)]
+    if features.view == "bars" and features.kept is not None and not features.kept.all():
+        parts.append("pruned ones are orange and crossed out")
+    if features.view != "bars":
+        if count < features.channels:
+            parts.append(f"{count} shown, evenly spread")
+        parts.append(f"dark to bright: {'all channels' if settings.together else 'each channel'} from least to most")
+    return headed(features.name, title, parts, features.note)
+
+
+def _bars(features: LayerFeatures, heading: tuple[str, str]) -> Pixels:
+    """Return values as bars, one panel below the other."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    count = len(features.sides)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(9.6, 1.9 * count + 0.9), dpi=100, layout="constrained")
+        canvas = FigureCanvasAgg(figure)
+        panels = np.atleast_1d(figure.subplots(count, 1, sharex=True, sharey=True))
+        for axes, (name, values) in zip(panels, features.sides.items(), strict=True):
+            heights = np.nan_to_num(values.flatten().numpy())
+            bars = axes.bar(np.arange(len(heights)), heights, width=0.85, color=BARS.get(name, BARS["pruned"]))
+            if features.kept is not None:
+                gone = np.flatnonzero(~features.kept)
+                for index in gone:
+                    bars[index].set_facecolor(GONE_BAR)
+                size = min(6.0, max(1.5, 400 / features.channels))
+                axes.plot(gone, np.zeros(len(gone)), "x", color="#be123c", markersize=size)
+            axes.set_title(name, loc="left", fontsize=10)
+            axes.set_xlim(-0.7, features.channels - 0.3)
+        panels[-1].set_xlabel("channel")
+        figure.suptitle(f"{heading[0]}\n{heading[1]}", x=0.01, ha="left", fontsize=10.5)
+        canvas.draw()  # type: ignore[no-untyped-call]
+        return np.ascontiguousarray(np.asarray(canvas.buffer_rgba())[..., :3])  # type: ignore[no-untyped-call]

@@ -1,0 +1,351 @@
+"""The largest batch that fits into memory: tried by real training steps, as many as it takes to be sure.
+
+Two steps of every training of a job, on a batch of any size: what takes as much memory as the training itself.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import psutil
+import torch
+from torch import nn
+
+from prunekit.channels.cut.model_copy import copied
+from prunekit.channels.trace import trace
+from prunekit.data.datasets import ImageDataset, SampleDataset, Subset
+from prunekit.data.sources import Splits
+from prunekit.data.user_data import Samples
+from prunekit.distributed.process_group import size
+from prunekit.errors import PrunekitError, RunError, UsageError
+from prunekit.jobs.run.dense_model import prepare
+from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, Prepared, require_optimizer
+from prunekit.jobs.run.run_folder import Log
+from prunekit.jobs.stages.activation_stage import masks
+from prunekit.masks.masked_model import ChangingMasks, masked
+from prunekit.masks.thresholds import ActivationThresholds, chosen_paths
+from prunekit.measure.latency.memory import RESOLUTION, PeakMemory
+from prunekit.measure.latency.worker_process import Died, Process
+from prunekit.planning.plan import Plan
+from prunekit.planning.solver import feasible_plan
+from prunekit.settings.job import JobSettings
+from prunekit.settings.prune import BudgetSettings
+from prunekit.settings.train import TrainSettings
+from prunekit.training.callbacks.callback import Part, Training, Within
+from prunekit.training.callbacks.selection import Sources, asked_parts
+from prunekit.training.history import is_shortage
+from prunekit.training.loop import fit
+from prunekit.utils.context import resolve_device, threads
+
+STEPS = 2
+"""Of the second one the optimizer's state is there already while activations are."""
+SMALL = 1e-3
+"""A threshold for masks of activations: what they take does not depend on it."""
+
+
+class Rehearsal:
+    """Trains as a job would, but for two steps, on training images that are taken again where there are too few.
+
+    The plan is one of equal scores for the job's budget; for budgets of time, which would have to be measured, one of
+    half of the MACs. A dense model that has its weights already, or that an earlier run has left, counts as trained.
+
+    Raises:
+        UsageError: the job trains nothing.
+    """
+
+    def __init__(self, prepared: Prepared) -> None:
+        job = prepared.job
+        self._prepared = prepared
+        given = job.model.weights is not None
+        sections = {"baseline": None if given else job.baseline, "sparsify": job.sparsify, "finetune": job.finetune}
+        self._sections = {name: found for name, found in sections.items() if found is not None and found.epochs}
+        if not self._sections:
+            raise UsageError(
+                "--find-batch-size: expected a job that trains, and this one has no epochs; set finetune.epochs"
+            )
+        self._chart = trace(prepared.model, prepared.example_inputs)
+        budget = BudgetSettings(macs=0.5) if job.prune.budget.measured else job.prune.budget
+        self._plan = feasible_plan(self._chart, replace(job.prune, budget=budget))
+
+    @property
+    def most(self) -> int:
+        """Training images: no batch has more."""
+        return len(self._prepared.splits.train)
+
+    def train(self, batch: int) -> None:
+        """Make the steps of each training, one after the other; models are on the CPU or gone afterwards.
+
+        Raises:
+            MemoryShortageError: a batch of this size does not fit.
+        """
+        job, prepared = self._prepared.job, self._prepared
+        for name, section in self._sections.items():
+            settings = replace(section, epochs=1, accumulate=min(section.accumulate, 2), warmup=0.0)
+            splits = _sized(prepared.splits, batch, STEPS * settings.accumulate)
+            with threads(job.threads):
+                fit(
+                    copied(prepared.model),
+                    splits,
+                    settings,
+                    device=prepared.device,
+                    seed=job.seed,
+                    batch=batch,
+                    parts=self._parts(name, settings, splits, batch),
+                    own_optimizer=prepared.optimizer_for(settings),
+                    label=name,
+                )
+
+    def _parts(self, name: str, settings: TrainSettings, splits: Splits, batch: int) -> list[Part]:
+        finetune = name == "finetune"
+        plan: Plan | None = self._plan if finetune else None
+        sources = Sources(splits, batch, self._prepared.model, self._chart, self._plan, lambda: plan)
+        return [*([Within(self._masks)] if finetune else []), *asked_parts(settings, sources)]
+
+    @contextmanager
+    def _masks(self, training: Training) -> Iterator[None]:
+        changing = self._prepared.job.prune.schedule is not None  # such masks hold what is pruned
+        kind = ChangingMasks if changing else partial(masked)
+        with (
+            kind(training.model, self._plan, training.optimizer),
+            masks(training.model, self._thresholds(training.model)),
+        ):
+            yield
+
+    def _thresholds(self, model: nn.Module) -> ActivationThresholds | None:
+        settings = self._prepared.job.activations
+        if settings is None:
+            return None
+        return ActivationThresholds(dict.fromkeys(chosen_paths(model, settings), SMALL), {}, None, settings.side, 0)
+
+
+def _sized(splits: Splits, batch: int, steps: int) -> Splits:
+    """As many training images as there are in so many batches, and one batch to validate on at most."""
+    train, validation = splits.train, splits.validation
+    return replace(splits, train=_some(train, batch * steps), validation=_some(validation, min(batch, len(validation))))
+
+
+def _some(dataset: SampleDataset, count: int) -> SampleDataset:
+    chosen = torch.arange(count) % len(dataset)
+    if isinstance(dataset, Samples):
+        return replace(dataset, indices=chosen if dataset.indices is None else dataset.indices[chosen])
+    assert isinstance(dataset, ImageDataset)
+    return Subset(dataset, chosen)
+
+
+SMALLEST = 2
+"""Images; BatchNorm cannot train on one."""
+LEFT = 0.1
+"""Share of the free memory that is left to everything else."""
+CLEAR = 2**26
+"""Bytes: batches that differ by less say too little of what an image takes."""
+CLOSE = 1 / 32
+"""Of the batch, or of the memory: on the CPU the next run of the same batch differs by as much."""
+STRIDE = 8
+"""How many times the last batch that fits is tried at most: a line says less the further it goes."""
+ROUNDS = 16
+CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+"""Where a container's limit and use of memory stand, in the second and the first version of cgroups."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A batch that was trained on.
+
+    Attributes:
+        bytes: at the peak, of the model that is trained and all that belongs to it; None where so much was refused.
+    """
+
+    batch: int
+    bytes: int | None
+
+    def __str__(self) -> str:
+        return f"{self.batch} images: {'does not fit' if self.bytes is None else f'{self.bytes / 1e6:.0f} MB'}"
+
+
+@dataclass(frozen=True)
+class LargestBatch:
+    """What was found.
+
+    Attributes:
+        batch: images, as `data.batch` says it.
+        bytes: that it takes at the peak, as measured: the model that is trained and all that belongs to it.
+        device: that trains.
+        available: bytes that there were for it.
+        by: what ends it there: "memory", or "images", of which there are no more to train on.
+        tried: every batch that was trained on, in order.
+    """
+
+    batch: int
+    bytes: int
+    device: str
+    available: int
+    by: str
+    tried: tuple[Tried, ...]
+
+
+def find_batch_size(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY) -> LargestBatch:
+    """Return the largest `data.batch` with which all training of a job fits into memory.
+
+    Every training that the job does, with masks, teacher, average and all, makes two steps on real images in the job's
+    precision. On CUDA batches are doubled until one runs out of memory, and bisected from there: the result is exact.
+    On the CPU, where nothing is refused until the system kills somebody, they are tried in a process of their own that
+    is watched as it grows, chosen by the line through two that were measured, until one fits and what does not fit, or
+    the memory that there is, is within 3 % of it. A tenth of what is free is left to others; a container counts.
+
+    Args:
+        log: told of each batch.
+        own: the user's own code, where the job's model, data or optimizer is their own.
+
+    Raises:
+        UsageError: data or model do not fit, there are several processes, or the device tells nothing of its memory.
+        RunError: not even the smallest batch fits.
+    """
+    if size() > 1:
+        raise UsageError(f"--find-batch-size: expected a single process, got {size()}; start without torchrun")
+    require_optimizer(job, own)
+    device, prepared = resolve_device(job.device), prepare(job, own)
+    rehearsal = Rehearsal(prepared)
+    if device.type == "cuda":
+        available = torch.cuda.mem_get_info(device)[0]
+        search = Search(rehearsal.most, available, lambda batch: _on_cuda(rehearsal, device, batch), log, exact=True)
+        batch = search.run()
+    elif device.type == "cpu":
+        available = int((1 - LEFT) * free_memory())
+        with _Apart(job, own) as measure:
+            search = Search(rehearsal.most, available, measure, log)
+            batch = search.run()
+    else:
+        raise UsageError(f"--find-batch-size: expected device cpu or cuda, got {device.type}, which tells no memory")
+    if not batch:
+        raise RunError(
+            f"--find-batch-size: not even {SMALLEST} images fit into the {available / 1e6:.0f} MB that are free on "
+            f"{device}; a smaller data.image_size, or `precision: bf16`, takes less"
+        )
+    taken = next(each.bytes for each in search.tried if each.batch == batch)
+    assert taken is not None
+    by = "images" if batch == rehearsal.most else "memory"
+    return LargestBatch(batch, taken, str(device), available, by, tuple(search.tried))
+
+
+class Search:
+    """Looks for the largest batch that fits.
+
+    Args:
+        most: the largest that is looked at.
+        available: bytes.
+        measure: bytes that a batch takes; None where it was refused.
+        log: told of each batch.
+        exact: goes on until the next batch is known not to fit, which is for what is refused, not for bytes; else
+            until it is `CLOSE`.
+    """
+
+    def __init__(
+        self, most: int, available: int, measure: Callable[[int], int | None], log: Log, *, exact: bool = False
+    ) -> None:
+        self._most, self._available, self._measure, self._log, self._exact = most, available, measure, log, exact
+        self.tried: list[Tried] = []
+
+    def run(self) -> int:
+        """Return the batch; 0 where not even the smallest fits."""
+        low, high = 0, self._most + 1
+        batch = min(SMALLEST, self._most)
+        while self._exact or len(self.tried) < ROUNDS:
+            taken = self._measure(batch)
+            self.tried.append(Tried(batch, taken))
+            fits = taken is not None and (self._exact or taken <= self._available)
+            self._log(f"batch size: {self.tried[-1]}{'' if fits or taken is None else ', too much'}")
+            low, high = (batch, high) if fits else (low, batch)
+            if not low or high - low <= 1 or (not self._exact and self._close(low, high)):
+                break
+            batch = self._next(low, high)
+        return low
+
+    def _close(self, low: int, high: int) -> bool:
+        most = max(each.bytes or 0 for each in self.tried if each.batch <= low)
+        return high - low <= CLOSE * low or most >= (1 - CLOSE) * self._available
+
+    def _next(self, low: int, high: int) -> int:
+        """Strictly between what fits and what does not: doubled, or in the middle; or as a line says."""
+        known = {each.batch: each.bytes for each in self.tried if each.bytes is not None}
+        there_is_more = high > self._most
+        guess = 2 * low if there_is_more else (low + high) // 2
+        other = max((batch for batch in known if 2 * batch <= low), default=0) if there_is_more else high
+        if not self._exact and other in known:
+            more = abs(known[other] - known[low])
+            if more >= CLEAR or not there_is_more:
+                guess = low + (self._available - known[low]) * abs(other - low) // max(1, more)
+        aside = 0 if there_is_more else (high - low) // 8  # a line may creep up on one of the two
+        return min(max(guess, low + 1 + aside), high - 1 - aside, STRIDE * low)
+
+
+def _on_cuda(rehearsal: Rehearsal, device: torch.device, batch: int) -> int | None:
+    """Return bytes at the peak; the memory is free again afterwards."""
+    try:
+        return PeakMemory(str(device)).of(lambda: rehearsal.train(batch))
+    except Exception as error:
+        if not is_shortage(error):
+            raise
+        return None
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def free_memory() -> int:
+    """Return the bytes of main memory that a process can have, of the machine and of its container."""
+    free = int(psutil.virtual_memory().available)
+    for limit, used in CGROUPS:
+        with suppress(OSError, ValueError):  # not there, or "max"
+            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
+    return max(0, free)
+
+
+class _Apart(ExitStack):
+    """Measures batches in another process, and in a new one when that was killed."""
+
+    def __init__(self, job: JobSettings, own: Own) -> None:
+        super().__init__()
+        self._trying = Trying(job, own)
+        self._folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
+        self._process: Process | None = None
+
+    def __call__(self, batch: int) -> int | None:
+        if self._process is None:
+            self._process = self.enter_context(Process(self._trying, self._folder))
+        try:
+            found: int | PrunekitError | None = self._process.ask(batch)
+        except Died:
+            self._process = None
+            return None
+        if isinstance(found, PrunekitError):
+            raise found
+        return found
+
+
+class Trying:
+    """What answers in the other process: bytes by which it grows while it trains, None where they were refused."""
+
+    def __init__(self, job: JobSettings, own: Own) -> None:
+        self._job, self._own = job, own
+        self._made: Rehearsal | None = None
+
+    def __call__(self, batch: int) -> int | PrunekitError | None:
+        try:
+            rehearsal = self._made = self._made or Rehearsal(prepare(self._job, self._own))
+            memory = PeakMemory("cpu")
+            if memory.before is None:
+                return UsageError(
+                    "--find-batch-size: expected Linux, which tells what a process takes; on the CPU alone"
+                )
+            return memory.of(lambda: rehearsal.train(batch)) or RESOLUTION
+        except PrunekitError as error:
+            return None if is_shortage(error) else error

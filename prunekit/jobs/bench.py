@@ -1,0 +1,308 @@
+"""The latency of models beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from prunekit.errors import UsageError
+from prunekit.hooks.wrappers import unwrapped
+from prunekit.jobs.run.model_sources import InputModel, probe
+from prunekit.jobs.run.run_folder import Log
+from prunekit.measure.latency.comparison import choose, measure_latency
+from prunekit.measure.latency.wording import computed, doubtful, failed, surroundings, unstable, where
+from prunekit.measure.model_size import count_macs, count_parameters
+from prunekit.measure.runtimes.runtime import RUNTIMES
+from prunekit.settings.deployment import LatencySettings
+from prunekit.utils.context import device_of, resolve_device
+from prunekit.utils.display import Displayed, Table, digits, factor, interval, plural, size
+from prunekit.utils.inputs import example as example_of
+from prunekit.utils.inputs import specs
+from prunekit.utils.progress import stage
+from prunekit.utils.tensors import gather
+
+SAME = ("model", "device", "runtime", "batch", "threads", "dtype", "memory_format")
+"""What tells one row of a report from another."""
+WHERE = ("device", "runtime", "batch", "threads")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Benchmark(Displayed):
+    """The latency of models that were timed alternately.
+
+    Attributes:
+        models: by name `params` and `macs`, for one sample.
+        latency: a row for each model and setting, in ms for the whole batch; see `LatencyReport`.
+        speedup: the same, of each model over the first, paired.
+        notes: what to know about the figures.
+        failures: settings that were not measured, with the reason.
+        machine: what was measured on.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(4, 8)
+        >>> small = pk.prune(model, x, macs=0.5).model
+        >>> timed = pk.bench({"dense": model, "pruned": small}, x, repeats=5, device="cpu")
+        >>> timed
+        <Benchmark: 2 models in 1 setting; pruned ...× as fast as dense (eager, cpu, batch 1, 1 thread, float32)>
+        >>> timed.models["pruned"]
+        {'params': 90, 'macs': 80}
+    """
+
+    models: Mapping[str, Mapping[str, int]]
+    latency: tuple[dict[str, Any], ...]
+    speedup: tuple[dict[str, Any], ...]
+    notes: tuple[str, ...]
+    failures: tuple[dict[str, Any], ...]
+    machine: Mapping[str, Any]
+
+    def figures(self) -> dict[str, Any]:
+        """Return all of it as JSON has it."""
+        return {
+            "models": {name: dict(sizes) for name, sizes in self.models.items()},
+            "latency": list(self.latency),
+            "speedup": list(self.speedup),
+            "notes": list(self.notes),
+            "failures": list(self.failures),
+            "machine": dict(self.machine),
+        }
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return every model and setting: its latency in ms for the whole batch, and its speedup over the first
+        model.
+        """
+        names = (*WHERE, "dtype", "memory_format", "median_ms", "low_ms", "high_ms", "p90_ms", "p99_ms", "stable")
+        rows = []
+        for row in self.latency:
+            beside = next((one for one in self.speedup if all(one[name] == row[name] for name in SAME)), None)
+            speedup = {name: None if beside is None else beside[name] for name in ("median", "low", "high")}
+            found = {"model": row["model"], **{name: row[name] for name in names}}
+            rows.append(found | {f"speedup_{name}".removesuffix("_median"): value for name, value in speedup.items()})
+        return rows
+
+    def _headline(self) -> str:
+        first = next(iter(self.models), "")
+        fastest = max(self.speedup, key=lambda row: float(row["median"]), default=None)
+        best = "" if fastest is None else f"; {fastest['model']} {factor(fastest['median'])} as fast as {first}"
+        place = "" if fastest is None else f" ({where(fastest)})"
+        failed = f"; {len(self.failures)} not measured" if self.failures else ""
+        return f"{plural(len(self.models), 'model')} in {plural(len(self._settings), 'setting')}{best}{place}{failed}"
+
+    @property
+    def _settings(self) -> set[str]:
+        return {where(row) for row in self.latency}
+
+    def _parts(self) -> Iterator[str | Table]:
+        yield f"Benchmark: {self._headline()}"
+        text = ("device", "runtime", "dtype", "95 % interval")
+        rows = [
+            (
+                row["model"],
+                *(row[key] for key in WHERE),
+                computed(row),
+                digits(row["median_ms"]),
+                interval(row["low_ms"], row["high_ms"]) + doubtful(row),
+                *(digits(row[key]) for key in ("p10_ms", "p90_ms", "p99_ms")),
+                digits(row["samples_per_s"]),
+                size(row["peak_memory_bytes"]),
+            )
+            for row in self.latency
+        ]
+        headings = ("median ms", "95 % interval", "p10", "p90", "p99", "samples/s", "peak memory")
+        if rows:
+            yield Table(("model", *WHERE, "dtype", *headings), rows, text=text, most=20)
+        speedups = [
+            (
+                row["model"],
+                *(row[key] for key in WHERE),
+                computed(row),
+                factor(row["median"]),
+                interval(row["low"], row["high"]) + doubtful(row),
+            )
+            for row in self.speedup
+        ]
+        if speedups:
+            against = ("against the first", *WHERE, "dtype", "speedup", "95 % interval")
+            yield Table(against, speedups, text=text, most=20)
+        machine = surroundings(self.machine, self.latency)
+        failures = [f"not measured: {line}" for line in failed(self.failures)]
+        remarks = [*unstable(self.latency, self.speedup), *self.notes, *failures, machine]
+        yield "\n".join(remarks)
+
+
+def bench(
+    models: Mapping[str, nn.Module],
+    example: Any,
+    *,
+    runtimes: str | Sequence[str] = "eager",
+    batch: int | Sequence[int] = 1,
+    threads: int | Sequence[int] = 1,
+    dtypes: str | Sequence[str] = "fp32",
+    memory_formats: str | Sequence[str] = "contiguous",
+    device: torch.device | str | None = None,
+    repeats: int = 30,
+    log: Log = stage,
+) -> Benchmark:
+    """Time models alternately; the speedup of each is relative to the first.
+
+    What the machine does meanwhile meets all of them alike. Every runtime is checked against eager float32 first; where
+    it differs, it is not timed. A figure that the samples do not support is marked unstable, with what would settle it.
+
+    Args:
+        models: one or more by name, which take the same input; not changed.
+        example: one input of all of them: a tensor, a tuple of positional arguments, or a mapping of arguments by
+            name; samples on the first axis of every tensor.
+        runtimes: what runs the models, each in a process of its own, as `prunekit list runtimes` shows them.
+        batch: sizes, in samples.
+        threads: of the CPU.
+        dtypes: what the models compute in.
+        memory_formats: layouts in torch's own runtimes.
+        device: where they are timed: a device, several with commas between them, or `auto`: the CPU, and CUDA where
+            there is one. None: where the first model is.
+        repeats: timed runs of each, at least 5.
+        log: is told what is exported and timed next.
+
+    Raises:
+        UsageError: there are no models, a device does not exist, or a runtime is not installed or cannot do what is
+            asked; nothing was measured.
+        ModelError: a model does not run on the example.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> small = pk.prune(model, torch.randn(1, 4), macs=0.5).model
+        >>> found = pk.bench({"dense": model, "small": small}, torch.randn(1, 4), device="cpu", repeats=5)
+        >>> print(found)
+        Benchmark: 2 models in 1 setting; small ...
+        ...
+          model  device  runtime  batch  threads  dtype    median ms  95 % interval  ...
+          dense  cpu     eager        1        1  float32  ...
+          small  cpu     eager        1        1  float32  ...
+        ...
+        >>> [row["model"] for row in found.speedup]  # relative to the first
+        ['small']
+    """
+    if not isinstance(models, Mapping) or not models:
+        given = "none" if isinstance(models, Mapping) else type(models).__name__
+        raise UsageError(f"models: expected models by name, such as {{'dense': model, 'pruned': small}}, got {given}")
+    settings = LatencySettings(
+        batches=_several(batch),
+        threads=_several(threads),
+        repeats=repeats,
+        runtimes=_several(runtimes),
+        dtypes=_several(dtypes),
+        memory_formats=_several(memory_formats),
+    )
+    targets = [_target(name, unwrapped(model), example) for name, model in models.items()]
+    places = device_of(targets[0].model) if device is None else device
+    return bench_targets(targets, settings, str(places), log=log)
+
+
+def _several(given: Any) -> Any:
+    """Return one or more of something, as a tuple."""
+    return (given,) if isinstance(given, (str, int)) else tuple(given)
+
+
+def _target(name: str, model: nn.Module, given: Any) -> InputModel:
+    inputs = example_of(model, given)
+    shape = next((tuple(tensor.shape[1:]) for tensor in gather(inputs)), ())
+    return InputModel(model, name, shape, inputs=inputs)
+
+
+def bench_targets(
+    targets: Sequence[InputModel], settings: LatencySettings, device: str = "auto", *, log: Log
+) -> Benchmark:
+    """Time models alternately; the speedup of each is relative to the first.
+
+    Args:
+        targets: one or more models that take the same input.
+        settings: runtimes, batches, CPU threads, dtypes, memory formats, repeats.
+        device: as for `devices`.
+        log: is told what is exported and timed next.
+
+    Raises:
+        UsageError: the models take different inputs, a device does not exist, or a runtime is not installed
+            or cannot do what is asked; nothing was measured.
+        ModelError: a model does not run on its input.
+    """
+    places = devices(device, settings)
+    _same_inputs(targets)
+    models = dict(zip(_unique([target.name for target in targets]), targets, strict=True))
+    for target in targets:
+        probe(target)
+    measured = {name: target.model for name, target in models.items()}
+    report = measure_latency(measured, targets[0].timed, settings, places, log=log)
+    sizes = {
+        name: {"params": count_parameters(target.model), "macs": count_macs(target.model, target.example_inputs())}
+        for name, target in models.items()
+    }
+    return Benchmark(
+        models=sizes,
+        latency=tuple(dict(row) for row in report.rows),
+        speedup=tuple(dict(row) for row in report.speedup),
+        notes=tuple(report.notes),
+        failures=tuple(dict(row) for row in report.failures),
+        machine=dict(report.machine),
+    )
+
+
+def gated(latency: Sequence[dict[str, Any]], max_latency_ms: float) -> list[tuple[dict[str, Any], bool]]:
+    """Return the rows of the last-named model, and whether each is shown to keep a limit, in ms for the whole batch.
+
+    A stable row keeps it with its median, an unstable one with the whole 95 % interval: noise makes models slower, so
+    one that is fast enough in it is fast enough.
+    """
+    rows = [row for row in latency if row["model"] == latency[-1]["model"]]
+    return [(row, row["median_ms" if row["stable"] else "high_ms"] <= max_latency_ms) for row in rows]
+
+
+def devices(names: str, settings: LatencySettings) -> list[torch.device]:
+    """Return the devices that names with commas between them stand for, checked with what is to be timed there.
+
+    Args:
+        names: `auto` is the CPU, and CUDA where there is one, as far as the runtimes run there.
+
+    Raises:
+        UsageError: a device does not exist on this machine, or a runtime is not installed or cannot do what is asked.
+    """
+    found = _named(names, settings)
+    choose(settings, found)
+    return found
+
+
+def _named(names: str, settings: LatencySettings) -> list[torch.device]:
+    if names != "auto":
+        return list(dict.fromkeys(resolve_device(name.strip()) for name in names.split(",")))
+    found = [torch.device("cpu"), *([torch.device("cuda", 0)] if torch.cuda.is_available() else [])]
+    kinds = {kind for name in settings.runtimes for kind in RUNTIMES.get(name).devices}
+    return [device for device in found if device.type in kinds] or found[:1]
+
+
+def _same_inputs(targets: Sequence[InputModel]) -> None:
+    taken = {target.name: _taken(target) for target in targets}
+    if len(set(taken.values())) > 1:
+        found = ", ".join(f"{name} takes {inputs}" for name, inputs in taken.items())
+        raise UsageError(f"expected models that take the same input, but {found}; give --input-shape for all of them")
+
+
+def _taken(target: InputModel) -> str:
+    """Return all inputs of a sample, those by name in the order of their names: numbers by their shape, others with
+    dtype.
+    """
+    found = sorted(specs(target.example_inputs()), key=lambda spec: spec.name or "")
+    return " and ".join(
+        (f"{spec.name} " if spec.name else "")
+        + ("" if spec.dtype.startswith(("float", "bfloat")) else f"{spec.dtype} ")
+        + "x".join(map(str, spec.shape[1:]))
+        for spec in found
+    )
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """Return names made different: a model timed against itself is a fair check of the timer."""
+    return [name if names.count(name) == 1 else f"{name} ({names[:i].count(name) + 1})" for i, name in enumerate(names)]

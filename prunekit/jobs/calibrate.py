@@ -1,0 +1,291 @@
+"""Calibration of a job's dense model; the statistics are kept and used again while nothing has changed.
+
+Calibration of a model in training, for the stages of a schedule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from prunekit.channels.channel_map import ChannelMap
+from prunekit.criteria.criterion import get_criterion
+from prunekit.data.datasets import describe_corrupt
+from prunekit.data.loader import Batches
+from prunekit.distributed.process_group import from_main, gather_on_main, is_main, rank, size
+from prunekit.errors import ArtifactError
+from prunekit.jobs.prune.plan_search import CriterionInputs
+from prunekit.jobs.run.dense_model import prepare, train_baseline
+from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, Prepared, chosen_batches
+from prunekit.jobs.run.run_folder import Log, digest, weights_digest
+from prunekit.jobs.stages.evidence import gathered, needs_activations, patch_statistics
+from prunekit.settings.job import JobSettings
+from prunekit.statistics.channel_stats import ChannelStats
+from prunekit.statistics.collection import Collectors, StatsCollector, few_samples
+from prunekit.statistics.feature_ranks import RankCollector
+from prunekit.statistics.layers.patch_moments import PatchStats, dead_inputs, too_few_rows
+from prunekit.statistics.moments import MomentsCollector
+from prunekit.statistics.taylor_terms import TaylorTerms, collect_gradients
+from prunekit.training.replicas import share_buffers, share_corrupt
+from prunekit.utils.context import seeded, threads
+from prunekit.utils.inputs import count_of, moved
+from prunekit.utils.progress import stage, wanted
+
+
+@dataclass(frozen=True, eq=False)
+class CalibrationResult:
+    """Channel statistics and where they are.
+
+    Attributes:
+        stats: of every leaf module's inputs and outputs; of several processes the main one has them, others none.
+        path: the safetensors file.
+        csv: the same as a table.
+        reused: whether they were there already.
+    """
+
+    stats: ChannelStats
+    path: Path
+    csv: Path
+    reused: bool
+
+
+def calibrate(
+    job: JobSettings, *, log: Log = stage, progress: bool | None = None, own: Own = RECIPE_ONLY
+) -> CalibrationResult:
+    """Collect the activation statistics of a job's dense model, training that first where it has no weights."""
+    prepared = prepare(job, own)
+    baseline = train_baseline(prepared, log=log, progress=wanted(progress))
+    result = calibrate_model(prepared, baseline.model, log=log)
+    if prepared.splits.corrupt:
+        log(f"data: {describe_corrupt(prepared.splits.corrupt)}")
+    return result
+
+
+def calibrate_model(prepared: Prepared, model: nn.Module, *, log: Log) -> CalibrationResult:
+    """Return the statistics of a model on the job's calibration images: from an earlier run, or collected now.
+
+    Raises:
+        NonFiniteError: an activation is NaN or Inf; names the first layer, and its first batch and channel.
+    """
+    job = prepared.job
+    facts = {
+        "model": digest(prepared.structure),
+        "weights": weights_digest(model),
+        "data": prepared.splits.fingerprint,
+        "calibration": digest(_settings(job, prepared.device)),
+    }
+    path = job.output / job.name / "calibration" / f"{digest(facts)}.safetensors"
+    known = _known(path, facts, log) if is_main() else None
+    if from_main(lambda: known is not None):
+        return CalibrationResult(known or ChannelStats({}), path, path.with_suffix(".csv"), reused=True)
+    collected = _collected(prepared, model, log)
+    if not is_main():
+        return CalibrationResult(collected, path, path.with_suffix(".csv"), reused=False)
+    collected.require_finite()
+    _log_too_few(collected, log)
+    stats = replace(collected, provenance={**collected.provenance, **facts})
+    return CalibrationResult(stats, stats.save(path), path.with_suffix(".csv"), reused=False)
+
+
+def _known(path: Path, facts: dict[str, str], log: Log) -> ChannelStats | None:
+    """Return statistics that are there already."""
+    if path.is_file():
+        try:
+            stats = ChannelStats.load(path)
+            if facts.items() <= stats.provenance.items():
+                log(f"calibration: reused {path} (same model, weights, data and settings)")
+                _log_too_few(stats, log)
+                return stats
+        except ArtifactError as error:
+            log(f"calibration: {error}; collecting again")
+    return None
+
+
+def _collected(prepared: Prepared, model: nn.Module, log: Log) -> ChannelStats:
+    """Return statistics collected now; processes share the batches, and the main one merges what all of them saw."""
+    job = prepared.job
+    images = calibration_batches(prepared)
+    log(f"calibration: {images.images} training {prepared.splits.task.samples}")
+    collectors = collectors_for(job, model.to(prepared.device), images, prepared.device)
+    if collectors.moments is not None:
+        log(f"calibration: {collectors.moments.memory}")
+    with threads(job.threads):
+        found = seen_by_all(collectors, model, images, prepared.device)
+    model.cpu()
+    log(f"calibration: reduction {collectors.stats.form}, {collectors.stats.compile_seconds:.1f} s of compiling")
+    return found
+
+
+def seen_by_all(collectors: Collectors, model: nn.Module, images: Batches, device: torch.device) -> ChannelStats:
+    """Return what all processes saw, each in its share of the batches; empty elsewhere than in the main one."""
+    collectors.dealt(rank(), size())
+    mine = images.dealt(rank(), size())
+    seen = collectors.run(model, mine, device) if len(mine) else None
+    share_corrupt(images)
+    parts = (part for part in gather_on_main(seen) if part is not None)
+    return reduce(ChannelStats.merge, parts) if is_main() else ChannelStats({})
+
+
+def _settings(job: JobSettings, device: torch.device) -> list[Any]:
+    """Return all that the statistics of a model and its data depend on."""
+    return [asdict(job.calibration), job.data.batch, job.seed, device.type, _wants_moments(job), _wants_ranks(job)]
+
+
+def _wants_moments(job: JobSettings) -> bool:
+    return job.calibration.moments == "full" or "moments" in get_criterion(job.prune.criterion).needs
+
+
+def _wants_ranks(job: JobSettings) -> bool:
+    return "ranks" in get_criterion(job.prune.criterion).needs
+
+
+def collectors_for(job: JobSettings, model: nn.Module, images: Batches, device: torch.device) -> Collectors:
+    """Return what the job's calibration and criterion want to be seen of a model."""
+    settings = job.calibration
+    moments = None
+    if _wants_moments(job):
+        few, _ = few_samples(images)
+        moments = MomentsCollector(
+            model,
+            moved(few, device),
+            ignore=settings.moments_ignore,
+            limit_mib=settings.moments_limit_mib,
+            positions=settings.moments_positions,
+        )
+    ranks = RankCollector(model) if _wants_ranks(job) else None
+    return Collectors(StatsCollector(model, fused=settings.fused), moments, ranks)
+
+
+def _log_too_few(stats: ChannelStats, log: Log) -> None:
+    for problem in stats.too_few_samples():
+        log(f"calibration: {problem}")
+
+
+def loss_gradients(prepared: Prepared, model: nn.Module, *, log: Log) -> TaylorTerms | None:
+    """Taylor terms of the task's loss on the job's calibration samples; None where its criterion needs none.
+
+    Of several processes each looks at its share of the batches, and the main one is given the terms.
+
+    Raises:
+        NonFiniteError: a gradient is NaN or Inf; names the parameter.
+    """
+    needs = get_criterion(prepared.job.prune.criterion).needs
+    if "gradients" not in needs:
+        return None
+    images = calibration_batches(prepared)
+    log(f"calibration: gradients of the loss on {images.images} training {prepared.splits.task.samples}")
+    with threads(prepared.job.threads):
+        found = gradients_of_all(prepared, model.to(prepared.device), images)
+    model.cpu()
+    return found
+
+
+def gradients_of_all(prepared: Prepared, model: nn.Module, images: Batches) -> TaylorTerms | None:
+    """Taylor terms of all batches, of which each process has a share; None elsewhere than in the main one."""
+    second = "curvature" in get_criterion(prepared.job.prune.criterion).needs
+    share, mine = (rank(), size()), images.dealt(rank(), size())
+    seen = None
+    if len(mine):
+        seen = collect_gradients(
+            model,
+            mine,
+            prepared.splits.task.loss,
+            device=prepared.device,
+            second_order=second,
+            seed=prepared.job.seed,
+            dealt=share,
+            progress=False,
+        )
+    share_corrupt(images)
+    parts = [part for part in gather_on_main(seen) if part is not None]
+    return reduce(TaylorTerms.merge, parts) if parts else None
+
+
+def job_patches(prepared: Prepared, model: nn.Module, chart: ChannelMap, *, log: Log) -> PatchStats | None:
+    """Patch statistics on the job's calibration images; None where its criterion needs none.
+
+    Raises:
+        DataError: fewer than 8 calibration images.
+        NonFiniteError: a layer reads NaN or Inf; names the layer.
+    """
+    job = prepared.job
+    if "patches" not in get_criterion(job.prune.criterion).needs:
+        return None
+    images = calibration_images(prepared)
+    with threads(job.threads):
+        found = patch_statistics(
+            model.to(prepared.device),
+            images,
+            chart,
+            job.repair,
+            job.prune.ignore,
+            log=lambda line: log(f"calibration: {line}; on {count_of(images)} training {prepared.splits.task.samples}"),
+        )
+    model.cpu()
+    for problem in (*too_few_rows(found), *dead_inputs(found)):
+        log(f"calibration: {problem}")
+    return found
+
+
+def criterion_inputs(
+    prepared: Prepared, model: nn.Module, chart: ChannelMap, *, with_stats: bool = False, log: Log
+) -> CriterionInputs:
+    """Collect what the job's criterion looks at on its calibration samples; in the main process, with all others' help.
+
+    Args:
+        model: the dense one, with its weights.
+        chart: its channel map.
+        with_stats: whether channel statistics are collected even if the criterion does not need them.
+
+    Raises:
+        DataError, NonFiniteError: as for `calibrate_model`, `loss_gradients` and `job_patches`.
+    """
+    job, stats = prepared.job, None
+    if with_stats or needs_activations(job.prune.criterion):
+        stats = calibrate_model(prepared, model, log=log).stats
+    gradients = loss_gradients(prepared, model, log=log)
+    patches = job_patches(prepared, model, chart, log=log) if is_main() else None
+    return CriterionInputs(stats, gradients, patches, job.seed)
+
+
+def calibration_images(prepared: Prepared) -> Any:
+    """(N, ...) the inputs of `calibration_batches`, on the job's device; a tuple where the model takes several.
+
+    Raises:
+        DataError: fewer than 8.
+    """
+    count = prepared.job.calibration.images
+    return moved(gathered(prepared.model, calibration_batches(prepared), count), prepared.device)
+
+
+def calibration_batches(prepared: Prepared) -> Batches:
+    """Return batches over a fixed random choice of training images."""
+    return chosen_batches(prepared.job, prepared.splits)
+
+
+def calibrate_again(prepared: Prepared, model: nn.Module) -> tuple[ChannelStats | None, TaylorTerms | None]:
+    """Return statistics and Taylor terms that the job's criterion needs, of a model in training; nothing is kept in
+    files.
+
+    Of several processes each looks at its share of the batches, and the main one is given what all found.
+
+    Args:
+        model: on the job's device, where it stays, under its masks; the process's random state stays as it is, and its
+            buffers are those of the main process afterwards.
+
+    Raises:
+        NonFiniteError: an activation or a gradient is NaN or Inf.
+    """
+    needs, images, stats = get_criterion(prepared.job.prune.criterion).needs, calibration_batches(prepared), None
+    share_buffers(model)  # BatchNorm statistics differ between two steps
+    with seeded(prepared.job.seed):
+        if needs_activations(prepared.job.prune.criterion):
+            collectors = collectors_for(prepared.job, model, images, prepared.device)
+            stats = seen_by_all(collectors, model, images, prepared.device)
+            stats.require_finite()
+        return stats, gradients_of_all(prepared, model, images) if "gradients" in needs else None

@@ -1,0 +1,91 @@
+"""A model of a job, a folder, a zoo or the user's own, diagnosed on the images that it is trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from prunekit.data.datasets import SampleDataset
+from prunekit.data.loader import batches
+from prunekit.data.sources import Splits
+from prunekit.inspection.diagnosis.data_checks import Pool
+from prunekit.inspection.diagnosis.diagnose_model import diagnose, require_kinds
+from prunekit.inspection.diagnosis.findings import Diagnosis
+from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own
+from prunekit.jobs.run.model_sources import InputModel, splits_of
+from prunekit.settings.inputs import DataSettings
+from prunekit.settings.job import JobSettings
+from prunekit.settings.train import TrainSettings
+from prunekit.training.callbacks.scheduled_masks import steps_per_epoch
+from prunekit.training.optimizers import build_optimizer, build_schedule
+
+LOOKED_AT = 1024
+"""Images of the training split, and of the validation split, that are compared for copies."""
+BATCHES = 3
+
+
+def first_training(job: JobSettings) -> TrainSettings:
+    """Return how a job's dense model is trained first: from random weights by `baseline`, else as it is fine-tuned."""
+    return job.finetune if job.model.weights is not None or job.baseline is None else job.baseline
+
+
+def diagnose_target(
+    target: InputModel,
+    data: DataSettings | None,
+    training: TrainSettings | None,
+    *,
+    device: torch.device,
+    count: int = BATCHES,
+    ignore: Sequence[str] = (),
+    own: Own = RECIPE_ONLY,
+    seed: int = 0,
+) -> Diagnosis:
+    """Diagnose a model on a fixed random choice of training images, as they are without augmentation.
+
+    Args:
+        target: the model, with its own images when it came from a job; moved to `device`.
+        data: the images when the target has none, and how they are fed.
+        training: what the learning rate of the first step is taken from; None: it is not looked at.
+        device: where the model runs.
+        count: batches that the model sees.
+        ignore: kinds of faults that are not looked for.
+        own: where the images are the user's own.
+        seed: of the choice of images, and of what is random in the model.
+
+    Raises:
+        UsageError: there are no images, or `ignore` names no kind.
+        DataError: the images are missing or unreadable.
+    """
+    require_kinds(ignore)
+    splits = splits_of(target, data, own, "run it on")
+    settings = data or DataSettings()
+    order = torch.randperm(len(splits.train), generator=torch.Generator().manual_seed(seed))
+    seen = min(count * settings.batch, len(order))
+    full = len(order) >= settings.batch
+    shown = batches(splits.train, settings.batch, shuffle_seed=None, drop_last=full, indices=order[:seen])
+    pool = Pool(
+        more=_some(splits.train, settings, order[seen:LOOKED_AT]),
+        held_out=_some(splits.validation, settings, torch.arange(len(splits.validation))[:LOOKED_AT]),
+        total=len(splits.train),
+    )
+    model = target.model.to(device)
+    optimizer = None if training is None else first_step(model, training, splits, settings.batch)
+    return diagnose(model, shown, optimizer=optimizer, ignore=ignore, pool=pool, seed=seed)
+
+
+def first_step(model: nn.Module, training: TrainSettings, splits: Splits, batch: int) -> Optimizer | None:
+    """Return the optimizer at its first step, warm-up included; None for the user's own, whose steps are not known."""
+    if training.optimizer == "own" or not any(parameter.requires_grad for parameter in model.parameters()):
+        return None
+    optimizer = build_optimizer(model, training)
+    steps = training.epochs * steps_per_epoch(training, len(splits.train), batch)
+    build_schedule(optimizer, steps, training.warmup)
+    return optimizer
+
+
+def _some(dataset: SampleDataset, settings: DataSettings, indices: torch.Tensor) -> Any:
+    return batches(dataset, settings.batch, shuffle_seed=None, indices=indices) if len(indices) else ()

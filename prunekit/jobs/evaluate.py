@@ -1,0 +1,78 @@
+"""How good a model is on data that training has not seen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from prunekit.data.loader import batches
+from prunekit.data.sources import Splits
+from prunekit.distributed.process_group import in_turn, rank, require_equal, size
+from prunekit.errors import ModelError
+from prunekit.jobs.run.agreement import share_model
+from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own
+from prunekit.jobs.run.model_sources import InputModel, inputs_of_task, probe, splits_of
+from prunekit.jobs.run.results import described_task
+from prunekit.measure.accuracy import evaluate as measure
+from prunekit.measure.model_size import count_macs, count_parameters
+from prunekit.settings.inputs import DataSettings
+from prunekit.training.replicas import share_corrupt
+
+
+def evaluate(
+    target: InputModel,
+    data: DataSettings | None,
+    device: torch.device,
+    own: Own = RECIPE_ONLY,
+    task: str = "image_classification",
+) -> dict[str, Any]:
+    """Measure what the task counts on the test split. The processes of a group share its batches; each sample counts
+    once.
+
+    Args:
+        target: the model, with its own images when it came from a job.
+        data: the images when the target has none, and how they are fed (batch, workers).
+        device: where the model runs.
+        own: where the images are the user's own.
+        task: what these are for.
+
+    Returns:
+        `model`, `task`, every score (percent; of classifiers `top1`, with `correct`, and `low` and `high`, the 95 %
+        Wilson interval), `n_test`, `params`, `macs` (one sample), `device`, and `corrupt_images` (name -> reason),
+        which are not in `n_test`.
+
+    Raises:
+        UsageError: there are no images to test on.
+        ModelError: the model has no trained weights, does not run on the images, or knows other classes.
+    """
+    with in_turn():
+        splits = splits_of(target, data, own, "test on", task)
+    require_equal(splits.fingerprint, "the images (their fingerprint)")
+    share_model(target.model, "the model")
+    target = replace(target, sample_shape=splits.sample_shape, inputs=inputs_of_task(target.model, splits))
+    _check(target, splits)
+    settings = data or DataSettings()
+    test = batches(splits.test, settings.batch, shuffle_seed=None, workers=settings.reading)
+    costs = {"params": count_parameters(target.model), "macs": count_macs(target.model, target.example_inputs())}
+    found = measure(target.model, test.dealt(rank(), size()), splits.task, device, together=True)
+    share_corrupt(test)
+    figures = {"task": described_task(splits.task), **found.figures(), **costs}
+    return {"model": target.name, **figures, "device": str(device), "corrupt_images": splits.corrupt}
+
+
+def _check(target: InputModel, splits: Splits) -> None:
+    if not target.trained:
+        raise ModelError(
+            f"{target.name}: expected trained weights, but they are random; give --weights, or a recipe or model folder"
+        )
+    output, classes = probe(target), len(splits.classes)
+    if splits.task.logits is None or not classes:
+        return
+    try:
+        found = splits.task.logits(output).shape[-1]
+    except ModelError as error:
+        raise ModelError(f"{target.name}: {error}") from error
+    if found != classes:
+        raise ModelError(f"{target.name}: expected {classes} scores, one for each class of the data, got {found}")

@@ -1,0 +1,483 @@
+"""Why a pruned model is not as fast as its multiply-accumulates say.
+
+Why a job's pruned model is not as fast as its multiply-accumulates say: a section of the report.
+
+Looks for every cause: makes the experiment that would show it, and keeps those that it shows.
+
+Why a pruned model is not as fast as its multiply-accumulates say: one function per cause, over measured figures.
+
+Each returns None where the figures do not show its cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from prunekit.channels.cut.model_copy import copied
+from prunekit.deploy.batchnorm_folding import fold_batchnorm
+from prunekit.errors import PrunekitError, UsageError
+from prunekit.hooks.wrappers import unwrapped
+from prunekit.jobs.run.run_folder import Log
+from prunekit.measure.causes import experiments, operators, overheads
+from prunekit.measure.causes import widths as widths_module
+from prunekit.measure.causes.breakdown import Breakdown, OperatorRow, Side, break_down
+from prunekit.measure.causes.cause import Cause
+from prunekit.measure.causes.operator_times import Layer
+from prunekit.measure.latency.timing import Estimate, beside, oversubscribed
+from prunekit.measure.operator_costs import subnormals
+from prunekit.measure.runtimes.session import Inputs, inputs_of
+from prunekit.report.pages.explain_page import operator_cells
+from prunekit.settings.deployment import LatencySettings
+from prunekit.utils.context import (
+    device_of,
+    on_device,
+    paused_garbage_collection,
+    resolve_device,
+    seeded,
+    training_mode,
+)
+from prunekit.utils.context import threads as with_threads
+from prunekit.utils.display import Displayed, Table, digits, factor, interval, plural, share
+from prunekit.utils.inputs import call, running
+from prunekit.utils.inputs import example as normalized
+from prunekit.utils.progress import stage
+from prunekit.utils.tensors import gather, map_tensors
+
+LAYERS = 12
+"""How many layers are run alone: the slowest."""
+LARGER, LONG_MS = (8, 4, 2), 1500.0
+"""How many times larger a batch is tried: the most at which the dense model may be expected not to take longer."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """What there is to look at.
+
+    Attributes:
+        dense, pruned: on the device, in eval mode.
+        inputs: an example, see `prunekit.utils.inputs.example`, on the device.
+        batch: samples in them.
+        device: where they run.
+        found: the time of both by operator.
+    """
+
+    dense: nn.Module
+    pruned: nn.Module
+    inputs: tuple[Any, ...]
+    batch: int
+    device: torch.device
+    found: Breakdown
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the CPU computes."""
+        return self.device.type == "cpu"
+
+    def slowest(self) -> Iterator[tuple[str, float, Layer, Layer | None]]:
+        """Yield the pruned model's slowest layers: path, milliseconds, the layer, and the dense model's at the same
+        path.
+        """
+        keys = [(row.module, row.operator) for row in self.found.rows]
+        there = [key for key in keys if key in self.found.pruned_calls]
+        layers = [(key, self.found.pruned_calls[key].layer) for key in there]
+        ms = {(row.module, row.operator): row.pruned.ms for row in self.found.rows if row.pruned is not None}
+        for key, layer in [(key, layer) for key, layer in layers if layer is not None][:LAYERS]:
+            dense = self.found.dense_calls.get(key)
+            yield key[0], ms[key], layer, None if dense is None else dense.layer
+
+
+def find_causes(search: Search, log: Callable[[str], None]) -> tuple[Cause, ...]:
+    """Return the causes that experiments on this machine show, the most milliseconds first.
+
+    Threads come first: where they have to wait for cores, nothing else can be measured.
+    """
+    log("measuring: fewer threads")
+    threads = _fewer_threads(search)
+    if threads is not None and search.found.contention is not None and search.found.contention.oversubscribed:
+        return (threads,)
+    found = [] if threads is None else [threads]
+    for name, look in _LOOKS:
+        log(f"measuring: {name}")
+        found += [cause for cause in look(search) if cause is not None]
+    return tuple(sorted(found, key=lambda cause: -cause.ms))
+
+
+def _overheads(search: Search) -> Iterator[Cause | None]:
+    found = search.found
+    copies = experiments.copy_times(search.device)
+    yield overheads.launch_bound(found, cuda=not search.on_cpu)
+    yield operators.memory_bound(found.rows, copies, found.floor_ms, found.pruned_ms, search.batch)
+    yield operators.copying(found.rows, found.pruned_ms)
+    yield operators.without_macs(found.rows, found.macs_ratio, found.pruned_ms)
+
+
+def _norms(search: Search) -> Iterator[Cause | None]:
+    found = search.found
+    shown = operators.unfused_norms(found.rows, found.pruned_ms, None)
+    if shown is None or not search.on_cpu:
+        yield shown
+        return
+    try:
+        folded = fold_batchnorm(search.pruned, search.inputs).model
+    except PrunekitError:  # what cannot be folded has its time alone
+        yield shown
+        return
+    gain = beside(lambda: call(search.pruned, search.inputs), lambda: call(folded, search.inputs), search.device)
+    yield operators.unfused_norms(found.rows, found.pruned_ms, gain)
+
+
+def _widths(search: Search) -> Iterator[Cause | None]:
+    times = [
+        one
+        for path, ms, layer, dense in search.slowest()
+        if dense is not None
+        for one in experiments.width_times(path, ms, layer, dense.widths, search.device)
+    ]
+    yield widths_module.off_step_widths(times, search.found.pruned_ms)
+
+
+def _kernels(search: Search) -> Iterator[Cause | None]:
+    times = [
+        experiments.kernel_times(path, ms, layer, dense.widths, search.device)
+        for path, ms, layer, dense in search.slowest()
+        if dense is not None
+    ]
+    yield widths_module.slower_kernels([one for one in times if one is not None], search.found.pruned_ms)
+
+
+def _masks(search: Search) -> Iterator[Cause | None]:
+    hooks = experiments.mask_hooks(search.pruned)
+    bare = experiments.without_masks(search.pruned, search.inputs, search.device) if hooks else None
+    layers = {key[0]: call.layer for key, call in search.found.pruned_calls.items() if call.layer is not None}
+    zeros = experiments.zero_channels(search.pruned, layers)
+    saved = 0.0
+    for path, ms, layer, _ in search.slowest():
+        if path in zeros:
+            left = max(1, layer.widths[1] - zeros[path][0])
+            widths = (left, left) if layer.tied else (layer.widths[0], left)
+            saved += ms * experiments.share_without(layer, widths, search.device)
+    yield overheads.masks_attached(hooks, zeros, bare, saved, search.found.pruned_ms)
+
+
+def _small_numbers(search: Search) -> Iterator[Cause | None]:
+    if not search.on_cpu:
+        return
+    weights = {
+        path: count
+        for path, module in search.pruned.named_modules()
+        if (count := subnormals([*module.parameters(recurse=False), *module.buffers(recurse=False)]))
+    }
+    activations: dict[str, int] = {}
+    for (path, _), seen in search.found.pruned_calls.items():
+        if seen.subnormal:
+            activations[path] = activations.get(path, 0) + seen.subnormal
+    if weights or activations:
+        flushed = experiments.with_flushing(search.pruned, search.inputs)
+        yield overheads.subnormal_numbers(weights, activations, flushed)
+
+
+def _memory_format(search: Search) -> Iterator[Cause | None]:
+    yield operators.other_layout(experiments.with_channels_last(search.pruned, search.inputs, search.device))
+
+
+def _larger_batch(search: Search) -> Iterator[Cause | None]:
+    found = search.found
+    times = next((times for times in LARGER if times * found.dense_ms <= LONG_MS), LARGER[-1])
+    try:
+        larger = experiments.with_larger_batch(search.dense, search.pruned, search.inputs, times, search.device)
+    except Exception:  # a model's own code may take one batch only, and memory may not last
+        return
+    yield overheads.small_batch(found.speedup, found.pruned_ms, larger, search.batch, times * search.batch)
+
+
+def _fewer_threads(search: Search) -> Cause | None:
+    now, contention = torch.get_num_threads(), search.found.contention
+    if contention is None or now == 1:
+        return None
+    fewer = experiments.with_threads_of(sorted({1, now // 2}), search.pruned, search.inputs, now)
+    return overheads.too_many_threads(contention, fewer)
+
+
+_LOOKS: tuple[tuple[str, Callable[[Search], Iterator[Cause | None]]], ...] = (
+    ("operators beside copies and beside operators that do nothing", _overheads),
+    ("BatchNorm folded", _norms),
+    ("the slowest layers at rounded widths", _widths),
+    ("the slowest layers at the dense model's widths", _kernels),
+    ("masks and channels of zeros", _masks),
+    ("subnormal numbers", _small_numbers),
+    ("channels last", _memory_format),
+    ("a larger batch", _larger_batch),
+)
+
+
+SLOWEST = 15
+"""Operators that an explanation shows."""
+NOISY = 0.1
+"""Width of the speedup's interval, as a share of it, above which the figures are called noisy."""
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation(Displayed):
+    """Where the time of a dense and a pruned model goes, and why the second is not faster.
+
+    Attributes:
+        device, batch, threads: what was measured on.
+        dense_ms, pruned_ms: median of a forward pass of the batch.
+        speedup: dense over pruned, paired.
+        macs_ratio: dense over pruned multiply-accumulates: the ideal.
+        shortfall_ms: of the pruned model's time, beyond the dense one's over that ratio.
+        dense_outside_ms, pruned_outside_ms: not in any operator: Python, dispatch, gaps between kernels.
+        dense_operators_ms, pruned_operators_ms: sum of the medians of all operators.
+        operators: every operator of every module, the pruned model's slowest first.
+        causes: what was found, the most milliseconds first; empty if nothing was.
+        notes: what to know when reading the figures.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(4, 8)
+        >>> found = pk.explain(model, pk.prune(model, x, macs=0.5).model, x, rounds=5)
+        >>> found
+        <Explanation: ...>
+        >>> found.macs_ratio  # how much faster it would be if time went by multiply-accumulates
+        2.0
+        >>> sorted({row.module for row in found.operators})
+        ['0', '1', '2']
+    """
+
+    device: str
+    batch: int
+    threads: int
+    dense_ms: float
+    pruned_ms: float
+    speedup: Estimate
+    macs_ratio: float
+    shortfall_ms: float
+    dense_outside_ms: float
+    pruned_outside_ms: float
+    dense_operators_ms: float
+    pruned_operators_ms: float
+    operators: tuple[OperatorRow, ...]
+    causes: tuple[Cause, ...]
+    notes: tuple[str, ...]
+
+    def figures(self) -> dict[str, Any]:
+        """Return all of it as JSON has it."""
+        named = {"rows" if name == "operators" else name: value for name, value in asdict(self).items()}
+        return {**named, "speedup": self.speedup._asdict()}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return every operator of every module, the pruned model's slowest first: milliseconds and MACs of both
+        models, how many times faster it is and could be, and its share of the pruned model's time.
+        """
+        return [
+            {
+                "module": row.module,
+                "operator": row.operator,
+                **{f"{name}_ms": None if side is None else side.ms for name, side in _sides(row)},
+                **{f"{name}_macs": None if side is None else side.macs for name, side in _sides(row)},
+                "speedup": row.speedup,
+                "ideal": row.ideal,
+                "share": row.share,
+            }
+            for row in self.operators
+        ]
+
+    def _headline(self) -> str:
+        threads = plural(self.threads, "thread")
+        return (
+            f"{factor(self.speedup.median)} faster than the dense model, {share(self.reached, 0)} of the ideal "
+            f"{factor(self.macs_ratio)} ({self.device}, batch {self.batch}, {threads}); "
+            f"{plural(len(self.causes), 'cause')}"
+        )
+
+    @property
+    def reached(self) -> float:
+        """The speedup as a share of the ideal."""
+        return self.speedup.median / self.macs_ratio
+
+    def _parts(self) -> Iterator[str | Table]:
+        inside, outside = self.pruned_operators_ms, self.pruned_outside_ms
+        more = "more" if self.shortfall_ms > 0 else "less"
+        yield (
+            f"on {self.device}, batch {self.batch}, threads {self.threads}: {digits(self.pruned_ms)} ms, dense "
+            f"{digits(self.dense_ms)} ms\n"
+            f"{factor(self.speedup.median)} faster {interval(self.speedup.low, self.speedup.high)}; its "
+            f"multiply-accumulates say {factor(self.macs_ratio)}: {share(self.reached, 0)} of the ideal, "
+            f"{digits(abs(self.shortfall_ms))} ms {more} than that\n"
+            f"in operators {digits(inside)} ms (dense {digits(self.dense_operators_ms)}), outside of them (Python, "
+            f"dispatch) {digits(outside)} ms (dense {digits(self.dense_outside_ms)}): "
+            f"{share(outside / ((inside + outside) or 1), 0)} of the time"
+        )
+        yield "\n".join(self._causes())
+        rows = [operator_cells(asdict(row)) for row in self.operators if row.pruned is not None]
+        heads = ("module", "operator", "dense ms", "pruned ms", "MACs", "pruned", "faster", "ideal", "share")
+        slowest = f"The {SLOWEST} slowest of {len(rows)} operators"
+        title = slowest if len(rows) > SLOWEST else "Operators, the slowest first"
+        yield Table((*heads, "MACs/byte"), rows, text=("operator",), title=title, most=SLOWEST)
+        if self.notes:
+            yield "\n".join(self.notes)
+
+    def _causes(self) -> Iterator[str]:
+        if not self.causes:
+            yield "No cause was found: nothing that was tried makes it faster."
+            return
+        yield "Causes, each measured; they overlap, so that their milliseconds do not add up:"
+        for cause in self.causes:
+            yield f"  {cause.name} (about {digits(cause.ms)} ms)"
+            yield f"    {cause.evidence}."
+            yield f"    To fix it: {cause.fix}."
+
+
+def _sides(row: OperatorRow) -> tuple[tuple[str, Side | None], ...]:
+    return ("dense", row.dense), ("pruned", row.pruned)
+
+
+def explain(
+    dense: nn.Module,
+    pruned: nn.Module,
+    example: Any,
+    *,
+    threads: int | None = None,
+    device: torch.device | str | None = None,
+    rounds: int = 15,
+    log: Log = stage,
+) -> Explanation:
+    """Time two models alternately and operator by operator, and try what would make the pruned one faster.
+
+    Every cause was measured on this machine: a layer at rounded widths, the model with another memory format, a larger
+    batch, without its masks, with subnormal numbers taken as 0, with fewer threads; or its operators' times beside
+    those of copies and of operators that do nothing. In eval mode, eager, without gradients.
+
+    Args:
+        dense: not changed.
+        pruned: the compact model, or a masked one; not changed.
+        example: what the models are called with: a tensor, a tuple of positional arguments or a mapping of arguments by
+            name; samples on the first axis of every tensor.
+        threads: of the CPU; None: as many as torch uses now.
+        device: `auto`, `cpu` or a CUDA device, which is timed by events; None: where the pruned model is.
+        rounds: timed forward passes of each model, as it is and by operator; at least 5.
+        log: told what is being measured.
+
+    Raises:
+        UsageError: `example` holds no tensor, there are fewer than 5 rounds, or there is no such device.
+        ModelError: a model does not run on `example`.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> small = pk.prune(model, torch.randn(1, 4), macs=0.5).model
+        >>> print(pk.explain(model, small, torch.randn(1, 4), threads=1, rounds=5))
+        on cpu, batch 1, threads 1: ... ms, dense ... ms
+        ...
+        Operators, the slowest first
+          module  operator  dense ms  pruned ms  MACs  pruned  faster  ideal ...
+        ...
+    """
+    dense, pruned = unwrapped(dense), unwrapped(pruned)
+    if rounds < 5:
+        raise UsageError(f"rounds: expected at least 5, got {rounds}")
+    place = resolve_device(str(device or device_of(pruned)))
+    inputs = map_tensors(normalized(pruned, example), lambda tensor: tensor.to(place))
+    batch = next((tensor.shape[0] for tensor in gather(inputs) if tensor.dim()), 0)
+    if not batch:
+        raise UsageError("example: expected at least one tensor of samples, got none")
+    dense, pruned = _placed(dense, place), _placed(pruned, place)
+    with (
+        training_mode(dense, False), training_mode(pruned, False), with_threads(threads), seeded(0),
+        paused_garbage_collection(), on_device(place), torch.no_grad(),
+    ):  # fmt: skip
+        for name, model in (("dense", dense), ("pruned", pruned)):
+            with running(model, inputs, called=f"the {name} model"):
+                call(model, inputs)
+        log(f"timing {rounds} rounds of both models, as they are and by operator")
+        found = break_down(dense, pruned, inputs, batch=batch, rounds=rounds, device=place)
+        causes = find_causes(Search(dense, pruned, inputs, batch, place, found), log)
+    return _explanation(found, causes, batch, threads or torch.get_num_threads(), place)
+
+
+def _placed(model: nn.Module, device: torch.device) -> nn.Module:
+    """Return the model itself where it is on the device already: a copy would be without its hooks."""
+    where = device if device.index is not None or device.type != "cuda" else torch.device("cuda", 0)
+    here = all(tensor.device == where for tensor in (*model.parameters(), *model.buffers()))
+    return model if here else copied(model, device)
+
+
+def _explanation(
+    found: Breakdown, causes: tuple[Cause, ...], batch: int, threads: int, device: torch.device
+) -> Explanation:
+    return Explanation(
+        device=str(device),
+        batch=batch,
+        threads=threads,
+        dense_ms=found.dense_ms,
+        pruned_ms=found.pruned_ms,
+        speedup=found.speedup,
+        macs_ratio=found.macs_ratio,
+        shortfall_ms=found.shortfall_ms,
+        dense_outside_ms=found.dense_outside_ms,
+        pruned_outside_ms=found.pruned_outside_ms,
+        dense_operators_ms=found.dense_operators_ms,
+        pruned_operators_ms=found.pruned_operators_ms,
+        operators=found.rows,
+        causes=causes,
+        notes=tuple(_notes(found)),
+    )
+
+
+def _notes(found: Breakdown) -> Iterator[str]:
+    width, crowded = found.speedup.width, oversubscribed(found.contention)
+    if crowded:
+        yield crowded
+    elif width > NOISY:
+        yield (
+            f"noisy: the speedup's 95 % interval is {100 * width:.0f} % of it wide; an idle machine or more rounds "
+            "would settle it"
+        )
+    missing = found.pruned_ms - found.pruned_operators_ms - found.pruned_outside_ms
+    if missing > NOISY * found.pruned_ms:
+        yield (
+            f"the pruned model's operators take {found.pruned_operators_ms:.3g} ms, each by its median, of "
+            f"{found.pruned_ms:.3g} ms: {missing:.3g} ms are in neither, because rounds differed that much"
+        )
+    unknown = [row for row in found.rows if row.pruned is not None and row.pruned.macs is None]
+    if unknown:
+        names = ", ".join(sorted({row.operator for row in unknown}))
+        yield f"multiply-accumulates of {names} are not known, and not in the ratio"
+
+
+ROUNDS = 11
+"""Timed forward passes of each model, as it is and by operator, at most."""
+
+
+def explain_job(
+    dense: nn.Module, pruned: nn.Module, inputs: Sequence[int] | Inputs, settings: LatencySettings, log: Log
+) -> dict[str, Any] | None:
+    """Return the explanation of the first batch and thread count in eager on the CPU, as `metrics.json` has it.
+
+    Returns:
+        None where it was not asked for, eager is not timed, or it failed, which the log says: the models are run in
+        ways that their code may not take, and a whole job is worth more than this section.
+    """
+    if not settings.explain or "eager" not in settings.runtimes:
+        return None
+    example, rounds = inputs_of(inputs).sample(settings.batches[0]), min(ROUNDS, settings.repeats)
+    try:
+        found = explain(dense, pruned, example, threads=settings.threads[0], device="cpu", rounds=rounds)
+    except Exception as error:  # whatever a model's own code raises
+        log(f"explain: not done: {type(error).__name__}: {error}")
+        return None
+    for line in _lines(found):
+        log(f"explain: {line}")
+    return found.figures()
+
+
+def _lines(found: Explanation) -> list[str]:
+    reached = found.speedup.median / found.macs_ratio
+    lines = [f"{reached:.0%} of the ideal {found.macs_ratio:.2f}x, the ratio of MACs, was reached"]
+    return lines + [f"{cause.name} (about {cause.ms:.3g} ms); to fix it: {cause.fix}" for cause in found.causes]

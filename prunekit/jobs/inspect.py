@@ -1,0 +1,51 @@
+"""How the channels of a model hang together, and where its MACs are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.trace import trace
+from prunekit.jobs.run.model_sources import InputModel, probe
+from prunekit.measure.model_size import count_macs, count_parameters
+
+
+def inspect(target: InputModel) -> dict[str, Any]:
+    """Trace a model.
+
+    Returns:
+        `model`, `architecture` (its class), `input_shape`, `params`, `macs` (one sample), `free_share` (of parameters,
+        0..1), `groups` (rows: name, channels, axes: how many parameter and buffer axes they lie on), `locks` (rows:
+        module, operator, channels, reason) and `layers` (rows: module, kind, macs, params).
+
+    Raises:
+        ModelError: the model does not run on its input.
+    """
+    probe(target)
+    channel_map = trace(target.model, target.example_inputs())
+    return {
+        "model": target.name,
+        "architecture": type(target.model).__name__,
+        "input_shape": [1, *target.sample_shape],
+        "params": count_parameters(target.model),
+        "macs": count_macs(target.model, target.example_inputs()),
+        "free_share": channel_map.free_share(name for name, _ in target.model.named_parameters()),
+        "groups": [
+            {"name": group.name, "channels": len(group.labels), "axes": len(group.slots)}
+            for group in channel_map.groups
+        ],
+        "locks": [
+            {"module": lock.module, "operator": lock.operator, "channels": lock.channels, "reason": lock.reason}
+            for lock in channel_map.locks
+        ],
+        "layers": _layers(target, channel_map),
+    }
+
+
+def _layers(target: InputModel, channel_map: ChannelMap) -> list[dict[str, Any]]:
+    modules = dict(target.model.named_modules())
+    rows = []
+    for path, macs in channel_map.layer_macs().items():
+        own = sum(parameter.numel() for parameter in modules[path].parameters(recurse=False))
+        rows.append({"module": path, "kind": type(modules[path]).__name__, "macs": macs, "params": own})
+    return rows

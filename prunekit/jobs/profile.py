@@ -1,0 +1,323 @@
+"""Latency profiles: what each layer of a dense model takes at which widths on a target, and how well that predicts.
+
+A job's latency profile, in a folder of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from prunekit.channels.channel_map import ChannelMap, Keep
+from prunekit.channels.cut.model_copy import named_tensors, with_tensors
+from prunekit.channels.trace import trace
+from prunekit.channels.trial.trial import settle
+from prunekit.compaction.compact_model import compact
+from prunekit.deploy.transform import AS_IT_IS, Transform, transform_of
+from prunekit.errors import NotMeasuredError
+from prunekit.hooks.wrappers import unwrapped
+from prunekit.jobs.bench import devices
+from prunekit.jobs.prune.latency_profile import Check, Profile
+from prunekit.jobs.run.dense_model import prepare
+from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own
+from prunekit.jobs.run.resume import run_recipe
+from prunekit.jobs.run.run_folder import Finish, Log, environment, run_folder, write_report
+from prunekit.measure.effort import Effort, current_effort
+from prunekit.measure.latency.comparison import choose
+from prunekit.measure.latency.machine import clock_mhz, surroundings
+from prunekit.measure.latency_profile.layer_times import cache_folder
+from prunekit.measure.latency_profile.networks import Network, has_layer_clock, kept_times, sampled, time_networks
+from prunekit.measure.latency_profile.staircase_fit import Sample, fit
+from prunekit.measure.runtimes.session import Setting, inputs_like
+from prunekit.planning.candidates import Part, free_parts
+from prunekit.planning.feasibility import nothing_free
+from prunekit.planning.plan import Plan
+from prunekit.report.writers import require_report
+from prunekit.settings.deployment import LatencySettings
+from prunekit.settings.job import JobSettings
+from prunekit.settings.prune import PruneSettings, Target
+from prunekit.utils.context import paused_garbage_collection
+from prunekit.utils.files import StrPath, write_csv, write_json
+from prunekit.utils.inputs import examples as normalized
+from prunekit.utils.progress import reporting, stage, tracked
+
+HELD_OUT = 5
+"""One in so many is not fitted to at first: on those the prediction is tested."""
+FEWEST = 10
+"""That a table is fitted to."""
+
+
+def profile(
+    model: nn.Module,
+    example: Any,
+    *,
+    target: Target | None = None,
+    settings: PruneSettings | None = None,
+    channel_map: ChannelMap | None = None,
+    more_examples: Sequence[Any] = (),
+    networks: int | None = None,
+    cache: StrPath | None = None,
+    again: bool = False,
+    measure: bool = True,
+    transform: Transform = AS_IT_IS,
+    log: Log = stage,
+    progress: bool | None = None,
+) -> Profile:
+    """Measure networks of widths all over the range, and fit what each layer takes by its widths.
+
+    Latency does not depend on weights: a model need not be trained. What was measured before on the same machine, with
+    the same versions and shapes, is taken from the cache.
+
+    Args:
+        model: dense; on the CPU.
+        example: what it is called with: a tensor, a tuple of positional arguments or a mapping of arguments by name;
+            samples on the first axis of every tensor. Networks are timed on inputs like it.
+        target: runtime, device, batch, threads, dtype and memory format; None: that of `settings`. A runtime that
+            cannot tell layers apart is profiled in eager, which a note says: what a plan takes on it is measured all
+            the same.
+        settings: what may go, as a plan would have it: what is ignored, roundings, least widths; None: defaults.
+        channel_map: of the model, from `trace`, where it is there already.
+        more_examples: further ones, for branches of the model that the first does not take.
+        networks: how many to measure, at least 10; None: 40.
+        cache: a folder; None: the user's own.
+        again: measures those networks of the cache anew that were timed on a machine too noisy.
+        measure: whether networks that are not in the cache are measured; else those that are there have to do.
+        transform: what is done to every network, the dense one too, before it is timed.
+        log: gets a line for each network.
+        progress: whether to show bars on stderr; None: on a terminal and in a notebook.
+
+    Raises:
+        UsageError: the runtime is not installed, or does not take the setting; or batches cannot be made of the input.
+        NotMeasuredError: nothing is to be measured, and the cache has fewer than ten of the networks.
+        PlanError: nothing is free, or no plan passes its trial.
+        RunError: a network fails in the runtime.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
+        >>> target = pk.Target("eager", batch=4)
+        >>> found = pk.profile(model, torch.randn(1, 64), target=target, networks=10, cache="profiles")
+        >>> print(found)
+        Profile: dense ... ms (eager, cpu, batch 4, threads 1, float32, contiguous);
+          10 networks in ...
+        ...
+          module ...ms   share  widths in steps of  changes at widths  fit error
+        ...
+        >>> again = pk.profile(model, torch.randn(1, 64), target=target, networks=10, cache="profiles", measure=False)
+        >>> len(again.samples)  # all of them from the cache
+        10
+    """
+    model = unwrapped(model)
+    start, effort = time.perf_counter(), current_effort()
+    settings = settings or PruneSettings()
+    target = target or settings.target
+    setting, notes = layer_setting(target)
+    notes += [f"every network, the dense one too, is timed as it is deployed: {transform}"] if str(transform) else []
+    wanted = in_blocks(replace(settings, target=target, ratios={}))
+    given = list(normalized(model, [example, *more_examples]))
+    inputs = inputs_like(given[0])
+    channel_map = _tried(model, channel_map or trace(model, *given), wanted, given)
+    parts = _parts(channel_map, wanted)
+    keeps = list(sampled(channel_map, parts, networks or effort.networks))
+    made = _networks(model, channel_map, keeps, transform)
+    kept_in = cache_folder() if cache is None else Path(cache)
+    dense, rounds = transform(model), effort.network_rounds
+    if measure:
+        log(f"profile: {len(keeps)} networks of all widths, timed in {setting.runtime} with the dense one beside each")
+        times = time_networks(dense, made, inputs, setting, repeats=rounds, cache=kept_in, again=again, log=log)
+        with reporting(progress, "profile"):
+            timed = tracked(times, "profile", total=len(keeps), unit="network")
+            samples = tuple(Sample(keep, found) for keep, found in zip(keeps, timed, strict=True))
+    else:
+        known = kept_times(dense, made, inputs, setting, repeats=rounds, cache=kept_in)
+        samples = tuple(Sample(keep, found) for keep, found in zip(keeps, known, strict=True) if found is not None)
+        there = f"{len(samples)} of {len(keeps)} networks of the profile are in {kept_in}"
+        if len(samples) < FEWEST:
+            raise NotMeasuredError(f"{there}, at least {FEWEST} are needed: `prunekit profile RECIPE` measures them")
+        notes += [f"{there}, measured before"]
+    table = fit(channel_map, samples, asdict(setting))
+    doubtful = sum(bool(sample.times.doubts) for sample in samples)
+    if doubtful:
+        were = "was" if doubtful == 1 else "were"
+        cure = "when it is quiet, `prunekit profile RECIPE --again` measures such networks anew"
+        notes.append(
+            f"of {len(samples)} networks {doubtful} {were} timed on a machine too noisy to trust that figure; {cure}"
+        )
+    predictions = _predicted(channel_map, samples, table.setting)
+    return Profile(channel_map, table, predictions, samples, tuple(notes), time.perf_counter() - start)
+
+
+def in_blocks(settings: PruneSettings) -> PruneSettings:
+    """Return settings whose channel counts are multiples of the target's block too."""
+    return replace(settings, round_to=lcm(settings.round_to, settings.target.block))
+
+
+def layer_setting(target: Target) -> tuple[Setting, list[str]]:
+    """Return the setting that a target's layers are timed in, and what to say of it.
+
+    Raises:
+        UsageError: the runtime is not installed, or does not take the setting.
+    """
+    wanted = setting_of(target)
+    if has_layer_clock(target.runtime):
+        return wanted, []
+    note = f"{target.runtime} cannot tell how long each layer takes: the table is of eager, and plans are measured"
+    return replace(wanted, runtime="eager"), [note]
+
+
+def setting_of(target: Target) -> Setting:
+    """Return a target as the measuring core has it.
+
+    Raises:
+        UsageError: the runtime is not installed, the device is not there, or they do not go together.
+    """
+    settings = as_latency(target)
+    found, _ = choose(settings, devices(target.device, settings))
+    return found[0]
+
+
+def as_latency(target: Target) -> LatencySettings:
+    """Return a target as settings of a measurement."""
+    return LatencySettings(
+        (target.batch,),
+        (target.threads,),
+        runtimes=(target.runtime,),
+        dtypes=(target.dtype,),
+        memory_formats=(target.memory_format,),
+    )
+
+
+def _parts(channel_map: ChannelMap, wanted: PruneSettings) -> list[Part]:
+    found = free_parts(channel_map, np.zeros(channel_map.n_labels), wanted)
+    if not found:
+        raise nothing_free(channel_map)
+    return found
+
+
+def _tried(
+    model: nn.Module, channel_map: ChannelMap, wanted: PruneSettings, examples: Sequence[tuple[Any, ...]]
+) -> ChannelMap:
+    """Return the map with what only a trial finds out: locks, and sizes that the model's Python keeps in its
+    attributes.
+    """
+
+    def choose(chart: ChannelMap) -> Keep:
+        _, narrow = sampled(chart, _parts(chart, wanted), 2)
+        return narrow
+
+    with paused_garbage_collection():
+        return settle(model, channel_map, choose, list(examples), plain=wanted.plain_classes).channel_map
+
+
+def _networks(
+    model: nn.Module, channel_map: ChannelMap, keeps: Sequence[Keep], transform: Transform
+) -> Iterator[Network]:
+    """Yield networks that are cut out of the model when they are wanted; their outlines cost no copy of a weight."""
+    outline = with_tensors(model, {name: tensor.detach().to("meta") for name, tensor in named_tensors(model)})
+
+    def cut(whole: nn.Module, keep: Keep) -> nn.Module:
+        return transform(compact(whole, Plan(channel_map, keep, {})))
+
+    for index, keep in enumerate(keeps):
+        share = channel_map.macs(keep) / channel_map.macs()
+        name = f"profile: network {index + 1} of {len(keeps)}, {share:.0%} of the MACs"
+        yield Network(name, cut(outline, keep), partial(cut, model, keep))
+
+
+def _predicted(channel_map: ChannelMap, samples: Sequence[Sample], setting: Mapping[str, Any]) -> tuple[Check, ...]:
+    """Return every network by a table that was fitted to those that are not held out."""
+    held_out = set(range(HELD_OUT - 1, len(samples), HELD_OUT))
+    rest = fit(channel_map, [one for index, one in enumerate(samples) if index not in held_out], setting)
+    return tuple(
+        Check(
+            rest.at(channel_map, sample.keep),
+            sample.whole_ms(rest.dense_ms),
+            channel_map.macs(sample.keep) / channel_map.macs(),
+            index in held_out,
+        )
+        for index, sample in enumerate(samples)
+    )
+
+
+LAYER_COLUMNS = ("module", "dense_ms", "share", "constant_ms", "steps", "changes_at", "error")
+NETWORK_COLUMNS = ("predicted_ms", "measured_ms", "macs_left", "held_out", "error")
+
+
+@dataclass(frozen=True)
+class ProfileRun:
+    """A finished profile.
+
+    Attributes:
+        folder: `profile.json` and, layer by layer, `profile.csv`; what was predicted of every network, `networks.csv`;
+            what every layer took in them, with its fit, `fits.json`; and whatever `finish` wrote.
+        result: the table and what it was made from.
+        metrics: what `profile.json` holds.
+    """
+
+    folder: Path
+    result: Profile
+    metrics: dict[str, Any]
+
+
+def profile_job(
+    job: JobSettings,
+    *,
+    networks: int = Effort.networks,
+    again: bool = False,
+    log: Log = stage,
+    finish: Finish | None = write_report,
+    own: Own = RECIPE_ONLY,
+) -> ProfileRun:
+    """Return the latency of a job's dense model layer by layer, against their widths, on the job's `prune.target`.
+
+    Nothing is trained: latency does not depend on weights.
+
+    Args:
+        job: the settings.
+        networks: to measure, at least 10.
+        again: measures those of the cache anew that were timed on a machine too noisy.
+        log: gets a line for each network.
+        finish: called with the folder at the end, before the run counts as finished: writes the report.
+        own: the user's own code, where the job's model or data is their own.
+
+    Raises:
+        UsageError: data, model or target do not fit; nothing was written.
+        RunError: the run failed; its folder says so.
+    """
+    require_report()
+    layer_setting(job.prune.target)  # a runtime that is not there is refused before anything else
+    text = run_recipe(job, own)
+    prepared = prepare(job, own)
+    chart = trace(prepared.model, prepared.example_inputs)
+    example = prepared.example_inputs
+    inputs_like(example)  # what cannot be timed is refused before anything is written
+    transform = transform_of(prepared.model, example, job.deploy)
+    with run_folder(job.output / job.name, "profile", log, text, finish) as run:
+        machine = surroundings()
+        result = profile(
+            prepared.model,
+            example,
+            settings=job.prune,
+            channel_map=chart,
+            networks=networks,
+            again=again,
+            transform=transform,
+            log=run.log,
+            progress=False,
+        )
+        run.log("; ".join((f"profile: {result.accuracy}", *result.notes)))
+        machine |= {"clock_mhz_after": clock_mhz()}
+        metrics = {"name": job.name, **result.summary(), "machine": machine, "environment": environment()}
+        write_csv(run.path / "profile.csv", metrics["layers"], LAYER_COLUMNS)
+        write_csv(run.path / "networks.csv", [found.row() for found in result.predictions], NETWORK_COLUMNS)
+        write_json(run.path / "fits.json", {"layers": result.fits(prepared.model)})
+        write_json(run.path / "profile.json", metrics)
+    return ProfileRun(run.path, result, metrics)

@@ -1,0 +1,151 @@
+"""What scores are computed from in a training loop of one's own: gradients of its steps, and calibration samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from prunekit.channels.channel_map import ChannelMap
+from prunekit.criteria.criterion import get_criterion
+from prunekit.distributed.process_group import is_main, size
+from prunekit.errors import UsageError
+from prunekit.jobs.prune.one_shot import Calibration
+from prunekit.jobs.stages.evidence import statistics
+from prunekit.jobs.stages.schedule_stages import Evidence, Seen
+from prunekit.planning.schedules import Stage
+from prunekit.settings.prune import PruneSettings, clashes
+from prunekit.statistics.taylor_terms import Loss, StepGradients, collect_gradients
+from prunekit.tasks.batches import Pair, Pairs
+from prunekit.tasks.task import Task
+from prunekit.utils.context import seeded
+from prunekit.utils.inputs import moved
+
+FROM_SAMPLES = {"stats", "moments", "patches", "ranks"}
+"""What a criterion may need that is collected from samples without labels."""
+
+
+class LoopEvidence(Evidence):
+    """Of a loop of one's own: the gradients of its steps, or calibration samples that are seen again at each stage.
+
+    Args:
+        samples: inputs alone, for activations.
+        pairs: inputs and targets, for second derivatives.
+    """
+
+    def __init__(
+        self,
+        settings: PruneSettings,
+        channel_map: ChannelMap,
+        samples: Any,
+        pairs: Sequence[Pair],
+        loss: Loss | None,
+        *,
+        seed: int,
+    ) -> None:
+        self._criterion, self._map = settings.criterion, channel_map
+        self._needs = set(get_criterion(settings.criterion).needs)
+        self._samples, self._pairs, self._loss, self._seed = samples, pairs, loss, seed
+        moves = settings.schedule is not None and settings.schedule.score == "movement"
+        self._of_steps = "gradients" in self._needs and not pairs and not moves
+        self._gradients: StepGradients | None = None
+
+    def active(self, model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[Any]:
+        """Look at the gradients of each step, where they are needed."""
+        self._gradients = StepGradients(model, self._map, optimizer) if self._of_steps else None
+        return self._gradients or nullcontext()
+
+    def seen(self, model: nn.Module) -> Seen:
+        """Return statistics and Taylor terms of the model as it is now, where the criterion needs them."""
+        if not is_main():  # which alone makes the plan
+            return None, None
+        terms = None if self._gradients is None else self._gradients.terms()
+        with seeded(self._seed):
+            stats = statistics(model, self._samples, self._criterion) if FROM_SAMPLES & self._needs else None
+            if stats is not None:
+                stats.require_finite()
+            if self._pairs:
+                terms = collect_gradients(
+                    model,
+                    self._pairs,
+                    self._loss,
+                    second_order=True,
+                    seed=self._seed,
+                    progress=False,
+                )
+        return stats, terms
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the gradients since the stage before."""
+        return {} if self._gradients is None else self._gradients.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        if self._gradients is not None:
+            self._gradients.load_state_dict(state)
+
+
+def require_evidence(
+    settings: PruneSettings,
+    stages: tuple[Stage, ...],
+    calibration: Calibration | None,
+    loss: Loss | None,
+    task: Task | str | None,
+) -> bool:
+    """Return whether calibration batches need targets.
+
+    Raises:
+        UsageError: the criterion can't be had from what is given, or what is given isn't looked at.
+    """
+    if problems := [f"{'.'.join(path)}: {text}" for path, text in clashes(asdict(settings))]:
+        raise UsageError("; ".join(problems))
+    assert settings.schedule is not None
+    moves = settings.schedule.score == "movement"
+    criterion, needs = settings.criterion, set() if moves else set(get_criterion(settings.criterion).needs)
+    said = f"criterion {criterion!r}"
+    second = "curvature" in needs
+    if calibration is None and needs & FROM_SAMPLES:
+        raise UsageError(
+            f"calibration: {said} looks at activations; give samples, such as calibration=loader, got none"
+        )
+    if second and (calibration is None or (loss is None and task is None)):
+        raise UsageError(
+            f"calibration: {said} needs second derivatives, which a training loop doesn't make; give batches of inputs "
+            "and targets, and the loss: calibration=loader, loss=torch.nn.functional.cross_entropy; 'taylor' needs none"
+        )
+    if calibration is not None and not (needs & FROM_SAMPLES or second):
+        what = "movement" if moves else said
+        raise UsageError(f"calibration: expected none, because {what} doesn't look at samples; leave it out")
+    from_steps = "gradients" in needs and not second
+    if from_steps and settings.budget.measured:
+        raise UsageError(
+            f"criterion: expected one that can be had before training, because the final plan for a budget of time is "
+            f"measured then, got {criterion!r}, which looks at the loop's gradients; score by 'l2', or by "
+            "'elimination' with calibration="
+        )
+    if settings.budget.measured and size() > 1:
+        raise UsageError(
+            "a budget of time is measured when the pruner is made, and other processes would be in the way; give a "
+            "budget of macs, which prunekit.plan(..., speedup=...) shows on one process"
+        )
+    if from_steps and stages[0].step < 1:
+        raise UsageError(
+            f"begin: expected at least one step before the first stage, because {said} looks at the gradients of your "
+            f"loop's steps, got {settings.schedule.begin:g}; schedule {settings.schedule.kind!r} prunes at its begin"
+        )
+    return second
+
+
+def labeled_batches(model: nn.Module, data: Any, task: Task | str | None, count: int) -> list[Pair]:
+    """Return batches with targets, as many as have so many samples."""
+    device, found, seen = next(model.parameters()).device, list[Pair](), 0
+    for pair in Pairs(model, data, task, count=count):
+        found.append(moved(pair, device))
+        seen += next((len(tensor) for tensor in pair[0] if isinstance(tensor, Tensor)), 1)
+        if seen >= count:
+            break
+    return found

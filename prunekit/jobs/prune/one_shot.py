@@ -1,0 +1,509 @@
+"""Planning and pruning in one call, and repair from unlabeled images: no labels, no gradients, no training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.tracing.dispatch_modes import HALF
+from prunekit.compaction.compact_model import compact, remarks
+from prunekit.criteria.criterion import get_criterion
+from prunekit.deploy.subnormals import Flushed, without_subnormals
+from prunekit.errors import DataError, ModelError, UsageError, require_kind
+from prunekit.hooks.wrappers import require_values, unwrapped
+from prunekit.jobs.prune.latency_target import LatencyResult
+from prunekit.jobs.prune.plan_search import CriterionInputs, Planned, PlanSearch
+from prunekit.jobs.stages.evidence import gathered, patch_statistics, statistics
+from prunekit.measure.verification import verify
+from prunekit.planning.candidates import Scores
+from prunekit.planning.keywords import Where, prune_settings
+from prunekit.planning.plan import Plan
+from prunekit.repair.repair_model import repair as repair_masked
+from prunekit.repair.repair_report import RepairReport
+from prunekit.settings.calibration import RepairSettings
+from prunekit.settings.prune import PruneSettings, Scope, Target
+from prunekit.statistics.channel_stats import ChannelStats
+from prunekit.statistics.layers.patch_moments import dead_inputs, too_few_rows
+from prunekit.statistics.layers.patches import pixel_by_pixel
+from prunekit.statistics.taylor_terms import TaylorTerms
+from prunekit.tasks.task import Task
+from prunekit.utils.context import device_of, training_mode
+from prunekit.utils.display import Displayed, Table, count, factor, plural, scientific, share
+from prunekit.utils.inputs import arguments, call, count_of, moved, taken
+from prunekit.utils.inputs import example as normalized
+from prunekit.utils.progress import reporting, stage
+from prunekit.utils.tensors import map_tensors
+
+IMAGES = 1024
+Calibration = Tensor | Mapping[str, Any] | Iterable[Any]
+"""Samples: tensors that hold all of them, a data set, or a loader."""
+
+NOTES = 10
+"""Notes that a result shows."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Pruned(Displayed):
+    """What `prune` returns.
+
+    Attributes:
+        model: the compact model, a new one of the same class.
+        masked: the same in the dense model's size, what goes exactly 0 and the rest repaired; None without repair.
+        plan: what was kept, and why.
+        scores: (n_labels,) importance of every label.
+        max_relative_difference: between the masked and the compact model in float64: over all operators in the trial,
+            and of the outputs where it was repaired.
+        repair: what the repair did; None without.
+        notes: what the calibration was short of, channels that were zero all along, what a repair could not fit or did
+            not keep, and what was set to 0 in the compact model as too small for full precision, in sentences; which
+            classes are not the model's own any more; which methods no example runs that may need other sizes; whether
+            all of it is frozen; and what was promised and not delivered.
+        delivered: what was asked for and measured, where a budget is one of time.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(4, 8)
+        >>> result = pk.prune(model, x, macs=0.5)
+        >>> print(result)
+        Pruned: Sequential with MACs 50.0 %, parameters 50.6 %, channels 50.0 % left
+        <BLANKLINE>
+                      dense  pruned    left
+          MACs          160      80  50.0 %
+          parameters    178      90  50.6 %
+          channels       16       8  50.0 %
+        <BLANKLINE>
+          budget     dense  asked for     left
+          macs    100.00 %    50.00 %  50.00 %  binds
+        <BLANKLINE>
+        masked against compact: relative difference ... at most
+        <BLANKLINE>
+        The layers are in .plan.
+        >>> result.model(x).shape
+        torch.Size([4, 2])
+    """
+
+    model: nn.Module
+    plan: Plan
+    scores: Scores
+    max_relative_difference: float
+    masked: nn.Module | None = None
+    repair: RepairReport | None = None
+    notes: tuple[str, ...] = ()
+    delivered: LatencyResult | None = None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return what is counted or measured of the dense and the pruned model, and the share that is left.
+
+        MACs for one sample, parameters and channels; and where a budget is one of time, milliseconds of a forward pass
+        on the target.
+        """
+        found: dict[str, tuple[float, float]] = dict(self.plan.totals())
+        if self.delivered is not None:
+            found["latency_ms"] = self.delivered.final.ms * self.delivered.final.speedup, self.delivered.final.ms
+        return [
+            {"figure": name, "dense": dense, "pruned": kept, "left": kept / (dense or 1)}
+            for name, (dense, kept) in found.items()
+        ]
+
+    def _headline(self) -> str:
+        left = ", ".join(f"{row['figure']} {share(row['left'])}" for row in self.rows())
+        fast = "" if self.delivered is None else f", {factor(self.delivered.final.speedup)} as fast"
+        how = "; repaired" if self.repair is not None and self.repair.kept else ""
+        return f"{type(self.model).__name__} with {left} left{fast}{how}"
+
+    def _parts(self) -> Iterator[str | Table]:
+        yield f"Pruned: {self._headline()}"
+        cells = [
+            (row["figure"], *(count(row[side]) for side in ("dense", "pruned")), share(row["left"]))
+            for row in self.rows()
+        ]
+        yield Table(("", "dense", "pruned", "left"), cells)
+        yield from self.plan.budgets()
+        said = [f"masked against compact: relative difference {scientific(self.max_relative_difference)} at most"]
+        if self.delivered is not None:
+            said.append(f"time: {self.delivered.target.in_words} asked for, {self.delivered.final} measured")
+        if self.repair is not None:
+            errors = f"{share(self.repair.before, 2)} -> {share(self.repair.after, 2)}"
+            said.append(f"repair: error of the output on held-out samples {errors} of its variance")
+        said += self.notes[:NOTES]
+        if len(self.notes) > NOTES:
+            said.append(f"... {plural(len(self.notes) - NOTES, 'more note')}; .notes has all")
+        yield "\n".join(said)
+        yield "The layers are in .plan."
+
+
+def prune(
+    model: nn.Module,
+    example: Any = None,
+    *,
+    calibration: Calibration | None = None,
+    macs: float | None = None,
+    channels: float | None = None,
+    params: float | None = None,
+    size_mb: float | None = None,
+    latency_ms: float | None = None,
+    speedup: float | None = None,
+    memory_mb: float | None = None,
+    target: Target | None = None,
+    criterion: str | None = None,
+    scope: Scope | None = None,
+    round_to: int = 1,
+    min_channels: int = 1,
+    ignore: Where | Iterable[Where] = (),
+    ratios: Mapping[Any, float] | None = None,
+    plain_classes: bool = False,
+    settings: PruneSettings | None = None,
+    repair: RepairSettings | Literal[False] | None = None,
+    images: int = IMAGES,
+    stats: ChannelStats | None = None,
+    gradients: TaylorTerms | None = None,
+    seed: int = 0,
+    more_examples: Sequence[Any] = (),
+    task: Task | str | None = None,
+    progress: bool | None = None,
+    **budgets: float,
+) -> Pruned:
+    """Prune a model in one call: trace, score, plan, trial, compact; with calibration data also repair.
+
+    Given an example alone, the filters of least norm go (`criterion="l2"`), and nothing is refitted. Given calibration
+    data, none of which needs a label, channels go in the order of an optimal brain surgeon on the patches that their
+    consumers read, the budget is spent where the error is least for each multiply-accumulate saved
+    (`criterion="elimination"`, `scope="per_mac"`), and what stays is refitted to what the dense model computes. All
+    criteria but elimination have `scope="uniform"`, but for budgets of time, which are spent where they cost least.
+
+    Args:
+        model: any module that runs on the example; not changed.
+        example: what the model is called with: a tensor, such as `torch.randn(1, 3, 224, 224)`, a tuple of positional
+            arguments, or a mapping of arguments by name. May be left out where `calibration` is given; with both, this
+            is what is traced.
+        calibration: samples, preprocessed as the model wants them: a tensor (B, ...) or a mapping of tensors by the
+            names of the arguments of `forward`; a map-style data set; or a loader, any iterable of batches, tensors or
+            such mappings or (inputs, ...) each, such as a DataLoader; the first entry, or what `task` unpacks, may be
+            several inputs: a tuple of them, or a mapping. Of a mapping, `labels` or `label` are no inputs, and what
+            `forward` does not take is left out. Where it takes an `attention_mask`, batches may differ in length, and
+            positions that the mask leaves out count for nothing.
+        macs, channels, params: shares of the multiply-accumulates, of the channels and of the parameters that may be
+            left, above 0 and at most 1.
+        size_mb: megabytes (10^6 bytes) that parameters and buffers may take in a file.
+        latency_ms: median milliseconds of one forward pass of the batch that the target names, measured.
+        speedup: how many times faster than the dense model it is to be on the target, measured.
+        memory_mb: megabytes alive at the peak of a forward pass, see `BudgetSettings`. At least one budget is given,
+            and all that are hold; `plan.provenance` says what is left of each, and which of them binds.
+        target: runtime, device, batch, threads, dtype and memory format of what is on a target; float32 in eager
+            on one CPU thread where it is not given. The model is profiled there, and plans are measured and made anew
+            until the time is within 3 % of what was asked for; what is delivered is measured last, and in `delivered`.
+        criterion: as `prunekit list criteria` shows them, each with what it needs. What can be had from samples is
+            collected from them; gradients need labels, and are given.
+        scope: `uniform`, the same share of every group; `global`, ranked over all of them; `per_mac`, ranked by score
+            for each multiply-accumulate, or whatever else the budget counts; or `capacity`, the widest layers that
+            the budget allows, where scores only say which channels of a group go.
+        round_to: channel counts become multiples of this where they can.
+        min_channels: the fewest channels that any group keeps.
+        ignore: whose output channels stay: a glob over module paths, a module (with all that is in it), a class of
+            modules, or several of these.
+        ratios: share of the output channels to keep, by globs, modules or classes as in `ignore`.
+        plain_classes: whether all modules keep their classes, and channels stay that could not go otherwise; so
+            `torch.save(model)` makes a file that loads where prunekit is not installed. `notes` names other classes.
+        settings: budgets, target and all of the above as one, in place of these keywords.
+        repair: what is refitted and how, `RepairSettings()` where calibration data is given; False: nothing.
+        images: how many samples are taken from a loader or a data set; at least 8.
+        stats: from `prunekit.calibrate`.
+        gradients: from `prunekit.collect_gradients`.
+        seed: of the random criterion.
+        more_examples: further examples, for branches of the model that the first does not take.
+        task: whose `unpack` takes a loader's batches apart, where they come in another form; itself or its name.
+        progress: whether to show stages and bars on stderr; None: on a terminal and in a notebook. The logger
+            `prunekit` gets a line for each stage in any case.
+        budgets: further budgets, by name.
+
+    Raises:
+        PlanError: the budget cannot be met or removes nothing, or a glob matches no module.
+        UsageError: an argument is out of range, neither an example nor calibration data is given, or `repair` is asked
+            for without the latter.
+        DataError: fewer than 8 samples, or no tensors, or the task cannot unpack a batch; a `UsageError`.
+        NonFiniteError: a layer reads or computes NaN or Inf on the samples; names the layer.
+        VerificationError: masked and compact model differ.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> pk.prune(model, torch.randn(1, 4), macs=0.5).model[0].out_features
+        8
+        >>> refitted = pk.prune(model, calibration=torch.randn(64, 4), macs=0.5)
+        >>> refitted.repair.after <= refitted.repair.before
+        True
+    """
+    model = unwrapped(model)
+    require_values(model, "prune")
+    wanted = prune_settings(
+        model,
+        settings,
+        by_default="l2" if calibration is None else "elimination",
+        macs=macs,
+        channels=channels,
+        params=params,
+        size_mb=size_mb,
+        latency_ms=latency_ms,
+        speedup=speedup,
+        memory_mb=memory_mb,
+        target=target,
+        criterion=criterion,
+        scope=scope,
+        round_to=round_to,
+        min_channels=min_channels,
+        ignore=ignore,
+        ratios=ratios,
+        plain_classes=plain_classes,
+        **budgets,
+    )
+    if repair and calibration is None:
+        raise DataError(
+            "repair: expected samples to repair from, got none: prune(model, calibration=images, repair=...)"
+        )
+    if repair is not False:
+        require_kind("repair", repair, RepairSettings, "prunekit.RepairSettings(), or False for none")
+    request = Request(model, example, calibration, wanted, images, stats, gradients, seed, more_examples, task)
+    with reporting(progress, "prune"):
+        planned = request.find_plan(None if calibration is None else repair or RepairSettings())
+        if calibration is None or repair is False:
+            return _timed(request, planned, _as_planned(request, planned))
+        return _timed(request, planned, _repaired(request, planned, repair or RepairSettings()))
+
+
+def plan(
+    model: nn.Module,
+    example: Any = None,
+    *,
+    calibration: Calibration | None = None,
+    macs: float | None = None,
+    channels: float | None = None,
+    params: float | None = None,
+    size_mb: float | None = None,
+    latency_ms: float | None = None,
+    speedup: float | None = None,
+    memory_mb: float | None = None,
+    target: Target | None = None,
+    criterion: str | None = None,
+    scope: Scope | None = None,
+    round_to: int = 1,
+    min_channels: int = 1,
+    ignore: Where | Iterable[Where] = (),
+    ratios: Mapping[Any, float] | None = None,
+    plain_classes: bool = False,
+    settings: PruneSettings | None = None,
+    images: int = IMAGES,
+    stats: ChannelStats | None = None,
+    gradients: TaylorTerms | None = None,
+    seed: int = 0,
+    more_examples: Sequence[Any] = (),
+    channel_map: ChannelMap | None = None,
+    task: Task | str | None = None,
+    progress: bool | None = None,
+    **budgets: float,
+) -> Plan:
+    """Decide which channels of a model stay: trace, score, plan for the budgets, and try it until masked == compact.
+
+    `masked`, `compact`, `transfer` and `verify` work with the plan; `prune` goes on to the compact model itself.
+
+    Args:
+        model: any module that runs on the example; not changed.
+        example: what the model is called with: a tensor, a tuple of positional arguments, or a mapping of arguments by
+            name. May be left out where `calibration` is given.
+        calibration: samples as for `prune`, from which what the criterion looks at is collected; without them it looks
+            at the weights, or at `stats` and `gradients`.
+        macs, channels, params, size_mb, latency_ms, speedup, memory_mb, budgets: as for `prune`; at least one is given.
+        target, criterion, scope, round_to, min_channels, ignore, ratios, plain_classes, settings: as for `prune`.
+        images, stats, gradients, seed, more_examples, task, progress: as for `prune`.
+        channel_map: of this model, where it has been traced already, on the same examples in the same order.
+
+    Raises:
+        PlanError: the budget cannot be met or removes nothing, a glob matches no module, or the channel map is that of
+            another model.
+        UsageError: an argument is out of range, neither an example nor calibration data is given, or the channel map
+            was traced on more examples.
+        DataError: fewer than 8 samples, or no tensors, or the task cannot unpack a batch; a `UsageError`.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> plan = pk.plan(model, torch.randn(1, 4), macs=0.5)
+        >>> pk.compact(model, plan)[0].out_features
+        8
+    """
+    model = unwrapped(model)
+    require_values(model, "plan")
+    wanted = prune_settings(
+        model,
+        settings,
+        by_default="l2" if calibration is None else "elimination",
+        macs=macs,
+        channels=channels,
+        params=params,
+        size_mb=size_mb,
+        latency_ms=latency_ms,
+        speedup=speedup,
+        memory_mb=memory_mb,
+        target=target,
+        criterion=criterion,
+        scope=scope,
+        round_to=round_to,
+        min_channels=min_channels,
+        ignore=ignore,
+        ratios=ratios,
+        plain_classes=plain_classes,
+        **budgets,
+    )
+    request = Request(model, example, calibration, wanted, images, stats, gradients, seed, more_examples, task)
+    with reporting(progress, "plan"):
+        return request.find_plan(channel_map=channel_map).plan
+
+
+@dataclass(eq=False)
+class Request:
+    """What a plan is made for and from, as the caller gave it, and the search for the plan.
+
+    Attributes:
+        samples: of the calibration data, on the model's device; None without, and before `find_plan`.
+        search: that found the plan.
+        notes: what the criterion was short of.
+    """
+
+    model: nn.Module
+    example: Any
+    calibration: Calibration | None
+    settings: PruneSettings
+    images: int
+    stats: ChannelStats | None
+    gradients: TaylorTerms | None
+    seed: int
+    more_examples: Sequence[Any]
+    task: Task | str | None
+    samples: Any = field(default=None, init=False)
+    search: PlanSearch = field(init=False)
+    notes: tuple[str, ...] = field(default=(), init=False)
+
+    def __post_init__(self) -> None:
+        require_kind("stats", self.stats, ChannelStats, "channel statistics, from prunekit.calibrate(model, loader)")
+        made = "gradients of a loss, from prunekit.collect_gradients(model, loader, loss=...)"
+        require_kind("gradients", self.gradients, TaylorTerms, made)
+        require_kind("more_examples", self.more_examples, (list, tuple), "a list of examples, such as [x, y]")
+
+    def find_plan(self, repair: RepairSettings | None = None, channel_map: ChannelMap | None = None) -> Planned:
+        """Read the samples, trace, collect what the criterion needs of the samples, and plan within the budgets.
+
+        Args:
+            repair: settings of the repair that follows, which say how much memory statistics may take.
+            channel_map: where the model has been traced already.
+        """
+        if self.calibration is not None:
+            stage("read the samples")
+            given = gathered(self.model, self.calibration, self.images, self.task)
+            self.samples = map_tensors(moved(given, device_of(self.model)), pixel_by_pixel)
+        example = self._example()
+        more = tuple(normalized(self.model, one) for one in self.more_examples)
+        if self.samples is not None:
+            _require_running(self.model, self.first_samples(2))
+        if channel_map is None:
+            stage("trace")
+        search = PlanSearch.trace(
+            self.model, example, self.settings, more_examples=more, channel_map=channel_map, log_plans=True
+        )
+        inputs = self._criterion_inputs(search.channel_map, repair)
+        self.search = search.with_profile()
+        return self.search.find(inputs)
+
+    def first_samples(self, count: int) -> tuple[Any, ...]:
+        """Return the first samples as one batch, as the model takes it."""
+        return arguments(self.model, taken(self.samples, slice(count)))
+
+    def _example(self) -> tuple[Any, ...]:
+        if self.example is None and self.samples is None:
+            raise UsageError(
+                "expected an example to trace, as in prune(model, x, macs=0.5), or samples to calibrate on, as in "
+                "prune(model, calibration=loader, macs=0.5); got neither"
+            )
+        if self.example is None:
+            return self.first_samples(2)
+        try:
+            return normalized(self.model, self.example)
+        except ModelError:
+            raise
+        except UsageError as error:
+            raise UsageError(
+                f"{error}; samples to calibrate on are given by name: prune(model, calibration=data, macs=0.5)"
+            ) from None
+
+    def _criterion_inputs(self, channel_map: ChannelMap, repair: RepairSettings | None) -> CriterionInputs:
+        """Collect what the criterion needs of the samples, and note what it is short of."""
+        model, samples, settings = self.model, self.samples, self.settings
+        if samples is None:
+            return CriterionInputs(self.stats, self.gradients, None, self.seed)
+        needs, patches, short = get_criterion(settings.criterion).needs, None, list[str]()
+        if "patches" in needs:
+            stage(f"patch statistics of {count_of(samples)} samples")
+            patches = patch_statistics(model, samples, channel_map, repair, settings.ignore, log=stage)
+            short += (*too_few_rows(patches), *dead_inputs(patches))
+        stats = self.stats or statistics(model, samples, settings.criterion)
+        if stats is not None and "moments" in needs:
+            short = [*stats.too_few_samples(), *short]
+        self.notes = tuple(short)
+        return CriterionInputs(stats, self.gradients, patches, self.seed)
+
+
+def _as_planned(request: Request, planned: Planned) -> Pruned:
+    """Return the compact model as the trial left it."""
+    flushed = without_subnormals(planned.compact, request.search.examples[0])
+    difference = max(planned.max_relative_difference, flushed.max_relative_difference)
+    notes = request.notes + planned.unseen + _said(flushed)
+    return Pruned(flushed.model, planned.plan, planned.scores, difference, notes=notes)
+
+
+def _repaired(request: Request, planned: Planned, repairing: RepairSettings) -> Pruned:
+    """Return the compact model with what stays refitted to what the dense one computes on the samples."""
+    masked, report = repair_masked(request.model, planned.plan, request.samples, repairing, log=stage)
+    stage("verify: the repaired model and the compact one")
+    small = compact(masked, planned.plan)
+    proof = verify(masked, small, planned.plan, [request.first_samples(8)], strict=True)
+    flushed = without_subnormals(small, request.search.examples[0])
+    difference = max(planned.max_relative_difference, proof.max_relative_difference, flushed.max_relative_difference)
+    notes = request.notes + planned.unseen + report.notes + _said(flushed)
+    return Pruned(flushed.model, planned.plan, planned.scores, difference, masked, report, notes)
+
+
+def _require_running(model: nn.Module, example: tuple[Any, ...]) -> None:
+    """Checks that a model in half precision runs where it is: a trace does without, what looks at images doesn't.
+
+    Raises:
+        ModelError: an operator is not there in half precision.
+    """
+    kind = next((tensor.dtype for tensor in model.parameters() if tensor.dtype in HALF), None)
+    if kind is None:
+        return
+    try:
+        with training_mode(model, False), torch.no_grad():
+            call(model, map_tensors(example, torch.clone))
+    except Exception as error:
+        raise ModelError(
+            f"{type(model).__name__} does not run on the images in {str(kind).removeprefix('torch.')} on "
+            f"{next(model.parameters()).device}: {error}; expected a device that has its operators in this precision; "
+            "or prune it in full precision, prune(model.float(), calibration=images.float(), ...), and call .half() on "
+            "the result"
+        ) from error
+
+
+def _timed(request: Request, planned: Planned, result: Pruned) -> Pruned:
+    """Return the result with what it was measured to take, where a budget is one of time."""
+    if request.search.latency is None:
+        return result
+    took = request.search.deliver(planned, result.model)
+    return replace(result, delivered=took, notes=result.notes + tuple(took.shortfalls))
+
+
+def _said(flushed: Flushed) -> tuple[str, ...]:
+    return (*flushed.notes, *remarks(flushed.model))

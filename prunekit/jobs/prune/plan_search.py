@@ -1,0 +1,398 @@
+"""The search for a plan: trace, score, plan and try it, then count its memory and measure its time, and plan again."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
+
+from torch import nn
+
+from prunekit.channels.channel_map import ChannelMap, Keep
+from prunekit.channels.cut.model_copy import is_inside
+from prunekit.channels.cut.model_match import require_model
+from prunekit.channels.trace import trace
+from prunekit.channels.trial.trial import settle, with_unseen_sizes
+from prunekit.criteria.criterion import get_criterion
+from prunekit.criteria.elimination import outputs_reading
+from prunekit.criteria.scoring import normalize, score
+from prunekit.deploy.transform import AS_IT_IS, Transform
+from prunekit.errors import PlanError, UsageError
+from prunekit.hooks.wrappers import require_values, unwrapped
+from prunekit.jobs.profile import in_blocks, profile
+from prunekit.jobs.prune.latency_search import LatencySearch, time_binds, time_compact, time_delivered
+from prunekit.jobs.prune.latency_target import Attempt, LatencyResult, LatencyTarget
+from prunekit.jobs.run.run_folder import Log
+from prunekit.measure.model_size import count_memory
+from prunekit.measure.runtimes.session import inputs_like
+from prunekit.planning.candidates import Scores
+from prunekit.planning.feasibility import require_met_untimed
+from prunekit.planning.plan import Plan
+from prunekit.planning.sensitivity_curves import SensitivityCurve, cumulated
+from prunekit.planning.solver import feasible_plan, make_plan
+from prunekit.settings.prune import PruneSettings, facts_of
+from prunekit.statistics.channel_stats import ChannelStats
+from prunekit.statistics.layers.patch_moments import CalibrationWarning, PatchStats
+from prunekit.statistics.taylor_terms import TaylorTerms
+from prunekit.utils.context import paused_garbage_collection
+from prunekit.utils.files import plain
+from prunekit.utils.progress import stage
+
+MEMORY = facts_of("memory_mb")
+ATTEMPTS = 6
+"""How many plans are made for a budget of memory, at most."""
+NEAR = 0.005
+"""Of the budget of memory: to take so much less is no reason for another plan."""
+DOUBT = 0.05
+"""How wrong a latency table may be: what is predicted to be possible by less is measured before it is promised."""
+
+
+@dataclass(frozen=True, eq=False)
+class CriterionInputs:
+    """What a criterion looks at beside the weights: what it does not need is None.
+
+    Attributes:
+        stats: channel statistics.
+        gradients: Taylor terms.
+        patches: Gram matrices of patches.
+        seed: of the random criterion.
+    """
+
+    stats: ChannelStats | None = None
+    gradients: TaylorTerms | None = None
+    patches: PatchStats | None = None
+    seed: int = 0
+
+
+WEIGHTS_ALONE = CriterionInputs()
+
+
+def raw_importance(
+    model: nn.Module, channel_map: ChannelMap, settings: PruneSettings, inputs: CriterionInputs
+) -> Scores:
+    """Return the scores of the criterion as it gives them."""
+    with warnings.catch_warnings():  # the log of a job and `Pruned.notes` say it
+        warnings.simplefilter("ignore", CalibrationWarning)
+        return score(
+            settings.criterion,
+            model,
+            channel_map,
+            stats=inputs.stats,
+            gradients=inputs.gradients,
+            patches=inputs.patches,
+            seed=inputs.seed,
+        )
+
+
+def ranked(scores: Scores, channel_map: ChannelMap, settings: PruneSettings) -> Scores:
+    """Return scores as plans rank them: but for scope `uniform` normalized within groups, unless comparable already."""
+    as_it_is = settings.scope == "uniform" or get_criterion(settings.criterion).comparable
+    return scores if as_it_is else normalize(scores, channel_map)
+
+
+def importance(model: nn.Module, channel_map: ChannelMap, settings: PruneSettings, inputs: CriterionInputs) -> Scores:
+    """Return the scores of the criterion as plans rank them."""
+    return ranked(raw_importance(model, channel_map, settings, inputs), channel_map, settings)
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A plan that passed its trial.
+
+    Attributes:
+        plan: what stays.
+        scores: importance of every label, float (n_labels,).
+        compact: the model as planned, without any fine-tuning.
+        max_relative_difference: largest difference of any operator between masked and compact model (float64).
+        locked_by_trial: locks that the trial added, as text.
+        unseen: what methods that no example runs may need, and which MACs no budget counts, in sentences.
+        attempts: the plans that were measured on the way, in order, where a budget is one of time.
+    """
+
+    plan: Plan
+    scores: Scores
+    compact: nn.Module
+    max_relative_difference: float
+    locked_by_trial: tuple[str, ...]
+    unseen: tuple[str, ...] = ()
+    attempts: tuple[Attempt, ...] = ()
+
+    def curves(self, patches: PatchStats) -> dict[str, SensitivityCurve]:
+        """Return the curves that elimination planned by, by a group's name: the lower convex hulls of the errors.
+
+        Args:
+            patches: that the plan was made with.
+        """
+        chart = self.plan.channel_map
+        groups = {group.name: group for group in chart.groups}
+        return {
+            name: replace(curve, outputs=outputs_reading(groups[name], chart, patches))
+            for name, curve in cumulated(chart, self.scores).items()
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class PlanSearch:
+    """The search for a plan that passes its trial and is within all budgets.
+
+    Begins with `trace`, goes on `with_profile` where a budget may be one of time, and ends with `find`. Each step
+    returns a new search.
+
+    Attributes:
+        model: the dense model; not changed.
+        examples: inputs, see `prunekit.utils.inputs.example`. Memory and time are those of the first; others take
+            branches that it does not take.
+        settings: criterion, scope, budgets and limits.
+        channel_map: of the model.
+        latency: what plans are predicted and timed by; None where no budget is one of time.
+        log: gets a line for each network of a profile and each plan that is timed.
+        log_plans: whether it also gets a line for each plan that is made for a time.
+    """
+
+    model: nn.Module
+    examples: tuple[tuple[Any, ...], ...]
+    settings: PruneSettings
+    channel_map: ChannelMap
+    latency: LatencyTarget | None = None
+    log: Log = stage
+    log_plans: bool = False
+
+    @classmethod
+    def trace(
+        cls,
+        model: nn.Module,
+        example: tuple[Any, ...],
+        settings: PruneSettings,
+        *,
+        more_examples: Sequence[tuple[Any, ...]] = (),
+        channel_map: ChannelMap | None = None,
+        log: Log = stage,
+        log_plans: bool = False,
+    ) -> Self:
+        """Trace a model.
+
+        Args:
+            channel_map: of this model, where it has been traced already, on the same examples in the same order.
+
+        Raises:
+            PlanError: the channel map is that of another model.
+            UsageError: the channel map was traced on more examples.
+        """
+        model, examples = unwrapped(model), (example, *more_examples)
+        require_values(model, "plan")
+        if channel_map is not None:
+            require_model(channel_map, model, "the channel map")
+        with paused_garbage_collection():
+            channel_map = channel_map or trace(model, *examples)
+        traced = 1 + max(run.example for run in channel_map.traced.trace.runs)
+        if traced > len(examples):
+            raise UsageError(f"channel_map: traced on {traced} examples, got {len(examples)}; give the others too")
+        return cls(model, examples, settings, channel_map, log=log, log_plans=log_plans)
+
+    def with_profile(self, transform: Transform = AS_IT_IS, *, measure: bool = True) -> Self:
+        """Profile the model on the target of the settings, where a budget is one of time.
+
+        Args:
+            transform: what is done to the dense model and to every compact one before they are timed.
+            measure: whether what the cache of profiles does not have is measured.
+
+        Raises:
+            NotMeasuredError: nothing is to be measured, and the cache has too little.
+            UsageError: the model takes something else than tensors with a batch, or as for `profile`.
+            PlanError: a budget that is not one of time cannot be met: nothing is measured then.
+        """
+        timed = [name for name in self.settings.budget.given if facts_of(name).measured]
+        if not timed:
+            return self
+        try:
+            inputs = inputs_like(self.examples[0])
+        except UsageError as error:
+            raise UsageError(
+                f"budget {' and '.join(timed)}: {error}; give macs, params, channels or size_mb instead"
+            ) from error
+        require_met_untimed(self.channel_map, in_blocks(self.settings))
+        found = profile(
+            self.model,
+            self.examples[0],
+            settings=self.settings,
+            channel_map=self.channel_map,
+            more_examples=self.examples[1:],
+            measure=measure,
+            transform=transform,
+            log=self.log,
+            progress=False,
+        )
+        self.log("; ".join((f"profile: {found.accuracy}", *found.notes)))
+        target = LatencyTarget(self.model, self.channel_map, inputs, self.settings, found, transform)
+        return replace(self, latency=target)
+
+    def with_weights(self, model: nn.Module) -> Self:
+        """Return the search for a plan of the same network with other weights: training changes no structure."""
+        target = self.latency
+        return replace(self, model=model, latency=None if target is None else replace(target, model=model))
+
+    def require_reachable(self) -> None:
+        """Raise if the budgets cannot be met, before anything is trained.
+
+        Where that is predicted for budgets of time, or nearly, the fastest plan is measured.
+
+        Raises:
+            PlanError: they cannot be met; with the best that can be had.
+        """
+        target = self.latency
+        if target is None:
+            feasible_plan(self.channel_map, self.settings)
+            return
+        if target.least_share > 1 - DOUBT:
+            by_norm = replace(target.aim(target.least_share), criterion="l2", scope="global")
+            fastest = replace(self, settings=by_norm).within_memory()
+            timing = time_compact(target, fastest.compact)
+            if timing.excess(target.asked) > 1:
+                raise target.out_of_reach(timing)
+        if target.least_share <= 1:
+            feasible_plan(self.channel_map, in_blocks(self.settings), target.table)
+
+    def find(self, inputs: CriterionInputs = WEIGHTS_ALONE) -> Planned:
+        """Plan until all budgets are met: those of time by what was measured.
+
+        Args:
+            inputs: what the criterion looks at beside the weights.
+
+        Raises:
+            PlanError: a budget cannot be met, with the best that can be had; or nothing would be removed.
+            RunError: the target cannot run the model.
+        """
+        if self.latency is None:
+            return self.within_memory(inputs)
+        timed, search, found = LatencySearch(self.latency, log=self.log), self, list[Planned]()
+        while not timed.done:
+            planned = replace(search, settings=timed.aim).within_memory(inputs)
+            found.append(planned)
+            search = replace(search, channel_map=planned.plan.channel_map)  # the trial's locks hold for the next too
+            timed.measure(planned.plan, planned.compact)
+        best = timed.best()
+        planned = next(one for one in found if one.plan is best)
+        return replace(self._as_asked(planned, self.latency.asked_figures), attempts=tuple(timed.attempts))
+
+    def predict(self, inputs: CriterionInputs = WEIGHTS_ALONE) -> Planned:
+        """Plan without measuring: budgets of time are met by prediction, or with the fastest plan that is predicted."""
+        if self.latency is None:
+            return self.within_memory(inputs)
+        aim = self.latency.aim(self.latency.first_share)
+        return self._as_asked(replace(self, settings=aim).within_memory(inputs), self.latency.asked_figures)
+
+    def within_memory(self, inputs: CriterionInputs = WEIGHTS_ALONE) -> Planned:
+        """Plan until the compact model, counted by itself, takes no more memory than the budget, if there is one.
+
+        What is predicted is what is counted, unless the compact model runs other operators than the dense one:
+        attention of its original class where that is whole, with one head, which needs no copies, or without a fused
+        kernel where queries and values differ in width. The aim is corrected then.
+
+        Raises:
+            PlanError: the budgets cannot be met.
+        """
+        settings, channel_map = self.settings, self.channel_map
+        if self.log_plans:
+            self.log(f"plan by {settings.criterion}, and try it")
+        asked = settings.budget.memory_mb
+        if asked is None:
+            return self.try_plan(settings, channel_map, inputs)
+        aim, best, most = asked, None, 0.0
+        low, high = 0.0, float("inf")  # aims that led within the budget, and that did not
+        for _ in range(ATTEMPTS):
+            try:
+                aimed = replace(settings, budget=replace(settings.budget, memory_mb=aim))
+                planned = self.try_plan(aimed, channel_map, inputs)
+            except PlanError:
+                if aim == asked:
+                    raise
+                break
+            counted = self._megabytes(planned.compact)
+            if most < counted <= asked:
+                best, most = planned, counted
+            binds = planned.plan.provenance["binding"] == "memory_mb"
+            if counted <= asked and not (binds and counted < (1 - NEAR) * asked):
+                break
+            low, high = (max(low, aim), high) if counted <= asked else (low, min(high, aim))
+            aim *= asked / counted * (1 - 1e-6)
+            aim = aim if low < aim < high else (low + high) / 2
+            channel_map = planned.plan.channel_map  # the trial's locks hold for the next attempt as well
+        if best is None:
+            raise PlanError(
+                f"budget memory_mb: at most {MEMORY.in_words(asked)} was asked for, but the narrowest plan that was "
+                f"made for it takes {MEMORY.in_words(counted)}; raise the budget"
+            )
+        figures = {"asked": asked, "left": most, "dense": self._megabytes(self.model)}
+        return self._as_asked(best, {"memory_mb": figures})
+
+    def try_plan(self, settings: PruneSettings, channel_map: ChannelMap, inputs: CriterionInputs) -> Planned:
+        """Score, plan, and try the plan until masked == compact: what differs is locked, and planned again.
+
+        Args:
+            settings: of the search, with the budgets that are aimed at.
+            channel_map: of the search, with what was locked since.
+        """
+        draft = _Draft(self, settings, inputs)
+        with paused_garbage_collection():
+            settled = settle(self.model, channel_map, draft.choose, list(self.examples), plain=settings.plain_classes)
+            settled, unseen = with_unseen_sizes(self.model, settled, list(self.examples))
+        chart, known = settled.channel_map, set(self.channel_map.locks)
+        added = tuple(f"{lock.module} ({lock.operator}): {lock.reason}" for lock in chart.locks if lock not in known)
+        plan = replace(draft.plan, channel_map=chart)  # which also knows what the last trial found out
+        unseen += _uncounted(self.channel_map)
+        return Planned(plan, draft.scores, settled.compact, settled.difference, added, unseen)
+
+    def deliver(self, planned: Planned, model: nn.Module) -> LatencyResult:
+        """Measure the model that is handed over beside the dense one in fresh processes.
+
+        Args:
+            planned: what `find` found.
+            model: compacted by that plan, and transformed as the profile was.
+
+        Raises:
+            RunError: the target cannot run it.
+        """
+        assert self.latency is not None
+        final = time_delivered(self.latency, planned.attempts[0].timing, model)
+        found = LatencyResult(self.latency, planned.attempts, time_binds(planned.plan), final)
+        self.log(f"latency: measured last: {final}: {100 * found.excess:.1f} % of the time asked for")
+        return found
+
+    def _megabytes(self, model: nn.Module) -> float:
+        target = self.settings.target
+        return count_memory(model, self.examples[0], target.batch, target.dtype) / MEMORY.per_unit
+
+    def _as_asked(self, planned: Planned, figures: Mapping[str, Mapping[str, float]]) -> Planned:
+        """Return the plan with settings and figures of budgets as they were given, not as they were aimed at."""
+        origin = planned.plan.provenance
+        budgets = {name: {**found, **figures.get(name, {})} for name, found in origin["budgets"].items()}
+        provenance = {**origin, "prune": plain(asdict(self.settings)), "budgets": budgets}
+        return replace(planned, plan=replace(planned.plan, provenance=provenance))
+
+
+class _Draft:
+    """A plan in the making: scored and made again for each channel map that its trial comes to."""
+
+    plan: Plan
+    scores: Scores
+
+    def __init__(self, search: PlanSearch, settings: PruneSettings, inputs: CriterionInputs) -> None:
+        self._search, self._settings, self._inputs = search, settings, inputs
+
+    def choose(self, channel_map: ChannelMap) -> Keep:
+        """Return what the plan keeps, bool (n_labels,)."""
+        search, settings, inputs = self._search, self._settings, self._inputs
+        table = None if search.latency is None else search.latency.table
+        self.scores = importance(search.model, channel_map, settings, inputs)
+        self.plan = make_plan(channel_map, self.scores, settings, seed=inputs.seed, latency=table)
+        return self.plan.keep
+
+
+def _uncounted(channel_map: ChannelMap) -> tuple[str, ...]:
+    """Return which multiply-accumulates of the pass in eval mode no budget counts, in a sentence."""
+    trace = channel_map.traced.trace
+    parts = [part for part in trace.fused_away if any(is_inside(term.module, [part]) for term in trace.flow.macs)]
+    if not parts:
+        return ()
+    return (f"MACs do not count {', '.join(parts)}: the model's own fuse() takes them out of the deployed model",)

@@ -1,0 +1,537 @@
+"""Pruning in a training loop of one's own: masks whose plan changes on the way, then the compact model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import asdict, replace
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from prunekit.compaction.compact_model import compact
+from prunekit.distributed.process_group import is_main, is_sharded
+from prunekit.errors import ArtifactError, ModelError, UsageError
+from prunekit.hooks.hook import OwnedHook
+from prunekit.hooks.owner import HookOwner
+from prunekit.hooks.wrappers import require_values, unwrapped, unwrapped_for_hooks
+from prunekit.jobs.prune.loop_evidence import LoopEvidence, labeled_batches, require_evidence
+from prunekit.jobs.prune.one_shot import IMAGES, Calibration, Request
+from prunekit.jobs.run.agreement import share_plan
+from prunekit.jobs.stages.schedule_stages import StagePlanner, rescored
+from prunekit.masks.gradient_clamps import GradientClamp
+from prunekit.masks.gradient_clamps import clamp_activation_grad as clamp_activations
+from prunekit.masks.gradient_clamps import clamp_weight_grad as clamp_weights
+from prunekit.masks.masked_model import Sparsity, sparsity
+from prunekit.masks.weight_masks import WeightMasks, optimizer_of
+from prunekit.measure.verification import Verification, verify
+from prunekit.planning.keywords import Where, prune_settings
+from prunekit.planning.plan import Plan
+from prunekit.planning.schedules import in_steps
+from prunekit.settings.prune import PruneSettings, ScheduleKind, ScheduleSettings, Scope, Target
+from prunekit.settings.train import ClampSettings
+from prunekit.statistics.taylor_terms import Loss
+from prunekit.tasks.task import Task, get_task
+from prunekit.training.callbacks.scheduled_masks import PlanChange, ScheduledMasks
+from prunekit.training.optimizers import transfer, transfer_average
+from prunekit.utils.display import Displayed, Table
+from prunekit.utils.inputs import moved
+from prunekit.utils.progress import reporting
+
+Clamp = float | Mapping[str, float] | ClampSettings
+STATE = {"steps", "asked", "masks", "average", "clamps"}
+
+
+class Pruner(Displayed):
+    """Prunes a model while a training loop of one's own trains it, and gives the compact model at the end.
+
+    From when it is made until `finish` or `close` the model is under masks: after every step of the optimizer, what
+    the plan in force prunes is exactly zero. `step()`, called in the loop after `optimizer.step()`, puts the next plan
+    in force when its time has come. The last one meets the budgets, is proven at once (masked == compact), and stays
+    for as long as the loop goes on. `finish()` makes it physical: it returns the compact model, verified, and the same
+    optimizer, which now trains that and has kept its momentum; learning-rate schedulers and gradient scalers go on.
+
+    Steps are counted where the optimizer makes them, so it does no harm to call `step()` after each micro-batch, and
+    steps that a GradScaler skips don't count. Criteria that look at gradients (`taylor`) see those of the loop's own
+    steps since the stage before, of at most 64 steps evenly spread, without the loss scale; so their first stage comes
+    after at least one step. Weights are scored as they are at each stage, and activations (`apoz`, `wanda`, ...) on
+    `calibration` samples; criteria of Gram matrices (`elimination`, `obs`, `chip`) score the dense model once.
+
+    Models and optimizers that Accelerate has prepared are taken as they are, as are those in DistributedDataParallel,
+    where every process makes a pruner and all follow the main one's plan. `torch.compile` comes before, but the
+    compiled model may not have run yet; each stage then compiles anew.
+
+    Args:
+        model: trained in place, in its dense size.
+        optimizer: of the model's parameters, and of those alone; or a wrapper that keeps it in `.optimizer`.
+        example: what the model is called with: a tensor, a tuple of positional arguments, or a mapping of arguments by
+            name. May be left out where `calibration` is given.
+        macs, channels, params, size_mb, latency_ms, speedup, memory_mb, budgets: as for `prunekit.prune`, at least one
+            is given. A budget of time is measured when the pruner is made, for the plan that the loop then comes to;
+            on the way there it goes by MACs.
+        target, scope, round_to, min_channels, ignore, ratios, plain_classes, settings: as for `prunekit.prune`.
+        criterion: as `prunekit list criteria` shows them; `l2`, or where `calibration` is given `elimination`.
+        schedule: how the model gets there: `cubic`, `linear` or `exponential`, in 10 stages; `iterative`, in 3; or
+            `oneshot`, all at `begin`. Or `ScheduleSettings`, which also say in how many stages (`rounds`, `every`),
+            whether channels may come back (`regrow`, `freeze`), and whether `movement` scores them; counted in steps.
+        steps: of the optimizer, until the budgets are met; none for `oneshot`.
+        begin: how many steps come before the schedule begins.
+        calibration: samples, as for `prunekit.prune`: for criteria that look at activations. For those of second
+            derivatives (`taylor2`, `obd`) batches of inputs and targets.
+        loss: for these: from what the model returns and the targets to one number, the mean over the batch.
+        images: how many samples of `calibration` are taken.
+        task: whose `unpack` takes its batches apart, where they come in another form; itself or its name.
+        average: of the model's weights (EMA, SWA), which the loop updates; what is pruned is zero in it too.
+        clamp_weight_grad, clamp_activation_grad: limits as for the functions of these names, in force until the end.
+        scaler: what scales the loss, for `clamp_activation_grad`.
+        gradient_masks: whether gradients of what is pruned are set to zero too, so that they count nowhere: not in
+            momentum, not where gradients are clipped by norm, and no NaN or Inf spreads from there.
+        seed: of the random criterion.
+        more_examples: further examples, for branches of the model that the first does not take.
+        progress: whether to show what happens while the pruner is made, on stderr; None: on a terminal and in a
+            notebook.
+
+    Attributes:
+        plan: the one in force.
+        changes: the stages that were carried out.
+        done: whether the plan is the final one.
+        average: the one that was given; after `finish` that of the compact model.
+        verification: of masked and compact model, once the plan is final.
+
+    Raises:
+        UsageError: arguments don't fit each other, the criterion can't be had from what is given, or the optimizer is
+            that of another model.
+        PlanError: the budget cannot be met or removes nothing, or a glob matches no module.
+        ModelError: the model can't be traced, is sharded, or a compiled form of it has run already.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> pruner = pk.Pruner(model, optimizer, torch.randn(1, 4), macs=0.5, steps=20, criterion="taylor")
+        >>> for _ in range(30):
+        ...     model(torch.randn(8, 4)).square().mean().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        ...     pruner.step()
+        >>> small, optimizer = pruner.finish()
+        >>> small[0].out_features
+        8
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        example: Any = None,
+        *,
+        macs: float | None = None,
+        channels: float | None = None,
+        params: float | None = None,
+        size_mb: float | None = None,
+        latency_ms: float | None = None,
+        speedup: float | None = None,
+        memory_mb: float | None = None,
+        target: Target | None = None,
+        criterion: str | None = None,
+        scope: Scope | None = None,
+        round_to: int = 1,
+        min_channels: int = 1,
+        ignore: Where | Iterable[Where] = (),
+        ratios: Mapping[Any, float] | None = None,
+        plain_classes: bool = False,
+        settings: PruneSettings | None = None,
+        schedule: ScheduleKind | ScheduleSettings = "cubic",
+        steps: int | None = None,
+        begin: int = 0,
+        calibration: Calibration | None = None,
+        loss: Loss | None = None,
+        images: int = IMAGES,
+        task: Task | str | None = None,
+        average: AveragedModel | None = None,
+        clamp_weight_grad: Clamp | None = None,
+        clamp_activation_grad: Clamp | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        gradient_masks: bool = True,
+        seed: int = 0,
+        more_examples: Sequence[Any] = (),
+        progress: bool | None = None,
+        **budgets: float,
+    ) -> None:
+        inner = unwrapped_for_hooks(model, "Pruner")
+        require_values(inner, "Pruner")
+        if is_sharded(inner):
+            raise ModelError(
+                "Pruner: the model is sharded, and a schedule holds the values of what it prunes, which no process has "
+                "whole; use DistributedDataParallel, or prune at once: prunekit.masked(model, plan, optimizer)"
+            )
+        self._model, self._given, self._optimizer = inner, optimizer, _own_optimizer(inner, optimizer)
+        laid, stages = in_steps(schedule, steps, begin)
+        asked = prune_settings(
+            inner,
+            settings,
+            by_default="l2" if calibration is None else "elimination",
+            macs=macs,
+            channels=channels,
+            params=params,
+            size_mb=size_mb,
+            latency_ms=latency_ms,
+            speedup=speedup,
+            memory_mb=memory_mb,
+            target=target,
+            criterion=criterion,
+            scope=scope,
+            round_to=round_to,
+            min_channels=min_channels,
+            ignore=ignore,
+            ratios=ratios,
+            plain_classes=plain_classes,
+            **budgets,
+        )
+        if asked.schedule is not None:
+            raise UsageError("settings.schedule: expected None beside a pruner's own; give it as schedule=")
+        self.settings = replace(asked, schedule=laid)
+        labeled = require_evidence(self.settings, stages, calibration, loss, task)
+        # A plan that is tried before any stage shows what is locked. Of criteria that score anew at each stage it goes
+        # by chance, so that a pruner that goes on from a state finds the same locks whatever the weights are by then.
+        tried = asked if asked.budget.measured or not rescored(self.settings) else replace(asked, criterion="random")
+        example = None if example is None else moved(example, next(inner.parameters()).device)
+        request = Request(inner, example, calibration, tried, images, None, None, seed, tuple(more_examples), task)
+        with reporting(progress, "pruner"):
+            planned = request.find_plan()
+            self._example = request.search.examples[0]
+            plan = share_plan(planned.plan)
+            pairs = labeled_batches(inner, calibration, task, images) if labeled else []
+            loss = get_task(task).loss if loss is None and task is not None else loss
+        evidence = LoopEvidence(self.settings, plan.channel_map, request.samples, pairs, loss, seed=seed)
+        planner = StagePlanner(self.settings, plan, planned.scores, evidence, seed=seed)
+        self._dense = dense = Plan(plan.channel_map, np.ones(plan.channel_map.n_labels, dtype=bool))
+        self._masks = ScheduledMasks(
+            inner, self._optimizer, stages, dense, planner, self._changed, gradients=gradient_masks
+        )
+        self._steps = _Steps(self._optimizer, stages[-1].step)
+        self.average = average
+        self._averaged = None if average is None else _average_masks(average, dense)
+        self._clamps: dict[str, GradientClamp] = {}
+        if clamp_weight_grad is not None:
+            limits, by = _limits(clamp_weight_grad)
+            self._clamps["clamp_weight_grad"] = clamp_weights(inner, self._optimizer, limits, by=by)
+        if clamp_activation_grad is not None:
+            limits, by = _limits(clamp_activation_grad)
+            self._clamps["clamp_activation_grad"] = clamp_activations(inner, limits, by=by, loss_scale=scaler)
+        self.verification: Verification | None = None
+        self._over = ""
+        with ExitStack() as entered:
+            owners: tuple[AbstractContextManager[Any], ...] = (self._masks, self._steps, *self._clamps.values())
+            for owner in (*owners, self._averaged or nullcontext()):
+                entered.enter_context(owner)
+            self._masks.reach(0)
+            self._entered = entered.pop_all()
+
+    @property
+    def plan(self) -> Plan:
+        """The one in force."""
+        return self._masks.plan
+
+    @property
+    def changes(self) -> list[PlanChange]:
+        """The stages that were carried out."""
+        return list(self._masks.changes)
+
+    @property
+    def done(self) -> bool:
+        """Whether the plan is the final one."""
+        return self._masks.settled
+
+    @property
+    def sparsity(self) -> Sparsity:
+        """How much of the model is gone."""
+        return sparsity(self._model, self.plan)
+
+    @property
+    def step_count(self) -> int:
+        """How many steps the optimizer has made, those left out that a GradScaler skipped."""
+        return self._steps.made
+
+    @property
+    def clamped(self) -> dict[str, dict[str, float]]:
+        """Of each clamp the share of values (by norm: of gradients) beyond the limit so far, 0..1, by module path."""
+        return {name: clamp.shares() for name, clamp in self._clamps.items()}
+
+    def step(self) -> None:
+        """Put the next plan in force if its time has come; called after each step of the optimizer.
+
+        Raises:
+            UsageError: the pruner has finished or is closed.
+            NonFiniteError: weights or gradients are NaN or Inf; names the parameter.
+            VerificationError: masked and compact model differ under the final plan.
+        """
+        self._require_open("step")
+        self._steps.told = True
+        due = self._masks.next
+        if due is not None and self._steps.tried >= due.step:  # else nobody waits for the device
+            self._masks.reach(self._steps.made)
+        if self._averaged is not None:
+            self._averaged.zero_()
+
+    def finish(self, *, early: bool = False) -> tuple[nn.Module, Optimizer]:
+        """Make the masks physical, and leave the model without hooks.
+
+        What was given stays as it is, with zeros where it is pruned. An average goes over to the compact model too:
+        see `average`. Wrappers such as DistributedDataParallel, `torch.compile` or Accelerate's autocast are put around
+        the compact model anew.
+
+        Args:
+            early: whether to come to the final plan now where the schedule isn't over, without training under it.
+
+        Returns:
+            The compact model, and the optimizer that was given, which now has that model's parameters.
+
+        Raises:
+            UsageError: the schedule isn't over, and not `early`; or the pruner has finished or is closed.
+            VerificationError: masked and compact model differ; all stays as it was.
+            PlanError: a state of the optimizer has a shape that says not where its entries belong; all stays as it was.
+        """
+        self._require_open("finish")
+        if not self.done:
+            if not early:
+                raise UsageError(f"finish: {self._unfinished()}")
+            self._masks.reach(self._masks.stages[-1].step)
+        plan = self.plan
+        small = compact(self._model, plan)
+        self.verification = verify(self._model, small, plan, [self._example], strict=True)
+        average = None if self.average is None else transfer_average(self.average, plan)
+        transfer(self._optimizer, self._model, small, plan)
+        self._leave("has finished: go on with the compact model that it returned")
+        self.average = average
+        return small, self._given
+
+    def close(self) -> None:
+        """Leave the model without hooks and in its dense size; what was pruned gets the values back that it had then.
+
+        What was trained meanwhile stays. Harmless when called again, or after `finish`.
+        """
+        if self._over:
+            return
+        held = [self._masks.held, *([] if self._averaged is None else [self._averaged.held])]
+        self._leave("is closed")
+        for values in held:
+            values.write_back()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a loop that goes on from here needs, beside the states of model, optimizer and average.
+
+        Tensors, numbers, text, and lists and dictionaries of them: `torch.load(..., weights_only=True)` reads it.
+        """
+        self._require_open("state_dict")
+        averaged = {} if self._averaged is None else self._averaged.held.values
+        return {
+            "steps": self.step_count,
+            "asked": self._asked(),
+            "masks": self._masks.state_dict(),
+            "average": {name: values.clone() for name, values in averaged.items()},
+            "clamps": {name: clamp.state_dict() for name, clamp in self._clamps.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state, to the bit as if there had been no break.
+
+        Call it on a pruner that was made anew with the same arguments, before or after model, optimizer and average
+        get their states.
+
+        Raises:
+            ArtifactError: the state is of another model, other budgets or another schedule.
+        """
+        self._require_open("load_state_dict")
+        if not isinstance(state, Mapping) or not state.keys() >= STATE:
+            raise ArtifactError(
+                "state of a pruner: expected what its state_dict() returned, got "
+                + (
+                    f"one with {', '.join(map(repr, list(state)[:3]))}"
+                    if isinstance(state, Mapping)
+                    else type(state).__name__
+                )
+            )
+        if state["asked"] != self._asked():
+            raise ArtifactError(
+                f"state of a pruner: of other {_differing(state['asked'], self._asked())} than this one; make this "
+                "one of the same model with the same arguments"
+            )
+        self._masks.load_state_dict(state["masks"])
+        if self._averaged is not None:
+            self._averaged.update(self.plan)
+            self._averaged.held.load(state["average"])
+        for name, clamp in self._clamps.items():
+            clamp.load_state_dict(state["clamps"][name])
+        self._steps.begin_at(int(state["steps"]))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return each stage that was carried out: its step, channels that went and came back, and what is left of
+        what.
+        """
+        return [
+            {"step": change.step, "pruned": change.pruned, "regrown": change.regrown}
+            | {f"{name}_left": left for name, (_, left) in change.shares.items()}
+            for change in self.changes
+        ]
+
+    def _headline(self) -> str:
+        at = "final plan" if self.done else f"step {self.step_count} of {self._masks.stages[-1].step}"
+        left = self.changes[-1].shares if self.changes else {}
+        shares = ", ".join(f"{share:.1%} of {name}" for name, (_, share) in left.items())
+        return f"{at}, {shares or 'all'} left{f', {self._over.partition(chr(58))[0]}' if self._over else ''}"
+
+    def _parts(self) -> Iterator[str | Table]:
+        yield self._headline()
+        names = list(dict.fromkeys(name for change in self.changes for name in change.shares))
+        rows = [
+            [change.step, change.pruned, change.regrown, *(f"{change.shares[name][1]:.1%}" for name in names)]
+            for change in self.changes
+        ]
+        yield Table(["step", "pruned", "came back", *(f"{name} left" for name in names)], rows, title="stages so far")
+
+    def _changed(self) -> None:
+        if self._averaged is not None:
+            self._averaged.update(self.plan)
+        if self.done and is_main():  # before anything is trained under it
+            small = compact(self._model, self.plan)
+            self.verification = verify(self._model, small, self.plan, [self._example], strict=True)
+
+    def _asked(self) -> str:
+        """Return what a state has to have in common with the pruner that goes on from it."""
+        stages = [[stage.step, stage.progress] for stage in self._masks.stages]
+        return json.dumps({"channels": self._dense.digest, "stages": stages, "settings": asdict(self.settings)})
+
+    def _require_open(self, what: str) -> None:
+        if self._over:
+            raise UsageError(f"{what}: this pruner {self._over}")
+
+    def _leave(self, state: str) -> None:
+        self._entered.close()
+        self._over = state
+
+    def _unfinished(self) -> str:
+        """Return why the plan isn't final, and what to do."""
+        made, last = self.step_count, self._masks.stages[-1].step
+        if not self._steps.told:
+            return (
+                f"the optimizer made {made} steps, and pruner.step() was never called; call it after optimizer.step()"
+            )
+        if not self._steps.tried:
+            return (
+                f"this {type(self._optimizer).__name__} has made no step, so no plan came into force; give the "
+                "optimizer whose step() the loop runs"
+            )
+        if made >= last:
+            return "the schedule's last stage is due; call pruner.step() after optimizer.step()"
+        return (
+            f"the optimizer made {made} of the schedule's {last} steps, so the budget isn't met yet; train on, or come "
+            "to the final plan now with finish(early=True), or take what has gone so far: "
+            "prunekit.compact(model, pruner.plan)"
+        )
+
+
+class _Steps(HookOwner):
+    """Counts the steps that an optimizer makes.
+
+    Attributes:
+        tried: those that a GradScaler skipped included.
+        told: whether the pruner's `step` was ever called.
+    """
+
+    def __init__(self, optimizer: Optimizer, last: int) -> None:
+        super().__init__()
+        self._optimizer, self._last = optimizer, last
+        self.begin_at(0)
+        self.told = False
+
+    def begin_at(self, step: int) -> None:
+        """Counts on from a step."""
+        self.tried, self._skipped = step, torch.zeros(())
+        self.told = step > 0
+
+    def register(self) -> None:
+        """Hooks the optimizer's step."""
+        self.own(self._optimizer.register_step_pre_hook(OwnedHook(self, self._before)))
+        self.own(self._optimizer.register_step_post_hook(OwnedHook(self, self._after)))
+
+    def _before(self, *_: Any) -> None:
+        if self.tried > self._last and not self.told:
+            raise UsageError(
+                f"the schedule's {self._last} steps are over, and pruner.step() was never called, so nothing was "
+                "pruned; call it after optimizer.step()"
+            )
+
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        self.tried += 1
+        skipped: Tensor | None = getattr(optimizer, "found_inf", None)  # of a fused one, which skips in its step
+        if skipped is not None:
+            self._skipped = self._skipped.to(skipped.device) + (skipped.detach() != 0).sum()
+
+    @property
+    def made(self) -> int:
+        """Steps that were not skipped; waits for the device."""
+        return self.tried - int(self._skipped)
+
+
+def _own_optimizer(model: nn.Module, optimizer: Any) -> Optimizer:
+    """Return the optimizer that really steps.
+
+    Raises:
+        UsageError: it is none, or of other parameters than the model's.
+    """
+    inner = optimizer_of(model, optimizer)
+    own = {id(parameter) for parameter in model.parameters()}
+    theirs = [parameter for group in inner.param_groups for parameter in group["params"]]
+    foreign = [parameter for parameter in theirs if id(parameter) not in own]
+    if foreign:
+        raise UsageError(
+            f"optimizer: expected one of this {type(model).__name__}'s parameters alone, but it has {len(foreign)} "
+            f"others, the first of shape {tuple(foreign[0].shape)}; give those an optimizer of their own"
+        )
+    hooks = inner._optimizer_step_pre_hooks.values()
+    if any(isinstance(hook, OwnedHook) and hook.acts_for(_Steps) for hook in hooks):
+        raise UsageError(
+            "optimizer: a Pruner counts its steps already; call that one's finish() or close() first, also where a "
+            "notebook cell that makes it is run again"
+        )
+    return inner
+
+
+def _average_masks(average: Any, plan: Plan) -> WeightMasks:
+    if not isinstance(average, AveragedModel):
+        raise UsageError(
+            f"average: expected a torch.optim.swa_utils.AveragedModel of the model, got {type(average).__name__}; "
+            "another copy of its weights is cut by prunekit.compact(copy, plan) once the pruner has finished"
+        )
+    return WeightMasks(unwrapped(average.module), plan, changing=True)
+
+
+def _limits(given: Clamp) -> tuple[float | Mapping[str, float], Any]:
+    if not isinstance(given, ClampSettings):
+        return given, "value"
+    limits = given.limit if given.modules is None else dict.fromkeys(given.modules, given.limit)
+    return limits, given.by
+
+
+def _differing(theirs: str, ours: str) -> str:
+    """In what two pruners differ, in words."""
+    first, second = json.loads(theirs), json.loads(ours)
+    if first["settings"] != second["settings"]:
+        pairs = ((key, first["settings"].get(key), value) for key, value in second["settings"].items())
+        return "settings (" + ", ".join(f"{key} {was!r}, not {now!r}" for key, was, now in pairs if was != now) + ")"
+    return " and ".join(key for key in second if first.get(key) != second[key])

@@ -1,0 +1,226 @@
+"""The dense model of a job: built, and trained first when it has no weights; cached by content."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from prunekit.channels.cut.model_copy import named_tensors
+from prunekit.channels.trace import trace
+from prunekit.distributed.process_group import from_main, in_turn, is_main, require_equal, size
+from prunekit.errors import PrunekitError, UsageError
+from prunekit.jobs.run.agreement import share_model
+from prunekit.jobs.run.job_inputs import (
+    RECIPE_ONLY,
+    Own,
+    Prepared,
+    build_of,
+    job_model,
+    job_optimizer,
+    job_splits,
+    own_source,
+    own_structure,
+    renew_code,
+    require_sources,
+    training_sections,
+)
+from prunekit.jobs.run.run_folder import Log, digest, weights_digest
+from prunekit.masks.thresholds import chosen_paths
+from prunekit.models.outputs import require_trainable
+from prunekit.settings.job import JobSettings
+from prunekit.settings.train import TrainSettings
+from prunekit.tasks.task import Task
+from prunekit.training.callbacks.callback import Part
+from prunekit.training.callbacks.clamping import check_clamps
+from prunekit.training.callbacks.distillation import feature_paths
+from prunekit.training.callbacks.selection import Sources, asked_parts, needs_plan, task_loss
+from prunekit.training.checkpoints import Checkpoints
+from prunekit.training.checks import check_fits
+from prunekit.training.history import ClampRow, Compilation, EpochRow
+from prunekit.training.loop import fit
+from prunekit.utils.context import resolve_device, threads
+from prunekit.utils.files import atomic_file, read_json, write_json
+from prunekit.utils.user_code import is_reference
+
+
+@dataclass(frozen=True, eq=False)
+class Baseline:
+    """The dense model with its weights.
+
+    Attributes:
+        model: on the CPU.
+        rows: its training, empty when the weights were given.
+        clamps, compilation: what its gradient clamps did, and what came of compiling where it was trained now.
+        reused: whether it came from the cache; then `rows` and `clamps` are known to the main process alone.
+    """
+
+    model: nn.Module
+    rows: tuple[EpochRow, ...]
+    clamps: tuple[ClampRow, ...]
+    reused: bool
+    compilation: Compilation | None = None
+
+
+def prepare(job: JobSettings, own: Own = RECIPE_ONLY) -> Prepared:
+    """Read the data and build the dense model; everything that can be wrong with either is found here.
+
+    Several processes do so one after the other, as far as they would download the same: what they get is the same.
+
+    Raises:
+        UsageError: data, model or budget do not fit.
+        RunError: the processes do not have the same images or model.
+    """
+    with in_turn():
+        prepared = _prepared(job, own)
+    require_equal(prepared.splits.fingerprint, "the images (their fingerprint)")
+    share_model(prepared.model, "the dense model")
+    return prepared
+
+
+def _prepared(job: JobSettings, own: Own) -> Prepared:
+    device = resolve_device(job.device)
+    require_sources(job, own)
+    renew_code(job)
+    if job.model.weights is None and job.baseline is None and own.model is None:
+        raise UsageError(
+            "model.weights is not given and there is no baseline to train: "
+            "set model.weights to a name or file, or add `baseline: {epochs: ...}`"
+        )
+    splits = job_splits(job.data, own, job.task)
+    model = job_model(job, own, len(splits.classes))
+    require_trainable(model)
+    check_fits(model, splits, torch.device("cpu"))
+    if job.activations is not None:
+        chosen_paths(model, job.activations)
+    for name, settings in training_sections(job).items():
+        _check_training(name, settings, model, splits.task)
+    build = build_of(job, splits)
+    structure = own_structure(model, str(own.model)) if build is None else asdict(replace(build, weights=None))
+    sources = own_source(own.optimizer), own_source(job.task) if is_reference(job.task) else None
+    return Prepared(job, splits, model, device, structure, job_optimizer(own), *sources)
+
+
+def _check_training(name: str, settings: TrainSettings, model: nn.Module, task: Task) -> None:
+    check_clamps(model, settings)
+    task_loss(task, settings)
+    if settings.distill is not None:
+        if name == "baseline":
+            raise UsageError("baseline.distill: expected none, the dense model is the teacher; distill `finetune`")
+        feature_paths(model, settings.distill)
+    if needs_plan(settings) and name != "sparsify":
+        raise UsageError(
+            f"{name}.regularize.method: 'growing' shrinks what a plan removes before it goes; use it in `sparsify`"
+        )
+
+
+def train_baseline(
+    prepared: Prepared,
+    *,
+    log: Log,
+    progress: bool,
+    checkpoints: Checkpoints | None = None,
+    watch: Sequence[Part] = (),
+    on_epoch: Callable[[EpochRow], None] | None = None,
+) -> Baseline:
+    """Return the dense model with weights: as given, from the cache, or trained now and put there.
+
+    Args:
+        checkpoints: where training is resumed from; None: nowhere.
+        watch: what looks on.
+        on_epoch: called after each epoch that is trained now.
+    """
+    job = prepared.job
+    if job.model.weights is not None or job.baseline is None:
+        return Baseline(prepared.model, (), (), reused=False)
+    path = _baseline_path(prepared)
+    cached = _read_baseline(prepared, path) if is_main() else None
+    if from_main(lambda: cached is not None):
+        share_model(prepared.model, "the dense model")
+        log(f"baseline: reused {path} (same model, data, settings and seed)")
+        return cached or Baseline(prepared.model, (), (), reused=True)
+    chart = None if job.baseline.regularize is None else trace(prepared.model, prepared.example_inputs)
+    log(
+        f"baseline: training {job.model.name} on {len(prepared.splits.train)} "
+        f"{prepared.splits.task.samples}, epochs: {job.baseline.epochs}"
+    )
+    with threads(job.threads):
+        history = fit(
+            prepared.model,
+            prepared.splits,
+            job.baseline,
+            device=prepared.device,
+            seed=job.seed,
+            batch=job.data.batch,
+            workers=job.data.reading,
+            parts=[*watch, *asked_parts(job.baseline, Sources(prepared.splits, job.data.batch, channel_map=chart))],
+            own_optimizer=prepared.optimizer_for(job.baseline),
+            progress=progress,
+            label="baseline",
+            on_epoch=on_epoch,
+            checkpoints=checkpoints,
+        )
+    prepared.model.cpu()
+    if is_main():
+        save_weights(path, prepared.model)
+        write_json(path.with_suffix(".json"), asdict(history))
+    return Baseline(prepared.model, history.rows, history.clamps, reused=False, compilation=history.compilation)
+
+
+def cached_baseline(prepared: Prepared) -> Baseline | None:
+    """Return the trained dense model, when an earlier run left it in the cache."""
+    return None if prepared.job.baseline is None else _read_baseline(prepared, _baseline_path(prepared))
+
+
+def _read_baseline(prepared: Prepared, path: Path) -> Baseline | None:
+    if not path.is_file():
+        return None
+    try:
+        tensors = load_file(path)
+        training = read_json(path.with_suffix(".json"))
+        rows = tuple(EpochRow(**row) for row in training["rows"])
+        clamps = tuple(ClampRow(**row) for row in training["clamps"])
+        with torch.no_grad():
+            for name, tensor in named_tensors(prepared.model):
+                tensor.copy_(tensors[name])
+    except (OSError, KeyError, TypeError, RuntimeError, PrunekitError, SafetensorError):
+        return None  # a damaged cache is a cache miss: the baseline is trained again
+    return Baseline(prepared.model, rows, clamps, reused=True)
+
+
+def save_weights(path: Path, model: nn.Module) -> None:
+    """Write a model's parameters and buffers as safetensors, whole or not at all."""
+    with atomic_file(path) as temporary:
+        save_file({name: tensor.detach().contiguous() for name, tensor in named_tensors(model)}, temporary)
+
+
+def cache_folder(job: JobSettings) -> Path:
+    """Return where results are kept by content, shared by all runs of an output folder."""
+    return job.output / "cache"
+
+
+def _baseline_path(prepared: Prepared) -> Path:
+    job = prepared.job
+    assert job.baseline is not None
+    key = digest(
+        {
+            "model": prepared.structure,
+            "initial": weights_digest(prepared.model),
+            "data": [prepared.splits.fingerprint, job.data.augment],
+            "training": asdict(job.baseline),
+            **({"optimizer": prepared.optimizer_source} if job.baseline.optimizer == "own" else {}),
+            **({"task": prepared.task_source} if prepared.task_source is not None else {}),
+            "batch": job.data.batch,
+            "seed": job.seed,
+            "threads": job.threads,
+            "device": prepared.device.type,
+            "torch": str(torch.__version__),
+        }
+        | ({"processes": size()} if size() > 1 else {})
+    )
+    return cache_folder(job) / f"baseline-{key}.safetensors"

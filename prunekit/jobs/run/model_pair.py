@@ -1,0 +1,251 @@
+"""Models to look into: the dense one, the pruned one, or both, with which channels are gone and how images are fed.
+
+The dense model of a model folder, for comparisons of time: structure alone, its weights are random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from prunekit.channels.cut.model_copy import named_tensors, with_tensors
+from prunekit.channels.trace import trace
+from prunekit.compaction.model_folder import read_manifest
+from prunekit.data.datasets import ImageDataset
+from prunekit.data.sources import Splits, feed_of
+from prunekit.errors import ArtifactError, ModelError, UsageError
+from prunekit.inspection.capture.layer_selection import Layers, attention_weights
+from prunekit.inspection.visualize.image_files import Preprocessing, read_image
+from prunekit.jobs.run.job_inputs import Own, job_splits
+from prunekit.jobs.run.model_sources import MANIFEST, InputModel, resolve
+from prunekit.jobs.sensitivity import chosen_groups
+from prunekit.models.zoo import build_model, load_factory
+from prunekit.planning.plan import Plan, load_plan
+from prunekit.settings.inputs import DataSettings, ModelSettings
+from prunekit.settings.job import JobSettings
+from prunekit.utils.context import seeded, set_mode
+
+
+def dense_of(folder: Path, factory: str | None = None) -> nn.Module:
+    """Build the dense model that a folder's model was pruned from.
+
+    Args:
+        folder: a model folder.
+        factory: `file.py:factory`, the user's own code, where the folder cannot say how the model is built.
+
+    Raises:
+        ArtifactError: it is no model folder, or its manifest is damaged.
+        ModelError: the folder does not say how, and there is no factory; or building fails.
+    """
+    manifest = read_manifest(folder)
+    with seeded(0):
+        match manifest.get("build"):
+            case {"name": str(name), "zoo": "torchvision" | "cifar" | "timm" | "hf" as zoo, "arguments": dict(given)}:
+                return build_model(ModelSettings(name, zoo, arguments=given), num_classes=None)
+        if factory is None:
+            raise ModelError(
+                f"{folder}: the dense model ({manifest.get('class')}) was built by its owner's code; give that as "
+                "--model file.py:factory, or another model as --dense"
+            )
+        return load_factory(factory)
+
+
+Mask = NDArray[np.bool_]
+DENSE, PRUNED = "dense", "pruned"
+
+
+@dataclass(frozen=True, eq=False)
+class Sides:
+    """One model, or a dense one and what pruning left of it; in eval mode on the CPU.
+
+    Attributes:
+        name: what was named.
+        models: `dense`, `pruned` or both, in this order.
+        sample_shape: shape of one input without the batch.
+        data: how images become inputs, where a recipe says it.
+        own_data: `file.py:factory` of the images, where they are the user's own.
+        splits: the images, where they were read already.
+        plan: what the pruned model keeps, where it is known.
+        rows: module path -> which of its dense outputs are kept, (channels,), of layers whose weights are smaller.
+        notes: what to know when looking.
+        run: folder of the run that the pruned model is from.
+        job: the recipe that the models are of.
+    """
+
+    name: str
+    models: Mapping[str, nn.Module]
+    sample_shape: tuple[int, ...]
+    data: DataSettings | None = None
+    own_data: str | None = None
+    splits: Splits | None = None
+    plan: Plan | None = None
+    rows: Mapping[str, Mask] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    run: Path | None = None
+    job: JobSettings | None = None
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """From an image file to an input and back.
+
+        Raises:
+            UsageError: the models take no images.
+        """
+        feed = feed_of(self.data or DataSettings(source="imagefolder"))
+        return Preprocessing(self.sample_shape, feed.mean, feed.std)
+
+    def input(self, image: Path | None, index: int = 0) -> tuple[Tensor, str]:
+        """Return an input (1, C, H, W), and what it is of: an image file, or a test image of the recipe.
+
+        Raises:
+            DataError: the image cannot be read, or the data is not there.
+            UsageError: there is no file, and no recipe that has images; or no such image.
+        """
+        if image is not None:
+            return read_image(image, self.preprocessing)[None], image.name
+        if self.data is None and self.own_data is None:
+            raise UsageError(f"{self.name}: expected an image to look at, because no recipe says which: --image FILE")
+        splits = self.splits or job_splits(self.data or DataSettings(source="own"), Own(data=self.own_data))
+        if not 0 <= index < len(splits.test):
+            raise UsageError(f"expected the number of a test image, 0 to {len(splits.test) - 1}, got {index}")
+        if not isinstance(splits.test, ImageDataset):
+            raise UsageError(f"{self.name}: expected images with a label each, got the task {splits.task.name!r}")
+        values, label = splits.test[index]
+        return values[None], f"test image {index}, class {splits.classes[label]}"
+
+    def layers(self, paths: Sequence[str], groups: Sequence[str]) -> Layers | None:
+        """Return the layers that are meant; None where nothing is said.
+
+        Args:
+            paths: globs over module paths.
+            groups: globs over names of channel groups, of the plan where there is one.
+
+        Raises:
+            PlanError: a glob matches no group.
+        """
+        if not groups:
+            return list(paths) or None
+        if self.plan is not None:
+            chart = self.plan.channel_map
+        else:
+            chart = trace(next(iter(self.models.values())), (torch.zeros(1, *self.sample_shape),))
+        return [*paths, *chosen_groups(chart, groups)]
+
+    def kept(self, path: str, call: int) -> Mask | None:
+        """Return which of the dense model's channels the output of a module keeps, (channels,); None where nobody
+        knows.
+
+        Args:
+            path: of the module.
+            call: which of its calls in a forward pass.
+        """
+        labels = None if self.plan is None else self.plan.channel_map.activations.get((path, "output", call))
+        return self.rows.get(path) if labels is None or self.plan is None else self.plan.keep[labels]
+
+
+def sides_of(target: InputModel, data: DataSettings | None = None, own_data: str | None = None) -> Sides:
+    """Return a single model, as commands name one."""
+    notes = () if target.trained else (f"{target.name}: its weights are random",)
+    models = {DENSE: set_mode(target.model, False)}
+    return Sides(target.name, models, target.sample_shape, data, own_data, target.splits, notes=notes)
+
+
+def is_pruned(folder: Path) -> bool:
+    """Return whether a path is a run's folder or a model folder."""
+    return folder.is_dir() and any((folder / name).is_file() for name in (MANIFEST, f"model/{MANIFEST}", "status.json"))
+
+
+def model_folder(folder: Path) -> Path:
+    """Return the model folder that a path stands for: itself, or the one in a run's folder.
+
+    Raises:
+        ModelError: there is none.
+    """
+    if (folder / MANIFEST).is_file():
+        return folder
+    if not (folder / "model" / MANIFEST).is_file():
+        raise ModelError(f"{folder}: expected a model folder, or the folder of a run that has one; it has no model yet")
+    return folder / "model"
+
+
+def recipe_beside(folder: Path) -> Path | None:
+    """The recipe of the run that a model folder, or a run's folder, belongs to."""
+    path = model_folder(folder).resolve().parent / "recipe.yaml"
+    return path if path.is_file() else None
+
+
+def both_sides(
+    folder: Path, data: DataSettings | None = None, *, factory: str | None = None, own_data: str | None = None
+) -> Sides:
+    """Return the pruned model of a folder beside the dense one that its run has kept, if it has.
+
+    Args:
+        folder: of a run, or of a model; in the folder of a run, that is the run.
+        data: that of the run.
+        factory: `file.py:factory`, the user's own code, where the folder cannot say how the dense model is built.
+        own_data: likewise of the images.
+
+    Raises:
+        ArtifactError: a file is damaged, or does not belong to the model.
+        ModelError: there is no model, or it is not known how the dense model is built.
+    """
+    folder, given = model_folder(folder), folder
+    pruned = resolve(folder, factory=factory)
+    run, manifest = folder.resolve().parent, read_manifest(folder)
+    plan = load_plan(run) if (run / "plan.json").is_file() else None
+    dense, notes = _dense_beside(run, folder, factory)
+    models = {PRUNED: pruned.model} if dense is None else {DENSE: dense, PRUNED: pruned.model}
+    return Sides(
+        str(given),
+        models,
+        pruned.sample_shape,
+        data,
+        own_data,
+        plan=plan,
+        rows=_rows(manifest, pruned.model),
+        notes=notes,
+        run=run if (run / "status.json").is_file() else None,
+    )
+
+
+def _dense_beside(run: Path, folder: Path, factory: str | None) -> tuple[nn.Module | None, tuple[str, ...]]:
+    path = run / "checkpoints" / "dense.safetensors"
+    if not path.is_file():
+        return None, (f"{folder}: the pruned model alone, because no run beside it has kept the dense weights",)
+    dense = load_factory(factory) if factory is not None else dense_of(folder)
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise ArtifactError(f"{path}: {error}") from error
+    shapes = {name: tensor.shape for name, tensor in named_tensors(dense)}
+    wrong = sorted(name for name in shapes.keys() | tensors.keys() if _shape(tensors, name) != shapes.get(name))
+    if wrong:
+        raise ArtifactError(f"{path}: does not belong to this dense model: {', '.join(wrong[:3])} differ")
+    return set_mode(with_tensors(dense, tensors), False), ()
+
+
+def _shape(tensors: Mapping[str, Tensor], name: str) -> Any:
+    return tensors[name].shape if name in tensors else None
+
+
+def _rows(manifest: Mapping[str, Any], model: nn.Module) -> dict[str, Mask]:
+    found, modules, projections = {}, dict(model.named_modules()), attention_weights(model)
+    for name, axes in manifest["kept"].items():
+        path, _, kind = name.rpartition(".")
+        if kind != "weight" or path not in modules:
+            path = name  # as the weights of attention that have no module of their own are called
+            if path not in projections:
+                continue
+        axis = 1 if path in modules and getattr(modules[path], "transposed", False) else 0
+        dense = manifest["dense_shapes"][name][axis]
+        found[path] = np.ones(dense, bool) if axes[axis] is None else np.isin(np.arange(dense), axes[axis])
+    return found

@@ -1,0 +1,285 @@
+"""What a command works on: a job's dense model, a model folder, a zoo's model, or the user's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from prunekit.compaction.model_folder import load, read_manifest
+from prunekit.data.sources import Splits
+from prunekit.errors import ArtifactError, ModelError, UsageError, nearest, reason_of
+from prunekit.jobs.run.dense_model import prepare, train_baseline
+from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, example_of, job_model, job_splits, require_sources
+from prunekit.jobs.run.run_folder import Log
+from prunekit.measure.runtimes.session import Inputs, inputs_like, inputs_of
+from prunekit.models.state_dicts import load_weights
+from prunekit.models.zoo import ZOOS, build_model, image_shape, load_factory, load_with_example, zoo_names
+from prunekit.settings.inputs import DataSettings, ModelSettings
+from prunekit.settings.job import JobSettings
+from prunekit.tasks.classification import IMAGE_CLASSIFICATION
+from prunekit.utils.context import seeded, training_mode
+from prunekit.utils.inputs import Keywords, call, described
+from prunekit.utils.tensors import gather
+
+MANIFEST = "prunekit.json"
+
+
+@dataclass(frozen=True)
+class InputModel:
+    """A model that is ready to run.
+
+    Attributes:
+        model: on the CPU.
+        name: what tables call it.
+        sample_shape: shape of one input without the batch, such as (3, 224, 224).
+        splits: the data of the job, when it came from one.
+        trained: whether the model has weights from somewhere; without them its accuracy means nothing.
+        inputs: an example, samples first, of a model that is not for images alone.
+    """
+
+    model: nn.Module
+    name: str
+    sample_shape: tuple[int, ...]
+    splits: Splits | None = None
+    trained: bool = True
+    inputs: tuple[Any, ...] | None = None
+
+    def example_inputs(self) -> tuple[Any, ...]:
+        """Return what one forward is called with: the inputs, or zeros of shape (1, *sample_shape)."""
+        return (torch.zeros(1, *self.sample_shape),) if self.inputs is None else self.inputs
+
+    @property
+    def timed(self) -> Inputs:
+        """What is made up to time it."""
+        return inputs_of(self.sample_shape) if self.inputs is None else inputs_like(self.inputs)
+
+
+def resolve(
+    target: str | Path | JobSettings | ModelSettings | None,
+    *,
+    factory: str | None = None,
+    weights: str | None = None,
+    input_shape: tuple[int, ...] | None = None,
+    seed: int = 0,
+    data: str | None = None,
+) -> InputModel:
+    """Find and build what a command line names.
+
+    Args:
+        target: a job (its dense model), a model folder, the name of a model in torchvision or of a CIFAR ResNet, or
+            settings with the zoo that a name is from; None: what `factory` builds.
+        factory: `file.py:factory`, the user's own code, which is run; with a job whose model is the user's own it
+            builds that, and with a model folder the dense model that the folder was made from, where the folder cannot
+            say so itself.
+        weights: of a zoo's or the user's own model: a file, or for a zoo's a name such as `IMAGENET1K_V1`.
+        input_shape: shape of one input with its batch, such as (1, 3, 224, 224); required where nothing else says it.
+        seed: of random weights, where there are no others.
+        data: `file.py:factory`, the data of a job where it is the user's own.
+
+    Raises:
+        UsageError: the arguments do not go together.
+        ModelError: there is no such model, or it cannot be built.
+    """
+    if target is None and factory is None:
+        raise UsageError(
+            "expected a model: a recipe, a model folder, a torchvision or CIFAR name, or --model file.py:factory"
+        )
+    shape = None if input_shape is None else _sample_shape(input_shape)
+    with seeded(seed):
+        if isinstance(target, JobSettings):
+            _refuse_weights(weights, "a recipe", "set model.weights=... in it")
+            return _from_job(target, Own(factory, data), shape)
+        if target is None:
+            return _from_factory(str(factory), weights, shape)
+        if isinstance(target, ModelSettings):
+            return _from_zoo(replace(target, weights=weights), shape)
+        if Path(target).exists():
+            _refuse_weights(weights, "a model folder", "it holds its own")
+            return _from_folder(Path(target), factory, shape)
+        return _from_zoo(ModelSettings(str(target), _zoo_of(str(target)), weights=weights), shape)
+
+
+def trained_target(job: JobSettings, *, log: Log, progress: bool = False, own: Own = RECIPE_ONLY) -> InputModel:
+    """Return a job's dense model with its weights: as given, from the cache, or trained now as the job's baseline says.
+
+    Raises:
+        PrunekitError: as for the first stage of `finetune`.
+    """
+    prepared = prepare(job, own)
+    model = train_baseline(prepared, log=log, progress=progress).model
+    splits = prepared.splits
+    return InputModel(model, job.name, splits.sample_shape, splits, inputs=inputs_of_task(model, splits))
+
+
+def splits_of(
+    target: InputModel, data: DataSettings | None, own: Own, purpose: str, task: str = "image_classification"
+) -> Splits:
+    """Return the data of what a command works on: that of its job, or else that of the settings.
+
+    Args:
+        purpose: what images are for, as messages have it.
+
+    Raises:
+        UsageError: there are none.
+    """
+    if target.splits is not None:
+        return target.splits
+    if data is None:
+        raise UsageError(
+            f"{target.name}: expected images to {purpose}; name the recipe that has them: --recipe PATH, or give your "
+            "own: --data file.py:factory"
+        )
+    return job_splits(data, own, task)
+
+
+def inputs_of_task(model: nn.Module, splits: Splits) -> tuple[Any, ...] | None:
+    """Return the inputs of a sample; None of images, which their shape says enough of."""
+    return None if splits.task is IMAGE_CLASSIFICATION else example_of(model, splits)
+
+
+def probe(target: InputModel) -> Any:
+    """Return one forward on zeros, in eval mode: what the model returns.
+
+    Raises:
+        ModelError: the model does not run on its input.
+    """
+    try:
+        with training_mode(target.model, False), torch.no_grad():
+            return call(target.model, target.example_inputs())
+    except Exception as error:  # a model's own code may raise anything
+        shape = "x".join(map(str, (1, *target.sample_shape))) if target.inputs is None else described(target.inputs)
+        told = target.splits is not None or target.inputs is not None
+        cure = "" if told else "; --input-shape gives another, and a recipe has models of other inputs than one image"
+        raise ModelError(
+            f"{target.name}: the model does not run on an input of {shape}: {reason_of(error)}{cure}"
+        ) from error
+
+
+def _from_job(job: JobSettings, own: Own, shape: tuple[int, ...] | None) -> InputModel:
+    require_sources(job, own)
+    splits = job_splits(job.data, own, job.task)
+    model = job_model(job, own, len(splits.classes))
+    inputs = None if shape else inputs_of_task(model, splits)
+    trained = job.model.weights is not None
+    return InputModel(model, job.name, shape or splits.sample_shape, splits, trained, inputs)
+
+
+def _from_folder(folder: Path, factory: str | None, shape: tuple[int, ...] | None) -> InputModel:
+    if not (folder / MANIFEST).is_file():
+        inside = folder / "model"
+        meant = f"; did you mean {inside}?" if (inside / MANIFEST).is_file() else ""
+        raise ModelError(f"{folder}: expected a recipe (.yaml) or a model folder, which holds a {MANIFEST}{meant}")
+    manifest = read_manifest(folder)
+    dense = None
+    if not manifest.get("build"):
+        if factory is None:
+            raise ModelError(
+                f"{folder}: this model ({manifest.get('class')}) was built by its owner's code; give that as "
+                "--model file.py:factory"
+            )
+        dense = load_factory(factory)
+    inputs = None if shape else _noted_inputs(folder, manifest)
+    return InputModel(load(folder, dense), str(folder), shape or _noted_shape(folder, manifest), inputs=inputs)
+
+
+def _noted_inputs(folder: Path, manifest: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Zeros as the inputs of a model that does not take one float32 tensor; None of one that does."""
+    example = manifest["example"]
+    shapes, dtypes = example.get("shapes"), example.get("dtypes")
+    if dtypes is None:
+        return None
+    try:
+        names = example.get("names", [None] * len(shapes))
+        zeros = [torch.zeros(shape, dtype=getattr(torch, kind)) for shape, kind in zip(shapes, dtypes, strict=True)]
+        named = Keywords((name, zero) for name, zero in zip(names, zeros, strict=True) if name is not None)
+        given = [zero for name, zero in zip(names, zeros, strict=True) if name is None]
+        return (*given, named) if named else tuple(given)
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise ArtifactError(
+            f"{folder / MANIFEST}: example: expected shapes such as [1, 16] and as many dtypes such as int64, got "
+            f"{shapes!r} and {dtypes!r}; the manifest is damaged"
+        ) from error
+
+
+def _noted_shape(folder: Path, manifest: dict[str, Any]) -> tuple[int, ...]:
+    match manifest["example"].get("shapes"):
+        case [[int(), *sizes], *_] if sizes and all(type(size) is int and size > 0 for size in sizes):
+            return tuple(sizes)
+        case shapes:
+            raise ArtifactError(
+                f"{folder / MANIFEST}: example.shapes: expected a list of shapes such as [1, 3, 224, 224], "
+                f"got {shapes!r}; the manifest is damaged"
+            )
+
+
+def _from_zoo(settings: ModelSettings, shape: tuple[int, ...] | None) -> InputModel:
+    model = build_model(settings, num_classes=None)
+    return InputModel(
+        model, settings.name, shape or _usual_shape(settings, model), trained=settings.weights is not None
+    )
+
+
+def _zoo_of(name: str) -> Literal["torchvision", "cifar"]:
+    zoo = next((zoo for zoo in ZOOS if name in zoo_names(zoo)), None)
+    if zoo is None:
+        raise ModelError(
+            f"{name!r}: expected a recipe, a model folder, or the name of a torchvision or CIFAR model; {_hint(name)}"
+        )
+    return zoo
+
+
+def _hint(name: str) -> str:
+    if ".py" in name:
+        return "give your own model as --model file.py:factory"
+    names = nearest(name, [known for zoo in ZOOS for known in zoo_names(zoo)])
+    # A path that is not there has no near spelling among the models: twelve of their names would say nothing.
+    return names if names.startswith("did you mean") else "there is no such file, folder or model"
+
+
+def _from_factory(factory: str, weights: str | None, shape: tuple[int, ...] | None) -> InputModel:
+    model, example = load_with_example(factory)
+    if shape is None and example is None:
+        raise UsageError(
+            "--model: expected --input-shape with it, such as --input-shape 1x3x224x224, or a factory that returns "
+            "(model, example)"
+        )
+    if weights is not None:
+        load_weights(model, Path(weights))
+    # A factory may load weights itself: only its author knows.
+    name = factory.rpartition(":")[2]
+    if shape is not None:
+        return InputModel(model, name, shape)
+    assert example is not None
+    first = next((tensor for tensor in gather(example) if tensor.dim()), None)
+    if first is None:
+        raise ModelError(f"{factory}: expected an example with a tensor of samples, got {described(example)}")
+    return InputModel(model, name, tuple(first.shape[1:]), inputs=example)
+
+
+def _sample_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    if len(shape) < 2 or min(shape) < 1:
+        got = "x".join(map(str, shape))
+        raise UsageError(f"input shape: expected a batch and at least one more size, such as 1x3x224x224, got {got}")
+    return tuple(shape[1:])
+
+
+def _usual_shape(settings: ModelSettings, model: nn.Module) -> tuple[int, ...]:
+    """Return the input that a model, or torchvision's own weights of it, was made for."""
+    if settings.zoo == "cifar":
+        return (3, 32, 32)
+    if settings.zoo != "torchvision":
+        return image_shape(model) or (3, 224, 224)
+    from torchvision.models import get_model_weights
+
+    presets = [weights.transforms for weights in get_model_weights(settings.name)]
+    size = presets[0].keywords.get("crop_size", 224) if presets else 224
+    return (3, size, size)
+
+
+def _refuse_weights(weights: str | None, kind: str, instead: str) -> None:
+    if weights is not None:
+        raise UsageError(f"--weights goes with a zoo's name or --model, and this is {kind}: {instead}")

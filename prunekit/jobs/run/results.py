@@ -1,0 +1,352 @@
+"""What a run measured, in the form of `metrics.json` and `results.csv`.
+
+What a finished run leaves: its figures, its tables, and the models of its folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+
+from prunekit.compaction.model_folder import load
+from prunekit.data.loader import batches
+from prunekit.errors import reason_of
+from prunekit.jobs.bench import devices
+from prunekit.jobs.explain import explain_job
+from prunekit.jobs.prune.latency_target import LatencyResult
+from prunekit.jobs.prune.plan_search import Planned
+from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, Prepared
+from prunekit.jobs.run.model_pair import DENSE, both_sides
+from prunekit.jobs.run.run_folder import Log, RunFolder, environment
+from prunekit.jobs.stages.activation_stage import missed_targets
+from prunekit.jobs.stages.deployment_stage import FOLDER
+from prunekit.masks.masked_model import Sparsity
+from prunekit.measure.accuracy import Scores, evaluate
+from prunekit.measure.latency.comparison import LatencyReport, measure_latency
+from prunekit.measure.latency.wording import doubtful, failed, unstable, where
+from prunekit.measure.model_size import count_bytes, count_macs, count_memory, count_parameters, size_bytes
+from prunekit.measure.runtimes.session import inputs_like
+from prunekit.measure.verification import Verification
+from prunekit.models.zoo import load_factory
+from prunekit.planning.plan import Plan, load_plan
+from prunekit.report.headline import comparison, models, tiles
+from prunekit.settings.job import JobSettings
+from prunekit.settings.prune import facts_of
+from prunekit.tasks.task import Task
+from prunekit.utils.display import Displayed, Table
+from prunekit.utils.files import write_csv
+
+SCORE_COLUMNS = ("group", "channel", "score", "kept")
+COUPLING_COLUMNS = ("group", "channels", "kept", "module", "tensor", "axis", "position")
+LOCK_COLUMNS = ("reason", "module", "operator", "channels")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Attempts:
+    """Measurements of models that are trained and saved: one that fails costs its figure, and never the run.
+
+    A model's own code may raise anything where it is run in another way than it was trained.
+
+    Attributes:
+        failures: what was not measured, and why.
+    """
+
+    log: Log
+    failures: list[str] = field(default_factory=list)
+
+    def __call__(self, what: str, measure: Callable[[], T]) -> T | None:
+        """Return what a measurement returns; None where it failed, which the log says at once."""
+        try:
+            return measure()
+        except Exception as error:
+            self.failures.append(f"{what} not measured: {reason_of(error)}; the model is saved all the same")
+            self.log(f"measure: {self.failures[-1]}")
+            return None
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """Figures of the dense model, its control and the compact model that was loaded from its folder.
+
+    Attributes:
+        activations: what the activation masks do (`measure_masks`); None without.
+        explanation: why the pruned model is not faster (`explain_job`); None where nothing was looked for.
+        failures: what could not be measured; its figure is None, or missing.
+    """
+
+    models: dict[str, dict[str, Any]]
+    accuracies: dict[str, Scores]
+    latency: LatencyReport
+    activations: dict[str, Any] | None = None
+    explanation: dict[str, Any] | None = None
+    failures: tuple[str, ...] = ()
+
+
+def measure(
+    prepared: Prepared,
+    run: RunFolder,
+    dense: nn.Module,
+    control: nn.Module | None,
+    deployed: nn.Module | None,
+    *,
+    attempt: Attempts,
+    final: LatencyResult | None = None,
+) -> Measured:
+    """Measures on the test data, which nothing has seen before, and times dense against compact.
+
+    Args:
+        control: the dense model after as much training as the pruned one had; None where that had none.
+        deployed: the compact model made ready to run, as it came from its folder; None where nothing was done to it.
+        attempt: makes each measurement but that of the scores, without which there is nothing to report.
+        final: what was delivered for a budget of time: its figure stands for the speedup on the target.
+    """
+    log = attempt.log
+    pruned = load(run.path / "model", None if prepared.build else dense)
+    task, example = prepared.splits.task, prepared.example_inputs
+    inputs = inputs_like(example)
+    found = {"dense": dense, "control": control, "pruned": pruned, "deployed": deployed}
+    models = {name: model for name, model in found.items() if model is not None}
+    files = {
+        "dense": run.path / "checkpoints" / "dense.safetensors",
+        "control": run.path / "checkpoints" / "control.safetensors",
+        "pruned": run.path / "model" / "model.safetensors",
+        "deployed": run.path / FOLDER / "model.safetensors",
+    }
+    accuracies, figures = {}, {}
+    for name, model in models.items():
+        data = prepared.job.data
+        test = batches(prepared.splits.test, data.batch, shuffle_seed=None, workers=data.reading)
+        reached = accuracies[name] = evaluate(model, test, task, prepared.device)
+        model.cpu()
+        figures[name] = {
+            **reached.values,
+            "n_test": reached.n_test,
+            "params": count_parameters(model),
+            "macs": attempt(f"MACs of the {name} model", partial(count_macs, model, example)),
+            "size_bytes": size_bytes(files[name] if files[name].exists() else files["dense"]),
+            "tensor_bytes": count_bytes(model),
+        }
+        if prepared.job.prune.budget.memory_mb is not None:
+            target = prepared.job.prune.target
+            counted = partial(count_memory, model, example, target.batch, target.dtype)
+            figures[name]["memory_bytes"] = attempt(f"memory of the {name} model", counted)
+        log(f"test: {name} {_reached(reached, task)}")
+        if reached.at_chance:
+            log(f"test: {_at_chance(name, reached, task.main.label)}")
+    settings = prepared.job.latency
+    timed = {name: model for name, model in models.items() if name != "control"}
+    timing = partial(measure_latency, timed, inputs, settings, devices("auto", settings), log=log)
+    latency = attempt("latency", timing) or LatencyReport((), (), (), ())
+    if final is not None:
+        latency = final.in_place(latency, "pruned" if deployed is None else "deployed")
+    if latency.rows:
+        write_csv(run.path / "latency_samples.csv", list(latency.sample_rows()))
+    write_csv(run.path / "results.csv", [{"model": name, **row} for name, row in figures.items()])
+    for row in latency.speedup:
+        interval = f"[{row['low']:.2f}, {row['high']:.2f}]{doubtful(row)}"
+        log(f"latency: {row['model']}: {row['median']:.2f}x the dense model's speed {interval} ({where(row)})")
+    for note in [*unstable(latency.rows, latency.speedup), *latency.notes]:
+        log(f"latency: {note}")
+    explanation = explain_job(dense, pruned, inputs, settings, log)
+    return Measured(figures, accuracies, latency, explanation=explanation)
+
+
+def described_task(task: Task) -> dict[str, Any]:
+    """Return what reports call a task's samples and scores."""
+    scores = [{"name": score.name, "label": score.label} for score in task.scores]
+    return {"name": task.name, "samples": task.samples, "scores": scores}
+
+
+def _reached(found: Scores, task: Task) -> str:
+    """Return the main score with its interval, and the others by name."""
+    main, *others = (f"{value:.2f} %" for value in found.values.values())
+    interval = "" if found.interval is None else " [{:.2f}, {:.2f}]".format(*found.interval)
+    named = [f"{score.label} {value}" for score, value in zip(task.scores[1:], others, strict=True)]
+    said = main if task.main.name == "top1" else f"{task.main.label} {main}"
+    return f"{', '.join([said + interval, *named])} of {found.n_test} {task.samples}"
+
+
+def _at_chance(name: str, found: Scores, label: str) -> str:
+    """Return what to say of a model whose main score, of a label, is no better than chance."""
+    value = next(iter(found.values.values()))
+    return (
+        f"the {name} model's {label}, {value:.2f} %, is not shown to be better than {found.chance:.2f} %, which always "
+        "answering the most frequent class gives"
+    )
+
+
+def metrics(
+    measured: Measured,
+    planned: Planned,
+    proof: Verification,
+    share: Sparsity,
+    prepared: Prepared,
+    stages: dict[str, float],
+) -> dict[str, Any]:
+    """Everything that `metrics.json` holds."""
+    chart, job, task = planned.plan.channel_map, prepared.job, prepared.splits.task
+    return {
+        "name": job.name,
+        "task": described_task(task),
+        **measured.models,
+        "accuracy": {name: found.figures() for name, found in measured.accuracies.items()},
+        "sparsity": {"weights": share.weights, "channels": share.channels},
+        "plan": {
+            **{key: planned.plan.provenance[key] for key in ("budgets", "binding")},
+            "macs_left": chart.macs(planned.plan.keep) / chart.macs(),
+            "free_parameter_share": chart.free_share(n for n in chart.labels if not n.endswith(_STATISTICS)),
+            "trial_max_relative_difference": planned.max_relative_difference,
+            "locked_by_trial": list(planned.locked_by_trial),
+        },
+        "latency": [dict(row) for row in measured.latency.rows],
+        "speedup": [dict(row) for row in measured.latency.speedup],
+        "latency_notes": list(measured.latency.notes),
+        "latency_failures": [dict(row) for row in measured.latency.failures],
+        "machine": dict(measured.latency.machine),
+        "explanation": measured.explanation,
+        "parity": {
+            "max_relative_difference": proof.max_relative_difference,
+            "inputs": proof.inputs,
+            "dtype": proof.dtype,
+        },
+        "activations": measured.activations,
+        "shortfalls": shortfalls(measured, share, job, task.main.label),
+        "seconds": sum(stages.values()),
+        "stages": dict(stages),
+        "environment": environment(),
+    }
+
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def shortfalls(measured: Measured, share: Sparsity, job: JobSettings, label: str = "top-1") -> list[str]:
+    """Return what the run promised and did not deliver, measured on the loaded model; `label` is of the main score."""
+    found = []
+    dense = {**measured.models["dense"], "channels": 1.0}
+    pruned = {**measured.models["pruned"], "channels": 1 - share.channels}
+    for name, asked in job.prune.budget.given.items():
+        facts = facts_of(name)
+        whole = dense.get(facts.counted_as) if facts.share else facts.per_unit
+        counted = pruned.get(facts.counted_as)
+        if whole is None or counted is None:
+            continue
+        left = counted / whole
+        if left > facts.as_cost(asked):
+            found.append(f"budget {name} {asked}: {facts.found_as.format(facts.as_cost(left))}")
+    found += _chances(measured.accuracies, label)
+    for row in measured.latency.speedup:
+        if row["high"] < 1 and row["stable"]:
+            found.append(f"the {row['model']} model is slower ({where(row)}): {row['median']:.2f}x")
+    found += [f"latency not measured: {text}" for text in failed(measured.latency.failures)]
+    found += measured.failures
+    return found + missed_targets(measured.activations)
+
+
+def _chances(accuracies: Mapping[str, Scores], label: str) -> Iterator[str]:
+    """Yield models that know nothing: against a dense one of these, no comparison says what pruning costs."""
+    for name, found in accuracies.items():
+        if found.at_chance:
+            said = _at_chance(name, found, label)
+            yield said if name not in ("dense", "control") else f"{said}: what pruning costs cannot be told by it"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RunResult(Displayed):
+    """A finished run.
+
+    Attributes:
+        folder: everything it wrote, as the command leaves it: `report.html`, `metrics.json`, the plan, tables.
+        metrics: what `metrics.json` holds.
+        own: the user's own code that the run was made with.
+
+    Example:
+        >>> import prunekit as pk
+        >>> from pathlib import Path
+        >>> _ = Path("mine.py").write_text('''
+        ... from torch import nn
+        ... def net():
+        ...     return nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.ReLU(), nn.Linear(16, 10))
+        ... ''')
+        >>> settings, data = pk.ModelSettings("mine.py:net", zoo="own"), pk.DataSettings(image_size=8)
+        >>> job = pk.JobSettings("mine", settings, data=data, finetune=pk.TrainSettings(epochs=0), control=False)
+        >>> shorter, own = ["latency.batches=[1]", "latency.explain=false", "watch=null"], pk.Own("mine.py:net")
+        >>> result = pk.finetune(job, shorter, own=own, log=lambda line: None)
+        >>> result
+        <RunResult: runs/mine/...: MACs −50.0 %, ...>
+        >>> result.plan.widths()
+        {'1': (8, 16)}
+        >>> print(result.report)
+        runs/mine/.../report.html
+    """
+
+    folder: Path
+    metrics: dict[str, Any]
+    own: Own = field(default=RECIPE_ONLY)
+
+    @property
+    def shortfalls(self) -> list[str]:
+        """Where the run fell short of what was asked, in words; empty when it did not."""
+        return list(self.metrics["shortfalls"])
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """Every epoch of every training of the run, as `history.csv` has them; empty where nothing was trained."""
+        import pandas as pd
+
+        path = self.folder / "history.csv"
+        return pd.read_csv(path).to_dict("records") if path.is_file() else []
+
+    @property
+    def validation(self) -> float | None:
+        """Score of the pruned model on the validation images, percent, in the epoch whose weights were taken: what a
+        search goes by, which leaves the test images alone. None where nothing was fine-tuned."""
+        trained: dict[str, Any] = self.metrics["trainings"].get("pruned", {})
+        return trained.get("validation")
+
+    @property
+    def plan(self) -> Plan:
+        """What was kept of the dense model."""
+        return load_plan(self.folder)
+
+    @property
+    def report(self) -> Path:
+        """The page that shows all of it."""
+        return self.folder / "report.html"
+
+    def model(self) -> nn.Module:
+        """Load the pruned model, in eval mode on the CPU.
+
+        Raises:
+            ArtifactError: the folder has gone, or is damaged.
+        """
+        return load(self.folder / "model", None if self.own.model is None else load_factory(self.own.model))
+
+    def dense(self) -> nn.Module:
+        """Load the dense model with the weights that it was pruned from, in eval mode on the CPU.
+
+        Raises:
+            ArtifactError: the folder has gone, or is damaged.
+        """
+        return both_sides(self.folder, factory=self.own.model).models[DENSE]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the figures of each model: scores in percent, MACs of one sample, parameters, bytes."""
+        return [{"model": name, **self.metrics[name]} for name in models(self.metrics)]
+
+    def _headline(self) -> str:
+        figures = (f"{tile.label} {tile.value}" for tile in tiles(self.metrics))
+        return f"{self.folder}: {', '.join(figures)}"
+
+    def _parts(self) -> Iterable[str | Table]:
+        from prunekit.report.pages.run_page import lines  # pandas and matplotlib take most of a second to import
+
+        yield comparison(self.metrics)
+        yield "\n".join(lines(self.metrics, self.folder))

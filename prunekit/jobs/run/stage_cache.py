@@ -1,0 +1,137 @@
+"""Stages of a run that are over, as they are kept for when it is resumed: none is done a second time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from prunekit.channels.cut.model_copy import copied, named_tensors
+from prunekit.compaction.compact_model import compact
+from prunekit.errors import ArtifactError, ResumeError
+from prunekit.jobs.prune.latency_search import time_binds
+from prunekit.jobs.prune.latency_target import Attempt, Timing
+from prunekit.jobs.prune.plan_search import Planned
+from prunekit.jobs.run.run_folder import RunFolder
+from prunekit.planning.plan import load_plan
+from prunekit.repair.repair_report import LayerRepair, RepairMemory, RepairReport
+from prunekit.utils.files import read_json, write_json
+from prunekit.utils.state_folders import read_state, write_state
+
+
+class Clock:
+    """Seconds of each stage of a run, those before it was resumed included; what a kill lost of a stage is not.
+
+    Args:
+        path: JSON file where they are kept.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.stages: dict[str, float] = {}
+        with suppress(ArtifactError):  # not there yet
+            self.stages = read_json(path)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time what runs in it."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stages[name] = self.stages.get(name, 0.0) + time.perf_counter() - start
+            with suppress(OSError):  # figures must not hide what failed
+                write_json(self._path, self.stages)
+
+
+def keep_plan(run: RunFolder, planned: Planned) -> None:
+    """Keep the plan and what was found out about it; a schedule writes another into the run's folder at its end."""
+    planned.plan.save(run.resume / "planned")
+    attempts = [asdict(attempt) for attempt in planned.attempts]
+    write_state(
+        run.resume / "plan",
+        {
+            "plan": planned.plan.digest,
+            "scores": torch.as_tensor(planned.scores),
+            "max_relative_difference": planned.max_relative_difference,
+            "locked_by_trial": planned.locked_by_trial,
+            "unseen": planned.unseen,
+            "frozen": {"attempts": attempts, "binding": time_binds(planned.plan)} if attempts else None,
+        },
+    )
+
+
+def kept_plan(run: RunFolder, dense: nn.Module) -> Planned | None:
+    """Return what `keep_plan` kept; None where the run had not come so far.
+
+    Args:
+        dense: with its weights.
+
+    Raises:
+        ResumeError: the plan in the folder is not the one that the run made.
+    """
+    state = _read(run, "plan")
+    if state is None:
+        return None
+    plan = load_plan(run.resume / "planned")
+    if state["plan"] != plan.digest:
+        raise ResumeError(
+            f"{run.resume / 'planned'}: not the plan that this run was made with (checksum {plan.digest}, "
+            f"expected {state['plan']}); put that back, or start anew"
+        )
+    run.log("plan: that of the run, from its folder")
+    attempts = [] if state["frozen"] is None else state["frozen"]["attempts"]
+    return Planned(
+        plan,
+        state["scores"].numpy(),
+        compact(dense, plan),
+        state["max_relative_difference"],
+        tuple(state["locked_by_trial"]),
+        tuple(state["unseen"]),
+        tuple(Attempt(**{**one, "timing": Timing(**one["timing"])}) for one in attempts),
+    )
+
+
+def keep_repair(run: RunFolder, model: nn.Module, report: RepairReport | None) -> None:
+    """Keep the weights of the repaired model, and what was done."""
+    weights = {name: tensor.detach() for name, tensor in named_tensors(model)}
+    write_state(run.resume / "repair", {"weights": weights, "report": None if report is None else asdict(report)})
+
+
+def kept_repair(run: RunFolder, dense: nn.Module) -> tuple[nn.Module, RepairReport | None] | None:
+    """Return what `keep_repair` kept; None where the run had not come so far.
+
+    Args:
+        dense: on the CPU; only copied.
+    """
+    state = _read(run, "repair")
+    if state is None:
+        return None
+    model = copied(dense)
+    with torch.no_grad():
+        for name, tensor in named_tensors(model):
+            tensor.copy_(state["weights"][name])
+    run.log("repair: that of the run, from its folder")
+    found = state["report"]
+    if found is None:
+        return model, None
+    layers = tuple(LayerRepair(**layer) for layer in found["layers"])
+    return model, RepairReport(**{**found, "layers": layers, "memory": RepairMemory(**found["memory"])})
+
+
+def _read(run: RunFolder, name: str) -> dict[str, Any] | None:
+    """Return a stage's state; None when it is not there, or damaged, which is said."""
+    folder = run.resume / name
+    if not folder.exists():
+        return None
+    try:
+        return read_state(folder)
+    except ArtifactError as error:
+        run.log(f"{name}: {error}; made again")
+        return None

@@ -1,0 +1,143 @@
+"""The tables of a run: layers, scores, locks, history."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from prunekit.channels.channel_map import ChannelMap
+from prunekit.planning.candidates import Scores
+from prunekit.planning.plan import Plan
+from prunekit.planning.sensitivity_curves import MeasuredPoint, SensitivityCurve, keeping
+from prunekit.training.history import ClampRow, EpochRow
+
+SIZES = (("in_channels", "out_channels"), ("in_features", "out_features"), ("num_features", "num_features"))
+
+
+def layer_rows(dense: nn.Module, compact: nn.Module, plan: Plan) -> list[dict[str, Any]]:
+    """Widths, MACs (one sample) and parameters of every layer that has a width, before and after."""
+    before, after = plan.channel_map.layer_macs(), plan.channel_map.layer_macs(plan.keep)
+    small = dict(compact.named_modules())
+    rows = []
+    for path, module in dense.named_modules():
+        names = next((pair for pair in SIZES if hasattr(module, pair[0])), None)
+        if names is None or any(module.children()):
+            continue
+        rows.append(
+            {
+                "module": path,
+                "kind": type(module).__name__,
+                "in_before": getattr(module, names[0]),
+                "in_after": getattr(small[path], names[0]),
+                "out_before": getattr(module, names[1]),
+                "out_after": getattr(small[path], names[1]),
+                "macs_before": before.get(path, 0),
+                "macs_after": after.get(path, 0),
+                "params_before": _size(module),
+                "params_after": _size(small[path]),
+            }
+        )
+    return rows
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def score_rows(plan: Plan, scores: Scores) -> list[dict[str, Any]]:
+    """Return the score of every free label, group by group, and whether it stays."""
+    return [
+        {"group": group.name, "channel": index, "score": float(scores[label]), "kept": int(plan.keep[label])}
+        for group in plan.channel_map.groups
+        for index, label in enumerate(group.labels)
+        if np.isfinite(scores[label])
+    ]
+
+
+def coupling_rows(plan: Plan) -> list[dict[str, Any]]:
+    """Return every axis that carries channels of a group: axis 0 of a weight is what a module makes, the others what it
+    reads.
+
+    Transposed convolutions have the two the other way round.
+    """
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in plan.channel_map.labels)
+    positions = {module: position for position, module in enumerate(modules)}
+    rows = []
+    for group in plan.channel_map.groups:
+        kept = int(np.count_nonzero(plan.keep[group.labels]))
+        for name, axis in group.slots:
+            module, _, tensor = name.rpartition(".")
+            row = {"group": group.name, "channels": len(group.labels), "kept": kept, "module": module}
+            rows.append(row | {"tensor": tensor, "axis": axis, "position": positions[module]})
+    return rows
+
+
+CURVE_COLUMNS = (
+    "group",
+    "module",
+    "kept",
+    "channels",
+    "macs_saved",
+    "error_fast",
+    "error_total",
+    "error_measured",
+    "kl",
+    "loss",
+    "top1",
+)
+
+
+def curve_rows(
+    channel_map: ChannelMap,
+    curves: Mapping[str, SensitivityCurve],
+    measured: Mapping[str, Sequence[MeasuredPoint]] | None = None,
+) -> list[dict[str, Any]]:
+    """Return a row for each number of kept labels, from all to one, of each group that has a curve: what it saves and
+    costs.
+
+    `error_fast` is the mean, and `error_total` the sum, over outputs of the layers that read the group, each as much
+    as its gain says, all that is left fitted anew. The others are of the model's output as masked; None where nothing
+    was measured.
+    """
+    rows, dense = [], channel_map.macs()
+    for group in channel_map.groups:
+        curve, points = curves.get(group.name), {point.kept: point for point in (measured or {}).get(group.name, ())}
+        for kept in range(group.labels.size, 0, -1) if curve is not None else sorted(points, reverse=True):
+            order = group.labels if curve is None else curve.labels  # what MACs are saved depends on the number alone
+            point = points.get(kept)
+            row = {"group": group.name, "module": group.module, "kept": kept, "channels": group.labels.size}
+            row |= {"macs_saved": dense - channel_map.macs(keeping(channel_map, order, kept))}
+            row |= {"error_fast": None if curve is None else curve.share_at(kept)}
+            row |= {"error_total": None if curve is None else curve.error_at(kept)}
+            row |= {"error_measured": None if point is None else point.error}
+            rows.append(row | {name: getattr(point, name, None) for name in ("kl", "loss", "top1")})
+    return rows
+
+
+def lock_rows(plan: Plan) -> list[dict[str, Any]]:
+    """Return every lock with its module, operator and reason."""
+    return [asdict(lock) for lock in plan.channel_map.locks]
+
+
+def history_rows(run: str, rows: tuple[EpochRow, ...]) -> list[dict[str, Any]]:
+    """One row for each epoch of a training run."""
+    return [{"run": run, **row.figures()} for row in rows]
+
+
+def clamp_rows(run: str, rows: tuple[ClampRow, ...]) -> list[dict[str, Any]]:
+    """Return one row for each module whose gradients a training run clamped."""
+    return [{"run": run, **asdict(row)} for row in rows]
+
+
+def clamp_summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each run and clamp the row of the module that needed it most."""
+    most: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows:
+        key = row["run"], row["clamp"]
+        if key not in most or row["share"] > most[key]["share"]:
+            most[key] = row
+    return list(most.values())

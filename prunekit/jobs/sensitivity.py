@@ -1,0 +1,367 @@
+"""Sensitivity: what the output of a model loses with each number of channels that a group keeps.
+
+A job's sensitivity analysis, in a folder of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from prunekit.channels.channel_map import ChannelGroup, ChannelMap, Keep
+from prunekit.channels.labels import Labels
+from prunekit.channels.trace import trace
+from prunekit.channels.trial.trial import settle
+from prunekit.criteria.elimination import eliminations
+from prunekit.criteria.scoring import score
+from prunekit.data.datasets import describe_corrupt
+from prunekit.data.loader import Batches, batches
+from prunekit.errors import PlanError, UsageError
+from prunekit.hooks.wrappers import unwrapped
+from prunekit.jobs.calibrate import calibration_images
+from prunekit.jobs.run.dense_model import prepare, train_baseline
+from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, Prepared
+from prunekit.jobs.run.resume import run_recipe
+from prunekit.jobs.run.run_folder import Finish, Log, environment, run_folder, write_report
+from prunekit.jobs.run.tables import CURVE_COLUMNS, curve_rows
+from prunekit.jobs.stages.evidence import gathered, patch_statistics
+from prunekit.measure.group_sensitivity import forward_passes, measure_sensitivity
+from prunekit.planning.feasibility import nothing_free
+from prunekit.planning.sensitivity_curves import (
+    MeasuredPoint,
+    SensitivityCurve,
+    fewest_within,
+    keeping,
+    rank_correlation,
+)
+from prunekit.report.writers import require_report
+from prunekit.settings.job import JobSettings
+from prunekit.statistics.taylor_terms import Loss
+from prunekit.tasks.classification import IMAGE_CLASSIFICATION
+from prunekit.tasks.task import Task
+from prunekit.utils.context import paused_garbage_collection, threads
+from prunekit.utils.display import Displayed, Table, count, digits, plural, share
+from prunekit.utils.files import write_csv, write_json
+from prunekit.utils.globs import globs, matching
+from prunekit.utils.inputs import arguments, count_of, example, moved, taken
+from prunekit.utils.progress import reporting, stage, wanted
+from prunekit.utils.tensors import gather
+
+LIMITS = {"kept_1": 0.01, "kept_10": 0.1}
+"""Errors, as shares of the variance, for which the fewest kept channels are named."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Sensitivity(Displayed):
+    """How sensitive a model is to the loss of channels, group by group.
+
+    Attributes:
+        channel_map: of the model, after a trial.
+        groups: those that were looked at.
+        curves: by a group's name, from the statistics of what reads it; none where no layer that can be followed does.
+        measured: by a group's name, what the model computes with the group masked; empty if nothing was measured.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(4, 8)
+        >>> found = pk.sensitivity(model, torch.randn(64, 8))
+        >>> found
+        <Sensitivity: 1 channel group, from statistics>
+        >>> (row,) = found.rows()
+        >>> row["group"], row["channels"], row["kept_10_fast"] < 1  # for an error of 10 % some channels may go
+        ('0', 16, True)
+    """
+
+    channel_map: ChannelMap
+    groups: tuple[ChannelGroup, ...]
+    curves: Mapping[str, SensitivityCurve]
+    measured: Mapping[str, tuple[MeasuredPoint, ...]]
+
+    def points(self) -> list[dict[str, Any]]:
+        """Of every group and number of kept labels; see `curve_rows`."""
+        return curve_rows(self.channel_map, self.curves, self.measured)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each group, the most sensitive first: by the error at half of the channels, measured if it
+        was, else the fast total.
+
+        `group`, `module`, `channels`, `macs` (that the dense model spends on the group), and for both ways, with names
+        that end in `_fast` and `_measured`: `kept_1` and `kept_10`, the least share of the channels (0..1) at which the
+        error is within 1 and 10 % of the variance, measured: of those that were tried; `half`, the error at half of
+        them. `half_total` is the sum that a budget is spent by. None where there is no such curve.
+        """
+        by = "half_measured" if self.measured else "half_total"
+        rows = [self._row(group) for group in self.groups]
+        return sorted(rows, key=lambda row: (row[by] is None, -(row[by] or 0.0)))
+
+    def _row(self, group: ChannelGroup) -> dict[str, Any]:
+        size, curve, points = group.labels.size, self.curves.get(group.name), self.measured.get(group.name, ())
+        none, half = keeping(self.channel_map, group.labels, 0), max(1, size // 2)
+        row: dict[str, Any] = {"group": group.name, "module": group.module, "channels": size}
+        row["macs"] = self.channel_map.macs() - self.channel_map.macs(none)
+        fast = [] if curve is None else [(kept, curve.share_at(kept)) for kept in range(size, 0, -1)]
+        for way, line in (("fast", fast), ("measured", [(point.kept, point.error) for point in points])):
+            for name, limit in LIMITS.items():
+                row[f"{name}_{way}"] = fewest_within(line, limit) / size if line else None
+            row[f"half_{way}"] = dict(line).get(half)
+        return row | {"half_total": None if curve is None else curve.error_at(half)}
+
+    def _headline(self) -> str:
+        rows = self.rows()
+        how = "measured" if self.measured else "from statistics"
+        most = f"; most sensitive: {', '.join(row['group'] for row in rows[:3])}" if len(rows) > 1 else ""
+        return f"{plural(len(rows), 'channel group')}, {how}{most}"
+
+    def _parts(self) -> Iterator[str | Table]:
+        yield (
+            "Channels to keep for an error within 1 % and 10 % of the variance, and the error at half of the channels "
+            "(total: what a budget is spent by); the most sensitive group first."
+        )
+        columns = {"fast 1 %": "kept_1_fast", "10 %": "kept_10_fast", "at half": "half_fast", "total": "half_total"}
+        if self.measured:
+            found = {"measured 1 %": "kept_1_measured", "10 % ": "kept_10_measured", "at half ": "half_measured"}
+            columns |= found
+        cells = [
+            (row["group"], row["channels"], count(row["macs"]), *(_cell(name, row[name]) for name in columns.values()))
+            for row in self.rows()
+        ]
+        yield Table(("group", "channels", "MACs", *map(str.strip, columns)), cells)
+        if self.agreement is not None:
+            about = "Rank correlation of fast and measured, over groups at half of the channels"
+            yield f"{about}: {self.agreement:.2f}"
+
+    @property
+    def agreement(self) -> float | None:
+        """Spearman's rank correlation over the groups, at half of the channels, of the fast total, which is what is
+        compared between groups, and the measured error; None without both.
+        """
+        pairs = [(row["half_total"], row["half_measured"]) for row in self.rows()]
+        both = np.array([pair for pair in pairs if None not in pair], dtype=float).reshape(-1, 2)
+        return rank_correlation(both[:, 0], both[:, 1])
+
+
+def _cell(name: str, value: float | None) -> str:
+    return digits(value) if name == "half_total" else share(value, 0 if name.startswith("kept") else 1)
+
+
+def sensitivity(
+    model: nn.Module,
+    batches: Any,
+    *,
+    measured_on: Any = None,
+    groups: Sequence[str] = (),
+    loss: Loss | None = None,
+    more_examples: Sequence[Any] = (),
+    task: Task | str | None = None,
+    log: Log = stage,
+    progress: bool | None = None,
+) -> Sensitivity:
+    """Return what a model's output loses with each number of channels that a group keeps.
+
+    Fast, from unlabeled calibration images: the channels of a group go in the order of an optimal brain surgeon on
+    what its readers read (Hassibi & Stork 1993, by groups of weights); the error after each is what is left when the
+    readers' weights are fitted anew, per output of theirs, as a share of its variance. It is local, and it is what a
+    repair can reach. Measured, with `measured_on`: the same channels are masked in the model, nothing is repaired, and
+    its output is compared with the dense one; exact, see `measure.sensitivity.measure_sensitivity`.
+
+    Args:
+        model: in any mode, on any device; not changed.
+        batches: calibration samples, at least 8, preprocessed as the model wants them, as `prunekit.prune` takes them:
+            images (B, ...), a loader of them...; labels are not used.
+        measured_on: samples in the same forms, with labels or without; None: not measured.
+        groups: globs over the names of channel groups, which are module paths; none: all.
+        loss: for `measured_on` with labels, of what the model returns and the labels; None: the cross entropy of class
+            scores.
+        more_examples: further examples for the trace, for branches of the model that the batches do not take.
+        task: takes batches apart that come in another form; itself or its name.
+        log: told what happens, and before measuring how many forward passes it takes.
+        progress: whether to show bars on stderr; None: on a terminal and in a notebook.
+
+    Raises:
+        DataError: there are no samples, or too few, or they come in a form that is not known.
+        PlanError: no channel is free, or a glob matches no group.
+        NonFiniteError: a layer reads or gives NaN or Inf; names it.
+        ModelError, UsageError: as for `measure_sensitivity`.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> found = pk.sensitivity(model, torch.randn(64, 4))
+        >>> print(found)
+        Channels to keep for an error within 1 % and 10 % of the variance, ...
+        ...
+          group  channels  MACs  fast 1 %  10 %  at half  ...
+          0            16    96  ...
+        >>> [(row["group"], row["channels"], 0 < row["half_fast"] < 1) for row in found.rows()]
+        [('0', 16, True)]
+    """
+    with reporting(progress, "sensitivity"):
+        return analyze_sensitivity(unwrapped(model), batches, measured_on, groups, loss, more_examples, task, log)
+
+
+def analyze_sensitivity(
+    model: nn.Module,
+    images: Any,
+    measured_on: Any = None,
+    groups: Sequence[str] = (),
+    loss: Loss | None = None,
+    more_examples: Sequence[Any] = (),
+    task: Task | str | None = None,
+    log: Log = stage,
+    *,
+    progress: bool = False,
+) -> Sensitivity:
+    """As `sensitivity`, within another call's report or without one; `progress` is that of the measuring alone."""
+    calibration = gathered(model, images, sys.maxsize, task)
+    first = next(model.parameters(), gather(calibration)[0])
+    calibration = moved(calibration, first.device)
+    examples = [arguments(model, taken(calibration, slice(2))), *(example(model, one) for one in more_examples)]
+    with paused_garbage_collection():
+        chart = trace(model, *examples)
+        chosen_groups(chart, groups)
+        chart = settle(model, chart, _halved, examples).channel_map
+    chosen = chosen_groups(chart, groups)
+    about = f"sensitivity: {len(chosen)} channel groups, {count_of(calibration)} samples"
+    stats = patch_statistics(model, calibration, chart, groups=chosen, log=lambda line: log(f"{about}; {line}"))
+    found = eliminations(model, chart, stats, chosen)
+    curves = {name: SensitivityCurve(order.labels, order.errors, order.outputs) for name, order in found.items()}
+    orders = {group.name: _order(group, model, chart, curves) for group in chosen}
+    without = [name for name in orders if name not in curves]
+    if without:
+        names = ", ".join(without)
+        log(f"sensitivity: no fast curve, order by magnitude: no layer that can be followed reads {names}")
+    if measured_on is None:
+        return Sensitivity(chart, chosen, curves, {})
+    log(f"sensitivity: measuring takes {forward_passes(orders)} forward passes over the samples, one as the model is")
+    measured = measure_sensitivity(model, chart, orders, measured_on, loss=loss, task=task, progress=progress)
+    return Sensitivity(chart, chosen, curves, measured)
+
+
+def chosen_groups(channel_map: ChannelMap, patterns: Sequence[str]) -> tuple[ChannelGroup, ...]:
+    """Return the groups whose names match one of the globs; all of them without globs.
+
+    Raises:
+        PlanError: no channel is free, or a glob matches no group.
+    """
+    names = [group.name for group in channel_map.groups]
+    if not names:
+        raise nothing_free(channel_map)
+    wanted = globs(patterns, "groups")
+    found = {name for glob in wanted for name in matching(glob, names, "groups", PlanError, "channel group")}
+    return tuple(group for group in channel_map.groups if not wanted or group.name in found)
+
+
+def _halved(channel_map: ChannelMap) -> Keep:
+    """Half of every group, for the trial that finds what the trace could not know."""
+    keep = np.ones(channel_map.n_labels, dtype=bool)
+    for group in channel_map.groups:
+        keep[group.labels[: group.labels.size // 2]] = False
+    return keep
+
+
+def _order(
+    group: ChannelGroup, model: nn.Module, channel_map: ChannelMap, curves: Mapping[str, SensitivityCurve]
+) -> Labels:
+    """Return the labels of a group as they go: by its curve, else the smallest weights first."""
+    if group.name in curves:
+        return curves[group.name].labels
+    scores = score("l2", model, channel_map)[group.labels]
+    return group.labels[np.argsort(scores, kind="stable")]
+
+
+@dataclass(frozen=True, eq=False)
+class SensitivityRun:
+    """A finished analysis.
+
+    Attributes:
+        folder: `sensitivity.csv`, `sensitivity.json` and whatever `finish` wrote.
+        result: the curves.
+        metrics: what `sensitivity.json` holds.
+    """
+
+    folder: Path
+    result: Sensitivity
+    metrics: dict[str, Any]
+
+
+def analyze(
+    job: JobSettings,
+    *,
+    measured: bool = False,
+    groups: Sequence[str] = (),
+    log: Log = stage,
+    progress: bool | None = None,
+    finish: Finish | None = write_report,
+    own: Own = RECIPE_ONLY,
+) -> SensitivityRun:
+    """Return the sensitivity of a job's dense model, training that first where it has no weights; see `sensitivity`.
+
+    Args:
+        job: the settings.
+        measured: whether to measure too, on as many images of the validation split as the job calibrates on.
+        groups: globs over names of channel groups; none: all.
+        log: gets a line for each stage.
+        progress: whether to show bars on stderr; None: on a terminal and in a notebook.
+        finish: called with the folder at the end, before the run counts as finished: writes the report.
+        own: the user's own code, where the job's model or data is their own.
+
+    Raises:
+        UsageError: data, model or globs do not fit; nothing was written.
+        RunError: the run failed; its folder says so.
+    """
+    require_report()
+    text, shown = run_recipe(job, own), wanted(progress)
+    prepared = prepare(job, own)
+    task = prepared.splits.task
+    if task is not IMAGE_CLASSIFICATION:
+        raise UsageError(f"sensitivity: expected classifiers of images, got the task {task.name!r}; leave this out")
+    chosen_groups(trace(prepared.model, prepared.example_inputs), groups)
+    images, labeled = calibration_images(prepared), _validation(prepared) if measured else None
+    with run_folder(job.output / job.name, "sensitivity", log, text, finish) as run, threads(job.threads):
+        model = train_baseline(prepared, log=run.log, progress=shown).model.to(prepared.device)
+        start = time.perf_counter()
+        result = analyze_sensitivity(model, images, labeled, groups, log=run.log, progress=shown)
+        metrics = _metrics(job.name, len(images), result, labeled) | {"seconds": time.perf_counter() - start}
+        write_csv(run.path / "sensitivity.csv", result.points(), CURVE_COLUMNS)
+        write_json(run.path / "sensitivity.json", metrics)
+        if prepared.splits.corrupt:
+            run.log(f"data: {describe_corrupt(prepared.splits.corrupt)}")
+    return SensitivityRun(run.path, result, metrics)
+
+
+def _validation(prepared: Prepared) -> Batches:
+    """Return batches over a fixed random choice of validation images, never of test images."""
+    job, total = prepared.job, len(prepared.splits.validation)
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(job.seed))
+    chosen = order[: job.calibration.images].sort().values
+    data = prepared.splits.validation
+    return batches(data, job.data.batch, shuffle_seed=None, workers=job.data.reading, indices=chosen)
+
+
+def _metrics(name: str, images: int, result: Sensitivity, labeled: Batches | None) -> dict[str, Any]:
+    """Everything that `sensitivity.json` holds."""
+    points = next(iter(result.measured.values()), ())
+    return {
+        "name": name,
+        "macs": result.channel_map.macs(),
+        "images": images,
+        "measured_images": None if labeled is None else labeled.images,
+        "dense": {"loss": points[0].loss, "top1": points[0].top1} if points else None,
+        "agreement": result.agreement,
+        "groups": result.rows(),
+        "fast": {
+            name: {"errors": [curve.share_at(kept) for kept in range(curve.labels.size, 0, -1)]}
+            for name, curve in result.curves.items()
+        },
+        "measured": {name: [asdict(point) for point in found] for name, found in result.measured.items()},
+        "environment": environment(),
+    }

@@ -1,0 +1,1 @@
+"""The stages of a job, in a file each."""

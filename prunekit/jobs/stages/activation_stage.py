@@ -1,0 +1,101 @@
+"""A job's activation masks: thresholds for its model, and what the masks do on the test images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+
+from prunekit.data.loader import batches
+from prunekit.jobs.calibrate import calibration_batches
+from prunekit.jobs.run.job_inputs import Prepared
+from prunekit.jobs.run.run_folder import Log
+from prunekit.masks.activation_masks import ActivationMasks
+from prunekit.masks.thresholds import ActivationThresholds, calibrate_thresholds, chosen_paths
+from prunekit.measure.accuracy import evaluate
+
+TOLERANCE = 0.01
+"""How far from its target a layer's share of zeros may be."""
+
+
+def find_thresholds(prepared: Prepared, compact: nn.Module, *, log: Log) -> ActivationThresholds | None:
+    """Return the thresholds that the recipe names, or those that meet its target on the calibration images; None
+    without.
+
+    Args:
+        prepared: the job.
+        compact: channels that are gone must not count as zeros, so this is the model without them.
+        log: told which layers miss the target.
+    """
+    settings = prepared.job.activations
+    if settings is None:
+        return None
+    if settings.threshold is not None:
+        paths = chosen_paths(compact, settings)
+        return ActivationThresholds(dict.fromkeys(paths, settings.threshold), {}, None, settings.side, 0)
+    assert settings.target is not None
+    found = calibrate_thresholds(
+        compact,
+        calibration_batches(prepared),
+        settings.modules,
+        device=prepared.device,
+        target=settings.target,
+        side=settings.side,
+        progress=False,
+    )
+    log(f"activations: thresholds of {len(found)} layers for {settings.target:.1%} zeros, passes: {found.rounds}")
+    for path, share in found.off_target().items():
+        log(f"activations: {path} has {share:.1%} zeros at threshold {found[path]:.3g}")
+    return found
+
+
+def masks(model: nn.Module, thresholds: ActivationThresholds | None) -> AbstractContextManager[Any]:
+    """Return the masks as training has them; nothing without thresholds."""
+    if thresholds is None:
+        return nullcontext()
+    return ActivationMasks(model, thresholds, side=thresholds.side, count=False)
+
+
+def measure_masks(
+    prepared: Prepared, compact: nn.Module, thresholds: ActivationThresholds, *, log: Log
+) -> dict[str, Any]:
+    """Sparsity and accuracy under the masks on the test images, which nothing has seen before."""
+    data, task = prepared.job.data, prepared.splits.task
+    test = batches(prepared.splits.test, data.batch, shuffle_seed=None, workers=data.reading)
+    with ActivationMasks(compact, thresholds, side=thresholds.side) as active:
+        found = evaluate(compact, test, task, prepared.device)
+    compact.cpu()
+    sparsity = active.sparsity()
+    log(
+        f"test: {sparsity.overall:.1%} of the masked activations are zero; "
+        f"{task.main.label} under the masks {found.values[task.main.name]:.2f} %"
+    )
+    layers = [
+        {
+            "module": path,
+            "threshold": threshold,
+            "calibrated": thresholds.reached.get(path),
+            "sparsity": sparsity.layers[path],
+        }
+        for path, threshold in thresholds.items()
+    ]
+    target = {"side": thresholds.side, "target": thresholds.target}
+    return {**target, "sparsity": sparsity.overall, **found.figures(), "layers": layers}
+
+
+def missed_targets(measured: Mapping[str, Any] | None) -> list[str]:
+    """Return the layers whose zeros on the test images are more than a point off their target.
+
+    Args:
+        measured: what `measure_masks` returned; None without masks.
+    """
+    target = None if measured is None else measured["target"]
+    if measured is None or target is None:
+        return []
+    return [
+        f"activations target {target:.1%}: {row['module']} has {row['sparsity']:.1%} zeros on the test images"
+        for row in measured["layers"]
+        if abs(row["sparsity"] - target) > TOLERANCE
+    ]

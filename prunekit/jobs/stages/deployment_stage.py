@@ -1,0 +1,133 @@
+"""The compact model of a job made ready to run: transformed, checked, saved as a folder of its own and loaded back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from prunekit.channels.cut.model_copy import named_tensors
+from prunekit.compaction.model_folder import load, save
+from prunekit.data.loader import batches
+from prunekit.deploy.batchnorm_folding import Folded, fold_batchnorm, foldable
+from prunekit.deploy.transform import channels_last
+from prunekit.errors import UsageError
+from prunekit.jobs.run.job_inputs import Prepared
+from prunekit.jobs.run.run_folder import RunFolder
+from prunekit.measure.latency.worker_process import TOLERANCES
+from prunekit.measure.verification import compare_outputs
+from prunekit.planning.plan import Plan
+from prunekit.utils.inputs import arguments, count_of
+from prunekit.utils.tensors import FORMATS
+
+IMAGES = 32
+"""Validation images that compact and deployed model are compared on, in float64."""
+FOLDER = "deployed"
+
+
+@dataclass(frozen=True, eq=False)
+class Deployed:
+    """The model that came back from its folder.
+
+    Attributes:
+        folded: how many norms are in the layers before them.
+        kept: path of each other norm -> why it stays.
+        max_relative_difference: of the outputs against the compact model's, transformed and computed in float64.
+        after_rounding: the same of the model from its folder, whose folded weights are rounded to their own dtype.
+        inputs: images compared.
+        channels_last: whether its kernels lie so.
+    """
+
+    model: nn.Module
+    folded: int
+    kept: dict[str, str]
+    max_relative_difference: float
+    after_rounding: float
+    inputs: int
+    channels_last: bool
+
+    def figures(self) -> dict[str, Any]:
+        """Return what `metrics.json` holds of it."""
+        return {
+            "folded_norms": self.folded,
+            "norms_kept": self.kept,
+            "max_relative_difference": self.max_relative_difference,
+            "after_rounding": self.after_rounding,
+            "inputs": self.inputs,
+            "channels_last": self.channels_last,
+        }
+
+
+def require_deployable(prepared: Prepared) -> None:
+    """Refuse what would do nothing, before hours of work.
+
+    Raises:
+        UsageError: no BatchNorm can be folded, or nothing has channels that could lie last.
+    """
+    problems = list(_idle(prepared))
+    if problems:
+        raise UsageError("; ".join(problems))
+
+
+def _idle(prepared: Prepared) -> Iterator[str]:
+    wanted, model = prepared.job.deploy, prepared.model
+    if wanted.fold_batchnorm:
+        found = foldable(model, prepared.example_inputs)
+        if not found.pairs:
+            reasons = [f"{path}: {reason}" for path, reason in found.kept.items()][:3] or ["it has none"]
+            yield (
+                "deploy.fold_batchnorm: expected a BatchNorm that alone reads a convolution or a linear layer, and "
+                f"{type(model).__name__} has none ({'; '.join(reasons)}); set it to false"
+            )
+    if wanted.channels_last and not any(tensor.dim() in FORMATS for _, tensor in named_tensors(model)):
+        yield (
+            "deploy.channels_last: expected a model with kernels of four or five axes, and "
+            f"{type(model).__name__} has none; set it to false"
+        )
+
+
+def deploy(prepared: Prepared, run: RunFolder, dense: nn.Module, plan: Plan) -> Deployed | None:
+    """Transform the compact model that is in its folder, into the folder `deployed`; None where nothing is asked.
+
+    Args:
+        dense: the model that was pruned, for models that only their owner's code can build; not changed.
+
+    Raises:
+        VerificationError: the transformed model, or what comes back from its folder, computes something else: beyond
+            1e-9 in float64, and beyond rounding where weights were changed.
+    """
+    wanted = prepared.job.deploy
+    if not wanted.wanted:
+        return None
+    compact = load(run.path / "model", None if prepared.build else dense)
+    validation = prepared.splits.validation
+    held_out, _ = next(iter(batches(validation, min(IMAGES, len(validation)), shuffle_seed=None)))
+    example = arguments(compact, held_out)
+    folded = fold_batchnorm(compact, example) if wanted.fold_batchnorm else Folded(compact, {}, {}, 0.0)
+    model = channels_last(folded.model, example) if wanted.channels_last else folded.model
+    save(
+        model,
+        run.path / FOLDER,
+        plan,
+        build=prepared.build,
+        extra={"classes": list(prepared.splits.classes)},
+    )
+    again = load(run.path / FOLDER, None if prepared.build else dense)
+    compare_outputs(model, again, example)
+    found = Deployed(
+        again,
+        folded=len(folded.norms),
+        kept=folded.kept,
+        max_relative_difference=folded.max_relative_difference,
+        after_rounding=compare_outputs(compact, again, example, tolerance=TOLERANCES["float32"]),
+        inputs=count_of(held_out),
+        channels_last=wanted.channels_last,
+    )
+    run.log(
+        f"deploy: {found.folded} norms folded{', channels last' if found.channels_last else ''}; compact == deployed "
+        f"to {found.max_relative_difference:.1e} on {found.inputs} {prepared.splits.task.samples} (float64), "
+        f"{found.after_rounding:.1e} with weights rounded to their own dtype"
+    )
+    return found

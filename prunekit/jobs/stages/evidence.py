@@ -1,0 +1,141 @@
+"""What a criterion and a repair look at, collected from images: from a tensor, a loader, or a job's training images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from prunekit.channels.channel_map import ChannelGroup, ChannelMap
+from prunekit.channels.cut.model_copy import named_tensors, with_tensors
+from prunekit.channels.rewrite.substitutes import substitute_all
+from prunekit.criteria.criterion import get_criterion
+from prunekit.planning.candidates import labels_matching
+from prunekit.repair.repair_model import require_images
+from prunekit.settings.calibration import Moments, RepairSettings
+from prunekit.statistics.channel_stats import ChannelStats
+from prunekit.statistics.collection import collect
+from prunekit.statistics.layers.output_error import RIDGE, with_gains
+from prunekit.statistics.layers.patch_moments import ROWS, PatchStats, collect_patches, with_raised_ridge
+from prunekit.statistics.layers.patches import pixel_by_pixel
+from prunekit.tasks.batches import BATCH, Pairs, joined_inputs
+from prunekit.tasks.task import Task
+from prunekit.utils.inputs import count_of, counted_positions, taken
+from prunekit.utils.tensors import gather, map_tensors
+
+AT_ONCE = 4096
+"""Patches of a layer, about, that are looked at together: 151 MB of 512 channels and a 3 x 3 kernel in float64."""
+FEWEST = 8
+"""Images, at least, on which the gains of layers are measured."""
+
+
+def gathered(model: nn.Module, data: Any, count: int, task: Task | str | None = None) -> Any:
+    """Return the inputs of a model as one tensor, or as a tuple of all of them where it takes several.
+
+    Args:
+        model: what is called with them.
+        data: as `prunekit.prune` takes it.
+        count: how many samples are taken from batches or a data set; of tensors that hold all samples, all are.
+        task: takes batches apart that come in another form; itself or its name.
+
+    Raises:
+        DataError: fewer than 8 samples, or no tensors.
+    """
+    found: list[tuple[Any, ...]] = []
+    whole = isinstance(data, (Tensor, Mapping))
+    for inputs, _ in Pairs(model, data, task, count=count):
+        found.append(inputs)
+        if not whole and sum(map(count_of, found)) >= count:
+            break
+    given = joined_inputs(model, found) if found else (torch.empty(0, 0),)
+    given = given if whole else taken(given, slice(count))
+    require_images(given)
+    given = taken(given, padding_in_all(model, given))
+    return given[0] if len(given) == 1 else given
+
+
+def padding_in_all(model: nn.Module, inputs: tuple[Any, ...]) -> slice | Tensor:
+    """Return an order of samples in which those with padding are spread evenly, the first of them first.
+
+    Transformers leave out a mask that masks nothing, and make other calls then: so batches are alike.
+    """
+    counted = counted_positions(model, inputs)
+    if counted is None:
+        return slice(None)
+    whole = counted.all(1)
+    number = torch.where(whole, whole.cumsum(0) - 0.5, (~whole).cumsum(0) - 1.0)
+    return (number / torch.where(whole, whole.sum(), (~whole).sum())).argsort(stable=True)
+
+
+def in_batches(inputs: Any, size: int = BATCH) -> list[Any]:
+    """Return inputs in batches of 128, or of another size; several tensors are the first entry of each."""
+    parts = [taken(inputs, slice(start, start + size)) for start in range(0, count_of(inputs), size)]
+    return parts if isinstance(inputs, Tensor) else [(part,) for part in parts]
+
+
+def needs_activations(criterion: str) -> bool:
+    """Return whether a criterion looks at activations."""
+    return not {"stats", "moments", "ranks"}.isdisjoint(get_criterion(criterion).needs)
+
+
+def statistics(model: nn.Module, images: Any, criterion: str) -> ChannelStats | None:
+    """Return the activation statistics that a criterion needs; None where it needs none."""
+    needs = get_criterion(criterion).needs
+    if not needs_activations(criterion):
+        return None
+    moments: Moments = "full" if "moments" in needs else "none"
+    return collect(model, in_batches(images), device=gather(images)[0].device, moments=moments, ranks="ranks" in needs)
+
+
+def patch_statistics(
+    model: nn.Module,
+    images: Any,
+    channel_map: ChannelMap,
+    settings: RepairSettings | None = None,
+    ignore: Iterable[str] = (),
+    groups: Sequence[ChannelGroup] | None = None,
+    log: Callable[[str], None] | None = None,
+) -> PatchStats:
+    """Patch statistics of the layers that read channels which may go, with their measured gains.
+
+    Where positions are too few for a Gram matrix its ridge is raised; `too_few_rows` says so.
+
+    Args:
+        model: the dense one, on the images' device.
+        images: (B, ...), or a tuple of all inputs.
+        channel_map: of the model.
+        settings: of the repair that follows, which says how many rows and how much memory may be used.
+        ignore: globs over module paths whose output channels stay.
+        groups: those of the map whose readers are looked at; None: all.
+        log: gets a line on the memory that the statistics take before they are collected.
+    """
+    settings, images = settings or RepairSettings(), map_tensors(images, pixel_by_pixel)
+    channel_map.require_plain_forward("the criterion 'elimination'")
+    samples = count_of(images)
+    may_go = ~labels_matching(channel_map, ignore, "ignore")
+    may_go[0] = False
+    if groups is not None:
+        may_go &= np.isin(np.arange(channel_map.n_labels), [label for group in groups for label in group.labels])
+    free = [
+        (name, axis)
+        for name, axes in channel_map.labels.items()
+        for axis, on in enumerate(axes[:2])
+        if len(axes) > 1 and on is not None and may_go[channel_map.deciding(on)].any()
+    ]
+    copy = with_tensors(model, {name: tensor.detach() for name, tensor in named_tensors(model)})
+    substitute_all(copy)  # attention that calls its projections as layers
+    rows = min(ROWS, settings.rows)
+    found = collect_patches(
+        copy,
+        in_batches(images, max(1, min(BATCH, AT_ONCE * samples // rows))),
+        norms=channel_map.norms,
+        inputs=free,
+        rows=rows,
+        images=samples,
+        memory_bytes=settings.memory_bytes,
+        log=log,
+    )
+    return with_gains(copy, with_raised_ridge(found, RIDGE), taken(images, slice(max(FEWEST, samples // 16))))

@@ -1,0 +1,98 @@
+"""A job's masked model before any fine-tuning: repaired as the job says, or with fresh BatchNorm statistics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+from torch import nn
+
+from prunekit.channels.cut.model_copy import copied
+from prunekit.distributed.process_group import is_main
+from prunekit.jobs.calibrate import calibration_batches, calibration_images
+from prunekit.jobs.run.agreement import share_model
+from prunekit.jobs.run.job_inputs import Prepared
+from prunekit.jobs.run.run_folder import RunFolder
+from prunekit.jobs.run.stage_cache import keep_repair, kept_repair
+from prunekit.masks.masked_model import masked
+from prunekit.planning.plan import Plan
+from prunekit.repair.repair_model import repair
+from prunekit.repair.repair_report import LayerRepair, RepairReport, reasons_of
+from prunekit.training.batchnorm_statistics import recalibrate_batchnorm
+from prunekit.utils.files import write_csv
+from prunekit.utils.inputs import count_of
+
+COLUMNS = tuple(LayerRepair.__dataclass_fields__)
+
+
+def repair_model(
+    prepared: Prepared, dense: nn.Module, plan: Plan, run: RunFolder, *, training: bool
+) -> tuple[nn.Module, RepairReport | None]:
+    """Return the masked model on the CPU, and what its repair did; None where the job asks for none. Made once in a
+    run.
+
+    Of several processes the main one repairs, and the others are given its weights.
+
+    Without repair BatchNorm statistics are taken anew if training follows, which would take them anew anyway.
+
+    Raises:
+        DataError: fewer than 8 calibration images.
+        NonFiniteError: a layer computes NaN or Inf; names the layer.
+    """
+    if not is_main():
+        model = copied(dense)
+        share_model(model, "the masked model")
+        return model, None
+    if (kept := kept_repair(run, dense)) is None:
+        kept = _repaired(prepared, dense, plan, run, training)
+        keep_repair(run, *kept)
+    share_model(kept[0], "the masked model")
+    return kept
+
+
+def _repaired(
+    prepared: Prepared, dense: nn.Module, plan: Plan, run: RunFolder, training: bool
+) -> tuple[nn.Module, RepairReport | None]:
+    settings = prepared.job.repair
+    if settings is None:
+        model = copied(dense, prepared.device)
+        with masked(model, plan, restore=False):
+            if training:
+                recalibrate_batchnorm(model, calibration_batches(prepared), device=prepared.device, progress=False)
+        return model.cpu(), None
+    images = calibration_images(prepared)
+    run.log(
+        f"repair: {settings.fit}{', sequential' if settings.sequential else ''}, "
+        f"{count_of(images)} training {prepared.splits.task.samples}"
+    )
+    model, report = repair(dense.to(prepared.device), plan, images, settings, log=run.log, progress=False)
+    dense.cpu()
+    write_csv(run.path / "repair.csv", [asdict(layer) for layer in report.layers], COLUMNS)
+    for line in _lines(report):
+        run.log(f"repair: {line}")
+    return model.cpu(), report
+
+
+def _lines(report: RepairReport) -> list[str]:
+    change = f"output error on held-out images {report.before:.4g} -> {report.after:.4g} of its variance"
+    lines = [change, *(note.removeprefix("repair: ") for note in report.notes)]
+    applied = Counter(layer.applied for layer in report.layers if layer.applied)
+    left = [layer for layer in report.layers if not layer.applied]
+    done = ", ".join(f"{count} by {how}" for how, count in applied.items()) or "none"
+    lines.append(f"layers refitted: {done}; left as they were: {len(left)}")
+    return lines + reasons_of(report.layers)
+
+
+def repair_summary(report: RepairReport | None) -> dict[str, Any] | None:
+    """Return what `metrics.json` holds of a repair; the layers are in `repair.csv`."""
+    if report is None:
+        return None
+    return {
+        "before": report.before,
+        "after": report.after,
+        "kept": report.kept,
+        "layers": len(report.layers),
+        "refitted": sum(bool(layer.applied) for layer in report.layers),
+        "memory": {**asdict(report.memory), "bytes": report.memory.bytes},
+    }

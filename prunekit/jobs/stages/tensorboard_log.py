@@ -1,0 +1,194 @@
+"""What a run shows in TensorBoard: every training while it goes on, and the run as a whole at its end.
+
+A model as a graph for TensorBoard, drawn from the channel map: what ran, in its order, and what read what.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from prunekit.channels.channel_map import ChannelMap
+from prunekit.jobs.run.run_folder import RunFolder
+from prunekit.planning.plan import Plan
+from prunekit.settings.job import JobSettings
+from prunekit.training.callbacks.callback import Part
+from prunekit.training.callbacks.distillation import PlanInForce
+from prunekit.training.callbacks.tensorboard import Watching, filters, sparsity_figure
+from prunekit.training.history import EpochRow
+from prunekit.utils.files import flat
+
+if TYPE_CHECKING:
+    from tensorboard.compat.proto.graph_pb2 import GraphDef
+
+
+INPUT = "input"
+
+
+def model_graph(chart: ChannelMap, plan: Plan) -> GraphDef:
+    """The operators of the run that the channel map was made from, under the modules that they ran in.
+
+    Nothing is run or traced for it. A node is `<module path>/<operator>`, with `/` for the dots, so that TensorBoard
+    folds modules; edges are tensors, the shortcuts among them. Each node holds the shapes of its results, of the
+    parameters of its module what the plan leaves (`64x3x7x7 -> 40x3x7x7`), and the module's multiply-accumulates before
+    and after. Operators that read nothing but parameters, such as the transposition of a weight, are left out.
+
+    Args:
+        chart: that the model was traced for, not one from a file.
+        plan: of the same model; may be from a file.
+
+    Raises:
+        ValueError: the map was read from a file.
+    """
+    from tensorboard.compat.proto.graph_pb2 import GraphDef
+    from tensorboard.compat.proto.versions_pb2 import VersionDef
+
+    macs = plan.channel_map.layer_macs(), plan.channel_map.layer_macs(plan.keep)
+    graph = GraphDef(versions=VersionDef(producer=22))
+    graph.node.add(name=INPUT, op="Placeholder")
+    names = {-1: INPUT}
+    taken: Counter[str] = Counter()
+    for number, operator in enumerate(chart.traced.trace.runs[0].operators):
+        sources = [names[source] for source in operator.reads if source in names]
+        if not sources:
+            continue
+        kind = operator.name.removeprefix("aten.").strip("_")
+        name = "/".join([*operator.module.split("."), kind]) if operator.module else kind
+        taken[name] += 1
+        names[number] = name if taken[name] == 1 else f"{name}_{taken[name] - 1}"
+        node = graph.node.add(name=names[number], op=kind, input=sources)
+        for shape in operator.call[2]:
+            sizes = node.attr["_output_shapes"].list.shape.add()
+            for size in shape:
+                sizes.dim.add(size=size)
+        for key, text in _facts(operator.module, plan, macs).items():
+            node.attr[key].s = text.encode()
+    return graph
+
+
+def _facts(module: str, plan: Plan, macs: tuple[dict[str, int], dict[str, int]]) -> dict[str, str]:
+    """Return what the plan does to a module's own parameters, and to its cost."""
+    found = {}
+    for name, shape in plan.channel_map.shapes.items():
+        owner, _, own = name.rpartition(".")
+        if owner == module:
+            left = [len(plan.kept(name, axis)) for axis in range(len(shape))]
+            found[own] = f"{_times(shape)} -> {_times(left)}"
+    if module in macs[0]:
+        found["macs"] = f"{macs[0][module]} -> {macs[1][module]}"
+    return found
+
+
+def _times(shape: Any) -> str:
+    return "x".join(map(str, shape)) or "1"
+
+
+FIGURES = ("macs", "params", "size_bytes")
+
+
+def watching(run: RunFolder, job: JobSettings, name: str, plan: PlanInForce = lambda: None) -> list[Part]:
+    """Return what watches a training, `tensorboard/<name>` and `scalars/<name>.csv`; nothing where the job wants
+    none.
+    """
+    if job.watch is None:
+        return []
+    events, table = _places(run.path, name)
+    return [Watching(job.watch, events, table, plan, lambda message: run.log(f"{name}: {message}"))]
+
+
+def watched_before(run: RunFolder, job: JobSettings, name: str, rows: Iterable[EpochRow]) -> None:
+    """Write down a training that another run has made, if this one has nothing of it."""
+    events, table = _places(run.path, name)
+    if job.watch is None or table.exists():
+        return
+    again = Watching(job.watch, events, table)
+    for row in rows:
+        again.scalars(row)
+    again.close()
+
+
+def _places(run: Path, name: str) -> tuple[Path, Path]:
+    return run / "tensorboard" / name, run / "scalars" / f"{name}.csv"
+
+
+def write_summary(
+    run: RunFolder,
+    job: JobSettings,
+    chart: ChannelMap,
+    plan: Plan,
+    models: tuple[nn.Module, nn.Module],
+    metrics: Mapping[str, Any],
+) -> None:
+    """The run as one row of TensorBoard's hyper-parameters: the recipe and what came out; and the model's graph.
+
+    With `watch.images` the filters of the dense (step 0) and the compact model (step 1) too, and what went of each
+    layer. It goes to `tensorboard/run`, in the place of what an earlier attempt left there.
+
+    Args:
+        chart: of the model as it was traced.
+        models: the dense and the compact one.
+        metrics: of the run.
+    """
+    if job.watch is None or not job.watch.tensorboard:
+        return
+    from tensorboard.compat.proto.event_pb2 import Event
+    from torch.utils.tensorboard import SummaryWriter
+
+    folder = run.path / "tensorboard" / "run"
+    shutil.rmtree(folder, ignore_errors=True)
+    with SummaryWriter(str(folder)) as writer:
+        graph = model_graph(chart, plan).SerializeToString()
+        writer._get_file_writer().add_event(Event(graph_def=graph))
+        writer.add_hparams(dict(_hyperparameters(asdict(job))), dict(_outcome(metrics)), run_name=".")
+        if job.watch.images:
+            for step, model in enumerate(models):
+                if (image := filters(model)) is not None:
+                    writer.add_image("filters", image, step)
+            writer.add_figure("sparsity", sparsity_figure(_pruned_shares(plan)), 0, close=False)
+
+
+def _pruned_shares(plan: Plan) -> dict[str, float]:
+    """Of every weight with two axes or more the share that went."""
+    shapes = {name: shape for name, shape in plan.channel_map.shapes.items() if len(shape) >= 2}
+    sizes = {
+        name: (plan.channel_map.parameters_kept(plan.keep, [name]), _size(shape)) for name, shape in shapes.items()
+    }
+    return {f"sparsity/{name.rpartition('.')[0] or name}": 1 - kept / size for name, (kept, size) in sizes.items()}
+
+
+def _size(shape: Iterable[int]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size
+
+
+def _hyperparameters(job: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    """Return every value of a recipe under its dotted key; what TensorBoard has no type for as text, what is not set
+    left out.
+
+    Where runs are written to, and when, is no setting to compare.
+    """
+    for key, value in flat(job):
+        if value not in (None, {}) and key not in ("output", "name"):
+            if isinstance(value, bool):  # which `add_hparams` would write as 0.0 or 1.0
+                value = str(value).lower()
+            yield key, value if isinstance(value, int | float) else str(value)
+
+
+def _outcome(metrics: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    scores = [score["name"] for score in metrics["task"]["scores"]]
+    for model in ("dense", "control", "pruned"):
+        for name in (*scores, *FIGURES):
+            if metrics.get(model, {}).get(name) is not None:
+                yield f"{model}/{name}", float(metrics[model][name])
+    for row in metrics["speedup"]:
+        where = f"{row['device']}, {row['runtime']}, batch {row['batch']}, {row['dtype']}"
+        yield f"speedup/{row['model']} ({where})", float(row["median"])
+    yield "parity/max_relative_difference", float(metrics["parity"]["max_relative_difference"])

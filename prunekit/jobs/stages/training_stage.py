@@ -1,0 +1,311 @@
+"""The fine-tuning stage: under masks, and where the job says so with the compact model once its plan is final.
+
+The training runs of a job: how each is made from settings, and what is written down of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from itertools import islice
+from typing import Any
+
+from torch import nn
+
+from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.cut.model_copy import copied
+from prunekit.channels.trace import trace
+from prunekit.compaction.compact_model import compact, spread_
+from prunekit.data.loader import batches
+from prunekit.distributed.process_group import from_main, is_main, is_sharded
+from prunekit.jobs.run.dense_model import Baseline
+from prunekit.jobs.run.job_inputs import Prepared
+from prunekit.jobs.run.run_folder import RunFolder, StoppedByCaller
+from prunekit.jobs.run.tables import clamp_rows, clamp_summary, history_rows
+from prunekit.jobs.stages.activation_stage import find_thresholds, masks
+from prunekit.jobs.stages.schedule_stages import JobSchedule
+from prunekit.jobs.stages.tensorboard_log import watched_before, watching
+from prunekit.masks.masked_model import masked, sparsity
+from prunekit.masks.thresholds import ActivationThresholds
+from prunekit.measure.verification import verify
+from prunekit.planning.plan import Plan
+from prunekit.settings.job import JobSettings
+from prunekit.settings.train import TrainSettings
+from prunekit.training.callbacks.callback import Part, Training, Within
+from prunekit.training.callbacks.distillation import Distillation, PlanInForce
+from prunekit.training.callbacks.gradient_flow import FlowRow, GradientFlow
+from prunekit.training.callbacks.scheduled_masks import LearningRateRewinding
+from prunekit.training.callbacks.selection import Sources, asked_parts
+from prunekit.training.checkpoints import Checkpoints
+from prunekit.training.history import ClampRow, Compilation, EpochRow, LeftRun, columns
+from prunekit.training.loop import fit, never
+from prunekit.training.optimizers import transfer_run
+from prunekit.utils.files import write_csv
+from prunekit.utils.inputs import arguments
+
+
+def checkpoints_of(run: RunFolder, job: JobSettings, name: str, **facts: str) -> Checkpoints | None:
+    """Return where one of a job's trainings goes on from; None where the job wants no checkpoints."""
+    if job.checkpoint is None:
+        return None
+
+    def log(message: str) -> None:
+        run.log(f"{name}: {message}")
+
+    return Checkpoints(run.resume / name, job.checkpoint, facts=facts, log=log)
+
+
+OnEpoch = Callable[[dict[str, Any]], object]
+"""Told of an epoch as plain values: a row of `history.csv`, and `epochs`, how many there are of this training."""
+
+
+def told(on_epoch: OnEpoch | None, name: str, settings: TrainSettings | None) -> Callable[[EpochRow], None] | None:
+    """Return what tells a caller's function of the epochs of a training, in the main process; None without one.
+
+    Args:
+        name: of the training.
+        settings: its own.
+    """
+    if on_epoch is None or settings is None or not is_main():
+        return None
+
+    def tell(row: EpochRow) -> None:
+        try:
+            on_epoch({"run": name, "epochs": settings.epochs, **row.figures()})
+        except Exception as error:
+            raise StoppedByCaller(error) from error
+
+    return tell
+
+
+class Trainings:
+    """Trains models of a job and keeps the tables of all runs up to date.
+
+    Args:
+        prepared: what the job works on.
+        run: where it writes.
+        progress: shows bars on stderr.
+        baseline: the dense model, which teaches where settings say `distill`.
+        on_epoch: told of each epoch.
+    """
+
+    def __init__(
+        self, prepared: Prepared, run: RunFolder, baseline: Baseline, *, progress: bool, on_epoch: OnEpoch | None = None
+    ) -> None:
+        self._prepared, self._run, self._progress, self._on_epoch = prepared, run, progress, on_epoch
+        self._job, self._log, self._teacher = prepared.job, run.log, baseline.model
+        self._history: list[dict[str, Any]] = []
+        self._clamps: list[dict[str, Any]] = []
+        self._flow: list[dict[str, Any]] = []
+        self._teaching: dict[str, dict[str, float]] = {}
+        self._compiled: dict[str, dict[str, Any]] = {}
+        self._chosen: dict[str, dict[str, Any]] = {}
+        self.left: LeftRun | None = None
+        self._note("baseline", baseline.rows, baseline.clamps, baseline.compilation)
+        if baseline.reused:
+            watched_before(run, prepared.job, "baseline", baseline.rows)
+
+    def summary(self) -> dict[str, Any]:
+        """Return what `metrics.json` holds of them."""
+        return {
+            "clamps": clamp_summary(self._clamps),
+            "teacher": self._teaching or None,
+            "compiled": self._compiled or None,
+            "trainings": self._chosen,
+        }
+
+    def control(self, dense: nn.Module) -> nn.Module:
+        """Return the dense model after as much training as the pruned one had, with the same settings but no
+        regularizer.
+        """
+        model = copied(dense)
+        if self._job.sparsify is not None:
+            model = self.train("control_before", model, replace(self._job.sparsify, regularize=None))
+        return self.train("control", model, replace(self._job.finetune, regularize=None), *self.rewinding())
+
+    def rewinding(self) -> list[Part]:
+        """Return what the pruned model and its control share of a schedule."""
+        schedule = self._job.prune.schedule
+        return [] if schedule is None else [LearningRateRewinding(schedule)]
+
+    def train(
+        self,
+        name: str,
+        model: nn.Module,
+        settings: TrainSettings,
+        *parts: Part,
+        masks: PlanInForce = lambda: None,
+        chart: ChannelMap | None = None,
+        removed: Plan | None = None,
+        cut: Plan | None = None,
+        until: Callable[[], bool] = never,
+        begin: LeftRun | None = None,
+    ) -> nn.Module:
+        """Train a model in place; it is on the CPU afterwards.
+
+        Args:
+            name: of the run, in tables, logs and file names.
+            parts: entered before those that the settings ask for.
+            masks, chart, removed, cut: see `Sources`.
+            until, begin: see `fit`. Where a run was left is then in `left`, and tables have the whole when it goes on.
+        """
+        sources = Sources(self._prepared.splits, self._job.data.batch, self._teacher, chart, removed, masks, cut)
+        asked = asked_parts(settings, sources)
+        plan = cut or (masks() if removed is None else removed)
+        facts = {} if plan is None else {"plan": plan.digest}
+        flows = [GradientFlow()] if self._job.gradient_flow and settings.epochs else []
+        history = fit(
+            model,
+            self._prepared.splits,
+            settings,
+            device=self._prepared.device,
+            seed=self._job.seed,
+            batch=self._job.data.batch,
+            workers=self._job.data.reading,
+            parts=[*watching(self._run, self._job, name, lambda: cut or masks()), *parts, *asked, *flows],
+            own_optimizer=self._prepared.optimizer_for(settings),
+            progress=self._progress,
+            label=name,
+            on_epoch=told(self._on_epoch, name, settings),
+            checkpoint=self._run.path / "checkpoints" / f"{name}.safetensors",
+            checkpoints=checkpoints_of(self._run, self._job, name if begin is None else f"{name}-compact", **facts),
+            until=until,
+            begin=begin,
+        )
+        self.left = history.left
+        if self.left is not None:
+            return model.cpu()
+        self._note(name, history.rows, history.clamps, history.compilation)
+        chosen = next((row for row in history.rows if row.epoch == history.best_epoch), None)
+        reached = None if chosen is None else chosen.validation_score
+        self._chosen[name] = {"epochs": len(history.rows), "best_epoch": history.best_epoch, "validation": reached}
+        for flow in flows:
+            self._flow += [{"run": name, **asdict(row)} for row in flow.records()]
+            write_csv(self._run.path / "gradients.csv", self._flow, ("run", *FlowRow.__dataclass_fields__))
+        for part in asked:
+            if isinstance(part, Distillation):
+                cost = part.cost
+                self._teaching[name] = asdict(cost)
+                self._log(f"{name}: the teacher took {cost.seconds:.1f} s, {cost.step_share:.1%} of the training steps")
+        return model.cpu()
+
+    def _note(
+        self, name: str, rows: tuple[EpochRow, ...], clamps: tuple[ClampRow, ...], compilation: Compilation | None
+    ) -> None:
+        if compilation is not None:
+            self._compiled[name] = asdict(compilation)
+            self._log(f"{name}: {compilation}")
+        skipped = sum(row.skipped for row in rows)
+        if skipped:
+            self._log(f"{name}: steps skipped: {skipped} (overflowing float16 gradients, or batches without images)")
+        self._clamps += clamp_rows(name, clamps)
+        if self._clamps:
+            write_csv(self._run.path / "clamps.csv", self._clamps)
+        self._history += history_rows(name, rows)
+        score = self._prepared.splits.task.main.name
+        write_csv(self._run.path / "history.csv", self._history, ("run", *columns(score)))
+
+
+PROOF_IMAGES = 64
+"""Held-out images on which masked and compact model are compared when training goes over to the latter."""
+
+
+class Finetuning:
+    """Fine-tunes a job's pruned model.
+
+    Args:
+        prepared: what the job works on.
+        run: where it writes.
+        trainings: makes the training, and keeps its tables.
+        schedule: prunes while the model is trained; None: all is pruned before.
+    """
+
+    def __init__(self, prepared: Prepared, run: RunFolder, trainings: Trainings, schedule: JobSchedule | None) -> None:
+        self._prepared, self._run, self._trainings, self._schedule = prepared, run, trainings, schedule
+        self._job, self._log = prepared.job, run.log
+
+    def tune(self, model: nn.Module, plan: Plan) -> tuple[nn.Module, dict[str, Any] | None]:
+        """Return the masked model in its dense size, trained in place, on the CPU; and what became of
+        `prune.compact_early`.
+
+        Args:
+            plan: of a schedule the one that was tried before it.
+        """
+        schedule, early = self._schedule, self._job.prune.compact_early
+        model = model.to(self._prepared.device)
+        first = plan if schedule is None else schedule.start
+        thresholds = from_main(lambda: self._thresholds(compact(model, first)))
+        share, epochs = sparsity(model, first), self._job.finetune.epochs
+        if schedule is not None:
+            self._log(f"fine-tune: channels go while training, {schedule.settings.kind}, epochs: {epochs}")
+            activations = Within(lambda _: masks(model, thresholds))
+            parts = [schedule.part, *self._trainings.rewinding(), activations]
+            until: Callable[[], bool] = schedule.part.settled if early else lambda: False
+            model = self._train(model, *parts, masks=schedule.in_force, chart=plan.channel_map, until=until)
+            left = self._trainings.left
+            return (model, None) if left is None else self._go_on(model, schedule.part.plan, thresholds, left)
+        self._log(f"fine-tune: {share.channels:.1%} of the channels masked, epochs: {epochs}")
+        if early:
+            with masked(model, plan, restore=False):
+                pass
+            return self._go_on(model.cpu(), plan, thresholds, None)
+
+        trained = model
+
+        @contextmanager
+        def under_masks(training: Training) -> Iterator[None]:
+            nonlocal trained
+            trained = training.model  # the model, or a sharded copy of it
+            with masked(trained, plan, training.optimizer, restore=False), masks(trained, thresholds):
+                yield
+
+        def figures() -> dict[str, str]:  # the main process asks alone
+            return {} if is_sharded(trained) else {"sparsity": f"{sparsity(trained, plan).weights:.1%}"}
+
+        shown = Within(under_masks, figures)
+        return self._train(model, shown, masks=lambda: plan, chart=plan.channel_map), None
+
+    def _train(self, model: nn.Module, *parts: Part, **more: Any) -> nn.Module:
+        return self._trainings.train("pruned", model, self._job.finetune, *parts, **more)
+
+    def _go_on(
+        self, model: nn.Module, plan: Plan, thresholds: ActivationThresholds | None, left: LeftRun | None
+    ) -> tuple[nn.Module, dict[str, Any]]:
+        """Train the compact model in the place of the masked one, and bring its weights back to their places.
+
+        Args:
+            model: masked, on the CPU.
+            plan: final.
+            left: the training so far; None: it has not begun.
+        """
+        small = compact(model, plan)
+        found = from_main(lambda: self._proof(model, small, plan))
+        at = 0.0 if left is None else left.state["position"]["step"] / self._steps()
+        self._log(f"compact early: epoch {at:.2f}: masked == compact to {found:.1e}; training goes on with the latter")
+        chart = None if self._job.finetune.regularize is None else trace(small, self._prepared.example_inputs)
+        activations = Within(lambda training: masks(training.model, thresholds))
+        begin = None if left is None else transfer_run(left, plan)
+        small = self._train(small, *self._trainings.rewinding(), activations, chart=chart, cut=plan, begin=begin)
+        spread_(model, small, plan)
+        return model, {"epoch": at, "max_relative_difference": found}
+
+    def _steps(self) -> int:
+        assert self._schedule is not None
+        return self._schedule.part.timeline.steps
+
+    def _proof(self, model: nn.Module, small: nn.Module, plan: Plan) -> float:
+        """Return the largest relative difference of outputs in float64, and of what is in the models."""
+        some = batches(self._prepared.splits.validation, 32, shuffle_seed=None)
+        held_out = (arguments(model, inputs) for inputs, _ in islice(some, PROOF_IMAGES // 32))
+        return verify(model, small, plan, held_out, strict=True).max_relative_difference
+
+    def _thresholds(self, small: nn.Module) -> ActivationThresholds | None:
+        """Return those to train under, found once in a run."""
+        path = self._run.resume / "activation_thresholds.json"
+        if path.exists():
+            return ActivationThresholds.load(path)
+        thresholds = find_thresholds(self._prepared, small, log=self._log)
+        if thresholds is not None:
+            thresholds.save(path)
+        return thresholds

@@ -1,0 +1,198 @@
+"""Gradient masks: no gradient reaches what a plan prunes."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from prunekit.channels.tracing.tracer import channel_axis
+from prunekit.errors import PlanError
+from prunekit.hooks.hook import OwnedHook, never_called, refuse_compiled
+from prunekit.hooks.owner import HookOwner
+from prunekit.masks.mask_targets import BITS, Entries, MaskedTensor, all_or_no_bits, masked_tensors, widest_masks
+from prunekit.planning.plan import Plan
+
+SMALL = 64
+"""Positions of a channel below which a mask has an entry for each of them."""
+
+
+class GradientMasks(HookOwner):
+    """Keeps gradients of pruned entries at exactly 0.0, as a context manager.
+
+    Two kinds of hooks: on each module that owns pruned parameters, the gradient of its output is masked along the
+    pruned output channels before its own backward runs, whatever is written to in place later; and each pruned
+    parameter's gradient is masked when it has been accumulated, which is exact on every axis. The first keeps what
+    comes back through a pruned channel, NaN and Inf too, from spreading; the second is what an optimizer sees.
+    Gradients that were there on enter are masked by the next backward.
+
+    A module that keeps every channel to itself, as BatchNorm does, has none of the first kind where what it reads was
+    made by modules that have: nothing can spread in it, and behind it the gradient is masked all the same.
+
+    Under `torch.compile` what the first kind do is part of the graph.
+
+    Args:
+        model: its parameters are not changed.
+        plan: which entries are pruned.
+        entries: `entries` of weight masks with the same plan: the two then share their masks' memory, and `update`
+            comes after that of the weight masks.
+        changing: as for `WeightMasks`.
+
+    Raises:
+        PlanError: the plan does not fit the model.
+        ModelError: on enter, when the model is compiled, and in a forward pass that leaves these hooks out, because it
+            was: hooks added after `torch.compile` are silently ignored.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, *, entries: Entries | None = None, changing: bool = False) -> None:
+        super().__init__()
+        self._model, self._changing = model, changing
+        self._entries: Entries = {} if entries is None else entries
+        self._shared = entries is not None
+        self._channels: dict[str, _Channels] = {}
+        found = masked_tensors(model, plan, self._entries, buffers=False)
+        self._plan, self._masked = plan, widest_masks(model, plan) if changing else found
+
+    def register(self) -> None:
+        """Hooks the modules' output gradients and the parameters' gradients."""
+        refuse_compiled(self._model, type(self).__name__)
+        self._apart = self._channels_apart()
+        for path in self._masked:
+            self._hook(path)
+        self.own_hearing(self._model)
+
+    def update(self, plan: Plan) -> None:
+        """Put another plan in force, between two steps; the hooks stay where they are.
+
+        Raises:
+            RuntimeError: the masks are not active, or were not made to change.
+            PlanError: the plan does not fit the model.
+        """
+        if not (self.active and self._changing):
+            raise RuntimeError(f"{type(self).__name__}.update: expected active masks that were made with changing=True")
+        self._plan = plan
+        if not self._shared:
+            self._entries.clear()
+        masked_tensors(self._model, plan, self._entries, buffers=False)
+        for path, channels in self._channels.items():
+            channels.use(_dropped_outputs(path, plan))
+
+    def _hook(self, path: str) -> None:
+        module, masked = self._masked[path]
+        dropped = _dropped_outputs(path, self._plan)
+        if (dropped is not None or self._changing) and not never_called(module) and path not in self._apart:
+            self._channels[path] = channels = _Channels(path, module, dropped)
+            self.own_output_gradients(module, channels.change, traced=channels.traced)
+        for tensor in masked:
+            if tensor.attribute in module._parameters:
+                self._watch(module, tensor)
+
+    def _channels_apart(self) -> set[str]:
+        """Return modules that keep every channel to itself, and read only what others made whose outputs are hooked."""
+        chart = self._plan.channel_map
+        apart = {path for path, (module, _) in self._masked.items() if path not in chart.norms and _is_apart(module)}
+        others = self._masked.keys() - apart
+        made = [labels for (path, side, _), labels in chart.activations.items() if side == "output" and path in others]
+        known = np.unique(np.concatenate([np.zeros(1, np.int64), *made]))  # 0: locked
+        read: dict[str, list[bool]] = {path: [] for path in apart}
+        for (path, side, _), labels in chart.activations.items():
+            if side == "input" and path in apart:
+                read[path].append(bool(np.isin(labels, known).all()))
+        return {path for path, calls in read.items() if calls and all(calls)}
+
+    def _watch(self, module: nn.Module, masked: MaskedTensor) -> None:
+        hooked: weakref.ref[Tensor] | None = None
+
+        def zero(parameter: Tensor) -> None:
+            pruned = self._entries.get(masked.name)
+            if pruned is not None and parameter.grad is not None:
+                pruned.zero_gradient_(parameter.grad)
+
+        def watch(*_: Any) -> None:
+            nonlocal hooked
+            parameter = masked.of(module)
+            if parameter.requires_grad and (hooked is None or hooked() is not parameter):
+                hooked = weakref.ref(parameter)
+                self.own_parameter_gradient(parameter, zero)
+
+        watch()
+        # load_state_dict(assign=True) puts other parameters in the place of those that are hooked
+        self.own(nn.Module.register_load_state_dict_post_hook(module, OwnedHook(self, watch)))  # type: ignore[no-untyped-call]
+
+
+def _is_apart(module: nn.Module) -> bool:
+    """Return whether all that a module has of its own is one number for each channel."""
+    return not any(True for _ in module.children()) and all(p.ndim == 1 for p in module.parameters())
+
+
+def _dropped_outputs(path: str, plan: Plan) -> Tensor | None:
+    """Bool (channels,), True where a module's output channel is pruned in each of its calls; None if nowhere."""
+    calls = [labels for key, labels in plan.channel_map.activations.items() if key[:2] == (path, "output")]
+    if not calls or any(labels.shape != calls[0].shape for labels in calls):
+        return None
+    dropped = np.logical_and.reduce([~plan.keep[labels] for labels in calls])
+    return torch.from_numpy(dropped) if dropped.any() else None
+
+
+class _Channels:
+    """Masks the gradient of a module's first result along its pruned channels.
+
+    Args:
+        dropped: bool (channels,); None where none is pruned.
+    """
+
+    def __init__(self, path: str, module: nn.Module, dropped: Tensor | None) -> None:
+        self._path, self._module = path, module
+        self.use(dropped)
+
+    def use(self, dropped: Tensor | None) -> None:
+        """Masks other channels from now on."""
+        self._dropped = dropped
+        self._masks: dict[tuple[torch.device, torch.dtype, int | torch.Size], tuple[int, Tensor]] = {}
+        device = next(self._module.parameters()).device
+        self._kept = None if dropped is None else ~dropped.to(device)
+
+    def change(self, gradient: Tensor, index: int) -> Tensor | None:
+        """Return a `GradientChange`."""
+        dropped = self._dropped
+        if index or dropped is None:  # the plan knows the channels of a module's first result
+            return None
+        shape = gradient.shape  # and no `len`, which is slow for tensors
+        small = shape.numel() < SMALL * shape[0] * dropped.numel() and gradient.is_contiguous()
+        key = gradient.device, gradient.dtype, shape[1:] if small else len(shape)
+        if key not in self._masks:
+            axis, along = self._along(gradient)
+            self._require_channels(gradient, axis, dropped.numel())
+            mask = all_or_no_bits(~dropped, gradient.device, BITS[gradient.element_size()]).view(along)
+            if small and axis % len(shape):  # a few positions are too short an inner loop
+                mask = mask.expand(1, *shape[1:]).contiguous()
+            self._masks[key] = axis, mask
+        axis, mask = self._masks[key]
+        self._require_channels(gradient, axis, dropped.numel())
+        if gradient.requires_grad:  # of a second-order gradient: in operations that have one
+            return gradient.masked_fill(mask == 0, 0)
+        return gradient.view(mask.dtype).bitwise_and(mask).view(gradient.dtype)
+
+    def traced(self, result: Tensor) -> Tensor:
+        """Return the result as it is; what comes back to the pruned channels does not get past here."""
+        kept = self._kept
+        if kept is None or not result.requires_grad:
+            return result
+        axis, shape = self._along(result)
+        self._require_channels(result, axis, len(kept))
+        return torch.where(kept.to(result.device).view(shape), result, result.detach())
+
+    def _along(self, tensor: Tensor) -> tuple[int, list[int]]:
+        """Return the channel axis, and the shape with which a vector lies along it."""
+        axis = channel_axis(self._module, tensor.ndim)
+        return axis, [-1 if position == axis else 1 for position in range(tensor.ndim)]
+
+    def _require_channels(self, tensor: Tensor, axis: int, channels: int) -> None:
+        if tensor.shape[axis] != channels:
+            raise PlanError(
+                f"{self._path}: expected {channels} output channels on axis {axis}, got shape "
+                f"{tuple(tensor.shape)}; was the plan made for another model?"
+            )

@@ -1,0 +1,147 @@
+"""Weight and gradient masks together, and how much they remove."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from prunekit.hooks.hook import HookWarning
+from prunekit.hooks.owner import HookOwner
+from prunekit.hooks.wrappers import unwrapped_for_hooks
+from prunekit.masks.gradient_masks import GradientMasks
+from prunekit.masks.weight_masks import HeldValues, WeightMasks
+from prunekit.models.outputs import is_frozen
+from prunekit.planning.plan import Plan, require_plan
+
+
+@contextmanager
+def masked(
+    model: nn.Module, plan: Plan, optimizer: Optimizer | None = None, *, restore: bool = True
+) -> Iterator[nn.Module]:
+    """Run with a plan's weight masks and gradient masks; yield the model.
+
+    Inside, what the plan prunes is exactly 0, whatever the optimizer does. On leaving, these places get back what they
+    held before, so that the model is not pruned behind its owner's back; what was trained of the others stays.
+    `compact(model, plan)` makes the same small model before and after.
+
+    Args:
+        model, plan, optimizer: as for `WeightMasks`. A `HookWarning` says if the optimizer has nothing to change,
+            because the whole model is frozen.
+        restore: False: leaving keeps the zeros.
+
+    Raises:
+        PlanError: the plan is that of another model.
+        ModelError: the model is compiled already; or sharded, where values cannot be held for `restore`.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> plan = pk.plan(model, torch.randn(1, 4), macs=0.5)
+        >>> with pk.masked(model, plan, optimizer):
+        ...     model(torch.randn(8, 4)).square().mean().backward()
+        ...     optimizer.step()
+        ...     zeros = (model[0].weight == 0).all(dim=1).sum()
+        >>> int(zeros), bool((model[0].weight == 0).any())
+        (8, False)
+    """
+    inner = unwrapped_for_hooks(model, "masked")
+    if optimizer is not None and is_frozen(inner):
+        warnings.warn(
+            f"masked: every parameter of {type(inner).__name__} has requires_grad=False, so no step changes it; call "
+            "model.requires_grad_(True) before fine-tuning",
+            HookWarning,
+            stacklevel=3,
+        )
+    weights = WeightMasks(inner, plan, optimizer, restore=restore)
+    with weights, GradientMasks(inner, plan, entries=weights.entries):
+        yield model
+
+
+class ChangingMasks(HookOwner):
+    """As `masked`, for plans that change while a model is trained.
+
+    Args:
+        model: changed in place.
+        plan: the first.
+        optimizer: as for `WeightMasks`.
+        restore: whether leaving brings back what was pruned last; False: it keeps the zeros.
+        gradients: whether gradients are masked too. Without that pruned weights are zero all the same, but what
+            gradients they have counts where gradients are clipped by norm, and goes into the optimizer's momentum.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(1, 4)
+        >>> with pk.ChangingMasks(model, pk.plan(model, x, channels=0.75)) as masks:
+        ...     few = int((model[0].weight == 0).all(dim=1).sum())
+        ...     masks.update(pk.plan(model, x, channels=0.5))
+        ...     more = int((model[0].weight == 0).all(dim=1).sum())
+        >>> few, more
+        (4, 8)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        optimizer: Optimizer | None = None,
+        *,
+        restore: bool = True,
+        gradients: bool = True,
+    ) -> None:
+        super().__init__()
+        self.plan = plan
+        model = unwrapped_for_hooks(model, "ChangingMasks")
+        self._weights = WeightMasks(model, plan, optimizer, restore=restore, changing=True)
+        entries = self._weights.entries
+        self._gradients = GradientMasks(model, plan, entries=entries, changing=True) if gradients else None
+
+    def register(self) -> None:
+        """Enter both kinds of masks."""
+        self.own_context(self._weights)
+        if self._gradients is not None:
+            self.own_context(self._gradients)
+
+    def update(self, plan: Plan) -> None:
+        """Put another plan in force, between two steps; see `WeightMasks.update`."""
+        self._weights.update(plan)
+        if self._gradients is not None:
+            self._gradients.update(plan)
+        self.plan = plan
+
+    @property
+    def held(self) -> HeldValues:
+        """The values that pruned entries had when they were pruned."""
+        return self._weights.held
+
+
+@dataclass(frozen=True)
+class Sparsity:
+    """How much of a model is gone."""
+
+    weights: float
+    """Share of exact zeros among the entries of all weights with two or more axes, in 0..1."""
+    channels: float
+    """Share of the prunable channels that the plan removes, in 0..1; channels that go together count once."""
+
+
+def sparsity(model: nn.Module, plan: Plan) -> Sparsity:
+    """Measure the sparsity of a masked model.
+
+    Biases and the parameters of norms are left out of `weights`: fresh ones are zero without being pruned.
+    """
+    require_plan(plan)
+    weights = [parameter.detach() for parameter in model.parameters() if parameter.ndim >= 2]
+    zeros = sum(weight.numel() - int(torch.count_nonzero(weight)) for weight in weights)
+    free = np.concatenate([group.labels for group in plan.channel_map.groups] or [np.zeros(0, np.int64)])
+    removed = int(np.count_nonzero(~plan.keep[free]))
+    total = sum(weight.numel() for weight in weights)
+    return Sparsity(weights=zeros / total if total else 0.0, channels=removed / len(free) if len(free) else 0.0)

@@ -1,0 +1,139 @@
+"""One number for each of some modules: for all alike, or by glob.
+
+Counts of values by module path, added up where the values are: nothing waits for a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from prunekit.errors import UsageError
+from prunekit.hooks.hook import called_leaves
+from prunekit.utils.globs import globs, matching
+from prunekit.utils.tensors import as_it_lies
+
+
+def module_paths(model: nn.Module) -> list[str]:
+    """Return the paths of all modules but the model itself, in the order of `named_modules()`."""
+    return [path for path, _ in model.named_modules() if path]
+
+
+def leaf_paths(model: nn.Module) -> list[str]:
+    """Return the paths of the modules without children that are ever called."""
+    return list(called_leaves(model))
+
+
+def one_of(value: str, choices: tuple[str, ...], key: str) -> None:
+    """Check a choice.
+
+    Raises:
+        UsageError: it is none of those that there are.
+    """
+    if value not in choices:
+        raise UsageError(f"{key}: expected {' or '.join(map(repr, choices))}, got {value!r}")
+
+
+def paths_matching(model: nn.Module, patterns: Iterable[str], key: str) -> list[str]:
+    """Module paths that one of the globs matches, in the order of `named_modules()`.
+
+    Raises:
+        UsageError: a glob matches nothing; the message begins with `key`.
+    """
+    paths = module_paths(model)
+    found = {path for pattern in globs(patterns, key, model) for path in matching(pattern, paths, key)}
+    return [path for path in paths if path in found]
+
+
+def numbers_by_path(
+    numbers: float | Mapping[str, float], key: str, *, paths: Iterable[str], alike: Iterable[str]
+) -> dict[str, float]:
+    """Module path -> number, in the order of `paths`.
+
+    Args:
+        numbers: one for all, or glob -> number, where the last glob that matches a path decides.
+        key: what the numbers are; messages begin with it.
+        paths: what globs may match.
+        alike: the paths that one number alone is meant for.
+
+    Raises:
+        UsageError: a number is negative or is none, or a glob matches nothing.
+    """
+    if not isinstance(numbers, Mapping):
+        return dict.fromkeys(alike, _checked(numbers, key))
+    paths = list(paths)
+    chosen: dict[str, float] = {}
+    for pattern, number in numbers.items():
+        chosen |= dict.fromkeys(matching(pattern, paths, key), _checked(number, f"{key} of {pattern!r}"))
+    return {path: chosen[path] for path in paths if path in chosen}
+
+
+def _checked(number: float, key: str) -> float:
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not number >= 0:
+        raise UsageError(f"{key}: expected a number of at least 0, got {number!r}")
+    return float(number)
+
+
+Count = Tensor | int
+"""How many; on another device than the CPU a tensor without axes, which is read at the end."""
+BLOCK = 2**18
+"""Values counted at a time on the CPU: they stay in the cache, and their number is exact in float32."""
+
+
+class Tally:
+    """Shares by path: how many of how many."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, Count] = {}
+        self._totals: dict[str, int] = {}
+
+    def add(self, path: str, count: Count, total: int) -> None:
+        """Add `count` of `total`."""
+        self._counts[path] = self._counts.get(path, 0) + count
+        self._totals[path] = self._totals.get(path, 0) + total
+
+    def counts(self) -> dict[str, int]:
+        """Return how many so far."""
+        return {path: int(count) for path, count in self._counts.items()}
+
+    def totals(self) -> dict[str, int]:
+        """Of how many."""
+        return dict(self._totals)
+
+    def state_dict(self) -> dict[str, dict[str, int]]:
+        """The counts so far."""
+        return {"counts": self.counts(), "totals": self.totals()}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, int]]) -> None:
+        """Go on from counts."""
+        self._counts, self._totals = dict(state["counts"]), dict(state["totals"])
+
+    def shares(self) -> dict[str, float]:
+        """Return each count by its total, 0..1; without paths that have no total."""
+        return {path: count / self._totals[path] for path, count in self.counts().items() if self._totals[path]}
+
+
+def scratch_for(values: Tensor) -> Tensor:
+    """Room for one block's comparisons: made once, because to make it costs more than to compare."""
+    return torch.empty(min(BLOCK, values.numel()), dtype=torch.promote_types(values.dtype, torch.float32))
+
+
+def count_zeros(tensor: Tensor) -> Count:
+    """Return how many values are exactly 0."""
+    if tensor.device.type != "cpu":
+        return tensor.numel() - torch.count_nonzero(tensor.detach())
+    flat = as_it_lies(tensor)
+    scratch = scratch_for(flat)
+    # Ones and zeros as float32 are made and summed several times faster than bools, or than count_nonzero.
+    return sum([int(torch.eq(block, 0, out=scratch[: len(block)]).sum()) for block in torch.split(flat, BLOCK)])
+
+
+def count_beyond(values: Tensor, limit: float, scratch: Tensor) -> int:
+    """Return how many of a block's values, (n,) with n at most `BLOCK`, are above `limit` or below `-limit`; not
+    NaN.
+    """
+    room = scratch[: len(values)]
+    magnitudes = torch.abs(values, out=room) if values.dtype == room.dtype else room.copy_(values).abs_()
+    return int(torch.gt(magnitudes, limit, out=room).sum())

@@ -1,0 +1,94 @@
+"""How good a model is at its task on data that it has not seen, counted exactly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prunekit.distributed.process_group import gather
+from prunekit.errors import DataError
+from prunekit.tasks.batches import Pairs
+from prunekit.tasks.task import Task, get_task
+from prunekit.utils.context import training_mode
+from prunekit.utils.inputs import call, described, moved
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a task tells of a model.
+
+    Attributes:
+        values: every score by name, in percent, the main one first.
+        n_test: samples.
+        counts: (K,) the sums behind them.
+        interval: 95 % interval of the main score, in percent, where that is a proportion, whose hits are counted first.
+        chance: what a model has of the main score that always answers the most frequent class, in percent; None if
+            unknown.
+    """
+
+    values: dict[str, float]
+    n_test: int
+    counts: tuple[float, ...]
+    interval: tuple[float, float] | None
+    chance: float | None = None
+
+    @property
+    def at_chance(self) -> bool:
+        """Whether the main score is not shown to be better than chance: comparing it says nothing."""
+        least = next(iter(self.values.values())) if self.interval is None else self.interval[0]
+        return self.chance is not None and least <= self.chance
+
+    def figures(self) -> dict[str, Any]:
+        """As plain data: the scores by name and `n_test`; of a proportion also `correct`, `low` and `high`.
+
+        Where chance is known, also `chance` and `at_chance`.
+        """
+        found: dict[str, Any] = {**self.values, "n_test": self.n_test}
+        if self.interval is not None:
+            low, high = self.interval
+            found |= {"correct": int(self.counts[0]), "low": low, "high": high}
+        if self.chance is not None:
+            found |= {"chance": self.chance, "at_chance": self.at_chance}
+        return found
+
+
+def evaluate(
+    model: nn.Module, batches: Any, task: Task | str, device: torch.device, *, together: bool = False
+) -> Scores:
+    """Return every score of a task, in eval mode and without gradients.
+
+    Args:
+        model: returns what the task knows; it is moved to `device`, and its train/eval mode is restored.
+        batches: inputs and targets, as `prunekit.prune` takes them; others as the task's `unpack` returns them.
+        task: what is counted; itself or its name.
+        device: where it runs.
+        together: whether all processes of a group call this, each with its share of the batches: then their samples
+            count together, and no sample may be in two shares.
+
+    Raises:
+        DataError: there are no samples, or no targets.
+    """
+    task = get_task(task)
+    sums: Tensor | None = None
+    samples = 0
+    model.to(device)
+    with training_mode(model, False), torch.inference_mode():
+        for pair in Pairs(model, batches, where="accuracy"):
+            inputs, targets = moved(pair, device)
+            if targets is None:
+                raise DataError(f"accuracy: expected {task.samples} with targets, got {described(inputs)} alone")
+            counts = task.counts(call(model, inputs), targets)
+            sums = counts if sums is None else sums + counts
+            samples += len(targets)
+    mine: tuple[list[float], int] = ([] if sums is None else sums.tolist(), samples)
+    parts = [part for part in (gather(mine) if together else [mine]) if part[1]]
+    if not parts:
+        raise DataError(f"accuracy: expected at least one {task.samples.removesuffix('s')}, got none")
+    found = torch.tensor([part[0] for part in parts], dtype=torch.float64).sum(0)
+    interval, chance = task.main.interval, task.main.chance
+    ends = None if interval is None else interval(found)
+    guessed = None if chance is None else chance(found)
+    return Scores(task.score(found), sum(part[1] for part in parts), tuple(found.tolist()), ends, guessed)

@@ -1,0 +1,172 @@
+"""A model, or a layer of it, run another way beside the way it is: what causes are measured by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune as torch_prune
+
+from prunekit.channels.cut.model_copy import copied
+from prunekit.hooks.hook import HOOK_TABLES, is_ours
+from prunekit.measure.causes.operator_times import Layer, Widths
+from prunekit.measure.causes.widths import KernelTimes, WidthTimes, rounded, size
+from prunekit.measure.latency.timing import Beside, alternately, beside, paired_ratio
+from prunekit.utils.context import threads as with_threads
+from prunekit.utils.inputs import call
+from prunekit.utils.tensors import gather, map_tensors
+
+STEPS = (8, 16)
+COPIED = (1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 26)
+"""Bytes moved by the copies that others are compared with: from what fits into the first cache to what fits none."""
+SUBNORMAL = 1e-40
+
+
+def copy_times(device: torch.device) -> Callable[[float], float]:
+    """Return how long copies take here: milliseconds for bytes moved, reads and writes together, on the current
+    threads.
+    """
+    times = []
+    for moved in COPIED:
+        source = torch.ones(moved // 8, device=device)
+        target = torch.empty_like(source)
+        times.append(float(alternately([partial(target.copy_, source)], device).min()))
+    sizes, logs = np.log(COPIED), np.log(times)
+
+    def milliseconds(moved: float) -> float:
+        beyond = max(1.0, moved / COPIED[-1])  # the largest is at the speed of memory, and so is all above it
+        return float(np.exp(np.interp(np.log(max(1.0, moved)), sizes, logs)) * beyond)
+
+    return milliseconds
+
+
+def with_channels_last(model: nn.Module, inputs: tuple[Any, ...], device: torch.device) -> Beside | None:
+    """Return the model beside a copy with channels last; None where no image or no kernel has channels to put last."""
+    if not any(tensor.dim() == 4 for tensor in gather(inputs)) or all(p.dim() != 4 for p in model.parameters()):
+        return None
+    other = copied(model).to(memory_format=torch.channels_last)
+    images = map_tensors(inputs, lambda x: x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x)
+    return beside(lambda: call(model, inputs), lambda: call(other, images), device)
+
+
+def with_flushing(model: nn.Module, inputs: tuple[Any, ...]) -> Beside | None:
+    """Return the model on one CPU thread, subnormal numbers as they are beside taken as 0; None where that cannot be
+    set.
+    """
+
+    def run(flush: bool) -> None:
+        torch.set_flush_denormal(flush)
+        call(model, inputs)
+
+    with _flushing_restored() as possible, with_threads(1):
+        if not possible:
+            return None
+        return beside(lambda: run(False), lambda: run(True), torch.device("cpu"))
+
+
+@contextmanager
+def _flushing_restored() -> Iterator[bool]:
+    """Yield whether flushing can be set; afterwards it is what it was, which torch does not tell."""
+    before = bool((torch.tensor([SUBNORMAL]) * 1.0 == 0).item())
+    try:
+        yield torch.set_flush_denormal(before)
+    finally:
+        torch.set_flush_denormal(before)
+
+
+def with_threads_of(counts: Sequence[int], model: nn.Module, inputs: tuple[Any, ...], now: int) -> dict[int, Beside]:
+    """The model with `now` CPU threads beside each of some other counts."""
+
+    def run(count: int) -> None:
+        torch.set_num_threads(count)
+        call(model, inputs)
+
+    with with_threads(now):
+        return {count: beside(partial(run, now), partial(run, count), torch.device("cpu")) for count in counts}
+
+
+def with_larger_batch(
+    dense: nn.Module, pruned: nn.Module, inputs: tuple[Any, ...], times: int, device: torch.device
+) -> Beside:
+    """Return the dense beside the pruned model on `times` as many samples; the gain is the speedup."""
+    more = map_tensors(inputs, lambda tensor: torch.cat([tensor] * times) if tensor.dim() else tensor)
+    return beside(lambda: dense(*more), lambda: pruned(*more), device)
+
+
+def mask_hooks(model: nn.Module) -> int:
+    """Hooks of prunekit and of `torch.nn.utils.prune` on a model's modules, which run with every forward pass."""
+    tables = (module._forward_pre_hooks | module._forward_hooks for module in model.modules())
+    return sum(_masks(hook) for table in tables for hook in table.values())
+
+
+def _masks(hook: object) -> bool:
+    return isinstance(hook, torch_prune.BasePruningMethod) or (is_ours(hook) and not getattr(hook, "inert", False))
+
+
+def without_masks(model: nn.Module, inputs: tuple[Any, ...], device: torch.device) -> Beside:
+    """Return the model beside a copy that has the same weights and no hooks of masks."""
+    bare = copied(model)
+    for module in bare.modules():
+        for hook in list(module._forward_pre_hooks.values()):
+            if isinstance(hook, torch_prune.BasePruningMethod):
+                torch_prune.remove(module, hook._tensor_name)  # type: ignore[no-untyped-call]
+        for table in (getattr(module, name) for name in HOOK_TABLES):
+            for key in [key for key, hook in table.items() if is_ours(hook)]:
+                del table[key]
+    return beside(lambda: call(model, inputs), lambda: call(bare, inputs), device)
+
+
+def width_times(module: str, row_ms: float, layer: Layer, dense: Widths, device: torch.device) -> Iterator[WidthTimes]:
+    """Yield a layer of the pruned model alone, at its widths and with the pruned ones rounded to each step."""
+    steps = [(step, rounded(layer.widths, dense, step, tied=layer.tied)) for step in STEPS]
+    found = [(step, pair) for step, pair in steps if pair is not None]
+    if not found:
+        return
+    widths = [layer.widths, *(one for _, pair in found for one in pair)]
+    times = alternately([layer.build(pair) for pair in widths], device)
+    now, medians = times[0], np.median(times, axis=1)
+    for index, (step, (down, up)) in enumerate(found):
+        below, above = 1 + 2 * index, 2 + 2 * index
+        yield WidthTimes(
+            module, row_ms, step, layer.widths, down, up, float(medians[0]), float(medians[below]),
+            float(medians[above]), paired_ratio(times[above], now), layer.tied,
+        )  # fmt: skip
+
+
+def kernel_times(module: str, row_ms: float, layer: Layer, dense: Widths, device: torch.device) -> KernelTimes | None:
+    """Return a layer of the pruned model alone, at its widths and at the dense model's; None where these are the
+    same.
+    """
+    if layer.widths == dense:
+        return None
+    now, whole = alternately([layer.build(layer.widths), layer.build(dense)], device)
+    more = size(dense, tied=layer.tied) / size(layer.widths, tied=layer.tied)
+    medians = float(np.median(now)), float(np.median(whole))
+    return KernelTimes(module, row_ms, layer.widths, dense, more, *medians, paired_ratio(whole, now))
+
+
+def share_without(layer: Layer, widths: Widths, device: torch.device) -> float:
+    """Return the share of a layer's time that it would not take at smaller widths; 0 where noise would explain it."""
+    found = beside(layer.build(layer.widths), layer.build(widths), device)
+    return found.saved_ms / found.now_ms
+
+
+def zero_channels(model: nn.Module, layers: Mapping[str, Layer]) -> dict[str, tuple[int, int]]:
+    """Output channels of layers whose weights are all 0.
+
+    Returns:
+        Module path -> how many, and all output channels; only modules that have some.
+    """
+    found = {}
+    for path, layer in layers.items():
+        weight = getattr(model.get_submodule(path), "weight", None)
+        if isinstance(weight, Tensor) and weight.dim() > 1 and weight.shape[0] == layer.widths[1]:
+            zeros = int((weight.detach().flatten(1) == 0).all(1).sum())
+            if zeros:
+                found[path] = zeros, weight.shape[0]
+    return found

@@ -1,0 +1,287 @@
+"""Latency of models beside each other: timed alternately, so that what slows the machine slows all of them.
+
+From what is asked for to the settings that can be timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby, product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from prunekit.channels.cut.model_copy import copied
+from prunekit.errors import RunError, UsageError
+from prunekit.measure.latency.machine import clock_mhz, surroundings
+from prunekit.measure.latency.timing import doubts, median_interval, paired_ratio
+from prunekit.measure.latency.worker_process import Failed, Job, Outcome, Timed, measure_apart, plain_tensors
+from prunekit.measure.runtimes.eager import layout_of
+from prunekit.measure.runtimes.onnx_runtime import exported
+from prunekit.measure.runtimes.runtime import RUNTIMES
+from prunekit.measure.runtimes.session import FileKey, Inputs, Setting, Source, inputs_of
+from prunekit.registries import DTYPES
+from prunekit.settings.deployment import LatencySettings
+from prunekit.utils.context import set_mode
+from prunekit.utils.display import plural
+from prunekit.utils.inputs import call
+
+
+def require_runtimes(names: Sequence[str]) -> None:
+    """Checks that what the runtimes need is installed.
+
+    Raises:
+        UsageError: it is not, and the message says what brings it; or there is no such runtime.
+    """
+    for name in names:
+        if missing := RUNTIMES.get(name).missing():
+            raise UsageError(f"runtime {name!r} {missing}")
+
+
+def choose(settings: LatencySettings, devices: Sequence[torch.device]) -> tuple[list[Setting], list[str]]:
+    """Return every setting that can be timed, runtime by runtime, and what was left out, with the reason.
+
+    Runtimes, devices, dtypes and memory formats are combined as far as they go together. Threads apply to the CPU;
+    another device is timed with the first thread count alone.
+
+    Raises:
+        UsageError: a runtime is not installed, or something that was named goes with nothing else that was.
+    """
+    require_runtimes(settings.runtimes)
+    found, left_out = [], []
+    for way in product(settings.runtimes, devices, settings.dtypes, settings.memory_formats):
+        runtime, device, dtype, memory_format = way
+        setting = Setting(runtime, str(device), 1, 1, DTYPES[dtype], memory_format)
+        reason = _refusal(setting, device.type)
+        if reason:
+            left_out.append((way, f"{runtime} on {device}, {setting.dtype}, {memory_format}: not timed: {reason}"))
+        else:
+            found += [(way, each) for each in _sizes(setting, settings, device)]
+    _all_used([way for way, _ in found], left_out)
+    return [setting for _, setting in found], [text for _, text in left_out]
+
+
+def _refusal(setting: Setting, kind: str) -> str:
+    runtime = RUNTIMES.get(setting.runtime)
+    return runtime.refuse(setting) if kind in runtime.devices else f"it runs on {' and '.join(runtime.devices)} here"
+
+
+def _sizes(setting: Setting, settings: LatencySettings, device: torch.device) -> Iterator[Setting]:
+    threads = settings.threads if device.type == "cpu" else settings.threads[:1]
+    for count, batch in product(threads, settings.batches):
+        yield Setting(setting.runtime, setting.device, batch, count, setting.dtype, setting.memory_format)
+
+
+def _all_used(used: Sequence[tuple[object, ...]], left_out: Sequence[tuple[tuple[object, ...], str]]) -> None:
+    """What is named and timed nowhere is a mistake; the rest of a product is left out with a note."""
+    for position in range(4):
+        timed = {way[position] for way in used}
+        for way, text in left_out:
+            if way[position] not in timed:
+                raise UsageError(f"{text}; nothing was measured")
+
+
+Row = dict[str, Any]
+Log = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class LatencyReport:
+    """What was timed.
+
+    Every row has the keys of its setting: runtime, device, batch, threads, dtype, memory_format (that of the model in
+    torch's own runtimes, where its kernels lie channels last); and `stable`, with the reasons in `doubts` where it is
+    not: such a figure supports no claim.
+
+    Attributes:
+        rows: one per model and setting, with the milliseconds of one forward of the whole batch: median_ms with its
+            95 % interval low_ms to high_ms, p10_ms, p90_ms, p99_ms; samples_per_s; peak_memory_bytes of the model
+            (None where it cannot be had); repeats, and warm_up calls before them; clock_mhz of the device right after
+            (None where the system does not tell).
+        speedup: one per setting and model after the first: how many times faster than the first: median of the paired
+            ratios, low and high of its 95 % interval.
+        samples: the milliseconds behind each row, in the order they were taken; `samples[i]` belongs to `rows[i]`.
+        notes: what could not be measured here.
+        failures: settings of which nothing is reported, because outputs differ or something failed, with a `reason`.
+        machine: what it was measured on: see `machine.surroundings`, and `clock_mhz_after`.
+        not_apart: those of the notes that say that a runtime had no process of its own.
+    """
+
+    rows: tuple[Row, ...]
+    speedup: tuple[Row, ...]
+    samples: tuple[tuple[float, ...], ...]
+    notes: tuple[str, ...]
+    failures: tuple[Row, ...] = ()
+    machine: Row = field(default_factory=dict)
+    not_apart: tuple[str, ...] = ()
+
+    def sample_rows(self) -> Iterator[Row]:
+        """Yield every sample as a row of its own: model, device, runtime, batch, threads, dtype, memory_format, ms."""
+        keys = ("model", "device", "runtime", "batch", "threads", "dtype", "memory_format")
+        for row, samples in zip(self.rows, self.samples, strict=True):
+            yield from ({key: row[key] for key in keys} | {"ms": ms} for ms in samples)
+
+
+def measure_latency(
+    models: Mapping[str, nn.Module],
+    inputs: Sequence[int] | Inputs,
+    settings: LatencySettings,
+    devices: Sequence[torch.device],
+    *,
+    log: Log = lambda text: None,
+) -> LatencyReport:
+    """Time copies of the models in eval and inference mode, on random input, each runtime in a process of its own.
+
+    In each setting every model is checked against its own outputs in eager float32, then warmed up until its times are
+    stable; then each round times every model once, in an order that is turned round each time.
+
+    Args:
+        models: name -> model; the first is what the others' speedup is relative to.
+        inputs: what the models take: the shape of one input without the batch, such as (3, 224, 224), or `Inputs`.
+        settings: runtimes, batches, CPU threads, dtypes, memory formats, and how many rounds.
+        devices: where to time; CUDA is timed with its own events, every run synchronized.
+        log: is told what is exported and timed next.
+
+    Raises:
+        UsageError: a runtime is not installed, or cannot do anything of what is asked; nothing was measured.
+    """
+    with ready(models, inputs, settings, devices, log=log) as measured:
+        return measured(settings.repeats)
+
+
+@contextmanager
+def ready(
+    models: Mapping[str, nn.Module],
+    inputs: Sequence[int] | Inputs,
+    settings: LatencySettings,
+    devices: Sequence[torch.device],
+    *,
+    log: Log = lambda text: None,
+) -> Iterator[Callable[[int], LatencyReport]]:
+    """As `measure_latency`, for models that are measured several times: copied, exported and run in eager only once.
+
+    Yields:
+        What measures, with as many rounds as it is given, in new processes each time.
+    """
+    taken = inputs_of(inputs)
+    chosen, notes = choose(settings, devices)
+    copies = {name: set_mode(copied(model, "cpu", torch.float32), False) for name, model in models.items()}
+    with TemporaryDirectory(prefix="prunekit-") as place:
+        folder, parts = Path(place), list[Job | list[Outcome]]()
+        carriers = _Carriers(copies, taken, folder, log)
+        with torch.inference_mode():
+            expected = {
+                (name, batch): plain_tensors(call(model, taken.sample(batch)))
+                for batch in settings.batches
+                for name, model in copies.items()
+            }
+            for name, group in groupby(chosen, lambda setting: setting.runtime):
+                sources, able, failed = carriers.of(list(group))
+                parts += [failed] if failed else []
+                runtime = RUNTIMES.get(name)
+                parts += [Job(runtime, tuple(able), sources, expected, taken, settings.repeats)] if able else []
+
+        def measured(repeats: int) -> LatencyReport:
+            def apart(job: Job) -> tuple[list[Outcome], str]:
+                what = f"{plural(len(job.sources), 'model')} in {plural(len(job.settings), 'setting')}"
+                log(f"latency: {job.settings[0].runtime}: timing {what}")
+                return measure_apart(replace(job, repeats=repeats), folder)
+
+            machine = surroundings()
+            found = [apart(part) if isinstance(part, Job) else (part, "") for part in parts]
+            not_apart = tuple(note for _, note in found if note)
+            said = [*notes, *not_apart, *_cuda_note(devices)]
+            outcomes = [outcome for some, _ in found for outcome in some]
+            report = _report(copies, outcomes, said, machine | {"clock_mhz_after": clock_mhz()})
+            return replace(report, not_apart=not_apart)
+
+        yield measured
+
+
+@dataclass
+class _Carriers:
+    """The models in the forms that runtimes take, each made once: runtimes share ONNX files."""
+
+    models: Mapping[str, nn.Module]
+    inputs: Inputs
+    folder: Path
+    log: Log
+    files: dict[str, dict[FileKey, Path]] = field(default_factory=dict)
+    refused: dict[FileKey, str] = field(default_factory=dict)
+
+    def of(self, settings: Sequence[Setting]) -> tuple[Mapping[str, Source], list[Setting], list[Outcome]]:
+        """Return what a runtime takes, the settings that it can be had in, and those that it cannot, each with the
+        reason.
+        """
+        runtime = RUNTIMES.get(settings[0].runtime)
+        if runtime.carrier == "module":
+            return {name: Source(model) for name, model in self.models.items()}, list(settings), []
+        keys = [runtime.file_key(setting) for setting in settings]
+        for key in dict.fromkeys(keys):
+            self._export(key)
+        reasons = [self.refused.get(key) for key in keys]
+        able = [setting for setting, reason in zip(settings, reasons, strict=True) if reason is None]
+        failed = [Failed(setting, why) for setting, why in zip(settings, reasons, strict=True) if why is not None]
+        return {name: Source(files=files) for name, files in self.files.items()}, able, list(failed)
+
+    def _export(self, key: FileKey) -> None:
+        """Every model for a batch and dtype, unless one was refused before."""
+        for index, (name, model) in enumerate(self.models.items()):
+            files = self.files.setdefault(name, {})
+            if key not in files and key not in self.refused:
+                self.log(f"latency: exporting {name}, batch {key[0]}, {key[1]}")
+                try:
+                    files |= exported(model, self.inputs, [key], self.folder / str(index)).files
+                except RunError as error:
+                    self.refused[key] = str(error)
+
+
+def _report(models: Mapping[str, nn.Module], outcomes: list[Outcome], notes: list[str], machine: Row) -> LatencyReport:
+    timed = [outcome for outcome in outcomes if isinstance(outcome, Timed)]
+    failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
+    return LatencyReport(
+        rows=tuple(row for found in timed for row in _rows(models, found)),
+        speedup=tuple(row for found in timed for row in _speedups(models, found)),
+        samples=tuple(tuple(times.tolist()) for found in timed for times in found.times),
+        notes=tuple(notes),
+        failures=tuple(asdict(found.setting) | {"reason": found.reason} for found in failed),
+        machine=machine,
+    )
+
+
+def _setting(models: Mapping[str, nn.Module], name: str, found: Timed) -> Row:
+    row = {"model": name} | asdict(found.setting)
+    if RUNTIMES.get(found.setting.runtime).carrier == "module":
+        row["memory_format"] = layout_of(models[name], found.setting.memory_format)
+    return row
+
+
+def _rows(models: Mapping[str, nn.Module], found: Timed) -> Iterator[Row]:
+    for name, times, calls, memory in zip(models, found.times, found.warm_up, found.memory, strict=True):
+        median, low, high = median_interval(times)
+        p10, p90, p99 = np.percentile(times, (10, 90, 99)).tolist()
+        figures = {"median_ms": median, "low_ms": low, "high_ms": high, "p10_ms": p10, "p90_ms": p90, "p99_ms": p99}
+        figures |= {"samples_per_s": 1000 * found.setting.batch / median, "peak_memory_bytes": memory}
+        reasons = doubts(times, found.contention)
+        figures |= {"repeats": len(times), "warm_up": calls, "clock_mhz": found.clock_mhz}
+        yield _setting(models, name, found) | figures | {"stable": not reasons, "doubts": reasons}
+
+
+def _speedups(models: Mapping[str, nn.Module], found: Timed) -> Iterator[Row]:
+    for name, times in zip(list(models)[1:], found.times[1:], strict=True):
+        median, low, high = paired_ratio(found.times[0], times)
+        reasons = doubts(found.times[0] / times, found.contention)
+        figures = {"median": median, "low": low, "high": high, "stable": not reasons, "doubts": reasons}
+        yield _setting(models, name, found) | figures
+
+
+def _cuda_note(devices: Sequence[torch.device]) -> list[str]:
+    if any(device.type == "cuda" for device in devices):
+        return []
+    return ["CUDA was not timed: it was not asked for"] if torch.cuda.is_available() else ["no CUDA device"]

@@ -1,0 +1,1 @@
+"""Latency profiles: what each layer takes by its widths, measured in whole networks and fitted."""

@@ -1,0 +1,268 @@
+"""How large a model is: multiply-accumulates, parameters, bytes on disk and in memory.
+
+What each module of a model takes and makes, holds and computes, in the order in which a forward pass runs them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from prunekit.channels.cut.model_copy import fused_away, is_inside, named_tensors
+from prunekit.channels.tracing.execution import ModuleStack, plain_attention
+from prunekit.channels.tracing.memory import record
+from prunekit.channels.tracing.storages import parts_of, plain_in, shape_of, storage_of
+from prunekit.hooks.hook import refuse_compiled
+from prunekit.measure.operator_costs import FlopCounter
+from prunekit.registries import DtypeName
+from prunekit.utils.context import seeded, training_mode, without_gradients
+from prunekit.utils.files import StrPath
+from prunekit.utils.inputs import call, count_of, running
+from prunekit.utils.tensors import gather
+
+
+def count_macs(model: nn.Module, example_inputs: tuple[Tensor, ...]) -> int:
+    """Return the multiply-accumulates of one sample's forward in eval mode, by torch's `FlopCounterMode` (which counts
+    two each).
+
+    Heads that the model's own `fuse()` takes out, as YOLO's that only training needs, do not count.
+
+    Args:
+        model: its train/eval mode is restored.
+        example_inputs: what forward takes, batch first; the count is divided by the batch size.
+    """
+
+    parts = fused_away(model)
+
+    def counted() -> int:
+        running: list[int] = []
+        aside = 0
+
+        def enter(path: str, *_: Any) -> None:
+            if is_inside(path, parts):
+                running.append(counter.macs)
+
+        def leave(path: str, *_: Any) -> None:
+            nonlocal aside
+            if is_inside(path, parts):
+                start = running.pop()
+                aside += 0 if running else counter.macs - start
+
+        stack = ModuleStack(model, enter, leave) if parts else nullcontext()
+        with FlopCounter() as counter, stack:
+            call(model, example_inputs)
+        return int((counter.macs - aside) // max(1, count_of(example_inputs)))
+
+    with training_mode(model, False), plain_attention():
+        return without_gradients(counted)
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Return the number of parameter elements; a parameter that two modules share counts once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def count_bytes(model: nn.Module) -> int:
+    """Return the bytes of all parameters and buffers, shared ones once: a weights file is larger by its header
+    alone.
+    """
+    return sum(part.nbytes for _, tensor in named_tensors(model) for part in parts_of(tensor))
+
+
+def count_memory(model: nn.Module, example_inputs: tuple[Any, ...], batch: int = 1, dtype: DtypeName = "fp32") -> int:
+    """Return bytes at the peak of a forward pass: parameters, buffers, inputs, and all results of operators that are
+    alive.
+
+    See `record` for what is counted. What a runtime takes is more: kernels have workspaces, and what is freed is kept.
+
+    Args:
+        model: not changed.
+        example_inputs: what forward takes, batch first; of any batch.
+        batch, dtype: that are counted for.
+
+    Raises:
+        ModelError: the model does not run on that.
+    """
+    return record(model, example_inputs, batch, dtype).peak_bytes
+
+
+def size_bytes(path: StrPath) -> int:
+    """Return the size of a file in bytes, or of all files in a folder together."""
+    path = Path(path)
+    if path.is_dir():
+        return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    return path.stat().st_size
+
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """One module, with what is its own: modules inside it have rows of their own.
+
+    Attributes:
+        path: the first that it has in the model; empty for the model itself.
+        kind: its class.
+        inputs, outputs: shapes of the tensors of its first call, with the batch.
+        params: parameter elements; those that a row before has already are in `shared_params` alone.
+        trainable: of `params`, those with `requires_grad`.
+        macs: multiply-accumulates for one sample, over all calls.
+        activation_bytes: of the tensors that its calls returned, for the whole batch, each piece of memory once: what
+            works in place or returns a view makes none.
+        calls: in one forward pass; 0: it never runs, or another module computes with its parameters.
+    """
+
+    path: str
+    kind: str
+    inputs: Shapes
+    outputs: Shapes
+    params: int
+    shared_params: int
+    trainable: int
+    macs: int
+    activation_bytes: int
+    calls: int
+
+
+@dataclass(frozen=True)
+class ModuleTable:
+    """The rows of a model, and the MACs of all together (one sample), which are those of `count_macs`."""
+
+    rows: tuple[ModuleRow, ...]
+    macs: int
+    batch: int
+
+
+@dataclass
+class _Seen:
+    """What a forward pass showed, by module path.
+
+    Attributes:
+        order: of first calls.
+        held: one tensor for each piece of memory, so that no other gets its address meanwhile.
+    """
+
+    order: dict[str, int] = field(default_factory=dict)
+    inputs: dict[str, Shapes] = field(default_factory=dict)
+    outputs: dict[str, Shapes] = field(default_factory=dict)
+    calls: Counter[str] = field(default_factory=Counter)
+    macs: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+    held: dict[int, Tensor] = field(default_factory=dict)
+
+    def hold(self, tensors: list[Tensor]) -> int:
+        """Return the bytes of those pieces of memory that were not seen before."""
+        found = 0
+        for tensor in tensors:
+            storage = storage_of(tensor)
+            if storage is not None and storage._cdata not in self.held:
+                self.held[storage._cdata] = tensor.detach()
+                found += storage.nbytes()
+        return found
+
+
+def module_table(model: nn.Module, example_inputs: tuple[Any, ...]) -> ModuleTable:
+    """Run a model once, in eval mode without gradients, and say what each module did.
+
+    MACs are those of torch's `FlopCounterMode` (which counts two each), at the innermost module that runs. All outputs
+    are kept until the pass has ended, which takes their memory. Rows: modules without children that run, and others
+    that have parameters, or multiply or return something of their own; modules whose parameters are used without their
+    being called, as in attention, stand behind the module around them, unused ones at the end.
+
+    Args:
+        model: not changed; its modes are restored.
+        example_inputs: an example, see `prunekit.utils.inputs.example`, batch first.
+
+    Raises:
+        ModelError: the model is compiled, or does not run on the inputs.
+    """
+    refuse_compiled(model, "summary")
+    seen, batch = _run(model, example_inputs), max(1, count_of(example_inputs))
+    counted: set[int] = set()
+    rows = [_row(path, module, seen, counted, batch) for path, module in _ordered(model, seen)]
+    return ModuleTable(tuple(rows), sum(seen.macs.values()) // batch, batch)
+
+
+def _run(model: nn.Module, example_inputs: tuple[Any, ...]) -> _Seen:
+    seen, counter, counted = _Seen(), FlopCounter(), 0
+
+    def run() -> None:
+        nonlocal seen, counter, counted
+        seen, counter, counted = _Seen(), FlopCounter(), 0
+        seen.hold(plain_in([*model.parameters(), *model.buffers(), example_inputs]))
+        with stack, counter:
+            call(model, example_inputs)
+
+    def since() -> int:
+        """Multiply-accumulates since it was asked the last time."""
+        nonlocal counted
+        before, counted = counted, counter.macs
+        return counted - before
+
+    def enter(path: str, module: nn.Module, given: Any) -> None:
+        seen.macs[stack.paths[-2]] += since()
+        seen.order.setdefault(path, len(seen.order))
+        seen.inputs.setdefault(path, _shapes(given))
+        seen.calls[path] += 1
+
+    def leave(path: str, module: nn.Module, given: Any, result: Any) -> None:
+        seen.macs[path] += since()
+        seen.outputs.setdefault(path, _shapes(result))
+        seen.bytes[path] += seen.hold(plain_in(result))
+
+    stack = ModuleStack(model, enter, leave)
+    with (
+        running(model, example_inputs, where=lambda: f" (in {stack.current})" if stack.current else ""),
+        seeded(0), training_mode(model, False), plain_attention(),
+    ):  # fmt: skip
+        without_gradients(run)
+    seen.macs[""] += since()  # of hooks on the model that run after ours
+    return seen
+
+
+def _shapes(value: Any) -> Shapes:
+    return tuple(tuple(shape_of(tensor)) for tensor in gather(value))
+
+
+def _ordered(model: nn.Module, seen: _Seen) -> list[tuple[str, nn.Module]]:
+    """Return the modules that have a row, in the order of their first calls."""
+    found = []
+    for index, (path, module) in enumerate(model.named_modules()):
+        own = next(module.parameters(recurse=False), None) is not None
+        leaf = next(module.children(), None) is None and path in seen.order
+        if own or leaf or seen.macs[path] or seen.bytes[path]:
+            found.append((_place(path, seen), index, path, module))
+    return [(path, module) for _, _, path, module in sorted(found, key=lambda row: row[:2])]
+
+
+def _place(path: str, seen: _Seen) -> tuple[int, int]:
+    """Of a module that is not called: behind the module around it, or at the end where that is the model itself."""
+    around = path
+    while around and around not in seen.order:
+        around = around.rpartition(".")[0]
+    return seen.order[around] if around or not path else len(seen.order), int(around != path)
+
+
+def _row(path: str, module: nn.Module, seen: _Seen, counted: set[int], batch: int) -> ModuleRow:
+    own = list(module.parameters(recurse=False))
+    fresh = [parameter for parameter in own if id(parameter) not in counted]
+    counted.update(map(id, own))
+    params = sum(parameter.numel() for parameter in fresh)
+    return ModuleRow(
+        path,
+        type(module).__name__,
+        seen.inputs.get(path, ()),
+        seen.outputs.get(path, ()),
+        params=params,
+        shared_params=sum(parameter.numel() for parameter in own) - params,
+        trainable=sum(parameter.numel() for parameter in fresh if parameter.requires_grad),
+        macs=seen.macs[path] // batch,
+        activation_bytes=seen.bytes[path],
+        calls=seen.calls[path],
+    )

@@ -1,0 +1,217 @@
+"""Forward passes that begin where a mask begins to matter: what lies before is the dense model's, computed once.
+
+Everything that a masked model computes before it first reads a masked tensor is what the dense model computes on the
+same images. So the calls of torch's functions up to there are not run again: they return what they returned then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prunekit.channels.cut.model_copy import named_tensors
+from prunekit.channels.tracing.storages import storage_of
+from prunekit.statistics.forward_passes import PassHooks
+from prunekit.statistics.layers.linear_layers import Call, CallWatch
+from prunekit.utils.inputs import call, count_of
+from prunekit.utils.tensors import gather, map_tensors
+
+MEMORY_BYTES = 2**31
+"""What the dense results that are held for one batch may take; groups for which more is needed run as a whole."""
+WHOLE = 1
+
+Masked = Callable[[str], AbstractContextManager[Any]]
+"""Masks a group, by its name, as a context manager."""
+
+
+class DensePrefix:
+    """Runs a model with a group masked, from the first call on that is not as in the dense model.
+
+    That nothing else changes is tried on a few images, group by group: where the outputs are not the same to the last
+    bit (code that torch does not see reads a tensor, or writes to one), that group's passes run as a whole; and so do
+    all passes over a batch on which other calls are made, as by a model that loops over its images.
+
+    Args:
+        model: dense, in eval mode.
+        inputs: of a few samples, a tensor or an example, see `prunekit.utils.inputs.example`; below too.
+        tensors: by a group's name the names of the tensors that its masks change.
+        masked: see `Masked`.
+        batch: samples of the largest batch to come.
+    """
+
+    def __init__(
+        self, model: nn.Module, inputs: Any, tensors: Mapping[str, Iterable[str]], masked: Masked, batch: int
+    ) -> None:
+        self._model = model
+        self._results: dict[int, Any] = {}
+        survey = _Survey(model)
+        survey.run(inputs)
+        self._calls, self._alike = survey.calls, True
+        starts = {name: survey.start(read) for name, read in tensors.items()}
+        self.starts, self._held = survey.affordable(starts, MEMORY_BYTES * count_of(inputs) // max(1, batch))
+        self.record(inputs)
+        for name in self.starts:
+            with masked(name):
+                if not _equal(self.run(name, inputs), call(model, _copied(inputs))):
+                    self.starts[name] = WHOLE
+
+    def record(self, inputs: Any) -> Any:
+        """Run the dense model; what a later pass needs of it is held until the next one is recorded."""
+        self._results.clear()
+        recorder = _Recorder(self._model, self._held, self._results)
+        output = recorder.run(inputs)
+        self._alike = recorder.calls == self._calls
+        return output
+
+    def run(self, name: str, inputs: Any) -> Any:
+        """Run the model, in which a group is masked now, on the inputs that were recorded last."""
+        if self.starts[name] == WHOLE or not self._alike:
+            return call(self._model, _copied(inputs))
+        return _Replay(self._model, self.starts[name], self._results).run(inputs)
+
+
+class _Counted(CallWatch):
+    """Numbers the calls inside forward passes alone: masks look at their tensors before one begins."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.calls: list[str] = []
+        self._model = model
+        self._pass = _Pass(model, self)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._pass.inside:
+            return function(*args, **(kwargs or {}))
+        return super().__torch_function__(function, types, args, kwargs)
+
+    def run(self, inputs: Any) -> Any:
+        """Return one forward pass; a model may write to what it is given."""
+        given = _copied(inputs)
+        with self._pass, self.watching():
+            return call(self._model, given)
+
+
+class _Pass(PassHooks):
+    """Says when a pass of the model runs, behind the hooks that are there already."""
+
+    def __init__(self, model: nn.Module, counted: _Counted) -> None:
+        super().__init__(model)
+        self._counted = counted
+
+    def watch(self) -> None:
+        """Look at nothing else."""
+
+    def begin(self) -> None:
+        self._counted.number = 0
+
+
+class _Survey(_Counted):
+    """Which call reads, makes or writes to which memory, in one dense forward pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._parameters = {name: _place(tensor) for name, tensor in named_tensors(model)}
+        self._born: dict[int, int] = {}
+        self._read: dict[int, list[float]] = {}
+        self._written: dict[int, int] = {}
+        self._bytes: dict[int, int] = {}
+        self._made: dict[int, list[int]] = {}
+        self._alive: list[Any] = []  # or another tensor would get the same place
+
+    def run(self, inputs: Any) -> Any:
+        output = super().run(inputs)
+        for tensor in gather(output):
+            self._read.setdefault(_place(tensor), []).append(math.inf)
+        return output
+
+    def call(self, call: Call) -> Any:
+        """Note what it reads, write to and make."""
+        self.calls.append(call.name)
+        given = gather((call.args, dict(call.named)))
+        versions = [tensor._version for tensor in given]
+        result = call.run()
+        made = gather(result)
+        for tensor, version in zip(given, versions, strict=True):
+            self._read.setdefault(_place(tensor), []).append(call.number)
+            if tensor._version != version:
+                self._written[_place(tensor)] = call.number
+        for tensor in made:
+            self._born.setdefault(_place(tensor), call.number)
+            self._bytes[_place(tensor)] = tensor.numel() * tensor.element_size()
+        self._made[call.number] = [_place(tensor) for tensor in made]
+        self._alive.append((given, made))
+        return result
+
+    def start(self, names: Iterable[str]) -> int:
+        """Return the first call that must run when some tensors change: before it nothing reads them.
+
+        Nor is anything that was made before it written to later: what is held is as it was at the end.
+        """
+        reads = [self._read.get(self._parameters[name], [math.inf])[0] for name in names]
+        start = min([*reads, self.number + 1])
+        while True:
+            torn = [self._born.get(p, 0) for p, last in self._written.items() if self._born.get(p, 0) < start <= last]
+            if not torn:
+                return max(WHOLE, int(start))
+            start = min(torn)
+
+    def affordable(self, starts: Mapping[str, int], limit: int) -> tuple[dict[str, int], frozenset[int]]:
+        """Return the starts for which what must be held fits into the limit, late ones first; and the calls to hold."""
+        places: set[int] = set()
+        chosen = dict.fromkeys(starts, WHOLE)
+        for name, start in sorted(starts.items(), key=lambda item: -item[1]):
+            needed = {p for p, reads in self._read.items() if self._born.get(p, start) < start <= reads[-1]}
+            if sum(self._bytes[place] for place in places | needed) <= limit:
+                places |= needed
+                chosen[name] = start
+        return chosen, frozenset(number for number, made in self._made.items() if places.intersection(made))
+
+
+class _Recorder(_Counted):
+    """Keeps the results of a dense pass: tensors where they are needed, else something of their shape."""
+
+    def __init__(self, model: nn.Module, held: frozenset[int], results: dict[int, Any]) -> None:
+        super().__init__(model)
+        self._held, self._results = held, results
+
+    def call(self, call: Call) -> Any:
+        self.calls.append(call.name)
+        result = call.run()
+        self._results[call.number] = result if call.number in self._held else map_tensors(result, _hollow)
+        return result
+
+
+class _Replay(_Counted):
+    """Returns recorded results up to a call, and runs from there on."""
+
+    def __init__(self, model: nn.Module, start: int, results: Mapping[int, Any]) -> None:
+        super().__init__(model)
+        self._start, self._results = start, results
+
+    def call(self, call: Call) -> Any:
+        return call.run() if call.number >= self._start else self._results[call.number]
+
+
+def _copied(inputs: Any) -> tuple[Any, ...]:
+    given = inputs if isinstance(inputs, tuple) else (inputs,)
+    return tuple(map_tensors(item, torch.clone) for item in given)
+
+
+def _place(tensor: Tensor) -> int:
+    """Return where a tensor's values are; of one without memory of its own, itself."""
+    storage = storage_of(tensor)
+    return id(tensor) if storage is None else storage.data_ptr()
+
+
+def _hollow(tensor: Tensor) -> Tensor:
+    return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    pairs = list(zip(gather(one), gather(other), strict=True))
+    return all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)

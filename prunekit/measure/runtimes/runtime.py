@@ -1,0 +1,157 @@
+"""The runtimes by name: what each needs and runs on, and the function that registers one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+
+from prunekit import registries
+from prunekit.errors import UsageError
+from prunekit.measure.runtimes.session import FileKey, Sample, Session, Setting, Source
+from prunekit.utils.registry import Registry
+
+RUNTIMES: Registry[Runtime] = registries.RUNTIMES
+"""What runs models, by the name that rows of results have."""
+
+Open = Callable[[Source, Sample, Setting], Session]
+AVAILABLE: dict[str, Callable[[], bool]] = {
+    "cuda": lambda: torch.cuda.is_available(),
+    "mps": lambda: torch.backends.mps.is_available(),
+}
+"""Whether there is a device of a kind; there is always a CPU."""
+
+
+def _takes_all(setting: Setting) -> str:
+    return ""
+
+
+def _moves_none(setting: Setting) -> bool:
+    return False
+
+
+def _keeps_nothing() -> None:
+    """Nothing is to be dropped."""
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Something that runs models; see `register_runtime` for what the attributes mean.
+
+    It is handed to the process that measures: its functions are found there by their modules, as pickle does.
+    """
+
+    name: str
+    open: Open
+    about: str = ""
+    carrier: Literal["module", "onnx"] = "module"
+    devices: tuple[str, ...] = ("cpu",)
+    packages: tuple[str, ...] = ()
+    install: str = ""
+    refuse: Callable[[Setting], str] = _takes_all
+    times_layers: bool = False
+    moves_weights: Callable[[Setting], bool] = _moves_none
+    measures_memory: bool = True
+    typed_files: bool = False
+    forget: Callable[[], object] = _keeps_nothing
+
+    def file_key(self, setting: Setting) -> FileKey:
+        """Return the file that a session in this setting is made from."""
+        return setting.batch, setting.dtype if self.typed_files else "float32"
+
+    def missing(self) -> str:
+        """Return which of its packages are not installed here, and how to install them; empty where all are."""
+        missing = [package for package in self.packages if find_spec(package.partition(".")[0]) is None]
+        install = self.install or f"pip install {' '.join(missing)}"
+        return f"needs {', '.join(missing)}, not installed here: {install}" if missing else ""
+
+    def unusable(self) -> str:
+        """Return why it runs nothing at all here, and what would help; empty where it is usable."""
+        if missing := self.missing():
+            return missing
+        there = any(AVAILABLE.get(kind, lambda: True)() for kind in self.devices)
+        return "" if there else f"runs on {' and '.join(self.devices)}, and there is none here"
+
+
+def register_runtime(
+    name: str,
+    *,
+    about: str,
+    carrier: Literal["module", "onnx"] = "module",
+    devices: tuple[str, ...] = ("cpu",),
+    packages: tuple[str, ...] = (),
+    install: str = "",
+    refuse: Callable[[Setting], str] = _takes_all,
+    times_layers: bool = False,
+    moves_weights: Callable[[Setting], bool] = _moves_none,
+    measures_memory: bool = True,
+    typed_files: bool = False,
+    forget: Callable[[], object] = _keeps_nothing,
+) -> Callable[[Open], Open]:
+    """Register a runtime: something that runs models and is timed, by `bench`, in recipes and as the target of plans.
+
+    What it decorates makes a session from a source, a sample and a setting. It is called, and its sessions run, with
+    the setting's number of torch threads, in inference mode, with its device as the current one, in a process of its
+    own. What sessions compute is checked against the model in eager float32 before anything is timed.
+
+    Args:
+        name: as recipes, `--runtime` and rows of results call it.
+        about: what it is, in one line.
+        carrier: what it makes sessions from: the module itself, or the ONNX file that it is exported to.
+        devices: kinds of device that it runs on: "cpu", "cuda", "mps".
+        packages: that it imports, besides torch.
+        install: the command that brings them; `pip install` with their names where it is left out.
+        refuse: why it cannot run a setting on these devices; empty where it can.
+        times_layers: whether its sessions have a layer clock; plans for the others are made from eager's layers.
+        moves_weights: whether its sessions in a setting have a `move`.
+        measures_memory: whether the growth of the process is the model's: not where building leaves more behind.
+        typed_files: whether it computes in the dtype of its file; others take files in float32.
+        forget: drops what is kept of sessions, once a setting is done.
+
+    Returns:
+        A decorator that returns the function as it is.
+
+    Raises:
+        ValueError: the name is taken.
+
+    Example:
+        >>> import torch
+        >>> import prunekit as pk
+        >>> from prunekit.utils.inputs import call
+        >>> from prunekit.measure.runtimes.eager import placed
+        >>> @pk.register_runtime("fx", about="the graph of operators that torch.fx finds")
+        ... def fx(source, sample, setting):
+        ...     module, sample = placed(source, sample, setting)
+        ...     graph = torch.fx.symbolic_trace(module)
+        ...     return pk.Session(lambda: call(graph, sample))
+        >>> pk.Target("fx").runtime
+        'fx'
+    """
+
+    def register(function: Open) -> Open:
+        how = (carrier, devices, packages, install, refuse, times_layers, moves_weights, measures_memory, typed_files)
+        RUNTIMES.add(name, Runtime(name, function, about, *how, forget), function)
+        return function
+
+    return register
+
+
+def accept(reference: str, found: Any) -> Runtime:
+    """Return the runtime of an object that `file.py:object` names: one that it registers, or a function that opens
+    sessions.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if isinstance(found, Runtime):
+        return found
+    registered = next((each for each in RUNTIMES.imported if each.open is found), None)
+    if registered is None and not callable(found):
+        raise UsageError(
+            f"{reference}: expected a function that is decorated by prunekit.register_runtime and takes a source, a "
+            f"sample and a setting, got {type(found).__name__}"
+        )
+    return registered or Runtime(reference, found)

@@ -1,0 +1,179 @@
+"""What a runtime is asked for and what it gives: a setting, what to run, and a session that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prunekit.errors import UsageError
+from prunekit.utils.inputs import Keywords, split
+from prunekit.utils.tensors import map_tensors
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way of running a model, in the words of a row of results.
+
+    Attributes:
+        device: "cpu", "cuda" or "cuda:n".
+        threads: of the CPU.
+        dtype: that the model computes in: "float32", "bfloat16" or "float16".
+        memory_format: "contiguous" or "channels_last".
+    """
+
+    runtime: str
+    device: str
+    batch: int
+    threads: int
+    dtype: str = "float32"
+    memory_format: str = "contiguous"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype` as torch has it."""
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+
+Sample = tuple[Any, ...]
+"""An example, see `prunekit.utils.inputs.example`, of (B, ...) tensors on the CPU; floating-point ones in float32."""
+
+
+def in_dtype(sample: Sample, dtype: torch.dtype) -> Sample:
+    """Return the same with its floating-point numbers in a dtype; the rest stays."""
+    found: Sample = map_tensors(sample, lambda one: one.to(dtype) if one.is_floating_point() else one)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What a model takes, one tensor for each argument of `forward`, with the batch on its first axis.
+
+    Attributes:
+        shapes: without the batch.
+        values: (1, ...) of each argument that is not of floating-point numbers, such as token ids, which cannot be
+            drawn at random; None for the others.
+        names: of the last arguments, those that are given by name.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    values: tuple[Tensor | None, ...]
+    names: tuple[str, ...] = ()
+
+    def sample(self, batch: int) -> Sample:
+        """Standard normal numbers, the same at each call; what cannot be random is repeated over the batch."""
+        generator = torch.Generator().manual_seed(0)
+        tensors = tuple(
+            torch.randn(batch, *shape, generator=generator) if value is None else value.repeat_interleave(batch, 0)
+            for shape, value in zip(self.shapes, self.values, strict=True)
+        )
+        positional = len(tensors) - len(self.names)
+        named = Keywords(zip(self.names, tensors[positional:], strict=True))
+        return (*tensors[:positional], named) if named else tensors
+
+    def described(self) -> list[Any]:
+        """As plain data, equal for inputs that are equal: a shape where there is one, else a list for each."""
+        if self.values == (None,) and not self.names:
+            return list(self.shapes[0])
+        found: list[Any] = [
+            [list(shape), None if value is None else [str(value.dtype), sha256(value.numpy().tobytes()).hexdigest()]]
+            for shape, value in zip(self.shapes, self.values, strict=True)
+        ]
+        return [*found, list(self.names)] if self.names else found
+
+
+def inputs_of(given: Sequence[int] | Inputs) -> Inputs:
+    """Return what a model of one floating-point input takes, by the shape of that without the batch; `Inputs` as
+    they are.
+    """
+    return given if isinstance(given, Inputs) else Inputs((tuple(given),), (None,))
+
+
+def inputs_like(example: tuple[Any, ...]) -> Inputs:
+    """Return what a model takes, by an example.
+
+    Args:
+        example: see `prunekit.utils.inputs.example`.
+
+    Raises:
+        UsageError: not all of them are tensors with the same number of samples on their first axis.
+    """
+    positional, named = split(example)
+    tensors = (*positional, *named.values())
+    kinds = [type(one).__name__ for one in tensors if not isinstance(one, Tensor)]
+    sizes = {one.shape[0] if one.dim() else None for one in tensors if isinstance(one, Tensor)}
+    if kinds or len(sizes) != 1 or None in sizes:
+        found = ", ".join(kinds) or " and ".join(str(tuple(one.shape)) for one in tensors) or "none"
+        raise UsageError(
+            "inputs that are timed: expected tensors, each with the batch on its first axis, because batches of other "
+            f"sizes are made of them; got {found}"
+        )
+    return Inputs(
+        tuple(tuple(one.shape[1:]) for one in tensors),
+        tuple(None if one.is_floating_point() else one[:1].detach().cpu() for one in tensors),
+        tuple(named),
+    )
+
+
+FileKey = tuple[int, str]
+"""Batch, and dtype as in `Setting`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A model as it reaches a runtime: the module itself, or ONNX files by batch and dtype of the numbers in them."""
+
+    module: nn.Module | None = None
+    files: Mapping[FileKey, Path] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LayerClock:
+    """A model that is ready to run with every operator timed.
+
+    Attributes:
+        run: runs one forward.
+        passes: of the last so many forwards, in order, the milliseconds by path of the innermost module ("" the model's
+            own code), and under None what the runtime does for no module; it is asked once, when all have run.
+    """
+
+    run: Callable[[], object]
+    passes: Callable[[int], Sequence[Mapping[str | None, float]]]
+
+
+@dataclass(frozen=True)
+class Session:
+    """A model that is ready to run on one sample.
+
+    Attributes:
+        run: runs one forward.
+        tensors: what a forward returned, as tensors nested as the model nests them; outside the timed part.
+        layers: the same model on the same sample, timed layer by layer; None where the runtime cannot tell.
+        move: lays its weights elsewhere in memory, see `placing`; None where the runtime lays them out itself.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model, x = torch.nn.Linear(8, 2), torch.randn(4, 8)
+        >>> session = pk.Session(run=lambda: model(x).detach().numpy(), tensors=torch.from_numpy)
+        >>> session.tensors(session.run()).shape  # `run` is what is timed
+        torch.Size([4, 2])
+    """
+
+    run: Callable[[], Any]
+    tensors: Callable[[Any], Any] = lambda output: output
+    layers: Callable[[], LayerClock] | None = None
+    move: Callable[[], object] | None = None
+
+
+def sample_of(shape: tuple[int, ...], batch: int) -> Tensor:
+    """Return the input of a model of one: standard normal, float32 on the CPU, (batch, *shape), the same at each
+    call.
+    """
+    found: Tensor = inputs_of(shape).sample(batch)[0]
+    return found

@@ -1,0 +1,324 @@
+"""The proof: the compact model computes what the masked model computes.
+
+How far apart two outputs of a model are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from math import inf
+from typing import Any
+
+import torch
+from torch import nn
+
+from prunekit.channels.cut.model_copy import has_gradients, named_tensors
+from prunekit.channels.cut.narrow_norms import NarrowNorms
+from prunekit.channels.cut.slicing import cut, is_variance
+from prunekit.channels.tolerance import ROUNDING, TOLERANCE, rounding
+from prunekit.channels.tracing.dispatch_modes import OperatorMode, run_operator
+from prunekit.channels.tracing.execution import plain_attention
+from prunekit.channels.tracing.storages import plain_in
+from prunekit.channels.trial.comparison import check, following, record
+from prunekit.channels.trial.float64 import WAYS, Way, doubled
+from prunekit.errors import ModelError, UsageError, VerificationError, reason_of
+from prunekit.hooks.wrappers import require_values, unwrapped
+from prunekit.planning.plan import Plan, require_plan
+from prunekit.utils.context import same_draws, training_mode, without_gradients
+from prunekit.utils.display import Displayed, plural, scientific
+from prunekit.utils.inputs import advice, batch_of, call
+from prunekit.utils.inputs import examples as each
+from prunekit.utils.tensors import gather
+
+
+def largest_difference(want: Any, got: Any) -> tuple[float, str]:
+    """Return the largest relative difference of any tensor, infinite where two cannot be compared, and what it says."""
+    references, values = ([tensor.detach() for tensor in plain_in(output)] for output in (want, got))
+    if not references:
+        raise UsageError(f"no tensor in the model's output ({type(want).__name__}): there is nothing to compare")
+    if len(references) != len(values):
+        return inf, f"{len(values)} tensors in the output, expected {len(references)}"
+    return max(apart(reference, value) for reference, value in zip(references, values, strict=True))
+
+
+def apart(want: torch.Tensor, got: torch.Tensor) -> tuple[float, str]:
+    """`largest_difference` of two tensors, of the same dtype."""
+    if want.shape != got.shape:
+        return inf, f"output of shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+    if want.is_complex() and got.is_complex():
+        want, got = torch.view_as_real(want.resolve_conj()), torch.view_as_real(got.resolve_conj())
+    if not want.is_floating_point():
+        return (0.0, "") if torch.equal(want, got) else (inf, "whole or boolean numbers in the output differ")
+    if want.isnan().any() or got.isnan().any():
+        return inf, "NaN in the output"
+    finite = want.isfinite()
+    if not torch.equal(want[~finite], got[~finite]):
+        return inf, "Inf in one output only"
+    if not finite.any():
+        return 0.0, ""
+    want, got = want[finite], got[finite]
+    found = float((want - got).abs().max()) / max(float(want.abs().max()), torch.finfo(want.dtype).tiny)
+    return found, f"outputs differ by {found:.3g} of the largest"
+
+
+@dataclass(frozen=True, repr=False)
+class Verification(Displayed):
+    """How far masked and compact model are apart.
+
+    Attributes:
+        max_relative_difference: largest absolute difference of any output over the largest absolute reference value.
+        inputs: samples compared.
+        dtype: the coarsest in which both were computed: float64, but for models whose code runs in no other precision
+            than its own, such as quantized layers. Then what that rounds counts as equal.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(4, 8)
+        >>> result = pk.prune(model, x, macs=0.5)
+        >>> found = pk.verify(model, result.model, result.plan, x)
+        >>> found
+        <Verification: masked and compact model agree: outputs differ by at most ... on 4 samples in float64>
+        >>> found.max_relative_difference < 1e-12
+        True
+    """
+
+    max_relative_difference: float
+    inputs: int
+    dtype: str = "float64"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row: the difference, the samples, and the precision."""
+        return [asdict(self)]
+
+    def _headline(self) -> str:
+        found, samples = scientific(self.max_relative_difference), plural(self.inputs, "sample")
+        return (
+            f"masked and compact model agree: outputs differ by at most {found} of their largest value, on {samples} "
+            f"in {self.dtype}"
+        )
+
+    def _parts(self) -> Iterator[str]:
+        yield f"Verified: {self._headline()}"
+
+
+def verify(
+    masked: nn.Module,
+    compact: nn.Module,
+    plan: Plan,
+    examples: Any,
+    *,
+    tolerance: float = TOLERANCE,
+    strict: bool = False,
+) -> Verification:
+    """Compare masked and compact model in float64 on the CPU: their outputs in eval mode, and what is in them.
+
+    The masked model is the dense-sized one with zeros where the plan prunes: these are set in the copy that runs.
+
+    A model whose code does not run in float64 is compared in its own precision, as in the trial of its plan.
+
+    An output need not show a wrong index: the channel may be dead on these inputs. So every tensor of the compact
+    model is compared with the kept entries of the masked one as well. Scores that are equal but for rounding may come
+    in another order: outputs that differ are compared once more with the order of the masked model in both.
+
+    Both are compared as they come back from a file: without what Accelerate or torch put around a method of an
+    instance, such as autocast.
+
+    Args:
+        masked: the model of dense size, whose norms see kept channels only, as under the masks; not changed.
+        compact: what `prunekit.compaction.compact_model` made of it.
+        plan: for finding the operator when they differ.
+        examples: what the models are called with: a tensor, a tuple of positional arguments or a mapping of arguments
+            by name; or a list or other iterable of such examples.
+        tolerance: largest relative difference that counts as equal; at least what the precision rounds in which the
+            model runs.
+        strict: whether the model has to be zero already where the plan prunes, as training under masks leaves it.
+
+    Raises:
+        PlanError: the plan is that of another model.
+        VerificationError: they differ, or hold NaN; the message names the first operator and its module path.
+        ModelError: the masked model does not run on an example.
+        UsageError: there is no example, or no tensor in the output: nothing would be compared.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(8, 4)
+        >>> plan = pk.plan(model, x, macs=0.5)
+        >>> pk.verify(model, pk.compact(model, plan), plan, x).max_relative_difference < 1e-12
+        True
+    """
+    masked, compact = unwrapped(masked), unwrapped(compact)
+    require_values(masked, "verify")
+    require_values(compact, "verify")
+    require_plan(plan, masked)
+    if not isinstance(tolerance, (int, float)) or not tolerance >= 0:
+        raise UsageError(f"tolerance: expected a relative difference of at least 0, got {tolerance!r}")
+    masked_in, compact_in = _Twins(masked, None if strict else plan), _Twins(compact)
+    misplaced_in: dict[Way, str] = {}
+    worst, seen, coarsest, ways = 0.0, 0, TOLERANCE, WAYS
+    for example in each(masked, examples):
+        expected = _expected(masked_in, example, ways, lambda twin: NarrowNorms(twin, plan.channel_map, plan.keep))
+        way, allowed = expected.way, max(tolerance, expected.rounding)
+        ways = ways[ways.index(way) :]  # what does not run in float64 on one example is not tried on the next
+        masked_twin, compact_twin, inputs = masked_in[way], compact_in[way], way.inputs(example, noise=False)
+        if way not in misplaced_in:
+            misplaced_in[way] = _misplaced(masked_twin, compact_twin, plan, tolerance)
+        misplaced = misplaced_in[way]
+        try:
+            got = _run(compact_twin, inputs, way)
+        except Exception as error:  # whatever the model's own code makes of a wrong size
+            difference, reason = inf, reason_of(error)
+        else:
+            difference, reason = largest_difference(expected.output, got)
+        if misplaced or not difference <= allowed:
+            difference, reason = _by_operator(masked_twin, compact_twin, plan, inputs, way, misplaced or reason)
+        if misplaced and difference <= allowed:
+            difference, reason = inf, f"{misplaced}; no operator before shows it"
+        if not difference <= allowed:
+            said = _not_masked(masked, plan) if strict else ""
+            raise VerificationError(f"masked and compact model differ: {reason}{said}")
+        worst, coarsest = max(worst, difference), max(coarsest, expected.rounding)
+        seen += batch_of(inputs)
+    if not seen:
+        raise UsageError("examples: expected at least one input to compare the models on, got none")
+    names = {rounded: str(dtype).removeprefix("torch.") for dtype, rounded in ROUNDING.items()}
+    return Verification(worst, seen, names[coarsest])
+
+
+def compare_outputs(
+    model: nn.Module,
+    changed: nn.Module,
+    example: tuple[Any, ...],
+    *,
+    tolerance: float = TOLERANCE,
+    narrow: nn.Module | None = None,
+) -> float:
+    """Return the largest relative difference of the outputs of two models in eval mode, in float64 on the CPU.
+
+    Of a model whose code does not run in float64, in its own precision; then what that rounds is taken as equal.
+
+    Args:
+        model: the reference.
+        changed: what should compute the same.
+        example: see `prunekit.utils.inputs.example`.
+        tolerance: largest relative difference that counts as equal.
+        narrow: what is compared in the model's own precision, if it is not `changed`.
+
+    Raises:
+        VerificationError: they differ by more, or one output holds NaN.
+        ModelError: the model does not run.
+    """
+    expected = _expected(_Twins(model), example)
+    way = expected.way
+    other = changed if narrow is None or way.dtype is not None else narrow
+    got = _run(_Twins(other)[way], way.inputs(example, noise=False), way)
+    difference, reason = largest_difference(expected.output, got)
+    if not difference <= max(tolerance, expected.rounding):
+        raise VerificationError(f"{type(model).__name__} and its changed copy differ: {reason}")
+    return difference
+
+
+@dataclass(frozen=True, eq=False)
+class _Expected:
+    """What a model computes; `rounding` is how far it may be off by the coarsest numbers that it computes with."""
+
+    way: Way
+    output: Any
+    rounding: float
+
+
+class _Twins(dict[Way, nn.Module]):
+    """Copies of a model by the way in which they run, made when they are asked for; masked, where a plan is given."""
+
+    def __init__(self, model: nn.Module, plan: Plan | None = None) -> None:
+        super().__init__()
+        self.model, self.plan = model, plan
+
+    def __missing__(self, way: Way) -> nn.Module:
+        self[way] = doubled(self.model, way.convert)
+        if self.plan is not None:
+            self.plan.zero(self[way])
+        return self[way]
+
+
+def _expected(
+    twins: _Twins,
+    example: tuple[Any, ...],
+    ways: Sequence[Way] = WAYS,
+    around: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext,
+) -> _Expected:
+    """Return the output in the first way of running a model that its code lets through."""
+    failures = []
+    for way in ways:
+        watch = _Rounding()
+        try:
+            with around(twins[way]), watch if way.dtype is None else nullcontext():
+                output = _run(twins[way], way.inputs(example, noise=False), way)
+        except Exception as error:  # whatever the model's own code makes of a type that it does not expect
+            failures.append(error)
+            twins.pop(way, None)
+            continue
+        return _Expected(way, output, max(way.tolerance, watch.found))
+    raise ModelError(
+        f"{type(twins.model).__name__} does not run, neither in float64 nor as it is: {type(failures[-1]).__name__}: "
+        f"{failures[-1]}; {advice(twins.model, [example])}"
+    ) from failures[-1]
+
+
+class _Rounding(OperatorMode):
+    """Sees how coarse the numbers are that a model computes with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = 0.0
+
+    def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        out = run_operator(func, args, kwargs)
+        self.found = max(self.found, rounding(gather(out)))
+        return out
+
+
+def _run(model: nn.Module, inputs: tuple[Any, ...], way: Way) -> Any:
+    with same_draws(model), training_mode(model, False), plain_attention(), way.precision():
+        return without_gradients(lambda: call(model, inputs))
+
+
+def _by_operator(
+    masked: nn.Module, compact: nn.Module, plan: Plan, inputs: tuple[Any, ...], way: Way, reason: str
+) -> tuple[float, str]:
+    """Return where two models first part; nowhere if only equal scores came in another order, see `Decision`."""
+    if plan.channel_map.source is None:
+        return inf, f"{reason}; the plan was read from a file: trace the model again to find the operator"
+    run = plan.channel_map.traced.trace.runs[0]
+    reference = record(masked, plan.channel_map, plan.keep, inputs, run, way.precision)
+    divergence = check(reference, compact, inputs, run, way.tolerance)[1]
+    if divergence is not None:
+        return inf, f"first at {divergence}"
+    difference, reason = largest_difference(reference.outputs, following(reference, compact, inputs, run))
+    return difference, f"{reason}; no operator before shows it"
+
+
+def _not_masked(masked: nn.Module, plan: Plan) -> str:
+    """Say that a model was not masked, if so: the dense one is given by mistake."""
+    for name, tensor in named_tensors(masked):
+        keep = plan.mask(name) if has_gradients(tensor) and not is_variance(name) else None
+        if keep is not None and bool(tensor.detach().masked_fill(keep.to(tensor.device), 0).any()):
+            return (
+                f"; {name} of the masked model is not 0 where the plan prunes: give the model as `prunekit.masked` "
+                "or a repair left it, not the dense one"
+            )
+    return ""
+
+
+def _misplaced(masked: nn.Module, compact: nn.Module, plan: Plan, tolerance: float) -> str:
+    """Return the first tensor of the compact model that is not the kept entries of the masked one's; empty if none."""
+    narrow = dict(named_tensors(compact))
+    for name, tensor in named_tensors(masked):
+        if name in narrow and has_gradients(tensor) and tensor.numel():
+            difference, _ = largest_difference(cut(tensor, plan.kept_indices.get(name, ())), narrow[name])
+            if not difference <= tolerance:
+                return f"{name} of the compact model is not what the plan keeps of the masked model's"
+    return ""

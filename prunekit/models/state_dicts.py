@@ -1,0 +1,102 @@
+"""State dicts from files: read without running any code in them, and loaded whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from prunekit.errors import ModelError
+from prunekit.utils.display import listed
+from prunekit.utils.files import StrPath
+
+SUFFIXES = (".safetensors", ".pt", ".pth", ".th")
+PREFIXES = ("module.", "_orig_mod.")  # left by DistributedDataParallel and torch.compile
+NAMED = 8
+"""Names that a message gives."""
+CONTAINERS = ("state_dict", "model_state_dict", "model")
+
+
+def load_weights(model: nn.Module, path: StrPath) -> None:
+    """Load a state dict into a model, in place.
+
+    Args:
+        model: receives every weight.
+        path: `.safetensors`, or `.pt`/`.pth`/`.th` read with `weights_only=True`: a state dict, or a dict that holds
+            one as `state_dict`, `model_state_dict` or `model`. Prefixes of DistributedDataParallel and torch.compile
+            go.
+
+    Raises:
+        ModelError: the file is missing or unreadable, or its names and shapes are not the model's; all are listed.
+    """
+    path = Path(path)
+    state = _strip(_unwrap(_read(path), path))
+    assign_weights(model, state, str(path))
+
+
+def assign_weights(model: nn.Module, state: Mapping[str, Tensor], where: str) -> None:
+    """Load a state dict into a model, in place, after checking every name and shape.
+
+    Raises:
+        ModelError: names are missing or unexpected, or shapes differ; `where` says where the weights came from.
+    """
+    own = model.state_dict()
+    # Files written before BatchNorm counted its batches lack this number; torch itself fills it in as well.
+    missing = [name for name in own if name not in state and not name.endswith("num_batches_tracked")]
+    unexpected = [name for name in state if name not in own]
+    wrong = [
+        f"{name} {tuple(state[name].shape)} for {tuple(own[name].shape)}"
+        for name in own
+        if name in state and state[name].shape != own[name].shape
+    ]
+    problems = [
+        f"{len(names)} {kind}: {listed(names, NAMED)}"
+        for kind, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", wrong))
+        if names
+    ]
+    if problems:
+        raise ModelError(
+            f"{where}: these are not the weights of this {type(model).__name__}; "
+            + "; ".join(problems)
+            + "; check the model's name and arguments (num_classes too)"
+        )
+    model.load_state_dict(dict(state), strict=False)  # strict in all but num_batches_tracked: checked above
+
+
+def _read(path: Path) -> Any:
+    if path.suffix not in SUFFIXES:
+        raise ModelError(f"{path}: expected weights in a file that ends in {', '.join(SUFFIXES)}")
+    if not path.is_file():
+        raise ModelError(f"{path}: there is no such file of weights")
+    try:
+        if path.suffix == ".safetensors":
+            return safetensors.torch.load_file(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # UnpicklingError, RuntimeError, EOFError, SafetensorError: a file that cannot be used
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(
+            f"{path}: expected a state dict of tensors, but {reason}; pickled objects are never loaded: "
+            "save model.state_dict()"
+        ) from error
+
+
+def _unwrap(content: Any, path: Path) -> dict[str, Tensor]:
+    for key in CONTAINERS:
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+            break
+    if not isinstance(content, dict) or not content or not all(isinstance(v, Tensor) for v in content.values()):
+        keys = f" with the keys {listed(map(str, content), NAMED) or '(none)'}" if isinstance(content, dict) else ""
+        raise ModelError(f"{path}: expected a state dict (names to tensors), got a {type(content).__name__}{keys}")
+    return dict(content)
+
+
+def _strip(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    for prefix in PREFIXES * 2:  # either may be around the other
+        if all(name.startswith(prefix) for name in state):
+            state = {name.removeprefix(prefix): value for name, value in state.items()}
+    return state

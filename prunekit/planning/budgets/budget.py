@@ -1,0 +1,165 @@
+"""The budgets by name: what each counts, and the function that registers one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from prunekit import registries
+from prunekit.channels.channel_map import ChannelMap
+from prunekit.errors import PlanError, UsageError
+from prunekit.planning.candidates import Part
+from prunekit.planning.costs import Term
+from prunekit.planning.latency_table import LatencyTable
+from prunekit.settings.prune import BudgetFacts, Target
+from prunekit.utils.registry import Registry
+
+BUDGETS: Registry[Budget] = registries.BUDGETS
+
+
+@dataclass(frozen=True, eq=False)
+class Countable:
+    """All that a budget may count.
+
+    Attributes:
+        channel_map: of the model.
+        parts: labels that are kept in the order of their scores, as many as a plan decides.
+        target: that costs are meant on.
+        latency: what times on the target are predicted by; None where no budget is one of time.
+    """
+
+    channel_map: ChannelMap
+    parts: Sequence[Part]
+    target: Target = field(default_factory=Target)
+    latency: LatencyTable | None = None
+
+    def terms(self, name: str) -> list[Term]:
+        """Return what another budget counts, as terms to be taken `times` a constant.
+
+        Raises:
+            UsageError: there is no such budget.
+            PlanError: it is one of time, which is not known here, or several sums, the largest of which counts.
+        """
+        budget = BUDGETS.get(name)
+        sums = budget.sums(self)
+        if budget.facts.peak:
+            raise PlanError(f"budget {name}: expected one that is a single sum; it is the largest of {len(sums)}")
+        return sums[0]
+
+
+Terms = Callable[[Countable], Sequence[Term] | Sequence[Sequence[Term]]]
+
+
+@dataclass(frozen=True, eq=False)
+class Budget:
+    """A limit on what a plan leaves: what its figures mean, and the function that says what is counted."""
+
+    facts: BudgetFacts
+    terms: Terms
+
+    def sums(self, countable: Countable) -> list[list[Term]]:
+        """Return what is counted: a sum of terms, or several, the largest of which is limited.
+
+        Raises:
+            PlanError: a budget of time without a latency table.
+            UsageError: the function returns something else than terms.
+        """
+        name = self.facts.name
+        if self.facts.measured and countable.latency is None:
+            raise PlanError(f"budget {name}: expected a latency table of the target; `prunekit.profile` measures one")
+        found = self.terms(countable)
+        sums = [list(one) for one in cast(Sequence[Sequence[Term]], found if self.facts.peak else [found])]
+        for term in (term for one in sums for term in one):
+            if not isinstance(term, Term):
+                raise UsageError(
+                    f"budget {name}: expected a list of prunekit.Term from the function that counts it, got one that "
+                    f"holds {type(term).__name__} {term!r}"
+                )
+            if not math.isfinite(term.constant):
+                raise UsageError(f"budget {name}: expected finite constants in its terms, got {term.constant}")
+        return sums
+
+
+def register_budget(
+    name: str,
+    *,
+    about: str,
+    unit: str = "",
+    figure: str = "",
+    share: bool = False,
+    least: bool = False,
+    measured: bool = False,
+    per_unit: float = 1.0,
+    peak: bool = False,
+    each_group: bool = False,
+    counted_as: str = "",
+    found_as: str = "",
+) -> Callable[[Terms], Terms]:
+    """Register a budget: something that a plan limits, such as multiply-accumulates, bytes, or energy.
+
+    What it decorates says what is counted, as a list of `prunekit.Term`, each a constant times widths. From then on its
+    name is a budget like any other: a keyword of `prune` and `plan`, and a key of `prune.budget` in recipes.
+
+    Args:
+        name: as settings, recipes and messages call it.
+        about: what is limited, in one line.
+        unit: of the figures, such as "MB"; empty for a bare share.
+        figure: what a figure is, in words, for messages; "number of" the unit where it is left out.
+        share: whether the figure is a share of what the dense model has, above 0 and at most 1; else it is an amount in
+            the unit, above 0.
+        least: whether the figure is the least that is asked for, and one over what is counted, as a speedup is one over
+            a share of the time: above 1 for a `share`.
+        measured: whether it is one of time: terms count nanoseconds as `countable.terms("latency_ms")` does, and plans
+            are measured on the target until they meet it.
+        per_unit: how much of what the terms count is one unit, such as 1e6 for bytes and "MB".
+        peak: whether the function returns several such lists, the largest of which is limited.
+        each_group: whether scope `uniform` asks it of each channel group.
+        counted_as: what it is called among the figures of a run's models, which are counted on the loaded models; where
+            they exceed the budget, the run names it as a shortfall.
+        found_as: a sentence that tells of it, with `{}` in place of the figure.
+
+    Returns:
+        A decorator that returns the function as it is.
+
+    Raises:
+        ValueError: the name is taken.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> @pk.register_budget("energy", share=True, about="Energy of a sample: arithmetic, and reading the weights.")
+        ... def energy(countable):
+        ...     arithmetic = [term.times(4.6) for term in countable.terms("macs")]
+        ...     return arithmetic + [term.times(640) for term in countable.terms("params")]
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> pk.prune(model, (torch.randn(1, 4),), energy=0.5).model[0].out_features
+        7
+    """
+    facts = BudgetFacts(
+        name, about, unit, figure, share, least, measured, per_unit, peak, each_group, counted_as, found_as
+    )
+
+    def register(terms: Terms) -> Terms:
+        BUDGETS.add(name, Budget(facts, terms), terms)
+        return terms
+
+    return register
+
+
+def accept(reference: str, found: Any) -> Budget:
+    """Return the budget that `file.py:object` names: one that the file registers, or a function of terms, for a share.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    registered = next((each for each in BUDGETS.imported if each.terms is found), None)
+    if registered is not None:
+        return replace(registered, facts=replace(registered.facts, name=reference))
+    if not callable(found):
+        raise UsageError(
+            f"{reference}: expected a function that is decorated by prunekit.register_budget, or one that returns "
+            f"terms, got {type(found).__name__}"
+        )
+    about = (found.__doc__ or "").strip().partition("\n")[0]
+    return Budget(BudgetFacts(reference, about, share=True), found)

@@ -1,0 +1,141 @@
+"""The budget of channels.
+
+The budget of multiply-accumulates.
+
+The budget of parameters.
+
+The budget of a model's size in a file.
+
+The budget of memory while a model runs.
+
+The budget of time on the target.
+
+The budget of speed, beside the dense model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from prunekit.channels.tracing.memory import memory_table
+from prunekit.errors import PlanError
+from prunekit.planning.budgets.budget import Countable, register_budget
+from prunekit.planning.costs import Term, entries
+
+
+@register_budget(
+    "channels",
+    about="share of the channels that are not locked",
+    share=True,
+    each_group=True,
+    counted_as="channels",
+    found_as="{:.4f} of the free channels are left; some groups are at the fewest that min_channels, round_to, ratios "
+    "or their size allow",
+)
+def channels(countable: Countable) -> list[Term]:
+    """Count the channels of all parts."""
+    return [Term(part.channels, (part.labels,)) for part in countable.parts]
+
+
+@register_budget(
+    "macs",
+    about="share of the multiply-accumulates of one sample in eval mode",
+    share=True,
+    counted_as="macs",
+    found_as="{:.4f} of the dense model's MACs are left",
+)
+def macs(countable: Countable) -> list[Term]:
+    """Count the multiply-accumulates of one sample."""
+    return [Term(term.constant, term.factors) for term in countable.channel_map.mac_terms]
+
+
+@register_budget(
+    "params",
+    about="share of the parameters",
+    share=True,
+    counted_as="params",
+    found_as="{:.4f} of the dense model's parameters are left",
+)
+def params(countable: Countable) -> list[Term]:
+    """Count the entries of all parameters."""
+    chart = countable.channel_map
+    return [entries(chart, name) for name, how in chart.stored.items() if how.parameter]
+
+
+@register_budget(
+    "size_mb",
+    about="megabytes (10^6 bytes) of all parameters and buffers as they are saved",
+    unit="MB",
+    figure="number of megabytes (10^6 bytes)",
+    per_unit=1e6,
+    counted_as="tensor_bytes",
+    found_as="parameters and buffers take {:.4f} MB",
+)
+def size_mb(countable: Countable) -> list[Term]:
+    """Count the bytes of all parameters and buffers."""
+    chart = countable.channel_map
+    return [entries(chart, name).times(how.element_bytes) for name, how in chart.stored.items()]
+
+
+@register_budget(
+    "memory_mb",
+    about="the most megabytes (10^6 bytes) that are alive at once in a forward pass of the target's batch",
+    unit="MB",
+    figure="number of megabytes (10^6 bytes)",
+    per_unit=1e6,
+    peak=True,
+    counted_as="memory_bytes",
+    found_as="a forward pass takes {:.4f} MB",
+)
+def memory_mb(countable: Countable) -> list[list[Term]]:
+    """Count the bytes alive at each moment of a forward pass that may be its peak.
+
+    Raises:
+        ModelError: the model does not run on that batch and dtype.
+        PlanError: the map was read from a file.
+    """
+    chart, target = countable.channel_map, countable.target
+    if chart.source is None:
+        raise PlanError("budget memory_mb: expected a map of a traced model, got one read from a file; trace it again")
+    table, final = memory_table(chart.traced.trace, target.batch, target.dtype), chart.traced.final
+    products = [tuple(final[factor] for factor in factors) for factors in table.factors]
+    return [[Term(float(row[index]), products[index]) for index in np.flatnonzero(row)] for row in table.bytes]
+
+
+@register_budget(
+    "latency_ms",
+    about="median milliseconds of one forward pass of the batch on the target, measured",
+    unit="ms",
+    figure="number of milliseconds",
+    measured=True,
+    per_unit=1e6,
+)
+def latency_ms(countable: Countable) -> list[Term]:
+    """Count nanoseconds by the target's latency table."""
+    table, final = countable.latency, countable.channel_map.traced.final
+    assert table is not None  # a budget that is measured is not counted without
+    return [
+        Term(
+            1e6 * one.ms,
+            tuple(final[factor] for factor in one.factors),
+            one.steps,
+            tuple(replace(span, factor=final[span.factor]) for span in one.spans),
+        )
+        for one in table.terms
+    ]
+
+
+@register_budget(
+    "speedup",
+    about="how many times faster than the dense model, measured beside it on the target",
+    unit="x",
+    figure="number of times faster",
+    share=True,
+    least=True,
+    measured=True,
+)
+def speedup(countable: Countable) -> list[Term]:
+    """Count the time; the speedup is one over what is left of it."""
+    return countable.terms("latency_ms")

@@ -1,0 +1,162 @@
+"""Which labels a plan may remove, in which order, and down to which counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prunekit.channels.channel_map import ChannelGroup, ChannelMap, Keep
+from prunekit.channels.labels import Labels
+from prunekit.errors import PlanError
+from prunekit.settings.prune import PruneSettings
+from prunekit.utils.globs import globs, matching
+
+Scores = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Labels of one channel group that are planned together.
+
+    Attributes:
+        labels: from the most to the least important, so that keeping k means `labels[:k]`.
+        counts: numbers of labels that may be kept, ascending; the last keeps all.
+        channels: channels that one label stands for; more than 1 where whole convolution groups hang together.
+    """
+
+    labels: Labels
+    counts: Labels
+    channels: int
+
+    def at_most(self, wanted: float) -> int:
+        """Return the largest allowed count that is not above `wanted`; the smallest one where none is."""
+        index = int(np.searchsorted(self.counts, wanted + 1e-9, side="right")) - 1
+        return int(self.counts[max(index, 0)])
+
+    def at_least(self, wanted: int) -> int:
+        """Return the smallest allowed count that is not below `wanted`."""
+        return int(self.counts[np.searchsorted(self.counts, wanted)])
+
+
+@dataclass(frozen=True, eq=False)
+class Between:
+    """Two plans that one lies between, as a step of a schedule does: bool (n_labels,) each, None for no bound.
+
+    Attributes:
+        most: what may be kept at all.
+        least: what is kept in any case; within `most`.
+    """
+
+    most: Keep | None = None
+    least: Keep | None = None
+
+
+ANYWHERE = Between()
+
+
+def free_parts(
+    channel_map: ChannelMap, scores: Scores, settings: PruneSettings, between: Between = ANYWHERE
+) -> list[Part]:
+    """Return the parts of a model that a plan may prune, with exclusions and ratios applied.
+
+    Args:
+        between: plans that leave no other counts; a part's order begins with what must stay, and what may not comes
+            last.
+
+    Raises:
+        PlanError: a glob matches no module path.
+    """
+    excluded = labels_matching(channel_map, settings.ignore, "ignore")
+    ratio = np.ones(channel_map.n_labels) * np.nan
+    for pattern, share in settings.ratios.items():
+        ratio[labels_matching(channel_map, [pattern], "ratios")] = share
+    parts = []
+    for group in channel_map.groups:
+        free = group.labels[~excluded[group.labels]]
+        channels, unit = channels_per_label(channel_map, group), _unit(channel_map, group, settings)
+        for share in np.unique(ratio[free]):
+            labels = free[np.isnan(ratio[free]) if np.isnan(share) else ratio[free] == share]
+            order = labels[np.lexsort((labels, -scores[labels]))]
+            part = Part(order, _allowed(labels.size, unit or channels, settings), channels)
+            if not np.isnan(share):
+                wanted = labels.size * (1 if _are_positions(channel_map, group) else share)
+                part = Part(order, np.array([part.at_most(wanted)]), channels)
+            parts.append(_bounded(part, between))
+    return parts
+
+
+def _bounded(part: Part, between: Between) -> Part:
+    none, every = np.zeros(part.labels.size, dtype=bool), np.ones(part.labels.size, dtype=bool)
+    least = none if between.least is None else between.least[part.labels]
+    most = every if between.most is None else between.most[part.labels]
+    order = part.labels[np.lexsort((~most, ~least))]  # stable: among themselves as they were
+    low, high = np.count_nonzero(least), np.count_nonzero(most)
+    counts = part.counts[(part.counts >= low) & (part.counts <= high)]
+    return Part(order, counts if counts.size else np.array([high]), part.channels)
+
+
+def _are_positions(channel_map: ChannelMap, group: ChannelGroup) -> bool:
+    """Return whether labels are positions in heads that may go too: a ratio takes whole heads."""
+    return bool(np.isin(group.labels, channel_map.joint[:, 2]).any())
+
+
+def _unit(channel_map: ChannelMap, group: ChannelGroup, settings: PruneSettings) -> int | None:
+    """By what the count of heads or of positions in heads is multiplied when it is rounded; None for other labels.
+
+    Positions are rounded by themselves, and heads as the narrowest rounding of their positions needs it.
+    """
+    if _are_positions(channel_map, group):
+        return 1
+    of_heads = np.isin(channel_map.joint[:, 1], group.labels)
+    if not of_heads.any():
+        return None
+    positions = np.unique(channel_map.group_of[np.unique(channel_map.joint[of_heads, 2])])
+    sizes = [channel_map.groups[index].labels.size for index in positions]
+    return int(np.gcd.reduce(np.concatenate([_allowed(size, 1, settings) for size in sizes])))
+
+
+def _allowed(size: int, channels: int, settings: PruneSettings) -> Labels:
+    counts = np.arange(1, size + 1)
+    fits = (counts * channels % settings.round_to == 0) & (counts * channels >= settings.min_channels)
+    allowed: Labels = counts[fits | (counts == size)]
+    return allowed
+
+
+def channels_per_label(channel_map: ChannelMap, group: ChannelGroup) -> int:
+    """Return how many channels of its producer go when one label of a group goes."""
+    name, axis = next((slot for slot in group.slots if slot[1] == 0), group.slots[0])
+    on_axis = channel_map.labels[name][axis]
+    assert on_axis is not None
+    carried = sum(int(np.isin(labels, group.labels).sum()) for labels in channel_map.deciding(on_axis))
+    return max(1, carried // group.labels.size)
+
+
+def labels_matching(channel_map: ChannelMap, patterns: Iterable[str], key: str) -> NDArray[np.bool_]:
+    """Return which labels are output channels of modules whose path matches one of the globs: bool (n_labels,).
+
+    Raises:
+        PlanError: a pattern matches no module path; the message gives near spellings.
+    """
+    result = np.zeros(channel_map.n_labels, dtype=bool)
+    paths = {path for path, _, _ in channel_map.activations} | {n.rpartition(".")[0] for n in channel_map.labels}
+    paths.discard("")
+    outputs = _outputs(channel_map)
+    for pattern in globs(patterns, key):
+        found = set(matching(pattern, paths, key, PlanError))
+        for path, labels in outputs:
+            if path in found:
+                for deciding in channel_map.deciding(labels):
+                    result[deciding] = True
+    result[0] = False
+    return result
+
+
+def _outputs(channel_map: ChannelMap) -> list[tuple[str, Labels]]:
+    """Module paths with labels of their output channels; of modules that are never called, those of their rows."""
+    called = [(path, labels) for (path, kind, _), labels in channel_map.activations.items() if kind == "output"]
+    paths = {path for path, _ in called}
+    owned = [(name.rpartition(".")[0], axes[0]) for name, axes in channel_map.labels.items() if axes]
+    return called + [(path, rows) for path, rows in owned if rows is not None and path not in paths]

@@ -1,0 +1,232 @@
+"""What a recipe's keys must be together; each check sees plain values, so that all problems come at once."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prunekit.recipe.document import KeyPath
+from prunekit.recipe.values import show
+from prunekit.registries import CRITERIA, RUNTIMES
+from prunekit.settings.calibration import FEWEST_IMAGES
+from prunekit.settings.inputs import DataSettings
+from prunekit.settings.prune import WITH_REPAIR, budget_names, clashes, facts_before, other_budgets
+from prunekit.settings.train import TrainSettings
+
+Finding = tuple[KeyPath, str]
+DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
+ROOTS = {
+    "imagefolder": "a folder of images",
+    "npz": "an .npz file",
+    "torchvision": "the folder of torchvision's data sets",
+}
+GOES_WITH = {
+    "name": ("torchvision", "huggingface"),
+    "download": ("torchvision", "huggingface"),
+    "columns": ("huggingface",),
+}
+ROOTLESS = {"digits": "come with the package", "own": "are given as --data file.py:factory"}
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def consistency(values: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield every key path whose value does not fit the rest of the recipe, with what was expected."""
+    yield from _finite(values, ())
+    for check in CHECKS:
+        yield from check(values)
+
+
+def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+    """Return a section of the recipe, {} when it is left out, None when it is no mapping (reported elsewhere)."""
+    section = values.get(name, {})
+    return section if isinstance(section, Mapping) else None
+
+
+def _root(data: Mapping[str, Any], source: Any) -> Iterator[Finding]:
+    because = f"because data.source is {source!r}"
+    if source in ROOTS and data.get("root") is None:
+        yield ("data", "root"), f"expected the path of {ROOTS[source]}, {because}, got nothing"
+    if source in ROOTLESS and data.get("root") is not None:
+        text = f"expected nothing, {because}, which {ROOTLESS[source]}, got {show(data['root'])}"
+        yield ("data", "root"), f"{text}; set data.source to {' or '.join(map(repr, ROOTS))}"
+    if source == "torchvision" and data.get("name") is None:
+        yield ("data", "name"), f"expected a data set of torchvision, such as CIFAR10, {because}, got nothing"
+    if source == "huggingface":
+        yield from _exactly_one(data, ("data",), ("root", "name"))
+        if data.get("name") is not None and data.get("download", False) is False:
+            text = "expected true, because data.name is given, got false"
+            yield ("data", "download"), f"{text}; or save the data set with its `save_to_disk` and give data.root"
+    for key, sources in GOES_WITH.items():
+        if source not in sources and data.get(key):
+            text = f"expected nothing, {because}, got {show(data[key])}"
+            yield ("data", key), f"{text}; it goes with data.source {' or '.join(map(repr, sources))}"
+
+
+def _augment(augment: Any) -> Iterator[Finding]:
+    if not isinstance(augment, Mapping):
+        return
+    scale, crop = augment.get("scale"), augment.get("crop", "none")
+    if scale is not None and crop in ("none", "shift", "padded"):
+        text = f"expected nothing, because data.augment.crop is {show(crop)}, got {show(scale)}"
+        yield ("data", "augment", "scale"), f"{text}; it goes with 'resized'"
+    shares = scale if isinstance(scale, list) and all(isinstance(one, int | float) for one in scale) else []
+    if shares != sorted(shares):
+        yield ("data", "augment", "scale"), f"expected the smaller share first, got {', '.join(map(str, shares))}"
+    if augment.get("trivial_augment") is True and augment.get("rand_augment") is not None:
+        text = "expected false, because data.augment.rand_augment is given, got true"
+        yield ("data", "augment", "trivial_augment"), f"{text}; remove one of them"
+
+
+def _finite(value: Any, path: KeyPath) -> Iterator[Finding]:
+    if isinstance(value, float) and not math.isfinite(value):
+        yield path, f"expected a finite number, got {show(value)}"
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from _finite(item, (*path, key))
+
+
+def _names(values: Mapping[str, Any]) -> Iterator[Finding]:
+    name, device = values.get("name", "unnamed"), values.get("device", "auto")
+    if isinstance(name, str) and not NAME.fullmatch(name):
+        expected = "a name for a folder (letters, digits, '.', '_' and '-', a letter or digit first)"
+        yield ("name",), f"expected {expected}, got {show(name)}"
+    if isinstance(device, str) and not DEVICE.fullmatch(device):
+        yield ("device",), f"expected auto, cpu, cuda, cuda:n or mps, got {show(device)}"
+
+
+def _budget(values: Mapping[str, Any]) -> Iterator[Finding]:
+    prune = _section(values, "prune") or {}
+    budget = prune.get("budget")
+    if not isinstance(budget, Mapping):
+        return
+    names = budget_names()
+    others = other_budgets(budget)
+    if not others and all(budget.get(name) is None for name in names):
+        yield ("prune", "budget"), f"expected at least one of {', '.join(map(repr, names))}, got none"
+    for name, value in others.items():
+        if (problem := facts_before(name).problem(value)) is not None:
+            yield ("prune", "budget", name), problem
+
+
+def _activations(values: Mapping[str, Any]) -> Iterator[Finding]:
+    activations = values.get("activations")
+    if isinstance(activations, Mapping):
+        yield from _exactly_one(activations, ("activations",), ("threshold", "target"))
+
+
+def _images(values: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield the statistics of patches, and repair, need some images to fit on and others to judge by."""
+    calibration, prune = _section(values, "calibration") or {}, _section(values, "prune") or {}
+    images = calibration.get("images", FEWEST_IMAGES)
+    criterion = str(prune.get("criterion"))
+    known = CRITERIA.declared.get(criterion)
+    reasons = {
+        "repair is given": isinstance(values.get("repair"), Mapping),
+        f"prune.criterion is {criterion!r}": known is not None and "patches" in known.facts["needs"],
+    }
+    because = " and ".join(reason for reason, holds in reasons.items() if holds)
+    if because and isinstance(images, int) and 0 < images < FEWEST_IMAGES:
+        text = f"expected at least {FEWEST_IMAGES}, because {because}, got {images}"
+        yield ("calibration", "images"), f"{text}; a thousand is a good number"
+
+
+def _deploy(values: Mapping[str, Any]) -> Iterator[Finding]:
+    """Channels last must be seen by what is timed, and beside models that are not."""
+    deploy, latency = _section(values, "deploy") or {}, _section(values, "latency") or {}
+    if deploy.get("channels_last") is not True:
+        return
+    runtimes, formats = latency.get("runtimes", ["eager"]), latency.get("memory_formats", [])
+    laid_out = [name for name, declared in RUNTIMES.declared.items() if declared.facts.get("carrier") != "onnx"]
+    if isinstance(runtimes, list) and set(map(str, runtimes)) <= RUNTIMES.declared.keys() - set(laid_out):
+        text = f"expected one of {', '.join(map(repr, laid_out))} among them, because deploy.channels_last is true"
+        yield ("latency", "runtimes"), f"{text}, and other runtimes choose layouts themselves"
+    if isinstance(formats, list) and "channels_last" in formats:
+        text = "expected contiguous alone, because deploy.channels_last is true: that model is timed with channels last"
+        yield ("latency", "memory_formats"), f"{text}, beside others that are not"
+
+
+def _schedule(values: Mapping[str, Any]) -> Iterator[Finding]:
+    """Before the first stage of a schedule there is nothing to repair; the rest it knows itself."""
+    prune = _section(values, "prune") or {}
+    yield from ((("prune", *path), text) for path, text in clashes(prune))
+    if isinstance(prune.get("schedule"), Mapping) and isinstance(values.get("repair"), Mapping):
+        yield ("repair",), WITH_REPAIR
+
+
+def _exactly_one(section: Mapping[str, Any], path: KeyPath, keys: tuple[str, str]) -> Iterator[Finding]:
+    expected = f"expected exactly one of {keys[0]!r} and {keys[1]!r}"
+    given = [key for key in keys if section.get(key) is not None]
+    if not given:
+        yield path, f"{expected}, got neither"
+    elif len(given) > 1:
+        yield (*path, given[-1]), f"{expected}, got both; remove one or set it to null"
+
+
+def _baseline(values: Mapping[str, Any]) -> Iterator[Finding]:
+    model = _section(values, "model")
+    if not model or model.get("zoo") == "own":  # whose factory may load weights itself
+        return
+    if model.get("weights") is None and values.get("baseline") is None:
+        text = "expected a mapping that says how to train the dense model, because model.weights is not given, got {}"
+        yield ("baseline",), text.format("null" if "baseline" in values else "nothing")
+
+
+def _training(values: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield what the three sections that train may ask for."""
+    sparsify = values.get("sparsify")
+    if isinstance(sparsify, Mapping) and sparsify.get("regularize") is None:
+        text = "expected a mapping, because making channels small is what sparsify is for, got nothing"
+        yield ("sparsify", "regularize"), f"{text}; for example {{method: group_lasso}}"
+    for name in ("baseline", "sparsify", "finetune"):
+        section = _section(values, name) or {}
+        optimizer, momentum = section.get("optimizer", "sgd"), section.get("momentum", TrainSettings.momentum)
+        if section.get("nesterov") is True and (optimizer != "sgd" or momentum == 0):
+            given = f"optimizer is {show(optimizer)}" if optimizer != "sgd" else "momentum is 0"
+            yield (name, "nesterov"), f"expected false, because {name}.{given}, got true"
+        if name == "baseline" and section.get("distill") is not None:
+            text = f"expected null, because the dense model is the teacher, got {show(section['distill'])}"
+            yield (name, "distill"), f"{text}; set finetune.distill"
+        regularize = section.get("regularize")
+        if name != "sparsify" and isinstance(regularize, Mapping) and regularize.get("method") == "growing":
+            text = "expected 'group_lasso' or 'bn_l1', got 'growing', which shrinks what a plan removes before it goes"
+            yield (name, "regularize", "method"), f"{text}; use it in sparsify"
+
+
+def _sharding(values: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield what needs the whole weights in each process."""
+    prune, watch = _section(values, "prune") or {}, _section(values, "watch") or {}
+    shown = watch.get("tensorboard", True) is True
+    for name in ("baseline", "sparsify", "finetune"):
+        section = _section(values, name) or {}
+        if section.get("sharding") != "full":
+            continue
+        because = f"because {name}.sharding is 'full'"
+        for key in ("average", "regularize"):
+            if section.get(key) is not None:
+                yield (name, key), f"expected null, {because}, got {show(section[key])}"
+        if section.get("precision") == "fp16":
+            yield (name, "precision"), f"expected 'fp32' or 'bf16', {because}, got 'fp16'"
+        if name == "finetune" and prune.get("schedule") is not None:
+            yield ("prune", "schedule"), f"expected null, {because}, got {show(prune['schedule'])}"
+        if name != "baseline" and values.get("gradient_flow") is True:
+            yield ("gradient_flow",), f"expected false, {because}, got true"
+        for key in ("histograms", "images"):
+            if shown and watch.get(key) is True:
+                yield ("watch", key), f"expected false, {because}, got true"
+
+
+def _data(values: Mapping[str, Any]) -> Iterator[Finding]:
+    data = _section(values, "data")
+    if data is None:
+        return
+    yield from _root(data, data.get("source", "digits"))
+    yield from _augment(data.get("augment"))
+    shares = [data.get(key, getattr(DataSettings, key)) for key in ("test_share", "validation_share")]
+    if all(isinstance(share, int | float) and 0 < share < 1 for share in shares) and sum(shares) >= 1:
+        text = f"expected test_share and validation_share to sum to less than 1, got {shares[0]} + {shares[1]}"
+        yield ("data", "test_share"), f"{text}; nothing would be left to train on"
+
+
+CHECKS = (_names, _budget, _activations, _baseline, _training, _sharding, _data, _images, _deploy, _schedule)

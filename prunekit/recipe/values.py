@@ -1,0 +1,205 @@
+"""What a key of a recipe may hold, in words, read from the type annotations of the settings.
+
+`key=value` on the command line, laid over a recipe.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from prunekit.errors import cut_short
+from prunekit.recipe.document import Document, KeyPath, Origin, Problem, parse
+from prunekit.settings import validation as checked
+from prunekit.settings.job import JobSettings, plain
+from prunekit.utils.registry import Beside, field_hints
+
+
+def hint_at(path: KeyPath) -> Any:
+    """Return the type annotation of the key at `path` of a recipe; `Any` where nothing is known about it."""
+    hint: Any = JobSettings
+    for key in path:
+        hint = next((inner for part in _parts(hint) if (inner := _inner(part, key)) is not Any), Any)
+    return hint
+
+
+def _parts(hint: Any) -> tuple[Any, ...]:
+    """Return the annotations that a value may meet, without `None` and without constraints."""
+    if get_origin(hint) is Annotated:
+        return _parts(get_args(hint)[0])
+    if get_origin(hint) in (types.UnionType, Union):
+        return tuple(inner for part in get_args(hint) if part is not type(None) for inner in _parts(part))
+    return (hint,)
+
+
+def _inner(hint: Any, key: str | int) -> Any:
+    if is_dataclass(hint):
+        beside = beside_of(hint)
+        if beside is not None and beside.knows(key) and key not in own_keys(hint):
+            return beside.annotation(str(key)) | None
+        return own_keys(hint).get(str(key), Any)
+    if get_origin(hint) is tuple:
+        return get_args(hint)[0]
+    return get_args(hint)[1] if get_origin(hint) is dict else Any
+
+
+def own_keys(settings: Any) -> dict[str, Any]:
+    """Annotations of the fields of settings that are keys of a recipe."""
+    return {name: hint for name, hint in field_hints(settings).items() if not _marks(hint)}
+
+
+def beside_of(settings: Any) -> Beside | None:
+    """Return the further keys that settings have, where they have any."""
+    return next((mark for hint in field_hints(settings).values() for mark in _marks(hint)), None)
+
+
+def _marks(hint: Any) -> list[Beside]:
+    return [mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Beside)]
+
+
+def _keys(settings: Any) -> list[str]:
+    beside = beside_of(settings)
+    return list(dict.fromkeys([*own_keys(settings), *(beside.registry.names if beside else ())]))
+
+
+def is_open_mapping(path: KeyPath) -> bool:
+    """Return whether a key below `path` is a name of its own, dots and all."""
+    parts = _parts(hint_at(path))
+    return any(get_origin(part) is dict or (is_dataclass(part) and beside_of(part) is not None) for part in parts)
+
+
+def allows(path: KeyPath, key: str) -> bool:
+    """Return whether settings at `path` have a key: one of theirs, or one that stands beside them."""
+    marks = [beside_of(part) for part in _parts(hint_at(path)) if is_dataclass(part)]
+    return key in (keys_of(path) or ()) or any(mark is not None and mark.knows(key) for mark in marks)
+
+
+def keys_of(path: KeyPath) -> list[str] | None:
+    """Return keys allowed below `path`; None when they are not listed."""
+    listed = [part for part in _parts(hint_at(path)) if is_dataclass(part)]
+    return [key for part in listed for key in _keys(part)] if listed else None
+
+
+def choices(path: KeyPath) -> tuple[str, ...]:
+    """Return the allowed values of the key at `path`, where they are listed."""
+    return tuple(
+        str(value) for part in _parts(hint_at(path)) if get_origin(part) is Literal for value in get_args(part)
+    )
+
+
+def written(location: KeyPath, values: Any) -> KeyPath:
+    """Return the key path of what is wrong in a recipe's values: pydantic also names which part of a union it tried."""
+    path: KeyPath = ()
+    for key in location:
+        if isinstance(values, Mapping) and (key in values or key in (keys_of(path) or ())):
+            path, values = (*path, key), values.get(str(key))
+        elif isinstance(values, list) and isinstance(key, int):
+            path, values = (*path, key), values[key]
+    return path
+
+
+def describe(hint: Any, *, brief: bool = False) -> str:
+    """Return what an annotation allows, e.g. "a number above 0 and of at most 1, or null".
+
+    Args:
+        brief: whether a mapping's keys are left out.
+    """
+    return checked.describe(hint, checked.IN_YAML, None if brief else _keys)
+
+
+def show(value: Any) -> str:
+    """Return a value as an error message shows it: short, and text told from numbers by its quotes."""
+    if isinstance(value, Mapping):
+        return f"a mapping with the keys {', '.join(map(str, value))}" if value else "an empty mapping"
+    if isinstance(value, list):
+        return f"a list of {len(value)}" if value else "an empty list"
+    return cut_short(repr(value) if isinstance(value, str) else json.dumps(value))
+
+
+Overrides = Sequence[str] | Mapping[str, Any]
+"""`a.b=value` each, the value in YAML, where later ones win; or values by dotted key."""
+
+
+def apply_override(document: Document, override: str) -> Document:
+    """Return a new document with one override laid over it.
+
+    Args:
+        document: a mapping with its origins.
+        override: `a.b=value`; the value is YAML (`null` takes a key back), and below a mapping with free keys,
+            such as `prune.ratios`, the rest of the key is one name, dots and all.
+
+    Returns:
+        The new document; what is wrong with the override is added to its problems.
+    """
+    origin = Origin(f"override {override!r}")
+    key, equals, text = override.partition("=")
+    path = split_key(key.strip())
+    if not equals or not all(path):
+        return _with_problem(document, Problem(origin, (), "expected key=value, such as prune.budget.macs=0.4"))
+    value = parse(text, origin)
+    if value.problems:
+        return _with_problem(document, *(Problem(origin, path, problem.text) for problem in value.problems))
+    return _put(document, path, value)
+
+
+def as_texts(overrides: Overrides) -> list[str]:
+    """Override as the command line has them.
+
+    Raises:
+        UsageError: a value is none that a recipe can hold.
+    """
+    if not isinstance(overrides, Mapping):
+        return list(overrides)
+    return [f"{key}={json.dumps(plain(value, key), ensure_ascii=False)}" for key, value in overrides.items()]
+
+
+def split_key(key: str) -> KeyPath:
+    """Return the key path of a dotted key."""
+    path: tuple[str, ...] = ()
+    while key:
+        if is_open_mapping(path):
+            return (*path, key)
+        head, dot, key = key.partition(".")
+        path = (*path, head, "") if dot and not key else (*path, head)
+    return path or ("",)
+
+
+def _put(document: Document, path: KeyPath, value: Document) -> Document:
+    values = copy.deepcopy(document.values)
+    target: Any = values
+    created: dict[KeyPath, Origin] = {}
+    for depth, key in enumerate(path[:-1], start=1):
+        if target.get(key) is None:
+            target[key] = {}
+            created[path[:depth]] = value.places[()]
+        if not isinstance(target[key], dict):
+            return _with_problem(document, _not_a_mapping(value.places[()], path[:depth], path))
+        target = target[key]
+    target[path[-1]] = value.values
+    return Document(
+        values,
+        _replaced(document.keys, path, {(): value.places[()], **value.keys}),
+        _replaced({**document.places, **created}, path, value.places),
+        document.problems,
+    )
+
+
+def _replaced(
+    origins: Mapping[KeyPath, Origin], path: KeyPath, new: Mapping[KeyPath, Origin]
+) -> Mapping[KeyPath, Origin]:
+    """Return origins in which everything at and below `path` comes from the override."""
+    kept = {key: origin for key, origin in origins.items() if key[: len(path)] != path}
+    return kept | {(*path, *key): origin for key, origin in new.items()}
+
+
+def _not_a_mapping(origin: Origin, parent: KeyPath, path: KeyPath) -> Problem:
+    name = ".".join(map(str, parent))
+    return Problem(origin, path, f"expected {name} to be a mapping, but it holds a value; set {name} itself")
+
+
+def _with_problem(document: Document, *problems: Problem) -> Document:
+    return Document(document.values, document.keys, document.places, (*document.problems, *problems))

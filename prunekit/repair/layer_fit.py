@@ -1,0 +1,239 @@
+"""Sets up each layer's fit from what the dense and the running model give, and writes what it found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from prunekit.planning.plan import Plan
+from prunekit.repair.joint_fit import PairFitter
+from prunekit.repair.layer_samples import Sample
+from prunekit.repair.layer_walk import LayerWeights
+from prunekit.repair.least_squares import (
+    FLAT,
+    MOST_GROUPS,
+    NEGLIGIBLE,
+    Change,
+    GroupedProblem,
+    Problem,
+    best_of,
+    bias_compensation,
+    chunks,
+    grouped_least_squares,
+    grouped_report,
+    least_squares,
+    matched,
+    moment_matching,
+    substitution,
+)
+from prunekit.repair.memory_budget import chunk_values, kept_groups
+from prunekit.repair.repair_report import SAME, LayerRepair, joined
+from prunekit.settings.calibration import RepairSettings
+from prunekit.statistics.layers.linear_layers import Layer
+from prunekit.statistics.layers.patches import applied
+
+
+class LayerFitter(LayerWeights):
+    """Refits one layer after another.
+
+    Args:
+        original: the dense model.
+        masked: the model whose weights are written.
+        plan: which rows and columns are kept.
+        settings: what is fitted.
+    """
+
+    def __init__(self, original: nn.Module, masked: nn.Module, plan: Plan, settings: RepairSettings) -> None:
+        super().__init__(original, masked, plan)
+        self.done: list[LayerRepair] = []
+        self._settings = settings
+        self._pairs = PairFitter(original, masked, plan)
+
+    def refit(self, layer: Layer, dense: Sample | None, running: Sample | None) -> None:
+        """Fit a layer, group by group where it is a grouped convolution, and write what is better.
+
+        Args:
+            dense: what the dense layer gives.
+            running: what the layer reads now, and what will be added to its output.
+        """
+        if dense is None or running is None:
+            self.done.append(LayerRepair(layer.weight, note="the model takes another path under masks"))
+            return
+        if not 0 < dense.fitted < sum(map(sum, dense.totals)):
+            self.done.append(LayerRepair(layer.weight, note="not read on these images"))
+            return
+        groups = kept_groups(layer, self._plan)
+        if len(groups) > MOST_GROUPS and self._settings.fit == "patch":
+            self.done.append(self._many_groups(layer, dense, running, len(groups)))
+            return
+        found = [self._part(layer, dense, running, group, place) for place, group in enumerate(groups)]
+        report = joined(layer.weight, [part for part in found if part is not None])
+        if running.before is not None:
+            report = self._with_source(layer, dense, running, report)
+        if layer.selected and report.applied and not report.note:
+            report = replace(report, note="at what values select in the dense model")
+        self.done.append(report)
+
+    def _with_source(self, layer: Layer, dense: Sample, running: Sample, report: LayerRepair) -> LayerRepair:
+        """Fit a layer once more, together with the one before it."""
+        errors = self._pairs.refit(layer, dense, running, self._settings.joint_steps)
+        if errors is None or not errors[1] < errors[0]:
+            return report
+        after = report.after * errors[1] / errors[0]
+        return replace(report, applied=self._settings.fit, after=after, note="together with the layer before it")
+
+    def _many_groups(self, layer: Layer, sample: Sample, running: Sample, groups: int) -> LayerRepair:
+        """Fit many small groups at once."""
+        assert sample.outputs is not None
+        rows, columns = self._index(layer, 0), self._index(layer, 1)
+        found = []
+        values = chunk_values(self._settings)
+        for part in chunks(groups, len(sample.outputs), len(columns) * layer.reading.taps, values):
+            some = rows.reshape(groups, -1)[part]
+            problem = self._grouped_problem(layer, sample, running, some, columns, part)
+            change = grouped_least_squares(problem, self._settings.ridge, self._settings.rectified_steps)
+            weight, bias = change.weight.flatten(0, 1), change.bias.flatten()
+            self._write(layer, some.flatten(), columns, Change(weight, bias))
+            found.append(change)
+        return grouped_report(layer.weight, found)
+
+    def _grouped_problem(
+        self, layer: Layer, sample: Sample, running: Sample, rows: Tensor, columns: Tensor, part: slice
+    ) -> GroupedProblem:
+        """Return the fit of some groups; `rows` are their outputs, (g, o)."""
+        assert running.inputs is not None
+        assert sample.outputs is not None
+
+        def by_group(values: Tensor) -> Tensor:  # (N, channels) -> (g, N, o)
+            return values[:, rows].double().transpose(0, 1)
+
+        width = len(columns) * layer.reading.taps
+        inputs = running.inputs.view(len(running.inputs), -1, width)[:, part].double().transpose(0, 1)  # (g, N, d)
+        weight = self._weight(layer, rows.flatten(), columns)
+        outputs = inputs @ weight.view(*rows.shape, width).transpose(1, 2)
+        if layer.bias is not None:
+            outputs = outputs + self._tensors[layer.bias].detach()[rows].double()[:, None]
+        scale, offset = (value.reshape(rows.shape) for value in self._affine(self._modules, layer, rows.flatten()))
+        dense = (value.reshape(rows.shape) for value in self._affine(self._dense_modules, layer, rows.flatten()))
+        dense_scale, dense_offset = dense
+        now = scale[:, None] * outputs + offset[:, None]
+        wanted = dense_scale[:, None] * by_group(sample.outputs) + dense_offset[:, None]
+        if running.others is not None and sample.others is not None:
+            now, wanted = now + by_group(running.others), wanted + by_group(sample.others)
+        scale = torch.where(scale.abs() > FLAT * scale.abs().max(), scale, 0.0)
+        biased = layer.bias is not None or layer.norm is not None
+        return GroupedProblem(inputs, now, wanted, scale, sample.fitted, layer.rectified, biased)
+
+    def _part(self, layer: Layer, sample: Sample, running: Sample, group: int, place: int) -> LayerRepair | None:
+        rows, columns = self._kept(layer, group)
+        if not len(columns):
+            return None
+        if layer.norm is None and self._settings.fit == "batchnorm":
+            return LayerRepair(layer.weight, note="no BatchNorm alone reads its output")
+        problem, usable = self._problem(layer, sample, running, rows, columns, place)
+        rows = rows[usable]
+        if not len(rows):
+            return LayerRepair(layer.weight, note="the norm behind it has no factor but 0")
+        spread = _spread(problem.wanted)
+        before = problem.error()
+        if before <= NEGLIGIBLE * spread:
+            return LayerRepair(layer.weight, note=SAME)
+        if not bool(problem.now.isfinite().all()):
+            return LayerRepair(layer.weight, note="NaN or Inf under masks")
+        change, how = self._change(layer, problem, sample, rows, columns)
+        chosen, before, after = best_of(problem, change)
+        note = "" if change.rank == change.columns + problem.biased or not change.columns else (
+            f"its inputs span {change.rank} of {change.columns + problem.biased} dimensions"
+        )  # fmt: skip
+        if chosen is None:
+            note = f"{how} is no better on held-out images"
+        else:
+            self._write(layer, rows, columns, chosen)
+        return LayerRepair(
+            layer.weight,
+            how if chosen is not None else "",
+            before / spread,
+            after / spread,
+            change.columns,
+            change.rank,
+            change.ridge,
+            note,
+        )
+
+    def _kept(self, layer: Layer, group: int) -> tuple[Tensor, Tensor]:
+        """Kept rows of a group, counted over all groups, and kept columns of the weight."""
+        rows, columns = self._index(layer, 0), self._index(layer, 1)
+        size = self._plan.channel_map.shapes[layer.weight][layer.axes[0]] // layer.reading.groups
+        return rows[rows // size == group], columns
+
+    def _problem(
+        self, layer: Layer, sample: Sample, running: Sample, rows: Tensor, columns: Tensor, place: int
+    ) -> tuple[Problem, Tensor]:
+        """Return the layer's fit, and which of its rows have a factor in the norm to speak of."""
+        assert running.inputs is not None
+        assert sample.outputs is not None
+        scale, offset = self._affine(self._modules, layer, rows)
+        usable = scale.abs() > FLAT * scale.abs().max()
+        rows, scale, offset = rows[usable], scale[usable], offset[usable]
+        width = len(columns) * layer.reading.taps
+        inputs = running.inputs[:, place * width : (place + 1) * width]
+        now = scale * self._outputs(layer, inputs, rows, columns) + offset
+        dense_scale, dense_offset = self._affine(self._dense_modules, layer, rows)
+        wanted = dense_scale * sample.outputs[:, rows].double() + dense_offset
+        if running.others is not None and sample.others is not None:
+            now = now + running.others[:, rows].double()
+            wanted = wanted + sample.others[:, rows].double()
+        biased = layer.bias is not None or layer.norm is not None
+        return Problem(inputs, now, wanted, scale, sample.fitted, layer.rectified, biased), usable
+
+    def _outputs(self, layer: Layer, inputs: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        outputs = applied(inputs, self._weight(layer, rows, columns).T)
+        return outputs if layer.bias is None else outputs + self._tensors[layer.bias].detach()[rows].double()
+
+    def _change(
+        self, layer: Layer, problem: Problem, sample: Sample, rows: Tensor, columns: Tensor
+    ) -> tuple[Change, str]:
+        """Return the change that the settings ask for, and what it is called."""
+        fit, settings = self._settings.fit, self._settings
+        if fit == "bias":
+            return bias_compensation(problem), fit
+        if fit == "moments":
+            return moment_matching(problem, self._weight(layer, rows, columns)), fit
+        if fit == "batchnorm":
+            return matched(problem, self._weight(layer, rows, columns), *self._normal(layer, rows)), fit
+        if sample.centers is not None:
+            return self._by_channels(layer, problem, sample, rows, columns), "channel"
+        return least_squares(problem, settings.ridge, settings.rectified_steps), "patch"
+
+    def _normal(self, layer: Layer, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the mean and deviation at the end of the chain, without its constants, of outputs as the norm
+        expects them.
+        """
+        assert layer.norm is not None
+        norm = self._modules[layer.norm]
+        scale, _ = self._affine(self._modules, layer, rows)
+        mean, variance = (getattr(norm, name).double()[rows] for name in ("running_mean", "running_var"))
+        bias = 0.0 if layer.bias is None else self._tensors[layer.bias].detach()[rows].double()
+        return scale * (mean - bias), scale.abs() * variance.sqrt()
+
+    def _by_channels(self, layer: Layer, problem: Problem, sample: Sample, rows: Tensor, columns: Tensor) -> Change:
+        assert sample.centers is not None
+        shape = layer.matrix(self._dense[layer.weight]).shape
+        group = int(rows[0]) // (shape[0] // layer.reading.groups) if len(rows) else 0
+        dense = sample.centers[: sample.fitted, group * shape[1] : (group + 1) * shape[1]]
+        taps = layer.reading.taps
+        kept = problem.inputs[: sample.fitted, layer.reading.middle :: taps]
+        whole = layer.matrix(self._dense[layer.weight].detach())[rows].double().reshape(len(rows), shape[1], taps)
+        weight, bias = substitution(kept, dense, whole, columns, self._settings.ridge)
+        change = weight.flatten(1) - self._weight(layer, rows, columns)
+        return Change(change, bias if problem.biased else torch.zeros_like(bias), len(columns), len(columns) + 1)
+
+
+def _spread(wanted: Tensor) -> float:
+    """Return what errors of (N, o) outputs are a share of: their variance, or their mean square if they are
+    constant.
+    """
+    spread = float(wanted.var(0).mean()) or float(wanted.square().mean())
+    return max(spread, torch.finfo(torch.float64).tiny)

@@ -1,0 +1,290 @@
+"""Repair of a masked model from unlabeled images: what it computes comes near what the dense model does."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prunekit.channels.cut.model_copy import named_tensors, with_tensors
+from prunekit.channels.cut.narrow_norms import NarrowNorms
+from prunekit.channels.rewrite.substitutes import substitute_all
+from prunekit.errors import DataError, NonFiniteError
+from prunekit.planning.plan import Plan, require_plan
+from prunekit.repair.layer_fit import LayerFitter
+from prunekit.repair.layer_samples import Gathering, LayerPass, Sample, SourceAim
+from prunekit.repair.layer_walk import Step, Walk
+from prunekit.repair.least_squares import NEGLIGIBLE
+from prunekit.repair.memory_budget import (
+    HELD,
+    ROOM,
+    SAMPLES,
+    Lifetimes,
+    batch_size,
+    cuts,
+    fit_size,
+    held,
+    kept_channels,
+    pair_size,
+    too_wide,
+)
+from prunekit.repair.repair_report import LayerRepair, RepairMemory, RepairReport, dropped
+from prunekit.repair.validation import Inputs, batches_of, difference
+from prunekit.settings.calibration import FEWEST_IMAGES, RepairSettings
+from prunekit.statistics.layers.layer_graph import Survey, merged, pooled, survey
+from prunekit.statistics.layers.linear_layers import Layer
+from prunekit.statistics.layers.output_error import Judge
+from prunekit.utils.context import training_mode
+from prunekit.utils.inputs import count_of, counted_positions, example, samples_in, split, taken
+from prunekit.utils.progress import reporting, tracked
+from prunekit.utils.tensors import gather
+
+
+def repair(
+    dense: nn.Module,
+    plan: Plan,
+    images: Tensor | Inputs | Mapping[str, Any],
+    settings: RepairSettings | None = None,
+    *,
+    log: Callable[[str], None] | None = None,
+    progress: bool | None = None,
+) -> tuple[nn.Module, RepairReport]:
+    """Return a masked copy of a model whose kept weights are fitted to the dense outputs, layer by layer, without
+    training.
+
+    Every convolution and linear layer whose weight is a parameter is refitted, in the order in which they run: kept
+    rows and kept columns change, removed entries are exactly zero. Images run in batches, and both models stop at each
+    layer until all batches are there: what is live at that place is kept, as far as `settings.memory_bytes` allow;
+    beyond, it is computed again.
+
+    Args:
+        dense: the dense model; only read.
+        plan: what is kept of it.
+        images: (B, ...) inputs without labels, on the model's device, or all of them as a tuple by position or as a
+            mapping by name; the last `settings.held_out` of them only judge.
+        settings: what is fitted, and how.
+        log: gets a line on the memory that it will take before it starts.
+        progress: whether to show bars on stderr; None: on a terminal and in a notebook.
+
+    Returns:
+        The masked model, dense in size, and what was done. Where the repaired model's output on held-out images is
+        no nearer to the dense one's than without repair, fewer layers are repaired, the first half of them, the first
+        quarter and so on, down to none; and the report says so.
+
+    Raises:
+        DataError: see `require_images`.
+        NonFiniteError: a layer of the dense model computes NaN or Inf on them; names the layer.
+        PlanError: the plan is that of another model.
+    """
+    settings = settings or RepairSettings()
+    require_plan(plan, dense)
+    if isinstance(images, (tuple, Mapping)):
+        images = example(dense, images)
+    inputs = require_images(images)
+    plan.channel_map.require_plain_forward("repair")
+    original, masked = _copy(dense), _copy(dense)
+    plan.zero(masked)
+    shown = reporting(progress, "repair")
+    with training_mode(original, False), training_mode(masked, False), torch.no_grad(), shown:
+        found = _surveyed(original, inputs, plan, SAMPLES)
+        layers, skipped = _fitted_layers(found, plan)
+        looping = bool(layers) and _is_looping(original, inputs, plan, found)
+        judge = Judge.of(original, inputs)
+        with NarrowNorms(masked, plan.channel_map, plan.keep):
+            walk = _Prepared(original, masked, plan, found, layers, inputs, settings, looping=looping)
+            if log is not None:
+                log(f"repair: {walk.memory}")
+            before = difference(original, masked, walk.judging, judge)
+            fitter = walk.run()
+            plan.zero(masked)
+            fitted = after = difference(original, masked, walk.judging, judge)
+            applied = [layer.weight for layer in fitter.done if layer.applied]
+            count = len(applied)
+            while count and not (after < before or after <= NEGLIGIBLE):  # nothing compared may depend on it
+                count //= 2
+                walk.undo(applied[count:])
+                plan.zero(masked)
+                after = difference(original, masked, walk.judging, judge) if count else before
+    done = [dropped(layer) if layer.weight in applied[count:] else layer for layer in fitter.done]
+    layers_done = _in_model_order(done, skipped, original)
+    return _as_given(dense, masked), RepairReport(layers_done, before, after, count > 0, walk.memory, fitted)
+
+
+def require_images(images: Tensor | Inputs) -> Inputs:
+    """Check calibration images before anything is computed on them; return them as an example.
+
+    Raises:
+        DataError: no tensors, fewer than 8 images, or not as many of each input; NaN or Inf in one of them.
+    """
+    inputs = images if isinstance(images, tuple) else (images,)
+    positional, named = split(inputs)
+    tensors = (*positional, *named.values())
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise DataError(
+                f"calibration: expected samples as one tensor (B, ...), or a tuple of them; got {type(tensor).__name__}"
+                + ('; a datasets.Dataset gives tensors after .with_format("torch")' if isinstance(tensor, list) else "")
+            )
+    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+    few = any(not tensor.dim() or len(tensor) < FEWEST_IMAGES for tensor in tensors)
+    if few or all(tensor.dim() < 2 for tensor in tensors):
+        raise DataError(
+            f"calibration: expected at least {FEWEST_IMAGES} {samples_in(inputs)} (B, ...), some of which only judge; "
+            f"got a tensor of shape {shapes}; "
+            "to prune without samples, an example is given by itself, prune(model, x, macs=0.5)"
+        )
+    if len({len(tensor) for tensor in tensors}) > 1:
+        raise DataError(f"calibration: expected as many samples of each input, got tensors of shape {shapes}")
+    for tensor in tensors:
+        if not bool(torch.isfinite(tensor).all()):
+            first = int((~torch.isfinite(tensor)).reshape(len(tensor), -1).any(1).nonzero()[0])
+            raise DataError(f"calibration: sample {first} holds NaN or Inf; expected finite numbers")
+    return inputs
+
+
+class _Prepared:
+    """A walk that knows what memory it will take."""
+
+    def __init__(
+        self,
+        original: nn.Module,
+        masked: nn.Module,
+        plan: Plan,
+        found: Survey,
+        layers: Sequence[Layer],
+        inputs: Inputs,
+        settings: RepairSettings,
+        *,
+        looping: bool,
+    ) -> None:
+        self._layers = sorted(layers, key=lambda layer: layer.ready)
+        self._settings, self._fitter = settings, LayerFitter(original, masked, plan, settings)
+        self._tensors = [dict(named_tensors(model)) for model in (original, masked)]
+        models = [original, masked] if settings.sequential else [original]
+        runs = [LayerPass(model, plan.channel_map.norms) for model in models]
+        for run in runs:
+            run.learn(taken(inputs, slice(SAMPLES)))
+        count, limit = count_of(inputs), settings.memory_bytes * HELD / len(runs)
+        item = max(tensor.element_size() for tensor in original.parameters())
+        sizes = [fit_size(layer, plan, count, item, settings) for layer in self._layers]
+        rows = [size.rows(settings) for size in sizes]
+        sources = [self._source(layer, plan, item, gather(inputs)[0]) for layer in self._layers]
+        weights = [layer.weight for layer in self._layers]
+        early = [one if source is None else source.layer.weight for one, source in zip(weights, sources, strict=True)]
+        size = 1 if looping else batch_size([run.lifetimes for run in runs], count, settings)
+        batches, fitted = batches_of(inputs, settings.held_out, size, counted_positions(original, inputs))
+        self.judging = batches[fitted:]
+        self._gatherings = [
+            Gathering(run, batches, fitted, partial(_cuts, firsts, count, limit), found)
+            for firsts, run in zip((weights, early), runs, strict=False)  # the dense one need not go back to the source
+        ]
+        self.memory = RepairMemory(
+            size,
+            int(ROOM * size * max(run.lifetimes.peak_bytes() for run in runs)),
+            sum(held(each.route.cuts, each.route.lifetimes, count) for each in self._gatherings),
+            max((one.bytes(number, settings) for one, number in zip(sizes, rows, strict=True)), default=0),
+            (min(rows, default=0), max(rows, default=0)),
+        )
+        device = gather(inputs)[0].device
+        self._steps = [
+            Step(layer, number, kept_channels(layer, plan).to(device), too_wide(layer, plan, settings), source)
+            for layer, number, source in zip(self._layers, rows, sources, strict=True)
+        ]
+
+    def _source(self, layer: Layer, plan: Plan, item: int, images: Tensor) -> SourceAim | None:
+        """Return what is taken of the layer before, where both are fitted together."""
+        rows = pair_size(layer, plan, item, layer.rows * len(images) // SAMPLES, self._settings).rows
+        if layer.source is None or not rows or layer.source.weight not in {each.weight for each in self._layers}:
+            return None
+        return SourceAim(layer.source, rows / len(images), kept_channels(layer.source, plan).to(images.device))
+
+    def run(self) -> LayerFitter:
+        """Refit all layers."""
+        dense, running = self._gatherings[0], self._gatherings[1] if self._settings.sequential else None
+        samples = Walk(dense, running, self._steps).samples()
+        for layer, wanted, found in tracked(samples, "repair", total=len(self._steps), unit="layer"):
+            if wanted is not None:
+                _require_finite(layer, wanted)
+            self._fitter.refit(layer, wanted, found)
+        return self._fitter
+
+    def undo(self, weights: Collection[str]) -> None:
+        """Make layers what they are in the dense model."""
+        dense, masked = self._tensors
+        for layer in (layer for layer in self._layers if layer.weight in weights):
+            norm = [] if layer.norm is None else [f"{layer.norm}.bias", f"{layer.norm}.running_mean"]
+            for name in (layer.weight, layer.bias, *norm):
+                if name in masked:
+                    masked[name].copy_(dense[name])
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """Return a copy of its own tensors, in which attention calls its projections as layers."""
+    copy = with_tensors(model, {name: tensor.detach().clone() for name, tensor in named_tensors(model)})
+    substitute_all(copy)
+    return copy
+
+
+def _as_given(dense: nn.Module, repaired: nn.Module) -> nn.Module:
+    return with_tensors(dense, {name: tensor.detach() for name, tensor in named_tensors(repaired)})
+
+
+def _surveyed(model: nn.Module, inputs: Inputs, plan: Plan, samples: int) -> Survey:
+    return survey(model, taken(inputs, slice(samples)), plan.channel_map.norms)
+
+
+def _is_looping(model: nn.Module, inputs: Inputs, plan: Plan, found: Survey) -> bool:
+    """Return whether more samples are more calls of a layer: they are looped over, so that one at a time is no
+    slower.
+    """
+    if all(layer.calls == 1 for layer in found.layers):
+        return False
+    return len(_surveyed(model, inputs, plan, SAMPLES + 1).layers) > len(found.layers)
+
+
+def _cuts(
+    firsts: Sequence[str], images: int, limit: float, layers: Mapping[str, tuple[Layer, ...]], lifetimes: Lifetimes
+) -> list[int]:
+    """Return where passes go on from, see `cuts`: for each step before the first call of a weight, where it has one."""
+    calls = [layers[weight][0].call if weight in layers else sys.maxsize for weight in firsts]
+    return cuts(calls, lifetimes, images, limit)
+
+
+def _fitted_layers(found: Survey, plan: Plan) -> tuple[list[Layer], list[LayerRepair]]:
+    layers = pooled(found.layers)
+    reasons = {weight: _reason(calls, plan) for weight, calls in layers.items()}
+    for name, labels in plan.channel_map.labels.items():
+        if name not in reasons and name in plan.kept_indices and sum(axis is not None for axis in labels) > 1:
+            by = " and ".join(sorted(set(found.readers.get(name, ()))))
+            reasons[name] = f"read by {by}, not by a convolution or linear layer" if by else "not read on these images"
+    skipped = [LayerRepair(name, note=reason) for name, reason in reasons.items() if reason]
+    return [merged(calls) for weight, calls in layers.items() if not reasons[weight]], skipped
+
+
+def _reason(calls: Sequence[Layer], plan: Plan) -> str:
+    first = calls[0]
+    if first.calls != len(calls):
+        return f"its weight is used {first.calls} times in a forward pass"
+    if len({(call.bias, call.transposed, call.reading.groups) for call in calls}) > 1:
+        return f"its weight is used {first.calls} times in a forward pass, with another bias or in other groups"
+    if first.weight in plan.element_masks:
+        return "single weights of it are pruned"
+    return ""
+
+
+def _require_finite(layer: Layer, sample: Sample) -> None:
+    if sample.outputs is not None and not bool(sample.outputs.isfinite().all()):
+        raise NonFiniteError(
+            f"repair: layer {layer.weight.rpartition('.')[0]!r} of the dense model gives NaN or Inf on the images; "
+            "are they, and the weights, finite?"
+        )
+
+
+def _in_model_order(done: list[LayerRepair], skipped: list[LayerRepair], model: nn.Module) -> tuple[LayerRepair, ...]:
+    order = Counter({name: -i for i, (name, _) in enumerate(named_tensors(model))})
+    return tuple(sorted([*done, *skipped], key=lambda layer: -order[layer.weight]))

@@ -1,0 +1,118 @@
+"""The calibration images in batches, those to fit on before those that judge.
+
+How far a model's output is from that of the dense one, over batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prunekit.errors import DataError, UsageError
+from prunekit.statistics.layers.output_error import Judge, Spread
+from prunekit.utils.context import same_draws
+from prunekit.utils.inputs import count_of, taken
+from prunekit.utils.tensors import map_tensors
+
+Inputs = tuple[Any, ...]
+"""What a model is called with, see `prunekit.utils.inputs.example`, samples first in every tensor."""
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Some of the calibration images.
+
+    Attributes:
+        number: of the batch.
+        inputs: of the model.
+        share: of the rows that are sampled.
+        counted: which positions of the samples are no padding, see `counted_positions`; None: all.
+    """
+
+    number: int
+    inputs: Inputs
+    share: float
+    counted: Tensor | None = None
+
+
+def batches_of(inputs: Inputs, held_out: float, size: int, counted: Tensor | None = None) -> tuple[list[Batch], int]:
+    """Return batches to fit on, then those of the held-out images; and how many are to fit on.
+
+    Args:
+        held_out: share of the images, the last ones, that only judge.
+        size: images in a batch, at most.
+        counted: which positions of all samples are no padding; None: all.
+    """
+    total = count_of(inputs)
+    split = total - max(1, round(total * held_out))
+    parts = [(0, split, 1.0), (split, total, held_out)]
+    bounds = [
+        (start, min(start + size, last), share / (last - first))
+        for first, last, share in parts
+        for start in range(first, last, size)
+    ]
+    found = [
+        Batch(i, taken(inputs, slice(a, b)), each * (b - a), None if counted is None else counted[a:b])
+        for i, (a, b, each) in enumerate(bounds)
+    ]
+    return found, sum(a < split for a, _, _ in bounds)
+
+
+FLAT = 1e-13
+"""Variance among samples, as a share of the mean square, that is no more than float32's rounding."""
+
+
+def difference(dense: nn.Module, model: nn.Module, batches: Iterable[Batch], judge: Judge) -> float:
+    """Return the mean squared difference of what is compared, each over its variance among samples; the mean of them.
+
+    Of what has positions that may be padding, such as the scores of each token, those that count are the samples.
+
+    Args:
+        dense, model: in eval mode.
+        batches: at least one.
+        judge: what is compared, of the dense model.
+
+    Raises:
+        UsageError: nothing can be compared, or something has another shape.
+        DataError: the dense model's output is the same for all samples, so that nothing can be judged by it.
+    """
+    spread, count = Spread(), 0
+    for batch in batches:
+        want, got = (_values(each, batch, judge) for each in (dense, model))
+        other_way = {key for key in judge.weights if _shapes(want, key) != _shapes(got, key)}
+        if len(other_way) < len(judge.outputs) + len(judge.weights):  # a layer that is called otherwise under masks
+            want, got = ([pair for pair in values if pair[0] not in other_way] for values in (want, got))
+        shapes = [[tuple(value.shape) for _, value in values] for values in (want, got)]
+        if shapes[0] != shapes[1]:
+            first = next((pair for pair in zip(*shapes, strict=False) if pair[0] != pair[1]), (len(want), len(got)))
+            raise UsageError(
+                f"repair: expected outputs of one shape, got {first[0]} from the dense model and {first[1]} from the "
+                "pruned one: their differences cannot be measured"
+            )
+        for (key, value), (_, other) in zip(want, got, strict=True):
+            spread.add(key, value, other)
+        count += count_of(batch.inputs)
+    shares = list(spread.shares(FLAT))
+    if not shares:
+        raise DataError(
+            f"calibration: the dense model's output is the same for all {count} images that judge the repair; "
+            "expected images that differ, preprocessed as the model wants them"
+        )
+    return mean(shares)
+
+
+def _values(model: nn.Module, batch: Batch, judge: Judge) -> list[tuple[int | str, Tensor]]:
+    with torch.no_grad(), same_draws(model):
+        found = judge.values(model, map_tensors(batch.inputs, torch.clone), batch.counted)
+    if not found:
+        raise UsageError("repair: the model's output holds no tensor of floating-point numbers to compare")
+    return found
+
+
+def _shapes(values: list[tuple[int | str, Tensor]], key: int | str) -> list[torch.Size]:
+    return [value.shape for each, value in values if each == key]

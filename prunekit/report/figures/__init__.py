@@ -1,0 +1,1 @@
+"""Figures of the pages, each as an SVG element that stands on its own."""

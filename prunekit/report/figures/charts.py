@@ -1,0 +1,340 @@
+"""The figures of the report, each as an SVG element that stands on its own in the page.
+
+A pruning schedule as a figure: what it means to leave, what its plans leave, and the channels of each change.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
+import numpy as np
+import pandas as pd
+from markupsafe import Markup
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+
+from prunekit.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from prunekit.planning.schedules import Timeline
+
+
+INK, GRAY, PALE = "#1f2937", "#9ca3af", "#d8dde6"
+COLORS = {"dense": "#64748b", "control": "#d97706", "baseline": "#64748b", "pruned": "#0f766e"}
+SPARE_COLORS = ("#7c3aed", "#be123c", "#1d4ed8", "#4d7c0f")
+WIDTH = 10.4
+MAX_GROUPS = 24
+MAX_COUPLED = 40
+THEMED = {
+    INK: "var(--ink)", "#6b7280": "var(--soft)", GRAY: "var(--tick)", PALE: "var(--bar)", "#eef0f4": "var(--grid)",
+    "#ffffff": "var(--paper)", COLORS["dense"]: "var(--slate)", COLORS["control"]: "var(--orange)",
+    COLORS["pruned"]: "var(--teal)", "#e5a13d": "var(--gold)",
+    **dict(zip(SPARE_COLORS, ("var(--violet)", "var(--rose)", "var(--blue)", "var(--lime)"), strict=True)),
+}  # fmt: skip
+"""Colors of figures that follow the page's theme, and its variables (`style.html`)."""
+METADATA = ("Creator", "Date", "Format", "Type")
+LABELS = {"top1": "top-1"}
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "font.size": 9.5,
+    "font.family": "sans-serif",
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "text.color": INK,
+    "text.parse_math": False,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": GRAY,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 9.5,
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#eef0f4",
+    "xtick.color": "#6b7280",
+    "ytick.color": "#6b7280",
+    "legend.frameon": False,
+}
+
+
+@contextmanager
+def canvas(
+    columns: int, rows: int, height: float, name: str, grid: Mapping[str, float] | None = None, used: int | None = None
+) -> Iterator[tuple[Figure, Any]]:
+    """A figure of the page's width, `height` inches high, and its panels in a flat array; `name` is the page's own.
+
+    Args:
+        grid: where the panels are, as `Figure.subplots_adjust` has it; None: they are fitted around what is written at
+            their sides, which takes as long as drawing them does.
+        used: how many of the panels are drawn in; None: all. The others stay blank.
+    """
+    # Ids in an SVG come from this salt: without one per figure, figures of a page would share clip paths.
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
+        figure = Figure(figsize=(WIDTH, height), layout="constrained" if grid is None else None)
+        panels = np.atleast_1d(figure.subplots(rows, columns, gridspec_kw=dict(grid or {}))).ravel()
+        for axes in [] if used is None else panels[used:]:
+            axes.set_axis_off()
+        yield figure, panels
+
+
+def svg(figure: Figure, label: str, *, lit: bool = False) -> Markup:
+    """Return the figure as an element of the page; `label` says what it shows to those who cannot see it.
+
+    Args:
+        lit: it stands on white in the dark too, because its colors are those of a scale.
+    """
+    stream = io.StringIO()
+    # `savefig` would draw it twice, the first time for its layout alone, which drawing takes care of.
+    FigureCanvasSVG(figure).print_svg(stream, metadata=dict.fromkeys(METADATA))  # type: ignore[no-untyped-call]
+    head, body = stream.getvalue().split("<svg", 1)[1].split(">", 1)
+    view_box = re.findall(r'viewBox="[-0-9. ]+"', head)[0]
+    body = re.sub("(?<=: )#[0-9a-f]{6}", lambda found: THEMED.get(found[0], found[0]), body)
+    opening = '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    opening += ' class="lit"' if lit else ""
+    return Markup(f"{opening} {view_box}") + Markup(' role="img" aria-label="{}">').format(label) + Markup(body)
+
+
+def evenly(names: Sequence[str], most: int) -> list[str]:
+    """Return the names, or as many of them as are legible, evenly chosen."""
+    chosen = np.unique(np.linspace(0, len(names) - 1, min(most, len(names))).round().astype(int))
+    return [names[index] for index in chosen]
+
+
+def _color(name: str, names: list[str]) -> str:
+    spare = [other for other in names if other not in COLORS]
+    return COLORS.get(name) or SPARE_COLORS[spare.index(name) % len(SPARE_COLORS)]
+
+
+def widths(layers: pd.DataFrame) -> Markup:
+    """Output channels of every layer before (pale) and after (solid), in the order of the model."""
+    with canvas(1, 1, 3.0, "widths") as (figure, (axes,)):
+        index = np.arange(len(layers))
+        axes.bar(index, layers["out_before"], width=0.85, color=PALE, label="dense")
+        axes.bar(index, layers["out_after"], width=0.85, color=COLORS["pruned"], label="pruned")
+        axes.set(xlabel="layer, in the order of the model", ylabel="output channels", xlim=(-0.7, len(layers) - 0.3))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(axis="x", visible=False)
+        axes.legend(loc="upper left", ncols=2)
+        return svg(figure, "Output channels of every layer before and after pruning")
+
+
+def histograms(scores: pd.DataFrame) -> tuple[Markup, int, int]:
+    """Importance scores per channel group, kept and removed channels apart.
+
+    Returns:
+        The figure, how many groups it shows, and how many there are.
+    """
+    names = list(scores["group"].drop_duplicates())
+    chosen = evenly(names, MAX_GROUPS)
+    columns = min(4, len(chosen))
+    rows = math.ceil(len(chosen) / columns)
+    height = 1.65 * rows + 0.5
+    edges = {"left": 0.03, "right": 0.985, "bottom": 0.25 / height, "top": 1 - 0.6 / height}
+    grid = {**edges, "wspace": 0.16, "hspace": 0.45}
+    with canvas(columns, rows, height, "histograms", grid, len(chosen)) as (figure, panels):
+        for axes, name in zip(panels, chosen, strict=False):
+            _histogram(axes, name, scores[scores["group"] == name])
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="upper right", ncols=2)
+        return svg(figure, "Histograms of importance scores per channel group"), len(chosen), len(names)
+
+
+def _histogram(axes: Any, name: str, group: pd.DataFrame) -> None:
+    finite = group[np.isfinite(group["score"].astype(float))]
+    kept = finite["kept"].astype(int) == 1
+    values = finite["score"].to_numpy(dtype=float)
+    edges = np.histogram_bin_edges(values, bins=min(24, max(6, len(values) // 4))) if len(values) else 6
+    every, edges = np.histogram(values, edges)
+    removed, _ = np.histogram(values[~kept.to_numpy()], edges)
+    axes.stairs(removed, edges, fill=True, color="#e5a13d", label="removed")
+    axes.stairs(every, edges, baseline=removed, fill=True, color=COLORS["pruned"], label="kept")
+    axes.set_title(shortened(f"{name} ({int(kept.sum())} of {len(group)})"), fontsize=8.5)
+    axes.tick_params(labelsize=7.5)
+    # Ticks are most of what twenty panels take: the ends of the scores, and the most channels in a bin.
+    ends, most = (float(edges[0]), float(edges[-1])), int(every.max())
+    axes.set_xticks(ends, labels=[f"{end:.3g}" for end in ends])
+    axes.set_yticks([most], labels=[str(most)])
+    axes.grid(visible=False)
+
+
+def shortened(text: str, length: int = 34) -> str:
+    """Return the end of a module path that is too long."""
+    return text if len(text) <= length else f"…{text[1 - length :]}"
+
+
+def coupling(slots: pd.DataFrame) -> tuple[Markup, int, int]:
+    """Return which modules carry the channels of each group: a row for each group, a column for each module.
+
+    Returns:
+        The figure, how many groups it shows (those on the most modules), and how many there are.
+    """
+    names = list(slots["group"].drop_duplicates())
+    spread = slots.groupby("group")["module"].nunique()
+    chosen = sorted(sorted(names, key=lambda name: -int(spread[name]))[:MAX_COUPLED], key=names.index)
+    with canvas(1, 1, 0.17 * len(chosen) + 1.1, "coupling") as (figure, (axes,)):
+        for made, color, label in ((True, COLORS["pruned"], "made or scaled"), (False, "#e5a13d", "read")):
+            part = slots[((slots["axis"] == 0) == made) & slots["group"].isin(chosen)]
+            rows = part["group"].map(chosen.index)
+            offset = -0.16 if made else 0.16  # a module may do both
+            axes.scatter(part["position"], rows + offset, s=9, marker="s", color=color, label=label)
+        first = slots.drop_duplicates("group").set_index("group")
+        labels = [f"{name} ({first['kept'][name]} of {first['channels'][name]})" for name in chosen]
+        axes.set_yticks(range(len(chosen)), labels=[shortened(label, 44) for label in labels], fontsize=7.5)
+        axes.set(xlabel="module that has the channels, in the order of the model", ylim=(len(chosen) - 0.4, -0.6))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        figure.legend(loc="outside upper right", ncols=2, markerscale=2)
+        return svg(figure, "Channel groups and the modules that make or read their channels"), len(chosen), len(names)
+
+
+def curves(history: pd.DataFrame, labels: Mapping[str, str] = LABELS) -> Markup:
+    """Loss and validation score by epoch, one color per run.
+
+    Args:
+        history: of all runs; the score is in the column of `validation_` and its name.
+        labels: of scores, by name.
+    """
+    found = [name for name in history.columns if name.startswith("validation_") and name != "validation_loss"]
+    if not found:
+        raise ArtifactError("history.csv: expected a column validation_top1, or of another score; the file is damaged")
+    column, score = found[0], found[0].removeprefix("validation_")
+    label = labels.get(score, score.replace("_", " "))
+    names = list(history["run"].drop_duplicates())
+    with canvas(2, 1, 3.3, "curves") as (figure, (loss, reached)):
+        for name in names:
+            rows = history[history["run"] == name]
+            style: dict[str, Any] = {"color": _color(name, names), "marker": "o", "markersize": 3}
+            loss.plot(rows["epoch"], rows["train_loss"], linestyle="--", linewidth=1.1, **style)
+            loss.plot(rows["epoch"], rows["validation_loss"], **style)
+            reached.plot(rows["epoch"], rows[column], label=name, **style)
+        unit = "cross entropy" if score in LABELS else "loss"
+        loss.set(title="Loss (dashed: training, solid: validation)", xlabel="epoch", ylabel=unit)
+        reached.set(title=f"Validation {label}", xlabel="epoch", ylabel="percent")
+        if _wide(history[["train_loss", "validation_loss"]]):
+            loss.set_yscale("log")
+            # The default labels are mathematics, which an SVG that keeps its text as text shows as source.
+            loss.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            loss.yaxis.set_minor_formatter(NullFormatter())
+        for axes in (loss, reached):
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+            # A lone epoch would get an axis of thousandths around it.
+            axes.set_xlim(history["epoch"].min() - 0.5, history["epoch"].max() + 0.5)
+        reached.legend(loc="lower right")
+        return svg(figure, f"Training curves: loss and validation {label} by epoch")
+
+
+def _wide(losses: pd.DataFrame) -> bool:
+    """Return whether positive values differ so much that the small ones would lie on the axis."""
+    return bool(losses.min().min() > 0 and losses.max().max() > 50 * losses.min().min())
+
+
+def latencies(samples: pd.DataFrame) -> Markup:
+    """Every timed run as a dot, with the median and the range from p10 to p90, one panel per setting."""
+    keys = ["device", "runtime", "batch", "threads", "dtype"]
+    if "memory_format" in samples.columns:
+        layout = samples["memory_format"].map(lambda name: "" if name == "contiguous" else f", {name}")
+        samples = samples.assign(model=samples["model"] + layout)
+    settings = list(samples.groupby(keys, sort=False, dropna=False))
+    columns = min(2, len(settings))
+    rows = math.ceil(len(settings) / columns)
+    models = len(samples["model"].drop_duplicates())
+    with canvas(columns, rows, (0.45 * models + 0.85) * rows, "latencies", used=len(settings)) as (figure, panels):
+        for axes, (key, frame) in zip(panels, settings, strict=False):
+            _latency_panel(axes, key, frame)
+        return svg(figure, "Latency of every timed run, by device and batch")
+
+
+def _latency_panel(axes: Any, key: tuple[Any, ...], frame: pd.DataFrame) -> None:
+    device, runtime, batch, threads, dtype = key
+    names = list(frame["model"].drop_duplicates())[::-1]
+    jitter = np.random.default_rng(0)
+    for row, name in enumerate(names):
+        ms = frame.loc[frame["model"] == name, "ms"].to_numpy(dtype=float)
+        low, median, high = np.percentile(ms, (10, 50, 90))
+        color = _color(name, names)
+        axes.plot(ms, row + jitter.uniform(-0.22, 0.22, len(ms)), ".", color=color, alpha=0.45, markersize=4)
+        axes.plot([low, high], [row, row], color=color, linewidth=2.5, solid_capstyle="round")
+        axes.plot(median, row, "|", color=INK, markersize=17, markeredgewidth=1.8)
+    with_threads = f", {threads:g} thread{'s'[: threads != 1]}" if not pd.isna(threads) else ""
+    axes.set(title=f"{device}, {runtime}, batch {batch}{with_threads}, {dtype}", xlabel="ms")
+    axes.set_yticks(range(len(names)), labels=names)
+    axes.set_ylim(-0.5, len(names) - 0.5)
+    axes.set_xlim(left=0)
+    axes.grid(axis="y", visible=False)
+
+
+def figure_or_none(draw: Callable[[pd.DataFrame], Any], frame: pd.DataFrame | None) -> Any:
+    """Return the figure, or None when the run wrote no rows for it."""
+    return None if frame is None or frame.empty else draw(frame)
+
+
+POINTS = 400
+"""Of a curve."""
+LINES = (COLORS["pruned"], COLORS["control"], *SPARE_COLORS)
+
+
+def drawn(changes: pd.DataFrame, summary: Mapping[str, Any] | None) -> Markup:
+    """Return the share of each resource over epochs, planned and actual, and the channels of each change.
+
+    Args:
+        changes: as in `schedule.csv`.
+        summary: of `metrics.json`; None for a run that has not finished, whose curve is not drawn.
+    """
+    line = None if summary is None else _timeline(summary)
+    with canvas(2, 1, 3.3, "schedule") as (figure, (shares, channels)):
+        for index, (resource, rows) in enumerate(changes.groupby("resource", sort=False)):
+            color = LINES[index % len(LINES)]
+            last = rows["epoch"].iloc[-1] if line is None else line.epochs
+            if line is not None and summary is not None:
+                steps = np.linspace(0, line.total, POINTS)
+                curve = [100 * line.planned(step, summary["final"][resource]) for step in steps]
+                shares.plot(steps / line.steps, curve, color=color, linestyle="--", linewidth=1.1)
+            epochs, actual = [0, *rows["epoch"], last], [100.0, *(100 * rows["actual"]), 100 * rows["actual"].iloc[-1]]
+            shares.step(epochs, actual, where="post", color=color, label=resource)
+            shares.plot(rows["epoch"], 100 * rows["actual"], "o", color=color, markersize=3.5)
+        once = changes.drop_duplicates("step")
+        width = 0.7 * _closest(once["epoch"])
+        channels.bar(once["epoch"], once["pruned"], width, color="#e5a13d", label="pruned")
+        channels.bar(once["epoch"], -once["regrown"], width, color=COLORS["pruned"], label="came back")
+        channels.axhline(0, color=GRAY, linewidth=0.7)
+        if line is not None:
+            _frame((shares, channels), line)
+        shares.set(title="Left of the dense model", xlabel="epoch", ylabel="percent", ylim=(0, 104))
+        channels.set(title="Channels at each change of the plan", xlabel="epoch", ylabel="channels")
+        channels.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{abs(value):g}"))
+        for axes in (shares, channels):
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        shares.legend(loc="upper right")
+        if once["regrown"].any():
+            channels.legend(loc="upper right")
+        return svg(figure, "Pruning schedule: share of the dense model left, and channels pruned, by epoch")
+
+
+def _timeline(summary: Mapping[str, Any]) -> Timeline:
+    from prunekit.planning.schedules import timeline
+    from prunekit.settings.prune import ScheduleSettings  # only a page with this figure waits for torch
+
+    settings = ScheduleSettings(**summary["settings"])
+    return timeline(settings, epochs=summary["epochs"], steps=summary["steps_per_epoch"])
+
+
+def _closest(epochs: pd.Series) -> float:
+    """Return the least distance of two changes, of which bars take a part."""
+    return float(np.diff(epochs).min()) if len(epochs) > 1 else 0.5
+
+
+def _frame(panels: tuple[Any, ...], line: Timeline) -> None:
+    """The whole training, with the step from which masks are final."""
+    final = line.stages[-1].step / line.steps
+    for axes in panels:
+        axes.set_xlim(-0.02 * line.epochs, 1.02 * line.epochs)
+        axes.axvline(final, color=GRAY, linewidth=0.9, linestyle=":")
+    panels[0].annotate(
+        "masks final", (final, 3), xytext=(4, 0), textcoords="offset points", fontsize=8, color="#6b7280"
+    )

@@ -1,0 +1,148 @@
+"""Sensitivity curves as figures: all groups as a table of colors, and some of them as lines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from markupsafe import Markup
+from matplotlib.colors import LinearSegmentedColormap, LogNorm
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from numpy.typing import NDArray
+
+from prunekit.report.figures.charts import COLORS, GRAY, INK, canvas, shortened, svg
+
+WAYS = {"error_fast": "fast, from statistics", "error_measured": "measured, as masked"}
+WAY_COLORS = {"error_fast": COLORS["pruned"], "error_measured": "#d97706"}
+MAX_ROWS = 64
+MAX_LINES = 12
+LEAST = 4
+"""How many of these are the least sensitive groups."""
+EIGHTHS = range(7, 0, -1)
+LOWEST, HIGHEST = 1e-3, 1.0
+HEAT = LinearSegmentedColormap.from_list("heat", ["#fdfdfb", "#fdeecb", "#fbc766", "#e3812b", "#a93a1c", "#5c1414"])
+
+Kept = Mapping[str, int]
+
+
+def ways(rows: pd.DataFrame) -> list[str]:
+    """Return which errors there are at all."""
+    return [way for way in WAYS if rows[way].notna().any()]
+
+
+def most_sensitive(rows: pd.DataFrame) -> list[str]:
+    """Return the groups by the error at half of their channels, the largest first: measured if any was, else the
+    fast total.
+    """
+    halves = rows[rows["kept"] == np.maximum(1, rows["channels"] // 2)].set_index("group")
+    by = "error_measured" if rows["error_measured"].notna().any() else "error_total"
+    return list(halves.sort_values(by, ascending=False, kind="stable").index)
+
+
+def heatmap(rows: pd.DataFrame, kept: Kept | None = None) -> tuple[Markup, int, int]:
+    """Error of every group at seven shares of its channels, in percent of the variance, in the order of the model.
+
+    Args:
+        rows: as in `sensitivity.csv`.
+        kept: how many channels a plan keeps of each group: marked.
+
+    Returns:
+        The figure, how many groups it shows (the most sensitive ones), and how many there are.
+    """
+    names, shown = list(rows["group"].drop_duplicates()), ways(rows)
+    chosen = sorted(most_sensitive(rows)[:MAX_ROWS], key=names.index)
+    by_group = {name: frame.set_index("kept") for name, frame in rows[rows["group"].isin(chosen)].groupby("group")}
+    sizes = {name: int(by_group[name]["channels"].iloc[0]) for name in chosen}
+    height = 0.2 * len(chosen) + 0.9
+    with canvas(len(shown), 1, height, "heatmap") as (figure, panels):
+        for axes, way in zip(panels, shown, strict=True):
+            _cells(axes, np.array([_errors(by_group[name][way], sizes[name]) for name in chosen]))
+            axes.set_title(WAYS[way])
+            if kept is not None:
+                _mark(axes, [kept.get(name, sizes[name]) / sizes[name] for name in chosen])
+        labels = [shortened(f"{name} ({sizes[name]})", 40) for name in chosen]
+        panels[0].set_yticks(range(len(chosen)), labels=labels, fontsize=7.5)
+        label = "Error of every channel group against the share of its channels kept"
+        return svg(figure, label, lit=True), len(chosen), len(names)
+
+
+def _errors(by_kept: pd.Series, size: int) -> list[float]:
+    return [float(by_kept.get(max(1, size * eighths // 8) if eighths > 1 else 1, math.nan)) for eighths in EIGHTHS]
+
+
+def _cells(axes: Any, errors: NDArray[np.float64]) -> None:
+    """A table of colors with numbers in it."""
+    edges = np.arange(errors.shape[1] + 1) - 0.5, np.arange(errors.shape[0] + 1) - 0.5
+    norm = LogNorm(LOWEST, HIGHEST, clip=True)
+    axes.pcolormesh(*edges, np.maximum(errors, LOWEST), norm=norm, cmap=HEAT, edgecolors="white", linewidth=0.8)
+    for row, column in np.argwhere(np.isfinite(errors)):
+        color = "white" if errors[row, column] > 0.1 else INK
+        text = _percent(errors[row, column])
+        axes.text(column, row, text, ha="center", va="center", fontsize=6.5, color=color)
+    shares = [f"{eighths / 8:.0%}".replace("%", " %") for eighths in EIGHTHS[:-1]]
+    axes.set_xticks(range(len(EIGHTHS)), labels=[*shares, "one"], fontsize=7.5)
+    axes.set(ylim=(errors.shape[0] - 0.5, -0.5), xlabel="channels kept", yticks=[])
+    axes.grid(visible=False)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+
+
+def _percent(error: float) -> str:
+    if error < 0.0005:
+        return "0"
+    return f"{100 * error:.1f}" if error < 0.0995 else f"{100 * error:.0f}"
+
+
+def _mark(axes: Any, shares: Sequence[float]) -> None:
+    """Where a plan stands, at the foot of each row: the numbers stay legible."""
+    places, rows = [8 * (1 - share) - 1 for share in shares], np.arange(len(shares)) + 0.34
+    axes.plot(places, rows, "^", color=INK, markersize=4.5, markeredgecolor="white", markeredgewidth=0.7, clip_on=False)
+    axes.set_xlim(-1.4, len(EIGHTHS) - 0.4)
+
+
+def lines(rows: pd.DataFrame, kept: Kept | None = None) -> tuple[Markup, int, int]:
+    """Error against the share of channels kept: the groups that are most sensitive, and those that are least so.
+
+    Args:
+        rows, kept: as for `heatmap`.
+
+    Returns:
+        The figure, how many groups it shows, and how many there are.
+    """
+    ranked, shown = most_sensitive(rows), ways(rows)
+    few = len(ranked) <= MAX_LINES
+    chosen = ranked if few else [*ranked[: MAX_LINES - LEAST], *ranked[-LEAST:]]
+    columns = min(4, len(chosen))
+    count = math.ceil(len(chosen) / columns)
+    with canvas(columns, count, 1.75 * count + 0.6, "lines", used=len(chosen)) as (figure, panels):
+        for index, (axes, name) in enumerate(zip(panels, chosen, strict=False)):
+            _panel(axes, name, rows[rows["group"] == name], shown, None if kept is None else kept.get(name))
+            axes.set_ylabel("error, %" if index % columns == 0 else "", fontsize=8)
+            axes.set_xlabel("channels kept, %" if index + columns >= len(chosen) else "", fontsize=8)
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=3)
+        label = "Error against kept channels of the most and the least sensitive groups"
+        return svg(figure, label), len(chosen), len(ranked)
+
+
+def _panel(axes: Any, name: str, frame: pd.DataFrame, shown: Sequence[str], kept: int | None) -> None:
+    size = int(frame["channels"].iloc[0])
+    for way in shown:
+        part = frame[frame[way].notna() & (frame["kept"] < size)]
+        style = {"color": WAY_COLORS[way], "label": WAYS[way], "linewidth": 1.4}
+        marks = {"marker": "o", "markersize": 3} if way == "error_measured" or len(part) < 3 else {}
+        axes.plot(100 * part["kept"] / size, (100 * part[way]).clip(lower=0.01), **style, **marks)
+    if kept is not None:
+        axes.axvline(100 * kept / size, color=INK, linewidth=1, linestyle="--", label="kept by the plan")
+    axes.set_yscale("log")
+    axes.set(xlim=(102, -2), ylim=(0.008, 400))
+    axes.yaxis.set_major_locator(FixedLocator([0.01, 0.1, 1, 10, 100]))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_locator(FixedLocator([75, 50, 25]))
+    for limit in (1, 10):
+        axes.axhline(limit, color=GRAY, linewidth=0.7, linestyle=":")
+    axes.set_title(shortened(f"{name} ({size})", 30), fontsize=8.5)
+    axes.tick_params(labelsize=7.5)

@@ -1,0 +1,307 @@
+"""Score against cost of several runs, with the Pareto front of those that can be compared.
+
+What several runs measured, as points of score against cost, and which of these nothing else beats.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from prunekit.measure.latency.wording import where
+from prunekit.report.figures.charts import COLORS, INK, SPARE_COLORS, canvas, svg
+from prunekit.report.headline import model, scores
+from prunekit.report.pages.run_page import recipe_of
+from prunekit.report.run_data import Run
+from prunekit.utils.display import is_number
+
+TEST_KEYS = ("source", "root", "name", "columns", "test_share", "split_seed")
+"""Of a recipe's `data`: what decides which samples are tested on."""
+MACHINE_KEYS = ("platform", "cpu", "cpu_cores", "cuda", "torch")
+SHARED = ("dense", "control")
+"""Models that runs may have in common."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """A run of a comparison.
+
+    Attributes:
+        letter: what it is called in tables and figures.
+        tested: what its scores are of; runs with the same are comparable in them.
+        machine: what its latencies are of, `tested` included.
+    """
+
+    letter: str
+    run: Run
+    recipe: dict[str, Any]
+    tested: tuple[str, ...]
+    machine: tuple[str, ...]
+
+    @property
+    def score(self) -> tuple[str, str]:
+        """Name and label of the main score."""
+        return scores(self.run.metrics)[0]
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The recipe's `data`."""
+        found = self.recipe.get("data")
+        return found if isinstance(found, dict) else {}
+
+    def model(self, name: str) -> dict[str, Any]:
+        """Return the figures of one of its models, with the interval of its score; {} where it has none of that
+        name.
+        """
+        return model(self.run.metrics, name)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A model: its score in percent against what it costs, each with the ends of its interval where it has one.
+
+    Attributes:
+        label: letters of the runs, with what it is where it is not pruned.
+        kind: dense, control, pruned or deployed.
+        group: points of the same are comparable.
+        sizes: multiply-accumulates and parameters of the model.
+        stable: whether the cost supports a claim.
+    """
+
+    label: str
+    kind: str
+    group: tuple[str, ...]
+    sizes: tuple[Any, Any]
+    cost: float
+    score: float
+    cost_ends: tuple[float, float] | None = None
+    score_ends: tuple[float, float] | None = None
+    stable: bool = True
+
+
+def sides(runs: Sequence[Run]) -> list[Side]:
+    """The runs, lettered in the order in which they were named."""
+    return [_side(letter(index), run) for index, run in enumerate(runs)]
+
+
+def letter(index: int) -> str:
+    """Return a to Z, AA, AB, ... as columns of a spreadsheet are called."""
+    return (letter(index // 26 - 1) if index >= 26 else "") + chr(ord("A") + index % 26)
+
+
+def _side(name: str, run: Run) -> Side:
+    recipe = recipe_of(run)
+    data = recipe.get("data") if isinstance(recipe.get("data"), dict) else {}
+    samples = (run.metrics.get("dense") or {}).get("n_test")
+    tested = (scores(run.metrics)[0][0], *(f"{key} {(data or {}).get(key)}" for key in TEST_KEYS), f"{samples} samples")
+    machine = tuple(f"{key} {run.environment.get(key)}" for key in MACHINE_KEYS)
+    return Side(name, run, recipe, tested, (*tested, *machine))
+
+
+def settings(found: Sequence[Side]) -> list[str]:
+    """Return where anything was timed, in words; those of most runs first."""
+    names = [{where(row) for row in side.run.metrics.get("latency", [])} for side in found]
+    order = dict.fromkeys(where(row) for side in found for row in side.run.metrics.get("latency", []))
+    return sorted(order, key=lambda name: -sum(name in one for one in names))
+
+
+def by_macs(found: Sequence[Side]) -> list[Point]:
+    """Return scores against multiply-accumulates; a dense model or control that several runs have in common is there
+    once.
+    """
+    points = [
+        Point(
+            side.letter, kind, side.tested, _sizes(row), float(row["macs"]), float(row[side.score[0]]), None, _ends(row)
+        )
+        for side in found
+        for kind in ("dense", "control", "pruned")
+        if is_number((row := side.model(kind)).get("macs")) and is_number(row.get(side.score[0]))
+    ]
+    return list(once(points))
+
+
+def by_latency(found: Sequence[Side], setting: str) -> list[Point]:
+    """Return scores against median milliseconds in a setting; a control takes as long as its dense model."""
+    return list(once([point for side in found for point in _timed(side, setting)]))
+
+
+def _timed(side: Side, setting: str) -> Iterator[Point]:
+    rows = {row.get("model"): row for row in side.run.metrics.get("latency", []) if where(row) == setting}
+    for kind in ("dense", "control", "pruned", "deployed"):
+        row, model = rows.get("dense" if kind == "control" else kind), side.model(kind)
+        if row is None or not is_number(row.get("median_ms")) or not is_number(model.get(side.score[0])):
+            continue
+        low, high = row.get("low_ms"), row.get("high_ms")
+        ends = (float(low), float(high)) if is_number(low) and is_number(high) else None
+        score, stable = float(model[side.score[0]]), bool(row.get("stable", True))
+        cost = float(row["median_ms"])
+        yield Point(side.letter, kind, side.machine, _sizes(model), cost, score, ends, _ends(model), stable)
+
+
+def _sizes(model: Mapping[str, Any]) -> tuple[Any, Any]:
+    return model.get("macs"), model.get("params")
+
+
+def _ends(model: Mapping[str, Any]) -> tuple[float, float] | None:
+    low, high = model.get("low"), model.get("high")
+    return (float(low), float(high)) if is_number(low) and is_number(high) else None
+
+
+def once(points: Sequence[Point]) -> Iterator[Point]:
+    """Points, with those of a dense model or control that runs have in common made one.
+
+    They are of one model where group, score and sizes are the same. A latency, which each run measured anew, is then
+    the middle one, and its bar reaches from the lowest end to the highest.
+    """
+    together: dict[tuple[Any, ...], list[Point]] = {}
+    for point in points:
+        model = (point.score, point.sizes) if point.kind in SHARED else point.label
+        together.setdefault((point.kind, point.group, model), []).append(point)
+    for alike in together.values():
+        alike.sort(key=lambda point: point.cost)
+        middle, ends = alike[(len(alike) - 1) // 2], [point.cost_ends for point in alike if point.cost_ends]
+        label = "+".join(sorted((point.label for point in alike), key=lambda name: (len(name), name)))
+        yield Point(
+            label if middle.kind == "pruned" else f"{middle.kind} {label}",
+            middle.kind,
+            middle.group,
+            middle.sizes,
+            middle.cost,
+            middle.score,
+            (min(low for low, _ in ends), max(high for _, high in ends)) if ends else None,
+            middle.score_ends,
+            all(point.stable for point in alike),
+        )
+
+
+def front(points: Sequence[Point]) -> list[Point]:
+    """Return the Pareto front: points that support a claim and that no other beats in score at no more cost; cheapest
+    first.
+
+    All must be of one group.
+    """
+    best: list[Point] = []
+    for point in sorted((one for one in points if one.stable), key=lambda one: (one.cost, -one.score)):
+        if not best or point.score > best[-1].score:
+            best.append(point)
+    return best
+
+
+def groups(points: Sequence[Point]) -> list[list[Point]]:
+    """Return the points that can be compared with each other, together."""
+    together: dict[tuple[str, ...], list[Point]] = {}
+    for point in points:
+        together.setdefault(point.group, []).append(point)
+    return list(together.values())
+
+
+def fronts(points: Sequence[Point]) -> list[list[Point]]:
+    """Return the front of each of the groups."""
+    return [front(group) for group in groups(points)]
+
+
+LINES = (COLORS["pruned"], *SPARE_COLORS, COLORS["control"])
+"""Of the groups of points that can be compared, in turn."""
+MARKS = {"pruned": "o", "deployed": "P", "dense": "D", "control": "s"}
+MAX_PANELS = 6
+SAME, TEXT = (0.03, 0.03), (0.16, 0.07)
+"""Shares of a panel's width and height: of marks that cover each other, and of the text of a label, about."""
+
+Panel = tuple[str, str, Sequence[Point]]
+"""Title, name of the cost with its unit, and points."""
+
+
+def pareto(panels: Sequence[Panel], score: str) -> Markup:
+    """Return a panel for each cost, at most `MAX_PANELS`; `score` is what the scores are called."""
+    panels = panels[:MAX_PANELS]
+    columns = min(2, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    with canvas(columns, rows, 3.5 * rows + 0.4, "pareto", used=len(panels)) as (figure, all_axes):
+        for axes, (title, cost, points) in zip(all_axes, panels, strict=False):
+            _panel(axes, points)
+            axes.set(title=title, xlabel=cost, ylabel=f"{score}, %")
+        figure.legend(handles=_legend(panels), loc="outside upper right", ncols=6)
+        names = ", ".join(f"{score} against {cost} ({title})" for title, cost, _ in panels)
+        return svg(figure, f"{names}; all figures are in the tables")
+
+
+def _panel(axes: Any, points: Sequence[Point]) -> None:
+    most = max((point.cost for point in points), default=1.0)
+    for index, members in enumerate(groups(points)):
+        color = LINES[index % len(LINES)]
+        best = front(members)
+        if len(best) > 1:
+            costs, reached = [point.cost for point in best], [point.score for point in best]
+            axes.step(costs, reached, where="post", color=color, linewidth=1.1, alpha=0.7, zorder=2)
+        for point in members:
+            _mark(axes, point, color)
+    _labels(axes, points, most)
+    costs = [end for point in points for end in (point.cost, *(point.cost_ends or ()))]
+    axes.set_xlim(0, 1.12 * max(costs, default=1.0))
+    axes.xaxis.set_major_locator(MaxNLocator(6))
+    axes.margins(y=0.12)
+
+
+def _mark(axes: Any, point: Point, color: str) -> None:
+    errors = [_reach(value, ends) for value, ends in ((point.cost, point.cost_ends), (point.score, point.score_ends))]
+    axes.errorbar(
+        point.cost,
+        point.score,
+        xerr=errors[0],
+        yerr=errors[1],
+        fmt=MARKS[point.kind],
+        color=color,
+        markerfacecolor=color if point.stable else "#ffffff",
+        markersize=7,
+        elinewidth=0.8,
+        capsize=2,
+        zorder=3,
+    )
+
+
+def _labels(axes: Any, points: Sequence[Point], most: float) -> None:
+    """A label for each mark, one for marks at the same place, and below the mark where it would lie on another."""
+    ends = [end for point in points for end in (point.score, *(point.score_ends or ()))]
+    span = (max(ends, default=1.0) - min(ends, default=0.0)) or 1.0
+    placed: list[tuple[Point, list[str]]] = []
+    for point in points:
+        same = next((names for other, names in placed if _near(point, other, most, span, SAME)), None)
+        if same is None:
+            placed.append((point, [point.label]))
+        else:
+            same.append(point.label)
+    for index, (point, names) in enumerate(placed):
+        hidden = any(_near(point, other, most, span, TEXT) for other, _ in placed[:index])
+        # To the left of marks on the right, so that long names stay within the panel.
+        side = {"ha": "right"} if point.cost > 0.6 * most else {"ha": "left"}
+        offset = (-7 if side["ha"] == "right" else 7, -13 if hidden else 6)
+        at = point.cost, point.score
+        axes.annotate(
+            ", ".join(names), at, xytext=offset, textcoords="offset points", fontsize=9, color=INK, zorder=4, **side
+        )
+
+
+def _near(one: Point, other: Point, most: float, span: float, reach: tuple[float, float]) -> bool:
+    return abs(one.cost - other.cost) <= reach[0] * most and abs(one.score - other.score) <= reach[1] * span
+
+
+def _reach(value: float, ends: tuple[float, float] | None) -> list[list[float]] | None:
+    """Return how far an interval reaches to either side; a median may lie at its very end, never beyond."""
+    return None if ends is None else [[max(0.0, value - ends[0])], [max(0.0, ends[1] - value)]]
+
+
+def _legend(panels: Sequence[Panel]) -> list[Any]:
+    kinds = dict.fromkeys(point.kind for _, _, points in panels for point in points)
+    style: dict[str, Any] = {"color": INK, "linestyle": "none", "markersize": 6}
+    handles = [Line2D([], [], marker=MARKS[kind], label=kind, **style) for kind in MARKS if kind in kinds]
+    if any(len(best) > 1 for _, _, points in panels for best in fronts(points)):
+        handles.append(Line2D([], [], color=INK, linewidth=1.1, label="Pareto front"))
+    if any(not point.stable for _, _, points in panels for point in points):
+        handles.append(Line2D([], [], marker="o", markerfacecolor="#ffffff", label="hollow: unstable", **style))
+    return handles

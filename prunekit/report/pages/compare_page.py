@@ -1,0 +1,239 @@
+"""From the folders of several runs to one page that compares them.
+
+What differs between the recipes of several runs.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from prunekit.errors import UsageError
+from prunekit.measure.latency.wording import computed, doubtful, where
+from prunekit.report.figures.pareto import (
+    MACHINE_KEYS,
+    MAX_PANELS,
+    TEST_KEYS,
+    Panel,
+    Point,
+    Side,
+    by_latency,
+    by_macs,
+    fronts,
+    pareto,
+    settings,
+    sides,
+)
+from prunekit.report.headline import capital, guessing, reference
+from prunekit.report.pages.run_page import PROVEN, write_report
+from prunekit.report.run_data import read_run
+from prunekit.report.templates import linked, write
+from prunekit.settings.job import WITHOUT_EFFECT
+from prunekit.utils import display as numbers
+from prunekit.utils.files import flat
+
+ABSENT = "–"
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Keys of recipes whose values differ, with the value of each recipe as text.
+
+    Attributes:
+        rows: (key, values).
+        missing: keys that recipes of another version do not have, and on which the others agree.
+    """
+
+    rows: tuple[tuple[str, tuple[str, ...]], ...]
+    missing: tuple[str, ...]
+
+
+def differences(recipes: Sequence[Mapping[str, Any]]) -> Differences:
+    """Compare recipes key by key, in the order of the first that has the key.
+
+    A section that one recipe leaves out (`null`) and another fills is a difference in each of its keys.
+    """
+    flats = [{key: _word(value) for key, value in flat(recipe)} for recipe in recipes]
+    # A section that is null here has keys elsewhere: those say what differs.
+    sections = {key.rpartition(".")[0] for one in flats for key in one}
+    rows, missing = [], []
+    for key in dict.fromkeys(key for one in flats for key in one):
+        if key.split(".")[0] in WITHOUT_EFFECT or key in sections:
+            continue
+        values = [one.get(key, ABSENT) for one in flats]
+        if len(set(values)) > 1:
+            known = {one[key] for one in flats if key in one}
+            emptied = any(_emptied(one, key) for one in flats)
+            if len(known) > 1 or emptied:
+                rows.append((key, tuple(values)))
+            else:
+                missing.append(key)
+    return Differences(tuple(rows), tuple(missing))
+
+
+def _emptied(flat: Mapping[str, str], key: str) -> bool:
+    """Return whether a section that would hold the key is null in a recipe."""
+    parts = key.split(".")
+    return any(flat.get(".".join(parts[:length])) == "null" for length in range(1, len(parts)))
+
+
+def _word(value: Any) -> str:
+    """Return a value as a recipe has it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+PAGE = "report.html"
+
+
+def write_comparison(folders: Sequence[Path], page: Path) -> dict[str, Any]:
+    """Render a page that compares runs of `finetune` and `prune`, with links to their reports.
+
+    Reports that are missing are written.
+
+    Returns:
+        What is on the page: `runs`, `latency`, `recipes` (what differs) and `notes`.
+
+    Raises:
+        UsageError: a run has not finished, or is of another kind.
+        ArtifactError: a folder is not there, or a file in it is damaged.
+    """
+    found = sides([read_run(folder) for folder in folders])
+    _require_finished(found)
+    for side in found:
+        if not (side.run.folder / PAGE).exists():
+            write_report(side.run.folder)
+    result = compared(found)
+    score = " or ".join(dict.fromkeys(side.score[1] for side in found))
+    panels = [panel for panel in _panels(found) if panel[2]]
+    write(
+        page,
+        "compare.html",
+        **result,
+        score=score,
+        figure=pareto(panels, score) if panels else None,
+        fronts=[(panel[0], _fronts(panel)) for panel in panels],
+        left_out=max(0, len(panels) - MAX_PANELS),
+        links={side.letter: linked(side.run.folder / PAGE, page) for side in found},
+        command=" ".join(["prunekit report", *(shlex.quote(str(folder)) for folder in folders)]),
+    )
+    return result
+
+
+def _require_finished(found: Sequence[Side]) -> None:
+    """Checks that all are runs that have finished.
+
+    Raises:
+        UsageError: which are not, a line each.
+    """
+    wrong = []
+    for side in found:
+        state, folder = side.run.status.get("state", "unknown"), side.run.folder
+        if side.run.analysis or side.run.profile:
+            wrong.append(f"{folder}: expected a run of `prunekit finetune` or `prunekit prune`, not an analysis")
+        elif state == "finished" and not side.run.metrics:
+            wrong.append(f"{folder}: its metrics.json is gone or empty; `prunekit report {folder}` says what to do")
+        elif state != "finished":
+            wrong.append(f"{folder}: expected a run that has finished, and this one is {state}; leave it out")
+    if wrong:
+        raise UsageError("\n".join(wrong))
+
+
+def compared(found: Sequence[Side]) -> dict[str, Any]:
+    """Return the tables of the page as plain data: runs, latencies, what differs between recipes, and notes."""
+    return {
+        "runs": [_run(side) for side in found],
+        "latency": [row for side in found for row in _latency(side)],
+        "recipes": differences([side.recipe for side in found]),
+        "notes": list(_notes(found)),
+    }
+
+
+def _run(side: Side) -> dict[str, Any]:
+    dense, pruned = side.model("dense"), side.model("pruned")
+    against, (name, label), metrics = reference(side.run.metrics), side.score, side.run.metrics
+    parity = (metrics.get("parity") or {}).get("max_relative_difference")
+    left = {key: pruned[key] / dense[key] if pruned.get(key) and dense.get(key) else None for key in ("macs", "params")}
+    return {
+        "letter": side.letter,
+        "folder": str(side.run.folder),
+        "name": str(metrics.get("name") or side.run.folder.resolve().parent.name),
+        "started": side.run.status.get("started"),
+        "score": capital(label),
+        "value": pruned.get(name),
+        "low": pruned.get("low"),
+        "high": pruned.get("high"),
+        "dense": dense.get(name),
+        "reference": against,
+        "reference_value": side.model(against).get(name),
+        "guessing": guessing(metrics),
+        **{key: pruned.get(key) for key in ("macs", "params", "size_bytes", "n_test")},
+        **{f"{key}_left": value for key, value in left.items()},
+        "parity": parity,
+        "verified": numbers.is_number(parity) and parity <= PROVEN,
+        "shortfalls": list(metrics.get("shortfalls") or []),
+    }
+
+
+def _latency(side: Side) -> Iterator[dict[str, Any]]:
+    rows = side.run.metrics.get("latency", [])
+    dense = {where(row): row for row in rows if row.get("model") == "dense"}
+    speedups = {(row.get("model", "pruned"), where(row)): row for row in side.run.metrics.get("speedup", [])}
+    for row in rows:
+        if row.get("model") == "dense":
+            continue
+        before, speedup = dense.get(where(row), {}), speedups.get((row.get("model"), where(row)), {})
+        yield {
+            "letter": side.letter,
+            **{key: row.get(key) for key in ("model", "device", "runtime", "batch", "threads", "low_ms", "high_ms")},
+            "dtype": computed(row),
+            "ms": row.get("median_ms"),
+            "dense_ms": before.get("median_ms"),
+            "speedup": speedup.get("median"),
+            "speedup_low": speedup.get("low"),
+            "speedup_high": speedup.get("high"),
+            "doubtful": doubtful(row),
+            "speedup_doubtful": doubtful(speedup),
+        }
+
+
+def _panels(found: Sequence[Side]) -> Iterator[Panel]:
+    yield "multiply-accumulates", "millions of MACs, one sample", [_in_millions(point) for point in by_macs(found)]
+    for setting in settings(found):
+        yield setting, "median latency, ms", by_latency(found, setting)
+
+
+def _fronts(panel: Panel) -> list[str]:
+    """Return the labels of the Pareto fronts of a panel, the cheapest first."""
+    return [", ".join(point.label for point in best) for best in fronts(panel[2]) if best]
+
+
+def _in_millions(point: Point) -> Point:
+    return replace(point, cost=point.cost / 1e6)
+
+
+def _notes(found: Sequence[Side]) -> Iterator[str]:
+    """Yield what keeps runs from being compared, and what each says of itself."""
+    if len({side.tested for side in found}) > 1:
+        what = [key for key in TEST_KEYS if len({str(side.data.get(key)) for side in found}) > 1]
+        keys = f" ({', '.join(f'data.{key}' for key in what)})" if what else ""
+        yield f"The test sets differ{keys}: {_parts(found, 'tested')}. Scores are comparable within each alone."
+    elif any(side.data.get("source") == "own" for side in found):
+        yield "Samples are your own (--data): that all runs were tested on the same ones is not known."
+    if len({side.machine[len(side.tested) :] for side in found}) > 1:
+        what = [key for key in MACHINE_KEYS if len({str(side.run.environment.get(key)) for side in found}) > 1]
+        parts = _parts(found, "machine")
+        yield f"The machines differ ({', '.join(what)}): {parts}. Latencies are comparable within each alone."
+    for side in found:
+        for shortfall in side.run.metrics.get("shortfalls") or []:
+            yield f"{side.letter} fell short: {shortfall}"
+
+
+def _parts(found: Sequence[Side], by: str) -> str:
+    """Letters of runs that are alike, e.g. "A, B and C apart from D"."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for side in found:
+        groups.setdefault(getattr(side, by), []).append(side.letter)
+    return " | ".join(", ".join(letters) for letters in groups.values())

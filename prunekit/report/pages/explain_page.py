@@ -1,0 +1,113 @@
+"""From an explanation of where a pruned model's time goes to one self-contained HTML page, or a section of one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+
+from prunekit.report.headline import Tile
+from prunekit.report.templates import write
+from prunekit.utils.display import count, digits, factor, interval, share
+
+BARS = 30
+OUTSIDE = "between operators"
+OTHERS = "all other modules"
+
+
+def write_explanation(folder: Path, result: Mapping[str, Any]) -> Path:
+    """Render `explain.html` into a folder, which is made, and return its path.
+
+    Args:
+        folder: of the page.
+        result: a `workflow.explain.Explanation` as JSON has it, with the names of its `dense` and `pruned` models.
+    """
+    return write(folder / "explain.html", "explain.html", **explained(result))
+
+
+def explained(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the templates show of an explanation: `result` itself, where it was measured, tiles, bars and
+    rows.
+    """
+    threads = f"{result['threads']} CPU thread{'s'[: result['threads'] != 1]}"
+    return {
+        "result": result,
+        "where": f"on {result['device']}, batch {result['batch']}, {threads}, eager",
+        "tiles": _tiles(result),
+        "bars": _bars(module_times(result)),
+        "rows": [operator_cells(row) for row in result["rows"] if row["pruned"] or row["dense"]],
+    }
+
+
+def operator_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a row of the table of operators: module, operator, dense and pruned ms, dense and pruned MACs of a sample,
+    achieved and ideal speedup, share of the pruned time, MACs for each byte moved.
+    """
+    dense, pruned = row["dense"] or {}, row["pruned"] or {}
+    macs = [count(side["macs"]) if side.get("macs") else digits(None) for side in (dense, pruned)]
+    return (
+        row["module"] or "(root)",
+        row["operator"],
+        digits(dense.get("ms")),
+        digits(pruned.get("ms")),
+        *macs,
+        factor(row["speedup"]),
+        factor(row["ideal"]),
+        share(row["share"]),
+        digits(pruned.get("intensity")),
+    )
+
+
+def module_times(result: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """Dense and pruned milliseconds by module: the slowest in the pruned model's order of time, the others together,
+    and what is in no operator.
+    """
+    times: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for row in result["rows"]:
+        for side, name in enumerate(("dense", "pruned")):
+            times[row["module"] or "(root)"][side] += row[name]["ms"] if row[name] else 0.0
+    names = sorted(times, key=lambda name: -max(times[name]))
+    found = {name: (times[name][0], times[name][1]) for name in names[:BARS]}
+    if names[BARS:]:
+        rest = [times[name] for name in names[BARS:]]
+        found[f"{OTHERS} ({len(rest)})"] = sum(one[0] for one in rest), sum(one[1] for one in rest)
+    if result["dense_outside_ms"] or result["pruned_outside_ms"]:
+        found[OUTSIDE] = result["dense_outside_ms"], result["pruned_outside_ms"]
+    return found
+
+
+def _bars(times: Mapping[str, tuple[float, float]]) -> Markup:
+    """Return the milliseconds by module, dense and pruned side by side."""
+    from prunekit.report.figures.charts import COLORS, canvas, shortened, svg
+
+    rows = np.arange(len(times))
+    with canvas(1, 1, 0.27 * len(times) + 0.9, "explain") as (figure, (axes,)):
+        for side, (name, offset) in enumerate((("dense", -0.2), ("pruned", 0.2))):
+            values = [pair[side] for pair in times.values()]
+            axes.barh(rows + offset, values, height=0.38, color=COLORS[name], label=name)
+        axes.set_yticks(rows, labels=[shortened(name, 40) for name in times], fontsize=8)
+        axes.set(xlabel="ms of a forward pass", ylim=(len(times) - 0.4, -0.6))
+        axes.grid(axis="y", visible=False)
+        figure.legend(loc="outside upper right", ncols=2)
+        return svg(figure, "Milliseconds by module, dense and pruned")
+
+
+def _tiles(result: Mapping[str, Any]) -> list[Tile]:
+    speedup, ratio = result["speedup"], result["macs_ratio"]
+    outside = result["pruned_outside_ms"]
+    part = share(outside / (outside + result["pruned_operators_ms"]), 0)
+    reached = share(speedup["median"] / ratio, 0)
+    return [
+        Tile("Speedup", factor(speedup["median"]), f"95 % interval {interval(speedup['low'], speedup['high'])}"),
+        Tile("Ideal", factor(ratio), f"ratio of multiply-accumulates; {reached} of it was reached"),
+        Tile("Latency", f"{digits(result['pruned_ms'])} ms", f"dense {digits(result['dense_ms'])} ms"),
+        Tile(
+            "In no operator",
+            f"{digits(outside)} ms",
+            f"{part} of the time; dense {digits(result['dense_outside_ms'])} ms",
+        ),
+    ]

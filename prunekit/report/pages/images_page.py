@@ -1,0 +1,101 @@
+"""Pictures of feature maps, filters, class activation and saliency maps in a folder, as parts of a page."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from prunekit.errors import ArtifactError
+from prunekit.report.templates import write
+from prunekit.utils.files import read_json
+
+FACTS = "features.json"
+LARGEST = 1_000_000
+"""Bytes of pictures in a page, a third more as text, so that it stays under 3 MB; others are named with their files."""
+LARGEST_MAPS = 650_000
+"""The same of class activation and saliency maps."""
+
+
+def write_features(folder: Path) -> Path:
+    """Render `features.html` into a folder that `prunekit.jobs.pictures.write_features` has written.
+
+    Raises:
+        ArtifactError: a file is missing or damaged.
+    """
+    return write(folder / "features.html", "features.html", features=pictured(folder))
+
+
+def pictured(folder: Path) -> dict[str, Any] | None:
+    """Return what `features.json` in a folder says, with the pictures as data; None where there is none.
+
+    Raises:
+        ArtifactError: the file, or one of the pictures, is damaged or missing.
+    """
+    facts = read_facts(folder / FACTS, {"layers"}, "`layers`")
+    if facts is None:
+        return None
+    left, layers = LARGEST, []
+    for layer in facts["layers"]:
+        data = read_picture(folder / layer["picture"])
+        left -= len(data)
+        layers.append({**layer, "data": as_data(data) if left >= 0 else None})
+    return {**facts, "folder": folder.name, "input": as_data(read_picture(folder / facts["input"])), "layers": layers}
+
+
+def filters_of(folder: Path) -> dict[str, Any] | None:
+    """Return what `filters.json` in a folder says, with the picture as data; None where there is none.
+
+    Raises:
+        ArtifactError: the file, or the picture, is damaged or missing.
+    """
+    keys = {"layer", "models", "filters", "shape", "kept"}
+    facts = read_facts(folder / "filters.json", keys, "layer, models and filters")
+    return facts and {**facts, "data": as_data(read_picture(folder / "filters.png"))}
+
+
+def mapped(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield what the JSON files in a folder of maps say, each with its picture as data, the newest first.
+
+    Raises:
+        ArtifactError: a file, or one of the pictures, is damaged or missing.
+    """
+    left = LARGEST_MAPS
+    for path in sorted(folder.glob("*.json"), key=lambda file: (-file.stat().st_mtime_ns, file.name)):
+        facts = read_facts(path, {"title", "image", "models"}, "title, image and models")
+        picture = read_picture(path.with_suffix(".png"))
+        left -= len(picture)
+        name = path.with_suffix(".png").relative_to(folder.parent)
+        yield {**(facts or {}), "file": str(name), "data": as_data(picture) if left >= 0 else None}
+
+
+def read_facts(path: Path, keys: set[str], expected: str) -> dict[str, Any] | None:
+    """Read a JSON object that has the keys; None if there is no such file.
+
+    Raises:
+        ArtifactError: it is something else, or damaged.
+    """
+    if not path.is_file():
+        return None
+    facts = read_json(path)
+    if not isinstance(facts, dict) or not keys <= facts.keys():
+        raise ArtifactError(f"{path}: expected an object with {expected}; was it written by prunekit?")
+    return facts
+
+
+def read_picture(path: Path) -> bytes:
+    """Return the bytes of a file.
+
+    Raises:
+        ArtifactError: it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def as_data(picture: bytes) -> str:
+    """Return a PNG file as an address that holds it."""
+    return f"data:image/png;base64,{base64.b64encode(picture).decode('ascii')}"

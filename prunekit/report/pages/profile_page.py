@@ -1,0 +1,235 @@
+"""What the page of a latency profile shows.
+
+Figures of a latency profile: what layers take by their widths, and what the sum of the layers predicts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.ticker import FixedLocator, MaxNLocator
+from numpy.typing import NDArray
+
+from prunekit.measure.latency import wording
+from prunekit.planning.latency_table import up
+from prunekit.report.figures import charts as figures
+from prunekit.report.figures.charts import COLORS, GRAY, INK, canvas, shortened, svg
+from prunekit.report.headline import Tile
+from prunekit.report.run_data import Run, records
+from prunekit.utils.display import digits, duration, share
+
+
+def values(run: Run) -> dict[str, Any]:
+    """Return what the template of the page shows of a profile."""
+    facts = run.profile
+    drawn = [layer for layer in run.fits.get("layers", []) if layer["widths"]]
+    return {
+        "facts": facts,
+        "tiles": _tiles(facts) if facts else [],
+        "where": wording.where(facts["setting"]) if facts else "",
+        "layers": layers(run.fits["layers"]) if drawn else None,
+        "predictions": figures.figure_or_none(lambda rows: predictions(records(rows) or []), run.networks),
+        "machine": wording.surroundings(facts.get("machine", {})),
+    }
+
+
+def _tiles(facts: Mapping[str, Any]) -> list[Tile]:
+    """Return the figures at the top of the page."""
+    errors = [abs(check["error"]) for check in facts["checks"]]
+    held_out = f"{len(errors)} of {facts['networks']} networks, held out"
+    tiles = [
+        Tile("Median error of the prediction", share(facts["error"]), held_out),
+        Tile("Largest error", share(max(errors)), "on the same networks"),
+        Tile("Dense model", f"{digits(facts['dense_ms'])} ms", wording.where(facts["setting"])),
+    ]
+    if facts["layers"]:
+        first = facts["layers"][0]
+        tiles.append(Tile("Costliest layer", share(first["share"]), first["module"] or "(the model's own code)"))
+    return [*tiles, Tile("Profiled in", duration(facts["seconds"]), "without what the cache had")]
+
+
+MAX_PANELS, COLUMNS = 12, 3
+SHARES = (1.0, 0.75, 0.5, 0.25)
+"""Of the other widths, that a fit is drawn at."""
+DEPTH = LinearSegmentedColormap.from_list("depth", ["#f4b266", "#5fb3a8", "#0b4f4a"])
+"""From few of the other widths to all."""
+
+Layer = Mapping[str, Any]
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Layers that do the same at the same widths, and so share a fit.
+
+    Attributes:
+        layers: as in `fits.json`, the slowest first.
+        ms: that they take together in the dense model.
+        main: number of the width that is drawn along: the one that changes their time the most.
+    """
+
+    layers: tuple[Layer, ...]
+    ms: float
+    main: int
+
+    @property
+    def widths(self) -> Sequence[Mapping[str, Any]]:
+        """Name and channels in the dense model of each width."""
+        found: Sequence[Mapping[str, Any]] = self.layers[0]["widths"]
+        return found
+
+    @property
+    def full(self) -> Numbers:
+        """(widths,) in the dense model."""
+        return np.array([width["channels"] for width in self.widths], dtype=float)
+
+    @property
+    def drawn(self) -> str:
+        """How its fit is drawn: in steps where widths count in steps, or kernels change."""
+        stepped = any(step > 1 for term in self.layers[0]["terms"] for step in term["steps"])
+        return "steps-mid" if stepped or any(term.get("spans") for term in self.layers[0]["terms"]) else "default"
+
+    def at(self, kept: Numbers) -> Numbers:
+        """Return the milliseconds of the fit, (points,), at (points, widths) kept channels."""
+        return fitted(self.layers[0], kept)
+
+    @property
+    def points(self) -> tuple[Numbers, Numbers]:
+        """(layers * networks, widths) kept channels, each layer's dense network first, and the milliseconds."""
+        rows = [row for layer in self.layers for row in layer["measured"]]
+        return np.array([row["kept"] for row in rows], dtype=float), np.array([row["ms"] for row in rows])
+
+    def others(self, kept: Numbers) -> Numbers:
+        """(points,) shares of the widths that are not drawn along: their geometric mean, 1 where there are none."""
+        rest = [number for number in range(len(self.widths)) if number != self.main]
+        if not rest:
+            return np.ones(len(kept))
+        shares = np.maximum(kept[:, rest], 1) / self.full[rest]
+        return np.asarray(np.exp(np.log(shares).mean(axis=1)), dtype=float)
+
+
+def fitted(layer: Layer, kept: Numbers) -> Numbers:
+    """Return what a layer's fit says, in milliseconds, (points,), at (points, widths) kept channels."""
+    result = np.full(len(kept), float(layer["constant_ms"]))
+    for term in layer["terms"]:
+        product = np.full(len(kept), float(term["ms"]))
+        for width, step in zip(term["widths"], term["steps"], strict=True):
+            product = product * up(kept[:, width], step)
+        for width, low, high in term.get("spans", ()):  # a run of before has none
+            product = product * ((low <= kept[:, width]) & (kept[:, width] < (math.inf if high is None else high)))
+        result += product
+    return result
+
+
+def together(layers: Sequence[Layer]) -> list[Alike]:
+    """Return the layers of at least one width by their fits, those that take the most together first."""
+    groups: dict[str, list[Layer]] = {}
+    for layer in layers:
+        if layer["widths"]:
+            groups.setdefault(repr([layer[key] for key in ("constant_ms", "widths", "terms")]), []).append(layer)
+    found = [
+        Alike(tuple(group), sum(one["measured"][0]["ms"] for one in group), _main(group[0]))
+        for group in groups.values()
+    ]
+    return sorted(found, key=lambda one: -one.ms)
+
+
+def _main(layer: Layer) -> int:
+    full = np.array([width["channels"] for width in layer["widths"]], dtype=float)
+    narrow = np.where(np.eye(len(full), dtype=bool), 1.0, full)
+    return int(np.argmax(np.abs(fitted(layer, narrow) - fitted(layer, full[None]))))
+
+
+def layers(found: Sequence[Layer]) -> tuple[Markup, int, int]:
+    """Return the milliseconds of the costliest layers against one width, measured and as fitted, by what is left of the
+    others.
+
+    Returns:
+        The figure, how many panels it has, and how many there would be of all layers.
+    """
+    ranked = together(found)
+    chosen, total = ranked[:MAX_PANELS], sum(layer["measured"][0]["ms"] for layer in found)
+    columns = min(COLUMNS, len(chosen))
+    rows = math.ceil(len(chosen) / columns)
+    with canvas(columns, rows, 2.2 * rows + 0.6, "staircases", used=len(chosen)) as (figure, panels):
+        for index, (axes, one) in enumerate(zip(panels, chosen, strict=False)):
+            _panel(axes, one, one.ms / total)
+            axes.set_ylabel("ms" if index % columns == 0 else "", fontsize=8)
+        figure.legend(handles=_legend(figure), loc="outside upper right", ncols=len(SHARES) + 2)
+        return (
+            svg(figure, "Latency of the costliest layers against their widths, measured and fitted", lit=True),
+            len(chosen),
+            len(ranked),
+        )
+
+
+def _panel(axes: Any, one: Alike, share: float) -> None:
+    size = int(one.full[one.main])
+    along = np.arange(1, size + 1, dtype=float)
+    for part in SHARES if len(one.widths) > 1 else SHARES[:1]:
+        kept = np.tile(np.maximum(1, np.round(part * one.full)), (size, 1))
+        kept[:, one.main] = along
+        axes.plot(along, one.at(kept), color=DEPTH(part), linewidth=1.3, drawstyle=one.drawn, zorder=2)
+    kept, ms = one.points
+    axes.scatter(kept[:, one.main], ms, s=11, c=DEPTH(one.others(kept)), edgecolors="white", linewidths=0.4, zorder=3)
+    dense = slice(None, None, len(one.layers[0]["measured"]))
+    axes.scatter(kept[dense, one.main], ms[dense], s=26, facecolors="none", edgecolors=INK, linewidths=1.1, zorder=4)
+    more = f" and {len(one.layers) - 1} alike" if len(one.layers) > 1 else ""
+    name = shortened(one.layers[0]["module"] or "(root)", 34 - len(more))
+    axes.set_title(f"{name}{more}: {100 * share:.1f} %", fontsize=8.5)
+    axes.set_xlabel(one.widths[one.main]["name"], fontsize=8)
+    top = max(ms.max(), *(line.get_ydata().max() for line in axes.get_lines()))
+    axes.set(xlim=(0, 1.04 * size), ylim=(0, 1.1 * top))
+    axes.xaxis.set_major_locator(FixedLocator(sorted({max(1, round(part * size)) for part in SHARES})))
+    axes.yaxis.set_major_locator(MaxNLocator(4))
+    axes.tick_params(labelsize=7.5)
+
+
+def _legend(figure: Any) -> list[Any]:
+    from matplotlib.lines import Line2D
+
+    lines = [
+        Line2D([], [], color=DEPTH(part), linewidth=1.6, label=f"{part:.0%}".replace("%", " %"))
+        for part in SHARES[::-1]
+    ]
+    lines[0].set_label("other widths at 25 %")
+    ring: dict[str, Any] = {"marker": "o", "linestyle": "none", "markerfacecolor": "none", "markeredgecolor": INK}
+    dot: dict[str, Any] = {"marker": "o", "linestyle": "none", "color": DEPTH(1.0), "markersize": 3.5}
+    return [*lines, Line2D([], [], **dot, label="measured"), Line2D([], [], **ring, markersize=5, label="dense")]
+
+
+KINDS = {"fitted to": ("o", GRAY, 20), "held out": ("o", COLORS["pruned"], 34), "dense": ("D", INK, 34)}
+"""How networks are marked: shape, color, size."""
+
+
+def predictions(networks: Sequence[Mapping[str, Any]]) -> Markup:
+    """Whole networks: predicted against measured milliseconds, and the error against the MACs that are left.
+
+    Args:
+        networks: as in `networks.csv`, the dense one first.
+    """
+    kinds = ["dense", *("held out" if row["held_out"] else "fitted to" for row in networks[1:])]
+    with canvas(2, 1, 3.6, "predictions") as (figure, (whole, errors)):
+        for kind, (marker, color, size) in KINDS.items():
+            rows = [row for row, of in zip(networks, kinds, strict=True) if of == kind]
+            style: dict[str, Any] = {"marker": marker, "color": color, "s": size, "edgecolors": "white", "zorder": 3}
+            whole.scatter(
+                [one["measured_ms"] for one in rows], [one["predicted_ms"] for one in rows], label=kind, **style
+            )
+            errors.scatter([100 * one["macs_left"] for one in rows], [100 * one["error"] for one in rows], **style)
+        most = 1.06 * max(max(row["measured_ms"], row["predicted_ms"]) for row in networks)
+        whole.plot([0, most], [0, most], color=GRAY, linewidth=0.9, zorder=2)
+        whole.set(title="Latency of whole networks", xlabel="measured, ms", ylabel="predicted, ms")
+        whole.set(xlim=(0, most), ylim=(0, most))
+        errors.axhline(0, color=GRAY, linewidth=0.9, zorder=2)
+        reach = 1.15 * max(5.0, *(100 * abs(row["error"]) for row in networks))
+        errors.set(title="Error of the prediction (above 0: too slow)", ylim=(-reach, reach), xlim=(0, 104))
+        errors.set(xlabel="multiply-accumulates left, %", ylabel="percent of the measured time")
+        figure.legend(loc="outside upper right", ncols=3)
+        return svg(figure, "Predicted against measured latency of whole networks, and the error of the prediction")

@@ -1,0 +1,161 @@
+"""What a run folder holds, as far as the run came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pandas as pd
+
+from prunekit.errors import ArtifactError
+from prunekit.utils.files import read_json
+
+LAYER_COLUMNS = ("in", "out", "macs", "params")
+COLUMNS = {
+    "layers": ("module", "kind", *(f"{name}_{when}" for name in LAYER_COLUMNS for when in ("before", "after"))),
+    "history": ("run", "epoch", "train_loss", "validation_loss"),
+    "scores": ("group", "score", "kept"),
+    "coupling": ("group", "channels", "kept", "module", "axis", "position"),
+    "sensitivity": ("group", "kept", "channels", "error_fast", "error_total", "error_measured"),
+    "locks": ("module", "operator", "channels", "reason"),
+    "clamps": ("run", "clamp", "module", "by", "limit", "share"),
+    "repair": ("weight", "applied", "before", "after", "columns", "rank", "ridge", "note"),
+    "schedule": ("step", "epoch", "resource", "planned", "actual", "pruned", "regrown"),
+    "gradients": ("run", "step", "epoch", "layer", "p10", "median", "p90", "zeros"),
+    "networks": ("predicted_ms", "measured_ms", "macs_left", "held_out", "error"),
+    "latency_samples": ("model", "device", "runtime", "batch", "threads", "dtype", "ms"),
+}
+TEXT_COLUMNS = (
+    "module",
+    "kind",
+    "run",
+    "group",
+    "operator",
+    "reason",
+    "model",
+    "device",
+    "runtime",
+    "dtype",
+    "memory_format",
+    "clamp",
+    "by",
+    "weight",
+    "applied",
+    "note",
+    "resource",
+    "layer",
+)
+
+
+OBJECTS = {
+    "status": "status.json",
+    "metrics": "metrics.json",
+    "environment": "environment.json",
+    "analysis": "sensitivity.json",
+    "profile": "profile.json",
+    "fits": "fits.json",
+}
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Run:
+    """The files of a run folder; {} or None stands for a file that the run did not write."""
+
+    folder: Path
+    status: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    recipe: str | None = None
+    layers: pd.DataFrame | None = None
+    history: pd.DataFrame | None = None
+    scores: pd.DataFrame | None = None
+    coupling: pd.DataFrame | None = None
+    locks: pd.DataFrame | None = None
+    latency_samples: pd.DataFrame | None = None
+    clamps: pd.DataFrame | None = None
+    repair: pd.DataFrame | None = None
+    sensitivity: pd.DataFrame | None = None
+    schedule: pd.DataFrame | None = None
+    gradients: pd.DataFrame | None = None
+    networks: pd.DataFrame | None = None
+    analysis: dict[str, Any] = field(default_factory=dict)
+    profile: dict[str, Any] = field(default_factory=dict)
+    fits: dict[str, Any] = field(default_factory=dict)
+    damaged: Mapping[str, str] = field(default_factory=dict)
+    """Names of files that are there and cannot be read, and why; they are left out."""
+    page: Path | None = None
+    """Where the page goes that links lead from; None: into the folder."""
+
+    @property
+    def page_folder(self) -> Path:
+        """The folder of the page."""
+        return self.folder if self.page is None else self.page.parent
+
+
+def read_run(folder: Path, *, whole: bool = True) -> Run:
+    """Read a run folder.
+
+    Args:
+        whole: whether a damaged file is an error; else it counts as not there, and is named.
+
+    Raises:
+        ArtifactError: the folder is not there, or a file in it is damaged.
+    """
+    damaged: dict[str, str] = {}
+
+    def found(name: str, read: Callable[[Path], Found], instead: Found) -> Found:
+        try:
+            return read(folder / name)
+        except ArtifactError as error:
+            if whole:
+                raise
+            damaged[name] = str(error)
+            return instead
+
+    if not folder.is_dir():
+        raise ArtifactError(f"{folder}: expected the folder of a run, and there is none")
+    read: dict[str, Any] = {
+        name: found(f"{name}.csv", partial(_table, columns=columns), None) for name, columns in COLUMNS.items()
+    }
+    read |= {name: found(file, _object, dict[str, Any]()) for name, file in OBJECTS.items()}
+    return Run(folder, recipe=found("recipe.yaml", _text, None), damaged=damaged, **read)
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8") if path.exists() else None
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{path}: expected text in UTF-8, but {error}; the file is damaged") from error
+
+
+def _object(path: Path) -> dict[str, Any]:
+    value = read_json(path) if path.exists() else {}
+    if not isinstance(value, dict):
+        raise ArtifactError(f"{path}: expected a JSON object, got {type(value).__name__}; the file is damaged")
+    return value
+
+
+def _table(path: Path, columns: tuple[str, ...]) -> pd.DataFrame | None:
+    if not path.exists():
+        return None
+    try:
+        # A module may be called "NA": only an empty field means that there is no value.
+        text = dict.fromkeys(TEXT_COLUMNS, str)
+        frame = pd.read_csv(path, dtype=text, keep_default_na=False, na_values=[""])
+    except (ValueError, OSError) as error:
+        raise ArtifactError(f"{path}: expected a CSV table, but {error}; the file is damaged") from error
+    missing = [column for column in columns if column not in frame.columns]
+    if missing:
+        raise ArtifactError(f"{path}: expected the columns {', '.join(columns)}; {', '.join(missing)} not found")
+    return frame
+
+
+def records(frame: Any) -> list[dict[str, Any]] | None:
+    """Return a table's rows, with None where a field is empty; None where there is no table."""
+    if frame is None:
+        return None
+    return [dict(record) for record in frame.astype(object).where(frame.notna(), None).to_dict("records")]

@@ -1,0 +1,84 @@
+"""Sections on the models of a run: scores, sizes, latency, layers, and what slows the pruned model down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prunekit.measure.latency import wording
+from prunekit.report import headline
+from prunekit.report.figures import charts as figures
+from prunekit.report.pages.explain_page import explained
+from prunekit.report.run_data import Run, records
+from prunekit.report.sections.section import register_section
+from prunekit.report.templates import rendered
+from prunekit.utils.display import factor, interval
+
+
+@register_section("result", about="scores and sizes of the models, and what budgets left", order=10)
+class Result:
+    """The models beside each other: scores, sizes, and what budgets left."""
+
+    def read(self, run: Run) -> dict[str, Any]:
+        """Return the metrics, and the lines that page and terminal share."""
+        return {
+            "metrics": run.metrics,
+            "models": headline.models(run.metrics),
+            "compared": list(headline.compared(run.metrics)),
+            "reference": headline.reference(run.metrics),
+            "deployed": list(headline.deployed(run.metrics)),
+            "budgets": list(headline.budgeted(run.metrics.get("plan", {}))),
+            "on_time": list(headline.on_time(run.metrics)),
+        }
+
+    def text(self, data: dict[str, Any]) -> Iterator[str]:
+        """Yield the lines, which follow the table of the terminal."""
+        yield from (f"Budget {line}" for line in data["budgets"])
+        yield from (f"Time: {line}" for line in data["on_time"])
+        yield from (f"Deployed: {line}" for line in data["deployed"])
+
+
+@register_section("latency", about="what was timed, and what budgets of time came to", order=20)
+class Latency:
+    """What was timed, and what budgets of time came to."""
+
+    def read(self, run: Run) -> Run:
+        """Return the run: its metrics and samples."""
+        return run
+
+    def html(self, run: Run) -> str:
+        """Render tables, and a figure of the samples."""
+        return rendered(
+            "sections/latency.html",
+            metrics=run.metrics,
+            latencies=figures.figure_or_none(figures.latencies, run.latency_samples),
+            unstable=wording.unstable(run.metrics.get("latency", []), run.metrics.get("speedup", [])),
+            machine=wording.surroundings(run.metrics.get("machine", {}), run.metrics.get("latency", [])),
+        )
+
+    def text(self, run: Run) -> Iterator[str]:
+        """Yield the speedups."""
+        for row in run.metrics.get("speedup", []):
+            found = f"{factor(row['median'])} {interval(row['low'], row['high'])}{wording.doubtful(row)}"
+            yield f"Speedup of {row['model']} ({wording.where(row)}): {found}"
+
+
+@register_section("explanation", about="what keeps the pruned model from its ideal speed", order=30)
+class Explanation:
+    """What keeps the pruned model from its ideal speed."""
+
+    def read(self, run: Run) -> Mapping[str, Any] | None:
+        """Return causes, modules and operators; None if the run explained nothing."""
+        explanation = run.metrics.get("explanation")
+        return explained(explanation) if explanation else None
+
+
+@register_section("widths", about="the layers that compute, before and after", order=90)
+class Widths:
+    """The layers that compute, before and after."""
+
+    def read(self, run: Run) -> dict[str, Any]:
+        """Return a figure and the rows of a table."""
+        # Norms have the widths of what feeds them: the layers that compute are the ones to show.
+        layers = None if run.layers is None else run.layers[run.layers["macs_before"] > 0]
+        return {"widths": figures.figure_or_none(figures.widths, layers), "layers": records(layers)}

@@ -1,0 +1,130 @@
+"""The sections of a run's page by name, and the function that registers one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from markupsafe import Markup, escape
+
+from prunekit import registries
+from prunekit.errors import UsageError
+from prunekit.report.run_data import Run
+from prunekit.report.templates import rendered
+from prunekit.utils.registry import Registry
+
+SECTIONS: Registry[Section] = registries.SECTIONS
+
+
+class Shown(Protocol):
+    """What shows a part of a run.
+
+    It may have `text`, from what was read to lines for the terminal. It has `html`, from what was read to HTML, unless
+    it is one of prunekit whose `read` returns the values of the template of its name.
+    """
+
+    def read(self, run: Run) -> Any:
+        """Return what there is to show of a run; None if the page has no such section."""
+
+
+Kind = TypeVar("Kind")
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of a run's page, and what the terminal says of it; see `register_section`."""
+
+    name: str
+    shown: Shown
+    about: str = ""
+    order: float = 500
+
+    def html(self, run: Run) -> Markup:
+        """The section of a run as HTML; empty where there is none."""
+        data = self.shown.read(run)
+        if data is None:
+            return Markup()
+        html = getattr(self.shown, "html", None)
+        return escape(html(data)) if html is not None else rendered(f"sections/{self.name}.html", **data)
+
+    def text(self, run: Run) -> list[str]:
+        """Return what the terminal says of it once a run has finished, in lines."""
+        say = getattr(self.shown, "text", None)
+        data = None if say is None else self.shown.read(run)
+        return [] if say is None or data is None else list(say(data))
+
+
+def register_section(name: str, *, about: str, order: float = 500) -> Callable[[type[Kind]], type[Kind]]:
+    """Register a section of the pages of runs, which `finetune`, `prune` and `report` write.
+
+    What it decorates is a class that is made without arguments, and has
+
+    - `read(run)`, which gets a run's folder as it was read (`run.folder` with its files, `run.metrics`, tables such as
+      `run.layers`) and returns what there is to show, or None;
+    - `html(data)`, which returns that as HTML: a `markupsafe.Markup` goes to the page as it is, other text is escaped;
+    - `text(data)`, where the terminal is to say something: lines of text.
+
+    A section of others that raises is named on the page in its place, and the page has the rest.
+
+    Args:
+        name: as messages call it.
+        about: what it shows, in one line.
+        order: where it stands on the page: those of prunekit are at multiples of 10 from 10 (the result) to 170 (what
+            is locked), environment and recipe come last.
+
+    Returns:
+        A decorator that returns the class as it is.
+
+    Raises:
+        ValueError: the name is taken.
+
+    Example:
+        >>> import prunekit as pk
+        >>> from markupsafe import Markup
+        >>> @pk.register_section("energy", about="what a forward pass takes in joules", order=25)
+        ... class Energy:
+        ...     def read(self, run):
+        ...         return run.metrics.get("energy")
+        ...     def html(self, joules):
+        ...         return Markup("<section><h2>Energy</h2><p>{} J</p></section>").format(joules)
+        ...     def text(self, joules):
+        ...         return [f"Energy: {joules} J"]
+    """
+
+    def register(kind: type[Kind]) -> type[Kind]:
+        shown: Any = kind()
+        SECTIONS.add(name, Section(name, shown, about, order), kind)
+        return kind
+
+    return register
+
+
+def accept(reference: str, found: Any) -> Section:
+    """Return the section of what `file.py:object` names: a class that it registers, or one with `read` and `html`.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if isinstance(found, Section):
+        return found
+    registered = next((each for each in SECTIONS.imported if type(each.shown) is found), None)
+    if registered is not None:
+        return registered
+    shown = found() if isinstance(found, type) else found
+    if not all(callable(getattr(shown, name, None)) for name in ("read", "html")):
+        raise UsageError(
+            f"section {reference}: expected a class with the methods read(run) and html(data), got "
+            f"{getattr(found, '__name__', type(found).__name__)}"
+        )
+    return Section(reference, shown)
+
+
+def ordered(named: Iterable[str] = ()) -> Sequence[Section]:
+    """Return every section that is known, and those that are named beside them, as they follow each other on a page.
+
+    Raises:
+        UsageError: there is none of a name.
+    """
+    found = {id(one): one for one in map(SECTIONS.get, [*SECTIONS.names, *named])}
+    return sorted(found.values(), key=lambda one: one.order)

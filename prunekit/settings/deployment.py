@@ -1,0 +1,68 @@
+"""What to time.
+
+What is done to the compact model for running it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge, MinLen
+
+from prunekit.registries import DtypeName, MemoryFormat, PositiveInt, RuntimeName
+from prunekit.settings.validation import Checked
+
+
+@dataclass(frozen=True)
+class LatencySettings(Checked):
+    """What is timed: every runtime with every batch, CPU thread count, dtype and memory format that it takes.
+
+    Example:
+        >>> import prunekit as pk
+        >>> timed = pk.LatencySettings(batches=(1, 8), dtypes=("fp32", "bf16"))
+        >>> pk.JobSettings("mine", pk.ModelSettings("resnet18"), latency=timed).latency.runtimes
+        ('eager',)
+    """
+
+    batches: Annotated[tuple[PositiveInt, ...], MinLen(1)] = (1, 16)
+    """Batch sizes to time."""
+    threads: Annotated[tuple[PositiveInt, ...], MinLen(1)] = (1,)
+    """Numbers of CPU threads to time with."""
+    repeats: Annotated[int, Ge(5)] = 30
+    """How often each is timed."""
+    runtimes: Annotated[tuple[RuntimeName, ...], MinLen(1)] = ("eager",)
+    """Runtimes to time in."""
+    dtypes: Annotated[tuple[DtypeName, ...], MinLen(1)] = ("fp32",)
+    """Types of numbers to time in."""
+    memory_formats: Annotated[tuple[MemoryFormat, ...], MinLen(1)] = ("contiguous",)
+    """Memory formats of the parameters and the input; runtimes that choose layouts themselves know `contiguous`
+    alone."""
+    explain: bool = True
+    """Whether a job looks for what keeps the pruned model from its ideal speed, in eager on the CPU, first setting."""
+
+
+@dataclass(frozen=True)
+class DeploySettings(Checked):
+    """Changes to a copy of the compact model, which becomes a second model folder; each is verified.
+
+    Budgets of time are then met by that model: every plan is timed as it would be deployed, beside the dense model with
+    the same changes, so that a speedup is what pruning alone gives; `latency_ms` is of the deployed model. The table of
+    speedups over the dense model as it is, in the report, holds what both give together.
+
+    Example:
+        >>> import prunekit as pk
+        >>> deploy = pk.DeploySettings(fold_batchnorm=True)
+        >>> pk.JobSettings("mine", pk.ModelSettings("resnet18"), deploy=deploy).deploy.wanted
+        True
+    """
+
+    fold_batchnorm: bool = False
+    """Whether every BatchNorm that can be is folded into the layer before it."""
+    channels_last: bool = False
+    """Whether weights are laid out with their channels last, and the model is timed on images that are."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is anything to do."""
+        return self.fold_batchnorm or self.channels_last

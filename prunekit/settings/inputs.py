@@ -1,0 +1,206 @@
+"""Where images come from.
+
+Which model to build.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
+
+from prunekit.settings.validation import Checked
+
+PositiveInt = Annotated[int, Ge(1)]
+Count = Annotated[int, Ge(0)]
+Strength = Annotated[float, Ge(0)]
+Probability = Annotated[float, Ge(0), Le(1)]
+Scale = Annotated[tuple[Annotated[float, Gt(0), Le(1)], ...], MinLen(2), MaxLen(2)]
+Columns = Annotated[tuple[str, ...], MinLen(2), MaxLen(2)]
+NamedAugment = Literal["none", "shift", "flip", "crop_flip", "resized_crop_flip"]
+Mean = Annotated[tuple[float, ...], MinLen(3), MaxLen(3)]
+Std = Annotated[tuple[Annotated[float, Gt(0)], ...], MinLen(3), MaxLen(3)]
+
+
+@dataclass(frozen=True)
+class ColorJitterSettings(Checked):
+    """Factors are drawn from 1 - x to 1 + x, the shift of the hue from -x to x (1 is once around).
+
+    Example:
+        >>> import prunekit as pk
+        >>> pk.AugmentSettings(color_jitter=pk.ColorJitterSettings(brightness=0.2)).color_jitter.brightness
+        0.2
+    """
+
+    brightness: Strength = 0.4
+    """The brightness is multiplied by a factor from 1 - x to 1 + x."""
+    contrast: Strength = 0.4
+    """The contrast is multiplied by a factor from 1 - x to 1 + x."""
+    saturation: Strength = 0.4
+    """The saturation is multiplied by a factor from 1 - x to 1 + x."""
+    hue: Annotated[float, Ge(0), Le(0.5)] = 0.0
+    """The hue is turned by -x to x; 1 is once around."""
+
+
+@dataclass(frozen=True)
+class RandAugmentSettings(Checked):
+    """RandAugment (Cubuk et al. 2020).
+
+    Example:
+        >>> import prunekit as pk
+        >>> pk.AugmentSettings(rand_augment=pk.RandAugmentSettings(magnitude=5)).rand_augment.magnitude
+        5
+    """
+
+    num_ops: PositiveInt = 2
+    """How many operations are applied to an image, one after another."""
+    magnitude: Annotated[int, Ge(0), Le(30)] = 9
+    """How strong they are, of 30."""
+
+
+@dataclass(frozen=True)
+class AugmentSettings(Checked):
+    """Random changes of training images by torchvision's transforms, in this order.
+
+    Example:
+        >>> import prunekit as pk
+        >>> pk.DataSettings(augment=pk.AugmentSettings(crop="padded", flip=0.5)).augment.flip
+        0.5
+    """
+
+    crop: Literal["none", "shift", "padded", "resized"] = "none"
+    """How a part of an image is chosen: `shift` moves it by up to a tenth, `padded` by up to 4 pixels (as for CIFAR),
+    `resized` takes a random part and resizes it (as for ImageNet)."""
+    scale: Scale | None = None
+    """Smallest and largest share of the image's area that a `resized` crop shows; null: 0.08 and 1."""
+    flip: Probability = 0.0
+    """Probability that left and right are swapped."""
+    color_jitter: ColorJitterSettings | None = None
+    """Random brightness, contrast, saturation and hue."""
+    rand_augment: RandAugmentSettings | None = None
+    """RandAugment (Cubuk et al. 2020): random operations of a given strength."""
+    trivial_augment: bool = False
+    """TrivialAugment (Müller & Hutter 2021): one random operation of random strength, in the place of RandAugment."""
+    erase: Probability = 0.0
+    """Probability that a rectangle is set to the mean (random erasing, Zhong et al. 2020)."""
+
+
+Augment = NamedAugment | AugmentSettings
+
+
+@dataclass(frozen=True)
+class Workers(Checked):
+    """How many processes read ahead, and how.
+
+    Attributes:
+        count: 0 reads in the process that asks.
+        prefetch: batches that each reads ahead.
+        persistent: whether they stay for the next pass; what is read is the same.
+        pin_memory: whether batches for a CUDA device go to page-locked memory, from which they are copied while the
+            device computes.
+    """
+
+    count: int = 0
+    prefetch: int = 2
+    persistent: bool = True
+    pin_memory: bool = True
+
+
+@dataclass(frozen=True)
+class DataSettings(Checked):
+    """Which images, how they are split, and how they are fed.
+
+    Example:
+        >>> import prunekit as pk
+        >>> photos = pk.DataSettings("imagefolder", root="photos", image_size=224, augment="crop_flip", workers=4)
+        >>> photos.batch, photos.test_share
+        (64, 0.3)
+        >>> pk.DataSettings("imagefolders")
+        Traceback (most recent call last):
+        prunekit.errors.SettingsError: DataSettings: source: expected one of 'digits', ... did you mean 'imagefolder'?
+    """
+
+    source: Literal["digits", "imagefolder", "npz", "torchvision", "huggingface", "own"] = "digits"
+    """Where the images are from: the handwritten digits that come with the package, a folder with one folder of images
+    for each class, an .npz file, a data set of torchvision or of Hugging Face, or `own`: what `--data file.py:factory`
+    returns."""
+    root: Path | None = None
+    """Folder (imagefolder: `train/` and `test/` or `val/`, or classes alone, which are split; torchvision: where its
+    files are; huggingface: what `save_to_disk` wrote) or file (npz)."""
+    name: str | None = None
+    """A data set of torchvision, such as `CIFAR10`, or of Hugging Face's hub in the place of `root`, such as
+    `uoft-cs/cifar10`; files are fetched only with `download`."""
+    columns: Columns | None = None
+    """For huggingface: the columns of images and labels; null: the only ones of their kind."""
+    download: bool = False
+    """Whether files of the named data set may be fetched from the network."""
+    image_size: PositiveInt = 32
+    """Height and width of an input. An image file of another size is resized to 8/7 of it by its shorter side and its
+    center taken; the digits and the arrays of an npz are resized to it as a whole."""
+    mean: Mean | None = None
+    """Mean of a pixel in 0..1, for each of three channels, which is subtracted; null: ImageNet's, and 0.5 for the
+    digits."""
+    std: Std | None = None
+    """Standard deviation of a pixel in 0..1, for each of three channels, which divides; null: ImageNet's, and 0.5 for
+    the digits."""
+    augment: Augment = "none"
+    """For training images only: `shift` by up to a tenth, `flip`, `crop_flip` (padded by 4 pixels, as for CIFAR),
+    `resized_crop_flip` (as for ImageNet), or the random changes one by one."""
+    max_corrupt: Count | Annotated[float, Gt(0), Lt(1)] = 0
+    """Images that cannot be read are skipped and counted up to this many, or this share of all images; one more is an
+    error."""
+    batch: PositiveInt = 64
+    """Images in a batch; of all processes together, where several train."""
+    workers: Count = 0
+    """Processes that read images ahead; 0: none."""
+    prefetch: PositiveInt = 2
+    """Batches that each worker reads ahead."""
+    persistent_workers: bool = True
+    """Whether workers stay from one epoch to the next, those of training and of validation beside each other."""
+    pin_memory: bool = True
+    """Whether what workers read goes to page-locked memory where the device is CUDA."""
+    test_share: Annotated[float, Gt(0), Lt(1)] = 0.3
+    """Share of the images that are held out for the test, where the data has no test images of its own."""
+    validation_share: Annotated[float, Gt(0), Lt(1)] = 0.1
+    """Share of the images that choose the best epoch, and are not trained on, where the data has none of its own."""
+    split_seed: Count = 0
+    """Seed of how images are dealt to training, validation and test."""
+    origin: str | None = None
+    """Where the data of this recipe can be had; shown when it is missing."""
+
+    @property
+    def reading(self) -> Workers:
+        """How batches are read."""
+        return Workers(self.workers, self.prefetch, self.persistent_workers, self.pin_memory)
+
+
+@dataclass(frozen=True)
+class ModelSettings(Checked):
+    """Which model: a zoo's constructor, its arguments, and where the weights come from.
+
+    Example:
+        >>> import prunekit as pk
+        >>> pk.ModelSettings("resnet18", weights="IMAGENET1K_V1").zoo
+        'torchvision'
+        >>> pk.ModelSettings("resnet56", zoo="cifr")
+        Traceback (most recent call last):
+        prunekit.errors.SettingsError: ModelSettings: zoo: expected one of ... got 'cifr'; did you mean 'cifar'?
+    """
+
+    name: str
+    """Name of the model in its zoo; of an own one the factory, `file.py:factory`."""
+    zoo: Literal["torchvision", "cifar", "timm", "hf", "own"] = "torchvision"
+    """Where the model is from: torchvision, the package's own ResNets, timm, transformers, or your own code. `cifar`:
+    ResNets for 32x32 images, `resnet8` to `resnet110`. `timm`: any of its models (extra `timm`). `hf`: the
+    image classifier of a transformers model type such as `vit`, in its default configuration (extra `hf`). `own`: what
+    `--model file.py:factory` builds."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the constructor, for `hf` of the configuration; `num_classes` is filled in from the data
+    when not given."""
+    weights: str | None = None
+    """A torchvision weights name such as `IMAGENET1K_V1`, or a path to a `.safetensors` or `.pt`/`.pth`/`.th` state
+    dict (the latter read with `weights_only=True`). None: random, to be trained by `baseline`."""
+    origin: str | None = None
+    """Where weights for this recipe can be had; shown when their file is missing."""

@@ -1,0 +1,476 @@
+"""Which channels go, and how many may stay.
+
+What figures of budgets mean and how they are said, known without importing what counts them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal, get_args
+
+from annotated_types import Ge, Gt, Le
+
+from prunekit.errors import UsageError
+from prunekit.registries import BUDGETS, CRITERIA, DtypeName, MemoryFormat, PositiveInt, RuntimeName
+from prunekit.settings.validation import Checked
+from prunekit.utils import display as numbers
+from prunekit.utils.registry import Beside, Registered
+from prunekit.utils.user_code import Unallowed, is_reference
+
+Share = Annotated[float, Gt(0), Le(1)]
+Times = Annotated[float, Gt(1)]
+Amount = Annotated[float, Gt(0)]
+NS_PER_MS = 1e6
+
+
+@dataclass(frozen=True)
+class BudgetFacts:
+    """What is known of a budget without counting it; see `prunekit.register_budget`, which takes the same.
+
+    Attributes:
+        name: as settings and recipes have it.
+        about: what is limited, in one line.
+        unit: of the figures; empty for a bare share.
+        figure: what a figure is, in words, such as "number of milliseconds"; made from the unit where it is empty.
+        share: whether what is left is compared with the dense model's, not with so many units.
+        least: whether the figure is the least that is asked for, and one over what is counted.
+        measured: whether it is one of time, and plans are measured on the target until they meet it.
+        per_unit: how much of what is counted is one unit.
+        peak: whether several sums are counted, of which the largest is limited.
+        each_group: whether scope `uniform` asks it of each channel group.
+        counted_as: what it is called among the figures of models that are loaded again; empty: it is not counted again.
+        found_as: a sentence on that figure, in place of `{}`.
+    """
+
+    name: str
+    about: str = ""
+    unit: str = ""
+    figure: str = ""
+    share: bool = False
+    least: bool = False
+    measured: bool = False
+    per_unit: float = 1.0
+    peak: bool = False
+    each_group: bool = False
+    counted_as: str = ""
+    found_as: str = ""
+
+    @property
+    def annotation(self) -> Any:
+        """Type and bounds of its figures."""
+        if self.share:
+            return Times if self.least else Share
+        return Amount
+
+    def problem(self, value: object) -> str | None:
+        """Return what is wrong with a figure, as "expected ..., got ..."; None if nothing is."""
+        bounds: tuple[Any, ...] = get_args(self.annotation)
+        above: Any = next(bound.gt for bound in bounds if isinstance(bound, Gt))
+        most: Any = next((bound.le for bound in bounds if isinstance(bound, Le)), math.inf)
+        if (
+            isinstance(value, (int, float))
+            and not isinstance(value, bool)
+            and above < value <= most
+            and value < math.inf
+        ):
+            return None
+        if self.share and not self.least:
+            return f"expected a share above {above} and at most {most}, got {value!r}"
+        figure = self.figure or f"number of {self.unit}".removesuffix(" of ")
+        return f"expected a {figure} above {above}, got {value!r}"
+
+    def as_cost(self, value: float) -> float:
+        """Turn a figure into what is limited, of which less is better, and that into a figure."""
+        return float(1 / value if self.least else value)
+
+    def in_words(self, value: float) -> str:
+        """Return a figure with its unit."""
+        gap = " " if self.unit and not self.share else ""
+        return f"{value:.4g}{gap}{self.unit}"
+
+    def shown(self, value: float) -> str:
+        """Return a figure as tables and reports show it: rounded, a share in percent, and bytes in the unit that
+        fits them.
+        """
+        if self.share:
+            return f"{value:.3g}{self.unit}" if self.least else numbers.share(value, 2)
+        return numbers.size(1e6 * value) if self.unit == "MB" else f"{numbers.digits(value)} {self.unit}".rstrip()
+
+    @property
+    def limit(self) -> str:
+        """How the figure limits what is left."""
+        return "at least" if self.least else "at most"
+
+    def left_of(self, value: float, dense: float) -> float:
+        """Return which share of the dense model a figure leaves, given that model's."""
+        return dense / value if self.least else value / dense
+
+    def loosened(self, value: float, times: float) -> float:
+        """Return the figure that allows so many times as much."""
+        return value / times if self.least else value * times
+
+    def excess(self, asked: float, ms: float, speedup: float) -> float:
+        """Return how many times as long as asked for a model takes that was measured; for budgets that are."""
+        if self.share:
+            found = speedup if self.least else 1 / speedup
+        else:
+            found = self.as_cost(ms / (self.per_unit / NS_PER_MS))
+        return asked / found if self.least else found / asked
+
+
+def facts_of(name: str) -> BudgetFacts:
+    """Return what is known of a budget; of a built-in one without importing it.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    declared = BUDGETS.declared.get(name)
+    if declared is not None:
+        return BudgetFacts(name, **declared.facts)
+    found: BudgetFacts = BUDGETS.get(name).facts
+    return found
+
+
+def facts_before(name: str) -> BudgetFacts:
+    """Return what is known of a budget without running anybody's code: of `file.py:object`, that figures are above
+    0.
+    """
+    return BudgetFacts(name) if is_reference(name) else facts_of(name)
+
+
+NOTED = ("unit", "share", "least", "measured")
+
+
+def noted(facts: BudgetFacts) -> dict[str, Any]:
+    """Return what a plan notes of a budget for readers that do not know it: nothing of a built-in one."""
+    return {} if facts.name in BUDGETS.declared else {key: getattr(facts, key) for key in NOTED}
+
+
+def facts_from(name: str, note: Mapping[str, Any]) -> BudgetFacts:
+    """Return what is known of a budget of a plan, by what the plan notes of it, without running anybody's code."""
+    if name in BUDGETS.declared:
+        return facts_of(name)
+    return BudgetFacts(name, **{key: note[key] for key in NOTED if key in note})
+
+
+CriterionName = Annotated[str, Registered(CRITERIA)]
+"""As `prunekit list criteria` shows them, or `file.py:function`."""
+Scope = Literal["uniform", "global", "per_mac", "capacity"]
+"""Of each group the same share; the lowest scores of all groups; or the lowest for what they cost: MACs, where the
+budget is one of MACs, and else whatever the budget that binds counts. `capacity` goes by widths alone: layers keep as
+much of their MACs as the budgets allow, by the mean of its logarithm, and scores say only which channels of a group go.
+Trained for long, what a network comes to depends on its widths more than on the weights it began with (Rethinking the
+Value of Network Pruning, Liu et al. 2019)."""
+
+OtherBudgets = Annotated[dict[str, float], Beside(BUDGETS, lambda name: facts_before(name).annotation)]
+
+
+@dataclass(frozen=True, init=False)
+class BudgetSettings:
+    """What may be left; at least one is given, and a plan meets all of them.
+
+    Budgets that are registered beside these seven are keywords as well, and keys of the same mapping in a recipe:
+    `BudgetSettings(macs=0.5, energy=0.4)`. One in a file is named by it, `BudgetSettings(**{"mine.py:energy": 0.4})`.
+
+    Raises:
+        UsageError: no budget has such a name, or a figure means nothing.
+
+    Example:
+        >>> import prunekit as pk
+        >>> pk.BudgetSettings(macs=0.5, size_mb=10).given
+        {'macs': 0.5, 'size_mb': 10}
+        >>> pk.BudgetSettings(macs=50)
+        Traceback (most recent call last):
+        prunekit.errors.UsageError: macs: expected a share above 0 and at most 1, got 50
+    """
+
+    channels: Share | None = None
+    """Share of the channels that are not locked."""
+    macs: Share | None = None
+    """Share of the multiply-accumulates of one sample in eval mode: those of auxiliary heads that only train mode runs,
+    or that the model's own `fuse()` takes out, do not count."""
+    params: Share | None = None
+    """Share of the parameters."""
+    size_mb: Amount | None = None
+    """Bytes of all parameters and buffers as they are saved, in units of 10^6."""
+    latency_ms: Amount | None = None
+    """Median time of one forward pass of the batch on the target, measured."""
+    speedup: Times | None = None
+    """How many times faster than the dense model, measured beside it on the target."""
+    memory_mb: Amount | None = None
+    """The most bytes that are alive at once in a forward pass of the target's batch, in units of 10^6: parameters,
+    buffers, inputs and results of operators, in the target's dtype, as eager makes and frees them."""
+    others: OtherBudgets = field(default_factory=dict)
+    """Further registered budgets by name."""
+
+    def __init__(
+        self,
+        channels: float | None = None,
+        macs: float | None = None,
+        params: float | None = None,
+        size_mb: float | None = None,
+        latency_ms: float | None = None,
+        speedup: float | None = None,
+        memory_mb: float | None = None,
+        others: Any = None,  # as `dataclasses.replace` hands it over
+        **more: float | None,
+    ) -> None:
+        values = {
+            "channels": channels,
+            "macs": macs,
+            "params": params,
+            "size_mb": size_mb,
+            "latency_ms": latency_ms,
+            "speedup": speedup,
+            "memory_mb": memory_mb,
+            "others": {name: value for name, value in {**(others or {}), **more}.items() if value is not None},
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        # a file that is named is looked for where it is used
+        names = [name for name in self.others if not is_reference(name)]
+        if unknown := [text for name in names if (text := BUDGETS.problem(name)) is not None]:
+            raise UsageError("; ".join(f"budget: {text}" for text in unknown))
+        if problems := self.problems():
+            raise UsageError("; ".join(problems))
+
+    @property
+    def given(self) -> dict[str, float]:
+        """The budgets that are given, by name, as they were given."""
+        own = {name: getattr(self, name) for name in _own_names()}
+        return {name: value for name, value in own.items() if value is not None} | self.others
+
+    def changed(self, **figures: float | None) -> BudgetSettings:
+        """Return settings with other figures; None takes a budget back."""
+        return BudgetSettings(**(self.given | figures))
+
+    @property
+    def measured(self) -> bool:
+        """Whether any budget is one of time."""
+        return any(facts_of(name).measured for name in self.given)
+
+    def problems(self, facts: Callable[[str], BudgetFacts] = facts_before) -> list[str]:
+        """Return what is wrong with the figures, a sentence each.
+
+        Args:
+            facts: what is known of each budget; `facts_of` runs the files of users, and so knows what theirs mean.
+        """
+        found = ((name, facts(name).problem(value)) for name, value in self.given.items())
+        return [f"{name}: {text}" for name, text in found if text is not None]
+
+    def require_sound(self) -> None:
+        """Check the figures of all budgets, those that are code as well, which is run where that is allowed.
+
+        Raises:
+            UsageError: one means nothing.
+        """
+        if problems := self.problems(lambda name: (facts_before if isinstance(name, Unallowed) else facts_of)(name)):
+            raise UsageError("; ".join(problems))
+
+
+@dataclass(frozen=True)
+class Target(Checked):
+    """What budgets of time and memory are meant on; memory depends on batch and dtype alone.
+
+    Example:
+        >>> import prunekit as pk
+        >>> target = pk.Target("onnxruntime", batch=16)  # for pk.prune(model, x, speedup=2.0, target=target)
+        >>> target.runtime, target.threads
+        ('onnxruntime', 1)
+        >>> pk.Target("onnx")
+        Traceback (most recent call last):
+        prunekit.errors.SettingsError: Target: runtime: expected the name of ... did you mean 'onnxruntime'...
+    """
+
+    runtime: RuntimeName = "eager"
+    """Runtime that the model will run in."""
+    device: str = "cpu"
+    """Device that the model will run on: cpu, cuda or cuda:n."""
+    batch: PositiveInt = 1
+    """Images in a batch."""
+    threads: PositiveInt = 1
+    """CPU threads."""
+    dtype: DtypeName = "fp32"
+    """Type of the weights and activations."""
+    memory_format: MemoryFormat = "contiguous"
+    """Memory format of the parameters and the input; runtimes that choose layouts themselves know `contiguous`
+    alone."""
+    block: PositiveInt = 8
+    """Channel counts are multiples of this where the axis allows it, beside `round_to`: kernels compute in blocks, and
+    some are only used for whole ones."""
+
+
+ScheduleKind = Literal["oneshot", "iterative", "linear", "exponential", "cubic"]
+ScheduleUnit = Literal["epoch", "step"]
+ScheduleScore = Literal["criterion", "movement"]
+
+
+@dataclass(frozen=True)
+class ScheduleSettings(Checked):
+    """How much is pruned when, while the masked model is fine-tuned; see `planning.schedule`.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(4, 8)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> settings = pk.ScheduleSettings("linear", rounds=4)
+        >>> pruner = pk.Pruner(model, optimizer, x, macs=0.5, steps=8, schedule=settings)
+        >>> for _ in range(8):
+        ...     model(x).square().mean().backward()
+        ...     optimizer.step()
+        ...     pruner.step()
+        >>> print(pruner)
+        final plan, 50.0% of macs left
+        <BLANKLINE>
+        stages so far
+          step  pruned  came back  macs left
+          2          2          0      87.5%
+          4          2          0      75.0%
+          6          2          0      62.5%
+          8          2          0      50.0%
+    """
+
+    kind: ScheduleKind = "cubic"
+    """How the share that is pruned grows: all at once (`oneshot`); in rounds of pruning and recovery, each of which
+    leaves the same share of what the one before left (`iterative`, Han et al. 2015); or gradually, along a line, a
+    geometric sequence, or the cubic of Zhu & Gupta 2017."""
+    unit: ScheduleUnit = "epoch"
+    """What `begin`, `end`, `every` and `freeze` count: epochs, also fractions of them, or steps of the optimizer."""
+    begin: Annotated[float, Ge(0)] = 0.0
+    """When pruning begins; `oneshot` and `iterative` prune there already."""
+    end: Annotated[float, Gt(0)] | None = None
+    """When the budget is met; null: halfway from `begin` to the end of the training, and for `iterative` so that the
+    last recovery is as long as the others."""
+    rounds: PositiveInt | None = None
+    """How many times channels are pruned, at even distances; null: 3 times for `iterative`, 10 times gradually."""
+    every: Annotated[float, Gt(0)] | None = None
+    """The distance from one pruning to the next, in the place of `rounds`."""
+    score: ScheduleScore = "criterion"
+    """How channels are scored anew each time: by the criterion on the weights of that moment, or by how far training
+    has moved their weights away from zero (Sanh et al. 2020, Movement pruning). The plan that is tried before the
+    training is the criterion's in any case."""
+    regrow: bool = False
+    """Whether channels that were pruned may come back, with the values they had when they were."""
+    freeze: Annotated[float, Gt(0)] | None = None
+    """With `regrow`: until when masks of the same budget are chosen anew, after `end`; null: they freeze at `end`."""
+    rewind_lr: bool = False
+    """Whether the learning-rate schedule begins anew in each round of `iterative` (Renda et al. 2020)."""
+
+
+@dataclass(frozen=True)
+class PruneSettings(Checked):
+    """Which channels go.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(4, 8)
+        >>> settings = pk.PruneSettings(pk.BudgetSettings(macs=0.5), criterion="l1", round_to=4, ignore=("2",))
+        >>> pk.prune(model, x, settings=settings).model[0].out_features
+        8
+        >>> pk.PruneSettings(criterion="l3")
+        Traceback (most recent call last):
+        prunekit.errors.SettingsError: PruneSettings: criterion: expected the name of ... did you mean 'l2' or 'l1'?
+    """
+
+    budget: BudgetSettings = field(default_factory=lambda: BudgetSettings(macs=0.5))
+    """What may be left of the model; at least one is given, and a plan meets all of them."""
+    criterion: CriterionName = "l2"
+    """Importance score that says which channels go; `prunekit list criteria` shows what each measures and needs."""
+    scope: Scope = "uniform"
+    """How channels of different groups compare: `uniform` keeps the same share of each group; `global` removes the
+    lowest scores of all groups; `per_mac` the lowest for what they cost, in MACs or what the budget counts; `capacity`
+    chooses widths alone, so that layers keep as much of their MACs as the budget allows, and scores say only which
+    channels of a group go."""
+    round_to: PositiveInt = 1
+    """Channel counts of every pruned axis are multiples of this where the axis allows it."""
+    min_channels: PositiveInt = 1
+    """The fewest channels that a group keeps."""
+    ignore: tuple[str, ...] = ()
+    """Globs over module paths whose output channels stay whole."""
+    target: Target = field(default_factory=Target)
+    """Runtime and device that `latency_ms` and `speedup` are meant on; batch and dtype of these and of `memory_mb`."""
+    ratios: dict[str, Share] = field(default_factory=dict)
+    """Globs over module paths, each with the share of their output channels to keep."""
+    plain_classes: bool = False
+    """Whether all modules keep their classes, so that a pickled model loads where prunekit is not installed. Else some
+    are compiled again with explicit sizes in their Python, or replaced by attention with explicit sizes, where channels
+    could not go otherwise."""
+    schedule: ScheduleSettings | None = None
+    """When channels go while the model is fine-tuned; null: all of them before it."""
+    compact_early: bool = False
+    """Whether fine-tuning goes on with the compact model as soon as the plan is final: it is as fast as that model, and
+    what comes out is the same up to the order of sums and the numbers that dropout draws."""
+
+
+WITH_REPAIR = "expected null, because prune.schedule prunes while training: before it, nothing is there to repair"
+
+
+def contradictions(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Yield the keys of a schedule, as plain values, that do not fit its other keys, with what was expected."""
+    kind = values.get("kind", ScheduleSettings.kind)
+    given = {key for key, value in values.items() if value not in (None, False)}
+    if {"rounds", "every"} <= given:
+        yield "every", "expected nothing beside rounds, which says the same, got both; set one to null"
+    if kind == "oneshot":
+        text = "expected nothing, because kind is 'oneshot', which prunes once, at begin"
+        yield from ((key, text) for key in ("end", "rounds") if key in given)
+    if kind == "oneshot" and ("every" in given) != ("freeze" in given):
+        text = "expected it together with {}: a 'oneshot' mask is chosen anew so often, and until then"
+        yield ("every", text.format("freeze")) if "every" in given else ("freeze", text.format("every"))
+    if "freeze" in given and "regrow" not in given:
+        yield "freeze", "expected nothing, because regrow is false: masks that only grow are final at end"
+    if "rewind_lr" in given and kind != "iterative" and kind in get_args(ScheduleKind):
+        yield "rewind_lr", f"expected false, because kind is {kind!r} and only 'iterative' has rounds to recover in"
+
+
+def clashes(prune: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the keys of a `PruneSettings`, as plain values, that do not fit its schedule, with what was expected."""
+    schedule, budget = prune.get("schedule"), prune.get("budget")
+    if not isinstance(schedule, Mapping):
+        return
+    yield from ((("schedule", key), text) for key, text in contradictions(schedule))
+    timed = _timed(budget) if isinstance(budget, Mapping) else []
+    if timed and schedule.get("regrow") is True:
+        text = f"expected false, because {timed[0]} is given: its final plan is measured before training"
+        yield ("schedule", "regrow"), f"{text}, and another of the same cost may be slower"
+    if schedule.get("score") == "movement" and timed:
+        text = f"expected 'criterion', because {timed[0]} is given: its final plan is chosen before training"
+        yield ("schedule", "score"), text
+    elif schedule.get("score") == "movement" and prune.get("scope") == "per_mac":
+        text = (
+            "expected 'uniform', 'global' or 'capacity', because the schedule scores by 'movement', whose scores may "
+            "be negative"
+        )
+        yield ("scope",), text
+
+
+def budget_names() -> list[str]:
+    """Return every budget that is known by name: the fields of `BudgetSettings`, and those that are registered
+    beside them.
+    """
+    return list(dict.fromkeys([*_own_names(), *BUDGETS.names]))
+
+
+def other_budgets(budget: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those given in the plain values of a recipe that are no fields of `BudgetSettings`, and known, or code."""
+    others = [name for name in budget if name not in _own_names() and (name in BUDGETS.names or is_reference(name))]
+    return {name: budget[name] for name in others if budget[name] is not None}
+
+
+def _own_names() -> list[str]:
+    return [one.name for one in fields(BudgetSettings) if one.name != "others"]
+
+
+def _timed(budget: Mapping[str, object]) -> list[str]:
+    """Return the names of the budgets of time that are given in plain values, of a recipe or of a `BudgetSettings`."""
+    others = budget.get("others")
+    every = {**budget, **(others if isinstance(others, Mapping) else {})}
+    given = [name for name, value in every.items() if value is not None and name in BUDGETS.names]
+    return [name for name in given if facts_of(name).measured]

@@ -1,0 +1,165 @@
+"""Settings that check themselves when they are made, against the annotations of their own fields."""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
+from numbers import Integral, Real
+from os import PathLike
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
+
+from prunekit.errors import SettingsError, cut_short, nearest
+from prunekit.utils.registry import Registered, field_hints
+from prunekit.utils.user_code import is_reference
+
+KINDS: dict[Any, Any] = {int: Integral, float: Real, str: str, bool: bool, Path: (str, PathLike)}
+"""What a plain annotation takes; numbers of NumPy's too."""
+IN_PYTHON = {int: "a whole number", float: "a number", str: "a string", bool: "True or False", Path: "a path",
+             type(None): "None", dict: "a dictionary", tuple: "a tuple"}  # fmt: skip
+IN_YAML = {**IN_PYTHON, str: "text", bool: "true or false", type(None): "null", dict: "a mapping", tuple: "a list"}
+BOUNDS = {Gt: ("above", "gt"), Ge: ("of at least", "ge"), Lt: ("below", "lt"), Le: ("of at most", "le")}
+
+
+class Checked:
+    """A dataclass of settings whose fields hold what their annotations say, or that is not made."""
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            SettingsError: some hold something else; names each, with what was expected and what came.
+        """
+        hints = field_hints(type(self))  # type: ignore[arg-type]  # a class is hashable, whatever its objects are
+        problems = [text for name, hint in hints.items() for text in _problems(hint, getattr(self, name), name)]
+        if problems:
+            raise SettingsError(f"{type(self).__name__}: {'; '.join(problems)}")
+
+
+def _problems(hint: Any, value: Any, path: str) -> Iterator[str]:
+    """Yield what of a value is not as annotated: the innermost of what is nested."""
+    if _fits(hint, value):
+        return
+    parts = [part for part in _alternatives(hint) if get_origin(part) in (dict, tuple) and _is_kind(part, value)]
+    inner = get_args(parts[0])[-1 if get_origin(parts[0]) is dict else 0] if parts else None
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if parts else ()
+    found = [text for key, item in items for text in _problems(inner, item, f"{path}[{key!r}]")] if parts else []
+    yield from found or [f"{path}: expected {describe(hint, IN_PYTHON)}, got {_shown(value)}{_near(hint, value)}"]
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    """Return the parts of a union, or the annotation itself, without constraints."""
+    if get_origin(hint) is Annotated:
+        return _alternatives(get_args(hint)[0])
+    if get_origin(hint) in (types.UnionType, Union):
+        return tuple(inner for part in get_args(hint) for inner in _alternatives(part))
+    return (hint,)
+
+
+def _is_kind(hint: Any, value: Any) -> bool:
+    return isinstance(value, Mapping) if get_origin(hint) is dict else isinstance(value, (tuple, list))
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _fits(parts[0], value) and all(_meets(one, value) for one in parts[1:])
+    if origin in (types.UnionType, Union):
+        return any(_fits(part, value) for part in parts)
+    if origin is Literal:
+        return any(type(value) is type(one) and value == one for one in parts)
+    if origin is tuple:
+        return _is_kind(hint, value) and all(_fits(parts[0], item) for item in value)
+    if origin is dict:
+        return _is_kind(hint, value) and all(_fits(parts[0], k) and _fits(parts[1], v) for k, v in value.items())
+    if hint is Any:
+        return True
+    if hint is None or hint is type(None):
+        return value is None
+    if hint in (int, float) and (isinstance(value, bool) or (isinstance(value, Real) and not math.isfinite(value))):
+        return False
+    return isinstance(value, KINDS.get(hint, hint))
+
+
+def _meets(constraint: Any, value: Any) -> bool:
+    match constraint:
+        case Gt(gt=bound):
+            return bool(value > bound)
+        case Ge(ge=bound):
+            return bool(value >= bound)
+        case Lt(lt=bound):
+            return bool(value < bound)
+        case Le(le=bound):
+            return bool(value <= bound)
+        case MinLen(min_length=least):
+            return len(value) >= least
+        case MaxLen(max_length=most):
+            return len(value) <= most
+        case Registered(registry=registry):  # what a reference names is looked for where it is used
+            return is_reference(value) or value in registry.names
+    return True
+
+
+def _near(hint: Any, value: Any) -> str:
+    """Return the names that a wrong one may have meant."""
+    if not isinstance(value, str):
+        return ""
+    names: list[str] = []
+    for part in (hint, *_alternatives(hint)):
+        if get_origin(part) is Annotated:
+            names += [name for one in get_args(part) if isinstance(one, Registered) for name in one.registry.names]
+        if get_origin(part) is Literal:
+            names += [one for one in get_args(part) if isinstance(one, str)]
+    hint_text = nearest(value, names) if names else ""
+    return f"; {hint_text}" if hint_text.startswith("did you mean") or get_origin(hint) is Annotated else ""
+
+
+def _shown(value: Any) -> str:
+    return cut_short(repr(value))
+
+
+def describe(hint: Any, words: Mapping[Any, str], keys: Callable[[Any], Iterable[str]] | None = None) -> str:
+    """Return what an annotation allows, e.g. "a number above 0 and of at most 1, or null".
+
+    Args:
+        hint: an annotation of a field of settings.
+        words: what types are called, `IN_PYTHON` or `IN_YAML`.
+        keys: of a mapping that stands for a dataclass; None: they are left out.
+    """
+    if get_origin(hint) in (types.UnionType, Union):
+        return ", or ".join(describe(part, words, keys) for part in get_args(hint))
+    if get_origin(hint) is Annotated:
+        kind, *constraints = get_args(hint)
+        named = next((one.registry for one in constraints if isinstance(one, Registered)), None)
+        if named is not None:
+            return f"the name of a {named.kind}, or file.py:object"
+        return " ".join([describe(kind, words, keys), *_bounds(constraints)])
+    if get_origin(hint) is Literal:
+        values = [repr(value) for value in get_args(hint)]
+        return f"one of {', '.join(values)}" if len(values) > 1 else values[0]
+    if get_origin(hint) is tuple:
+        return f"{words[tuple]} ({describe(get_args(hint)[0], words, keys)} each)"
+    if is_dataclass(hint):
+        if words is IN_PYTHON:
+            return f"a {hint.__name__}"  # type: ignore[union-attr]
+        return f"{words[dict]} with the keys {', '.join(keys(hint))}" if keys else words[dict]
+    return words[dict] if get_origin(hint) is dict else words.get(hint, "a value")
+
+
+def _bounds(constraints: list[Any]) -> Iterator[str]:
+    least = next((one.min_length for one in constraints if isinstance(one, MinLen)), None)
+    if least is not None:
+        exactly = any(isinstance(one, MaxLen) and one.max_length == least for one in constraints)
+        yield f"of {'' if exactly else 'at least '}{least} item{'s'[: least > 1]}"
+    bounds = [
+        f"{word} {getattr(constraint, name):g}"
+        for kind, (word, name) in BOUNDS.items()
+        for constraint in constraints
+        if isinstance(constraint, kind)
+    ]
+    if bounds:
+        yield " and ".join(bounds)

@@ -1,0 +1,349 @@
+"""Statistics of a whole model: a mapping from activation to per-channel arrays.
+
+Channel statistics as a file: safetensors with a checksum, and a CSV table for people.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from prunekit.errors import ArtifactError, NonFiniteError, UsageError
+from prunekit.statistics.consumers import Consumer
+from prunekit.statistics.feature_ranks import MapRanks
+from prunekit.statistics.layer_stats import ARRAYS, LayerStats, StatsKey, combine
+from prunekit.statistics.moments import RAISED, InputMoments
+from prunekit.utils.display import Displayed, Table, count, digits, plural, share
+from prunekit.utils.files import StrPath, atomic_file, write_csv
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """NaN or Inf in one activation."""
+
+    key: StatsKey
+    count: int
+    """Values, over all channels."""
+    batch: int
+    """The first forward pass, from 1, that showed one."""
+    channel: int
+    """The first channel, from 0, that showed one in that pass."""
+
+    def __str__(self) -> str:
+        first = f"first in batch {self.batch}, channel {self.channel}"
+        return f"{self.count} values are NaN or Inf in the {self.key} ({first})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ChannelStats(Displayed, Mapping[StatsKey, LayerStats]):
+    """Per-channel statistics of a model's activations, by (module path, "input" or "output", call ordinal).
+
+    Immutable. Keys are in the order in which the activations were first met, which is the order of execution.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(4, 8)
+        >>> stats = pk.calibrate(model, torch.randn(64, 8))
+        >>> stats
+        <ChannelStats: 6 activations, 74 channels, ... of them dead>
+        >>> [(row["module"], row["channels"]) for row in stats.rows() if row["side"] == "output"]
+        [('0', 16), ('1', 16), ('2', 2)]
+        >>> plan = pk.plan(model, x, channels=0.5, criterion="activation_rms", stats=stats)
+    """
+
+    layers: Mapping[StatsKey, LayerStats]
+    provenance: Mapping[str, str] = field(default_factory=dict)
+    """Where the statistics came from (model, data, settings); saved and loaded with them."""
+    moments: Mapping[str, InputMoments] = field(default_factory=dict)
+    """Second moments of the inputs of layers, by the path in `reads`; empty where they were not asked for."""
+    ranks: Mapping[StatsKey, MapRanks] = field(default_factory=dict)
+    """Ranks of feature maps; empty where they were not asked for."""
+    reads: Mapping[str, Consumer] = field(default_factory=dict)
+    """The layers that read channels through a weight, by the path that their statistics have."""
+
+    def __getitem__(self, key: tuple[str, str, int]) -> LayerStats:
+        return self.layers[key]  # type: ignore[index]  # a plain tuple equals the named one
+
+    def __iter__(self) -> Iterator[StatsKey]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @property
+    def non_finite(self) -> list[NonFinite]:
+        """Activations in which NaN or Inf was met, in order of execution: how many values, and where first."""
+        return [_first_non_finite(key, layer) for key, layer in self.items() if layer.non_finite.any()]
+
+    def require_finite(self) -> None:
+        """Checks that no NaN or Inf was met.
+
+        Raises:
+            NonFiniteError: names the first activation in order of execution, and the batch and channel in which it
+                first was so; what follows is its consequence.
+        """
+        found = self.non_finite
+        if found:
+            first = found[0]
+            raise NonFiniteError(
+                f"{first}, and there are some in {len(found) - 1} activations after it; expected finite activations: "
+                f"check the images of that batch and the weights up to {first.key.module!r}"
+            )
+        path = next((path for path, moments in self.moments.items() if not moments.finite), None)
+        if path is not None:
+            raise NonFiniteError(
+                f"moments: NaN or Inf got into the products of the input of {path or 'the model'}; check the images "
+                "and the weights before it"
+            )
+
+    def too_few_samples(self) -> list[str]:
+        """Return what to say of each layer whose Gram matrix cannot have full rank, because it saw too few
+        positions.
+        """
+        return [
+            f"the Gram matrix of the input of {path or 'the model'} has rank {moments.rank()} for {moments.channels} "
+            f"channels: {moments.count} positions are too few, and 'obs' raises its ridge {RAISED} times; take more "
+            "images, or more positions of each (moments_positions)"
+            for path, moments in self.moments.items()
+            if moments.too_few and moments.finite
+        ]
+
+    def dead(self) -> dict[StatsKey, npt.NDArray[np.int64]]:
+        """Output channels that never changed (always zero among them): their indices, where there are any."""
+        found = {key: np.flatnonzero(layer.constant) for key, layer in self.items() if key.side == "output"}
+        return {key: channels for key, channels in found.items() if len(channels)}
+
+    def merge(self, other: ChannelStats) -> ChannelStats:
+        """Return the statistics of both together, equal to one pass over both up to rounding, in any grouping.
+
+        The provenance keeps the entries on which both agree.
+
+        Raises:
+            UsageError: an activation has another number of channels in `other`.
+        """
+        merged = dict(self.layers)
+        for key, theirs in other.items():
+            ours = merged.get(key)
+            if ours is not None and ours.channels != theirs.channels:
+                raise UsageError(f"{key}: {ours.channels} channels here, {theirs.channels} there: not the same model")
+            merged[key] = theirs if ours is None else combine((ours, theirs))
+        moments, ranks = dict(self.moments), dict(self.ranks)
+        for path, second in other.moments.items():
+            moments[path] = moments[path].merge(second) if path in moments else second
+        for key, rank in other.ranks.items():
+            ranks[key] = ranks[key].merge(rank) if key in ranks else rank
+        agreed = dict(self.provenance.items() & other.provenance.items())
+        return ChannelStats(merged, agreed, moments, ranks, {**self.reads, **other.reads})
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return every activation in order of execution, over all of its channels; `channel_frame` has each channel."""
+        return [
+            {
+                **key._asdict(),
+                "channels": layer.channels,
+                "count": int(layer.count.sum()),
+                "mean": _over(layer.mean, layer),
+                "rms": float(np.sqrt(_over(layer.rms**2, layer))),
+                "zero_fraction": _over(layer.zero_fraction, layer),
+                "dead": int(np.count_nonzero(layer.constant)) if key.side == "output" else 0,
+                "non_finite": int(layer.non_finite.sum()),
+            }
+            for key, layer in self.items()
+        ]
+
+    def _headline(self) -> str:
+        channels = sum(layer.channels for layer in self.values())
+        dead, spoiled = sum(map(len, self.dead().values())), self.non_finite
+        more = [f"{name} of {plural(len(found), 'input')}" for name, found in (("moments", self.moments),) if found]
+        more += [f"ranks of {plural(len(self.ranks), 'activation')}"] if self.ranks else []
+        more += [f"NaN or Inf in {plural(len(spoiled), 'activation')}"] if spoiled else []
+        about = f"{plural(len(self), 'activation')}, {plural(channels, 'channel')}, {dead:,} of them dead"
+        return ", ".join((about, *more))
+
+    def _parts(self) -> Iterator[str | Table]:
+        origin = "".join(f"\n{name}: {value}" for name, value in self.provenance.items())
+        yield f"Channel statistics: {self._headline()}{origin}"
+        cells = [
+            (
+                row["module"] or "(root)",
+                row["side"] + (f" {row['call']}" if row["call"] else ""),
+                row["channels"],
+                count(row["count"]),
+                digits(row["mean"]),
+                digits(row["rms"]),
+                share(row["zero_fraction"]),
+                row["dead"],
+                row["non_finite"],
+            )
+            for row in self.rows()
+        ]
+        headings = ("module", "side", "channels", "values", "mean", "rms", "zeros", "dead", "NaN or Inf")
+        yield Table(headings, cells, text=("side",))
+
+    def channel_frame(self) -> pd.DataFrame:
+        """Return one row per channel: module, side, call, channel, count, mean, variance, mean_abs, rms, min, max,
+        zero_fraction, non_finite, dead."""
+        import pandas as pd
+
+        return pd.DataFrame(self._channel_columns())
+
+    def _channel_columns(self) -> dict[str, npt.NDArray[Any]]:
+        tables = [_columns(key, layer) for key, layer in self.items()]
+        tables = tables or [_columns(StatsKey("", "output", 0), LayerStats.empty(0))]
+        return {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
+
+    def save(self, path: StrPath) -> Path:
+        """Write the statistics exactly, as safetensors, and a CSV table beside them.
+
+        Args:
+            path: a `.safetensors` file, or a folder that gets `channel_stats.safetensors`.
+
+        Returns:
+            The safetensors file; the CSV has the same name with `.csv`.
+        """
+        file = locate(path)
+        write(file, Contents(self.layers, self.provenance, self.moments, self.ranks, self.reads))
+        columns = self._channel_columns()
+        channels = zip(*(column.tolist() for column in columns.values()), strict=True)
+        write_csv(file.with_suffix(".csv"), [dict(zip(columns, row, strict=True)) for row in channels], tuple(columns))
+        return file
+
+    @classmethod
+    def load(cls, path: StrPath) -> ChannelStats:
+        """Read what `save` wrote.
+
+        Raises:
+            ArtifactError: the file is missing, damaged, or not channel statistics.
+        """
+        return cls(*read(locate(path)))
+
+
+def _over(values: npt.NDArray[np.float64], layer: LayerStats) -> float:
+    """Return the mean of a figure over all values of an activation; NaN where there are none."""
+    total = layer.count.sum()
+    return float((values * layer.count).sum() / total) if total else math.nan
+
+
+def _first_non_finite(key: StatsKey, layer: LayerStats) -> NonFinite:
+    passes = layer.first_non_finite
+    batch = passes[passes > 0].min()
+    return NonFinite(key, int(layer.non_finite.sum()), int(batch), int(np.argmax(passes == batch)))
+
+
+FRAME_COLUMNS = ("count", "mean", "variance", "mean_abs", "rms", "min", "max", "zero_fraction", "non_finite")
+
+
+def _columns(key: StatsKey, layer: LayerStats) -> dict[str, npt.NDArray[Any]]:
+    place = {name: np.full(layer.channels, value) for name, value in zip(StatsKey._fields, key, strict=True)}
+    values = {column: getattr(layer, column) for column in FRAME_COLUMNS}
+    return {**place, "channel": np.arange(layer.channels), **values, "dead": layer.constant & (key.side == "output")}
+
+
+FILE_NAME = "channel_stats.safetensors"
+FORMAT = "prunekit.channel_stats"
+VERSION = 3
+MOMENTS = ("total", "blocks")
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+class Contents(NamedTuple):
+    """What a file holds: the fields of `ChannelStats` in their order."""
+
+    layers: Mapping[StatsKey, LayerStats]
+    provenance: Mapping[str, str]
+    moments: Mapping[str, InputMoments]
+    ranks: Mapping[StatsKey, MapRanks]
+    reads: Mapping[str, Consumer]
+
+
+def locate(path: StrPath) -> Path:
+    """Return the safetensors file that a path means: itself, or the one inside a folder."""
+    path = Path(path)
+    return path if path.suffix == ".safetensors" else path / FILE_NAME
+
+
+def write(path: Path, contents: Contents) -> None:
+    """Write every array as `module/side/call/array`, and those of a layer's input as `moments/module/array`, and
+    `ranks/module/side/call/total`; the metadata holds the keys' order, count and a checksum."""
+    layers, provenance, moments, ranks, reads = contents
+    arrays = {f"{_name(key)}/{name}": getattr(layer, name) for key, layer in layers.items() for name in ARRAYS}
+    arrays |= {f"moments/{module}/{name}": getattr(m, name) for module, m in moments.items() for name in MOMENTS}
+    arrays |= {f"ranks/{_name(key)}/total": rank.total for key, rank in ranks.items()}
+    content = json.dumps(
+        {
+            "keys": [list(key) for key in layers],
+            "provenance": dict(provenance),
+            "moments": {module: m.count for module, m in moments.items()},
+            "ranks": [[*key, rank.count] for key, rank in ranks.items()],
+            "reads": [asdict(consumer) for consumer in reads.values()],
+        }
+    )
+    header = {"version": VERSION, "sha256": _checksum(content, arrays), "content": content}
+    metadata = {FORMAT: json.dumps(header)}  # one entry, because safetensors writes several in any order
+    with atomic_file(path) as temporary:
+        save_file(arrays, temporary, metadata=metadata)
+
+
+def read(path: Path) -> Contents:
+    """Read what `write` wrote.
+
+    Raises:
+        ArtifactError: the file is missing, damaged, or something else.
+    """
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+            arrays: Arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ArtifactError(f"{path}: cannot be read as channel statistics ({error}); calibrate again") from error
+    if FORMAT not in metadata:
+        raise ArtifactError(f"{path}: expected {FORMAT!r} in its metadata, found {sorted(metadata)}; calibrate again")
+    return _parse(path, metadata[FORMAT], arrays)
+
+
+def _parse(path: Path, text: str, arrays: Arrays) -> Contents:
+    try:
+        header = json.loads(text)
+        if header["version"] != VERSION:
+            raise ValueError(f"expected version {VERSION}, got {header['version']!r}")
+        if header["sha256"] != _checksum(header["content"], arrays):
+            raise ValueError("the checksum does not fit the content")
+        content = json.loads(header["content"])
+        keys = [StatsKey(*key) for key in content["keys"]]
+        layers = {key: LayerStats(**{name: arrays[f"{_name(key)}/{name}"] for name in ARRAYS}) for key in keys}
+        moments = {
+            module: InputMoments(count, *(arrays[f"moments/{module}/{name}"] for name in MOMENTS))
+            for module, count in content.get("moments", {}).items()
+        }
+        counts = {StatsKey(*key): count for *key, count in content.get("ranks", [])}
+        ranks = {key: MapRanks(count, arrays[f"ranks/{_name(key)}/total"]) for key, count in counts.items()}
+        reads = {consumer.path: consumer for consumer in (Consumer(**each) for each in content["reads"])}
+        return Contents(layers, dict(content["provenance"]), moments, ranks, reads)
+    except (AttributeError, KeyError, ValueError, TypeError) as error:
+        raise ArtifactError(f"{path}: not usable as channel statistics ({error}); calibrate again") from error
+
+
+def _name(key: StatsKey) -> str:
+    return "/".join(map(str, key))
+
+
+def _checksum(content: str, arrays: Arrays) -> str:
+    digest = hashlib.sha256(content.encode())
+    for name in sorted(arrays):
+        digest.update(name.encode() + b"\0" + arrays[name].tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,343 @@
+"""Forward hooks that measure activations while a model runs.
+
+Calibration in one call: everything that is wanted, in the same forward passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from prunekit.channels.tracing.tracer import channel_axis
+from prunekit.errors import UsageError, nearest
+from prunekit.hooks.hook import called_leaves, never_called
+from prunekit.hooks.wrappers import unwrapped
+from prunekit.settings.calibration import MOMENTS_LIMIT_MIB, Moments
+from prunekit.statistics.channel_stats import ChannelStats
+from prunekit.statistics.consumers import Consumer
+from prunekit.statistics.feature_ranks import RankCollector
+from prunekit.statistics.forward_passes import PassHooks, ReadHooks, run_passes
+from prunekit.statistics.layer_stats import ARRAYS, FloatArray, LayerStats, StatsKey, combine_rows
+from prunekit.statistics.moments import MomentsCollector
+from prunekit.statistics.reductions import Measure_fused as Measure
+from prunekit.statistics.reductions import summarize
+from prunekit.tasks.batches import Pairs
+from prunekit.tasks.task import Task
+from prunekit.utils.context import device_of
+from prunekit.utils.globs import globs
+from prunekit.utils.inputs import inputs_in, moved, taken
+from prunekit.utils.progress import reporting
+from prunekit.utils.tensors import tensors_in
+
+Side = Literal["input", "output"]
+
+PARTS = 16
+"""Batches merged at a time; merging each alone costs as much as measuring a small activation."""
+FIRST_NON_FINITE = ARRAYS.index("first_non_finite")
+
+
+class StatsCollector(ReadHooks):
+    """Collects per-channel statistics of a model's activations, as a context manager of forward hooks.
+
+    Also of what layers read and make whose weight is used without their module's being called, as attention does.
+
+    Every forward pass of `model` inside the `with` counts, in full: every batch, every call of a module that is
+    called more than once, every position. Memory is O(channels). Train or eval mode and `no_grad` are the caller's
+    business.
+
+    Values are reduced inside the hook, because a later in-place ReLU overwrites what a hook was given.
+
+    Args:
+        model: the model, not compiled.
+        modules: paths as in `named_modules()`; None: every module without children, every layer with a weight.
+        inputs: whether to measure the first tensor among a module's arguments.
+        outputs: whether to measure the first tensor in a module's result.
+        axes: channel axis by module path, where `channel_axis` is wrong (an activation after a Linear, say).
+        fused: whether activations are measured by kernels of `torch.compile`'s backend, which take seconds to compile
+            once in a process. True: from the first; False: never; None: after so many values that it pays off. Without
+            a C++ compiler (CPU) or Triton (CUDA) the eager form stays: see `form`.
+
+    Raises:
+        UsageError: a path that is not there; in a hook: an activation whose number of channels changes
+            from batch to batch, or an axis that it does not have.
+        ModelError: on enter, when the model is compiled: hooks added after `torch.compile` are silently ignored.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(4, 8)
+        >>> with pk.StatsCollector(model, modules=["1"], inputs=False) as collector:
+        ...     for _ in range(3):
+        ...         y = model(x)
+        >>> collector.stats()  # of all three batches
+        <ChannelStats: 1 activation, 16 channels, ... of them dead>
+        >>> (layer,) = collector.stats().layers.values()
+        >>> int(layer.count[0])  # values of a channel
+        12
+    """
+
+    _running: dict[StatsKey, FloatArray]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        modules: Sequence[str] | None = None,
+        inputs: bool = True,
+        outputs: bool = True,
+        axes: Mapping[str, int] | None = None,
+        fused: bool | None = None,
+    ) -> None:
+        model = unwrapped(model, offloaded=True, compiled=False)
+        super().__init__(model)
+        self._targets = _targets(model, modules)
+        self._every = modules is None
+        self._called: set[str] = set()
+        self._sides = {"input": inputs, "output": outputs}
+        self._axes = _known(axes or {}, self._targets)
+        self._measure = Measure(fused)
+        self._parts: dict[StatsKey, list[FloatArray]] = {}
+
+    def watch(self) -> None:
+        """Hooks the modules."""
+        super().watch()
+        for path, module in self._targets.items():
+            if not never_called(module):  # seen where its weight is used
+                self._watch(path, module)
+
+    def run(self, batches: Iterable[Any], *, device: torch.device | str | None = None) -> ChannelStats:
+        """Run the model over batches, as `collect` does, and return the statistics so far."""
+        run_passes(self._model, batches, device, self)
+        return self.stats()
+
+    @property
+    def form(self) -> str:
+        """How values were reduced: "fused"; or "eager", with the reason where it was not asked for."""
+        return self._measure.form
+
+    @property
+    def compile_seconds(self) -> float:
+        """What compiling took, once in this process."""
+        return self._measure.compile_seconds
+
+    def stats(self) -> ChannelStats:
+        """Return the statistics so far; keys are in the order in which activations were first met.
+
+        Their provenance says which `form` of reduction made them.
+
+        Raises:
+            UsageError: the model has not run inside the `with`.
+        """
+        self.require_passes()
+        merged = {key: LayerStats.from_rows(combine_rows(parts)) for key, parts in self._parts.items()}
+        return ChannelStats(merged, {"reduction": self.form}, reads=dict(self.consumers))
+
+    def _watch(self, path: str, module: nn.Module) -> None:
+        def before(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            self._called.add(path)
+            if self._sides["input"]:
+                self._note(path, "input", first_tensor((arguments, named)))
+
+        def after(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
+            self._note(path, "output", first_tensor(result))
+
+        self.own_forward_pre(module, before, again=True)
+        if self._sides["output"]:
+            self.own_forward(module, after, again=True)
+
+    def begin(self) -> None:
+        """Forget what a pass that raised has left."""
+        super().begin()
+        self._called.clear()
+
+    def see(self, consumer: Consumer, values: Tensor, axis: int) -> None:
+        """Measure the input of a layer whose module is not called."""
+        self._uncalled(consumer.path, "input", values, axis)
+
+    def made(self, consumer: Consumer, values: Tensor, axis: int) -> None:
+        """Measure the output of a layer whose module is not called."""
+        self._uncalled(consumer.path, "output", values, axis)
+
+    def _uncalled(self, path: str, side: Side, values: Tensor, axis: int) -> None:
+        if self._sides[side] and path not in self._called and (self._every or path in self._targets):
+            self._note(path, side, values, axis)
+
+    def _note(self, path: str, side: Side, tensor: Tensor | None, axis: int | None = None) -> None:
+        if not self.inside:
+            return
+        key = StatsKey(path, side, self.ordinal(path, side))
+        if tensor is None or tensor.ndim < 2:
+            return
+        if axis is None:
+            module = self._targets[path]
+            plain = next(module.parameters(), None) is None
+            by_token = plain and tensor.ndim == 3 and tensor.shape[:2] == self.sequences
+            axis = self._axes.get(path, 2 if by_token else channel_axis(module, tensor.ndim))
+        with torch._C.DisableTorchFunction():  # what is computed here is not the model's
+            found = self.measurable(tensor, axis)
+            if found is not None:
+                self._running[key] = self._summarize(found[0], _checked_axis(*found, key))
+
+    def keep(self) -> None:
+        """Add what the finished forward pass showed; one that failed half way counts for nothing."""
+        for key, rows in self._running.items():
+            parts = self._parts.setdefault(key, [])
+            if parts and parts[0].shape != rows.shape:
+                raise UsageError(
+                    f"{key}: expected {parts[0].shape[1]} channels as before, got {rows.shape[1]}; where the size of "
+                    f"the samples changes, name the axis that holds the channels: axes={{{key.module!r}: -1}}"
+                )
+            parts.append(rows)
+            if len(parts) == PARTS:
+                parts[:] = [combine_rows(parts)]
+        self._measured.clear()
+
+    def _summarize(self, tensor: Tensor, axis: int) -> FloatArray:
+        """Measure a tensor, or look it up."""
+        rows: FloatArray | None = self._measured.get(tensor, axis)
+        if rows is None:
+            rows = summarize(*self.without_padding(tensor, axis), self._measure)
+            rows[FIRST_NON_FINITE] *= self.number + 1
+            self._measured.put(tensor, axis, rows)
+        return rows
+
+
+def first_tensor(value: Any) -> Tensor | None:
+    """Return the first floating-point tensor in a value, its tuples, lists and dictionaries included; None without
+    one.
+    """
+    return next((tensor for tensor in tensors_in(value) if tensor.is_floating_point()), None)
+
+
+def _targets(model: nn.Module, modules: Sequence[str] | None) -> dict[str, nn.Module]:
+    if modules is None:
+        return called_leaves(model)
+    found = dict(model.named_modules())
+    for path in globs(modules, "modules", model):
+        if path not in found:
+            raise UsageError(f"modules: the model has no module {path!r}; {nearest(path, found)}")
+    return {path: found[path] for path in modules}
+
+
+def _known(axes: Mapping[str, int], targets: Mapping[str, nn.Module]) -> dict[str, int]:
+    for path in axes:
+        if path not in targets:
+            raise UsageError(f"axes: {path!r} is not among the measured modules; {nearest(path, targets)}")
+    return dict(axes)
+
+
+def _checked_axis(tensor: Tensor, axis: int, key: StatsKey) -> int:
+    if not -tensor.ndim <= axis < tensor.ndim:
+        raise UsageError(f"{key}: channel axis {axis} was asked for, but the shape is {tuple(tensor.shape)}")
+    return axis % tensor.ndim
+
+
+@dataclass(frozen=True, eq=False)
+class Collectors:
+    """What looks on while a model runs; `moments` and `ranks` where they are wanted."""
+
+    stats: StatsCollector
+    moments: MomentsCollector | None = None
+    ranks: RankCollector | None = None
+
+    @property
+    def _owners(self) -> list[PassHooks]:
+        return [owner for owner in (self.stats, self.moments, self.ranks) if owner is not None]
+
+    def dealt(self, rank: int, of: int) -> None:
+        """Say that what `run` is given is every `of`-th batch of a data set, from number `rank`."""
+        for owner in self._owners:
+            owner.dealt(rank, of)
+
+    def run(self, model: nn.Module, batches: Iterable[Any], device: torch.device) -> ChannelStats:
+        """Run the model as `collect` does, and return all that was seen so far."""
+        run_passes(model, batches, device, *self._owners)
+        return replace(
+            self.stats.stats(),
+            moments={} if self.moments is None else self.moments.moments(),
+            ranks={} if self.ranks is None else self.ranks.ranks(),
+        )
+
+
+def collect(
+    model: nn.Module,
+    batches: Any,
+    *,
+    device: torch.device | str | None = None,
+    modules: Sequence[str] | None = None,
+    inputs: bool = True,
+    outputs: bool = True,
+    fused: bool | None = None,
+    moments: Moments = "none",
+    moments_ignore: Sequence[str] = (),
+    moments_limit_mib: int = MOMENTS_LIMIT_MIB,
+    moments_positions: int | None = None,
+    ranks: bool = False,
+    task: Task | str | None = None,
+    progress: bool | None = None,
+) -> ChannelStats:
+    """Run a model over batches, in eval mode without gradients, and return its channel statistics.
+
+    Args:
+        model: every module is afterwards in the mode it had.
+        batches: as `prunekit.prune` takes them: tensors, or mappings of them by the names of the model's arguments; or
+            tuples and lists whose first entry is that or a tuple of all arguments, such as (images, labels). Or all
+            samples as one tensor or one mapping of tensors, or a data set of them.
+        device: where the batches go; None: where the model's parameters are.
+        modules, inputs, outputs, fused: as for `StatsCollector`.
+        moments: "full": also the Gram matrix of every layer's input channels, as `MomentsCollector` collects them.
+        moments_ignore, moments_limit_mib, moments_positions: its `ignore`, `limit_mib` and `positions`.
+        ranks: whether to measure the ranks of feature maps too, as `RankCollector` does.
+        task: takes batches apart that come in another form; itself or its name.
+        progress: whether to show bars on stderr; None: on a terminal and in a notebook.
+
+    Raises:
+        UsageError: `batches` is empty, and as for the collectors.
+        DataError: a batch comes in a form that is not known; a `UsageError`.
+        NonFiniteError: as for `RankCollector`.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> stats = pk.calibrate(model, torch.randn(64, 4))  # or a loader, with or without labels
+        >>> print(stats)
+        Channel statistics: 6 activations, 70 channels, 0 of them dead
+        ...
+          module  side    channels  values  ...  zeros  dead  NaN or Inf
+          0       input          4     256  ...
+        ...
+        >>> plan = pk.plan(model, torch.randn(1, 4), macs=0.5, criterion="activation_rms", stats=stats)
+    """
+    model = unwrapped(model, offloaded=True)
+    place = device_of(model, device)
+    stats = StatsCollector(model, modules=modules, inputs=inputs, outputs=outputs, fused=fused)
+    second: MomentsCollector | None = None
+    pairs: Iterable[Any] = Pairs(model, batches, task)
+    if moments == "full":
+        few, pairs = few_samples(pairs)
+        second = MomentsCollector(
+            model,
+            moved(few, place),
+            ignore=moments_ignore,
+            limit_mib=moments_limit_mib,
+            positions=moments_positions,
+        )
+    with reporting(progress, "calibrate"):
+        return Collectors(stats, second, RankCollector(model) if ranks else None).run(model, pairs, place)
+
+
+def few_samples(batches: Iterable[Any]) -> tuple[Any, Iterator[Any]]:
+    """Return the inputs of the first two samples, and the same batches.
+
+    Raises:
+        UsageError: there are none.
+    """
+    rest = iter(batches)
+    for first in rest:
+        return taken(inputs_in(first), slice(2)), chain([first], rest)
+    raise UsageError("calibration: expected at least one batch, got none")

@@ -1,0 +1,379 @@
+"""Finds a model's linear layers, and what becomes of their outputs: a norm, a sum with a shortcut, a rectifier."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from itertools import pairwise
+from operator import or_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from prunekit.statistics.layers.linear_layers import Call, CallWatch, Layer, Operands
+from prunekit.statistics.layers.patches import laid_like, reading
+from prunekit.utils.inputs import call
+from prunekit.utils.tensors import gather
+
+_SUMS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__"})
+_PRODUCTS = frozenset({"mul", "mul_", "__mul__", "__rmul__", "__imul__"})
+_MOVES = frozenset(
+    {
+        "view", "reshape", "permute", "transpose", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous",
+        "roll", "__getitem__", "movedim", "moveaxis", "swapaxes", "swapdims", "narrow", "clone",
+    }
+)  # fmt: skip
+"""Functions whose results hold values of their first argument, each at most once."""
+
+
+_SELECTING = frozenset({"__getitem__", "gather", "index_select", "masked_select", "take", "take_along_dim"})
+"""Functions that take entries of their first argument where the others say."""
+_SORTING = frozenset({"topk", "sort", "msort"})
+"""Functions whose results are entries of their argument, in an order that their values say."""
+_WRITING = frozenset(
+    {
+        "__setitem__", "index_add", "index_add_", "index_copy", "index_copy_", "index_put", "index_put_", "scatter",
+        "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_",
+    }
+)  # fmt: skip
+"""Functions that write entries to their first argument, which lies as it did."""
+
+RECTIFIED = "rectified"
+"""Stage of what a ReLU makes of the end of a layer's chain."""
+
+
+class Mark(NamedTuple):
+    """On a tensor: which call made its values, and the end of which layer's chain they are."""
+
+    owner: object
+    call: int
+    version: int
+    layer: int | None
+    stage: str
+
+
+class Flow(NamedTuple):
+    """On a tensor: where what it is made of came from.
+
+    Attributes:
+        owner: of which pass.
+        origins: the layers, by their place among the drafts, whose outputs it is made of without another in between.
+        selected: whether computed values say which entries it has and where, as for boxes that a detector selects.
+        behind: the weights of all layers that it was made with, one bit each.
+    """
+
+    owner: object
+    origins: frozenset[int] = frozenset()
+    selected: bool = False
+    behind: int = 0
+
+
+@dataclass
+class Draft:
+    """A layer and the chain behind it, as far as it has been followed.
+
+    Attributes:
+        shape: of its output.
+        stages: of the chain.
+        reads: how often the result of each stage is read.
+        rectified: the stage that a ReLU reads.
+        source: the layer whose rectified end this one reads.
+        index: where each value of the output lies at the last stage, once it was moved.
+    """
+
+    layer: Layer
+    shape: torch.Size
+    stages: list[str] = field(default_factory=lambda: ["layer"])
+    reads: Counter[str] = field(default_factory=Counter)
+    rectified: str = ""
+    source: int | None = None
+    index: Tensor | None = None
+
+    def places(self) -> Tensor:
+        """Return the same, before any move too."""
+        return torch.arange(self.shape.numel()).view(self.shape) if self.index is None else self.index
+
+    def finished(self, calls: int) -> Layer:
+        """Return the layer, with as much of the chain behind it as nothing else reads from."""
+        alone = next((i for i, stage in enumerate(self.stages) if self.reads[stage] != 1), len(self.stages))
+        stages = self.stages[: alone + 1]
+        summed, scaled = "sum" in stages, any(stage.startswith("gain") for stage in stages)
+        rectified = self.rectified == stages[-1] and self.reads[stages[-1]] == 1 and (summed or not scaled)
+        layer = replace(
+            self.layer,
+            calls=calls,
+            rectified=rectified,
+            norm=self.layer.norm if "norm" in stages else None,
+        )
+        if summed:
+            return replace(layer, end=_plain_end(layer) if layer.moves else "sum")
+        return _unsummed(layer, rectified=rectified)
+
+    def gain(self, factor: Tensor, shape: torch.Size) -> Tensor | None:
+        """(outputs,) what a tensor that broadcasts to the last stage multiplies each output by; None if it varies."""
+        values = torch.full((self.shape.numel(),), torch.nan, dtype=torch.float64)
+        values[self.places().flatten()] = factor.detach().double().cpu().expand(shape).flatten()
+        reading = self.layer.reading
+        by_row = reading.outputs(values.view(self.shape), torch.arange(reading.rows(values.view(self.shape))))
+        least, most = by_row.nan_to_num(torch.inf).amin(0), by_row.nan_to_num(-torch.inf).amax(0)
+        return least.to(factor.device) if torch.equal(least, most) else None
+
+
+class Finder(CallWatch):
+    """Finds the layers of one forward pass after another, and who reads each parameter.
+
+    Attributes:
+        drafts: of the layers, in the order in which they are called.
+        readers: for each parameter and buffer the names of the functions that read it.
+        calls: the names of all functions, in the order in which they are called.
+        boundary: the layers, by their place among the drafts, of whose outputs computed values select something.
+    """
+
+    def __init__(self, model: nn.Module, norms: Iterable[str]) -> None:
+        super().__init__(model, norms)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.drafts: list[Draft] = []
+        self.readers: dict[str, list[str]] = {}
+        self.calls: list[str] = []
+        self.boundary: set[int] = set()
+        self._owner, self._bits = object(), dict[str, int]()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """One forward pass is watched; what was found in an earlier one is forgotten."""
+        self._clear()
+        with super().watching():
+            yield
+
+    def call(self, call: Call) -> Any:
+        """Mark what a call gives."""
+        inputs = gather((call.args, dict(call.named)))
+        marks = [self.mark(tensor) for tensor in inputs]
+        self.calls.append(call.name)
+        result = call.run()
+        if self.turned(result) is None:
+            for name in filter(None, (self.names.get(id(tensor)) or self.turned(tensor) for tensor in inputs)):
+                self.readers.setdefault(name, []).append(call.name)
+        if any(result is tensor and self.mark(tensor) is not None for tensor in inputs):
+            return result  # dropout in eval mode hands on what it was given
+        for mark in marks:
+            if mark is not None and mark.layer is not None:
+                self.drafts[mark.layer].reads[mark.stage] += 1
+        flow = self._flows(call, inputs)
+        if isinstance(result, Tensor):
+            layer, stage = self._role(call, inputs, marks, result)
+            found = Mark(self._owner, call.number, result._version, layer, stage)
+            result._prunekit_mark = found  # type: ignore[attr-defined]
+            if stage == "layer" and layer is not None:
+                flow = self._through(self.drafts[layer], flow)._replace(origins=frozenset({layer}))
+        result = list(result) if call.name == "__iter__" else result
+        for tensor in gather(inputs[:1] if call.name in _WRITING else result):
+            tensor._prunekit_flow = flow  # type: ignore[attr-defined]
+        return iter(result) if call.name == "__iter__" else result
+
+    def mark(self, tensor: Tensor) -> Mark | None:
+        """Return what this pass knows of a tensor that was not written to since."""
+        mark: Mark | None = getattr(tensor, "_prunekit_mark", None)
+        return mark if mark is not None and (mark.owner, mark.version) == (self._owner, tensor._version) else None
+
+    def flow(self, tensor: Tensor) -> Flow:
+        """Return where this pass has a tensor from."""
+        flow: Flow | None = getattr(tensor, "_prunekit_flow", None)
+        return flow if flow is not None and flow.owner is self._owner else Flow(self._owner)
+
+    def _flows(self, call: Call, inputs: list[Tensor]) -> Flow:
+        """Return where a call's results come from."""
+        flows = [self.flow(tensor) for tensor in inputs]
+        origins = frozenset().union(*(flow.origins for flow in flows))
+        writing = call.name in _WRITING  # to where a selection says, into a tensor that may be as long as one
+        said = [flow for i, flow in enumerate(flows) if not (writing and i and inputs[i].is_floating_point())]
+        selected = any(flow.selected for flow in said)
+        first, others = flows[:1], flows[1:]
+        if call.name in _SORTING or (call.name in _SELECTING and any(flow.origins for flow in others)):
+            selected = selected or any(flow.origins for flow in first)
+        if selected:
+            self.boundary.update(i for flow in flows if not flow.selected for i in flow.origins)
+        return Flow(self._owner, origins, selected, reduce(or_, (flow.behind for flow in flows), 0))
+
+    def _through(self, draft: Draft, flow: Flow) -> Flow:
+        """Return what a layer makes of what it reads."""
+        own = 1 << self._bits.setdefault(draft.layer.weight, len(self._bits))
+        draft.layer = replace(draft.layer, selected=flow.selected, recurrent=bool(flow.behind & own))
+        return flow._replace(behind=flow.behind | own)
+
+    def _role(
+        self, call: Call, inputs: list[Tensor], marks: list[Mark | None], result: Tensor
+    ) -> tuple[int | None, str]:
+        operands = self.operands(call)
+        if operands is not None:
+            return self._layer(call, operands, result)
+        if call.name in _SUMS:
+            return self._sum(call, marks)
+        if call.name in _PRODUCTS:
+            return self._gain(call, inputs, marks, result)
+        mark = marks[0] if marks else None
+        draft = self.drafts[mark.layer] if mark is not None and mark.layer is not None else None
+        if mark is None or draft is None:
+            return None, ""
+        if call.name == "batch_norm" and mark.stage == "layer":
+            return self._norm(call, mark, draft)
+        if call.name in _MOVES and len(inputs) == 1 and call.args and call.args[0] is inputs[0]:
+            return self._move(call, mark, draft)
+        if call.name in {"relu", "relu_"}:
+            draft.rectified = draft.rectified if mark.stage == RECTIFIED else mark.stage
+            return mark.layer, RECTIFIED
+        return None, ""
+
+    def _layer(self, call: Call, operands: Operands, result: Tensor) -> tuple[int | None, str]:
+        how = reading(call.name, call.args, call.named)
+        if how is None:
+            return None, ""
+        layer = Layer(operands.weight, operands.bias, call.number, how, transposed=operands.transposed)
+        read = self.mark(operands.inputs)
+        source = read.layer if read is not None and read.stage == RECTIFIED else None
+        self.drafts.append(Draft(replace(layer, rows=how.rows(result)), result.shape, source=source))
+        return len(self.drafts) - 1, "layer"
+
+    def _norm(self, call: Call, mark: Mark, draft: Draft) -> tuple[int | None, str]:
+        running = self.names.get(id(call.args[1]))
+        training = call.argument(5, "training", False)
+        if running is None or training:
+            return None, ""
+        draft.layer = replace(draft.layer, norm=running.rpartition(".")[0])
+        draft.stages.append("norm")
+        return mark.layer, "norm"
+
+    def _move(self, call: Call, mark: Mark, draft: Draft) -> tuple[int | None, str]:
+        if mark.stage != draft.stages[-1] or mark.stage == "sum":
+            return None, ""
+        draft.index = call.function(laid_like(draft.places(), call.args[0]), *call.args[1:], **call.named)
+        draft.layer = replace(draft.layer, moves=(*draft.layer.moves, call.number))
+        draft.stages.append(f"move {call.number}")
+        return mark.layer, draft.stages[-1]
+
+    def _gain(
+        self, call: Call, inputs: list[Tensor], marks: list[Mark | None], result: Tensor
+    ) -> tuple[int | None, str]:
+        """Return a parameter multiplies a layer's outputs, each by one number."""
+        ends = [i for i, mark in enumerate(marks) if mark is not None and mark.layer is not None]
+        if len(inputs) != 2 or len(ends) != 1 or id(inputs[1 - ends[0]]) not in self.names:
+            return None, ""
+        mark = marks[ends[0]]
+        assert mark is not None
+        assert mark.layer is not None
+        draft = self.drafts[mark.layer]
+        gain = self._factor(draft, inputs[1 - ends[0]], result.shape) if result.shape == draft.places().shape else None
+        if gain is None or mark.stage != draft.stages[-1] or mark.stage == "sum":
+            return None, ""
+        before = draft.layer.gain
+        draft.layer = replace(draft.layer, gain=gain if before is None else before * gain)
+        draft.stages.append(f"gain {call.number}")
+        return mark.layer, draft.stages[-1]
+
+    def _factor(self, draft: Draft, factor: Tensor, shape: torch.Size) -> Tensor | None:
+        return draft.gain(factor, shape)
+
+    def _sum(self, call: Call, marks: list[Mark | None]) -> tuple[int | None, str]:
+        summands = [argument for argument in call.args if isinstance(argument, Tensor)]
+        if len(summands) != 2 or summands[0].shape != summands[1].shape or len(marks) != 2 or call.named:
+            return None, ""
+        ends = [
+            (mark.layer, i)
+            for i, mark in enumerate(marks)
+            if mark and mark.layer is not None and mark.stage == self.drafts[mark.layer].stages[-1] != "sum"
+        ]
+        if not ends:
+            return None, ""
+        layer, position = max(ends)
+        other = marks[1 - position]
+        draft = self.drafts[layer]
+        if other is None:
+            return None, ""
+        draft.layer = replace(draft.layer, total=call.number, other=other.call)
+        draft.stages.append("sum")
+        return layer, "sum"
+
+
+class Survey(NamedTuple):
+    """What a forward pass of a model reads.
+
+    Attributes:
+        layers: every call of a convolution or a linear layer, in order.
+        readers: for each parameter and buffer the names of the functions that read it.
+        calls: the names of all functions that were called.
+    """
+
+    layers: tuple[Layer, ...]
+    readers: dict[str, list[str]]
+    calls: tuple[str, ...]
+
+
+def survey(model: nn.Module, inputs: Tensor | tuple[Any, ...], norms: Iterable[str] = ()) -> Survey:
+    """Run a model in eval mode and find its layers, and who reads its parameters.
+
+    Args:
+        model: runs on `inputs`.
+        inputs: a few samples: the first argument, or all positional ones.
+        norms: paths of modules whose insides are not looked at: those of a channel map.
+    """
+    finder = Finder(model, norms)
+    with finder.watching():
+        call(model, inputs if isinstance(inputs, tuple) else (inputs,))
+    calls = {name: len(readers) for name, readers in finder.readers.items()}
+    pairs = [(draft, draft.finished(calls[draft.layer.weight])) for draft in finder.drafts]
+    plain = [layer.rectified and layer.total is None and layer.calls == 1 for _, layer in pairs]
+    alone = [of if plain[i] and draft.reads[RECTIFIED] == 1 else None for i, (draft, of) in enumerate(pairs)]
+    sources = [None if draft.source is None or of.calls > 1 else alone[draft.source] for draft, of in pairs]
+    layers = tuple(replace(layer, source=of) for (_, layer), of in zip(pairs, sources, strict=True))
+    return Survey(layers, finder.readers, tuple(finder.calls))
+
+
+def find_layers(model: nn.Module, inputs: Tensor | tuple[Any, ...], norms: Iterable[str] = ()) -> tuple[Layer, ...]:
+    """Return the convolutions and linear layers that a model calls, see `survey`."""
+    return survey(model, inputs, norms).layers
+
+
+def pooled(layers: Iterable[Layer]) -> dict[str, tuple[Layer, ...]]:
+    """Return the calls of each weight, in order, each with as much of the chain behind it as all of them have."""
+    found: dict[str, list[Layer]] = {}
+    for layer in layers:
+        found.setdefault(layer.weight, []).append(layer)
+    return {weight: _alike(calls) for weight, calls in found.items()}
+
+
+def merged(calls: Sequence[Layer]) -> Layer:
+    """Return all calls of a weight as one layer: the first of them, with the rows of all."""
+    selected, recurrent = any(call.selected for call in calls), any(call.recurrent for call in calls)
+    return replace(calls[0], rows=sum(call.rows for call in calls), selected=selected, recurrent=recurrent)
+
+
+def _alike(calls: list[Layer]) -> tuple[Layer, ...]:
+    if len(calls) > 1 and (len({call.total is None for call in calls}) > 1 or not _same_gain(calls)):
+        calls = [call if call.total is None else _unsummed(call) for call in calls]
+    if len({call.norm for call in calls}) > 1:
+        calls = [_unsummed(replace(call, norm=None)) for call in calls]
+    rectified = all(call.rectified for call in calls)
+    return tuple(replace(call, rectified=rectified) for call in calls)
+
+
+def _same_gain(calls: list[Layer]) -> bool:
+    gains = [call.gain for call in calls]
+    return all(
+        (one is None and other is None) or (one is not None and other is not None and torch.equal(one, other))
+        for one, other in pairwise(gains)
+    )
+
+
+def _unsummed(layer: Layer, *, rectified: bool = False) -> Layer:
+    """Without the sum behind it."""
+    return replace(layer, end=_plain_end(layer), total=None, other=None, moves=(), gain=None, rectified=rectified)
+
+
+def _plain_end(layer: Layer) -> str:
+    return "layer" if layer.norm is None else "norm"

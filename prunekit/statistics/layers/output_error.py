@@ -1,0 +1,273 @@
+"""What tells how far a model is from the dense one: its outputs, or what they are made of before values select.
+
+How much a model's output makes of an error in one of its layers, measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prunekit.channels.cut.model_copy import named_tensors, with_tensors
+from prunekit.channels.tracing.storages import plain_in
+from prunekit.statistics.layers.layer_graph import Finder
+from prunekit.statistics.layers.linear_layers import Call, CallWatch, Layer
+from prunekit.statistics.layers.patch_moments import LayerMoments, PatchStats
+from prunekit.utils.context import training_mode
+from prunekit.utils.inputs import arguments, call, count_of, counted_positions, rows_of, taken
+from prunekit.utils.progress import tracked
+
+FEW = 2
+"""Samples, and one more, that show which outputs have samples first."""
+
+
+@dataclass(frozen=True)
+class Judge:
+    """What of a model is compared with the dense one.
+
+    All outputs that have samples first count. Of others the layers do that they are made of without another in between;
+    and so do those from whose outputs computed values select something, as a detector does the boxes that score best:
+    a list of what comes out behind that has no counterpart in the other model.
+
+    Attributes:
+        outputs: places among all tensors that the model returns.
+        weights: of layers whose outputs are compared, over all of their calls.
+    """
+
+    outputs: tuple[int, ...]
+    weights: tuple[str, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module, inputs: tuple[Any, ...]) -> Judge:
+        """Return what can be compared of a model.
+
+        Args:
+            model: the dense one, in eval mode.
+            inputs: at least three samples, if there are so many.
+        """
+        finder = Finder(model, ())
+        few, more = (_returned(model, taken(inputs, slice(count)), finder) for count in (FEW, FEW + 1))
+        counts = [count_of(taken(inputs, slice(count))) for count in (FEW, FEW + 1)]
+        outputs, made = list[int](), set(finder.boundary)
+        pairs = zip(few, more, strict=True) if len(few) == len(more) else ((tensor, tensor) for tensor in more)
+        for place, (one, other) in enumerate(pairs):
+            flow, lengths = finder.flow(other), [len(tensor) if tensor.dim() else 0 for tensor in (one, other)]
+            by_sample = other.is_floating_point() and lengths == counts and other is not one
+            if by_sample and (not flow.selected or one.shape[1:] == other.shape[1:]):
+                if not any(other is more[earlier] for earlier in outputs):
+                    outputs.append(place)
+            elif not flow.selected:
+                made |= flow.origins
+        alone = {draft.layer.weight for draft in finder.drafts if draft.layer.selected}
+        weights = dict.fromkeys(finder.drafts[i].layer.weight for i in sorted(made))
+        return cls(tuple(outputs), tuple(weight for weight in weights if weight not in alone))
+
+    def values(
+        self, model: nn.Module, inputs: tuple[Any, ...], counted: Tensor | None = None
+    ) -> list[tuple[int | str, Tensor]]:
+        """Return what is compared, samples or positions first, in float64, each with the place or the weight that it is
+        of.
+
+        Args:
+            counted: which positions of the samples are no padding, see `counted_positions`; None: all.
+        """
+        watch = _Outputs(model, frozenset(self.weights), counted)
+        with watch.watching():
+            tensors = plain_in(call(model, inputs))
+        found: list[tuple[int | str, Tensor]] = [
+            (place, rows_of(tensors[place], counted).double()) for place in self.outputs
+        ]
+        return found + watch.found
+
+
+def _returned(model: nn.Module, inputs: tuple[Any, ...], finder: Finder) -> list[Tensor]:
+    with finder.watching():
+        return plain_in(call(model, inputs))
+
+
+class _Outputs(CallWatch):
+    """Takes what some layers give."""
+
+    def __init__(self, model: nn.Module, weights: frozenset[str], counted: Tensor | None) -> None:
+        super().__init__(model)
+        self._counted = counted
+        self.found: list[tuple[int | str, Tensor]] = []
+        self._weights = weights
+
+    def call(self, call: Call) -> Any:
+        operands = self.operands(call)
+        result = call.run()
+        if operands is not None and operands.weight in self._weights:
+            axis = 1 if call.name.startswith("conv") else -1
+            values = rows_of(result.movedim(axis, -1), self._counted)
+            self.found.append((operands.weight, values.flatten(0, -2).double()))
+        return result
+
+
+class Spread:
+    """Sums over batches of how far a model is from the dense one, as a share of what that one varies by."""
+
+    def __init__(self) -> None:
+        self._squares: dict[int | str, float] = {}
+        self._counts: dict[int | str, int] = {}
+        self._sums: dict[int | str, Tensor] = {}
+        self._totals: dict[int | str, Tensor] = {}
+
+    def add(self, key: int | str, want: Tensor, got: Tensor) -> None:
+        """Add some samples, (n, ...) each."""
+        self._squares[key] = self._squares.get(key, 0.0) + float((got - want).square().sum())
+        self._counts[key] = self._counts.get(key, 0) + len(want)
+        self._sums[key] = want.sum(0) + self._sums.get(key, 0)
+        self._totals[key] = want.square().sum(0) + self._totals.get(key, 0)
+
+    def shares(self, flat: float) -> Iterator[float]:
+        """Yield the squared difference over variance of all that varies by more than a share `flat` of its mean
+        square.
+        """
+        for key, total in self._totals.items():
+            count = self._counts[key]
+            around = total if count == 1 else total - self._sums[key].square() / count
+            if not float(around.sum()) <= flat * float(total.sum()):  # NaN passes: where from is found out later
+                yield self._squares[key] / float(around.sum())
+
+
+RIDGE = 1e-3
+"""Added to the diagonal of a Gram matrix, as a share of its mean: dead channels have nothing there."""
+
+
+def with_gains(model: nn.Module, stats: PatchStats, inputs: Any) -> PatchStats:
+    """Measure what errors in each layer do to the model's output.
+
+    Every second input channel of a layer goes, the others take over what they can by least squares, and the model runs:
+    the gain is the mean squared change of what it returns, see `Judge`, over the error that the Gram matrix tells for
+    the layer, each output over its variance; relative to the median of all layers. Errors of some layers are averaged
+    away later, by pooling above all, and others grow.
+
+    Args:
+        model: the dense model; only read.
+        stats: of that model.
+        inputs: (B, ...), as `arguments` takes them, for as many forward passes as there are layers, and one.
+
+    Returns:
+        The statistics with `output_gain` filled in: 1 where a layer has nothing to measure.
+    """
+    copy = with_tensors(model, {name: tensor.detach().clone() for name, tensor in named_tensors(model)})
+    tensors, modules = dict(named_tensors(copy)), dict(copy.named_modules())
+    with training_mode(copy, False), torch.no_grad():
+        given = arguments(model, inputs)
+        judge, counted = Judge.of(copy, given), counted_positions(copy, given)
+        run = partial(judge.values, copy, given, counted)
+        dense = run()
+        layers = tracked(stats.layers, "gains", unit="layer")
+        gains = [_gain(moments, tensors, modules, run, dense) for moments in layers]
+    known = [gain for gain in gains if gain is not None]
+    usual = median(known) if known else 1.0
+    relative = [1.0 if gain is None else gain / usual for gain in gains]
+    return PatchStats(tuple(replace(each, output_gain=gain) for each, gain in zip(stats.layers, relative, strict=True)))
+
+
+def _gain(
+    moments: LayerMoments,
+    tensors: Mapping[str, Tensor],
+    modules: Mapping[str, nn.Module],
+    run: Callable[[], list[tuple[int | str, Tensor]]],
+    dense: list[tuple[int | str, Tensor]],
+) -> float | None:
+    layer = moments.layer
+    weight, shift = layer.matrix(tensors[layer.weight]), _shifted(layer, tensors, modules)
+    halved, bias, errors = _halved(moments, weight.double(), biased=shift is not None)
+    error = float((errors * relative_scale(moments, modules).square()).sum())
+    saved = (weight.clone(), None if shift is None else shift[0].clone())
+    weight.copy_(halved)
+    if shift is not None:
+        shift[0].add_(shift[1] * bias)
+    got = run()
+    weight.copy_(saved[0])
+    if shift is not None and saved[1] is not None:
+        shift[0].copy_(saved[1])
+    if not error > 0 or [value.shape for _, value in got] != [value.shape for _, value in dense]:
+        return None
+    spread = Spread()
+    for (key, want), (_, value) in zip(dense, got, strict=True):
+        spread.add(key, want, value)
+    shares = list(spread.shares(0.0))
+    gain = sum(shares) / len(shares) / error if shares else 0.0
+    return gain if 0 < gain < float("inf") else None
+
+
+def _shifted(
+    layer: Layer, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module]
+) -> tuple[Tensor, float] | None:
+    """Return what is changed to add a constant to a layer's output, and its sign; None where there is nothing."""
+    if layer.bias is not None:
+        return tensors[layer.bias], 1.0
+    if layer.norm is not None:
+        return modules[layer.norm].running_mean, -1.0  # type: ignore[return-value]
+    return None
+
+
+def _halved(moments: LayerMoments, weight: Tensor, *, biased: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a weight without its odd input channels, what is to be added to the bias, and the errors of the outputs.
+
+    Args:
+        weight: (o, C, ...) in float64.
+        biased: whether there is a bias.
+
+    Returns:
+        (o, C, ...), (o,) and (o,), mean squared.
+    """
+    deep = weight.flatten(2) if weight.dim() > 2 else weight[:, :, None]  # (o, C, taps)
+    parts = [
+        _halved_group(rows, matrix.double(), each_tap=moments.taps == 1, biased=biased)
+        for matrix, rows in zip(moments.grams, deep.chunk(len(moments.grams)), strict=True)
+    ]
+    halved, bias, errors = (torch.cat([part[i] for part in parts]) for i in range(3))
+    return halved.reshape(weight.shape), bias, errors
+
+
+def _halved_group(rows: Tensor, matrix: Tensor, *, each_tap: bool, biased: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_halved`, of (o, C, taps); without the taps' own statistics each of them is a layer of its own."""
+    outputs, channels, taps = rows.shape
+    flat = rows.transpose(1, 2).flatten(0, 1) if each_tap else rows.flatten(1)
+    kept = torch.arange(flat.shape[1], device=rows.device) // (flat.shape[1] // channels) % 2 == 0
+    change = _taken_over(flat, matrix, kept, biased=biased)
+    errors = ((change @ matrix) * change).sum(1).clamp(min=0)
+    halved = flat + change[:, :-1]
+    halved = halved.view(outputs, taps, channels).transpose(1, 2) if each_tap else halved.view_as(rows)
+    return halved, change[:, -1].view(outputs, -1).sum(1), errors.view(outputs, -1).sum(1)
+
+
+def _taken_over(flat: Tensor, matrix: Tensor, kept: Tensor, *, biased: bool) -> Tensor:
+    """(r, d + 1) change of a weight, and of its bias, that leaves only some columns: by least squares."""
+    left = torch.cat([kept, kept.new_full((1,), biased)])
+    gone = torch.cat([~kept, kept.new_zeros(1)])
+    solved = torch.linalg.solve(with_ridge(matrix)[left][:, left], matrix[left][:, gone])  # (kept, gone)
+    change = torch.zeros(len(flat), len(matrix), dtype=flat.dtype, device=flat.device)
+    change[:, gone] = -flat[:, ~kept]
+    change[:, left] = flat[:, ~kept] @ solved.T
+    return change
+
+
+def with_ridge(matrix: Tensor) -> Tensor:
+    """Return a Gram matrix with its ridge, which is not on the constant column, the last."""
+    ridge = torch.full_like(matrix[0], RIDGE * float(matrix.diagonal()[:-1].mean()) or 1.0)
+    ridge[-1] = 0
+    return matrix + torch.diag(ridge)
+
+
+def relative_scale(moments: LayerMoments, modules: Mapping[str, nn.Module]) -> Tensor:
+    """(o,) what a layer's output is multiplied by up to the end of its chain, over its standard deviation there."""
+    scale = moments.variance.clamp(min=1e-12 * float(moments.variance.max()) or 1.0).rsqrt()
+    if moments.layer.gain is not None and moments.layer.end == "sum":
+        scale = scale * moments.layer.gain
+    if moments.layer.norm is None:
+        return scale
+    norm = modules[moments.layer.norm]
+    factor = (norm.running_var.double() + norm.eps).rsqrt()  # type: ignore[operator]
+    return scale * (factor if norm.weight is None else factor * norm.weight.detach().double())  # type: ignore[operator]

@@ -1,0 +1,312 @@
+"""Gram matrices of what a model's layers read, patch by patch, streamed over batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prunekit.channels.cut.model_copy import named_tensors
+from prunekit.errors import NonFiniteError, UsageError
+from prunekit.statistics.layers.layer_graph import Draft, Finder, Mark, find_layers, merged, pooled
+from prunekit.statistics.layers.linear_layers import Call, Layer
+from prunekit.statistics.layers.patches import Reading, gram, gram_bytes, sampled_rows
+from prunekit.statistics.moments import RAISED
+from prunekit.utils.context import training_mode
+from prunekit.utils.inputs import arguments, call, count_of, counted_positions, inputs_in, taken
+from prunekit.utils.progress import tracked
+from prunekit.utils.tensors import first_not_finite
+
+ROWS = 32768
+"""Positions sampled of each layer over all samples, at least one of each; never those that are padding."""
+
+
+class CalibrationWarning(UserWarning):
+    """Scores come from fewer samples than they need to be trusted."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerMoments:
+    """Second moments of a layer's input, and what its output is compared with.
+
+    Attributes:
+        layer: the first call of a weight: moments are summed over all of them.
+        grams: for each convolution group (d + 1, d + 1) mean products of the columns of a patch and a constant last,
+            float64; d is channels * taps, or channels where `taps` is 1.
+        taps: columns of each channel; 1 where only the centers of patches were taken, because of the memory.
+        variance: (channels,) of the end of the chain behind the output, float64.
+        rows: how many positions were sampled.
+        output_gain: what the model's output makes of an error here, 1 for a usual layer; see `gains.with_gains`.
+    """
+
+    layer: Layer
+    grams: tuple[Tensor, ...]
+    taps: int
+    variance: Tensor
+    rows: int
+    output_gain: float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class PatchStats:
+    """What a model's layers read, by the order in which they run."""
+
+    layers: tuple[LayerMoments, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all Gram matrices."""
+        return sum(matrix.nbytes for moments in self.layers for matrix in moments.grams)
+
+
+class _Collector(Finder):
+    """Adds up moments of layers over one forward pass after another, those of a weight over all of its calls.
+
+    Another batch may make other calls: layers are known by their weights, and what lies behind them is found anew.
+
+    Args:
+        layers: the first call of each weight, with the chain and the rows of all of its calls.
+        samples: in the pass that found them.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: Iterable[Layer], norms: Iterable[str], columns: Mapping[str, int], samples: int
+    ) -> None:
+        super().__init__(model, norms)
+        self.found: dict[str, LayerMoments] = {}
+        self.batch_rows = 0
+        self.batch = 0
+        self.batch_samples = samples
+        self.counted: Tensor | None = None
+        self._samples = samples
+        self._ends: dict[str, list[Tensor]] = {}
+        self._layers = {layer.weight: layer for layer in layers}
+        self._columns = columns
+        self._rows: dict[int, Tensor] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """One forward pass is watched."""
+        self._rows.clear()
+        with super().watching():
+            yield
+
+    def call(self, call: Call) -> Any:
+        """Take a layer's input as it is called, and the end of its chain as that is made."""
+        operands = self.operands(call)
+        result = super().call(call)
+        mark = self.mark(result) if isinstance(result, Tensor) else None
+        if mark is None or mark.layer is None or mark.call != call.number:
+            return result
+        layer = self._layers.get(self.drafts[mark.layer].layer.weight)
+        if layer is None:
+            return result
+        if mark.stage == "layer" and operands is not None:
+            self._rows[mark.layer] = self._sampled(layer, mark.layer, result)
+            reading = self.drafts[mark.layer].layer.reading
+            self._add(layer, reading, operands.inputs, layer.matrix(operands.matrix), result, self._rows[mark.layer])
+        if mark.stage == layer.end:
+            ends = self._ends.setdefault(layer.weight, [])
+            ends.append(layer.reading.outputs(result, self._rows[mark.layer]))
+        return result
+
+    def _move(self, call: Call, mark: Mark, draft: Draft) -> tuple[int | None, str]:
+        """Return where it is moved, a layer is compared as it lies."""
+        return None, ""
+
+    def _factor(self, draft: Draft, factor: Tensor, shape: torch.Size) -> Tensor | None:
+        """Return what a parameter multiplies it by is known."""
+        return factor
+
+    def _sampled(self, layer: Layer, place: int, output: Tensor) -> Tensor:
+        """Return the rows of one call: its share of those of all calls of the weight."""
+        total, count = layer.reading.rows(output), self.batch_rows
+        if layer.calls > 1:
+            count = max(1, round(count * total * self._samples / (layer.rows * self.batch_samples)))
+        earlier = sum(draft.layer.weight == layer.weight for draft in self.drafts[:place])
+        seed = layer.call + 100_003 * self.batch + 1_000_003 * earlier
+        among = layer.reading.counted(layer.reading.positions(output), self.counted)
+        return sampled_rows(total, count, seed, among).to(output.device)
+
+    def _add(
+        self, layer: Layer, reading: Reading, inputs: Tensor, weight: Tensor, output: Tensor, rows: Tensor
+    ) -> None:
+        spatial = tuple(output.shape[2:]) if reading.kernel else ()
+        width = weight.shape[1]
+        taps = self._columns[layer.weight] // width
+        read = reading.patches if taps == reading.taps else reading.centers
+        parts = []
+        for group in range(reading.groups):
+            channels = torch.arange(group * width, (group + 1) * width, device=inputs.device)
+            parts.append(gram(read(reading.channels(inputs, channels), rows, spatial)) * len(rows))
+        known = self.found.get(layer.weight)
+        sums = parts if known is None else [a.add_(b) for a, b in zip(known.grams, parts, strict=True)]
+        count = len(rows) + (0 if known is None else known.rows)
+        none = torch.zeros(0, dtype=torch.float64)
+        self.found[layer.weight] = LayerMoments(layer, tuple(sums), taps, none, count)
+
+    def finished(self) -> tuple[LayerMoments, ...]:
+        """Return the moments of all batches; once, at the end."""
+        return tuple(
+            replace(
+                moments,
+                grams=tuple(total.div_(moments.rows) for total in moments.grams),  # in place: they are large
+                variance=torch.cat(self._ends[weight]).double().var(0),
+            )
+            for weight, moments in sorted(self.found.items(), key=lambda item: item[1].layer.call)
+            if weight in self._ends
+        )
+
+
+def _columns(layers: Iterable[Layer], tensors: Mapping[str, Tensor], limit: int) -> dict[str, int]:
+    """Return the columns of each layer's Gram matrices by its weight: those of whole patches, or of the centers of
+    the largest.
+    """
+    widths = {layer.weight: layer.matrix(tensors[layer.weight]).shape[1] for layer in layers}
+    found = {layer.weight: widths[layer.weight] * layer.reading.taps for layer in layers}
+    size = {layer.weight: layer.reading.groups * gram_bytes(found[layer.weight]) for layer in layers}
+    for layer in sorted(layers, key=lambda layer: size[layer.weight], reverse=True):
+        if sum(size.values()) <= limit:
+            break
+        found[layer.weight] = widths[layer.weight]
+        size[layer.weight] = layer.reading.groups * gram_bytes(widths[layer.weight])
+    return found
+
+
+def _stated(layers: Sequence[Layer], columns: Mapping[str, int]) -> str:
+    """Return what the Gram matrices will take, in words."""
+    if not layers:
+        return "no layer that can be followed reads channels that may go"
+    sizes = [layer.reading.groups * gram_bytes(columns[layer.weight]) / 2**20 for layer in layers]
+    largest = layers[sizes.index(max(sizes))]
+    return (
+        f"Gram matrices of the patches of {len(layers)} layers take {sum(sizes):,.0f} MiB, the largest "
+        f"{max(sizes):,.0f} MiB ({largest.weight.rpartition('.')[0]}, {columns[largest.weight]:,} columns)"
+    )
+
+
+def collect_patches(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    norms: Iterable[str] = (),
+    inputs: Collection[tuple[str, int]] | None = None,
+    rows: int = ROWS,
+    images: int = 1024,
+    memory_bytes: int = 2**31,
+    log: Callable[[str], None] | None = None,
+) -> PatchStats:
+    """Run a model over batches, in eval mode without gradients, and sum the Gram matrices of its layers' inputs.
+
+    Memory: `gram_bytes(channels * taps)` for each layer and group, 8 * 4609^2 = 170 MB for 512 channels and a 3 x 3
+    kernel. Where all would take more than `memory_bytes`, the largest have only the centers of their patches, 8 * 513^2
+    = 2 MB each, until the rest fits.
+
+    Args:
+        model: the dense model.
+        batches: tensors, or tuples and lists whose first entry is the model's input, or a tuple of all its inputs.
+        norms: paths of modules whose insides are not looked at: those of a channel map.
+        inputs: weight and axis of the inputs, of those of the layers to look at; None: all.
+        rows: positions sampled of each layer over `images` images.
+        images: how many there will be: only the share of each batch in `rows` depends on it.
+        memory_bytes: limit for all Gram matrices together.
+        log: gets a line on the memory that they take before they are collected.
+
+    Raises:
+        UsageError: there are no batches.
+        NonFiniteError: a layer reads NaN or Inf; names it, and the weight to blame if one is.
+    """
+    collector: _Collector | None = None
+    with training_mode(model, False):
+        for index, batch in enumerate(tracked(batches, "patch statistics")):
+            given = arguments(model, inputs_in(batch))
+            samples = count_of(given)
+            if collector is None:
+                few = taken(given, slice(2))
+                layers = [merged(calls) for calls in pooled(find_layers(model, few, norms)).values()]
+                wanted = tuple(x for x in layers if inputs is None or (x.weight, x.axes[1]) in inputs)
+                columns = _columns(wanted, dict(named_tensors(model)), memory_bytes)
+                if log is not None:
+                    log(_stated(wanted, columns))
+                collector = _Collector(model, wanted, norms, columns, count_of(few))
+            collector.batch, collector.batch_rows = index, max(samples, round(rows * samples / images))
+            collector.batch_samples, collector.counted = samples, counted_positions(model, given)
+            with collector.watching():
+                call(model, given)
+    if collector is None:
+        raise UsageError("patch statistics: expected at least one batch, got none")
+    found = collector.finished()
+    for moments in found:
+        if not all(bool(matrix.isfinite().all()) for matrix in moments.grams):
+            raise NonFiniteError(f"layer {moments.layer.weight.rpartition('.')[0]!r} reads NaN or Inf{_blamed(model)}")
+    return PatchStats(found)
+
+
+def _blamed(model: nn.Module) -> str:
+    """Return the first tensor of a model that is to blame, in words; nothing where all are finite."""
+    name = first_not_finite(named_tensors(model))
+    return "" if name is None else f": {name!r} of the model is not finite"
+
+
+def too_few_rows(patches: PatchStats) -> list[str]:
+    """Return what to say of each layer whose patches have more columns than positions were sampled."""
+    return [
+        f"the Gram matrix of the patches of {moments.layer.weight.rpartition('.')[0] or 'the model'} has rank "
+        f"{_most(moments)} at most for {_width(moments)} columns: {moments.rows} positions are too few, and its "
+        f"ridge is raised {RAISED} times; take more images"
+        for moments in patches.layers
+        if _is_short(moments)
+    ]
+
+
+def dead_inputs(patches: PatchStats) -> list[str]:
+    """Return one sentence on all layers that read channels which were zero at every position; none where there are
+    none.
+    """
+    dead = {moments.layer.weight.rpartition(".")[0] or "the model": _dead(moments) for moments in patches.layers}
+    found = [f"{int(zero.sum())} of {len(zero)} that {path} reads" for path, zero in dead.items() if zero.any()]
+    said = "channels that are zero on all calibration images, and so go first and cost nothing: "
+    return [said + ", ".join(found)] if found else []
+
+
+def with_raised_ridge(patches: PatchStats, ridge: float) -> PatchStats:
+    """Return the same, where positions are too few with so much more on the diagonal that `ridge` becomes `RAISED`
+    times it.
+
+    Args:
+        ridge: share of the mean diagonal that will be added; the constant column has none.
+    """
+    layers = [_raised(moments, (RAISED - 1) * ridge) if _is_short(moments) else moments for moments in patches.layers]
+    return replace(patches, layers=tuple(layers))
+
+
+def _raised(moments: LayerMoments, more: float) -> LayerMoments:
+    grams = []
+    for matrix in moments.grams:
+        diagonal = matrix.diagonal()[:-1]
+        pull = torch.cat([diagonal.mean().expand(len(diagonal)), matrix.new_zeros(1)])
+        grams.append(matrix + torch.diag(more * pull))
+    return replace(moments, grams=tuple(grams))
+
+
+def _width(moments: LayerMoments) -> int:
+    return max((len(matrix) for matrix in moments.grams), default=0)
+
+
+def _is_short(moments: LayerMoments) -> bool:
+    return moments.rows < _width(moments)
+
+
+def _most(moments: LayerMoments) -> int:
+    alive = max(int((matrix.diagonal() > 0).sum()) for matrix in moments.grams)
+    return min(moments.rows, alive)
+
+
+def _dead(moments: LayerMoments) -> Tensor:
+    """(channels,) Whether a channel's columns have no product with any other one, the constant among them."""
+    columns = [(matrix - matrix.diag().diag()).count_nonzero(0)[:-1] == 0 for matrix in moments.grams]
+    return torch.cat(columns).view(-1, moments.taps).all(1)

@@ -1,0 +1,235 @@
+"""What a linear layer reads: its unfolded input patches at sampled positions, and their Gram matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+CONVOLUTIONS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
+BLOCK = 4096
+"""Rows whose products are summed at a time."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a convolution or a linear layer reads its input; a row is one position of one sample of its output.
+
+    Attributes:
+        kernel, stride, padding, dilation: one entry for each spatial axis; none for a linear layer.
+        groups: of the convolution.
+    """
+
+    kernel: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    padding: tuple[int, ...] = ()
+    dilation: tuple[int, ...] = ()
+    groups: int = 1
+
+    @property
+    def taps(self) -> int:
+        """Values that a row reads of each input channel."""
+        return prod(self.kernel)
+
+    @property
+    def middle(self) -> int:
+        """The tap at the center of the kernel, counted in order; the first where none is."""
+        return self.taps // 2 if all(size % 2 for size in self.kernel) else 0
+
+    def rows(self, output: Tensor) -> int:
+        """Return the number of rows of an output."""
+        return output.numel() // output.shape[self._axis]
+
+    def counted(self, positions: Sequence[int], counted: Tensor | None) -> Tensor | None:
+        """(N,) which rows of an output are no padding, ascending; None: all.
+
+        Args:
+            positions: what its rows are laid out in: (B, T, ...) of tokens or of a convolution along them.
+            counted: see `counted_positions`.
+        """
+        if counted is None or len(self.kernel) > 1:
+            return None
+        flags = counted.flatten().cpu()
+        if tuple(positions[:2]) == counted.shape:
+            return flags.repeat_interleave(prod(positions[2:])).nonzero().flatten()
+        return flags.nonzero().flatten() if tuple(positions) == (len(flags),) else None
+
+    def positions(self, output: Tensor) -> tuple[int, ...]:
+        """Return what the rows of an output are laid out in."""
+        return (len(output), *output.shape[2:]) if self.kernel else tuple(output.shape[:-1])
+
+    def positions_of(self, inputs: Tensor) -> tuple[int, ...]:
+        """Return what the rows of the output for an input are laid out in."""
+        return (len(inputs), *self.spatial(inputs)) if self.kernel else tuple(inputs.shape[:-1])
+
+    def spatial(self, inputs: Tensor) -> tuple[int, ...]:
+        """Spatial sizes of the output for an input."""
+        return self.spatial_of(tuple(inputs.shape[2:]))
+
+    def spatial_of(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Spatial sizes of the output for an input of such spatial sizes."""
+        if not self.kernel:
+            return ()
+        axes = zip(sizes, self.kernel, self.stride, self.padding, self.dilation, strict=True)
+        return tuple((n + 2 * pad - step * (k - 1) - 1) // stride + 1 for n, k, stride, pad, step in axes)
+
+    def rows_of(self, inputs: Tensor) -> int:
+        """Return the number of rows of the output for an input."""
+        return len(inputs) * prod(self.spatial(inputs)) if self.kernel else inputs.numel() // inputs.shape[-1]
+
+    def places(self, rows: Tensor, spatial: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """(N, taps) which positions of the input each row reads, as rows of what made it; and whether they are there.
+
+        Args:
+            rows: of the output.
+            spatial, sizes: spatial sizes of the output and of the input. What is padding has some position of it.
+        """
+        found = (rows // prod(spatial))[:, None].expand(-1, self.taps)
+        there = torch.ones_like(found, dtype=torch.bool)
+        if not self.kernel:
+            return rows[:, None], there
+        taps = torch.unravel_index(torch.arange(self.taps, device=rows.device), self.kernel)
+        starts = torch.unravel_index(rows % prod(spatial), spatial)
+        for i, size in enumerate(sizes):
+            at = starts[i][:, None] * self.stride[i] - self.padding[i] + taps[i] * self.dilation[i]
+            there &= (at >= 0) & (at < size)
+            found = found * size + at.clamp(0, size - 1)
+        return found, there
+
+    def outputs(self, output: Tensor, rows: Tensor) -> Tensor:
+        """(N, channels): the given rows of a tensor shaped like the output."""
+        if not self.kernel:
+            return output.reshape(-1, output.shape[-1])[rows]
+        positions = output.shape[2:].numel()
+        return output.flatten(2)[rows // positions, :, rows % positions]
+
+    def channels(self, inputs: Tensor, index: Tensor) -> Tensor:
+        """Return some channels of an input."""
+        return inputs[:, index] if self.kernel else inputs[..., index]
+
+    def centers(self, inputs: Tensor, rows: Tensor, spatial: tuple[int, ...]) -> Tensor:
+        """(N, channels): the input at the middle tap of each row; `spatial` are the output's sizes."""
+        return self.patches(inputs, rows, spatial)[:, self.middle :: self.taps]
+
+    def patches(self, inputs: Tensor, rows: Tensor, spatial: tuple[int, ...]) -> Tensor:
+        """(N, channels * taps): what the given rows read, channel by channel; `spatial` are the output's sizes."""
+        if not self.kernel:
+            return inputs.reshape(-1, inputs.shape[-1])[rows]
+        if any(self.padding):
+            inputs = F.pad(inputs, [size for size in reversed(self.padding) for _ in range(2)])
+        outer, inner = inputs.stride()[:2], inputs.stride()[2:]
+        steps = [step * size for step, size in zip(inner, self.stride, strict=True)]
+        taps = [step * size for step, size in zip(inner, self.dilation, strict=True)]
+        windows = inputs.as_strided((*inputs.shape[:2], *spatial, *self.kernel), (*outer, *steps, *taps))
+        positions, index = prod(spatial), list[Tensor]()
+        rest = rows % positions
+        for size in reversed(spatial):
+            index.insert(0, rest % size)
+            rest = rest // size
+        where: Any = (rows // positions, slice(None), *index)
+        return windows[where].flatten(1)
+
+    @property
+    def _axis(self) -> int:
+        return 1 if self.kernel else -1
+
+
+def reading(name: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> Reading | None:
+    """Return how a call of a linear layer, or of `conv1d` to `conv3d`, reads; None where it cannot be followed."""
+    if name not in CONVOLUTIONS:
+        return Reading()
+    axes = CONVOLUTIONS[name]
+    values = [
+        args[i] if len(args) > i else named.get(key, default)
+        for i, key, default in ((3, "stride", 1), (4, "padding", 0), (5, "dilation", 1), (6, "groups", 1))
+    ]
+    if args[0].dim() != axes + 2 or isinstance(values[1], str):
+        return None
+    stride, padding, dilation = (_each(value, axes) for value in values[:3])
+    return Reading(tuple(args[1].shape[2:]), stride, padding, dilation, int(values[3]))
+
+
+def _each(value: int | tuple[int, ...], axes: int) -> tuple[int, ...]:
+    sizes = tuple(value) if isinstance(value, (tuple, list)) else (int(value),)
+    return sizes if len(sizes) == axes else sizes * axes
+
+
+def gram_bytes(columns: int) -> int:
+    """Memory of a Gram matrix of that many columns and one constant, in float64."""
+    return 8 * (columns + 1) ** 2
+
+
+def with_constant(inputs: Tensor) -> Tensor:
+    """(N, d) -> (N, d + 1), the last column 1."""
+    return torch.cat([inputs, inputs.new_ones(len(inputs), 1)], 1)
+
+
+def gram(inputs: Tensor) -> Tensor:
+    """(d + 1, d + 1) mean of the products of all columns and a constant one, see `products`."""
+    wide = with_constant(inputs)
+    return products(wide, wide)
+
+
+def products(left: Tensor, right: Tensor) -> Tensor:
+    """(N, d), (N, o) -> (d, o) mean over rows of the products of columns, summed in float64 block by block.
+
+    Within a block float32 values are multiplied and summed as such, half the time of float64: after `BLOCK` rows that
+    is as exact as the values themselves.
+    """
+    total = torch.zeros(left.shape[1], right.shape[1], dtype=torch.float64, device=left.device)
+    kind = summing_type(left)
+    for start in range(0, len(left), BLOCK):
+        rows = slice(start, start + BLOCK)
+        total += left[rows].to(kind).T @ right[rows].to(kind)
+    if kind == torch.float32 and not bool(total.isfinite().all()):  # beyond 1e19 squares are no float32 any more
+        return products(left.double(), right.double())
+    return total / len(left)
+
+
+def applied(inputs: Tensor, weight: Tensor) -> Tensor:
+    """(N, d), (d, o) -> (N, o) in float64, multiplied as by `products`."""
+    kind = summing_type(inputs)
+    return (inputs.to(kind) @ weight.to(kind)).double()
+
+
+def summing_type(values: Tensor) -> torch.dtype:
+    """Return the type in which products are taken: float32 only where they are not rounded further, to TF32 or
+    bfloat16.
+    """
+    plain = values.device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
+    return torch.float32 if plain and values.dtype == torch.float32 else torch.float64
+
+
+def sampled_rows(total: int, count: int, seed: int, among: Tensor | None = None) -> Tensor:
+    """At most `count` of `total` rows, each at most once, ascending; the same for the same arguments.
+
+    Args:
+        among: (N,) those that may be drawn, ascending; None: all.
+    """
+    if among is not None:
+        return among[sampled_rows(len(among), count, seed)]
+    generator = torch.Generator().manual_seed(seed)
+    if count >= total:
+        return torch.arange(total)
+    return torch.randperm(total, generator=generator)[:count].sort().values
+
+
+def laid_like(index: Tensor, values: Tensor) -> Tensor:
+    """Return an index of values, as they lie in memory: so what asks for that (views, reshape) treats both alike."""
+    if index.stride() == values.stride():
+        return index
+    lying = torch.empty_strided(values.shape, values.stride(), dtype=index.dtype, device=index.device)
+    return lying.copy_(index)
+
+
+def pixel_by_pixel(images: Tensor) -> Tensor:
+    """Return images with all channels of a pixel together in memory, and so all that is computed from them.
+
+    Gathering patches then takes half the time, and so do convolutions on CPU.
+    """
+    return images.contiguous(memory_format=torch.channels_last) if images.dim() == 4 else images

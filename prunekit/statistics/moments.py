@@ -1,0 +1,420 @@
+"""Second moments of what layers read: the C x C Gram matrix of an input's channels, and their means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from prunekit.errors import UsageError
+from prunekit.hooks.wrappers import unwrapped
+from prunekit.settings.calibration import MOMENTS_LIMIT_MIB
+from prunekit.statistics.consumers import Consumer
+from prunekit.statistics.forward_passes import ReadHooks, find_consumers
+from prunekit.statistics.layer_stats import ChannelSums, FloatArray
+from prunekit.statistics.layers.patches import sampled_rows
+from prunekit.utils.globs import matching
+from prunekit.utils.tensors import tensors_in
+
+MIB = 2**20
+RAISED = 10
+"""Factor on the ridge of a Gram matrix of fewer positions than channels: along what nobody saw, its inverse says
+nothing."""
+STRIP = 128
+"""Rows of a symmetric product computed at a time, from the diagonal on: the other half is its mirror image."""
+DOUBTFUL = 1e-2
+"""Below this share of the second moment, float32 products leave a variance fewer than four digits."""
+
+
+@dataclass(frozen=True, eq=False)
+class InputMoments(ChannelSums):
+    """First and second moments of the channels of a consumer's input, over all samples, places and tokens.
+
+    `count` positions: samples, times places or tokens, times calls. Sums in float64, so that parts of a data set add
+    up to the whole. A grouped convolution reads each group of
+    channels for itself: only products within a group are kept, for a depthwise one the squares.
+    """
+
+    blocks: FloatArray
+    """(groups, channels / groups, channels / groups) Sums of products, not centered."""
+
+    @property
+    def groups(self) -> int:
+        """Number of groups; 1: the consumer reads all channels together."""
+        return len(self.blocks)
+
+    @property
+    def rms(self) -> FloatArray:
+        """(channels,) Root of the mean of x^2."""
+        squares: FloatArray = self.blocks.diagonal(axis1=1, axis2=2).reshape(-1) / max(self.count, 1)
+        return np.sqrt(squares)
+
+    @property
+    def gram(self) -> FloatArray:
+        """(channels, channels) Sum of x x^T over all positions; 0 between groups, where it was not collected."""
+        return _dense(self.blocks)
+
+    @property
+    def covariance(self) -> FloatArray:
+        """(channels, channels) Population covariance, divided by `count`; 0 between groups."""
+        mean = self.mean.reshape(self.groups, -1)
+        return _dense(self.blocks / max(self.count, 1) - mean[:, :, None] * mean[:, None, :])
+
+    @property
+    def finite(self) -> bool:
+        """Whether no NaN or Inf got in."""
+        return bool(np.isfinite(self.total).all() and np.isfinite(self.blocks).all())
+
+    def rank(self) -> int:
+        """Return the numerical rank of the Gram matrix as far as float32 tells: at most `channels`, and `count` for
+        each group.
+
+        Below `channels` some are sums of others on the calibration data, or dead, and the inverse does not exist.
+        """
+        scale = np.sqrt(self.blocks.diagonal(axis1=1, axis2=2))
+        scale = np.where(scale > 0, scale, 1)
+        alike = self.blocks / (scale[:, :, None] * scale[:, None, :])
+        tolerance = alike.shape[1] * float(np.finfo(np.float32).eps)
+        ranks = np.linalg.matrix_rank(alike, rtol=tolerance, hermitian=True)
+        return int(np.minimum(ranks, self.count).sum())
+
+    @property
+    def too_few(self) -> bool:
+        """Whether there were fewer positions than channels in a group: then no inverse exists, whatever was seen."""
+        return self.count < self.channels // self.groups
+
+    def merge(self, other: InputMoments) -> InputMoments:
+        """Return the moments of both together.
+
+        Raises:
+            UsageError: the number of channels or groups differs.
+        """
+        if self.blocks.shape != other.blocks.shape:
+            raise UsageError(
+                f"moments of {self.channels} channels in {self.groups} groups here, of {other.channels} in "
+                f"{other.groups} there: not the same model"
+            )
+        return InputMoments(self.count + other.count, self.total + other.total, self.blocks + other.blocks)
+
+
+def _dense(blocks: FloatArray) -> FloatArray:
+    groups, size, _ = blocks.shape
+    dense: npt.NDArray[np.float64] = np.zeros((groups, size, groups, size))
+    dense[np.arange(groups), :, np.arange(groups)] = blocks
+    return dense.reshape(groups * size, groups * size)
+
+
+@dataclass(frozen=True, eq=False)
+class Products:
+    """Sums over the positions of an activation, around a shift."""
+
+    count: int
+    """Positions: samples, times places or tokens."""
+    total: Tensor
+    """(channels,) float64."""
+    blocks: Tensor
+    """(groups, channels / groups, channels / groups), in the precision of the products; below the diagonal's strips
+    nothing is written, see `mirrored`."""
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether some channel's mean is so large that its variance has lost its digits."""
+        if self.blocks.dtype == torch.float64 or self.count == 0:
+            return False
+        second = self.blocks.diagonal(dim1=1, dim2=2).flatten().double() / self.count
+        return bool((second - (self.total / self.count).square() < DOUBTFUL * second).any())
+
+    def add_(self, other: Products) -> Products:
+        """Return both together; the blocks are added in place, as a second matrix of this size may not fit in."""
+        for strip in strips(self.blocks.shape[1]):
+            self.blocks[strip].add_(other.blocks[strip])
+        return Products(self.count + other.count, self.total + other.total, self.blocks)
+
+
+Strip = tuple[slice, slice, slice]
+
+
+def strips(size: int) -> Iterator[Strip]:
+    """Yield where the upper half of every block of a size is written, strip by strip."""
+    for start in range(0, size, STRIP):
+        yield slice(None), slice(start, start + STRIP), slice(start, None)
+
+
+def mirrored(blocks: Tensor) -> Tensor:
+    """Fill in what lies below the strips, in place."""
+    for every, rows, _ in strips(blocks.shape[1]):
+        behind = slice(rows.stop, None)
+        blocks[every, behind, rows] = blocks[every, rows, behind].mT
+    return blocks
+
+
+class Sampling:
+    """Which positions of an activation count.
+
+    Args:
+        rows: how many of all that one batch has, at most; None: all.
+        seed: of the batch.
+    """
+
+    def __init__(self, rows: int | None = None, seed: int = 0) -> None:
+        self._rows, self._seed = rows, seed
+        self._drawn: dict[tuple[int, int], Tensor] = {}
+
+    def of(self, total: int, samples: int = 1) -> Tensor | None:
+        """Return positions among `total`, ascending, at random, the same in each of some samples; None: all of them."""
+        if self._rows is None or total * samples <= self._rows:
+            return None
+        count = max(1, self._rows // samples)
+        if (total, count) not in self._drawn:
+            self._drawn[total, count] = sampled_rows(total, count, self._seed)
+        return self._drawn[total, count]
+
+
+ALL = Sampling()
+"""Every position counts."""
+
+
+def products(
+    activation: Tensor,
+    axis: int,
+    groups: int,
+    shift: Tensor | None = None,
+    sampling: Sampling = ALL,
+    spare: Tensor | None = None,
+) -> Products:
+    """Return the sums of the channels and of their products with each other, within each group.
+
+    Args:
+        activation: floating point, any shape; computed in its precision, in float32 for anything below.
+        axis: which axis holds the channels.
+        groups: neighboring channels that are multiplied with each other only.
+        shift: (channels,), subtracted first.
+        sampling: of the positions.
+        spare: blocks of an earlier batch, which may be overwritten: taking memory anew costs as much as filling it.
+    """
+    values = _sampled(activation, axis, sampling)
+    values = values.to(torch.promote_types(values.dtype, torch.float32))
+    samples, channels, positions = values.shape
+    count = samples * positions
+    if count == 0:
+        blocks = values.new_zeros(groups, channels // groups, channels // groups)
+        return Products(0, blocks.new_zeros(channels, dtype=_accumulator(values)), blocks)
+    if shift is not None:
+        values = values - shift.to(values.dtype)[:, None]
+    return Products(count, _totals(values), _blocks(values, groups, spare))
+
+
+def _sampled(activation: Tensor, axis: int, sampling: Sampling) -> Tensor:
+    """(samples, channels, positions), or where channels lie innermost (1, channels, positions), a view of rows."""
+    maps = activation.movedim(axis, 1) if activation.ndim > 2 else None
+    if maps is not None and maps.is_contiguous():
+        maps = maps.flatten(2)
+        chosen = sampling.of(maps.shape[2], len(maps))
+        return maps if chosen is None else maps.gather(2, chosen.to(maps.device).expand(*maps.shape[:2], -1))
+    rows = activation.movedim(axis, -1).flatten(0, -2)  # (positions, channels)
+    chosen = sampling.of(len(rows))
+    return (rows if chosen is None else rows.index_select(0, chosen.to(rows.device))).T[None]
+
+
+def _totals(values: Tensor) -> Tensor:
+    if values.stride(1) == 1 and len(values) == 1:  # rows
+        return values[0].T.sum(0, dtype=_accumulator(values))
+    return values.sum(2).sum(0, dtype=_accumulator(values))
+
+
+def _blocks(values: Tensor, groups: int, spare: Tensor | None) -> Tensor:
+    samples, channels, positions = values.shape
+    if groups == channels:
+        norms: Tensor = torch.linalg.vector_norm(values, dim=(0, 2))
+        return norms.square().view(-1, 1, 1)
+    large = groups == 1 and channels > STRIP
+    if samples > 1 and (positions < 4 * channels // groups or (large and values.device.type != "cpu")):
+        values = values.transpose(0, 1).flatten(1)[None]  # many small products cost more than laying them side by side
+        samples, positions = 1, values.shape[2]
+    if large:
+        return _symmetric(values.unbind(), spare)
+    parts = values.reshape(samples * groups, -1, positions)
+    return torch.bmm(parts, parts.mT).view(samples, groups, -1, channels // groups).sum(0)
+
+
+def _symmetric(matrices: Sequence[Tensor], spare: Tensor | None) -> Tensor:
+    """(1, n, n) Sum of the products of matrices, (n, positions) each, with their transposes: the strips of it."""
+    size = len(matrices[0])
+    fits = spare is not None and spare.dtype == matrices[0].dtype and spare.shape[1] == size
+    gram = spare if spare is not None and fits else matrices[0].new_empty(1, size, size)
+    for strip in strips(size):
+        rows, part = strip[1], gram[strip][0]
+        torch.mm(matrices[0][rows], matrices[0][rows.start :].T, out=part)
+        for matrix in matrices[1:]:
+            part.addmm_(matrix[rows], matrix[rows.start :].T)
+    return gram
+
+
+def _accumulator(values: Tensor) -> torch.dtype:
+    return torch.float32 if values.device.type == "mps" else torch.float64
+
+
+class MomentsCollector(ReadHooks):
+    """Collects the Gram matrix and the mean of every consumer's input, as a context manager of hooks.
+
+    A consumer is a layer that multiplies its input with a weight of the model, whatever its module. Every forward pass
+    inside the `with` counts; a layer that is called more than once sums over its calls. Of an input with more than
+    `positions` places or tokens for each image, so many are drawn at random, anew for each batch and the same for the
+    same batches: neighboring places say nearly the same, and the products of all of them would cost more than the
+    forward pass. `InputMoments.count` is how many there were.
+
+    Products are computed in the activation's precision, float32 at least, and summed in float64; where a large mean
+    would cost a variance its digits they are taken around the first batch's mean.
+
+    Args:
+        model: the model, not compiled.
+        images: a few samples on the model's device, on which it runs once, so that the layers and the memory are known.
+        ignore: globs over paths of consumers to leave out.
+        limit_mib: memory that the sums may take, in MiB.
+        positions: of each image, at most; None: all of them.
+
+    Raises:
+        UsageError: the sums need more; names the largest. Or a glob matches no consumer.
+        ModelError: the model is compiled.
+    """
+
+    _running: dict[str, Products]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        images: Any,
+        *,
+        ignore: Sequence[str] = (),
+        limit_mib: int = MOMENTS_LIMIT_MIB,
+        positions: int | None = None,
+    ) -> None:
+        model = unwrapped(model, offloaded=True, compiled=False)
+        super().__init__(model)
+        self.consumers = find_consumers(model, images)
+        self._left_out = {path for glob in ignore for path in matching(glob, self.consumers, "moments_ignore")}
+        wide = any(parameter.dtype == torch.float64 for parameter in model.parameters())
+        found = {path: consumer for path, consumer in self.consumers.items() if path not in self._left_out}
+        self.bytes = {path: _bytes(consumer, wide) for path, consumer in found.items()}
+        self._require_room(limit_mib)
+        self.positions = positions
+        self._sampling = Sampling()
+        self._sums: dict[str, Products] = {}
+        self._shifts: dict[str, Tensor | None] = {}
+        self._spare: dict[str, Tensor] = {}
+
+    @property
+    def memory(self) -> str:
+        """What the sums take and what they are taken of, in words, known before anything is collected."""
+        if not self.bytes:
+            return "no layer reads channels through a weight"
+        path, largest = max(self.bytes.items(), key=lambda item: item[1])
+        sampled = "all positions" if self.positions is None else f"at most {self.positions} positions of each image"
+        return (
+            f"Gram matrices of {len(self.bytes)} layers' inputs, over {sampled}, take "
+            f"{sum(self.bytes.values()) / MIB:.1f} MiB, the largest {largest / MIB:.1f} MiB ({path or 'the model'}, "
+            f"{self.consumers[path].channels} channels)"
+        )
+
+    def moments(self) -> dict[str, InputMoments]:
+        """Return the moments so far, by the consumer's path, in the order in which they first ran.
+
+        Raises:
+            UsageError: the model has not run inside the `with`.
+        """
+        self.require_passes()
+        return {path: _unshifted(sums, self._shifts[path]) for path, sums in self._sums.items()}
+
+    def _enter(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if not self.inside:
+            rows = None if self.positions is None else self.positions * _images(arguments, named)
+            self._sampling = Sampling(rows, self.number)
+        super()._enter(module, arguments, named)
+
+    def see(self, consumer: Consumer, values: Tensor, axis: int) -> None:
+        """Add an input's products to the running pass."""
+        if consumer.path in self._left_out:
+            return
+        found = self._products(consumer, values, (axis, consumer.groups))
+        known = self._running.get(consumer.path)
+        self._running[consumer.path] = found if known is None else _added(known, found)
+
+    def keep(self) -> None:
+        """Add the finished pass."""
+        for path, found in self._running.items():
+            known = self._sums.get(path)
+            own = replace(found, blocks=found.blocks.to(found.total.dtype, copy=True)) if known is None else None
+            self._sums[path] = own or self._sums[path].add_(found)
+        once = {id(found.blocks): (path, found.blocks) for path, found in self._running.items()}  # some read the same
+        self._spare = dict(once.values())
+        self.begin()
+
+    def _products(self, consumer: Consumer, values: Tensor, how: tuple[int, int]) -> Products:
+        """Return the products of an input, computed, or looked up where another layer read the same tensor."""
+        known: tuple[Products, Tensor | None] | None = self._measured.get(values, how)
+        if known is not None and self._shifts.setdefault(consumer.path, known[1]) is known[1]:
+            return known[0]
+        found = self._computed(consumer.path, values, how)
+        self._measured.put(values, how, (found, self._shifts[consumer.path]))
+        return found
+
+    def _computed(self, path: str, values: Tensor, how: tuple[int, int]) -> Products:
+        """Return products around 0, or around the first batch's mean, if that shows that those around 0 would not
+        do.
+        """
+        values, axis = self.without_padding(values, how[0])
+        how = axis, how[1]
+        if path not in self._shifts:
+            first = products(values, *how, sampling=self._sampling)
+            self._shifts[path] = first.total / first.count if first.doubtful else None
+            if not first.doubtful:
+                return first
+        return products(values, *how, self._shifts[path], self._sampling, self._spare.pop(path, None))
+
+    def _require_room(self, limit_mib: int) -> None:
+        total = sum(self.bytes.values()) / MIB
+        if total <= limit_mib:
+            return
+        path, largest = max(self.bytes.items(), key=lambda item: item[1])
+        raise UsageError(
+            f"moments: the Gram matrices of {len(self.bytes)} layers' inputs take {total:,.0f} MiB, more than the "
+            f"limit of {limit_mib:,} MiB; the largest is that of {path!r}: {self.consumers[path].channels:,} channels, "
+            f"{largest / MIB:,.0f} MiB. Leave it out with moments_ignore ([{path}]), or raise moments_limit_mib; both "
+            "are keys of calibration in a recipe and arguments of calibrate"
+        )
+
+
+def _images(arguments: tuple[Any, ...], named: dict[str, Any]) -> int:
+    """Return how many samples a model is given: a list of them, as detection models take, or the first tensor's
+    first axis.
+    """
+    if arguments and isinstance(arguments[0], (list, tuple)):
+        return len(arguments[0])
+    first = next(tensors_in((arguments, named)), None)
+    return 1 if first is None or not first.dim() else len(first)
+
+
+def _bytes(consumer: Consumer, wide: bool) -> int:
+    """Return the sums in float64, and those of the running forward pass in the model's precision."""
+    return int(consumer.channels**2 // consumer.groups * (8 + (8 if wide else 4)))
+
+
+def _added(left: Products, right: Products) -> Products:
+    return Products(left.count + right.count, left.total + right.total, left.blocks + right.blocks)
+
+
+def _unshifted(sums: Products, shift: Tensor | None) -> InputMoments:
+    """Sum around 0 from those around a shift."""
+    total, blocks = sums.total.cpu().double(), mirrored(sums.blocks.cpu().double())
+    if shift is not None:
+        mean = shift.cpu().double().view(len(blocks), -1)
+        parts = total.view(len(blocks), -1)
+        cross = parts[:, :, None] * mean[:, None, :]
+        blocks = blocks + cross + cross.mT + sums.count * mean[:, :, None] * mean[:, None, :]
+        total = total + sums.count * mean.flatten()
+    return InputMoments(sums.count, total.numpy().copy(), blocks.numpy().copy())

@@ -1,0 +1,321 @@
+"""Statistics of one activation, per channel: sums in one pass over it, in two where a large mean costs digits.
+
+`values` is everywhere (samples, channels, positions), contiguous; or (samples, channels), where channels lie innermost.
+
+Statistics of an activation in one pass over it, by kernels that TorchInductor, torch.compile's backend, writes.
+
+One kernel serves every shape of its kind, in every layer and every model; the compiler's cache on disk shares it
+between processes.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prunekit.statistics.layer_stats import ARRAYS, FloatArray, LayerStats
+
+CPU_BLOCK = 2**19
+"""Values reduced at a time on the CPU: larger blocks leave the cache, smaller ones are dominated by Python."""
+DEVICE_BLOCK = 2**24
+"""On an accelerator launches cost more than memory traffic; this bounds the float64 copy to 128 MiB."""
+
+EXACT = 2**24
+"""Up to here float32 counts without a gap."""
+CANCELLATION = 1e-4
+"""Below this share of the second moment a variance taken from raw moments loses more than four digits."""
+DEVIATIONS = ARRAYS.index("squared_deviations")
+Measure = Callable[[Tensor], Tensor]
+"""The first pass: from values to what `statistics` returns."""
+
+
+def summarize(activation: Tensor, axis: int, measure: Measure | None = None) -> FloatArray:
+    """Per-channel statistics of one activation, accumulated in float64 (float32 on MPS, which has no float64).
+
+    Args:
+        activation: floating point, any shape; it is only read.
+        axis: which axis holds the channels.
+        measure: the first pass, if not `measure_eagerly`.
+
+    Returns:
+        (arrays, channels) The fields of `LayerStats`.
+    """
+    values = _channels_second(activation.detach(), axis)
+    if values.numel() == 0:
+        return LayerStats.empty(values.shape[1]).rows
+    rows = (measure or measure_eagerly)(values).cpu().numpy()
+    if rows[-1].any():
+        doubtful = np.flatnonzero(rows[-1])
+        rows[:-1, doubtful] = _measure_twice(values[:, torch.from_numpy(doubtful).to(values.device)])
+    return rows[:-1]
+
+
+def measure_eagerly(values: Tensor) -> Tensor:
+    """(arrays + 1, channels) `statistics` of values (samples, channels, positions) or (samples, channels)."""
+    return statistics(eager_sums(values), values.numel() // values.shape[1])
+
+
+def statistics(sums: Sums, count: int) -> Tensor:
+    """(arrays + 1, channels) The fields of `LayerStats`, and last whether they need a second look.
+
+    That is where NaN or Inf got into the sums, and where a large mean cost the variance its digits.
+
+    Args:
+        sums: in float64.
+        count: values per channel.
+    """
+    total, squares, absolute, zeros, bad, low, high = sums
+    finite = count - bad
+    mean = total / finite.clamp(min=1)
+    deviations = squares - mean * total
+    constant = low == high
+    doubtful = ~total.isfinite() | (~constant & (deviations < CANCELLATION * squares))
+    mean, deviations = torch.where(constant, low, mean), torch.where(constant, 0.0, deviations)
+    first_bad = (bad > 0).double()
+    return torch.stack((finite, mean, deviations, absolute, low, high, zeros, bad, first_bad, doubtful.double()))
+
+
+def _measure_twice(values: Tensor) -> FloatArray:
+    """(arrays, channels) Finite values alone, and the variance in a second pass around the mean."""
+    sums = eager_sums(values, finite_only=True)
+    *rows, _ = statistics(sums, values.numel() // values.shape[1]).numpy()
+    mean, low, high = (rows[ARRAYS.index(name)] for name in ("mean", "min", "max"))
+    centered = centered_squares(values, mean).cpu().double().numpy()
+    rows[DEVIATIONS] = np.where(low == high, 0.0, centered)
+    return np.stack(rows)
+
+
+def _channels_second(activation: Tensor, axis: int) -> Tensor:
+    """(samples, channels, positions), contiguous; or (samples, channels), where channels lie innermost."""
+    channels, last = activation.shape[axis], activation.movedim(axis, -1)
+    if channels > 1 and last.is_contiguous():  # Linear, LayerNorm, and images in channels_last memory format
+        return last.reshape(-1, channels)
+    samples = activation.shape[:axis].numel()
+    return activation.reshape(samples, channels, -1 if activation.numel() else 0).contiguous()
+
+
+class Sums(NamedTuple):
+    """Raw sums per channel, each of shape (channels,), in float64."""
+
+    sum: Tensor
+    squares: Tensor
+    absolute: Tensor
+    zeros: Tensor
+    non_finite: Tensor
+    min: Tensor
+    max: Tensor
+
+
+def eager_sums(values: Tensor, *, finite_only: bool = False) -> Sums:
+    """Sum accumulated in float64 (float32 on MPS, which has no float64), on the CPU.
+
+    Args:
+        values: at least one.
+        finite_only: whether NaN and Inf are counted and left out; without it they are not counted, and sums with
+            them are not finite.
+    """
+    dim = values.ndim - 2
+    blocks = _blocks(values)
+    wide = torch.empty_like(blocks[0], dtype=_accumulator(values))
+    flags = torch.empty_like(blocks[0], dtype=torch.float32)
+    reduce = _reduce_finite if finite_only else _reduce
+    parts = [reduce(block, wide[: len(block)].copy_(block), flags[: len(block)], dim) for block in blocks]
+    joined = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+    joined = joined.view(len(Sums._fields), -1, values.shape[1])  # (sums, samples or blocks, channels)
+    totals = torch.cat((joined[:-2].sum(1), joined[-2:-1].amin(1), joined[-1:].amax(1)))
+    return Sums(*totals.cpu().double())  # one copy, thus one synchronization, per activation
+
+
+def centered_squares(values: Tensor, mean: FloatArray) -> Tensor:
+    """(channels,) Sums of (x - mean)^2 over finite values: the second pass of the two-pass variance.
+
+    Args:
+        mean: (channels,).
+    """
+    dim, channels = values.ndim - 2, values.shape[1]
+    center = torch.from_numpy(mean).to(values.device, _accumulator(values))
+    if dim == 1:
+        center = center.repeat(len(values)).unsqueeze(1)  # (samples * channels, 1)
+    parts, start = [], 0
+    for block in _blocks(values):
+        part = block.to(center.dtype) - (center[start : start + len(block)] if dim == 1 else center)
+        parts.append(part.masked_fill_(~part.isfinite(), 0).square_().sum(dim))
+        start += len(block)
+    return torch.cat(parts).view(-1, channels).sum(0)
+
+
+def _blocks(values: Tensor) -> tuple[Tensor, ...]:
+    """Return rows at a time of (samples * channels, positions), to be reduced along 1; or of (samples, channels),
+    along 0.
+    """
+    matrix = values.flatten(0, -2)
+    size = CPU_BLOCK if values.device.type == "cpu" else DEVICE_BLOCK
+    return torch.split(matrix, max(1, size // matrix.shape[1]))
+
+
+def _accumulator(values: Tensor) -> torch.dtype:
+    return torch.float32 if values.device.type == "mps" else torch.float64
+
+
+def _reduce(block: Tensor, wide: Tensor, flags: Tensor, dim: int) -> Tensor:
+    """Return the sums of one block; `wide`, its float64 copy, and `flags` are overwritten."""
+    low, high = block.amin(dim).to(wide.dtype), block.amax(dim).to(wide.dtype)
+    total, squares = wide.sum(dim), _squares(wide, dim)
+    on_cpu = block.device.type == "cpu"  # elsewhere, looking at a value stalls the queue and costs more than it saves
+    absolute = total if on_cpu and low.amin() >= 0 else wide.abs_().sum(dim)
+    return torch.stack((total, squares, absolute, _zeros(block, flags, dim, wide), torch.zeros_like(low), low, high))
+
+
+def _reduce_finite(block: Tensor, wide: Tensor, flags: Tensor, dim: int) -> Tensor:
+    bad = ~wide.isfinite()
+    wide.masked_fill_(bad, 0)
+    low, high = wide.masked_fill(bad, torch.inf).amin(dim), wide.masked_fill(bad, -torch.inf).amax(dim)
+    total, squares, absolute = wide.sum(dim), _squares(wide, dim), wide.abs_().sum(dim)
+    missing = bad.sum(dim).to(wide.dtype)
+    return torch.stack((total, squares, absolute, _zeros(block, flags, dim, wide), missing, low, high))
+
+
+def _squares(wide: Tensor, dim: int) -> Tensor:
+    if dim == 1:  # the innermost axis: vectorized, and faster than squares written out and summed
+        norms: Tensor = torch.linalg.vector_norm(wide, 2, dim)
+        return norms.square()
+    return wide.square().sum(dim)
+
+
+def _zeros(block: Tensor, flags: Tensor, dim: int, like: Tensor) -> Tensor:
+    # Sums of booleans and integers are not vectorized (five times slower): only where float32 would miscount.
+    found = torch.eq(block, 0, out=flags)
+    return found.sum(dim, dtype=None if block.shape[dim] <= EXACT else torch.int64).to(like.dtype)
+
+
+PAYS_OFF = 2**31
+"""Values of one kind that are reduced eagerly before a kernel is compiled for the rest: on one core that took 2 to 4 s
+longer than fused, about what compiling takes where the compiler's own cache is warm."""
+LARGEST = 2**31
+"""Values of an activation from which on 32-bit indices and counts do not reach."""
+EXAMPLES = {2: (3136, 64), 3: (16, 64, 3136)}
+"""Shapes to compile for, by number of axes: no two sizes are equal, or the compiler would take them for one."""
+
+
+class Kind(NamedTuple):
+    """What activations share a kernel."""
+
+    ndim: int
+    """3: (samples, channels, positions); 2: (samples, channels)."""
+    dtype: torch.dtype
+    device: str
+    threads: int
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What came of compiling for a kind of activation."""
+
+    run: Callable[[Tensor], Tensor] | None
+    """Does what `measure_eagerly` does; None where it could not be compiled."""
+    seconds: float
+    """What compiling took, once in a process."""
+    error: str = ""
+    """Why there is none."""
+
+
+class Measure_fused:
+    """Measures activations, fused where that is possible and pays off, otherwise eagerly.
+
+    Args:
+        fused: True: from the first value; False: never; None: once `PAYS_OFF` values of a kind have been reduced.
+    """
+
+    def __init__(self, fused: bool | None) -> None:
+        self._fused = fused
+        self._seen: Counter[Kind] = Counter()
+        self._kernels: dict[Kind, Kernel] = {}
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """(arrays + 1, channels) What `measure_eagerly` returns."""
+        kernel = self._kernel(values)
+        return measure_eagerly(values) if kernel is None or kernel.run is None else kernel.run(values)
+
+    def _kernel(self, values: Tensor) -> Kernel | None:
+        kind = None if self._fused is False else kind_of(values)
+        if kind is None:
+            return None
+        if self._fused is None:
+            self._seen[kind] += values.numel()
+            if self._seen[kind] <= PAYS_OFF:
+                return None
+        if kind not in self._kernels:
+            self._kernels[kind] = compiled(kind)
+        return self._kernels[kind]
+
+    @property
+    def form(self) -> str:
+        """How values were reduced: "fused"; "eager, then fused", where that had to pay off first; or "eager", with the
+        reason where it was not asked for."""
+        kernels = self._kernels.values()
+        if any(kernel.run for kernel in kernels):
+            return "fused" if self._fused else "eager, then fused"
+        if kernels:
+            return f"eager ({next(iter(kernels)).error})"
+        return "eager (too few values for compiling to pay off)" if self._seen else "eager"
+
+    @property
+    def compile_seconds(self) -> float:
+        """What compiling the kernels in use took, once in this process."""
+        return sum(kernel.seconds for kernel in self._kernels.values())
+
+
+def kind_of(values: Tensor) -> Kind | None:
+    """Return which kernel measures values (samples, channels, positions) or (samples, channels); None: the eager
+    form.
+    """
+    if type(values) is not Tensor or values.device.type not in ("cpu", "cuda") or values.numel() >= LARGEST:
+        return None
+    return Kind(values.ndim, values.dtype, values.device.type, torch.get_num_threads())
+
+
+@cache
+def compiled(kind: Kind) -> Kernel:
+    """Compile a kernel, once in a process; also that it failed is remembered."""
+    start = time.perf_counter()
+    try:
+        run = _compile(torch.zeros(EXAMPLES[kind.ndim], dtype=kind.dtype, device=kind.device))
+    except Exception as error:  # whatever a compiler does not like: the eager form gives the same
+        reason = str(error).strip().partition("\n")[0]
+        return Kernel(None, time.perf_counter() - start, f"compiling failed: {type(error).__name__}: {reason}")
+    return Kernel(run, time.perf_counter() - start)
+
+
+def _compile(example: Tensor) -> Callable[[Tensor], Tensor]:
+    # Not through torch.compile itself: its guards cost as much as measuring a small activation, and it compiles again
+    # for sizes of 1, for another grad mode, and after torch._dynamo.reset.
+    with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch to itself, about what it imports
+        from torch._inductor import standalone_compile
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        graph = make_fx(_measure_at_once, tracing_mode="symbolic")(example)
+        run: Callable[[Tensor], Tensor] = standalone_compile(graph, [example], dynamic_shapes="from_graph")
+        run(example)
+    return run
+
+
+def _measure_at_once(values: Tensor) -> Tensor:
+    dims = (0,) if values.ndim == 2 else (0, 2)
+    if values.dtype != torch.float64:
+        values = values.float()  # comparisons of half precision are not vectorized
+    wide = values.double()
+    zeros = (values == 0).sum(dims, dtype=torch.int32).double()  # int32 is as wide as float32: as many to a vector
+    low, high = values.amin(dims).double(), values.amax(dims).double()
+    bad = torch.zeros_like(low)
+    sums = Sums(wide.sum(dims), wide.square().sum(dims), wide.abs().sum(dims), zeros, bad, low, high)
+    return statistics(sums, values.numel() // values.shape[1])

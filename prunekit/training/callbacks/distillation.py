@@ -1,0 +1,328 @@
+"""Knowledge distillation: a student that is trained towards its teacher's logits and features.
+
+Outputs of modules in the channels that a plan keeps, as a student and its teacher compute them.
+
+Seconds that a device spends on one thing, without waiting for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from prunekit.channels.tracing.tracer import channel_axis
+from prunekit.distributed.process_group import total_of
+from prunekit.errors import ModelError
+from prunekit.hooks.hook import recomputing
+from prunekit.hooks.owner import HookOwner
+from prunekit.masks.module_values import paths_matching
+from prunekit.models.outputs import logits
+from prunekit.planning.plan import Plan
+from prunekit.settings.train import DistillSettings
+from prunekit.tasks.classification import IMAGE_CLASSIFICATION
+from prunekit.tasks.task import Task, get_task
+from prunekit.training.callbacks.callback import Part, Training
+from prunekit.utils.context import training_mode
+from prunekit.utils.inputs import arguments, call, count_of
+
+PlanInForce = Callable[[], Plan | None]
+"""The plan that masks a model now; None: the model is whole."""
+
+Call = tuple[str, int]
+"""Path of a module, and the how-manieth call in a forward pass."""
+
+
+class Features(HookOwner):
+    """Keeps the kept channels of the outputs of some modules while gradients or a teacher are computed.
+
+    Args:
+        model: its modules are hooked.
+        paths: which.
+        plan: what is kept.
+        trained: whether outputs must carry a gradient.
+    """
+
+    def __init__(self, model: nn.Module, paths: Sequence[str], plan: PlanInForce, *, trained: bool) -> None:
+        super().__init__()
+        self._model, self._paths, self._plan, self._trained = model, paths, plan, trained
+        self._found: dict[Call, Tensor] = {}
+        self._kept: dict[tuple[str, int, torch.device], Tensor | None] = {}
+        self._known: Plan | None = None
+
+    def register(self) -> None:
+        for path in self._paths:
+            self.own_forward(self._model.get_submodule(path), partial(self._see, path), again=True)
+
+    def taken(self) -> dict[Call, Tensor]:
+        """Return what came since the last time, by path and call."""
+        found, self._found = self._found, {}
+        return found
+
+    def _see(self, path: str, module: nn.Module, inputs: Any, named: Any, output: Any) -> None:
+        if recomputing() or (self._trained and not torch.is_grad_enabled()):
+            return  # the second pass of activation checkpointing, or validation
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            raise ModelError(f"distill.features: {path} gives a {type(output).__name__}; expected one tensor of floats")
+        if self._trained and not output.requires_grad:
+            raise ModelError(
+                f"distill.features: the output of {path} carries no gradient, because it is frozen or is checkpointed "
+                "with use_reentrant=True; choose other modules, or use_reentrant=False"
+            )
+        call = sum(key[0] == path for key in self._found)
+        axis = channel_axis(module, output.ndim)
+        kept = self._index(path, call, output.shape[axis], output.device)
+        # A copy either way: whatever reads the output may overwrite it.
+        self._found[path, call] = output.clone() if kept is None else output.index_select(axis, kept)
+
+    def _index(self, path: str, call: int, channels: int, device: torch.device) -> Tensor | None:
+        """Kept channels of an output; None where all are, or the plan knows none there."""
+        if (plan := self._plan()) is not self._known:
+            self._kept, self._known = {}, plan
+        if plan is None:
+            return None
+        key = path, call, device
+        if key not in self._kept:
+            labels = plan.channel_map.activations.get((path, "output", call))
+            keep = None if labels is None or labels.size != channels else plan.keep[labels]
+            self._kept[key] = None if keep is None or keep.all() else torch.from_numpy(np.flatnonzero(keep)).to(device)
+        return self._kept[key]
+
+
+def feature_paths(model: nn.Module, settings: DistillSettings) -> list[str]:
+    """Module paths whose outputs are compared.
+
+    Raises:
+        UsageError: a glob matches nothing.
+    """
+    wanted = settings.features
+    return [] if wanted is None else paths_matching(model, wanted.modules, "distill.features.modules")
+
+
+def not_alike(given: Collection[Call], taught: Collection[Call]) -> str:
+    """Return what to say where student and teacher did not call the same modules."""
+    alone = sorted({path for path, _ in set(given) ^ set(taught)})
+    if not alone:
+        return "distill.features: none of the modules ran; choose modules that do"
+    return (
+        f"distill.features: {', '.join(alone[:4])} did not run as often in the student, in train mode, as in the "
+        "teacher, in eval mode; choose other modules (checkpointed with use_reentrant=True they record nothing)"
+    )
+
+
+class Stopwatch:
+    """Adds up what is timed on a device; on CUDA by events that are read once they have passed.
+
+    Args:
+        device: where it runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._seconds = 0.0
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        """Time what runs inside."""
+        if not self._cuda:
+            start = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - start
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        yield
+        end.record()
+        self._pending.append((begin, end))
+        self._read(wait=False)
+
+    @property
+    def seconds(self) -> float:
+        """The sum so far; waits for what still runs."""
+        self._read(wait=True)
+        return self._seconds
+
+    def add(self, seconds: float) -> None:
+        """Add what was timed elsewhere, as in the run that this one goes on with."""
+        self._seconds += seconds
+
+    def _read(self, *, wait: bool) -> None:
+        while self._pending and (wait or self._pending[0][1].query()):  # type: ignore[no-untyped-call]
+            begin, end = self._pending.popleft()
+            end.synchronize()
+            self._seconds += begin.elapsed_time(end) / 1e3
+
+
+def soft_targets(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """T^2 KL(teacher / T || student / T), mean over the batch (Hinton et al. 2015, "Distilling the knowledge").
+
+    The factor T^2 keeps gradients as large as those of the cross entropy, whatever the temperature.
+
+    Args:
+        student, teacher: logits (B, classes); halves are computed with in float32.
+        temperature: T, above 0.
+    """
+    given, wanted = (F.log_softmax(_wide(values) / temperature, dim=1) for values in (student, teacher))
+    return F.kl_div(given, wanted, reduction="batchmean", log_target=True) * temperature**2
+
+
+def feature_error(student: Sequence[Tensor], teacher: Sequence[Tensor], images: int = 1) -> Tensor:
+    """Return the mean over layers of |student - teacher|^2 / |teacher|^2: hints (Romero et al. 2015, "FitNets") of
+    equal say.
+
+    Where several processes share a batch, |teacher|^2 is that of all: the mean of what they get, each weighted by its
+    images, is what a single one would get.
+
+    Args:
+        student, teacher: one tensor for each layer, in the same shapes.
+        images: in this process's share.
+    """
+    pairs = list(zip(map(_wide, student), map(_wide, teacher), strict=True))
+    sizes = [wanted.square().sum() for _, wanted in pairs]
+    *of_all, together = total_of(torch.stack([*sizes, torch.full_like(sizes[0], images)]))
+    errors = [
+        (given - wanted).square().sum() / size.clamp_min(torch.finfo(size.dtype).tiny)
+        for (given, wanted), size in zip(pairs, of_all, strict=True)
+    ]
+    mean: Tensor = torch.stack(errors).mean() * (together / images)
+    return mean
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.float() if values.dtype.itemsize < 4 else values
+
+
+@dataclass(frozen=True)
+class TeacherCost:
+    """What the teacher took.
+
+    Attributes:
+        seconds: of all its forward passes.
+        step_share: of the time of the training steps, reading of images left out, 0..1.
+    """
+
+    seconds: float
+    step_share: float
+
+
+class Distillation(Part):
+    """Adds `weight` times `soft_targets`, and where the settings name modules `features.weight` times `feature_error`.
+
+    The teacher runs in eval mode without gradients on the images that the student sees, augmented as those are, and in
+    the same precision. It is not changed. Features are compared call by call, and only in the channels that the plan
+    in force keeps: what is pruned of a masked student is zero, and is not to be learnt.
+
+    Args:
+        teacher: gives logits as the student does, and has the modules that the globs name; moved to the student's
+            device for as long as training takes.
+        settings: what is added.
+        plan: what masks the student.
+        task: says where class scores are in what the models return; itself or its name.
+
+    Raises:
+        UsageError: on enter, when a glob matches no module.
+        ModelError: in a step, when a module gives no tensor, or one that carries no gradient.
+    """
+
+    def __init__(
+        self,
+        teacher: nn.Module,
+        settings: DistillSettings,
+        plan: PlanInForce = lambda: None,
+        *,
+        task: Task | str = IMAGE_CLASSIFICATION,
+    ) -> None:
+        self._teacher, self._settings, self._plan = teacher, settings, plan
+        self._logits = get_task(task).logits or logits
+        self._outputs: tuple[Features, Features] | None = None
+        self._watch = Stopwatch(torch.device("cpu"))
+        self._start: float | None = None
+        self._steps_s = 0.0
+
+    @property
+    def cost(self) -> TeacherCost:
+        """What the teacher took so far."""
+        seconds = self._watch.seconds
+        return TeacherCost(seconds, seconds / self._steps_s if self._steps_s else 0.0)
+
+    @contextmanager
+    def active(self, training: Training) -> Iterator[None]:
+        teacher, before = self._teacher, next(self._teacher.parameters()).device
+        self._watch = Stopwatch(training.device)
+        clock = _Clock(training.model, self._begin)
+        try:
+            teacher.to(training.device)
+            with training_mode(teacher, False), clock, self._features(training.model):
+                yield
+        finally:
+            teacher.to(before)
+
+    @contextmanager
+    def _features(self, student: nn.Module) -> Iterator[None]:
+        wanted = self._settings.features
+        if wanted is None:
+            yield
+            return
+        paths = feature_paths(student, self._settings)
+        given = Features(student, paths, self._plan, trained=True)
+        with given, Features(self._teacher, paths, self._plan, trained=False) as taught:
+            self._outputs = given, taught
+            yield
+        self._outputs = None
+
+    def _begin(self) -> None:
+        if self._start is None:
+            self._start = time.perf_counter()
+
+    def loss(self, inputs: Any, output: Any, targets: Any) -> Tensor:
+        with self._watch.timing(), torch.no_grad():
+            wanted = self._logits(call(self._teacher, arguments(self._teacher, inputs)))
+        settings = self._settings
+        loss = settings.weight * soft_targets(self._logits(output), wanted, settings.temperature)
+        if self._outputs is not None and settings.features is not None:
+            given, taught = (outputs.taken() for outputs in self._outputs)
+            if given.keys() != taught.keys() or not given:
+                raise ModelError(not_alike(given, taught))
+            error = feature_error(list(given.values()), [taught[key] for key in given], count_of(inputs))
+            loss = loss + settings.features.weight * error
+        return loss
+
+    def after_step(self, step: int, made: bool) -> None:
+        if self._start is not None:
+            self._steps_s += time.perf_counter() - self._start
+            self._start = None
+
+    def describe(self) -> Mapping[str, Any]:
+        return {"teacher": f"{self.cost.step_share:.0%}"} if self._steps_s else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seconds": self._watch.seconds, "steps_s": self._steps_s}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._watch.add(state["seconds"])
+        self._steps_s += state["steps_s"]
+
+
+class _Clock(HookOwner):
+    """Says when a forward pass of training begins."""
+
+    def __init__(self, model: nn.Module, begin: Callable[[], None]) -> None:
+        super().__init__()
+        self._model, self._begin = model, begin
+
+    def register(self) -> None:
+        self.own_forward_pre(self._model, self._before, again=True)
+
+    def _before(self, module: nn.Module, *_: Any) -> None:
+        if torch.is_grad_enabled() and not recomputing():
+            self._begin()

@@ -1,0 +1,309 @@
+"""Pruning while a model is trained: masks whose plan changes as a schedule says, as a part of a run too."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from prunekit.errors import ArtifactError
+from prunekit.masks.masked_model import ChangingMasks, sparsity
+from prunekit.masks.weight_masks import HeldValues
+from prunekit.planning.plan import Plan
+from prunekit.planning.schedules import Stage, Timeline, timeline
+from prunekit.settings.prune import ScheduleSettings
+from prunekit.settings.train import TrainSettings
+from prunekit.training.callbacks.callback import Part, Training
+
+
+def steps_per_epoch(settings: TrainSettings, images: int, batch: int) -> int:
+    """Return the steps of the optimizer in an epoch of `fit` on so many training images, if none is skipped."""
+    return math.ceil(max(1, images // batch) / settings.accumulate)
+
+
+class Planner:
+    """Makes the plan of each stage of a schedule.
+
+    Where it keeps scores from stage to stage, they go through `state_dict`, as those of a `Part` do.
+    """
+
+    def active(self, model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[Any]:
+        """Entered after the masks, and left once the plan is final: from then on there is nothing to look at."""
+        return nullcontext()
+
+    def plan(self, model: nn.Module, stage: Stage, before: Plan) -> Plan:
+        """Return the plan of a stage; of several processes all ask for it, and must get the same.
+
+        Args:
+            model: as it is now, under the masks of the plan before.
+        """
+        raise NotImplementedError
+
+    def shares(self, stage: Stage, plan: Plan) -> Mapping[str, tuple[float, float]]:
+        """Of each resource the share of the dense model that a stage means to leave, and what its plan leaves."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next stages need."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+
+
+@dataclass(frozen=True)
+class PlanChange:
+    """One stage as it was carried out.
+
+    Attributes:
+        step: how many steps came before it.
+        pruned, regrown: channels, by their labels, that went and that came back.
+        shares: see `Planner.shares`.
+    """
+
+    step: int
+    pruned: int
+    regrown: int
+    shares: Mapping[str, tuple[float, float]]
+
+
+class ScheduledMasks:
+    """A model under masks whose plan changes at each stage of a schedule, as a context manager.
+
+    Whoever trains the model tells how many steps were made. Pruned entries are exactly zero from a stage on, after
+    every step of the optimizer.
+
+    Args:
+        model: changed in place.
+        optimizer: torch's own, which trains it.
+        stages: every change of the plan, in order; the last is final.
+        start: the plan before the first stage, which may keep everything.
+        planner: makes the others, of the same channel map.
+        on_change: called after each change, once the masks are in force.
+        gradients: as for `ChangingMasks`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        stages: Sequence[Stage],
+        start: Plan,
+        planner: Planner,
+        on_change: Callable[[], None] = lambda: None,
+        *,
+        gradients: bool = True,
+    ) -> None:
+        self.model, self.plan, self.planner = model, start, planner
+        self.stages, self.changes = tuple(stages), list[PlanChange]()
+        self._optimizer, self._on_change = optimizer, on_change
+        self._masks = ChangingMasks(model, start, optimizer, restore=False, gradients=gradients)
+        self._entered, self._watching = ExitStack(), ExitStack()
+        self._done = 0
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            stack.enter_context(self._masks)
+            self._watching = stack.enter_context(ExitStack())
+            self._watching.enter_context(self.planner.active(self.model, self._optimizer))
+            self._entered = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered.__exit__(kind, error, trace)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the plan is the final one."""
+        return self._done == len(self.stages)
+
+    @property
+    def next(self) -> Stage | None:
+        """The stage that comes next; None once the plan is final."""
+        return None if self.settled else self.stages[self._done]
+
+    @property
+    def held(self) -> HeldValues:
+        """The values that pruned entries had when they were pruned."""
+        return self._masks.held
+
+    def reach(self, step: int) -> None:
+        """Carry out the stages that come after so many steps or fewer; of several the last."""
+        due = [stage for stage in self.stages[self._done :] if stage.step <= step]
+        if not due:
+            return
+        before = self.plan
+        self._use(self.planner.plan(self.model, due[-1], before))
+        self._done += len(due)
+        pruned, regrown = (
+            _count(self.plan, gone) for gone in (before.keep & ~self.plan.keep, self.plan.keep & ~before.keep)
+        )
+        self.changes.append(PlanChange(step, pruned, regrown, dict(self.planner.shares(due[-1], self.plan))))
+        if self.settled:
+            self._watching.close()
+        self._on_change()
+
+    def _use(self, plan: Plan) -> None:
+        self._masks.update(plan)
+        self.plan = plan
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the stage, the plan, the values of what is pruned, and the planner's scores."""
+        return {
+            "done": self._done,
+            "keep": torch.from_numpy(self.plan.keep.copy()),
+            "element_masks": {name: mask.clone() for name, mask in self.plan.element_masks.items()},
+            "held": {name: values.clone() for name, values in self._masks.held.values.items()},
+            "provenance": json.dumps(dict(self.plan.provenance)),
+            "changes": [
+                {**asdict(change), "shares": {name: list(both) for name, both in change.shares.items()}}
+                for change in self.changes
+            ],
+            "planner": self.planner.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put the plan of a state in force; `on_change` is not called for the changes before it.
+
+        Raises:
+            ArtifactError: the state is of another model or schedule.
+        """
+        keep = state["keep"].cpu().numpy()
+        if keep.shape != self.plan.keep.shape or not state["done"] <= len(self.stages):
+            raise ArtifactError("state of a pruning schedule: it belongs to another model or schedule; train anew")
+        self._done = int(state["done"])
+        self._use(Plan(self.plan.channel_map, keep, json.loads(state["provenance"]), dict(state["element_masks"])))
+        self._masks.held.load(state["held"])
+        self.planner.load_state_dict(state["planner"])
+        self.changes = [
+            PlanChange(**{**row, "shares": {name: (both[0], both[1]) for name, both in row["shares"].items()}})
+            for row in state["changes"]
+        ]
+        if self.settled:
+            self._watching.close()
+
+
+class PruningSchedule(Part):
+    """`ScheduledMasks` as a part of a training run, over whose epochs the schedule is laid when it begins.
+
+    A stage between two epochs comes after the validation: that shows how far the model has recovered from the stage
+    before, and statistics of BatchNorms would be those of the channels that have just gone. Weights are kept as the
+    best only under the final plan.
+
+    Args:
+        settings: laid over the run when it begins.
+        start, planner: as for `ScheduledMasks`.
+        on_change: called after each change, once the masks are in force.
+
+    Raises:
+        UsageError: when it is entered: the schedule does not fit the run.
+    """
+
+    def __init__(
+        self,
+        settings: ScheduleSettings,
+        start: Plan,
+        planner: Planner,
+        on_change: Callable[[PruningSchedule], None] = lambda _: None,
+    ) -> None:
+        self.settings, self.start, self.planner = settings, start, planner
+        self._on_change = on_change
+        self._masks: ScheduledMasks | None = None
+        self._step = 0
+
+    @contextmanager
+    def active(self, training: Training) -> Iterator[None]:
+        """Enter the masks, and carry out the stage before the first step, if there is one."""
+        self.timeline: Timeline = timeline(self.settings, epochs=training.epochs, steps=training.steps)
+        self._masks = ScheduledMasks(
+            training.model,
+            training.optimizer,
+            self.timeline.stages,
+            self.start,
+            self.planner,
+            lambda: self._on_change(self),
+        )
+        with self._masks:
+            self._masks.reach(0)
+            yield
+
+    @property
+    def masks(self) -> ScheduledMasks:
+        """Those of the run; there are none before it."""
+        assert self._masks is not None
+        return self._masks
+
+    @property
+    def model(self) -> nn.Module:
+        """As it is trained."""
+        return self.masks.model
+
+    @property
+    def plan(self) -> Plan:
+        """The one in force; before the run the one that it begins with."""
+        return self.start if self._masks is None else self._masks.plan
+
+    @property
+    def changes(self) -> list[PlanChange]:
+        """Every stage that was carried out."""
+        return [] if self._masks is None else self._masks.changes
+
+    def after_step(self, step: int, made: bool) -> None:
+        """Carry out the stages that come before the next step, but for those that a validation comes before."""
+        self._step = step
+        if step % self.timeline.steps:
+            self.masks.reach(step)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Afterwards come the stages between two epochs; the epoch may have made fewer steps, of missing batches."""
+        yield
+        steps = self.timeline.steps
+        self.masks.reach(math.ceil(self._step / steps) * steps)
+
+    def settled(self) -> bool:
+        """Return whether the plan is the final one."""
+        return self.masks.settled
+
+    def describe(self) -> Mapping[str, Any]:
+        """Return the share of zeros among the weights."""
+        return {"sparsity": f"{sparsity(self.model, self.plan).weights:.1%}"}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step, and the state of the masks."""
+        return {"step": self._step, **self.masks.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state, see `ScheduledMasks.load_state_dict`."""
+        self._step = int(state["step"])
+        self.masks.load_state_dict(state)
+
+
+def _count(plan: Plan, labels: Any) -> int:
+    """Of some labels those in channel groups: joint ones follow from others."""
+    return sum(int(np.count_nonzero(labels[group.labels])) for group in plan.channel_map.groups)
+
+
+class LearningRateRewinding(Part):
+    """Begins the learning-rate schedule anew in each round of a schedule, where that asks for it (Renda et al. 2020).
+
+    A part of its own: a dense control is trained with the same learning rates.
+    """
+
+    def __init__(self, settings: ScheduleSettings) -> None:
+        self.settings = settings
+
+    def restarts(self, training: Training) -> Sequence[int]:
+        """Return where the rounds begin."""
+        return timeline(self.settings, epochs=training.epochs, steps=training.steps).restarts()

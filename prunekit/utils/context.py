@@ -1,0 +1,318 @@
+"""What is touched is restored: training mode, random state, threads and backends, each as a context manager."""
+
+from __future__ import annotations
+
+import gc
+import random
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointFunction
+
+from prunekit.distributed.launcher import local_rank
+from prunekit.distributed.process_group import size
+from prunekit.errors import ModelError, UsageError
+
+T = TypeVar("T")
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def set_mode(model: M, training: bool) -> M:
+    """Put a model into train or eval mode, and return it.
+
+    A module that `torch.export` made refuses both: its operators are those of the mode that it was exported in.
+
+    Raises:
+        ModelError: it cannot be put into train mode.
+    """
+    try:
+        model.train(training)
+    except NotImplementedError as error:
+        if training:
+            raise ModelError(
+                f"{type(model).__name__} cannot be put into train mode: {error} Its operators are fixed, as those of a "
+                "module that torch.export made; give the module that it was exported from, and export what comes of it"
+            ) from error
+        for module in model.modules():
+            module.training = False
+    return model
+
+
+@contextmanager
+def training_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Put a model into train or eval mode; afterwards every module is in the mode it had."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        set_mode(model, training)
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """No parameter of a model takes a gradient; afterwards each is as it was."""
+    with taking_gradients([parameter for parameter in model.parameters() if parameter.requires_grad], False):
+        yield
+
+
+@contextmanager
+def taking_gradients(parameters: Iterable[torch.Tensor], wanted: bool) -> Iterator[None]:
+    """Have parameters take gradients, or none; afterwards each is as it was."""
+    before = [(parameter, parameter.requires_grad) for parameter in parameters]
+    try:
+        for parameter, _ in before:
+            parameter.requires_grad_(wanted)
+        yield
+    finally:
+        for parameter, was in before:
+            parameter.requires_grad_(was)
+
+
+def gradients_of(
+    value: torch.Tensor, tensors: Sequence[torch.Tensor], *, create_graph: bool = False
+) -> tuple[torch.Tensor | None, ...]:
+    """As `torch.autograd.grad`; where reentrant checkpointing refuses that, by a plain backward pass, which leaves no
+    `.grad` behind.
+
+    Args:
+        value: one number.
+        tensors: all leaves that it depends on.
+
+    Raises:
+        ModelError: the gradients are to have a graph of their own, and reentrant checkpointing gives none.
+    """
+    if not is_reentrant(value):
+        return torch.autograd.grad(value, tensors, allow_unused=True, create_graph=create_graph)
+    if create_graph:
+        raise ModelError(
+            "second derivatives: reentrant activation checkpointing has none; use use_reentrant=False, or turn "
+            "checkpointing off meanwhile"
+        )
+    with own_gradients(tensors):
+        value.backward()  # type: ignore[no-untyped-call]
+        return tuple(tensor.grad for tensor in tensors)
+
+
+@contextmanager
+def own_gradients(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Tensors begin without a `.grad`, and have afterwards what they had."""
+    before = [(tensor, tensor.grad) for tensor in tensors]
+    for tensor, _ in before:
+        tensor.grad = None
+    try:
+        yield
+    finally:
+        for tensor, gradient in before:
+            tensor.grad = gradient
+
+
+def is_reentrant(value: torch.Tensor) -> bool:
+    """Return whether a value was computed under reentrant activation checkpointing, which allows `value.backward()`
+    alone.
+    """
+    checkpoint = CheckpointFunction._backward_cls
+    seen, ahead = set(), [value.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(node, checkpoint):
+            return True
+        seen.add(node)
+        ahead += [before for before, _ in node.next_functions]
+    return False
+
+
+def without_gradients(forward: Callable[[], T]) -> T:
+    """Return what a forward pass returns, run without gradients; with them where its own code takes some, as of
+    forces.
+    """
+    try:
+        with torch.no_grad():
+            return forward()
+    except RuntimeError as error:
+        if not takes_gradients(error):
+            raise
+    with torch.enable_grad():
+        return forward()
+
+
+def takes_gradients(error: BaseException) -> bool:
+    """Return whether an error was raised by code that asked for gradients where none are recorded."""
+    asking = {torch.autograd.grad.__code__, torch.autograd.backward.__code__}
+    return any(frame.f_code in asking for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seeds Python, NumPy and torch (CPU and CUDA); afterwards their states are what they were."""
+    with same_random_state():
+        seed_all(seed)
+        yield
+
+
+@contextmanager
+def same_draws(model: nn.Module) -> Iterator[None]:
+    """One forward pass that is compared with others: whatever it draws, they draw too.
+
+    Each begins with the same seeds (see `seeded`), and leaves the generators that modules hold themselves (Python's,
+    NumPy's and torch's, in their attributes) as it found them.
+    """
+    held = [value for module in model.modules() for value in vars(module).values()]
+    states = [(value, _state_of(value)) for value in held if isinstance(value, _GENERATORS)]
+    try:
+        with seeded(0):
+            yield
+    finally:
+        for generator, state in states:
+            _set_state(generator, state)
+
+
+_GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, random.Random):
+        return None if isinstance(generator, random.SystemRandom) else generator.getstate()
+    return generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif not isinstance(generator, random.Random):
+        generator.set_state(state)
+    elif state is not None:  # the system's own has none
+        generator.setstate(state)
+
+
+@contextmanager
+def same_random_state() -> Iterator[None]:
+    """Whatever draws or seeds inside: afterwards the states of Python's, NumPy's and torch's generators are what they
+    were."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+def random_state() -> dict[str, Any]:
+    """Return the states of Python's, NumPy's and torch's generators: on the CPU, and on CUDA where that is in use."""
+    version, numbers, gauss = random.getstate()
+    name, keys, *rest = np.random.get_state()
+    state: dict[str, Any] = {
+        "python": [version, torch.tensor(numbers), gauss],
+        "numpy": [name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Put the generators into the states that `random_state` gave."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers.tolist()), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
+
+
+def seed_all(seed: int) -> None:
+    """Seeds Python, NumPy and torch for the rest of the process."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+@contextmanager
+def paused_garbage_collection() -> Iterator[None]:
+    """Hold back Python's cycle collector, which a burst of small objects would start again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Run with `count` intra-op CPU threads; `None` leaves them as they are."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def on_device(device: str | torch.device) -> AbstractContextManager[object]:
+    """Make a CUDA device the current one, whose streams and graphs are those that are meant where none is named."""
+    found = torch.device(device)
+    return torch.cuda.device(found) if found.type == "cuda" else nullcontext()
+
+
+def device_of(model: nn.Module, device: torch.device | str | None = None) -> torch.device:
+    """Return a device that was asked for; None: where the model's parameters are, the CPU if it has none of its own.
+
+    Of a model that Accelerate offloads the parameters are on the meta device between their uses: its hooks take inputs
+    to where they are used.
+    """
+    if device is not None:
+        return torch.device(device)
+    return next((one.device for one in model.parameters() if not one.is_meta), torch.device("cpu"))
+
+
+def resolve_device(name: str) -> torch.device:
+    """Turn `auto`, `cpu`, `cuda`, `cuda:n` or `mps` into a device that is there; each of several processes has one.
+
+    Raises:
+        UsageError: the device does not exist on this machine, or several processes would share it.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if size() > 1 and name not in ("cpu", "cuda"):
+        raise UsageError(
+            f"device: expected auto, cpu or cuda for {size()} processes, each of which has its own, got {name!r}"
+        )
+    if size() > 1 and name == "cuda":
+        name = f"cuda:{local_rank()}"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"device: expected auto, cpu, cuda, cuda:n or mps, got {name!r}") from None
+    if device.type == "cpu" and device.index is not None:
+        raise UsageError(f"device: expected auto, cpu, cuda, cuda:n or mps, got {name!r}; there is one cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        found = torch.cuda.device_count()
+        raise UsageError(
+            f"device {name!r} was asked for, but this machine's CUDA devices number {found}; use --device cpu"
+        )
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise UsageError("device 'mps' was asked for, but this machine has none; use --device cpu")
+    if device.type not in {"cpu", "cuda", "mps"}:
+        raise UsageError(f"device: expected auto, cpu, cuda, cuda:n or mps, got {name!r}")
+    return device

@@ -1,0 +1,293 @@
+"""How results show themselves: a line at the prompt, a table when printed, HTML in notebooks, rows for code.
+
+Numbers as people read them: a unit, three digits, and a dash where there is nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from textwrap import fill, shorten
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+NOTHING = "–"
+PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return whether `value` is a finite number (a bool is none)."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def digits(value: Any, significant: int = 3) -> str:
+    """Plain decimal notation with three significant digits, e.g. 0.0123, 4.57, 1240."""
+    if not is_number(value):
+        return NOTHING
+    if value == 0:
+        return "0"
+    # Rounding comes first, so that 9.996 is 10.0 and not 10.00.
+    rounded = float(f"{value:.{significant - 1}e}")
+    return f"{rounded:.{max(0, significant - 1 - math.floor(math.log10(abs(rounded))))}f}"
+
+
+def count(value: Any) -> str:
+    """Return a count with a decimal prefix, e.g. 21.3 M; whole below 1,000."""
+    if not is_number(value):
+        return NOTHING
+    for size, prefix in PREFIXES:
+        if abs(value) >= size * 0.9995:
+            return f"{digits(value / size)} {prefix}"
+    return digits(value) if isinstance(value, float) and not value.is_integer() else str(int(value))
+
+
+def plural(number: int, word: str, ending: str = "s") -> str:
+    """Return a count with its word, e.g. 2 layers."""
+    return f"{number:,} {word}{ending if number != 1 else ''}"
+
+
+def listed(names: Iterable[str], most: int) -> str:
+    """Return the first of several names, and how many more there are."""
+    every = list(names)
+    return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
+
+
+def size(value: Any) -> str:
+    """Return bytes in decimal units, e.g. 85.3 MB."""
+    text = count(value)
+    if text == NOTHING:
+        return text
+    return f"{text}B" if text[-1].isalpha() else f"{text} B"
+
+
+def percent(value: Any, places: int = 1) -> str:
+    """Return a number that is in percent already, e.g. 98.6 %."""
+    return f"{value:.{places}f} %" if is_number(value) else NOTHING
+
+
+def share(value: Any, places: int = 1) -> str:
+    """Return a share between 0 and 1 as percent."""
+    return percent(100 * value, places) if is_number(value) else NOTHING
+
+
+def difference(before: Any, after: Any, places: int = 2) -> str:
+    """Return what was added, with its sign, e.g. −0.37."""
+    return signed(after - before, places) if is_number(before) and is_number(after) else NOTHING
+
+
+def change(before: Any, after: Any) -> str:
+    """Return the relative change, e.g. −55.2 %."""
+    if not (is_number(before) and is_number(after)) or before == 0:
+        return NOTHING
+    return f"{signed(100 * (after / before - 1), 1)} %"
+
+
+def signed(value: Any, places: int = 2) -> str:
+    """Return a difference with its sign, and a true minus."""
+    if not is_number(value):
+        return NOTHING
+    text = f"{value:+.{places}f}".replace("-", "−")
+    return text[1:] if not text.strip("+−0.") else text
+
+
+def factor(value: Any) -> str:
+    """Return a ratio, e.g. 2.31×."""
+    return f"{value:.2f}×" if is_number(value) else NOTHING
+
+
+def interval(low: Any, high: Any, places: int = 2) -> str:
+    """Return a 95 % interval, e.g. [97.2, 99.1]; nothing where there is none."""
+    return f"[{low:.{places}f}, {high:.{places}f}]" if is_number(low) and is_number(high) else ""
+
+
+def scientific(value: Any) -> str:
+    """Return a very small number, e.g. 3.1e-15."""
+    return f"{value:.1e}" if is_number(value) and value != 0 else digits(value)
+
+
+def moment(text: Any) -> str:
+    """Return a time in ISO 8601 as people write it, e.g. 2026-11-20 11:02:54 UTC."""
+    return str(text).replace("T", " ").replace("+00:00", " UTC")
+
+
+def duration(seconds: Any) -> str:
+    """Seconds, or minutes and seconds from two minutes up."""
+    if not is_number(seconds):
+        return NOTHING
+    if seconds < 120:
+        return f"{digits(seconds)} s"
+    return f"{int(seconds) // 60} min {int(seconds) % 60} s"
+
+
+MOST = 40
+"""Rows of a table that are shown."""
+CELL = 100
+"""Characters of a cell that are shown."""
+LINE = 160
+"""Characters of a result at the prompt."""
+PAGE = 80
+"""Characters of a line of prose."""
+
+# Colors are inherited, so that it looks the same in light and dark notebooks.
+STYLE = (
+    ".prunekit table{border-collapse:collapse;margin:.5em 0;color:inherit;font-size:inherit}"
+    ".prunekit caption{text-align:left;font-weight:bold;color:inherit;white-space:nowrap}"
+    ".prunekit th,.prunekit td{text-align:right;vertical-align:top;padding:.1em .6em;font-variant-numeric:tabular-nums}"
+    ".prunekit th{border-bottom:1px solid;white-space:nowrap}"
+    ".prunekit .l1 :nth-child(1),.prunekit .l2 :nth-child(2),.prunekit .l3 :nth-child(3),.prunekit .l4 :nth-child(4),"
+    ".prunekit .l5 :nth-child(5){text-align:left}"
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a result.
+
+    Attributes:
+        headings: of the columns, with units.
+        rows: their cells.
+        text: headings of columns that hold words, beside the first.
+        title: what the rows are.
+        most: how many rows are shown.
+        all_in: where those that are left out can be found.
+    """
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    text: Collection[str] = ()
+    title: str = ""
+    most: int = MOST
+    all_in: str = ".rows()"
+
+    @property
+    def left_out(self) -> str:
+        """Says how many rows are not shown; empty where all are."""
+        more = len(self.rows) - self.most
+        return f"... {more} more row{'s'[: more != 1]}; {self.all_in} has all" if more > 0 else ""
+
+
+class Displayed(ABC):
+    """A result that shows itself.
+
+    A dataclass that is one has `repr=False`, or the decorator would write its own.
+    """
+
+    @abstractmethod
+    def rows(self) -> list[dict[str, Any]]:
+        """Return what it holds as plain values, one dictionary for each row."""
+
+    @abstractmethod
+    def _headline(self) -> str:
+        """Return what matters most, in a line."""
+
+    @abstractmethod
+    def _parts(self) -> Iterable[str | Table]:
+        """Paragraphs and tables that tell all of it."""
+
+    def frame(self) -> pd.DataFrame:
+        """Return the rows as a pandas data frame."""
+        import pandas as pd
+
+        return pd.DataFrame(self.rows())
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {shorten(self._headline(), LINE, placeholder=' ...')}>"
+
+    def __str__(self) -> str:
+        parts = self._parts()
+        return "\n\n".join(_broken(part) if isinstance(part, str) else _table_text(part) for part in parts)
+
+    def _repr_html_(self) -> str:
+        """Return what notebooks show."""
+        return f'<div class="prunekit"><style>{STYLE}</style>{"".join(map(_as_html, self._parts()))}</div>'
+
+
+def text_of(result: Displayed, *, most: int | None = None, all_in: str = "") -> str:
+    """Return a result as a command prints it: no line is broken.
+
+    Args:
+        most: rows of a table that are shown; None: all.
+        all_in: where the others are.
+    """
+    parts = (
+        part if isinstance(part, str) else replace(part, most=most or len(part.rows), all_in=all_in)
+        for part in result._parts()
+    )
+    return "\n\n".join(part if isinstance(part, str) else _table_text(part) for part in parts)
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[Any]], text: Collection[str] = ()) -> str:
+    """Return the text columns: the first and those named in `text` to the left, numbers to the right."""
+    if not rows:
+        return "  (none)"
+    cells = [list(headings), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    left = _left(headings, text)
+    return "\n".join(_line(line, widths, left) for line in cells)
+
+
+def changes(pairs: Iterable[tuple[int | None, int | None]]) -> list[str]:
+    """A column of counts before and after, such as `64 -> 44`, aligned at the arrow; the count where it stays."""
+    given = list(pairs)
+    width = max((len(str(after)) for before, after in given if before != after), default=0)
+    return [
+        (f"{before} -> {after:>{width}}" if before != after else str(before)) if before is not None else NOTHING
+        for before, after in given
+    ]
+
+
+def _left(headings: Sequence[str], text: Collection[str]) -> list[bool]:
+    """Return which columns are flush left."""
+    return [index == 0 or heading in text for index, heading in enumerate(headings)]
+
+
+def _line(cells: Sequence[str], widths: Sequence[int], left: Sequence[bool]) -> str:
+    columns = zip(cells, widths, left, strict=True)
+    padded = (cell.ljust(width) if to_left else cell.rjust(width) for cell, width, to_left in columns)
+    return f"  {'  '.join(padded)}".rstrip()
+
+
+def _broken(paragraph: str) -> str:
+    """With lines of a width that is read with ease; paths stay whole."""
+    return "\n".join(_filled(line) for line in paragraph.split("\n"))
+
+
+def _table_text(part: Table) -> str:
+    lines = [part.title, table(part.headings, [_short(row) for row in part.rows[: part.most]], part.text)]
+    lines.append(f"  {part.left_out}".rstrip())
+    return "\n".join(line for line in lines if line)
+
+
+def _filled(line: str) -> str:
+    margin = " " * (len(line) - len(line.lstrip()) + 2)
+    return fill(line, PAGE, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False)
+
+
+def _short(row: Sequence[Any]) -> list[str]:
+    """Return cells that fit into a column: of longer ones the middle is left out."""
+    texts = (str(cell) for cell in row)
+    half = CELL // 2
+    return [text if len(text) <= CELL else f"{text[: half - 2]}...{text[1 - half :]}" for text in texts]
+
+
+def _as_html(part: str | Table) -> str:
+    """HTML, in which end tags that may be left out are: a table of 40 rows is half as long."""
+    if isinstance(part, str):
+        return f"<p>{escape(part, quote=False).replace(chr(10), '<br>')}</p>"
+    left = " ".join(f"l{index + 1}" for index, flush in enumerate(_left(part.headings, part.text)) if flush)
+    caption = f"<caption>{escape(part.title, quote=False)}</caption>" if part.title else ""
+    more = part.left_out
+    body = "".join(_html_rows(part))
+    return f'<table class="{left}">{caption}{body}</table>' + (f"<p>{escape(more, quote=False)}</p>" if more else "")
+
+
+def _html_rows(part: Table) -> Iterator[str]:
+    yield "<thead><tr>" + "".join(f"<th>{escape(heading, quote=False)}" for heading in part.headings) + "<tbody>"
+    for row in part.rows[: part.most]:
+        yield "<tr>" + "".join(f"<td>{escape(cell, quote=False)}" for cell in _short(row))

@@ -1,0 +1,218 @@
+"""Files and folders that are whole or not there: written to a temporary beside the target, then renamed."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+from prunekit.errors import ArtifactError, UsageError
+
+StrPath = str | os.PathLike[str]
+"""What every public function takes as a path."""
+_LEFT = ".tmp"
+"""How names of temporaries end."""
+
+
+def folder_at(path: StrPath) -> Path:
+    """Return the path of a folder that a user named.
+
+    Raises:
+        UsageError: it is no path.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise UsageError(f"folder: expected a path, such as 'small', got {type(path).__name__}")
+    return Path(path)
+
+
+def require_replaceable(folder: Path, names: Set[str]) -> None:
+    """Checks that nothing is lost where a folder takes the place of another.
+
+    Args:
+        folder: that is to be written; may be missing.
+        names: of the files that folders of its kind have.
+
+    Raises:
+        UsageError: there is a file in its place, or a folder with other things in it.
+    """
+    if folder.is_dir():
+        others = sorted(path.name for path in folder.iterdir() if path.name not in names)
+        if others:
+            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+            raise UsageError(
+                f"{folder}: expected a new folder, or one to replace that has {', '.join(sorted(names))} alone; this "
+                f"one also has {others[0]!r}{more}, which would be lost: name a folder inside it, such as "
+                f"{str(folder / 'small')!r}"
+            )
+    for place in (folder, *folder.parents):
+        if place.exists() and not place.is_dir():
+            raise UsageError(f"{folder}: expected a folder, but {place} is a file; choose another name")
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path in the same folder; on success it replaces `path`, on an error it is removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(_LEFT, f".{path.name}.", path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        with _naming(path, temporary):
+            yield temporary
+            _share(temporary)
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(path: Path, *, durable: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder beside `path`; on success it takes the place of `path`, on an error it is removed.
+
+    A folder that was there before stays until the new one is whole.
+
+    Args:
+        path: of the folder.
+        durable: whether it is on the disk when the block has ended, and outlives a loss of power.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(_LEFT, f".{path.name}.", path.parent))
+    try:
+        with _naming(path, temporary):
+            yield temporary
+            for written in (temporary, *temporary.rglob("*")):
+                _share(written)
+                if durable:
+                    _sync(written)
+            old = path.with_name(f".{path.name}.old-{os.getpid()}{_LEFT}")
+            if path.exists():
+                os.replace(path, old)
+            os.replace(temporary, path)
+            if durable:
+                _sync(path.parent)
+            shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def _naming(path: Path, temporary: Path) -> Iterator[None]:
+    """Has an error of the system name what was to be written: a full disk names no file, others the temporary."""
+    try:
+        yield
+    except OSError as error:
+        if error.strerror and (error.filename is None or str(error.filename).startswith(str(temporary))):
+            error.filename = str(path)
+        raise
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed processes left of files and folders that they were writing into `folder`.
+
+    Only for a folder that no other process writes to.
+    """
+    for left in folder.glob(f".*{_LEFT}"):
+        shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk; where the system has a call for that."""
+    if os.name != "posix":
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _share(path: Path) -> None:
+    """The permissions that a plainly created file would have: temporaries, and safetensors' files, are private."""
+    path.chmod((0o777 if path.is_dir() else 0o666) & ~_umask())
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 text file, whole or not at all."""
+    with atomic_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON with sorted keys; NaN and Inf are refused, because they are not JSON."""
+    write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> None:
+    """Write rows as a CSV table, whole or not at all: None and NaN as empty cells, the numbers of a column alike.
+
+    Args:
+        rows: a value for each column; one that a row does not have is empty.
+        columns: the header of a table without rows.
+    """
+    names = list(dict.fromkeys(name for row in rows for name in row)) or list(columns)
+    cells = [_cells([row.get(name) for row in rows]) for name in names]
+    with atomic_file(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([names, *zip(*cells, strict=True)])
+
+
+def _cells(column: Sequence[Any]) -> Sequence[Any]:
+    """Write a column of numbers with decimals where one has them or is missing, as pandas does."""
+    found = [None if value is None or value != value else value for value in column]
+    numbers = [value for value in found if value is not None]
+    if all(isinstance(value, Real) and not isinstance(value, bool) for value in numbers) and (
+        len(numbers) < len(found) or not all(isinstance(value, Integral) for value in numbers)
+    ):
+        return [float(value) if isinstance(value, Integral) else value for value in found]
+    return found
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file that prunekit wrote.
+
+    Raises:
+        ArtifactError: the file is missing or is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except ValueError as error:
+        raise ArtifactError(f"{path}: expected JSON, but {error}; the file is damaged") from error
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file, as hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value of nested mappings under its key with dots; a mapping without keys counts as a value."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def plain(value: Any) -> Any:
+    """Return nested values as JSON reads them back: text keys, lists, and what JSON does not know as text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, Set)):
+        return [plain(item) for item in value]
+    return value if isinstance(value, int | float | None) else str(value)

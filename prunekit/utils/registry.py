@@ -1,0 +1,294 @@
+"""Registries: objects of one kind by name, such as criteria or runtimes, open to what users and packages add."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cache, cached_property
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from prunekit.errors import UsageError, nearest
+from prunekit.utils.user_code import is_reference, load_object, require_object
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """Where a name is registered, and what its registration says of it, read from the source without running it.
+
+    Attributes:
+        module: full name of the module.
+        facts: the literal keyword arguments of the registration.
+    """
+
+    module: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Registry(Generic[Item]):
+    """Objects of one kind by name.
+
+    Built-in ones are registered in the modules of a package, one concept a file: a new file there is found by itself.
+    Other packages name theirs as entry points of the group `prunekit.<plural>`, users register theirs by calling the
+    same function from their own code, or name them as `file.py:object`, where recipes and commands take a name.
+
+    Names are known without importing anything: the calls that register are read from the source, so their first
+    argument, and all keyword arguments that `prunekit list` shows, are literals.
+
+    Args:
+        kind: what an object of it is called in messages, such as "criterion".
+        plural: the same of several, such as "criteria".
+        package: where built-in ones are registered, such as "prunekit.criteria".
+        registers: name of the function that registers one, and is called with its name first.
+        accept: turns what `file.py:object` names, and its reference, into an object of the kind; raises a `UsageError`
+            that says what was expected.
+    """
+
+    def __init__(
+        self, kind: str, plural: str, package: str, registers: str, accept: Callable[[str, Any], Item]
+    ) -> None:
+        self.kind, self.plural, self.package, self.registers, self.accept = kind, plural, package, registers, accept
+        self._items: dict[str, Item] = {}
+        self._homes: dict[str, tuple[str, str]] = {}
+
+    def add(self, name: str, item: Item, defined: object = None) -> None:
+        """Register an object.
+
+        Args:
+            defined: the function or class that it is of. The same one, run anew (a notebook's cell, a file that was
+                edited), takes the place of what it was before.
+
+        Raises:
+            ValueError: the name is taken, or holds a colon, which is what `file.py:object` is known by.
+        """
+        if ":" in name:
+            raise ValueError(f"{self.kind} {name!r}: a name must not hold a colon")
+        home, declared = _home(defined), self.declared.get(name)
+        elsewhere = declared is not None and declared.module not in sys.modules
+        again = home is not None and self._homes.get(name) == home
+        if (name in self._items and not again) or elsewhere:
+            raise ValueError(f"{self.kind} {name!r} is registered already; choose another name")
+        self._items[name] = item
+        if home is not None:
+            self._homes[name] = home
+
+    @cached_property
+    def declared(self) -> dict[str, Declaration]:
+        """The built-in ones by name, in the order of their files and lines."""
+        found: dict[str, Declaration] = {}
+        for path in self._files():
+            module = f"{self.package}.{path.stem}"
+            for name, facts in _registrations(path, self.registers):
+                found[name] = Declaration(module, facts)
+        return found
+
+    def _files(self) -> list[Path]:
+        top, *parts = self.package.split(".")
+        spec = find_spec(top)  # not of the package itself: that would import those around it
+        folders = [] if spec is None else [Path(at, *parts) for at in spec.submodule_search_locations or ()]
+        return [path for folder in folders for path in sorted(folder.glob("*.py")) if path.stem != "__init__"]
+
+    @cached_property
+    def installed(self) -> dict[str, EntryPoint]:
+        """Those of other installed packages by name."""
+        return {point.name: point for point in entry_points(group=f"prunekit.{self.plural}")}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name that is known: built-in, registered and installed ones, in this order."""
+        registered = [name for name in self._items if not is_reference(name)]
+        return tuple(dict.fromkeys([*self.declared, *registered, *self.installed]))
+
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """Return what registrations say of each name, for lists; of an installed one, the package that it is from.
+
+        Imports none: of those that are here already, it is what they hold themselves.
+        """
+        declared = {name: dict(declared.facts) for name, declared in self.declared.items()}
+        here = {name: vars(getattr(item, "facts", item)) for name, item in self._items.items()}
+        from_packages = {name: f"from {point.module}" for name, point in self.installed.items()}
+        installed = {name: {"measures": package, "about": package} for name, package in from_packages.items()}
+        known = installed | here | declared
+        return {name: known[name] for name in self.names}
+
+    @property
+    def imported(self) -> tuple[Item, ...]:
+        """Those that are here already, without importing any."""
+        return tuple(self._items.values())
+
+    def problem(self, name: object) -> str | None:
+        """Return what is wrong with a name or a reference, as "expected ..., got ..."; None if nothing is. Runs no
+        code.
+        """
+        if isinstance(name, str) and name in self.names:
+            return None
+        if isinstance(name, str) and is_reference(name):
+            try:
+                require_object(name, UsageError)
+            except UsageError as error:
+                return str(error)
+            return None
+        near = nearest(name, self.names) if isinstance(name, str) else nearest("", self.names)
+        return f"expected the name of a {self.kind}, or file.py:object, got {name!r}; {near}"
+
+    def get(self, name: str) -> Item:
+        """Return the object of a name; of `file.py:object` what the user's file defines, which is run.
+
+        Raises:
+            UsageError: there is none; names the nearest.
+        """
+        if name not in self._items:
+            self._load(name)
+        return self._items[name]
+
+    def _load(self, name: str) -> None:
+        if (problem := self.problem(name)) is not None:
+            raise UsageError(f"{self.kind}: {problem}")
+        if name in self.declared:
+            import_module(self.declared[name].module)
+        elif name in self.installed:
+            self._items[name] = self.accept(name, self.installed[name].load())
+        else:
+            self.renew(name)
+        if name not in self._items:  # its registration is in the source, and did not run
+            raise UsageError(f"{self.kind} {name!r}: importing {self.declared[name].module} did not register it")
+
+    def renew(self, name: str) -> None:
+        """Read `file.py:object` as the file is now; nothing for a name. Each job does so once, when it begins.
+
+        In between, `get` returns what it was: an edit must not change a job that runs.
+
+        Raises:
+            UsageError: there is no such file or object, its code raises, or it is none of this kind.
+        """
+        if is_reference(name):
+            self._items[name] = self.accept(name, load_object(name, UsageError))
+
+    def items(self) -> Iterator[tuple[str, Item]]:
+        """Return every name with its object; imports what is not yet there."""
+        return ((name, self.get(name)) for name in self.names)
+
+
+@dataclass(frozen=True)
+class Registered:
+    """What the text of a setting names, as part of its annotation: an object of this registry, or `file.py:object`."""
+
+    registry: Registry[Any]
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Marks a mapping in settings whose keys are names of a registry; a recipe has them beside the settings' fields.
+
+    Attributes:
+        registry: of the keys.
+        annotation: type of the value of one of them.
+    """
+
+    registry: Registry[Any]
+    annotation: Callable[[str], Any]
+
+    def knows(self, key: object) -> bool:
+        """Return whether a key is a name of the registry, or names code as `file.py:object`."""
+        return key in self.registry.names or is_reference(key)
+
+
+KeyPath = tuple[str | int, ...]
+
+
+class Key(str):
+    """The end of the path to a key of a mapping, where it is the key itself that names something."""
+
+
+@cache
+def field_hints(settings: Any) -> dict[str, Any]:
+    """Return the annotations of a dataclass's fields by name, constraints included; resolved once for each class."""
+    hints = get_type_hints(settings, include_extras=True)
+    return {field.name: hints[field.name] for field in fields(settings)}
+
+
+def named(hint: Any, value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any, Registry[Any]]]:
+    """Yield what settings name of registries: key path, text, and the registry. The path to a key ends with a `Key`.
+
+    Args:
+        hint: a dataclass of settings, or another annotation.
+        value: of it, or the same as plain values.
+        path: of the value.
+    """
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        yield from ((path, value, part.registry) for part in parts[1:] if isinstance(part, Registered))
+        for mark in (part for part in parts[1:] if isinstance(part, Beside)):
+            yield from (((*path, Key(key)), key, mark.registry) for key in value)
+        yield from named(parts[0], value, path)
+    elif origin in (UnionType, Union) and not (value is None and type(None) in parts):
+        for part in parts:
+            yield from named(part, value, path)
+    elif is_dataclass(hint):
+        items = value if isinstance(value, Mapping) else vars(value) if isinstance(value, hint) else {}  # type: ignore[arg-type]
+        hints = field_hints(hint)  # type: ignore[arg-type]  # a class is hashable
+        for key, inner in hints.items():
+            if key in items:
+                yield from named(inner, items[key], (*path, key))
+            elif isinstance(value, Mapping) and any(isinstance(part, Beside) for part in get_args(inner)):
+                yield from named(
+                    inner, {key: one for key, one in items.items() if key not in hints and one is not None}, path
+                )
+    elif origin is tuple and isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            yield from named(parts[0], item, (*path, index))
+    elif origin is dict and isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from named(parts[1], item, (*path, key))
+
+
+def changed(settings: Any, path: KeyPath, value: Any) -> Any:
+    """Return settings with another value, or another key, at a key path."""
+    if not path:
+        return value
+    key, *rest = path
+    if isinstance(key, Key):
+        return {(value if name == key else name): item for name, item in settings.items()}
+    if isinstance(settings, tuple):
+        return tuple(changed(item, tuple(rest), value) if i == key else item for i, item in enumerate(settings))
+    if isinstance(settings, Mapping):
+        return {**settings, key: changed(settings[key], tuple(rest), value)}
+    return replace(settings, **{str(key): changed(getattr(settings, str(key)), tuple(rest), value)})
+
+
+def _home(defined: object) -> tuple[str, str] | None:
+    """Return where a function or class is defined: its file, else its module, and its name there."""
+    module = getattr(defined, "__module__", None)
+    if module is None:
+        return None
+    return str(getattr(sys.modules.get(module), "__file__", None) or module), getattr(defined, "__qualname__", "")
+
+
+def _registrations(path: Path, function: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name and literal keyword arguments of each call of a function in a file, where the name is a
+    literal.
+    """
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call) or not node.args or not isinstance(node.args[0], ast.Constant):
+            continue
+        called = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+        if called == function and isinstance(node.args[0].value, str):
+            yield node.args[0].value, dict(_literals(node.keywords))
+
+
+def _literals(keywords: list[ast.keyword]) -> Iterator[tuple[str, Any]]:
+    for keyword in keywords:
+        try:
+            value = ast.literal_eval(keyword.value)
+        except ValueError:
+            continue
+        if keyword.arg is not None:
+            yield keyword.arg, value

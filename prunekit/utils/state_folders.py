@@ -1,0 +1,184 @@
+"""Nested states as folders without pickle: tensors in safetensors, everything else in JSON, both with a checksum."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from prunekit.errors import ArtifactError, ResumeError, cut_short
+from prunekit.utils.files import atomic_folder, read_json, sha256
+
+FORMAT = 1
+TENSORS, TEXT = "tensors.safetensors", "state.json"
+_TAG = "$"
+"""The key of JSON objects that stand for what JSON has no form for."""
+_ABSENT = object()
+
+
+def write_state(folder: Path, state: Mapping[str, Any]) -> None:
+    """Write a state as a folder that is whole or not there, and on the disk when this returns.
+
+    Args:
+        folder: made, or replaced.
+        state: tensors, numbers, text, booleans, None, and lists, tuples and dicts of them; keys are text or whole
+            numbers. Tensors come back equal bit by bit, in the same order in memory and on the CPU; those that share
+            memory come back apart.
+
+    Raises:
+        TypeError: something else is in it; says where.
+        OSError: the disk is full, or cannot be written to; what was in `folder` before is still there.
+    """
+    plain, tensors = taken_apart(state)
+    body = {"format": FORMAT, "state": plain}
+    with atomic_folder(folder, durable=True) as temporary:
+        save_tensors(temporary / TENSORS, tensors)
+        body["tensors"] = sha256(temporary / TENSORS)
+        text = json.dumps(body, allow_nan=False)
+        (temporary / TEXT).write_text(json.dumps({"sha256": _digest(text), "body": body}), encoding="utf-8")
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Read what `write_state` wrote; tensors are on the CPU.
+
+    Raises:
+        ArtifactError: a file is missing or damaged.
+        ResumeError: it is of another format.
+    """
+    found = read_json(folder / TEXT)
+    body = found.get("body") if isinstance(found, dict) else None
+    if not isinstance(body, dict) or _digest(json.dumps(body)) != found.get("sha256"):
+        raise ArtifactError(f"{folder / TEXT}: not what prunekit wrote (checksum differs); the file is damaged")
+    if body["format"] != FORMAT:
+        raise ResumeError(
+            f"{folder / TEXT}: expected format {FORMAT}, got {body['format']}; resume it with the version that wrote it"
+        )
+    path = folder / TENSORS
+    if not path.is_file() or sha256(path) != body["tensors"]:
+        raise ArtifactError(f"{path}: missing, or not what prunekit wrote (checksum differs)")
+    try:
+        return put_together(body["state"], safetensors.torch.load_file(path))
+    except SafetensorError as error:
+        raise ArtifactError(f"{path}: {error}") from error
+
+
+def taken_apart(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+    """Return a state in JSON's terms, and its tensors by name: contiguous copies on the CPU.
+
+    Raises:
+        TypeError: something else is in it; says where.
+    """
+    tensors: dict[str, Tensor] = {}
+    return _encoded(state, "", tensors), tensors
+
+
+def put_together(plain: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the state that `taken_apart` took apart."""
+    state: dict[str, Any] = _decoded(plain, tensors)
+    return state
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file; the tensors are contiguous and share no memory.
+
+    Raises:
+        OSError: the disk is full, or cannot be written to.
+    """
+    try:
+        safetensors.torch.save_file(dict(tensors), path)
+    except SafetensorError as error:  # which is what safetensors makes of every error of the system
+        found = re.search(r"os error (\d+)", str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _encoded(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
+    """Return a value in JSON's terms; tensors go to `tensors` under their place in the state."""
+    if isinstance(value, Tensor):
+        return _tensor(value, where, tensors)
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {_TAG: "float", "value": repr(value)}
+    if isinstance(value, list):
+        return [_encoded(item, _at(where, index), tensors) for index, item in enumerate(value)]
+    if isinstance(value, tuple):
+        return {_TAG: "tuple", "items": [_encoded(item, _at(where, i), tensors) for i, item in enumerate(value)]}
+    if isinstance(value, Mapping):
+        items = [[_key(key, where), _encoded(item, _at(where, key), tensors)] for key, item in value.items()]
+        if all(isinstance(key, str) for key in value) and _TAG not in value:
+            return dict(items)
+        return {_TAG: "dict", "items": items}
+    raise TypeError(
+        f"state, at {where!r}: expected tensors, numbers, text, and lists, tuples and dicts of them, got "
+        f"{type(value).__name__}"
+    )
+
+
+def _key(key: Any, where: str) -> str | int:
+    if type(key) in (str, int):
+        return key  # type: ignore[no-any-return]
+    raise TypeError(f"state, at {where!r}: expected text and whole numbers as keys, got {key!r}")
+
+
+def _at(where: str, key: Any) -> str:
+    return f"{where}/{key}" if where else str(key)
+
+
+def _tensor(value: Tensor, where: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    name = where
+    while name in tensors:  # keys may have slashes of their own
+        name += "'"
+    # The order of the axes in memory: fused optimizers expect a parameter and its momentum to lie alike.
+    order = sorted(range(value.ndim), key=value.stride, reverse=True)
+    # A clone each: safetensors refuses tensors that share memory.
+    tensors[name] = value.detach().permute(order).to("cpu", copy=True).contiguous()
+    return {_TAG: "tensor", "name": name, "order": order}
+
+
+def _decoded(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decoded(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    match value.get(_TAG):
+        case "tensor":
+            order = value["order"]
+            return tensors[value["name"]].permute([order.index(axis) for axis in range(len(order))])
+        case "float":
+            return float(value["value"])
+        case "tuple":
+            return tuple(_decoded(item, tensors) for item in value["items"])
+        case "dict":
+            return {key: _decoded(item, tensors) for key, item in value["items"]}
+    return {key: _decoded(item, tensors) for key, item in value.items()}
+
+
+def differences(there: Any, here: Any, where: str = "") -> Iterator[str]:
+    """Yield what differs between two plain values, a sentence each: the place, and what is there and here."""
+    if isinstance(there, Mapping) and isinstance(here, Mapping):
+        for key in [*there, *(key for key in here if key not in there)]:
+            place = f"{where}.{key}" if where else str(key)
+            yield from differences(there.get(key, _ABSENT), here.get(key, _ABSENT), place)
+    elif there != here:
+        yield f"{where}: {_shown(there)} there, {_shown(here)} here"
+
+
+def _shown(value: Any) -> str:
+    if value is _ABSENT:
+        return "nothing"
+    return cut_short(repr(value))

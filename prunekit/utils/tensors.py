@@ -1,0 +1,114 @@
+"""Tensors inside nested inputs and outputs.
+
+How tensors lie in memory, channels last above all; model folders say whether their model's lie so.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Return every tensor in nested tuples, lists, dicts, and the attributes of dataclasses and other plain objects."""
+    return iter(gather(value))
+
+
+def gather(value: Any) -> list[torch.Tensor]:
+    """Return the same as a list."""
+    return _gather(value, [])
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Everything in nested tuples, lists and dicts that is none of these."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from leaves(item)
+    else:
+        yield value
+
+
+def first_not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    """Return the name of the first tensor with a NaN or an Inf in it; None where all are finite."""
+    return next((name for name, tensor in named if not bool(torch.isfinite(tensor).all())), None)
+
+
+def _gather(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+    elif value is None or isinstance(value, (int, float, str, type, nn.Module)):
+        pass
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            _gather(item, found)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            _gather(item, found)
+    else:
+        for item in _attributes(value).values():
+            _gather(item, found)
+    return found
+
+
+def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return the same nesting, with every tensor that `tensors_in` finds exchanged."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        items = {key: map_tensors(item, function) for key, item in value.items()}
+        if type(value) is dict or not isinstance(value, MutableMapping):
+            return items
+        outputs = copy.copy(value)  # an OrderedDict, or what is read by attribute as well
+        for key, item in items.items():  # transformers' outputs refuse `update`
+            outputs[key] = item
+        return outputs
+    if isinstance(value, (tuple, list)):
+        parts = [map_tensors(item, function) for item in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if gather(value):  # an object with tensors among its attributes
+        twin = copy.copy(value)
+        for name, item in _attributes(value).items():
+            object.__setattr__(twin, name, map_tensors(item, function))
+        return twin
+    return value
+
+
+def _attributes(value: Any) -> Mapping[str, Any]:
+    """Return the attributes of dataclasses, those with slots too, and of other plain objects; none of anything else."""
+    if isinstance(value, (type, nn.Module)) or callable(value):
+        return {}
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return getattr(value, "__dict__", {})
+
+
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def with_channels_last(tensor: Tensor) -> Tensor:
+    """Return a copy of images, volumes or their kernels with channels last; of other tensors, one as they are."""
+    return tensor.clone(memory_format=FORMATS.get(tensor.dim(), torch.preserve_format))
+
+
+def lies_channels_last(model: nn.Module) -> bool:
+    """Return whether a kernel of a model has its channels last and could not be said to have them first."""
+    found = ((kernel, FORMATS.get(kernel.dim())) for kernel in model.parameters())
+    return any(
+        form is not None and kernel.is_contiguous(memory_format=form) and not kernel.is_contiguous()
+        for kernel, form in found
+    )
+
+
+def as_it_lies(tensor: Tensor) -> Tensor:
+    """Return a tensor as a vector, in the order in which it lies in memory: no copy of a dense one."""
+    if tensor.is_contiguous():
+        return tensor.detach().view(-1)
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    return tensor.detach().permute(order).reshape(-1)

@@ -1,0 +1,225 @@
+"""The user's own code: an object in a Python file that the user names, or allows a recipe to name."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+from urllib.parse import quote, unquote
+
+from prunekit.errors import UsageError, nearest
+
+_PREFIX = "prunekit_user_"
+_INSTALLED = "python:"
+
+
+def run_factory(reference: str, error: type[UsageError]) -> Any:
+    """Run `file.py:factory` and return what it makes. The file's code is run: name only files you trust.
+
+    The file itself is run once in a process unless it changes, and its folder stays on `sys.path`: factories and data
+    sets may import their neighbors late, and worker processes that are spawned take the path over.
+
+    Args:
+        reference: path of a Python file, a colon, and the name of a function or class that takes no arguments; or
+            `python:`, a module that can be imported, a colon, and that name.
+        error: what to raise.
+
+    Raises:
+        UsageError: of the type `error`: no such file, module or name, or the code raises.
+    """
+    factory = load_object(reference, error)
+    if not callable(factory):
+        raise error(f"{reference}: expected a function or class, got {type(factory).__name__}")
+    return made_by(factory, reference, error)
+
+
+def made_by(factory: Callable[[], Any], reference: str, error: type[UsageError]) -> Any:
+    """Call a factory that a reference names, and return what it makes.
+
+    Raises:
+        UsageError: of the type `error`: it raises; says where.
+    """
+    path = Path(reference.rpartition(":")[0])
+    try:
+        return factory()
+    except (Exception, SystemExit) as raised:
+        raise error(f"{reference}: the factory raised {_raised(raised, path)}") from raised
+
+
+class Unallowed(str):
+    """A reference that a recipe names, and that nobody has allowed to run: `load_object` refuses it.
+
+    Attributes:
+        where: place of the recipe that names it, for messages.
+    """
+
+    where: str
+
+    def __new__(cls, reference: str, where: str) -> Unallowed:
+        made = super().__new__(cls, reference)
+        made.where = where
+        return made
+
+    def __reduce__(self) -> tuple[type[Unallowed], tuple[str, str]]:
+        return Unallowed, (str(self), self.where)
+
+
+def not_allowed(reference: str) -> str:
+    """Return why a reference in a recipe is not run, and what to do about it."""
+    return (
+        f"{str(reference)!r} is code, and a recipe runs none unless it is allowed: if you trust it, add --allow-code "
+        "(from Python: allow_code=True)"
+    )
+
+
+def is_reference(text: object) -> bool:
+    """Return whether a value is text that names an object in a user's file or module, `file.py:object` or
+    `python:module:object`."""
+    if not isinstance(text, str):
+        return False
+    file, colon, name = text.rpartition(":")
+    return bool(colon and name) and (file.endswith(".py") or file.startswith(_INSTALLED))
+
+
+def load_object(reference: str, error: type[UsageError]) -> Any:
+    """Run the user's file and return what a reference names in it; see `run_factory`, which also calls it.
+
+    Raises:
+        UsageError: of the type `error`: no such file, module or name, the code raises, or a recipe names it and nobody
+            has allowed that.
+    """
+    if isinstance(reference, Unallowed):
+        raise error(f"{reference.where}: {not_allowed(reference)}")
+    file, path, name = _parts(reference, error)
+    installed = file.startswith(_INSTALLED)
+    module = _import(file.removeprefix(_INSTALLED), path, error) if installed else _run(path.resolve(), error)
+    if name not in vars(module):
+        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise error(f"{path}: there is no function or class {name!r} here; {_hint(name, names)}")
+    return getattr(module, name)
+
+
+def require_object(reference: str, error: type[UsageError]) -> None:
+    """Checks that a file has an object of the name in its code; runs none of it.
+
+    Raises:
+        UsageError: of the type `error`: there is no such file or name, or its code cannot be read.
+    """
+    file, path, name = _parts(reference, error)
+    if file.startswith(_INSTALLED):
+        return
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except SyntaxError as raised:
+        raise error(f"{path}: {raised.msg} (line {raised.lineno})") from raised
+    if any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in body):
+        return
+    names = [found for node in body for found in _defined(node)]
+    if name not in names:
+        raise error(f"{path}: there is no function or class {name!r} here; {_hint(name, names)}")
+
+
+def _parts(reference: str, error: type[UsageError]) -> tuple[str, Path, str]:
+    file, _, name = reference.rpartition(":")
+    if not is_reference(reference):
+        raise error(
+            f"expected file.py:factory, got {reference!r}; for example own.py:build or python:package.module:build"
+        )
+    path = Path(file)
+    if not file.startswith(_INSTALLED) and not path.is_file():
+        raise error(f"{path}: there is no such file; expected file.py:factory, got {reference!r}")
+    return file, path, name
+
+
+def _defined(node: ast.stmt) -> list[str]:
+    """Return names that a statement of a module binds."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return [node.name]
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return [(alias.asname or alias.name).partition(".")[0] for alias in node.names]
+    return [name.id for name in ast.walk(node) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)] + [
+        inner for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt) for inner in _defined(child)
+    ]
+
+
+def held(reference: str) -> str:
+    """Return a reference that holds from any folder: its file's path is absolute; one that names no file stays as it
+    is.
+    """
+    file, _, name = reference.rpartition(":")
+    installed = file.startswith(_INSTALLED)
+    return f"{Path(file).absolute()}:{name}" if file.endswith(".py") and not installed else reference
+
+
+def code_of(reference: str) -> bytes:
+    """Return the content of the file that a factory which has been run is in: empty for a module that is in none."""
+    file = reference.rpartition(":")[0]
+    if file.startswith(_INSTALLED):
+        file = getattr(sys.modules[file.removeprefix(_INSTALLED)], "__file__", None) or ""
+    return Path(file).read_bytes() if file else b""
+
+
+def _hint(name: str, names: list[str]) -> str:
+    return nearest(name, names) if names else "it defines none"
+
+
+def _run(path: Path, error: type[UsageError]) -> ModuleType:
+    folder = str(path.parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return _import(_module_name(path), path, error)
+
+
+def _import(name: str, path: Path, error: type[UsageError]) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as raised:
+        raise error(f"{path}: running this file raised {_raised(raised, path)}") from raised
+
+
+def _module_name(path: Path) -> str:
+    """Return a name of its own for each file and content, so that classes of one are never taken for those of
+    another.
+    """
+    known = hashlib.sha256(str(path.resolve()).encode() + b"\0" + path.read_bytes()).hexdigest()[:16]
+    stem = quote(path.stem).replace(".", "%2E")  # a dot would stand for a package
+    return f"{_PREFIX}{stem}_{known}"
+
+
+class _Loader(SourceFileLoader):
+    """Compiles the file itself: its cached bytecode is told by second and size, and an edit may change neither."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
+class _Finder:
+    """Finds a user's file by its module's name, which is all that a spawned process is told when it unpickles."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if not name.startswith(_PREFIX):
+            return None
+        stem = unquote(name.removeprefix(_PREFIX).rpartition("_")[0])
+        files = [Path(folder, f"{stem}.py") for folder in sys.path]
+        found = next((file for file in files if file.is_file() and _module_name(file) == name), None)
+        return None if found is None else spec_from_file_location(name, found, loader=_Loader(name, str(found)))
+
+
+def _raised(error: BaseException, path: Path) -> str:
+    """Return the user's own error with the last line of their file that it passed through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
+    return f"{type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else "")
+
+
+sys.meta_path.append(_Finder)

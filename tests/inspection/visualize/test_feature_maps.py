@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import prunekit
+from prunekit.errors import ModelError, UsageError
+from prunekit.hooks.hook import count_hooks
+from prunekit.inspection.visualize.feature_maps import feature_maps, shown
+from prunekit.inspection.visualize.image_grids import GridSettings, columns, draw
+
+IMAGE = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.relu = nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(inplace=True)
+        self.inner, self.head = nn.Conv2d(8, 12, 3, padding=1), nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.relu(self.inner(self.relu(self.stem(x)))).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def sides() -> tuple[dict[str, nn.Module], prunekit.Plan]:
+    model = Net().eval()
+    plan = prunekit.plan(model, (IMAGE,), channels=0.5)
+    return {"dense": model, "pruned": prunekit.compact(model, plan)}, plan
+
+
+def kept(plan: prunekit.Plan, path: str, call: int) -> np.ndarray:
+    return plan.keep[plan.channel_map.activations[path, "output", call]]
+
+
+def test_pruned_channels_stand_where_the_dense_ones_do(sides: tuple[dict[str, nn.Module], prunekit.Plan]) -> None:
+    models, plan = sides
+    found = feature_maps(models, IMAGE, ["inner", "relu"], kept=lambda path, call: kept(plan, path, call))
+    assert [(one.path, one.call, one.channels) for one in found] == [("relu", 0, 8), ("inner", 0, 12), ("relu", 1, 12)]
+    assert [one.name for one in found] == ["relu", "inner", "relu, call 2"]
+    inner = found[1]
+    assert inner.kept is not None
+    assert inner.kept.sum() == 6
+    with torch.no_grad():
+        hidden = {name: model.inner(model.stem(IMAGE).relu())[0] for name, model in models.items()}
+    assert torch.equal(inner.sides["dense"], hidden["dense"])
+    assert torch.equal(inner.sides["pruned"][torch.from_numpy(inner.kept)], hidden["pruned"])
+    assert inner.sides["pruned"][torch.from_numpy(~inner.kept)].isnan().all()
+    low, high = inner.limits()
+    both = torch.stack([inner.sides["dense"], inner.sides["pruned"].nan_to_num()]).flatten(2)
+    assert torch.equal(low[inner.kept], both.amin((0, 2))[inner.kept])
+    assert torch.equal(high[~inner.kept], hidden["dense"].amax((1, 2))[~inner.kept])
+    assert all(len(set(limit.tolist())) == 1 for limit in inner.limits(together=True))
+    assert count_hooks(models["dense"]) == count_hooks(models["pruned"]) == 0
+
+
+def test_where_nobody_knows_what_is_gone_channels_stand_in_their_own_order(
+    sides: tuple[dict[str, nn.Module], prunekit.Plan],
+) -> None:
+    (inner,) = feature_maps(sides[0], IMAGE, "inner", kept=lambda path, call: None)
+    assert inner.kept is None
+    assert [len(values) for values in inner.sides.values()] == [12, 6]
+    assert inner.note.startswith("which of the channels the 6 are is not known")
+    assert draw(inner).shape[2] == 3
+
+
+def test_a_picture_has_a_panel_for_each_model_with_pruned_channels_crossed_out(
+    sides: tuple[dict[str, nn.Module], prunekit.Plan],
+) -> None:
+    models, plan = sides
+    (inner,) = feature_maps(models, IMAGE, "inner", kept=lambda path, call: kept(plan, path, call))
+    picture = draw(inner)
+    (alone,) = feature_maps({"dense": models["dense"]}, IMAGE, "inner")
+    assert picture.dtype == np.uint8
+    assert picture.shape[1] > 1.3 * draw(alone).shape[1]
+    red, gray = ((picture == color).all(2) for color in ((190, 18, 60), (229, 231, 235)))
+    half = picture.shape[1] // 2
+    assert red[:, :half].sum() > 6 * 100  # six crosses over the dense maps
+    assert gray[:, half:].sum() > 6 * 56 * 56 * 0.8  # and six empty places
+    assert not gray[:, :half].any()
+    few = draw(inner, GridSettings(most=4), "cat.png")
+    assert few.shape[0] < picture.shape[0]
+
+
+def test_the_children_are_shown_where_no_layer_is_named(sides: tuple[dict[str, nn.Module], prunekit.Plan]) -> None:
+    found = feature_maps({"dense": sides[0]["dense"]}, IMAGE)
+    assert [(one.name, one.view) for one in found] == [
+        ("stem", "maps"), ("relu", "maps"), ("inner", "maps"), ("relu, call 2", "maps"), ("head", "bars")
+    ]  # fmt: skip
+    assert all(draw(one).ndim == 3 for one in found)
+
+
+@pytest.mark.parametrize(
+    ("shape", "view", "sizes", "what"),
+    [
+        ((1, 8, 4, 4), "maps", (8, 4, 4), "8 maps of 4 x 4"),
+        ((1, 4, 4, 8), "maps", (8, 4, 4), "8 maps of 4 x 4"),  # channels last
+        ((1, 17, 8), "tokens", (8, 4, 4), "17 tokens of 8 channels (4 x 4 and 1 more)"),
+        ((1, 16, 8), "tokens", (8, 4, 4), "16 tokens of 8 channels (4 x 4)"),
+        ((1, 8), "bars", (8, 1, 1), "a vector of 8 values"),
+        ((1, 8, 1, 1), "bars", (8, 1, 1), "a vector of 8 values"),
+    ],
+)
+def test_each_output_is_shown_as_it_fits(shape: tuple[int, ...], view: str, sizes: tuple[int, ...], what: str) -> None:
+    values = torch.arange(float(np.prod(shape))).reshape(shape)
+    found = shown(values, (1, 3, 32, 32), "layer")
+    assert (found.view, tuple(found.values.shape), found.what) == (view, sizes, what)
+    if view == "tokens":
+        assert torch.equal(found.values[:, 1, 2], values[0, shape[1] - 16 + 6])
+
+
+def test_a_view_that_does_not_fit_is_refused_with_the_one_that_does() -> None:
+    message = "head: its output is a vector of 10 values, which cannot be shown as maps; the view that fits is bars"
+    with pytest.raises(UsageError, match=message):
+        shown(torch.zeros(1, 10), (1, 3, 32, 32), "head", "maps")
+    with pytest.raises(UsageError, match="qkv: its output, 4 x 49 x 24, is neither maps of an image, nor tokens"):
+        shown(torch.zeros(4, 49, 24), (1, 3, 32, 32), "qkv")
+
+
+def test_a_layer_that_is_not_there_or_a_model_that_does_not_run(
+    sides: tuple[dict[str, nn.Module], prunekit.Plan],
+) -> None:
+    models, _ = sides
+    with pytest.raises(UsageError, match="layers: 'iner' matches no module path; did you mean 'inner'"):
+        feature_maps(models, IMAGE, "iner")
+    with pytest.raises(ModelError, match=r"the dense model does not run on float32 \(1, 4, 16, 16\): RuntimeError"):
+        feature_maps(models, torch.zeros(1, 4, 16, 16), "inner")
+
+
+def test_tiles_fill_their_rows() -> None:
+    assert [columns(count, (60, 60)) for count in (1, 2, 12, 16, 64, 512)] == [1, 1, 3, 4, 8, 23]
+    assert columns(64, (79, 64)) == 8

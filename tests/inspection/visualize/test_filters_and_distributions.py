@@ -1,0 +1,143 @@
+"""First-layer filters as pictures, and histograms of weights and activations that count every value."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from prunekit.errors import UsageError
+from prunekit.hooks.hook import count_hooks
+from prunekit.inspection.capture.redundancy import Products, redundant
+from prunekit.inspection.visualize.distributions import activation_distributions, rows_of, weight_distributions
+from prunekit.inspection.visualize.filters import draw_filters, first_filters
+from prunekit.statistics.moments import InputMoments
+
+IMAGE = (3, 8, 8)
+
+
+def conv(count: int, channels: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Identity(), nn.Conv2d(channels, count, 3), nn.ReLU())
+
+
+def colors(picture: np.ndarray, color: tuple[int, int, int]) -> int:
+    return int((picture == color).all(2).sum())
+
+
+def test_pruned_filters_are_crossed_out_and_stand_where_the_dense_ones_do() -> None:
+    dense, pruned = conv(6), conv(4)
+    keep = np.array([True, False, True, True, False, True])
+    with torch.no_grad():
+        pruned[1].weight.copy_(dense[1].weight[torch.from_numpy(keep)])  # type: ignore[operator]
+    found = first_filters({"dense": dense, "pruned": pruned}, IMAGE, kept=lambda path, call: keep)
+    assert found.path == "1"
+    assert torch.equal(found.sides["pruned"][0], found.sides["dense"][0])
+    assert found.sides["pruned"][[1, 4]].isnan().all()
+    both, alone = draw_filters(found), draw_filters(first_filters({"dense": dense}, IMAGE))
+    assert colors(both, (190, 18, 60)) > 2 * 100 > colors(alone, (190, 18, 60)) == 0
+    assert colors(both, (229, 231, 235)) > 2 * 56 * 56 * 0.8
+    assert both.shape[1] > 1.3 * alone.shape[1]
+
+
+def test_a_filter_has_the_colors_of_its_weights() -> None:
+    model = conv(2)
+    with torch.no_grad():
+        model[1].weight.zero_()  # type: ignore[operator]
+        model[1].weight[1, 0] = 2.0  # type: ignore[index]  # as red as can be
+    picture = draw_filters(first_filters({"dense": model}, IMAGE))
+    assert colors(picture, (255, 128, 128)) == colors(picture, (128, 128, 128)) >= 56 * 56
+
+
+def test_one_large_weight_does_not_leave_the_others_gray() -> None:
+    model = conv(64)
+    plain = draw_filters(first_filters({"dense": model}, IMAGE)).astype(int)
+    with torch.no_grad():
+        model[1].weight[0, 0, 0, 0] = 1e3  # type: ignore[index]
+    found = draw_filters(first_filters({"dense": model}, IMAGE)).astype(int)
+    assert abs(found - plain).mean() < 0.05 * abs(plain - 128).mean()
+    with torch.no_grad():
+        model[1].weight.zero_()  # type: ignore[operator]
+        model[1].weight[3, 1, 1, 1] = 1e-3  # type: ignore[index]
+    assert colors(draw_filters(first_filters({"dense": model}, IMAGE)), (128, 255, 128)) >= 18 * 18
+
+
+def test_other_first_layers() -> None:
+    gray = draw_filters(first_filters({"dense": conv(4, 1)}, (1, 8, 8)))
+    mean = draw_filters(first_filters({"dense": conv(4, 12)}, (12, 8, 8)))
+    assert gray.ndim == mean.ndim == 3
+    linear = nn.Sequential(nn.Flatten(), nn.Linear(192, 5), nn.Linear(5, 2))
+    assert first_filters({"dense": linear}, IMAGE).sides["dense"].shape == (5, 3, 8, 8)
+    unknown = first_filters({"dense": conv(6), "pruned": conv(4)}, IMAGE, kept=lambda path, call: None)
+    assert unknown.note.startswith("which of the filters the 4 are is not known")
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [("2", "layer '2', a ReLU, has no filters that are images: expected a conv"), ("con", "layer 'con': "), (None, "")],
+)
+def test_a_layer_without_filters_is_refused(layer: str | None, message: str) -> None:
+    model = conv(4) if layer else nn.Sequential(nn.Linear(4, 2))
+    with pytest.raises(UsageError, match=message or "the model has no filters that are images"):
+        first_filters({"dense": model}, IMAGE, layer)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.relu = nn.Linear(4, 4), nn.ReLU()
+
+    def forward(self, values: Tensor) -> Tensor:
+        return torch.as_tensor(self.relu(self.layer(self.layer(values))) / values[:, :1])
+
+
+def test_activations_are_counted_over_all_batches_and_calls() -> None:
+    model, batches = Twice(), [torch.randn(5, 4), 3 * torch.randn(7, 4)]
+    found = activation_distributions(model, batches, ["layer", "relu"], bins=16)
+    values = {"layer": [], "relu": []}  # type: ignore[var-annotated]
+    with torch.no_grad():
+        for batch in batches:
+            first = model.layer(batch)
+            values["layer"] += [first, model.layer(first)]
+            values["relu"].append(model.layer(first).relu())
+    for layer, parts in values.items():
+        whole = torch.cat(parts).flatten()
+        counts, edges = np.histogram(whole.numpy(), 16)
+        assert abs(np.array(found[layer].counts) - counts).sum() <= 2  # rounding at an edge
+        assert (found[layer].low, found[layer].high) == pytest.approx((edges[0], edges[-1]))
+        assert found[layer].zeros == int((whole == 0).sum())
+        assert found[layer].total == len(whole)
+    assert found["relu"].zeros > 0
+    assert count_hooks(model) == 0
+    rows = rows_of(found, model="dense")
+    assert len(rows) == 2 * 16
+    assert sum(row["count"] for row in rows) == found["layer"].total + found["relu"].total
+
+
+def test_weights_that_are_computed_and_layers_that_are_not_called() -> None:
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    weight_norm(model.linear1)
+    found = activation_distributions(model, [torch.randn(3, 5, 8)], bins=4)
+    assert list(found) == ["self_attn.in_proj_weight", "self_attn.out_proj", "linear1", "linear2"]
+    assert found["self_attn.in_proj_weight"].total == 3 * 5 * 24
+    assert set(weight_distributions(model, 4)) == set(found)
+    assert found["self_attn.out_proj"].total == 3 * 5 * 8
+    assert weight_distributions(model, 4)["linear1"].total == 16 * 8
+    assert "linear1" in {pair.layer for pair in redundant(model, [_none("linear1", 16)], 0.05)}
+
+
+def _none(layer: str, channels: int) -> Products:
+    zeros = np.zeros(channels)
+    return Products(layer, 0, zeros, InputMoments(0, zeros.copy(), np.outer(zeros, zeros)[None]))
+
+
+def test_what_is_not_finite_or_all_the_same() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False))
+    nn.init.constant_(model[0].weight, 0.5)  # type: ignore[arg-type]
+    weights = weight_distributions(model, 4)["0"]
+    assert (weights.low, weights.high, weights.counts) == (0.5, 0.5, (4, 0, 0, 0))
+    given = [torch.tensor([[1.0, 1.0], [torch.nan, 1.0]])]
+    found = activation_distributions(model, given, bins=4)["0"]
+    assert (found.total, found.not_finite) == (2, 2)

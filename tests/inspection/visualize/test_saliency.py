@@ -1,0 +1,109 @@
+"""Saliency and SmoothGrad against captum, and against a model whose gradient is known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from captum.attr import NoiseTunnel, Saliency
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torchvision import models
+
+from prunekit.errors import ModelError, UsageError
+from prunekit.inspection.visualize.class_maps import Smoothing, class_activation_map, saliency
+from prunekit.statistics.taylor_terms import collect_gradients
+
+
+def images(size: int = 32) -> Tensor:
+    return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def test_saliency_is_captums_largest_channel() -> None:
+    torch.manual_seed(0)
+    model, x = models.resnet18(num_classes=4).double().eval(), images()
+    found = saliency(model, x, target=[2, 0])
+    expected = Saliency(model).attribute(x.clone().requires_grad_(), target=torch.tensor([2, 0]), abs=True).amax(1)
+    torch.testing.assert_close(found.values, expected)
+    assert found.layer is None
+    assert all(parameter.grad is None for parameter in model.parameters())
+    smooth = saliency(model, x, method="smooth_grad", target=[2, 0], smoothing=Smoothing(samples=2, noise=0))
+    torch.testing.assert_close(smooth.values, expected)
+    tunnel = NoiseTunnel(Saliency(model)).attribute(
+        x, nt_type="smoothgrad", nt_samples=1, stdevs=0.0, target=torch.tensor([2, 0]), abs=False
+    )
+    torch.testing.assert_close(smooth.values, tunnel.abs().amax(1))
+
+
+class Squares(nn.Module):
+    """Sums of squares, one for each class: the gradient at x is 2 x."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square_().flatten(2).sum(2)  # overwrites what it is given
+
+
+def test_smooth_grad_averages_gradients_of_noisy_copies() -> None:
+    x = images(8)
+    smoothing = Smoothing(samples=3, noise=0.2, seed=5, batch=1)
+    before = torch.random.get_rng_state()
+    found = saliency(Squares(), x, method="smooth_grad", target=1, smoothing=smoothing)
+    assert torch.equal(before, torch.random.get_rng_state())
+    draw, mean = torch.Generator().manual_seed(5), torch.zeros_like(x)
+    spread = 0.2 * torch.stack([image.max() - image.min() for image in x])[:, None, None, None]
+    for _ in range(3):
+        mean += 2 * (x + spread * torch.randn(x.shape, generator=draw, dtype=x.dtype)) / 3
+    torch.testing.assert_close(found.values, mean[:, 1].abs())
+    assert torch.equal(x, images(8))
+    together = saliency(Squares(), x, method="smooth_grad", target=1, smoothing=Smoothing(samples=3, noise=0.2, seed=5))
+    torch.testing.assert_close(together.values, found.values)
+    assert not torch.equal(saliency(Squares(), x, target=1).values, found.values)
+
+
+def test_models_without_a_gradient_and_wrong_settings_are_refused() -> None:
+    with pytest.raises(ModelError, match="no gradient with respect to the image"):
+        saliency(nn.Sequential(nn.Flatten(), nn.Linear(192, 3)).double().apply(_detach), images(8))
+    with pytest.raises(ModelError, match="expected a classifier, which returns logits"):
+        saliency(nn.Conv2d(3, 2, 3).double(), images(8))
+    with pytest.raises(UsageError, match="did you mean 'smooth_grad'"):
+        saliency(Squares(), images(8), method="smoothgrad")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="samples >= 1"):
+        saliency(Squares(), images(8), method="smooth_grad", smoothing=Smoothing(samples=0))
+    with pytest.raises(UsageError, match=r"images: expected one or more, \(B, C, H, W\), got .*\(3, 8, 8\)"):
+        saliency(Squares(), images(8)[0])
+
+
+def _detach(module: nn.Module) -> None:
+    module.register_forward_pre_hook(lambda _, inputs: tuple(value.detach() for value in inputs))
+
+
+class Checkpointed(nn.Module):
+    """Computes its stages again while the backward pass runs, in the way that refuses `torch.autograd.grad`."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.stem, self.head, self.reentrant = nn.Conv2d(3, 8, 3), nn.Linear(8, 4), reentrant
+        self.stage = nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.stem(x))
+        x = checkpoint(self.stage, x, use_reentrant=True) if self.reentrant else self.stage(x)
+        return self.head(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def test_reentrant_checkpointing_changes_no_gradient() -> None:
+    torch.manual_seed(0)
+    plain, again = Checkpointed(reentrant=False).double(), Checkpointed(reentrant=True).double()
+    again.load_state_dict(plain.state_dict())
+    x, labels = images(12), torch.tensor([3, 1])
+    for parameter in again.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    want, got = (saliency(model, x).values for model in (plain, again))
+    torch.testing.assert_close(got, want)
+    want, got = (class_activation_map(model, x, "stem").values for model in (plain, again))
+    torch.testing.assert_close(got, want)
+    terms = [collect_gradients(model, [(x, labels)], nn.functional.cross_entropy) for model in (plain, again)]
+    for axis, values in terms[0].terms.items():
+        np.testing.assert_allclose(terms[1].terms[axis], values)
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in again.parameters() if p.grad is not None)
+    with pytest.raises(ModelError, match="use_reentrant=False"):
+        collect_gradients(again, [(x, labels)], nn.functional.cross_entropy, second_order=True)

@@ -1,0 +1,541 @@
+"""The whole job on real digits: small in epochs, whole in everything else."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import parse_qsl
+
+import pandas as pd
+import pytest
+import safetensors.torch
+import torch
+from google.protobuf import text_format
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.compat.proto.graph_pb2 import GraphDef
+from tensorboard_server import served
+
+import prunekit
+from prunekit.data.loader import batches
+from prunekit.data.sources import load_splits
+from prunekit.errors import ModelError, NonFiniteError, PlanError, UsageError
+from prunekit.hooks.hook import count_hooks
+from prunekit.jobs.calibrate import calibrate
+from prunekit.jobs.explain import explain_job
+from prunekit.jobs.finetune import dry_run, finetune
+from prunekit.jobs.run.dense_model import Baseline, prepare, train_baseline
+from prunekit.jobs.run.results import Measured, shortfalls
+from prunekit.jobs.run.run_folder import RunFolder
+from prunekit.jobs.stages.training_stage import Trainings
+from prunekit.masks.masked_model import Sparsity
+from prunekit.masks.thresholds import ActivationThresholds
+from prunekit.measure.accuracy import Scores, evaluate
+from prunekit.measure.latency.comparison import LatencyReport
+from prunekit.measure.model_size import count_macs
+from prunekit.report.pages.run_page import write_report
+from prunekit.settings.calibration import CalibrationSettings
+from prunekit.settings.deployment import LatencySettings
+from prunekit.settings.inputs import DataSettings, ModelSettings
+from prunekit.settings.job import JobSettings
+from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.settings.train import ActivationSettings, ClampSettings, TrainSettings, WatchSettings
+from prunekit.statistics.channel_stats import ChannelStats
+from prunekit.tasks.classification import IMAGE_CLASSIFICATION, wilson_interval
+from prunekit.training.history import EpochRow
+
+CPU = torch.device("cpu")
+
+
+def job(output: Path, **changes: Any) -> JobSettings:
+    settings = JobSettings(
+        name="small",
+        model=ModelSettings("resnet18"),
+        data=DataSettings(image_size=8, batch=128),
+        baseline=TrainSettings(epochs=2, lr=0.05),
+        calibration=CalibrationSettings(images=128),
+        prune=PruneSettings(budget=BudgetSettings(macs=0.45), criterion="activation", scope="global", round_to=4),
+        finetune=TrainSettings(epochs=1, lr=0.02),
+        latency=LatencySettings(batches=(1,), threads=(1,), repeats=5, explain=False),
+        device="cpu",
+        threads=1,
+        output=output,
+    )
+    return replace(settings, **changes)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], list[str]]:
+    """One real run, shared by the tests below: output folder, metrics, log."""
+    torch.set_num_threads(1)
+    output = tmp_path_factory.mktemp("runs")
+    log: list[str] = []
+    settings = job(output, watch=WatchSettings(histograms=True, images=True))
+    result = finetune(replace(settings, latency=replace(settings.latency, explain=True)), log=log.append)
+    assert result.folder.parent == output / "small"
+    return result.folder, result.metrics, log
+
+
+@pytest.mark.slow
+def test_metrics_hold_what_was_measured(finished: tuple[Path, dict[str, Any], list[str]]) -> None:
+    folder, metrics, _ = finished
+    assert json.loads((folder / "metrics.json").read_text()) == json.loads(json.dumps(metrics))
+    for name in ("dense", "control", "pruned"):
+        assert set(metrics[name]) >= {"top1", "n_test", "params", "macs", "size_bytes"}
+        assert metrics[name]["n_test"] >= 500
+    assert metrics["pruned"]["macs"] <= 0.45 * metrics["dense"]["macs"]
+    assert metrics["pruned"]["params"] < metrics["dense"]["params"]
+    assert metrics["pruned"]["size_bytes"] < metrics["dense"]["size_bytes"]
+    assert 0 < metrics["sparsity"]["channels"] < 1
+    assert 0 < metrics["sparsity"]["weights"] < 1
+    assert metrics["parity"]["max_relative_difference"] <= 1e-9
+    rows = {(row["model"], row["device"], row["batch"]) for row in metrics["latency"]}
+    assert {("dense", "cpu", 1), ("pruned", "cpu", 1)} <= rows
+    row = metrics["latency"][0]
+    assert set(row) >= {"device", "runtime", "batch", "threads", "dtype", "median_ms", "p10_ms", "p90_ms", "p99_ms"}
+    if not torch.cuda.is_available():
+        assert metrics["latency_notes"] == ["no CUDA device"]
+        assert {row["device"] for row in metrics["latency"]} == {"cpu"}
+    assert metrics["seconds"] == pytest.approx(sum(metrics["stages"].values()))
+    assert metrics["environment"]["torch"] == torch.__version__
+
+
+@pytest.mark.slow
+def test_folder_holds_the_evidence(finished: tuple[Path, dict[str, Any], list[str]]) -> None:
+    folder, metrics, log = finished
+    assert json.loads((folder / "status.json").read_text())["state"] == "finished"
+    layers = pd.read_csv(folder / "layers.csv")
+    assert layers["macs_before"].sum() == metrics["dense"]["macs"]
+    assert layers["macs_after"].sum() == metrics["pruned"]["macs"]
+    history = pd.read_csv(folder / "history.csv")
+    assert history.groupby("run")["epoch"].count().to_dict() == {"baseline": 2, "control": 1, "pruned": 1}
+    scores = pd.read_csv(folder / "scores.csv")
+    assert set(scores["kept"]) == {0, 1}
+    kept, gone = (scores[scores["kept"] == value]["score"] for value in (1, 0))
+    assert kept.median() > gone.median()
+    assert len(pd.read_csv(folder / "locks.csv"))
+    coupling = pd.read_csv(folder / "coupling.csv")
+    assert set(coupling["group"]) == set(scores["group"])
+    assert coupling.groupby("group")["kept"].first().sum() == scores["kept"].sum()
+    for run, rows in history.groupby("run"):
+        curve = EventAccumulator(str(folder / "tensorboard" / str(run))).Reload().Scalars("loss/validation")
+        assert [event.step for event in curve] == list(rows["epoch"])
+        assert [event.value for event in curve] == pytest.approx(list(rows["validation_loss"]))
+        scalars = pd.read_csv(folder / "scalars" / f"{run}.csv").query("tag == 'loss/validation'")
+        assert list(scalars["value"]) == list(rows["validation_loss"])
+    sparse = pd.read_csv(folder / "scalars" / "pruned.csv").query("tag == 'sparsity/all'")
+    assert list(sparse["value"]) == pytest.approx([metrics["sparsity"]["weights"]])
+    assert (folder / "log.txt").read_text().count("\n") == len(log)
+    assert prunekit.load_plan(folder).provenance["prune"]["budget"]["macs"] == 0.45
+
+
+@pytest.mark.slow
+def test_tensorboard_itself_shows_a_run(finished: tuple[Path, dict[str, Any], list[str]]) -> None:
+    """By what it answers to its own page."""
+    folder, metrics, _ = finished
+    with served(folder / "tensorboard") as board:
+        scalars = board.json("scalars/tags")
+        curve = board.json("scalars/scalars", run="pruned", tag="loss/validation")
+        layout = board.json("custom_scalars/layout")
+        histograms = board.json("histograms/histograms", run="pruned", tag="masks/conv1.weight")
+        images = board.json("images/tags")
+        queries = [
+            board.json("images/images", run="run", tag=tag, sample=0)[0]["query"] for tag in ("filters", "sparsity")
+        ]
+        pictures = [board.bytes("images/individualImage", **dict(parse_qsl(query))) for query in queries]
+        wanted = {"startIndex": 0, "sliceSize": 10, "allowedStatuses": ["STATUS_SUCCESS"], "colParams": []}
+        groups = board.json("hparams/session_groups", request=json.dumps(wanted))["sessionGroups"]
+        graph = text_format.Parse(board.bytes("graphs/graph", run="run", conceptual="false").decode(), GraphDef())
+    history = pd.read_csv(folder / "history.csv").query("run == 'pruned'")
+    assert [(step, value) for _, step, value in curve] == [
+        (row.epoch, pytest.approx(row.validation_loss)) for row in history.itertuples()
+    ]
+    assert {"baseline", "control", "pruned", "run"} <= set(scalars)
+    charts = {chart["title"]: chart["multiline"]["tag"] for part in layout["category"] for chart in part["chart"]}
+    assert charts["loss"] == ["loss/.*"]
+    plan = prunekit.load_plan(folder)
+    kept = plan.channel_map.parameters_kept(plan.keep, ["conv1.weight"])
+    (_, step, bins), *_ = histograms
+    assert step == 1
+    assert sum(count for low, high, count in bins if low >= 0.5 or high > 0.75) == kept
+    assert set(images["run"]) == {"filters", "sparsity"}
+    for picture in pictures:
+        with Image.open(io.BytesIO(picture)) as opened:
+            assert min(opened.size) > 20
+    (group,) = groups
+    assert group["hparams"]["prune.budget.macs"] == 0.45
+    assert group["hparams"]["prune.criterion"] == "activation"
+    assert group["hparams"]["data.download"] == "false"
+    assert not {"output", "prune.budget.params"} & set(group["hparams"])
+    outcomes = {row["name"]["tag"]: row["value"] for row in group["metricValues"]}
+    assert outcomes["pruned/top1"] == pytest.approx(metrics["pruned"]["top1"])
+    assert outcomes["dense/macs"] == pytest.approx(metrics["dense"]["macs"])
+    layers = pd.read_csv(folder / "layers.csv").query("kind == 'Conv2d'").set_index("module")
+    drawn = {node.name: node for node in graph.node if node.op == "convolution"}
+    assert {name.removesuffix("/convolution").replace("/", ".") for name in drawn} == set(layers.index)
+    assert {source for node in graph.node for source in node.input} <= {node.name for node in graph.node}
+    for module, row in layers.iterrows():
+        weight = drawn[f"{str(module).replace('.', '/')}/convolution"].attr["weight"].s.decode()
+        before, after = (text.split("x")[:2] for text in weight.split(" -> "))
+        assert list(map(int, before)) == [row["out_before"], row["in_before"]]
+        assert list(map(int, after)) == [row["out_after"], row["in_after"]]
+
+
+@pytest.mark.slow
+def test_the_report_says_why_the_pruned_model_is_not_faster(
+    finished: tuple[Path, dict[str, Any], list[str]], tmp_path: Path
+) -> None:
+    folder, metrics, log = finished
+    found = metrics["explanation"]
+    assert (found["device"], found["batch"], found["threads"]) == ("cpu", 1, 1)
+    assert found["macs_ratio"] == metrics["dense"]["macs"] / metrics["pruned"]["macs"]
+    assert {row["module"] for row in found["rows"]} >= {"conv1", "layer4.1.conv2", "fc"}
+    (said,) = [line for line in log if "of the ideal" in line]
+    assert f"{found['macs_ratio']:.2f}x" in said
+    copy = tmp_path / folder.name
+    shutil.copytree(folder, copy)
+    page = write_report(copy).read_text()
+    assert "Why is it not faster?" in page
+    for cause in found["causes"]:
+        assert cause["name"] in page
+        assert any(cause["name"] in line and cause["fix"] in line for line in log)
+    (copy / "metrics.json").write_text(json.dumps({**metrics, "explanation": None}))
+    assert "Why is it not faster?" not in write_report(copy).read_text()
+
+
+def test_an_explanation_that_fails_costs_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*models: object, **options: object) -> None:
+        raise RuntimeError("view size is not compatible")
+
+    monkeypatch.setattr("prunekit.jobs.explain.explain", fail)
+    said: list[str] = []
+    net = torch.nn.Linear(2, 2)
+    assert explain_job(net, net, (2,), LatencySettings(), said.append) is None
+    assert said == ["explain: not done: RuntimeError: view size is not compatible"]
+    for settings in (LatencySettings(explain=False), LatencySettings(runtimes=("onnxruntime",))):
+        assert explain_job(net, net, (2,), settings, said.append) is None
+    assert len(said) == 1
+
+
+@pytest.mark.slow
+def test_saved_model_is_the_measured_one(finished: tuple[Path, dict[str, Any], list[str]]) -> None:
+    folder, metrics, _ = finished
+    model = prunekit.load(folder / "model")
+    assert count_macs(model, (torch.zeros(1, 3, 8, 8),)) == metrics["pruned"]["macs"]
+    splits = load_splits(DataSettings(image_size=8))
+    again = evaluate(model, batches(splits.test, 64, shuffle_seed=None), "image_classification", CPU)
+    assert again.values["top1"] == metrics["pruned"]["top1"]
+    assert count_hooks(model) == 0
+
+
+@pytest.mark.slow
+def test_second_run_reuses_baseline_and_statistics(finished: tuple[Path, dict[str, Any], list[str]]) -> None:
+    folder, metrics, _ = finished
+    output = folder.parent.parent
+    log: list[str] = []
+    again = finetune(job(output), log=log.append)
+    assert any(line.startswith("baseline: reused") for line in log)
+    assert any(line.startswith("calibration: reused") for line in log)
+    for name in ("dense", "control", "pruned"):
+        assert again.metrics[name] == metrics[name]
+    left, right = (prunekit.load(path / "model").state_dict() for path in (folder, again.folder))
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+    changed = job(output, calibration=CalibrationSettings(images=64))
+    first = calibrate(changed, log=log.append)
+    assert not first.reused
+    assert "calibration: reduction eager (too few values for compiling to pay off), 0.0 s of compiling" in log
+    assert calibrate(changed, log=log.append).reused
+    assert first.path.is_file()
+    assert first.csv.is_file()
+    provenance = ChannelStats.load(first.path).provenance
+    assert provenance["reduction"] == "eager (too few values for compiling to pay off)"
+    assert set(provenance) == {"model", "weights", "data", "calibration", "reduction"}
+
+    calibrate(job(output, calibration=CalibrationSettings(images=64, fused=True)), log=log.append)
+    fused = re.compile(r"calibration: reduction (fused|eager \(compiling failed: .*\)), \d+\.\d s of compiling")
+    assert any(fused.fullmatch(line) for line in log)
+
+
+@pytest.mark.slow
+def test_dry_run_changes_nothing(finished: tuple[Path, dict[str, Any], list[str]]) -> None:
+    folder, _, _ = finished
+    output = folder.parent.parent
+    before = sorted(output.rglob("*"))
+    plan = dry_run(job(output, prune=PruneSettings(budget=BudgetSettings(channels=0.5))), log=lambda _: None)
+    assert plan["macs_after"] < 0.32 * plan["macs_before"]
+    assert plan["trained"]
+    assert sorted(output.rglob("*")) == before
+
+
+@pytest.fixture(scope="module")
+def hooked(finished: tuple[Path, dict[str, Any], list[str]]) -> tuple[Path, dict[str, Any], list[str]]:
+    """A run with activation masks, both clamps, bf16, accumulation and compiling, made compact early; same model."""
+    settings = job(
+        finished[0].parent.parent,
+        prune=replace(job(finished[0]).prune, compact_early=True),
+        finetune=TrainSettings(
+            epochs=1,
+            lr=0.02,
+            precision="bf16",
+            accumulate=2,
+            compile=True,
+            clamp_activation_grad=ClampSettings(1e-4, modules=("layer*.conv*",)),
+            clamp_weight_grad=ClampSettings(0.1, by="norm"),
+        ),
+        activations=ActivationSettings(("layer*relu",), target=0.7),
+    )
+    log: list[str] = []
+    result = finetune(settings, log=log.append)
+    return result.folder, result.metrics, log
+
+
+@pytest.mark.slow
+def test_a_run_that_is_made_compact_early_is_proven_then_and_at_the_end(
+    hooked: tuple[Path, dict[str, Any], list[str]],
+) -> None:
+    folder, metrics, log = hooked
+    assert metrics["compacted_early"]["epoch"] == 0
+    assert metrics["compacted_early"]["max_relative_difference"] <= 1e-9
+    assert metrics["parity"]["max_relative_difference"] <= 1e-9
+    assert sum(line.startswith("compact early: epoch 0.00: masked == compact to ") for line in log) == 1
+    trained = safetensors.torch.load_file(folder / "checkpoints" / "pruned.safetensors")
+    saved = prunekit.load(folder / "model").state_dict()
+    assert {name: value.shape for name, value in trained.items()} == {name: v.shape for name, v in saved.items()}
+    assert all(torch.equal(trained[name], value) for name, value in saved.items() if "running" not in name)
+    page = write_report(folder).read_text()
+    assert "The plan was final after 0 epochs; there masked and compact model agreed to" in page
+
+
+@pytest.mark.slow
+def test_activation_masks_meet_their_target_on_the_test_images(
+    hooked: tuple[Path, dict[str, Any], list[str]],
+) -> None:
+    folder, metrics, log = hooked
+    found = metrics["activations"]
+    assert len(found["layers"]) == 8
+    assert found["sparsity"] == pytest.approx(0.7, abs=0.01)
+    assert found["n_test"] == metrics["pruned"]["n_test"]
+    assert metrics["parity"]["max_relative_difference"] <= 1e-9
+    assert sum(line.startswith("activations: thresholds of 8 layers for 70.0% zeros") for line in log) == 2
+    thresholds = ActivationThresholds.load(folder / "activation_thresholds.json")
+    model = prunekit.load(folder / "model")
+    test = batches(load_splits(DataSettings(image_size=8)).test, 64, shuffle_seed=None)
+    with prunekit.ActivationMasks(model, thresholds) as masks:
+        again = evaluate(model, test, "image_classification", CPU)
+    assert again.values["top1"] == found["top1"]
+    assert masks.sparsity().layers == {row["module"]: row["sparsity"] for row in found["layers"]}
+    assert count_hooks(model) == 0
+
+
+@pytest.mark.slow
+def test_clamped_shares_are_kept_for_each_run_and_layer(
+    hooked: tuple[Path, dict[str, Any], list[str]],
+) -> None:
+    folder, metrics, _ = hooked
+    table = pd.read_csv(folder / "clamps.csv")
+    assert table.groupby(["run", "clamp"])["module"].count().to_dict() == {
+        ("pruned", "clamp_activation_grad"): 16,
+        ("pruned", "clamp_weight_grad"): 41,
+        ("control", "clamp_activation_grad"): 16,
+        ("control", "clamp_weight_grad"): 41,
+    }
+    assert table["share"].between(0, 1).all()
+    assert (table.groupby("clamp")["share"].max() > 0).all()
+    assert [(row["run"], row["clamp"]) for row in metrics["clamps"]] == list(
+        table.groupby(["run", "clamp"], sort=False).groups
+    )
+    for row in metrics["clamps"]:
+        same = table[(table["run"] == row["run"]) & (table["clamp"] == row["clamp"])]
+        assert row["share"] == same["share"].max()
+
+
+@pytest.mark.slow
+def test_why_steps_were_not_compiled_is_said_in_log_metrics_and_report(
+    hooked: tuple[Path, dict[str, Any], list[str]],
+) -> None:
+    folder, metrics, log = hooked
+    reason = "ActivationGradientClamp: gradients go through Python while the backward pass runs"
+    page = write_report(folder).read_text(encoding="utf-8")
+    for name in ("pruned", "control"):
+        found = metrics["compiled"][name]
+        assert (found["graphs"], found["fallback"]) == (0, reason)
+        assert f"{name}: trained in eager, because steps could not be compiled: {reason}" in log
+        assert f"{name}: in eager, because {reason}" in page
+
+
+@pytest.mark.slow
+def test_the_baselines_clamps_are_kept_also_where_it_comes_from_the_cache(tmp_path: Path) -> None:
+    clamped = TrainSettings(epochs=1, lr=0.02, clamp_weight_grad=ClampSettings(1e-4, modules=("conv1", "fc")))
+    once = job(tmp_path, baseline=clamped, finetune=TrainSettings(epochs=0), data=DataSettings(image_size=8))
+    trained = train_baseline(prepare(once), log=lambda _: None, progress=False)
+    assert [row.module for row in trained.clamps] == ["conv1", "fc"]
+    assert all(row.share > 0 for row in trained.clamps)
+    log: list[str] = []
+    result = finetune(once, log=log.append)
+    assert any(line.startswith("baseline: reused") for line in log)
+    rows = [{"run": "baseline", **asdict(row)} for row in trained.clamps]
+    assert pd.read_csv(result.folder / "clamps.csv").to_dict("records") == rows
+    assert result.metrics["clamps"] == [max(rows, key=lambda row: row["share"])]
+
+
+def test_skipped_steps_are_logged_and_kept(tmp_path: Path) -> None:
+    log: list[str] = []
+    run = RunFolder(tmp_path, "", log.append)
+    rows = (EpochRow(1, 0.1, 1.0, 50.0, 1.0, 50.0, 10.0, 1.0, skipped=3),)
+    baseline = Baseline(torch.nn.Identity(), rows, (), reused=False)
+    Trainings(
+        SimpleNamespace(job=None, splits=SimpleNamespace(task=IMAGE_CLASSIFICATION)), run, baseline, progress=False
+    )  # type: ignore[arg-type]
+    assert log == ["baseline: steps skipped: 3 (overflowing float16 gradients, or batches without images)"]
+    assert list(pd.read_csv(tmp_path / "history.csv")["skipped"]) == [3]
+
+
+@pytest.mark.slow
+def test_a_fixed_threshold_is_used_as_it_is(finished: tuple[Path, dict[str, Any], list[str]]) -> None:
+    fixed = ActivationSettings(("layer1.*.conv1", "fc"), side="input", threshold=0.05)
+    short = job(finished[0].parent.parent, finetune=TrainSettings(epochs=0), activations=fixed)
+    metrics = finetune(short, log=lambda _: None).metrics
+    assert [row["threshold"] for row in metrics["activations"]["layers"]] == [0.05] * 3
+    assert metrics["activations"]["target"] is None
+    assert metrics["clamps"] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"activations": ActivationSettings(("layr1",), target=0.5)}, r"activations\.modules: 'layr1' .*'layer1'"),
+        ({"activations": ActivationSettings(("layer1",))}, "exactly one of 'threshold' and 'target'"),
+        ({"finetune": TrainSettings(clamp_weight_grad=ClampSettings(1.0, modules=("cnv1",)))}, "'cnv1' .*'conv1'"),
+        ({"baseline": TrainSettings(clamp_activation_grad=ClampSettings(1.0, modules=("f",)))}, "'f' matches no"),
+    ],
+)
+def test_globs_of_masks_and_clamps_are_checked_before_anything_is_written(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        finetune(job(tmp_path, **changes), log=lambda _: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_impossible_budget_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    impossible = PruneSettings(budget=BudgetSettings(macs=0.01), min_channels=32)
+    with pytest.raises(PlanError, match=r"leave no less than 0\.\d+ of the dense model"):
+        finetune(job(tmp_path, prune=impossible), log=lambda _: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_weights_and_no_baseline_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="add `baseline"):
+        finetune(job(tmp_path, baseline=None), log=lambda _: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_at_chance_is_a_shortfall(tmp_path: Path) -> None:
+    def reached(right: int) -> Scores:
+        counts = (right, 100, 40, 30, 30)
+        return Scores({"top1": float(right)}, 100, counts, wilson_interval(right, 100), 40.0)
+
+    models = {"dense": {"macs": 100, "top1": 33.0}, "pruned": {"macs": 40, "top1": 64.0}}
+    accuracies = {"dense": reached(33), "control": reached(45), "pruned": reached(64)}
+    measured = Measured(models, accuracies, LatencyReport((), (), (), ()))
+    said = shortfalls(measured, Sparsity(weights=0.5, channels=0.5), job(tmp_path))
+    assert said == [
+        f"the {name} model's top-1, {value:.2f} %, is not shown to be better than 40.00 %, which always answering the "
+        "most frequent class gives: what pruning costs cannot be told by it"
+        for name, value in (("dense", 33), ("control", 45))
+    ]
+    worse = replace(measured, accuracies={"dense": reached(64), "pruned": reached(41)})
+    (said_of_pruned,) = shortfalls(worse, Sparsity(weights=0.5, channels=0.5), job(tmp_path))
+    assert said_of_pruned.startswith("the pruned model's top-1, 41.00 %, is not shown to be better than 40.00 %")
+
+
+def test_missed_budgets_and_slower_models_are_said(tmp_path: Path) -> None:
+    where = {"runtime": "eager", "device": "cpu", "batch": 1, "threads": 1, "dtype": "float32"}
+    row = {"model": "pruned", **where, "median": 0.9, "low": 0.85, "high": 0.95, "stable": True}
+    models = {"dense": {"macs": 100}, "pruned": {"macs": 46}}
+    measured = Measured(models, {}, LatencyReport((), (row,), (), ()))
+    by_macs = shortfalls(measured, Sparsity(weights=0.5, channels=0.5), job(tmp_path))
+    assert [text.split(":")[0] for text in by_macs] == [
+        "budget macs 0.45",
+        "the pruned model is slower (eager, cpu, batch 1, 1 thread, float32)",
+    ]
+    noisy = LatencyReport((), ({**row, "stable": False},), (), (), failures=({**where, "reason": "outputs differ"},))
+    assert shortfalls(replace(measured, latency=noisy), Sparsity(weights=0.5, channels=0.5), job(tmp_path))[1:] == [
+        "latency not measured: eager, cpu, batch 1, 1 thread, float32: outputs differ"
+    ]
+    halves = job(tmp_path, prune=PruneSettings(budget=BudgetSettings(channels=0.5)))
+    quick = replace(measured, latency=LatencyReport((), ({**row, "high": 1.2},), (), ()))
+    assert shortfalls(quick, Sparsity(weights=0.5, channels=0.5), halves) == []
+    layers = [{"module": path, "sparsity": share} for path, share in (("a", 0.692), ("b", 0.712), ("c", 0.5))]
+    masks = {"target": 0.7, "sparsity": 0.7, "layers": layers}
+    assert shortfalls(replace(quick, activations=masks), Sparsity(weights=0.5, channels=0.5), halves) == [
+        "activations target 70.0%: b has 71.2% zeros on the test images",
+        "activations target 70.0%: c has 50.0% zeros on the test images",
+    ]
+    several = job(tmp_path, prune=PruneSettings(budget=BudgetSettings(params=0.5, size_mb=2.0)))
+    sizes = {"dense": {"macs": 100, "params": 10}, "pruned": {"macs": 46, "params": 6, "tensor_bytes": 2_100_000}}
+    assert shortfalls(replace(quick, models=sizes), Sparsity(weights=0.5, channels=0.5), several) == [
+        "budget params 0.5: 0.6000 of the dense model's parameters are left",
+        "budget size_mb 2.0: parameters and buffers take 2.1000 MB",
+    ]
+    memory = job(tmp_path, prune=PruneSettings(budget=BudgetSettings(memory_mb=2.0)))
+    taken = {"dense": {"macs": 100, "params": 10}, "pruned": {"macs": 46, "params": 6, "memory_bytes": 2_100_000}}
+    assert shortfalls(replace(quick, models=taken), Sparsity(weights=0.5, channels=0.5), memory) == [
+        "budget memory_mb 2.0: a forward pass takes 2.1000 MB",
+    ]
+    assert "0.6000 of the free channels are left" in shortfalls(quick, Sparsity(weights=0.5, channels=0.4), halves)[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (ModelSettings("alexnet"), "set data.image_size to what it was made for"),
+        (ModelSettings("resnet18", arguments={"num_classes": 5}), "set model.arguments.num_classes"),
+    ],
+)
+def test_a_model_that_does_not_fit_the_data_is_refused(model: ModelSettings, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=message):
+        finetune(job(tmp_path, model=model), log=lambda _: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_run_is_marked_failed_and_leaves_no_model(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError):
+        finetune(job(tmp_path, baseline=TrainSettings(epochs=1, lr=1e9, warmup=0.0)), log=lambda _: None)
+    folder = next((tmp_path / "small").iterdir())
+    status = json.loads((folder / "status.json").read_text())
+    assert status["state"] == "failed"
+    assert status["error"].startswith("NonFiniteError: ")
+    assert not (folder / "model").exists()
+    assert not (folder / "metrics.json").exists()
+    assert list((tmp_path).rglob("baseline-*")) == []
+
+
+def test_an_interrupted_run_is_marked_interrupted(tmp_path: Path) -> None:
+    def interrupt(message: str) -> None:
+        if message.startswith("baseline"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        finetune(job(tmp_path), log=interrupt)
+    folder = next((tmp_path / "small").iterdir())
+    assert json.loads((folder / "status.json").read_text())["state"] == "interrupted"
+
+
+@pytest.mark.slow
+def test_a_damaged_cache_is_trained_again(finished: tuple[Path, dict[str, Any], list[str]], tmp_path: Path) -> None:
+    tiny = job(tmp_path, model=ModelSettings("squeezenet1_1"), data=DataSettings(image_size=32),
+               baseline=TrainSettings(epochs=0))  # fmt: skip
+    calibrate(tiny, log=lambda _: None)
+    cached = next((tmp_path / "cache").glob("*.safetensors"))
+    cached.write_bytes(cached.read_bytes()[:-100])
+    log: list[str] = []
+    calibrate(tiny, log=log.append)
+    assert any(line.startswith("baseline: training") for line in log)

@@ -1,0 +1,91 @@
+"""Profiles of models whose own Python has a say in which widths they can have."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torchvision.models import VisionTransformer
+
+from prunekit.channels.trace import trace
+from prunekit.errors import RunError
+from prunekit.jobs.profile import profile
+from prunekit.jobs.prune.latency_profile import Profile
+from prunekit.measure.latency_profile.layer_times import LayerTimes
+from prunekit.measure.latency_profile.staircase_fit import Sample
+from prunekit.planning.latency_table import LatencyTable, LatencyTerm, LayerLatency, Span
+from prunekit.report.pages.profile_page import fitted
+from prunekit.settings.prune import BudgetSettings, PruneSettings, Target
+
+WANTED = PruneSettings(BudgetSettings(speedup=1.5), target=Target(block=1))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("little_effort")
+def test_networks_have_the_sizes_that_only_a_trial_finds(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, example = VisionTransformer(32, 8, 2, 2, 32, 64).eval(), (torch.randn(1, 3, 32, 32),)
+    nn.init.normal_(model.heads[0].weight, std=0.02)  # zeros, else: every class would be worth the same
+    chart = trace(model, example)
+    assert not any(size.name == "hidden_dim" for size in chart.sizes)
+    lines = list[str]()
+    found = profile(model, example, settings=WANTED, cache=tmp_path, log=lines.append)
+    runtime = WANTED.target.runtime
+    assert lines[0] == f"profile: 10 networks of all widths, timed in {runtime} with the dense one beside each"
+    assert len(lines) == 11
+    assert "hidden_dim" in {size.name for size in found.channel_map.sizes}
+    widths = [size.value(sample.keep) for size in found.channel_map.sizes for sample in found.samples]
+    assert len(found.samples) == 10
+    assert len(set(map(str, widths))) > 5
+    assert {fit["module"] for fit in found.fits(model)} >= {"conv_proj", "heads.head"}
+
+
+class OneAtATime(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 32), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 1:
+            raise ValueError("one at a time")
+        return self.second(self.first(x).relu())  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("little_effort")
+def test_a_network_that_does_not_run_is_named(tmp_path: Path) -> None:
+    model, example, target = OneAtATime().eval(), (torch.randn(1, 8),), replace(WANTED.target, batch=2)
+    with pytest.raises(RunError, match=r"dense: does not run in eager: ValueError: one at a time"):
+        profile(model, example, target=target, settings=WANTED, cache=tmp_path, log=lambda text: None)
+
+
+def test_where_kernels_change_is_told_and_drawn() -> None:
+    """Also where a layer takes nothing beyond, so that only the end of what it takes before says so."""
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4)).eval()
+    chart = trace(model, (torch.randn(1, 8),))
+    inputs = chart.traced.trace.labels["2.weight"][1]
+    assert inputs is not None
+    before, beyond = Span(inputs, 0, 20), Span(inputs, 20, np.inf)
+    terms = LatencyTerm(0.03, (inputs,), (8,), (before,)), LatencyTerm(0.01, (inputs,), (8,), (beyond,))
+    layers = LayerLatency("0", 0.1, terms[:1]), LayerLatency("2", 0.2, terms)
+    table, dense = LatencyTable({}, layers, 0.0, 1.0, 1.0), np.ones(chart.n_labels, dtype=bool)
+    narrow = dense.copy()
+    narrow[chart.traced.final[inputs][12:]] = False
+    samples = [
+        Sample(keep, LayerTimes(1.0, 1.0, {layer.module: layer.at(keep[chart.traced.final]) for layer in layers}, 0.0))
+        for keep in (dense, narrow)
+    ]
+    found = Profile(chart, table, (), tuple(samples), (), 1.0)
+    assert {row["module"]: (row["changes_at"], row["steps"]) for row in found.rows()} == {
+        "2": ("20", "8"),
+        "0": ("20", "8"),
+    }
+    fits = {fit["module"]: fit for fit in json.loads(json.dumps(found.fits(model), allow_nan=False))}
+    assert [term["spans"] for term in fits["2"]["terms"]] == [[[0, 0, 20]], [[0, 20, None]]]
+    kept = np.array([[32.0], [20.0], [19.0], [8.0]])
+    assert fitted(fits["2"], kept) == pytest.approx([0.2 + 0.32, 0.2 + 0.24, 0.2 + 0.72, 0.2 + 0.24])
+    assert [row["ms"] for row in fits["2"]["measured"]] == pytest.approx(fitted(fits["2"], np.array([[32.0], [12.0]])))

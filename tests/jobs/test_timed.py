@@ -1,0 +1,106 @@
+"""Several processes that measure a plan: how many, what counts of them, and what they support."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from timings import DENSE_MS, took
+from torch import nn
+
+from prunekit.jobs.prune import latency_search
+from prunekit.jobs.prune.latency_target import Timing
+from prunekit.measure.effort import Effort, effort_of
+from prunekit.measure.runtimes.session import inputs_of
+from prunekit.settings.prune import BudgetSettings, PruneSettings, Target
+
+
+@pytest.fixture(autouse=True)
+def _one_try() -> Iterator[None]:
+    """However unstable: in processes of their own, as many as by default."""
+    with effort_of(Effort(tries=1)):
+        yield
+
+
+def test_the_median_process_counts_and_the_interval_holds_all() -> None:
+    found = latency_search._median([took(1.9), took(2.3), replace(took(2.0), stable=False, doubts=("wide",))])
+    assert (found.ms, found.speedup) == (DENSE_MS / 2.0, 2.0)
+    assert (found.speedup_low, found.speedup_high) == (1.9 * 0.99, 2.3 * 1.01)
+    assert found.stable
+    assert not found.doubts
+    noisy = latency_search._median([replace(took(2.0), stable=False, doubts=("wide",))] * 2 + [took(2.0)])
+    assert not noisy.stable
+    assert noisy.doubts == ("wide",)
+
+
+def test_processes_that_never_agree_support_no_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes_say(monkeypatch, map(took, itertools.cycle([2.0, 2.4, 1.7])))
+    none = nn.Identity()
+    found = latency_search.time_pair(none, none, inputs_of((1,)), PruneSettings(BudgetSettings(speedup=2.0)), 1, 15)
+    assert not found.stable
+    assert found.doubts[0].startswith("15 processes differ: the 95 % interval of their median is ")
+
+
+def test_a_model_that_no_other_process_can_have_is_said() -> None:
+    class Local(nn.Linear):  # of a function: pickle does not find it
+        pass
+
+    wanted = PruneSettings(BudgetSettings(speedup=2.0), target=Target(block=1))
+    with effort_of(Effort(processes=1, tries=1)):
+        timing = latency_search.time_pair(Local(4, 4), Local(4, 2), inputs_of((4,)), wanted, 5, 1)
+    (note,) = timing.notes
+    assert note.startswith("eager: timed in this process, not in one of its own")
+
+
+def processes_say(monkeypatch: pytest.MonkeyPatch, figures: Iterator[Timing]) -> None:
+    """In the place of processes that measure, each once."""
+    monkeypatch.setattr(latency_search, "ready", lambda *_: nullcontext(lambda rounds: next(figures)))
+    monkeypatch.setattr(latency_search, "_timing", lambda found: found)
+
+
+@pytest.mark.parametrize(
+    ("speedups", "latency_ms", "most", "processes"),
+    [
+        ((2.0, 2.01, 2.0), None, 7, 3),
+        ((2.0, 2.2, 2.0, 2.0, 2.0, 2.0, 2.0), None, 7, 7),
+        ((2.0, 2.02, 2.0, 2.02), None, 7, 4),
+        ((2.0, 2.04, 2.0, 2.02, 2.0, 2.0), None, 7, 6),
+        ((2.0, 2.2) * 5, None, 7, 7),
+        ((2.0, 2.2) * 8, None, 15, 15),
+        ((2.0, 2.01, 2.0), 50.0, 15, 3),
+    ],
+)
+def test_processes_that_disagree_are_joined_by_more(
+    speedups: tuple[float, ...], latency_ms: float | None, most: int, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, none = iter(speedups), nn.Identity()
+    processes_say(monkeypatch, map(took, left))
+    budget = BudgetSettings(latency_ms=latency_ms) if latency_ms else BudgetSettings(speedup=2.0)
+    found = latency_search.time_pair(none, none, inputs_of((1,)), PruneSettings(budget), 1, most)
+    assert len(speedups) - len(list(left)) == processes
+    assert found.speedup == np.median(speedups[:processes])
+
+
+@pytest.mark.parametrize("processes", [3, 5, 8, 15])
+def test_the_interval_over_processes_holds_the_true_speedup(processes: int) -> None:
+    """In 95 of 100 draws, as it says; by the normal distribution in place of Student's it would in 85 where n is 3."""
+    draws = 2.0 * (1 + 0.02 * np.random.default_rng(0).standard_normal((2000, processes)))
+    held = 0
+    for speedups in draws:
+        within = latency_search._uncertainty(
+            [took(one) for one in speedups], PruneSettings(BudgetSettings(speedup=2.0))
+        )
+        held += abs(np.median(speedups) - 2.0) <= within * np.median(speedups)
+    assert 0.93 < held / len(draws) < 0.985
+
+
+def test_of_a_budget_in_milliseconds_milliseconds_are_what_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = iter([replace(took(2.0), ms=ms) for ms in (50.0, 55.0, 50.0, 50.0, 55.0, 50.0, 55.0)])
+    processes_say(monkeypatch, figures)
+    none = nn.Identity()
+    latency_search.time_pair(none, none, inputs_of((1,)), PruneSettings(BudgetSettings(latency_ms=50.0)), 1, 7)
+    assert not list(figures)

@@ -1,0 +1,69 @@
+"""Gains of layers: measured on the output, equal to what is had by pruning and refitting by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from equivalence import randomized, snapshot
+from torch import Tensor, nn
+
+from prunekit.statistics.layers.output_error import RIDGE, with_gains
+from prunekit.statistics.layers.patch_moments import collect_patches
+
+
+def by_hand(model: nn.Sequential, index: int, x: Tensor) -> float:
+    """Prunes every second input of a linear layer, refits it, and measures what that does to the output."""
+    with torch.no_grad():
+        layer, read, dense = model[index], model[:index](x), model(x)
+        count, width = read.shape
+        pull = (RIDGE * read.square().mean() * count) ** 0.5 * torch.eye(width, width + 1, dtype=x.dtype)
+        rows, left = torch.cat([torch.cat([read, x.new_ones(count, 1)], 1), pull]), [*range(0, width, 2), width]
+        gone = torch.cat([read[:, 1::2], x.new_zeros(width, width // 2)])
+        instead = rows[:count, left] @ torch.linalg.lstsq(rows[:, left], gone).solution
+        was, missing = layer(read), (instead - read[:, 1::2]) @ layer.weight[:, 1::2].T
+        error = (missing.square().mean(0) / was.var(0)).sum()
+        return float((model[index + 1 :](was + missing) - dense).square().mean() / error)
+
+
+def test_gains_are_what_the_output_makes_of_half_a_layer() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    x = torch.randn(512, 6, dtype=torch.float64) + 0.3
+    found = [
+        each.output_gain for each in with_gains(model, collect_patches(model, [x], rows=512, images=512), x).layers
+    ]
+    expected = [by_hand(model, index, x) for index in (0, 2, 4)]
+    assert found == pytest.approx([each / sorted(expected)[1] for each in expected], rel=1e-6)
+
+
+class Pooled(nn.Module):
+    """Two branches of the same size, of which one is pooled before it counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.pooled, self.straight = nn.Conv2d(8, 4, 3, padding=1, groups=2), nn.Conv2d(8, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.stem(x))
+        return torch.cat([self.pooled(x).mean((2, 3)), self.straight(x)[:, :, 2, 2]], 1)
+
+
+@pytest.mark.parametrize("memory_bytes", [2**31, 1000])
+def test_errors_that_are_averaged_away_count_less_and_the_model_stays(memory_bytes: int) -> None:
+    model, x = randomized(Pooled()), torch.randn(256, 3, 6, 6, generator=torch.Generator().manual_seed(1))
+    before = snapshot(model)
+    stats = collect_patches(model, [x], rows=4096, images=256, memory_bytes=memory_bytes)
+    gains = {each.layer.weight: each.output_gain for each in with_gains(model, stats, x).layers}
+    assert gains["pooled.weight"] < 0.3 * gains["straight.weight"]
+    assert gains["stem.weight"] > 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in snapshot(model).items())
+
+
+def test_a_layer_of_one_channel_has_nothing_to_measure() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 4), nn.Linear(4, 2)), torch.randn(64, 4)
+    gains = [each.output_gain for each in with_gains(model, collect_patches(model, [x], rows=64, images=64), x).layers]
+    assert gains[1] == 1
+    assert gains[0] + gains[2] == pytest.approx(2)

@@ -1,0 +1,155 @@
+"""The house: imports go down only, names are said once or twice, and the guide's page on it is whole."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import prunekit
+
+ROOT = Path(prunekit.__file__).parent
+PAGE = ROOT / "guide" / "architecture.md"
+FLOORS = {
+    "errors": 0, "utils": 0, "registries": 0, "hooks": 0, "settings": 0, "distributed": 0,
+    "channels": 1,
+    "data": 2, "models": 2, "statistics": 2, "tasks": 2,
+    "criteria": 3,
+    "planning": 4,
+    "masks": 5, "compaction": 5, "repair": 5,
+    "measure": 6, "export": 6,
+    "training": 7, "deploy": 7, "inspection": 7, "report": 7,
+    "jobs": 8,
+    "recipe": 9,
+    "recipe_jobs": 10, "cli": 10,
+    "__main__": 11,
+}  # fmt: skip
+WITHIN = {
+    ("utils", "errors"),
+    ("utils", "distributed"),
+    ("distributed", "errors"),
+    ("registries", "utils"),
+    ("hooks", "errors"),
+    ("hooks", "utils"),
+    ("settings", "errors"),
+    ("settings", "utils"),
+    ("settings", "registries"),
+    ("tasks", "models"),
+    ("data", "tasks"),
+    ("statistics", "tasks"),
+    ("measure", "export"),
+}
+"""Imports between rooms of one floor that are allowed."""
+FORBIDDEN = {
+    "planning": {"yaml", "ruamel", "click"},
+    "training": {"yaml", "ruamel", "click"},
+    "inspection": {"yaml", "ruamel", "click"},
+    "measure": {"yaml", "ruamel", "click"},
+    "channels": {"yaml", "ruamel", "click", "torchvision"},
+}
+SIBLINGS = 14
+"""Files and folders that a folder may hold; the package itself has a room for each concept."""
+LINES = 600
+
+MODULES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py" and "recipes" not in path.parts)
+
+
+def room(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imported(path: Path) -> set[str]:
+    """Return the full names of all modules that a file imports."""
+    names: set[str] = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide the floor"
+            assert node.module is not None
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def test_imports_go_down_only() -> None:
+    wrong = []
+    for path in MODULES:
+        here = room(path)
+        for name in imported(path):
+            parts = name.split(".")
+            if parts[0] != "prunekit":
+                if parts[0] in FORBIDDEN.get(here, set()):
+                    wrong.append(f"{path}: {here} must not import {name}")
+                continue
+            there = parts[1] if len(parts) > 1 else ""
+            if there in {here, "", "__version__"} or there not in FLOORS:  # names of the package itself
+                continue
+            if FLOORS[there] >= FLOORS[here] and (here, there) not in WITHIN:
+                wrong.append(f"{path}: {here} (floor {FLOORS[here]}) imports {name} (floor {FLOORS[there]})")
+    assert wrong == []
+
+
+def test_every_room_has_a_floor() -> None:
+    assert {room(path) for path in MODULES} == set(FLOORS)
+
+
+def test_nothing_below_the_jobs_prints() -> None:
+    for path in MODULES:
+        if FLOORS[room(path)] < FLOORS["jobs"]:
+            calls = [node for node in ast.walk(tree(path)) if isinstance(node, ast.Call)]
+            assert not any(isinstance(call.func, ast.Name) and call.func.id == "print" for call in calls), path
+
+
+def test_files_stay_readable() -> None:
+    """A file is a concept, however many lines that takes; beyond 600 it is more than one."""
+    long = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in MODULES}
+    assert {name: count for name, count in long.items() if count > LINES} == {}
+
+
+def test_folders_hold_about_a_dozen_files() -> None:
+    siblings: Counter[Path] = Counter(path.parent for path in MODULES if path.name != "__init__.py")
+    siblings.update(path.parent.parent for path in MODULES if path.name == "__init__.py")
+    assert {str(folder): count for folder, count in siblings.items() if count > SIBLINGS and folder != ROOT} == {}
+
+
+def test_a_name_of_a_module_is_used_twice_at_most() -> None:
+    names = Counter(path.parent.name if path.name == "__init__.py" else path.stem for path in MODULES)
+    assert {name: count for name, count in names.items() if count > 2} == {}
+
+
+def test_no_name_hides_a_module() -> None:
+    """Packages re-export nothing: each name is imported from the file that defines it, or from `prunekit` itself."""
+    for path in MODULES:
+        if path.name == "__init__.py":
+            bound = {
+                alias.asname or alias.name
+                for node in ast.walk(tree(path))
+                if isinstance(node, ast.ImportFrom)
+                for alias in node.names
+            }
+            assert not bound & {beside.stem for beside in path.parent.iterdir()}, path
+
+
+def test_the_page_names_every_room_with_its_sentence() -> None:
+    packages = {
+        str(path.parent.relative_to(ROOT)): (ast.get_docstring(tree(path)) or "").splitlines()[0]
+        for path in MODULES
+        if path.name == "__init__.py"
+    }
+    rows = re.findall(r"^\| `([\w/]+)` \| (\d*) ?\| ([^|]+?) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    said = {name: sentence for name, _, sentence in rows if (ROOT / name).is_dir()}
+    assert said == packages
+    floors = {name: int(floor) for name, floor, _ in rows if floor}
+    assert floors == {name: floor for name, floor in FLOORS.items() if name != "__main__"}
+
+
+def test_the_page_names_only_what_is_there() -> None:
+    for name in re.findall(r"`(prunekit/[\w/.]+)`", PAGE.read_text(encoding="utf-8")):
+        assert (ROOT.parent / name).exists(), name
