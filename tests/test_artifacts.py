@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import inspect
-import pkgutil
 from collections.abc import Callable, Iterator
 from os import PathLike
 from pathlib import Path
@@ -51,16 +49,13 @@ def test_an_error_of_another_file_names_that(tmp_path: Path) -> None:
 
 def _public() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Public functions, and public methods of public classes."""
-    packages = [f"prunekit.{found.name}" for found in pkgutil.iter_modules(prunekit.__path__) if found.ispkg]
-    for package in ("prunekit", *packages):
-        module = importlib.import_module(package)
-        for name in getattr(module, "__all__", ()):
-            value = getattr(module, name)
-            if inspect.isfunction(value):
-                yield f"{package}.{name}", value
-            elif inspect.isclass(value):
-                methods = inspect.getmembers(value, lambda item: inspect.isfunction(item) or inspect.ismethod(item))
-                yield from ((f"{package}.{name}.{key}", each) for key, each in methods if not key.startswith("_"))
+    for name in prunekit.__all__:
+        value = getattr(prunekit, name)
+        if inspect.isfunction(value):
+            yield f"prunekit.{name}", value
+        elif inspect.isclass(value):
+            methods = inspect.getmembers(value, lambda item: inspect.isfunction(item) or inspect.ismethod(item))
+            yield from ((f"prunekit.{name}.{key}", each) for key, each in methods if not key.startswith("_"))
 
 
 def _parts(hint: Any) -> Iterator[Any]:

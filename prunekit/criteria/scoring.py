@@ -113,11 +113,11 @@ def _require_evidence(
     """Checks that there is what a criterion needs; the message says how to get it."""
     gradient = "gradients of the loss on labeled calibration images"
     missing: dict[Need, tuple[bool, str, str]] = {
-        "stats": (stats is None, "channel statistics", "stats=collect(model, batches)"),
+        "stats": (stats is None, "channel statistics", "stats=calibrate(model, batches)"),
         "moments": (
             stats is None or not stats.moments,
             "Gram matrices of layers' inputs",
-            "stats=collect(model, batches, moments='full')",
+            "stats=calibrate(model, batches, moments='full')",
         ),
         "patches": (
             patches is None,
@@ -127,7 +127,7 @@ def _require_evidence(
         "ranks": (
             stats is None or not stats.ranks,
             "ranks of feature maps",
-            "stats=collect(model, batches, ranks=True)",
+            "stats=calibrate(model, batches, ranks=True)",
         ),
         "gradients": (gradients is None, gradient, "gradients=collect_gradients(model, batches, loss)"),
         "curvature": (

@@ -23,7 +23,7 @@ from prunekit.masks.weight_masks import WeightMasks
 from prunekit.measure.partial_forward import DensePrefix
 from prunekit.planning.plan import Plan
 from prunekit.planning.sensitivity_curves import MeasuredPoint, keeping, kept_counts
-from prunekit.statistics.collection import collect
+from prunekit.statistics.collection import calibrate
 from prunekit.statistics.taylor_terms import Loss
 from prunekit.tasks.batches import Batch, Pair, Pairs
 from prunekit.tasks.task import Task
@@ -82,7 +82,7 @@ def observed(model: nn.Module, inputs: tuple[Any, ...], output: Any, where: str)
     counted = counted_positions(model, inputs)
     tensors = tuple(blank_padding(tensor.detach(), counted).reshape(samples, -1).to(wide) for tensor in rows)
     if not all(bool(tensor.isfinite().all()) for tensor in tensors):
-        collect(model, [(inputs,)], device=device, fused=False, progress=False).require_finite()
+        calibrate(model, [(inputs,)], device=device, fused=False, progress=False).require_finite()
         raise NonFiniteError(f"sensitivity: the output of {where} is NaN or Inf, and no layer's is before it")
     return Observed(output, tensors, _class_scores(output, samples))
 

@@ -264,7 +264,7 @@ class Collectors:
         )
 
 
-def collect(
+def calibrate(
     model: nn.Module,
     batches: Any,
     *,

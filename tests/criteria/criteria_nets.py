@@ -14,7 +14,7 @@ from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.trace import trace
 from prunekit.criteria.scoring import score
 from prunekit.statistics.channel_stats import ChannelStats
-from prunekit.statistics.collection import collect
+from prunekit.statistics.collection import calibrate
 from prunekit.statistics.taylor_terms import TaylorTerms, collect_gradients
 
 Scores = npt.NDArray[np.float64]
@@ -84,5 +84,5 @@ class Scored:
 def scored(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Scored:
     """Traces a model and collects statistics and gradients."""
     chart = trace(model, (batches[0][0][:1],))
-    stats = collect(model, batches, moments="full", ranks=True)
+    stats = calibrate(model, batches, moments="full", ranks=True)
     return Scored(model, chart, stats, collect_gradients(model, batches, F.cross_entropy, second_order=True))

@@ -17,7 +17,7 @@ from prunekit.criteria.activation import ACTIVATIONS
 from prunekit.criteria.criterion import get_criterion
 from prunekit.criteria.scoring import score
 from prunekit.errors import NonFiniteError, UsageError
-from prunekit.statistics.collection import collect
+from prunekit.statistics.collection import calibrate
 from prunekit.statistics.taylor_terms import TaylorTerms
 
 
@@ -73,7 +73,7 @@ def test_a_functional_relu_is_judged_by_what_reads_its_output() -> None:
 
 def test_apoz_refuses_a_model_without_rectifiers() -> None:
     model, x = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 3, 1)), torch.randn(2, 3, 32, 32)
-    stats = collect(model, [x])
+    stats = calibrate(model, [x])
     with pytest.raises(UsageError, match=r"'apoz': no zeros .* of group '.*'; score by 'activation' or 'taylor'"):
         score("apoz", model, trace(model, (x,)), stats=stats)
 
@@ -81,7 +81,7 @@ def test_apoz_refuses_a_model_without_rectifiers() -> None:
 def test_apoz_of_channels_behind_no_rectifier_is_one_and_their_size_tells_them_apart() -> None:
     torch.manual_seed(0)
     model, x = models.mobilenet_v2(num_classes=4).eval(), torch.randn(2, 3, 32, 32)
-    stats, chart = collect(model, [x]), trace(model, (x,))
+    stats, chart = calibrate(model, [x]), trace(model, (x,))
     apoz, size = (score(name, model, chart, stats=stats) for name in ("apoz", "activation"))
     linear = chart.labels["features.1.conv.1.weight"][0]
     assert linear is not None

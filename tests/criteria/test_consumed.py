@@ -16,7 +16,7 @@ from prunekit.channels.trace import trace
 from prunekit.criteria.reconstruction import NuclearNorm, inverse_factors
 from prunekit.criteria.scoring import score
 from prunekit.errors import NonFiniteError, UsageError
-from prunekit.statistics.collection import collect
+from prunekit.statistics.collection import calibrate
 from prunekit.statistics.layers.patch_moments import CalibrationWarning
 from prunekit.statistics.taylor_terms import collect_gradients
 
@@ -212,7 +212,7 @@ def test_attention_heads_and_mlp_widths() -> None:
     model, draw = Encoder().double().eval(), torch.Generator().manual_seed(0)
     tokens = [torch.randn(7, 6, 5, dtype=torch.float64, generator=draw) for _ in range(2)]
     chart = trace(model, (tokens[0],))
-    stats = collect(model, tokens, moments="full", ranks=True)
+    stats = calibrate(model, tokens, moments="full", ranks=True)
     joint = chart.labels["block.self_attn.out_proj.weight"][1]
     assert joint is not None
     labels, positions = chart.deciding(joint)  # whole heads, and positions in all of them
@@ -232,7 +232,7 @@ def test_attention_heads_and_mlp_widths() -> None:
         heads, widths = scores[labels], scores[chart.labels["block.linear1.weight"][0]]  # type: ignore[index]
         assert len(np.unique(heads)) == 3, name
         assert len(np.unique(widths)) > 10, name
-    np.testing.assert_allclose(score("wanda", model, chart, stats=collect(model, tokens)), found)
+    np.testing.assert_allclose(score("wanda", model, chart, stats=calibrate(model, tokens)), found)
 
 
 def test_what_attention_hides_is_measured() -> None:
@@ -240,7 +240,7 @@ def test_what_attention_hides_is_measured() -> None:
     model, draw = Encoder().double().eval(), torch.Generator().manual_seed(0)
     tokens = [torch.randn(4, 6, 5, dtype=torch.float64, generator=draw) for _ in range(2)]
     chart = trace(model, (tokens[0],))
-    stats = collect(model, tokens, ranks=True)
+    stats = calibrate(model, tokens, ranks=True)
     joint = chart.labels["block.self_attn.out_proj.weight"][1]
     assert joint is not None
     heads, positions = chart.deciding(joint)
@@ -264,7 +264,7 @@ def test_too_few_positions_are_said_and_raise_the_ridge() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4)).double()
     images = torch.randn(5, 3, dtype=torch.float64)
-    chart, stats = trace(model, (images,)), collect(model, [images], moments="full")
+    chart, stats = trace(model, (images,)), calibrate(model, [images], moments="full")
     with pytest.warns(
         CalibrationWarning, match=r"'obs': .* input of 2 has rank \d for 8 channels: 5 positions are too"
     ):

@@ -19,7 +19,7 @@ from prunekit.errors import NonFiniteError, UsageError
 from prunekit.models.cifar import CifarResNet
 from prunekit.registries import CRITERIA
 from prunekit.statistics.channel_stats import ChannelStats
-from prunekit.statistics.collection import collect
+from prunekit.statistics.collection import calibrate
 from prunekit.statistics.layer_stats import StatsKey
 from prunekit.statistics.layers.patch_moments import collect_patches
 from prunekit.statistics.taylor_terms import collect_gradients
@@ -137,7 +137,7 @@ def test_labels_on_vectors_only_are_judged_by_those(name: str) -> None:
 
 def test_activation_is_the_mean_magnitude_behind_norms_and_activations() -> None:
     model, x = net().eval(), torch.randn(5, 3, 2, 2)
-    stats = collect(model, [x])
+    stats = calibrate(model, [x])
     with torch.no_grad():
         normed = model.norm(model.conv(x)).double()
     behind = [part.abs().mean((0, 2, 3)).numpy() for part in (normed, normed.relu())]
@@ -148,7 +148,7 @@ def test_activation_is_the_mean_magnitude_behind_norms_and_activations() -> None
 
 def test_activation_falls_back_to_other_outputs_and_inputs() -> None:
     model, x = net().eval(), torch.randn(5, 3, 2, 2)
-    stats, chart = dataclasses.replace(collect(model, [x]), reads={}), handmade_map()
+    stats, chart = dataclasses.replace(calibrate(model, [x]), reads={}), handmade_map()
     free = np.arange(1, 5)
     for path, side in (("conv", "output"), ("norm", "input")):
         only = dataclasses.replace(chart, activations={(path, side, 0): free})
@@ -158,7 +158,7 @@ def test_activation_falls_back_to_other_outputs_and_inputs() -> None:
 
 def test_activation_without_the_statistics_it_needs() -> None:
     model = net().eval()
-    partial = dataclasses.replace(collect(model, [torch.randn(2, 3, 2, 2)], modules=["fc"]), reads={})
+    partial = dataclasses.replace(calibrate(model, [torch.randn(2, 3, 2, 2)], modules=["fc"]), reads={})
     with pytest.raises(UsageError, match="'activation' needs channel statistics: pass stats="):
         score("activation", model, handmade_map())
     with pytest.raises(UsageError, match=r"no statistics for 4 of 4 channels of group 'conv'; collect them over every"):
@@ -167,7 +167,7 @@ def test_activation_without_the_statistics_it_needs() -> None:
 
 def test_statistics_of_another_model() -> None:
     wider = nn.Sequential(nn.Conv2d(3, 7, 1))
-    seven = collect(wider, [torch.randn(2, 3, 2, 2)], inputs=False)["0", "output", 0]
+    seven = calibrate(wider, [torch.randn(2, 3, 2, 2)], inputs=False)["0", "output", 0]
     stats = ChannelStats({StatsKey("norm", "output", 0): seven})
     with pytest.raises(UsageError, match="output of 'norm': the channel map has 4 channels, the statistics 7"):
         score("activation", net(), handmade_map(), stats=stats)
@@ -212,7 +212,7 @@ def test_weights_and_statistics_that_are_not_finite_are_named(value: float) -> N
         model.conv.weight[1, 0, 0, 0] = value
     with pytest.raises(NonFiniteError, match=r"parameter 'conv\.weight' holds NaN or Inf"):
         score("l1", model, handmade_map())
-    stats = collect(model, [torch.randn(2, 3, 2, 2)])
+    stats = calibrate(model, [torch.randn(2, 3, 2, 2)])
     with pytest.raises(NonFiniteError, match="in the output of conv"):
         score("activation", model, handmade_map(), stats=stats)
 
@@ -300,7 +300,7 @@ def test_every_channel_of_a_real_model_gets_a_score(name: str) -> None:
     torch.manual_seed(0)
     model = MODELS[name]()
     x = torch.randn(2, 3, 32, 32)
-    chart, stats = trace(model, (x,)), collect(model, [x], moments="full", ranks=True)
+    chart, stats = trace(model, (x,)), calibrate(model, [x], moments="full", ranks=True)
     smooth = name != "mobilenet"  # whose hard sigmoid has no second derivative
     labeled = [(x, torch.tensor([0, 1]))]
     gradients = collect_gradients(model, labeled, functional.cross_entropy, second_order=smooth)

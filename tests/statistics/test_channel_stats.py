@@ -10,7 +10,7 @@ from torch import nn
 
 from prunekit.errors import ArtifactError, NonFiniteError, UsageError
 from prunekit.statistics.channel_stats import ChannelStats, NonFinite
-from prunekit.statistics.collection import StatsCollector, collect
+from prunekit.statistics.collection import StatsCollector, calibrate
 from prunekit.statistics.layer_stats import ARRAYS, LayerStats, StatsKey
 
 
@@ -33,8 +33,8 @@ def assert_same(one: ChannelStats, two: ChannelStats) -> None:
 
 def test_merge_equals_one_pass_and_is_associative() -> None:
     model, parts = net(), [images(size) for size in (3, 1, 5)]
-    a, b, c = (collect(model, [part]) for part in parts)
-    whole = collect(model, [torch.cat(parts)])
+    a, b, c = (calibrate(model, [part]) for part in parts)
+    whole = calibrate(model, [torch.cat(parts)])
     for merged in (a.merge(b).merge(c), a.merge(b.merge(c)), c.merge(a).merge(b)):
         assert set(merged) == set(whole)
         for key, layer in whole.items():
@@ -60,8 +60,8 @@ def test_dead_channels() -> None:
     with torch.no_grad():
         model[0].bias[1] = -1e3  # always zero behind the ReLU
         model[2].weight[0] = 0  # constant: the bias alone
-    assert collect(model, [images(4)]).dead()[StatsKey("1", "output", 0)].tolist() == [1]
-    assert {tuple(key): found.tolist() for key, found in collect(model, [images(4)]).dead().items()} == {
+    assert calibrate(model, [images(4)]).dead()[StatsKey("1", "output", 0)].tolist() == [1]
+    assert {tuple(key): found.tolist() for key, found in calibrate(model, [images(4)]).dead().items()} == {
         ("1", "output", 0): [1],
         ("2", "output", 0): [0],
     }
@@ -71,31 +71,31 @@ def test_non_finite_values_name_layer_batch_and_channel() -> None:
     model = net()
     with torch.no_grad():
         model[0].weight[2, 0, 0, 0] = torch.nan
-    stats = collect(model, [images(2)])
+    stats = calibrate(model, [images(2)])
     assert stats.non_finite[0] == NonFinite(StatsKey("0", "output", 0), 2 * 36, batch=1, channel=2)
     first = r"72 values are NaN or Inf in the output of 0 \(first in batch 1, channel 2\), and there are some in 4 "
     with pytest.raises(NonFiniteError, match=first):
         stats.require_finite()
-    collect(net(), [images(2)]).require_finite()
+    calibrate(net(), [images(2)]).require_finite()
 
 
 def test_the_first_batch_with_a_non_finite_value_is_kept(tmp_path: Path) -> None:
     batches = [images(2) for _ in range(20)]
     batches[17][1, 2, 3, 4] = torch.inf
     batches[18][0, 1, 0, 0] = torch.nan
-    stats = collect(net(), batches, modules=["0"], outputs=False)
+    stats = calibrate(net(), batches, modules=["0"], outputs=False)
     key = StatsKey("0", "input", 0)
     assert stats[key].first_non_finite.tolist() == [0, 19, 18]
     assert stats.non_finite == [NonFinite(key, 2, batch=18, channel=2)]
     stats.save(tmp_path)
     assert ChannelStats.load(tmp_path).non_finite == stats.non_finite
-    earlier = collect(net(), batches[18:], modules=["0"], outputs=False)
+    earlier = calibrate(net(), batches[18:], modules=["0"], outputs=False)
     for merged in (stats.merge(earlier), earlier.merge(stats)):
         assert merged[key].first_non_finite.tolist() == [0, 1, 18]
 
 
 def test_round_trip_is_exact(tmp_path: Path) -> None:
-    stats = collect(net(), [images(3)])
+    stats = calibrate(net(), [images(3)])
     stats = ChannelStats({**stats.layers, StatsKey("odd/name", "input", 2): LayerStats.empty(2)}, {"model": "é 1"})
     for path in (tmp_path / "folder", tmp_path / "deep" / "stats.safetensors"):
         file = stats.save(path)
@@ -110,13 +110,13 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
 
 
 def test_saving_twice_gives_the_same_bytes(tmp_path: Path) -> None:
-    stats = collect(net(), [images(3)])
+    stats = calibrate(net(), [images(3)])
     one, two = stats.save(tmp_path / "one"), stats.save(tmp_path / "two")
     assert one.read_bytes() == two.read_bytes()
 
 
 def test_frame() -> None:
-    stats = collect(net(), [images(2)], inputs=False)
+    stats = calibrate(net(), [images(2)], inputs=False)
     frame = stats.channel_frame()
     place, moments = (
         ["module", "side", "call", "channel"],
@@ -128,7 +128,7 @@ def test_frame() -> None:
 
 
 def test_damage_anywhere_is_noticed(tmp_path: Path) -> None:
-    file = collect(net(), [images(2)]).save(tmp_path)
+    file = calibrate(net(), [images(2)]).save(tmp_path)
     whole = file.read_bytes()
     step = max(1, len(whole) // 97)
     for position in (*range(0, len(whole), step), len(whole) - 1):

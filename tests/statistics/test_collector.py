@@ -12,7 +12,7 @@ from torchvision import models
 
 from prunekit.errors import ModelError, UsageError
 from prunekit.hooks.hook import count_hooks
-from prunekit.statistics.collection import StatsCollector, collect
+from prunekit.statistics.collection import StatsCollector, calibrate
 
 
 def small_net() -> nn.Sequential:
@@ -53,7 +53,7 @@ def test_every_activation_equals_numpy(name: str) -> None:
     model = getattr(models, name)(weights=None, num_classes=7).eval()
     batches = [torch.randn(size, 3, 32, 32) for size in (3, 2)]
     expected = recorded(model, batches)
-    stats = collect(model, batches)
+    stats = calibrate(model, batches)
     assert set(stats) == set(expected)
     assert next(iter(stats)) == next(iter(expected))
     for key, tensors in expected.items():
@@ -64,7 +64,7 @@ def test_every_activation_equals_numpy(name: str) -> None:
 
 def test_resnet50_relu_is_kept_apart_by_call() -> None:
     model = models.resnet50(weights=None).eval()
-    stats = collect(model, [torch.randn(1, 3, 32, 32)], modules=["layer1.0.relu"])
+    stats = calibrate(model, [torch.randn(1, 3, 32, 32)], modules=["layer1.0.relu"])
     widths = [stats["layer1.0.relu", "output", call].channels for call in range(3)]
     assert widths == [64, 64, 256]
     assert len(stats) == 6
@@ -72,7 +72,7 @@ def test_resnet50_relu_is_kept_apart_by_call() -> None:
 
 def test_values_are_taken_before_an_inplace_relu_overwrites_them() -> None:
     model = small_net()
-    stats = collect(model, [torch.randn(4, 3, 8, 8)])
+    stats = calibrate(model, [torch.randn(4, 3, 8, 8)])
     assert (stats["1", "output", 0].min < 0).all()
     assert (stats["2", "input", 0].min < 0).all()
     assert (stats["2", "output", 0].min == 0).all()
@@ -88,14 +88,14 @@ def test_batches_calls_and_positions_all_count() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.conv(self.conv(x))
 
-    stats = collect(Twice(), [torch.randn(size, 2, 4, 5) for size in (3, 1, 2)])
+    stats = calibrate(Twice(), [torch.randn(size, 2, 4, 5) for size in (3, 1, 2)])
     assert [stats["conv", "output", call].count.tolist() for call in (0, 1)] == [[120, 120], [120, 120]]
     assert ("conv", "output", 2) not in stats
 
 
 def test_many_batches_are_merged() -> None:
     model, batches = small_net(), [torch.randn(2, 3, 8, 8) for _ in range(35)]
-    merged, whole = collect(model, batches), collect(model, [torch.cat(batches)])
+    merged, whole = calibrate(model, batches), calibrate(model, [torch.cat(batches)])
     assert merged["0", "output", 0].count[0] == 70 * 36
     np.testing.assert_allclose(merged["1", "output", 0].variance, whole["1", "output", 0].variance, rtol=1e-6)
 
@@ -127,7 +127,7 @@ def test_unchanged_inputs_are_not_measured_twice(monkeypatch: pytest.MonkeyPatch
     real = module.summarize
     monkeypatch.setattr(module, "summarize", lambda x, *rest: measured.append(x.shape) or real(x, *rest))
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1))
-    stats = collect(model, [torch.randn(2, 3, 4, 4)])
+    stats = calibrate(model, [torch.randn(2, 3, 4, 4)])
     assert (len(measured), len(stats)) == (4, 6)
 
 
@@ -165,7 +165,7 @@ def test_modules_that_return_more_than_a_tensor() -> None:
             return 3
 
     model, x = nn.Sequential(Odd(), Silent()), torch.randn(4, 3)
-    stats = collect(model, [(x, "label")])
+    stats = calibrate(model, [(x, "label")])
     np.testing.assert_allclose(stats["0", "output", 0].mean, (x * 2).double().mean(0), rtol=1e-9)
     assert ("1", "output", 0) not in stats
 
@@ -186,9 +186,9 @@ def test_channel_axes() -> None:
     stats = collector.stats()
     assert [stats[path, "output", 0].channels for path in ("embed", "norm", "act")] == [6, 6, 6]
     assert ("embed", "input", 0) not in stats
-    assert collect(model, batches)["act", "output", 0].channels == 6  # numbers of tokens tell what a sequence is
+    assert calibrate(model, batches)["act", "output", 0].channels == 6  # numbers of tokens tell what a sequence is
     with pytest.raises(UsageError, match="input of 1: expected 4 channels as before, got 5"):  # and these do not
-        collect(nn.Sequential(model.norm, model.act), [torch.randn(2, length, 6) for length in (4, 5)])
+        calibrate(nn.Sequential(model.norm, model.act), [torch.randn(2, length, 6) for length in (4, 5)])
     wrong = pytest.raises(UsageError, match="channel axis 5 was asked for, but the shape is")
     with wrong, StatsCollector(model, axes={"act": 5}):
         model(batches[0])
@@ -196,7 +196,7 @@ def test_channel_axes() -> None:
 
 def test_containers_and_the_model_itself() -> None:
     model = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()), nn.Conv2d(4, 2, 1))
-    stats = collect(model, [torch.randn(2, 3, 4, 4)], modules=["", "0"], inputs=False)
+    stats = calibrate(model, [torch.randn(2, 3, 4, 4)], modules=["", "0"], inputs=False)
     assert [tuple(key) for key in stats] == [("0", "output", 0), ("", "output", 0)]
     assert str(next(reversed(list(stats)))) == "output of the model"
 
@@ -205,7 +205,7 @@ def test_collect_restores_the_mode_and_changes_nothing() -> None:
     model = small_net()
     model[1].eval()
     before = copy.deepcopy(model.state_dict())
-    collect(model, [torch.randn(2, 3, 8, 8)])
+    calibrate(model, [torch.randn(2, 3, 8, 8)])
     assert [module.training for module in model] == [True, False, True, True, True]
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
@@ -217,7 +217,7 @@ def test_what_is_asked_wrongly() -> None:
     with pytest.raises(UsageError, match="axes: '9' is not among"):
         StatsCollector(model, axes={"9": 1})
     with pytest.raises(UsageError, match="no forward pass was seen"):
-        collect(model, [])
+        calibrate(model, [])
     with pytest.raises(ModelError, match="compiled"), StatsCollector(torch.compile(model, backend="eager")):
         pass
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torchvision import models
 
 from prunekit.hooks.hook import count_hooks
-from prunekit.statistics.collection import StatsCollector, collect
+from prunekit.statistics.collection import StatsCollector, calibrate
 from prunekit.statistics.consumers import Consumer
 from prunekit.statistics.forward_passes import ReadHooks, find_consumers
 
@@ -108,17 +108,17 @@ def test_attention_is_seen_inside_and_is_afterwards_what_it_was() -> None:
 
 def test_statistics_of_layers_whose_modules_are_not_called() -> None:
     model, x = attention(), torch.randn(2, 5, 12)
-    stats = collect(model, [x])
+    stats = calibrate(model, [x])
     with torch.no_grad():
         made = F.linear(x, model.self_attn.in_proj_weight, model.self_attn.in_proj_bias).flatten(0, 1)
     found = stats["self_attn.in_proj_weight", "output", 0]
     np.testing.assert_allclose(found.mean, made.double().mean(0).numpy(), rtol=1e-5, atol=1e-6)
     assert stats["self_attn.out_proj", "input", 0].channels == 12
     assert [key for key in stats if key.module == "linear1"] == [("linear1", "input", 0), ("linear1", "output", 0)]
-    only = collect(model, [x], modules=["self_attn.out_proj"], outputs=False)
+    only = calibrate(model, [x], modules=["self_attn.out_proj"], outputs=False)
     assert list(only) == [("self_attn.out_proj", "input", 0)]
     swin = models.swin_t(weights=None).eval()
-    stats = collect(swin, [torch.randn(1, 3, 32, 32)])
+    stats = calibrate(swin, [torch.randn(1, 3, 32, 32)])
     assert stats["features.1.0.attn.qkv", "output", 0].channels == 288
 
 

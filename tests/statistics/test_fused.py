@@ -13,7 +13,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from prunekit.statistics import reductions as fused
-from prunekit.statistics.collection import StatsCollector, collect
+from prunekit.statistics.collection import StatsCollector, calibrate
 from prunekit.statistics.reductions import measure_eagerly, summarize
 
 COMPILER = os.environ.get("CXX", "g++")
@@ -49,7 +49,7 @@ def test_one_kernel_serves_every_shape(shapes: list[tuple[int, ...]]) -> None:
 def test_the_kernel_does_not_depend_on_the_state_it_runs_in(guard: type) -> None:
     images = torch.randn(3, 3, 8, 8)
     model = net().eval()
-    expected = collect(model, [images], fused=False)
+    expected = calibrate(model, [images], fused=False)
     torch._dynamo.reset()
     with guard(), torch.autocast("cpu", enabled=False), StatsCollector(model, fused=True) as collector:
         model(images)
@@ -78,7 +78,7 @@ def test_compiling_waits_until_it_pays_off(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_turned_off() -> None:
-    stats = collect(net(), [torch.randn(2, 3, 8, 8)], fused=False)
+    stats = calibrate(net(), [torch.randn(2, 3, 8, 8)], fused=False)
     assert stats.provenance == {"reduction": "eager"}
 
 
@@ -94,9 +94,9 @@ def test_what_no_kernel_is_for_is_measured_eagerly() -> None:
 WITHOUT = """
 import torch
 from prunekit.statistics import reductions as fused
-from prunekit.statistics.collection import collect
+from prunekit.statistics.collection import calibrate
 model, images = torch.nn.Conv2d(3, 4, 3), [torch.randn(2, 3, 8, 8)]
-found = [collect(model, images, fused=form) for form in (True, False, True)]
+found = [calibrate(model, images, fused=form) for form in (True, False, True)]
 assert all((stats[key].rows == found[1][key].rows).all() for stats in found for key in stats)
 assert fused.compiled.cache_info().misses == 1, fused.compiled.cache_info()
 print(found[2].provenance["reduction"])

@@ -15,7 +15,7 @@ from torchvision import models
 from prunekit.errors import ModelError, NonFiniteError, UsageError
 from prunekit.hooks.hook import count_hooks
 from prunekit.statistics.channel_stats import ChannelStats
-from prunekit.statistics.collection import collect
+from prunekit.statistics.collection import calibrate
 from prunekit.statistics.forward_passes import find_consumers
 from prunekit.statistics.layers.patch_moments import collect_patches, dead_inputs, too_few_rows, with_raised_ridge
 from prunekit.statistics.moments import InputMoments, MomentsCollector
@@ -87,7 +87,7 @@ def assert_are(moments: InputMoments, values: np.ndarray, *, rtol: float = 1e-11
 
 def test_every_kind_of_consumer() -> None:
     model, images = mixed(), batches(3, 2)
-    moments = collect(model, images, moments="full").moments
+    moments = calibrate(model, images, moments="full").moments
     expected = inputs_of(model, images)
     expected["attention.in_proj_weight"] = expected.pop("attention")
     assert set(expected) == {*moments} - {"attention.out_proj"}
@@ -99,7 +99,7 @@ def test_every_kind_of_consumer() -> None:
 
 def test_the_output_projection_of_attention_is_seen_though_it_is_never_called() -> None:
     model, images = mixed(), batches(3, 2)
-    found = collect(model, images, moments="full").moments["attention.out_proj"]
+    found = calibrate(model, images, moments="full").moments["attention.out_proj"]
     with torch.no_grad():
         model.attention.out_proj.weight.copy_(torch.eye(6))
         model.attention.out_proj.bias.zero_()
@@ -121,7 +121,7 @@ def test_float32_models(build: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     model = build().eval()
     images = [torch.randn(2, 3, 32, 32) for _ in range(2)]
-    moments = collect(model, images, moments="full").moments
+    moments = calibrate(model, images, moments="full").moments
     assert set(moments) == set(find_consumers(model, images[0]))
     seen = {path: values for path, values in inputs_of(model, images).items() if path in moments}
     assert len(seen) > 20
@@ -138,7 +138,7 @@ def test_a_large_mean_does_not_cost_the_variance_its_digits() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
     images = [torch.randn(50, 4) * 1e-3 + torch.tensor([100.0, 0, -30, 0]) for _ in range(3)]
-    moments = collect(model, images, moments="full").moments[""]
+    moments = calibrate(model, images, moments="full").moments[""]
     expected = np.cov(torch.cat(images).double().numpy(), rowvar=False, ddof=0)
     np.testing.assert_allclose(moments.covariance, expected, atol=1e-3 * 1e-6)
 
@@ -150,14 +150,14 @@ def test_any_memory_layout(layout: str) -> None:
         images = images.to(memory_format=torch.channels_last)
     elif layout == "view":
         images = torch.randn(3, 12, 5, 8, dtype=torch.float64)[:, ::2, :, 1::2]
-    moments = collect(model, [images], moments="full").moments[""]
+    moments = calibrate(model, [images], moments="full").moments[""]
     assert_are(moments, images.transpose(0, 1).flatten(1).numpy())
 
 
 def test_merged_and_reloaded_equal_one_pass(tmp_path: Path) -> None:
     model, images = mixed(), batches(3, 1, 4)
-    a, b, c = (collect(model, [part], moments="full", ranks=True) for part in images)
-    whole = collect(model, [torch.cat(images)], moments="full", ranks=True)
+    a, b, c = (calibrate(model, [part], moments="full", ranks=True) for part in images)
+    whole = calibrate(model, [torch.cat(images)], moments="full", ranks=True)
     merged = ChannelStats.load(a.merge(b.merge(c)).save(tmp_path))
     assert list(merged.moments) == list(whole.moments)
     for path, moments in whole.moments.items():
@@ -184,7 +184,7 @@ def test_memory_is_stated_before_anything_runs_and_kept_to() -> None:
     with pytest.raises(UsageError, match=message):
         MomentsCollector(large, torch.randn(2, 8), limit_mib=100)
     images = [torch.randn(3, 8)]
-    assert list(collect(large, images, moments="full", moments_ignore=["2"], moments_limit_mib=1).moments) == ["0"]
+    assert list(calibrate(large, images, moments="full", moments_ignore=["2"], moments_limit_mib=1).moments) == ["0"]
     with pytest.raises(UsageError, match="moments_ignore: 'fc' matches no module path"):
         MomentsCollector(large, images[0], ignore=["fc"])
 
@@ -198,15 +198,15 @@ def test_positions_of_large_maps_are_sampled(layout: str, channels: int) -> None
     if layout == "tokens":
         model, images = nn.Linear(channels, 2), [batch.flatten(2).mT.contiguous() for batch in images]
     model.double()
-    sampled, again = (collect(model, images, moments="full", moments_positions=50).moments[""] for _ in range(2))
+    sampled, again = (calibrate(model, images, moments="full", moments_positions=50).moments[""] for _ in range(2))
     assert sampled.count == 4 * 6 * 50
     np.testing.assert_array_equal(sampled.blocks, again.blocks)
-    some = collect(model, images[:1], moments="full", moments_positions=50).moments[""]
-    more = collect(model, [images[0], images[0]], moments="full", moments_positions=50).moments[""]
+    some = calibrate(model, images[:1], moments="full", moments_positions=50).moments[""]
+    more = calibrate(model, [images[0], images[0]], moments="full", moments_positions=50).moments[""]
     assert not np.allclose(more.gram, 2 * some.gram)  # other positions in each batch
     covariance = sampled.covariance - np.eye(channels)
     assert np.abs(covariance).max() < 6 / sampled.count**0.5
-    whole = collect(model, images, moments="full", moments_positions=400).moments[""]
+    whole = calibrate(model, images, moments="full", moments_positions=400).moments[""]
     channels_first = [
         batch.transpose(0, 1).flatten(1) if layout == "maps" else batch.flatten(0, 1).T for batch in images
     ]
@@ -222,22 +222,22 @@ def test_windows_and_regions_share_what_an_image_may_have() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x.view(-1, 5, 3))  # type: ignore[no-any-return]
 
-    moments = collect(Windows(), [torch.randn(4, 100, 3)], moments="full", moments_positions=7).moments["layer"]
+    moments = calibrate(Windows(), [torch.randn(4, 100, 3)], moments="full", moments_positions=7).moments["layer"]
     assert moments.count == 4 * 7
 
 
 def test_too_few_samples_say_their_rank() -> None:
     model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 2)).double()
-    stats = collect(model, [torch.randn(5, 12, dtype=torch.float64)], moments="full")
+    stats = calibrate(model, [torch.randn(5, 12, dtype=torch.float64)], moments="full")
     assert stats.moments["0"].rank() == 5
     (first, second) = stats.too_few_samples()
     assert "input of 0 has rank 5 for 12 channels: 5 positions are too few" in first
     assert "input of 1 has" in second
     dead = torch.randn(99, 12, dtype=torch.float64) * (torch.arange(12) > 2)
-    stats = collect(model, [dead], moments="full")
+    stats = calibrate(model, [dead], moments="full")
     assert stats.moments["0"].rank() == 9
     assert stats.too_few_samples() == []
-    narrow = collect(model.float(), [torch.randn(5, 12)], moments="full")
+    narrow = calibrate(model.float(), [torch.randn(5, 12)], moments="full")
     assert narrow.moments["0"].rank() == 5  # rounding of float32 is no rank
 
 
@@ -261,11 +261,11 @@ def test_what_is_not_finite_is_named() -> None:
     model, images = mixed(), batches(2)
     with torch.no_grad():
         model.grouped.weight[3] = torch.nan
-    stats = collect(model, images, moments="full")
+    stats = calibrate(model, images, moments="full")
     with pytest.raises(NonFiniteError, match="input of depthwise"):
         dataclasses.replace(stats, layers={}).require_finite()
     with pytest.raises(NonFiniteError, match="NaN or Inf in the input of depthwise"):
-        collect(model, images, ranks=True)
+        calibrate(model, images, ranks=True)
 
 
 def test_a_pass_that_raises_counts_for_nothing_and_hooks_go() -> None:
@@ -279,7 +279,7 @@ def test_a_pass_that_raises_counts_for_nothing_and_hooks_go() -> None:
             model(batch)
     assert count_hooks(model) == 0
     assert torch.backends.mha.get_fastpath_enabled() == fast_path
-    expected = collect(model, batches(3, 2), moments="full").moments
+    expected = calibrate(model, batches(3, 2), moments="full").moments
     for path, moments in collector.moments().items():
         np.testing.assert_array_equal(moments.blocks, expected[path].blocks)
     with pytest.raises(UsageError, match="no forward pass was seen"):
@@ -311,15 +311,15 @@ def test_ranks_of_feature_maps() -> None:
     model, images = nn.Conv2d(3, 2, 1).double(), batches(4)[0].clone()
     images[:2, 1] = images[:2, 1, :1] * images[:2, 1, :, :1]
     images[:, 2, 3:] = 0
-    ranks = collect(model, [images[:1], images[1:]], ranks=True).ranks["", "input", 0]
+    ranks = calibrate(model, [images[:1], images[1:]], ranks=True).ranks["", "input", 0]
     assert ranks.count == 4
     np.testing.assert_array_equal(ranks.total, list(ranks_of(images)))
     np.testing.assert_array_equal(ranks.mean, [8, (1 + 1 + 8 + 8) / 4, 3])
     tokens = torch.randn(5, 7, 3, dtype=torch.float64)
     tokens[3:, :, 2] = 0
-    ranks = collect(nn.Linear(3, 2).double(), [tokens], ranks=True).ranks["", "input", 0]
+    ranks = calibrate(nn.Linear(3, 2).double(), [tokens], ranks=True).ranks["", "input", 0]
     np.testing.assert_array_equal(ranks.total, [5, 5, 3])
-    flat = collect(nn.Linear(3, 2).double(), [tokens[3:, 0]], ranks=True).ranks["", "input", 0]
+    flat = calibrate(nn.Linear(3, 2).double(), [tokens[3:, 0]], ranks=True).ranks["", "input", 0]
     np.testing.assert_array_equal(flat.total, [2, 2, 0])
 
 

@@ -17,7 +17,7 @@ from prunekit.planning.candidates import labels_matching
 from prunekit.repair.repair_model import require_images
 from prunekit.settings.calibration import Moments, RepairSettings
 from prunekit.statistics.channel_stats import ChannelStats
-from prunekit.statistics.collection import collect
+from prunekit.statistics.collection import calibrate
 from prunekit.statistics.layers.output_error import RIDGE, with_gains
 from prunekit.statistics.layers.patch_moments import ROWS, PatchStats, collect_patches, with_raised_ridge
 from prunekit.statistics.layers.patches import pixel_by_pixel
@@ -87,7 +87,9 @@ def statistics(model: nn.Module, images: Any, criterion: str) -> ChannelStats | 
     if not needs_activations(criterion):
         return None
     moments: Moments = "full" if "moments" in needs else "none"
-    return collect(model, in_batches(images), device=gather(images)[0].device, moments=moments, ranks="ranks" in needs)
+    return calibrate(
+        model, in_batches(images), device=gather(images)[0].device, moments=moments, ranks="ranks" in needs
+    )
 
 
 def patch_statistics(

@@ -1,0 +1,134 @@
+"""The public names of prunekit, each once: `__init__.py` imports them from here on first use."""
+
+from prunekit.channels.channel_map import ChannelMap as ChannelMap
+from prunekit.channels.rules.rule import register_rule as register_rule
+from prunekit.channels.trace import trace as trace
+from prunekit.compaction.compact_model import compact as compact
+from prunekit.compaction.model_folder import load as load
+from prunekit.compaction.model_folder import save as save
+from prunekit.criteria.criterion import Evidence as Evidence
+from prunekit.criteria.criterion import register_criterion as register_criterion
+from prunekit.deploy.batchnorm_folding import fold_batchnorm as fold_batchnorm
+from prunekit.deploy.subnormals import flush_subnormals as flush_subnormals
+from prunekit.deploy.transform import channels_last as channels_last
+from prunekit.errors import PrunekitError as PrunekitError
+from prunekit.inspection.capture.intervention import intervene as intervene
+from prunekit.inspection.capture.recorder import Capture as Capture
+from prunekit.inspection.capture.recorder import capture as capture
+from prunekit.inspection.diagnosis.diagnose_model import diagnose as diagnose
+from prunekit.inspection.diagnosis.findings import Diagnosis as Diagnosis
+from prunekit.inspection.visualize.class_maps import class_activation_map as class_activation_map
+from prunekit.inspection.visualize.class_maps import saliency as saliency
+from prunekit.jobs.bench import Benchmark as Benchmark
+from prunekit.jobs.bench import bench as bench
+from prunekit.jobs.explain import Explanation as Explanation
+from prunekit.jobs.explain import explain as explain
+from prunekit.jobs.profile import profile as profile
+from prunekit.jobs.prune.latency_profile import Profile as Profile
+from prunekit.jobs.prune.one_shot import Pruned as Pruned
+from prunekit.jobs.prune.one_shot import plan as plan
+from prunekit.jobs.prune.one_shot import prune as prune
+from prunekit.jobs.prune.pruner import Pruner as Pruner
+from prunekit.jobs.run.job_inputs import Own as Own
+from prunekit.jobs.run.results import RunResult as RunResult
+from prunekit.jobs.sensitivity import Sensitivity as Sensitivity
+from prunekit.jobs.sensitivity import sensitivity as sensitivity
+from prunekit.masks.activation_masks import ActivationMasks as ActivationMasks
+from prunekit.masks.gradient_clamps import (
+    clamp_activation_grad as clamp_activation_grad,
+)
+from prunekit.masks.gradient_clamps import (
+    clamp_weight_grad as clamp_weight_grad,
+)
+from prunekit.masks.masked_model import ChangingMasks as ChangingMasks
+from prunekit.masks.masked_model import masked as masked
+from prunekit.masks.thresholds import (
+    ActivationThresholds as ActivationThresholds,
+)
+from prunekit.masks.thresholds import (
+    calibrate_thresholds as calibrate_thresholds,
+)
+from prunekit.measure.runtimes.runtime import register_runtime as register_runtime
+from prunekit.measure.runtimes.session import Session as Session
+from prunekit.measure.verification import Verification as Verification
+from prunekit.measure.verification import verify as verify
+from prunekit.planning.budgets.budget import register_budget as register_budget
+from prunekit.planning.costs import Term as Term
+from prunekit.planning.plan import Plan as Plan
+from prunekit.planning.plan import load_plan as load_plan
+from prunekit.recipe_jobs import finetune as finetune
+from prunekit.repair.repair_report import RepairReport as RepairReport
+from prunekit.report.pages.model_summary import ModelSummary as ModelSummary
+from prunekit.report.pages.model_summary import summary as summary
+from prunekit.report.sections.section import register_section as register_section
+from prunekit.settings.calibration import CalibrationSettings as CalibrationSettings
+from prunekit.settings.calibration import RepairSettings as RepairSettings
+from prunekit.settings.deployment import DeploySettings as DeploySettings
+from prunekit.settings.deployment import LatencySettings as LatencySettings
+from prunekit.settings.inputs import (
+    AugmentSettings as AugmentSettings,
+)
+from prunekit.settings.inputs import (
+    ColorJitterSettings as ColorJitterSettings,
+)
+from prunekit.settings.inputs import (
+    DataSettings as DataSettings,
+)
+from prunekit.settings.inputs import (
+    ModelSettings as ModelSettings,
+)
+from prunekit.settings.inputs import (
+    RandAugmentSettings as RandAugmentSettings,
+)
+from prunekit.settings.job import JobSettings as JobSettings
+from prunekit.settings.prune import (
+    BudgetSettings as BudgetSettings,
+)
+from prunekit.settings.prune import (
+    PruneSettings as PruneSettings,
+)
+from prunekit.settings.prune import (
+    ScheduleSettings as ScheduleSettings,
+)
+from prunekit.settings.prune import (
+    Target as Target,
+)
+from prunekit.settings.train import (
+    ActivationSettings as ActivationSettings,
+)
+from prunekit.settings.train import (
+    AverageSettings as AverageSettings,
+)
+from prunekit.settings.train import (
+    CheckpointSettings as CheckpointSettings,
+)
+from prunekit.settings.train import (
+    ClampSettings as ClampSettings,
+)
+from prunekit.settings.train import (
+    DistillSettings as DistillSettings,
+)
+from prunekit.settings.train import (
+    FeatureSettings as FeatureSettings,
+)
+from prunekit.settings.train import (
+    RegularizerSettings as RegularizerSettings,
+)
+from prunekit.settings.train import (
+    TrainSettings as TrainSettings,
+)
+from prunekit.settings.train import (
+    WatchSettings as WatchSettings,
+)
+from prunekit.statistics.channel_stats import ChannelStats as ChannelStats
+from prunekit.statistics.collection import StatsCollector as StatsCollector
+from prunekit.statistics.collection import calibrate as calibrate
+from prunekit.statistics.taylor_terms import collect_gradients as collect_gradients
+from prunekit.tasks.task import register_task as register_task
+from prunekit.training.batchnorm_statistics import recalibrate_batchnorm as recalibrate_batchnorm
+from prunekit.training.callbacks.gradient_flow import GradientFlow as GradientFlow
+from prunekit.training.optimizers import transfer as transfer
+from prunekit.training.optimizers import transfer_average as transfer_average
+from prunekit.utils.inputs import Keywords as Keywords
+
+__version__: str
