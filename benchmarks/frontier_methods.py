@@ -12,7 +12,7 @@ from oneshot_methods import Case, cut
 
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.compaction.compact_model import compact
-from prunekit.data.local_files import Arrays
+from prunekit.data.local_files import LabeledArrays
 from prunekit.errors import PlanError
 from prunekit.planning.candidates import Scores
 from prunekit.planning.plan import Plan
@@ -32,7 +32,7 @@ class Bench:
     case: Case
     timed: Timed
     scores: dict[str, Scores]
-    test: Arrays
+    test: LabeledArrays
 
     def plan(self, criterion: str, settings: PruneSettings) -> Plan:
         """The plan of prunekit for some budgets."""

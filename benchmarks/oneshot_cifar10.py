@@ -28,7 +28,7 @@ from oneshot_methods import Case, Method, methods, peer_names
 from torch import Tensor
 
 from prunekit.data.datasets import IMAGENET_MEAN, IMAGENET_STD
-from prunekit.data.local_files import Arrays, read_npz
+from prunekit.data.local_files import LabeledArrays, read_npz
 from prunekit.errors import DataError, PlanError, PrunekitError
 from prunekit.measure.accuracy import evaluate
 from prunekit.measure.model_size import count_macs
@@ -49,7 +49,7 @@ def normalized(pixels: Tensor) -> Tensor:
     return pixel_by_pixel((pixels.float() / 255 - mean) / std)
 
 
-def drawn(train: Arrays, count: int, seed: int) -> tuple[Tensor, Tensor]:
+def drawn(train: LabeledArrays, count: int, seed: int) -> tuple[Tensor, Tensor]:
     """(count, 3, H, W) calibration images and (count,) labels."""
     if len(train.pixels) < count:
         raise DataError(f"x_train: expected at least {count} images to calibrate on, got {len(train.pixels)}")
@@ -57,7 +57,7 @@ def drawn(train: Arrays, count: int, seed: int) -> tuple[Tensor, Tensor]:
     return normalized(train.pixels[order[:count]]), train.labels[order[:count]]
 
 
-def measured(model: torch.nn.Module, test: Arrays) -> dict[str, Any]:
+def measured(model: torch.nn.Module, test: LabeledArrays) -> dict[str, Any]:
     """MACs of one image, and top-1 in percent."""
     batches = zip(test.pixels.split(BATCH), test.labels.split(BATCH), strict=True)
     pairs = ((normalized(pixels), labels) for pixels, labels in batches)
@@ -65,7 +65,7 @@ def measured(model: torch.nn.Module, test: Arrays) -> dict[str, Any]:
     return {"macs": count_macs(model, (normalized(test.pixels[:1]),)), "top1": top1}
 
 
-def row(name: str, method: Method, case: Case, test: Arrays) -> dict[str, Any]:
+def row(name: str, method: Method, case: Case, test: LabeledArrays) -> dict[str, Any]:
     """One method at one reduction."""
     start = time.perf_counter()
     try:

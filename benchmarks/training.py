@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 from torchvision import models
 
-from prunekit.data.datasets import Feed, TensorImages
+from prunekit.data.datasets import ImageTransform, TensorImages
 from prunekit.data.sources import Splits
 from prunekit.masks.gradient_clamps import clamp_activation_grad, clamp_weight_grad
 from prunekit.masks.masked_model import masked
@@ -118,7 +118,7 @@ def cases(plan: Plan, setting: Setting) -> Iterator[Case]:
 
 def _splits() -> Splits:
     """Images that no row looks at; an average is given some in case it takes statistics anew."""
-    images = TensorImages(torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.zeros(4).long(), Feed(8))
+    images = TensorImages(torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.zeros(4).long(), ImageTransform(8))
     return Splits(images, images, images, ("a",), (3, 8, 8), "none")
 
 

@@ -12,7 +12,7 @@ from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.trace import trace
 from prunekit.measure.latency_profile.width_features import features_of
 from prunekit.planning.budgets.limits import Budgets
-from prunekit.planning.candidates import Part, Scores
+from prunekit.planning.candidates import GroupPart, Scores
 from prunekit.planning.latency_table import LatencyTable, LatencyTerm, LayerLatency, Span
 from prunekit.planning.plan import Plan
 
@@ -57,7 +57,7 @@ def random_chain(widths: list[int], shortcut: bool, generator: np.random.Generat
     return trace(Chain(widths, kernels, shortcut), (torch.zeros(1, 3, 32, 32),))
 
 
-def most_kept(parts: list[Part], worth: Scores, budgets: Budgets) -> float:
+def most_kept(parts: list[GroupPart], worth: Scores, budgets: Budgets) -> float:
     """The most of what labels are worth that any plan keeps within the budgets, by trying them all; 0 where none is."""
     every = np.stack(np.meshgrid(*[part.counts for part in parts], indexing="ij"), -1).reshape(-1, len(parts))
     each = sum(np.r_[0, np.cumsum(worth[part.labels])][every[:, i]] for i, part in enumerate(parts))

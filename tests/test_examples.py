@@ -22,7 +22,7 @@ from prunekit.measure.runtimes.onnx_runtime import exported
 from prunekit.measure.runtimes.runtime import RUNTIMES
 from prunekit.measure.runtimes.session import Setting, Source, inputs_like
 from prunekit.repair.repair_model import repair
-from prunekit.utils.inputs import call, example
+from prunekit.utils.inputs import as_example, call
 from prunekit.utils.tensors import gather
 from prunekit.utils.user_code import run_factory
 
@@ -83,11 +83,11 @@ def test_from_the_trace_to_the_folder(build: Callable[[], nn.Module], given: Any
     assert pk.verify(model, small, plan, [given, given]).inputs == 2 * len(X)
     masked, narrow = copied(model, dtype=torch.float64), copied(small, dtype=torch.float64)
     plan.zero(masked)
-    double = tuple(_double(one) for one in example(model, given))
+    double = tuple(_double(one) for one in as_example(model, given))
     torch.testing.assert_close(call(narrow.eval(), double), call(masked.eval(), double), rtol=1e-12, atol=1e-12)
     result = pk.prune(model, given, macs=0.5)
     again = pk.load(pk.save(result, tmp_path / "small"), model=build)
-    assert torch.equal(call(again, example(again, given)), call(result.model.eval(), example(again, given)))
+    assert torch.equal(call(again, as_example(again, given)), call(result.model.eval(), as_example(again, given)))
 
 
 def _double(value: Any) -> Any:
@@ -99,12 +99,12 @@ def _double(value: Any) -> Any:
 @given
 def test_what_else_takes_an_example(build: Callable[[], nn.Module], given: Any) -> None:
     model = build().eval()
-    wanted = call(model, example(model, given))
+    wanted = call(model, as_example(model, given))
     assert pk.summary(model, given).macs == 6 * WIDTH + 3 * WIDTH
     folded = pk.fold_batchnorm(model, given)
     assert list(folded.norms) == ["norm"]
-    torch.testing.assert_close(call(folded.model, example(model, given)), wanted)
-    torch.testing.assert_close(call(pk.channels_last(model, given), example(model, given)), wanted)
+    torch.testing.assert_close(call(folded.model, as_example(model, given)), wanted)
+    torch.testing.assert_close(call(pk.channels_last(model, given), as_example(model, given)), wanted)
     assert pk.flush_subnormals(model, given).counts == {}
     expected = pk.capture(model, "first", example=given).expected
     assert expected is not None
@@ -159,7 +159,7 @@ def test_a_transformer_on_what_its_tokenizer_gives() -> None:
 
 def test_runtimes_run_what_is_given_by_name(tmp_path: Path) -> None:
     model = InBetween().eval()
-    inputs = inputs_like(example(model, (X, pk.Keywords(scale=SCALE, again=SCALE))))
+    inputs = inputs_like(as_example(model, (X, pk.Keywords(scale=SCALE, again=SCALE))))
     assert inputs.names == ("scale", "again")
     sample = inputs.sample(2)
     assert [type(entry) for entry in sample] == [Tensor, pk.Keywords]

@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from prunekit.errors import ModelError, UsageError
 from prunekit.utils.inputs import (
     Keywords,
-    arguments,
-    by_name,
+    arguments_by_name,
+    as_example,
     call,
-    count_of,
+    concatenate,
     counted_positions,
     described,
-    example,
+    inputs_as_example,
     inputs_in,
-    joined,
+    sample_count,
+    select_samples,
     sequence_shape,
-    taken,
 )
 
 
@@ -44,17 +44,17 @@ A, B = torch.arange(6).view(3, 2), torch.ones(3, 2)
 
 
 def test_inputs_of_a_batch_as_an_example() -> None:
-    assert arguments(Net(), A)[0] is A
-    assert arguments(Net(), [A, B]) == (A, B)  # as a data loader collates tuples
-    assert arguments(Net(), {"mask": B, "ids": A}) == ({"ids": A, "mask": B},)
+    assert inputs_as_example(Net(), A)[0] is A
+    assert inputs_as_example(Net(), [A, B]) == (A, B)  # as a data loader collates tuples
+    assert inputs_as_example(Net(), {"mask": B, "ids": A}) == ({"ids": A, "mask": B},)
     holder = SimpleNamespace(ids=A)
-    assert arguments(Net(), holder) == (holder,)
+    assert inputs_as_example(Net(), holder) == (holder,)
 
 
 def test_arguments_by_name() -> None:
-    assert by_name(Net(), (A, B)) == {"ids": A, "kinds": B}
-    assert by_name(Net(), (A, Keywords(mask=B))) == {"ids": A, "mask": B}
-    assert by_name(nn.DataParallel(Net()), (A, B)) == {0: A, 1: B}
+    assert arguments_by_name(Net(), (A, B)) == {"ids": A, "kinds": B}
+    assert arguments_by_name(Net(), (A, Keywords(mask=B))) == {"ids": A, "mask": B}
+    assert arguments_by_name(nn.DataParallel(Net()), (A, B)) == {0: A, 1: B}
 
 
 @pytest.mark.parametrize(
@@ -65,10 +65,10 @@ def test_padding_is_found_by_position_and_by_name(given: Any) -> None:
         def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
             return ids
 
-    counted = counted_positions(Masked(), example(Masked(), given))
+    counted = counted_positions(Masked(), as_example(Masked(), given))
     assert counted is not None
     assert counted.tolist() == (A != 0).tolist()
-    assert sequence_shape(Masked(), example(Masked(), given)) == (3, 2)
+    assert sequence_shape(Masked(), as_example(Masked(), given)) == (3, 2)
 
 
 class OfOneMapping(nn.Module):
@@ -77,24 +77,24 @@ class OfOneMapping(nn.Module):
 
 
 def test_an_example_is_positional_arguments_and_keywords_at_the_end() -> None:
-    assert example(Net(), A)[0] is A
-    assert example(Net(), (A, B)) == (A, B)
-    (named,) = example(ByName(), {"mask": B, "ids": A})
+    assert as_example(Net(), A)[0] is A
+    assert as_example(Net(), (A, B)) == (A, B)
+    (named,) = as_example(ByName(), {"mask": B, "ids": A})
     assert type(named) is Keywords
     assert list(named) == ["ids", "mask"]  # in the order of forward, whatever the mapping's
-    assert example(ByName(), (named,)) == (named,)
-    assert example(ByName(), (A, Keywords(mask=B))) == (A, {"mask": B})
+    assert as_example(ByName(), (named,)) == (named,)
+    assert as_example(ByName(), (A, Keywords(mask=B))) == (A, {"mask": B})
     assert call(ByName(), (named,)) is A
     assert call(ByName(), (A, Keywords(mask=B))) is A
-    assert call(OfOneMapping(), example(OfOneMapping(), ({"ids": A},))).tolist() == A.tolist()
-    assert list(example(Net(), {"more": B, "mask": None, "ids": A})[0]) == ["ids", "mask", "more"]
+    assert call(OfOneMapping(), as_example(OfOneMapping(), ({"ids": A},))).tolist() == A.tolist()
+    assert list(as_example(Net(), {"more": B, "mask": None, "ids": A})[0]) == ["ids", "mask", "more"]
 
 
 def test_keywords_stay_keywords() -> None:
     named = Keywords(ids=A)
-    ways = (copy.copy(named), copy.deepcopy(named), pickle.loads(pickle.dumps(named)), taken(named, slice(2)))
+    ways = (copy.copy(named), copy.deepcopy(named), pickle.loads(pickle.dumps(named)), select_samples(named, slice(2)))
     assert [type(way) for way in ways] == [Keywords] * 4
-    assert count_of(ways[-1]) == 2
+    assert sample_count(ways[-1]) == 2
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_keywords_stay_keywords() -> None:
 )
 def test_what_is_no_example_is_refused(given: Any, why: str) -> None:
     with pytest.raises(UsageError, match=re.escape(why)) as raised:
-        example(Net(), given)
+        as_example(Net(), given)
     assert "a tensor, a tuple of positional arguments or a mapping of keyword arguments" in str(raised.value)
 
 
@@ -129,15 +129,15 @@ def test_what_is_no_example_is_refused(given: Any, why: str) -> None:
 )
 def test_names_that_forward_does_not_take_are_refused(model: nn.Module, given: Any, why: str) -> None:
     with pytest.raises(ModelError, match=re.escape(why)):
-        example(model, given)
+        as_example(model, given)
 
 
 def test_samples_of_nested_inputs() -> None:
     inputs = {"ids": A, "more": (B, None)}
-    assert count_of(inputs) == 3
-    halves = [taken(inputs, slice(2)), taken(inputs, slice(2, None))]
-    assert [count_of(half) for half in halves] == [2, 1]
-    again = joined(halves)
+    assert sample_count(inputs) == 3
+    halves = [select_samples(inputs, slice(2)), select_samples(inputs, slice(2, None))]
+    assert [sample_count(half) for half in halves] == [2, 1]
+    again = concatenate(halves)
     assert torch.equal(again["ids"], A)
     assert torch.equal(again["more"][0], B)
     assert again["more"][1] is None
@@ -156,6 +156,6 @@ def test_mappings_that_refuse_update_are_taken_too() -> None:
         def update(self, *_: object, **__: object) -> None:
             raise TypeError("no update")
 
-    found = taken(Outputs(logits=torch.arange(4)), slice(2))
+    found = select_samples(Outputs(logits=torch.arange(4)), slice(2))
     assert isinstance(found, Outputs)
     assert found["logits"].tolist() == [0, 1]

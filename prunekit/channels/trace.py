@@ -50,7 +50,7 @@ from prunekit.channels.tracing.tracer import channel_axis, trace_model
 from prunekit.distributed.process_group import is_sharded
 from prunekit.errors import ModelError
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.utils.inputs import example as normalized
+from prunekit.utils.inputs import as_example
 
 
 def trace(model: nn.Module, example: Any, *more_examples: Any) -> ChannelMap:
@@ -85,7 +85,7 @@ def trace(model: nn.Module, example: Any, *more_examples: Any) -> ChannelMap:
             f"{type(model).__name__}: each process has only its shards; trace and prune the whole model, and call "
             "fully_shard on what comes out"
         )
-    examples = [normalized(model, one) for one in (example, *more_examples)]
+    examples = [as_example(model, one) for one in (example, *more_examples)]
     return channel_map(model, trace_model(model, examples))
 
 

@@ -38,9 +38,9 @@ def as_one() -> Iterator[None]:
     if not launched():
         yield
         return
-    from prunekit.distributed.process_group import joined, one_for_all
+    from prunekit.distributed.process_group import join_group, one_for_all
 
-    with joined(), one_for_all(click.exceptions.Exit):
+    with join_group(), one_for_all(click.exceptions.Exit):
         yield
 
 

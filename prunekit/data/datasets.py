@@ -78,7 +78,7 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 @dataclass(frozen=True)
-class Feed:
+class ImageTransform:
     """How an image becomes an input of (3, size, size).
 
     Args:
@@ -138,7 +138,7 @@ def _each(images: Tensor, transform: v2.Transform | None, draw: Draw | None, ind
 
 @runtime_checkable
 class SampleDataset(Protocol):
-    """A data set of any task: inputs, as `prunekit.utils.inputs.arguments` takes them, with targets."""
+    """A data set of any task: inputs, as `prunekit.utils.inputs.inputs_as_example` takes them, with targets."""
 
     @property
     def corrupt(self) -> CorruptImages:
@@ -206,7 +206,7 @@ class TensorImages(Indexable):
 
     pixels: Tensor
     labels: Tensor
-    feed: Feed
+    feed: ImageTransform
     scale: float = 255.0
     corrupt: CorruptImages = field(default_factory=CorruptImages)
 

@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from prunekit.data.augmentation import Draw, drawing
-from prunekit.data.datasets import CorruptImages, Feed, Indexable
+from prunekit.data.datasets import CorruptImages, ImageTransform, Indexable
 from prunekit.errors import DataError
 
 WHITE = 0xFFFF
@@ -47,7 +47,7 @@ class _Decoded(Indexable):
     """Decodes one image after the other and leaves out what cannot be."""
 
     labels: Tensor
-    feed: Feed
+    feed: ImageTransform
     corrupt: CorruptImages
 
     def _name(self, index: int) -> str:
@@ -95,7 +95,7 @@ class FolderImages(_Decoded):
 
     paths: tuple[Path, ...]
     labels: Tensor
-    feed: Feed
+    feed: ImageTransform
     corrupt: CorruptImages = field(default_factory=CorruptImages)
 
     def _name(self, index: int) -> str:
@@ -130,7 +130,7 @@ class MappedImages(_Decoded):
 
     dataset: MapStyle
     labels: Tensor
-    feed: Feed
+    feed: ImageTransform
     where: str
     corrupt: CorruptImages = field(default_factory=CorruptImages)
     shape: tuple[int, ...] | None = None

@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
-from prunekit.data.datasets import CorruptImages, Feed, check_labels, numbered_classes
+from prunekit.data.datasets import CorruptImages, ImageTransform, check_labels, numbered_classes
 from prunekit.data.decoded_images import MappedImages, MapStyle, pixels
 from prunekit.errors import DataError, UsageError, nearest
 from prunekit.settings.inputs import DataSettings
@@ -29,7 +29,9 @@ LABELS = ("targets", "labels", "_labels")
 SAMPLES = 16
 
 
-def mapped(dataset: Any, settings: DataSettings, feed: Feed, where: str, corrupt: CorruptImages) -> MappedImages:
+def mapped(
+    dataset: Any, settings: DataSettings, feed: ImageTransform, where: str, corrupt: CorruptImages
+) -> MappedImages:
     """Wrap a map-style data set after a look at its first readable image.
 
     Labels are read without decoding where the data set keeps them (`targets` or `labels`); else every image is asked
@@ -202,7 +204,7 @@ FIRST_WITHOUT_SCRIPTS = 4
 HELD_OUT = ("test", "validation")
 
 
-class Rows:
+class HuggingFaceRows:
     """Rows of a data set as pairs of image and label.
 
     Args:
@@ -227,7 +229,7 @@ class Rows:
         return row[self._image], row[self._label]
 
 
-def open_rows(settings: DataSettings) -> dict[str, Rows]:
+def open_rows(settings: DataSettings) -> dict[str, HuggingFaceRows]:
     """Return the parts of a data set: train, and test and validation where they are; of one without parts, train alone.
 
     A hub's data set is fetched, or taken from the library's cache, only with `settings.download`. `trust_remote_code`
@@ -251,7 +253,7 @@ def open_rows(settings: DataSettings) -> dict[str, Rows]:
     image, label = _columns(library, parts["train"].features, settings, where)
     classes = getattr(parts["train"].features[label], "names", None)
     names = ["train", *(name for name in HELD_OUT if name in parts)]
-    rows = {name: Rows(parts[name], image, label, classes and tuple(classes)) for name in names}
+    rows = {name: HuggingFaceRows(parts[name], image, label, classes and tuple(classes)) for name in names}
     if "test" not in rows and "validation" in rows:  # as ImageNet's, whose validation images are what is reported
         rows["test"] = rows.pop("validation")
     return rows

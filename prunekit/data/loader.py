@@ -25,7 +25,7 @@ from prunekit.utils.context import seed_all, seeded
 Task = TypeVar("Task")
 
 
-class Readers(Generic[Task]):
+class WorkerPool(Generic[Task]):
     """Worker processes that are given tasks; they end when this object and what it reads are no longer used.
 
     Args:
@@ -91,7 +91,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Share:
+class BatchShare:
     """Which share of the batches a process has.
 
     Attributes:
@@ -106,7 +106,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class BatchRequest:
     """What one batch is made of.
 
     Attributes:
@@ -152,10 +152,10 @@ class Batches:
     indices: Tensor  # (N,) int64, which images
     augment: bool = False
     mixing: Mixing | None = None
-    readers: Readers[Chunk] | None = None  # shared by the batches of all epochs
+    readers: WorkerPool[BatchRequest] | None = None  # shared by the batches of all epochs
     epoch: int = 0
     start: int = 0  # batches that are left out, and their images not read
-    share: Share = Share()
+    share: BatchShare = BatchShare()
 
     def at_epoch(self, epoch: int, start: int = 0) -> Batches:
         """Return the batches of another epoch, other order, same images; those from number `start` on, counted from
@@ -169,13 +169,13 @@ class Batches:
         Where images cannot be read, a batch of which one process has too few left is left out by all of them: the
         processes exchange that, so all must go through their shares together.
         """
-        return replace(self, share=Share(rank, of, split=True))
+        return replace(self, share=BatchShare(rank, of, split=True))
 
     def dealt(self, rank: int, of: int) -> Batches:
         """Return every `of`-th batch, whole, from the one of number `rank`: each batch is in exactly one process's
         share.
         """
-        return replace(self, share=Share(rank, of))
+        return replace(self, share=BatchShare(rank, of))
 
     def order(self) -> Tensor:
         """The images of this epoch in the order they come: (N,) int64."""
@@ -220,22 +220,22 @@ class Batches:
         if chunks and not given and not self.start:
             raise DataError(f"expected a batch with at least {fewest} images that can be read, got none")
 
-    def _chunks(self) -> Iterator[Chunk]:
+    def _chunks(self) -> Iterator[BatchRequest]:
         indices = torch.split(self.order(), self.batch_size)
         for number in self._shared(range(self.start, self._all)):
             part, before = indices[number], indices[number][:0]
             if self.share.split and self.share.of > 1:
                 parts = torch.tensor_split(part, self.share.of)
                 part, before = parts[self.share.rank], parts[self.share.rank - 1][-1:]
-            yield Chunk(part, (self.shuffle_seed or 0, self.epoch, number), self.augment, self.mixing, before)
+            yield BatchRequest(part, (self.shuffle_seed or 0, self.epoch, number), self.augment, self.mixing, before)
 
-    def _here(self, chunks: Sequence[Chunk]) -> Iterator[Batch]:
+    def _here(self, chunks: Sequence[BatchRequest]) -> Iterator[Batch]:
         for chunk in chunks:
             with seeded(chunk.seed):
                 batch = chunk.fetch(self.dataset)
             yield batch
 
-    def _in_workers(self, readers: Readers[Chunk], chunks: Sequence[Chunk]) -> Iterator[Batch]:
+    def _in_workers(self, readers: WorkerPool[BatchRequest], chunks: Sequence[BatchRequest]) -> Iterator[Batch]:
         for batch, corrupt in readers.read(chunks):
             self.dataset.corrupt.merge(corrupt)
             if isinstance(batch, DataError):
@@ -244,12 +244,12 @@ class Batches:
 
 
 @dataclass(frozen=True)
-class _Read(TorchDataset[tuple[Batch | DataError, dict[str, str]]]):
+class _RequestReader(TorchDataset[tuple[Batch | DataError, dict[str, str]]]):
     """What a worker process sees: a chunk gives its batch, and all images that this worker could not read so far."""
 
     dataset: SampleDataset
 
-    def __getitem__(self, chunk: Chunk) -> tuple[Batch | DataError, dict[str, str]]:
+    def __getitem__(self, chunk: BatchRequest) -> tuple[Batch | DataError, dict[str, str]]:
         batch: Batch | DataError
         seed_all(chunk.seed)
         try:
@@ -295,7 +295,7 @@ def batches(
         raise UsageError(f"expected batch_size >= 1 and workers >= 0, got {batch_size} and {how.count}")
     chosen = torch.arange(len(dataset)) if indices is None else torch.as_tensor(indices, dtype=torch.int64)
     pin = how.pin_memory and device is not None and device.type == "cuda"
-    readers: Readers[Chunk] | None = Readers(_Read(dataset), how, pin) if how.count else None
+    readers: WorkerPool[BatchRequest] | None = WorkerPool(_RequestReader(dataset), how, pin) if how.count else None
     result = Batches(dataset, batch_size, shuffle_seed, drop_last, chosen, augment, mixing, readers)
     if not len(result):
         raise DataError(f"expected at least one batch of {batch_size} images, but there are {len(chosen)} images")

@@ -20,19 +20,19 @@ from prunekit.errors import DataError, nearest
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 
-Files = tuple[tuple[Path, int], ...]
+LabeledFiles = tuple[tuple[Path, int], ...]
 
 
 @dataclass(frozen=True)
-class Folder:
+class ClassFolders:
     """The files found, each with its label, and the test images where they have a folder of their own."""
 
     classes: tuple[str, ...]
-    rest: Files
-    test: Files | None
+    rest: LabeledFiles
+    test: LabeledFiles | None
 
 
-def scan_folder(root: Path) -> Folder:
+def scan_folder(root: Path) -> ClassFolders:
     """Find the images of `root/train/<class>/` and `root/test/<class>/`, or of `root/<class>/`.
 
     `root/val/` does for `root/test/`, as ImageNet has it. Classes are the folders' names in alphabetical order; files
@@ -48,7 +48,7 @@ def scan_folder(root: Path) -> Folder:
     train = (root / "train").is_dir()
     if not train and not tests:
         classes = _classes(root, ", or train/ with test/ or val/")
-        return Folder(classes, _files(root, classes), None)
+        return ClassFolders(classes, _files(root, classes), None)
     if not train or len(tests) != 1:
         found = ", ".join(f"{part.name}/" for part in [*([root / "train"] if train else []), *tests])
         raise DataError(f"{root}: expected train/ with test/ or val/, or class folders alone, found {found}")
@@ -56,7 +56,7 @@ def scan_folder(root: Path) -> Folder:
     for name in _classes(tests[0]):
         if name not in classes:
             raise DataError(f"{tests[0] / name}: no such class in {root / 'train'}; {nearest(name, classes)}")
-    return Folder(classes, _files(root / "train", classes), _files(tests[0], classes))
+    return ClassFolders(classes, _files(root / "train", classes), _files(tests[0], classes))
 
 
 def _classes(folder: Path, instead: str = "") -> tuple[str, ...]:
@@ -67,7 +67,7 @@ def _classes(folder: Path, instead: str = "") -> tuple[str, ...]:
     return names
 
 
-def _files(folder: Path, classes: tuple[str, ...]) -> Files:
+def _files(folder: Path, classes: tuple[str, ...]) -> LabeledFiles:
     found = [(path, label) for label, name in enumerate(classes) for path in _images(folder / name)]
     return tuple(found)
 
@@ -86,7 +86,7 @@ ONE_PART = ("images", "labels")
 
 
 @dataclass(frozen=True)
-class Arrays:
+class LabeledArrays:
     """Pixels (N, C, H, W) uint8 with C 1 or 3, labels (N,) int64, and the name of the labels' array."""
 
     pixels: Tensor
@@ -95,15 +95,15 @@ class Arrays:
 
 
 @dataclass(frozen=True)
-class Archive:
+class NpzArchive:
     """The parts of an archive."""
 
     classes: tuple[str, ...]
-    rest: Arrays
-    test: Arrays | None
+    rest: LabeledArrays
+    test: LabeledArrays | None
 
 
-def read_npz(path: Path) -> Archive:
+def read_npz(path: Path) -> NpzArchive:
     """Read `x_train, y_train, x_test, y_test`, or `images, labels`; `classes` (names) where it is there.
 
     Images are uint8, (N, H, W) or (N, H, W, C) with C 1 or 3; labels are integers, (N,). Without `classes` there are
@@ -122,7 +122,7 @@ def read_npz(path: Path) -> Archive:
             f"{path}: expected arrays {', '.join(TWO_PARTS)}, or {', '.join(ONE_PART)}; "
             f"found {', '.join(sorted(arrays)) or 'none'}"
         )
-    return Archive(_classes_arrays(path, arrays, rest), rest, test)
+    return NpzArchive(_npz_classes(path, arrays, rest), rest, test)
 
 
 def _load(path: Path) -> dict[str, np.ndarray[Any, Any]]:
@@ -138,7 +138,7 @@ def _load(path: Path) -> dict[str, np.ndarray[Any, Any]]:
         raise DataError(f"{path}: expected a NumPy archive (.npz) without objects, but: {reason}") from error
 
 
-def _pair(path: Path, arrays: dict[str, np.ndarray[Any, Any]], images: str, labels: str) -> Arrays:
+def _pair(path: Path, arrays: dict[str, np.ndarray[Any, Any]], images: str, labels: str) -> LabeledArrays:
     x, y = arrays[images], arrays[labels]
     if x.dtype != np.uint8 or x.ndim not in (3, 4) or (x.ndim == 4 and x.shape[3] not in (1, 3)):
         raise DataError(
@@ -150,10 +150,10 @@ def _pair(path: Path, arrays: dict[str, np.ndarray[Any, Any]], images: str, labe
     if y.ndim != 1 or y.dtype.kind not in "iu" or len(y) != len(x):
         raise DataError(f"{path}: {labels}: expected {len(x)} integers, shape ({len(x)},), got {y.dtype} {y.shape}")
     pixels = torch.from_numpy(np.ascontiguousarray(x[:, None] if x.ndim == 3 else x.transpose(0, 3, 1, 2)))
-    return Arrays(pixels, torch.from_numpy(y.astype(np.int64)), labels)
+    return LabeledArrays(pixels, torch.from_numpy(y.astype(np.int64)), labels)
 
 
-def _classes_arrays(path: Path, arrays: dict[str, np.ndarray[Any, Any]], rest: Arrays) -> tuple[str, ...]:
+def _npz_classes(path: Path, arrays: dict[str, np.ndarray[Any, Any]], rest: LabeledArrays) -> tuple[str, ...]:
     if "classes" in arrays:
         return tuple(str(name) for name in np.atleast_1d(arrays["classes"]))
     return numbered_classes(rest.labels, f"{path}: {rest.name}")

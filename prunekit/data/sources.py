@@ -21,8 +21,8 @@ from prunekit.data.datasets import (
     IMAGENET_MEAN,
     IMAGENET_STD,
     CorruptImages,
-    Feed,
     ImageDataset,
+    ImageTransform,
     SampleDataset,
     Subset,
     TensorImages,
@@ -30,7 +30,7 @@ from prunekit.data.datasets import (
 )
 from prunekit.data.decoded_images import FolderImages
 from prunekit.data.library_datasets import classes_of, mapped, open_rows, open_sets, sample_bytes
-from prunekit.data.local_files import Arrays, Files, read_npz, scan_folder
+from prunekit.data.local_files import LabeledArrays, LabeledFiles, read_npz, scan_folder
 from prunekit.errors import DataError, UsageError
 from prunekit.settings.inputs import DataSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
@@ -116,7 +116,7 @@ HALF = (0.5, 0.5, 0.5)
 
 
 @dataclass(frozen=True)
-class Source:
+class ImageSource:
     """What a reader finds: images that are still to be split, and the parts that come apart.
 
     Attributes:
@@ -174,7 +174,7 @@ def missing_data(settings: DataSettings) -> str | None:
     return f"data.root: {settings.root.absolute()} does not exist; {expected}"
 
 
-def splits_of(source: Source, settings: DataSettings) -> Splits:
+def splits_of(source: ImageSource, settings: DataSettings) -> Splits:
     """Split what a reader found."""
     if settings.test_share + settings.validation_share >= 1:
         raise UsageError(
@@ -193,7 +193,7 @@ def splits_of(source: Source, settings: DataSettings) -> Splits:
     return Splits(rest, validation, test, source.classes, shape, fingerprint([how.encode(), *source.content]))
 
 
-def source_of_parts(parts: Mapping[str, Any], settings: DataSettings, where: str, content: bytes = b"") -> Source:
+def source_of_parts(parts: Mapping[str, Any], settings: DataSettings, where: str, content: bytes = b"") -> ImageSource:
     """Return the source that map-style data sets named train, and perhaps test and validation, make."""
     images = sum(len(part) for part in parts.values() if hasattr(part, "__len__"))
     corrupt, feed = CorruptImages.allowing(settings.max_corrupt, images), _feed(settings)
@@ -203,56 +203,56 @@ def source_of_parts(parts: Mapping[str, Any], settings: DataSettings, where: str
         raise DataError(f"{where}: expected images of one form in all parts, got {_forms(made)}")
     classes = classes_of(parts["train"], list(made.values()))
     bytes_of = tuple(sample_bytes(part) for part in made.values())
-    return Source(where, classes, train, test, (content, *bytes_of), validation, train.shape)
+    return ImageSource(where, classes, train, test, (content, *bytes_of), validation, train.shape)
 
 
 def _forms(parts: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}: {part.shape or 'pixels'}" for name, part in parts.items())
 
 
-def feed_of(settings: DataSettings) -> Feed:
+def image_transform_of(settings: DataSettings) -> ImageTransform:
     """Return how image files are fed with these settings."""
     return _feed(settings, HALF, HALF) if settings.source == "digits" else _feed(settings)
 
 
 def _feed(
     settings: DataSettings, mean: tuple[float, ...] = IMAGENET_MEAN, std: tuple[float, ...] = IMAGENET_STD
-) -> Feed:
-    return Feed(settings.image_size, settings.mean or mean, settings.std or std, settings.augment)
+) -> ImageTransform:
+    return ImageTransform(settings.image_size, settings.mean or mean, settings.std or std, settings.augment)
 
 
-def _digits(settings: DataSettings) -> Source:
+def _digits(settings: DataSettings) -> ImageSource:
     """UCI optical digits, Alpaydin & Kaynak 1998 (see DIGITS.md): 1,797 gray images of 8x8, values 0..16."""
     with resources.as_file(resources.files("prunekit.data") / "digits.npz") as path, np.load(path) as archive:
         pixels, labels = archive["images"][:, None], archive["labels"].astype(np.int64)
-    feed = feed_of(settings)
+    feed = image_transform_of(settings)
     dataset = TensorImages(torch.from_numpy(pixels), torch.from_numpy(labels), feed, scale=16.0)
     classes = tuple(str(digit) for digit in range(10))
-    return Source("digits", classes, dataset, None, (pixels.tobytes(), labels.tobytes()))
+    return ImageSource("digits", classes, dataset, None, (pixels.tobytes(), labels.tobytes()))
 
 
-def _npz(settings: DataSettings) -> Source:
+def _npz(settings: DataSettings) -> ImageSource:
     path = _root(settings)
     archive = read_npz(path)
 
-    def dataset(arrays: Arrays) -> TensorImages:
+    def dataset(arrays: LabeledArrays) -> TensorImages:
         check_labels(arrays.labels, archive.classes, f"{path}: {arrays.name}")
         return TensorImages(arrays.pixels, arrays.labels, _feed(settings))
 
     test = None if archive.test is None else dataset(archive.test)
     parts = [archive.rest] if archive.test is None else [archive.rest, archive.test]
     content = tuple(_bytes(tensor) for arrays in parts for tensor in (arrays.pixels, arrays.labels))
-    return Source(str(path), archive.classes, dataset(archive.rest), test, content)
+    return ImageSource(str(path), archive.classes, dataset(archive.rest), test, content)
 
 
-def _imagefolder(settings: DataSettings) -> Source:
+def _imagefolder(settings: DataSettings) -> ImageSource:
     root = _root(settings)
     folder, feed = scan_folder(root), _feed(settings)
     stats = {path: path.stat() for path, _ in (*folder.rest, *(folder.test or ()))}
     corrupt = CorruptImages.allowing(settings.max_corrupt, len(stats))
     corrupt.merge({str(path): "the file is empty" for path, stat in stats.items() if not stat.st_size})
 
-    def dataset(files: Files) -> FolderImages:
+    def dataset(files: LabeledFiles) -> FolderImages:
         paths, labels = zip(*files, strict=True)
         return FolderImages(paths, torch.tensor(labels), feed, corrupt)
 
@@ -261,19 +261,19 @@ def _imagefolder(settings: DataSettings) -> Source:
     content = tuple(
         f"{path.relative_to(root)} {stat.st_size} {stat.st_mtime_ns}".encode() for path, stat in stats.items()
     )
-    return Source(str(root), folder.classes, dataset(folder.rest), test, content)
+    return ImageSource(str(root), folder.classes, dataset(folder.rest), test, content)
 
 
-def _torchvision(settings: DataSettings) -> Source:
+def _torchvision(settings: DataSettings) -> ImageSource:
     train, test = open_sets(settings)
     return source_of_parts({"train": train, "test": test}, settings, str(settings.name))
 
 
-def _huggingface(settings: DataSettings) -> Source:
+def _huggingface(settings: DataSettings) -> ImageSource:
     return source_of_parts(open_rows(settings), settings, str(settings.root or settings.name))
 
 
-_READERS: dict[str, Callable[[DataSettings], Source]] = {
+_READERS: dict[str, Callable[[DataSettings], ImageSource]] = {
     "digits": _digits,
     "npz": _npz,
     "imagefolder": _imagefolder,

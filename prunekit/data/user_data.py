@@ -23,7 +23,7 @@ from prunekit.settings.inputs import DataSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import Task, Unpacking, get_task
 from prunekit.utils.tensors import gather
-from prunekit.utils.user_code import code_of, run_factory
+from prunekit.utils.user_code import run_factory, source_bytes
 
 KNOWN_BY = 16
 """Samples of each part that its fingerprint is taken from: reading all would take too long."""
@@ -32,7 +32,7 @@ OF_IMAGES = ("image_size", "augment", "mean", "std", "max_corrupt")
 
 
 @dataclass(frozen=True, eq=False)
-class Samples:
+class TaskSamples:
     """A map-style data set whose samples are collated by torch's `default_collate` and taken apart by the task.
 
     What it draws at random for a training sample depends on seed, epoch and index alone, not on workers.
@@ -122,7 +122,7 @@ def sample_splits(
         if len(part) < (2 if name == "train" else 1):
             raise DataError(f"{where} {name}: expected samples, two at least to train on, got {len(part)}")
     names = getattr(parts["train"], "classes", ()) if classes is None else classes
-    made = {name: Samples(part, task.unpacking, f"{where} {name}") for name, part in parts.items()}
+    made = {name: TaskSamples(part, task.unpacking, f"{where} {name}") for name, part in parts.items()}
     if "validation" not in made:
         rest, drawn = _drawn(len(parts["train"]), settings)
         made["validation"] = replace(made["train"], indices=drawn)
@@ -168,7 +168,7 @@ def load_own(reference: str, settings: DataSettings, task: Task = IMAGE_CLASSIFI
         UsageError: it returns `Splits`, and the settings say how to split or feed, or they are of another task.
     """
     made = run_factory(reference, DataError)
-    code = code_of(reference)
+    code = source_bytes(reference)
     if isinstance(made, Splits):
         for part in (made.train, made.validation, made.test):
             if not isinstance(part, SampleDataset):

@@ -27,13 +27,12 @@ from prunekit.measure.verification import compare_outputs
 from prunekit.statistics.consumers import PRODUCTS
 from prunekit.statistics.layers.linear_layers import Call, CallWatch
 from prunekit.utils.context import seeded, set_mode, training_mode
-from prunekit.utils.inputs import call
-from prunekit.utils.inputs import example as normalized
+from prunekit.utils.inputs import as_example, call
 from prunekit.utils.tensors import gather
 
 
 @dataclass(eq=False)
-class Pair:
+class FoldablePair:
     """A norm, and the layer whose output it reads.
 
     Attributes:
@@ -68,7 +67,7 @@ class _Watch(CallWatch):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.made: dict[int, _Made] = {}
-        self.pairs: list[Pair] = []
+        self.pairs: list[FoldablePair] = []
         self.readers: Counter[str] = Counter()
         self.norms: list[Any] = []
         self._own = {path: module._parameters for path, module in model.named_modules()}
@@ -101,9 +100,11 @@ class _Watch(CallWatch):
         if id(running) not in self.names or call.argument(5, "training"):
             return
         made = self.made.get(id(read))
-        pair = Pair(self.names[id(running)].rpartition(".")[0], read.shape)
+        pair = FoldablePair(self.names[id(running)].rpartition(".")[0], read.shape)
         if made is not None and made.weight:
-            pair = Pair(pair.norm, pair.shape, made.weight.rpartition(".")[0], made.transposed, made.biased, read)
+            pair = FoldablePair(
+                pair.norm, pair.shape, made.weight.rpartition(".")[0], made.transposed, made.biased, read
+            )
         self.pairs.append(pair)
 
 
@@ -116,7 +117,7 @@ class Foldable:
         kept: path of every other norm -> why it stays.
     """
 
-    pairs: tuple[Pair, ...]
+    pairs: tuple[FoldablePair, ...]
     kept: dict[str, str] = field(default_factory=dict)
 
 
@@ -125,7 +126,7 @@ def foldable(model: nn.Module, example: tuple[Any, ...]) -> Foldable:
 
     Args:
         model: its mode is restored.
-        example: see `prunekit.utils.inputs.example`.
+        example: see `prunekit.utils.inputs.as_example`.
     """
     watch = _Watch(model)
     with training_mode(model, False), plain_attention(), watch.watching():
@@ -134,7 +135,7 @@ def foldable(model: nn.Module, example: tuple[Any, ...]) -> Foldable:
     tensors = {name.rpartition(".")[0]: Counter[str]() for name, _ in named_tensors(model)}
     for name, count in watch.readers.items():
         tensors[name.rpartition(".")[0]][name] = count
-    found: list[Pair] = []
+    found: list[FoldablePair] = []
     kept: dict[str, str] = {}
     for pair in watch.pairs:
         reason = next(_reasons(pair, watch, tensors, returned), "")
@@ -145,7 +146,7 @@ def foldable(model: nn.Module, example: tuple[Any, ...]) -> Foldable:
     return Foldable(tuple(found), kept)
 
 
-def _reasons(pair: Pair, watch: _Watch, tensors: dict[str, Counter[str]], returned: set[int]) -> Iterator[str]:
+def _reasons(pair: FoldablePair, watch: _Watch, tensors: dict[str, Counter[str]], returned: set[int]) -> Iterator[str]:
     """Yield what keeps a norm from being folded."""
     if not pair.layer or pair.output is None:
         yield "what it reads is not the output of a convolution or a linear layer"
@@ -205,7 +206,7 @@ def fold_batchnorm(model: nn.Module, example: Any, *, tolerance: float = TOLERAN
         torch.Size([1, 8, 6, 6])
     """
     model = unwrapped(model)
-    given = normalized(model, example)
+    given = as_example(model, example)
     found = to_fold(model, given)
     double = _folded(doubled(model, to_double), found.pairs)
     narrow = folded(model, found.pairs)
@@ -221,7 +222,7 @@ def to_fold(model: nn.Module, example: tuple[Any, ...]) -> Foldable:
     return Foldable(tuple(pair for pair in found.pairs if pair.norm not in more), found.kept | more)
 
 
-def folded(model: nn.Module, pairs: Sequence[Pair]) -> nn.Module:
+def folded(model: nn.Module, pairs: Sequence[FoldablePair]) -> nn.Module:
     """Return a copy in eval mode with norms folded, as `to_fold` found them in a model of these modules; nothing is
     checked.
 
@@ -232,7 +233,7 @@ def folded(model: nn.Module, pairs: Sequence[Pair]) -> nn.Module:
     return set_mode(_folded(with_tensors(model, own), pairs), False)
 
 
-def _more_than_a_norm(module: nn.Module, pair: Pair) -> str:
+def _more_than_a_norm(module: nn.Module, pair: FoldablePair) -> str:
     """Return why a module is not a norm with, at most, its parts in a row behind it; empty where it is one."""
     if not isinstance(module, _BatchNorm):
         return f"{type(module).__name__} is no BatchNorm of torch"
@@ -260,7 +261,7 @@ def _scale_and_shift(norm: _BatchNorm) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _folded(model: nn.Module, pairs: Sequence[Pair]) -> nn.Module:
+def _folded(model: nn.Module, pairs: Sequence[FoldablePair]) -> nn.Module:
     """Fold norms in place, computing in float64."""
     norms = [model.get_submodule(pair.norm) for pair in pairs]
     set_folds(model, {pair.norm: pair.layer for pair in pairs})

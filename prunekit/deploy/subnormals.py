@@ -17,7 +17,7 @@ from prunekit.errors import VerificationError
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.measure.operator_costs import is_subnormal
 from prunekit.measure.verification import compare_outputs
-from prunekit.utils.inputs import example as normalized
+from prunekit.utils.inputs import as_example
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +68,7 @@ def flush_subnormals(model: nn.Module, example: Any) -> Flushed:
         ({'0.weight': 4}, [0.0, 0.0, 0.0, 0.0])
     """
     model = unwrapped(model)
-    given = normalized(model, example)
+    given = as_example(model, example)
     if not count_subnormals(model):
         return Flushed(model, {}, 0.0)
     own = {name: tensor.detach().clone() for name, tensor in named_tensors(model)}

@@ -11,11 +11,11 @@ from typing import Any
 from torch import nn
 
 from prunekit.channels.cut.model_copy import named_tensors, with_tensors
-from prunekit.deploy.batchnorm_folding import Pair, folded, to_fold
+from prunekit.deploy.batchnorm_folding import FoldablePair, folded, to_fold
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.measure.verification import compare_outputs
 from prunekit.settings.deployment import DeploySettings
-from prunekit.utils.inputs import example as normalized
+from prunekit.utils.inputs import as_example
 from prunekit.utils.tensors import with_channels_last
 
 
@@ -42,7 +42,7 @@ def channels_last(model: nn.Module, example: Any) -> nn.Module:
     """
     model = unwrapped(model)
     result = laid_out(model)
-    compare_outputs(model, result, normalized(model, example))
+    compare_outputs(model, result, as_example(model, example))
     return result
 
 
@@ -63,7 +63,7 @@ class Transform:
     """
 
     settings: DeploySettings = field(default_factory=DeploySettings)
-    pairs: tuple[Pair, ...] = ()
+    pairs: tuple[FoldablePair, ...] = ()
 
     def __call__(self, model: nn.Module) -> nn.Module:
         """Return a copy in eval mode; the model itself where there is nothing to do."""
@@ -84,7 +84,7 @@ def transform_of(model: nn.Module, example: tuple[Any, ...], settings: DeploySet
 
     Args:
         model: not changed.
-        example_inputs: an example, see `prunekit.utils.inputs.example`.
+        example_inputs: an example, see `prunekit.utils.inputs.as_example`.
     """
     pairs = to_fold(model, example).pairs if settings.fold_batchnorm else ()
     return Transform(settings, tuple(replace(pair, output=None) for pair in pairs))

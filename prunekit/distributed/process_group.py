@@ -169,7 +169,7 @@ def total_of(values: Tensor) -> Tensor:
     return sums.to(values.device)
 
 
-def gather(value: T) -> list[T]:
+def gather_values(value: T) -> list[T]:
     """Return the value of each process, in their order."""
     if size() == 1:
         return [value]
@@ -223,7 +223,7 @@ def require_equal(value: str, what: str) -> None:
     Raises:
         RunError: they have not; names those that differ from the main one.
     """
-    found = gather(value)
+    found = gather_values(value)
     differing = [str(number) for number, other in enumerate(found) if other != found[0]]
     if differing:
         raise RunError(
@@ -287,7 +287,7 @@ TIMEOUT = timedelta(minutes=30)
 
 
 @contextmanager
-def joined() -> Iterator[None]:
+def join_group() -> Iterator[None]:
     """Make the group that the environment describes, and leave it; nothing for a single process.
 
     gloo on the CPU, and nccl on CUDA where that is there. A group that exists already is used as it is, and stays.
@@ -326,7 +326,7 @@ def is_sharded(model: nn.Module) -> bool:
     return any(is_shard(parameter) for parameter in model.parameters())
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """This process's part of a tensor, in the same memory; the tensor itself where it is whole."""
     if not is_shard(tensor):
         return tensor
@@ -335,13 +335,13 @@ def local(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Return a tensor put together from the parts of all processes, which must all ask; itself where it is whole."""
     return cast("Tensor", tensor.full_tensor()) if is_shard(tensor) else tensor  # type: ignore[attr-defined]
 
 
 @torch.no_grad()
-def spread(tensor: Tensor, like: Tensor) -> Tensor:
+def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     """Return a whole tensor in parts that lie where those of another do; itself where that is whole or of another
     shape.
 

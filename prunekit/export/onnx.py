@@ -13,7 +13,7 @@ from prunekit.channels.cut.model_copy import copied
 from prunekit.errors import RunError
 from prunekit.utils.context import set_mode
 from prunekit.utils.files import StrPath
-from prunekit.utils.inputs import example, split
+from prunekit.utils.inputs import as_example, split
 
 OPSET = 23
 """The first with an operator for attention; what came after is of no use to networks that torch traces so far."""
@@ -26,14 +26,14 @@ def export_onnx(model: nn.Module, sample: Any, path: StrPath) -> Path:
 
     Args:
         model: exported in eval mode; not changed.
-        sample: an example, see `prunekit.utils.inputs.example`.
+        sample: an example, see `prunekit.utils.inputs.as_example`.
         path: the file.
 
     Raises:
         UsageError: the sample is no example.
         RunError: the exporter cannot follow the model.
     """
-    positional, named = split(example(model, sample))
+    positional, named = split(as_example(model, sample))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's own use of what torch and onnxscript will drop
         try:

@@ -21,7 +21,7 @@ from prunekit.channels.cut.model_copy import copied
 from prunekit.channels.trace import trace
 from prunekit.data.datasets import ImageDataset, SampleDataset, Subset
 from prunekit.data.sources import Splits
-from prunekit.data.user_data import Samples
+from prunekit.data.user_data import TaskSamples
 from prunekit.distributed.process_group import size
 from prunekit.errors import PrunekitError, RunError, UsageError
 from prunekit.jobs.run.dense_model import prepare
@@ -132,7 +132,7 @@ def _sized(splits: Splits, batch: int, steps: int) -> Splits:
 
 def _some(dataset: SampleDataset, count: int) -> SampleDataset:
     chosen = torch.arange(count) % len(dataset)
-    if isinstance(dataset, Samples):
+    if isinstance(dataset, TaskSamples):
         return replace(dataset, indices=chosen if dataset.indices is None else dataset.indices[chosen])
     assert isinstance(dataset, ImageDataset)
     return Subset(dataset, chosen)

@@ -20,8 +20,7 @@ from prunekit.measure.runtimes.runtime import RUNTIMES
 from prunekit.settings.deployment import LatencySettings
 from prunekit.utils.context import device_of, resolve_device
 from prunekit.utils.display import Displayed, Table, digits, factor, interval, plural, size
-from prunekit.utils.inputs import example as example_of
-from prunekit.utils.inputs import specs
+from prunekit.utils.inputs import as_example, input_specs
 from prunekit.utils.progress import stage
 from prunekit.utils.tensors import gather
 
@@ -209,7 +208,7 @@ def _several(given: Any) -> Any:
 
 
 def _target(name: str, model: nn.Module, given: Any) -> InputModel:
-    inputs = example_of(model, given)
+    inputs = as_example(model, given)
     shape = next((tuple(tensor.shape[1:]) for tensor in gather(inputs)), ())
     return InputModel(model, name, shape, inputs=inputs)
 
@@ -294,7 +293,7 @@ def _taken(target: InputModel) -> str:
     """Return all inputs of a sample, those by name in the order of their names: numbers by their shape, others with
     dtype.
     """
-    found = sorted(specs(target.example_inputs()), key=lambda spec: spec.name or "")
+    found = sorted(input_specs(target.example_inputs()), key=lambda spec: spec.name or "")
     return " and ".join(
         (f"{spec.name} " if spec.name else "")
         + ("" if spec.dtype.startswith(("float", "bfloat")) else f"{spec.dtype} ")

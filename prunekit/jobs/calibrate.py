@@ -33,7 +33,7 @@ from prunekit.statistics.moments import MomentsCollector
 from prunekit.statistics.taylor_terms import TaylorTerms, collect_gradients
 from prunekit.training.replicas import share_buffers, share_corrupt
 from prunekit.utils.context import seeded, threads
-from prunekit.utils.inputs import count_of, moved
+from prunekit.utils.inputs import sample_count, to_device
 from prunekit.utils.progress import stage, wanted
 
 
@@ -152,7 +152,7 @@ def collectors_for(job: JobSettings, model: nn.Module, images: Batches, device: 
         few, _ = few_samples(images)
         moments = MomentsCollector(
             model,
-            moved(few, device),
+            to_device(few, device),
             ignore=settings.moments_ignore,
             limit_mib=settings.moments_limit_mib,
             positions=settings.moments_positions,
@@ -224,7 +224,9 @@ def job_patches(prepared: Prepared, model: nn.Module, chart: ChannelMap, *, log:
             chart,
             job.repair,
             job.prune.ignore,
-            log=lambda line: log(f"calibration: {line}; on {count_of(images)} training {prepared.splits.task.samples}"),
+            log=lambda line: log(
+                f"calibration: {line}; on {sample_count(images)} training {prepared.splits.task.samples}"
+            ),
         )
     model.cpu()
     for problem in (*too_few_rows(found), *dead_inputs(found)):
@@ -260,7 +262,7 @@ def calibration_images(prepared: Prepared) -> Any:
         DataError: fewer than 8.
     """
     count = prepared.job.calibration.images
-    return moved(gathered(prepared.model, calibration_batches(prepared), count), prepared.device)
+    return to_device(gathered(prepared.model, calibration_batches(prepared), count), prepared.device)
 
 
 def calibration_batches(prepared: Prepared) -> Batches:

@@ -43,8 +43,7 @@ from prunekit.utils.context import (
 )
 from prunekit.utils.context import threads as with_threads
 from prunekit.utils.display import Displayed, Table, digits, factor, interval, plural, share
-from prunekit.utils.inputs import call, running
-from prunekit.utils.inputs import example as normalized
+from prunekit.utils.inputs import as_example, call, running
 from prunekit.utils.progress import stage
 from prunekit.utils.tensors import gather, map_tensors
 
@@ -60,7 +59,7 @@ class Search:
 
     Attributes:
         dense, pruned: on the device, in eval mode.
-        inputs: an example, see `prunekit.utils.inputs.example`, on the device.
+        inputs: an example, see `prunekit.utils.inputs.as_example`, on the device.
         batch: samples in them.
         device: where they run.
         found: the time of both by operator.
@@ -383,7 +382,7 @@ def explain(
     if rounds < 5:
         raise UsageError(f"rounds: expected at least 5, got {rounds}")
     place = resolve_device(str(device or device_of(pruned)))
-    inputs = map_tensors(normalized(pruned, example), lambda tensor: tensor.to(place))
+    inputs = map_tensors(as_example(pruned, example), lambda tensor: tensor.to(place))
     batch = next((tensor.shape[0] for tensor in gather(inputs) if tensor.dim()), 0)
     if not batch:
         raise UsageError("example: expected at least one tensor of samples, got none")

@@ -54,7 +54,7 @@ from prunekit.settings.prune import PruneSettings, facts_of
 from prunekit.training.callbacks.selection import needs_plan
 from prunekit.utils.context import threads
 from prunekit.utils.files import StrPath, write_csv, write_json
-from prunekit.utils.inputs import arguments
+from prunekit.utils.inputs import inputs_as_example
 from prunekit.utils.progress import stage, wanted
 
 PROOF_IMAGES = 512
@@ -270,7 +270,7 @@ class Journey:
         validation = self.prepared.splits.validation
         spread = torch.linspace(0, len(validation) - 1, min(PROOF_IMAGES, len(validation))).long()
         held_out = batches(validation, 32, shuffle_seed=None, indices=spread)
-        proof = verify(pruned, cut, plan, (arguments(pruned, inputs) for inputs, _ in held_out), strict=True)
+        proof = verify(pruned, cut, plan, (inputs_as_example(pruned, inputs) for inputs, _ in held_out), strict=True)
         self.log(
             f"verify: masked == compact to {proof.max_relative_difference:.1e} on {proof.inputs} "
             f"{self.prepared.splits.task.samples} ({proof.dtype})"

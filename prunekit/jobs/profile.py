@@ -37,8 +37,8 @@ from prunekit.measure.latency_profile.layer_times import cache_folder
 from prunekit.measure.latency_profile.networks import Network, has_layer_clock, kept_times, sampled, time_networks
 from prunekit.measure.latency_profile.staircase_fit import Sample, fit
 from prunekit.measure.runtimes.session import Setting, inputs_like
-from prunekit.planning.candidates import Part, free_parts
-from prunekit.planning.feasibility import nothing_free
+from prunekit.planning.candidates import GroupPart, free_parts
+from prunekit.planning.feasibility import nothing_free_error
 from prunekit.planning.plan import Plan
 from prunekit.report.writers import require_report
 from prunekit.settings.deployment import LatencySettings
@@ -46,7 +46,7 @@ from prunekit.settings.job import JobSettings
 from prunekit.settings.prune import PruneSettings, Target
 from prunekit.utils.context import paused_garbage_collection
 from prunekit.utils.files import StrPath, write_csv, write_json
-from prunekit.utils.inputs import examples as normalized
+from prunekit.utils.inputs import as_examples
 from prunekit.utils.progress import reporting, stage, tracked
 
 HELD_OUT = 5
@@ -122,7 +122,7 @@ def profile(
     setting, notes = layer_setting(target)
     notes += [f"every network, the dense one too, is timed as it is deployed: {transform}"] if str(transform) else []
     wanted = in_blocks(replace(settings, target=target, ratios={}))
-    given = list(normalized(model, [example, *more_examples]))
+    given = list(as_examples(model, [example, *more_examples]))
     inputs = inputs_like(given[0])
     channel_map = _tried(model, channel_map or trace(model, *given), wanted, given)
     parts = _parts(channel_map, wanted)
@@ -195,10 +195,10 @@ def as_latency(target: Target) -> LatencySettings:
     )
 
 
-def _parts(channel_map: ChannelMap, wanted: PruneSettings) -> list[Part]:
+def _parts(channel_map: ChannelMap, wanted: PruneSettings) -> list[GroupPart]:
     found = free_parts(channel_map, np.zeros(channel_map.n_labels), wanted)
     if not found:
-        raise nothing_free(channel_map)
+        raise nothing_free_error(channel_map)
     return found
 
 

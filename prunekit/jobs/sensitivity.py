@@ -34,12 +34,12 @@ from prunekit.jobs.run.run_folder import Finish, Log, environment, run_folder, w
 from prunekit.jobs.run.tables import CURVE_COLUMNS, curve_rows
 from prunekit.jobs.stages.evidence import gathered, patch_statistics
 from prunekit.measure.group_sensitivity import forward_passes, measure_sensitivity
-from prunekit.planning.feasibility import nothing_free
+from prunekit.planning.feasibility import nothing_free_error
 from prunekit.planning.sensitivity_curves import (
     MeasuredPoint,
     SensitivityCurve,
     fewest_within,
-    keeping,
+    keep_in_group,
     rank_correlation,
 )
 from prunekit.report.writers import require_report
@@ -51,7 +51,7 @@ from prunekit.utils.context import paused_garbage_collection, threads
 from prunekit.utils.display import Displayed, Table, count, digits, plural, share
 from prunekit.utils.files import write_csv, write_json
 from prunekit.utils.globs import globs, matching
-from prunekit.utils.inputs import arguments, count_of, example, moved, taken
+from prunekit.utils.inputs import as_example, inputs_as_example, sample_count, select_samples, to_device
 from prunekit.utils.progress import reporting, stage, wanted
 from prunekit.utils.tensors import gather
 
@@ -105,7 +105,7 @@ class Sensitivity(Displayed):
 
     def _row(self, group: ChannelGroup) -> dict[str, Any]:
         size, curve, points = group.labels.size, self.curves.get(group.name), self.measured.get(group.name, ())
-        none, half = keeping(self.channel_map, group.labels, 0), max(1, size // 2)
+        none, half = keep_in_group(self.channel_map, group.labels, 0), max(1, size // 2)
         row: dict[str, Any] = {"group": group.name, "module": group.module, "channels": size}
         row["macs"] = self.channel_map.macs() - self.channel_map.macs(none)
         fast = [] if curve is None else [(kept, curve.share_at(kept)) for kept in range(size, 0, -1)]
@@ -223,14 +223,17 @@ def analyze_sensitivity(
     """As `sensitivity`, within another call's report or without one; `progress` is that of the measuring alone."""
     calibration = gathered(model, images, sys.maxsize, task)
     first = next(model.parameters(), gather(calibration)[0])
-    calibration = moved(calibration, first.device)
-    examples = [arguments(model, taken(calibration, slice(2))), *(example(model, one) for one in more_examples)]
+    calibration = to_device(calibration, first.device)
+    examples = [
+        inputs_as_example(model, select_samples(calibration, slice(2))),
+        *(as_example(model, one) for one in more_examples),
+    ]
     with paused_garbage_collection():
         chart = trace(model, *examples)
         chosen_groups(chart, groups)
         chart = settle(model, chart, _halved, examples).channel_map
     chosen = chosen_groups(chart, groups)
-    about = f"sensitivity: {len(chosen)} channel groups, {count_of(calibration)} samples"
+    about = f"sensitivity: {len(chosen)} channel groups, {sample_count(calibration)} samples"
     stats = patch_statistics(model, calibration, chart, groups=chosen, log=lambda line: log(f"{about}; {line}"))
     found = eliminations(model, chart, stats, chosen)
     curves = {name: SensitivityCurve(order.labels, order.errors, order.outputs) for name, order in found.items()}
@@ -254,7 +257,7 @@ def chosen_groups(channel_map: ChannelMap, patterns: Sequence[str]) -> tuple[Cha
     """
     names = [group.name for group in channel_map.groups]
     if not names:
-        raise nothing_free(channel_map)
+        raise nothing_free_error(channel_map)
     wanted = globs(patterns, "groups")
     found = {name for glob in wanted for name in matching(glob, names, "groups", PlanError, "channel group")}
     return tuple(group for group in channel_map.groups if not wanted or group.name in found)

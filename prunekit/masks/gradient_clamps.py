@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from prunekit.distributed.process_group import is_shard, local, total_of
+from prunekit.distributed.process_group import is_shard, local_part, total_of
 from prunekit.errors import UsageError
 from prunekit.hooks.gradient_hooks import GradientChange
 from prunekit.hooks.hook import OwnedHook, refuse_compiled
@@ -56,7 +56,7 @@ def limited(gradient: Tensor, limit: float | Tensor, by: By, *, inplace: bool = 
         The result (None: `gradient` as it was), and how many values (by norm: gradients, 0 or 1) were beyond. Of a
         shard this process's part of both.
     """
-    part = local(gradient)
+    part = local_part(gradient)
     if by == "value":
         return _by_value(part, limit, inplace)
     # The norm of half-precision values may be beyond their range.
@@ -156,7 +156,7 @@ class GradientClamp(HookOwner):
     def _limited(self, path: str, gradient: Tensor, scale: LossScale | None, *, inplace: bool) -> Tensor | None:
         limit = scaled(self.limits[path], scale, gradient.device)
         clamped, beyond = limited(gradient, limit, self._by, inplace=inplace)
-        self._beyond.add(path, beyond, local(gradient).numel() if self._by == "value" else 1)
+        self._beyond.add(path, beyond, local_part(gradient).numel() if self._by == "value" else 1)
         return clamped
 
 

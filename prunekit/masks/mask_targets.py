@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.channels.cut.slicing import is_variance
-from prunekit.distributed.process_group import is_shard, local, spread
+from prunekit.distributed.process_group import is_shard, local_part, shard_like
 from prunekit.errors import ModelError
 from prunekit.planning.plan import Plan, require_plan
 
@@ -139,7 +139,7 @@ class PrunedEntries:
             masks = tuple(mask.expand(tensor.shape)[rows] for mask in masks)
             zero_bits_(tensor._values().data.view(masks[0].dtype), masks)
         else:
-            zero_bits_(local(tensor).data.view(masks[0].dtype), masks)
+            zero_bits_(local_part(tensor).data.view(masks[0].dtype), masks)
 
     def dropped(self, tensor: Tensor) -> Tensor:
         """Bool, in the tensor's shape and on its device: True where it is pruned."""
@@ -168,7 +168,7 @@ class PrunedEntries:
         if key not in self._masks:
             keeps: tuple[Tensor, ...] = (self._keep,)
             if sharded:
-                keeps = (local(spread(self._keep.expand(tensor.shape), tensor)),)
+                keeps = (local_part(shard_like(self._keep.expand(tensor.shape), tensor)),)
             elif tensor.device.type == "cpu":
                 keeps = _short(self._keep, tensor.shape)
             bits = BITS[tensor.element_size()]

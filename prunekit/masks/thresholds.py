@@ -24,7 +24,7 @@ from prunekit.tasks.task import Task
 from prunekit.utils.context import device_of, training_mode
 from prunekit.utils.display import Displayed, Table, digits, plural, share
 from prunekit.utils.files import StrPath, read_json, write_json
-from prunekit.utils.inputs import call, moved, running
+from prunekit.utils.inputs import call, running, to_device
 from prunekit.utils.progress import reporting, stage, tracked
 
 ROUNDS = 20
@@ -222,7 +222,7 @@ def _measure(
         for inputs, _ in tracked(pairs, "threshold search"):
             sketches.batch += 1
             with running(model, inputs):
-                call(model, moved(inputs, device))
+                call(model, to_device(inputs, device))
     if not sketches.batch:
         raise DataError("threshold search: expected at least one batch to calibrate on, got none")
     silent = [path for path in thresholds if path not in sketches.found]

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.distributed.process_group import gather
+from prunekit.distributed.process_group import gather_values
 from prunekit.errors import DataError
 from prunekit.tasks.batches import Pairs
 from prunekit.tasks.task import Task, get_task
 from prunekit.utils.context import training_mode
-from prunekit.utils.inputs import call, described, moved
+from prunekit.utils.inputs import call, described, to_device
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,14 @@ def evaluate(
     model.to(device)
     with training_mode(model, False), torch.inference_mode():
         for pair in Pairs(model, batches, where="accuracy"):
-            inputs, targets = moved(pair, device)
+            inputs, targets = to_device(pair, device)
             if targets is None:
                 raise DataError(f"accuracy: expected {task.samples} with targets, got {described(inputs)} alone")
             counts = task.counts(call(model, inputs), targets)
             sums = counts if sums is None else sums + counts
             samples += len(targets)
     mine: tuple[list[float], int] = ([] if sums is None else sums.tolist(), samples)
-    parts = [part for part in (gather(mine) if together else [mine]) if part[1]]
+    parts = [part for part in (gather_values(mine) if together else [mine]) if part[1]]
     if not parts:
         raise DataError(f"accuracy: expected at least one {task.samples.removesuffix('s')}, got none")
     found = torch.tensor([part[0] for part in parts], dtype=torch.float64).sum(0)

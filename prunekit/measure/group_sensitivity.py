@@ -22,13 +22,13 @@ from prunekit.errors import DataError, ModelError, NonFiniteError, UsageError
 from prunekit.masks.weight_masks import WeightMasks
 from prunekit.measure.partial_forward import DensePrefix
 from prunekit.planning.plan import Plan
-from prunekit.planning.sensitivity_curves import MeasuredPoint, keeping, kept_counts
+from prunekit.planning.sensitivity_curves import MeasuredPoint, keep_in_group, kept_counts
 from prunekit.statistics.collection import calibrate
 from prunekit.statistics.taylor_terms import Loss
 from prunekit.tasks.batches import Batch, Pair, Pairs
 from prunekit.tasks.task import Task
 from prunekit.utils.context import same_draws, training_mode
-from prunekit.utils.inputs import blank_padding, count_of, counted_positions, moved, taken
+from prunekit.utils.inputs import blank_padding, counted_positions, sample_count, select_samples, to_device
 from prunekit.utils.progress import reporting, tracked
 from prunekit.utils.tensors import gather
 
@@ -70,7 +70,7 @@ def observed(model: nn.Module, inputs: tuple[Any, ...], output: Any, where: str)
         ModelError: there is no tensor to compare.
         NonFiniteError: something is NaN or Inf; names the first layer that gives it.
     """
-    samples, device = count_of(inputs), gather(inputs)[0].device
+    samples, device = sample_count(inputs), gather(inputs)[0].device
     rows = [t for t in gather(output) if t.is_floating_point() and t.dim() and len(t) == samples]
     if not rows:
         raise ModelError(
@@ -266,14 +266,16 @@ class _Measuring:
     ) -> None:
         self._model, self._orders, self._loss = model, orders, loss
         points = [(name, kept) for name, labels in orders.items() for kept in kept_counts(labels.size)[1:]]
-        self._plans = {point: Plan(channel_map, keeping(channel_map, orders[point[0]], point[1])) for point in points}
+        self._plans = {
+            point: Plan(channel_map, keep_in_group(channel_map, orders[point[0]], point[1])) for point in points
+        }
         self._sums = {point: Sums() for point in points}
         self._dense, self._spread = Sums(), Spread()
         self._prefix: DensePrefix | None = None
 
     def passes(self, batch: Batch) -> Iterator[None]:
         """Run the dense model and all masked ones on a batch; yield after each."""
-        inputs = moved(batch.inputs, next(self._model.parameters()).device)
+        inputs = to_device(batch.inputs, next(self._model.parameters()).device)
         prefix = self._prefix = self._prefix or self._shared(inputs)
         with same_draws(self._model):
             output = prefix.record(inputs)
@@ -295,10 +297,10 @@ class _Measuring:
         tensors = {name: list(plan.kept_indices) for name, plan in last.items()}
         return DensePrefix(
             self._model,
-            taken(inputs, slice(2)),
+            select_samples(inputs, slice(2)),
             tensors,
             lambda name: WeightMasks(self._model, last[name], restore=True),
-            batch=count_of(inputs),
+            batch=sample_count(inputs),
         )
 
     def curves(self) -> dict[str, tuple[MeasuredPoint, ...]]:

@@ -22,7 +22,7 @@ from prunekit.measure.operator_costs import FlopCounter
 from prunekit.registries import DtypeName
 from prunekit.utils.context import seeded, training_mode, without_gradients
 from prunekit.utils.files import StrPath
-from prunekit.utils.inputs import call, count_of, running
+from prunekit.utils.inputs import call, running, sample_count
 from prunekit.utils.tensors import gather
 
 
@@ -56,7 +56,7 @@ def count_macs(model: nn.Module, example_inputs: tuple[Tensor, ...]) -> int:
         stack = ModuleStack(model, enter, leave) if parts else nullcontext()
         with FlopCounter() as counter, stack:
             call(model, example_inputs)
-        return int((counter.macs - aside) // max(1, count_of(example_inputs)))
+        return int((counter.macs - aside) // max(1, sample_count(example_inputs)))
 
     with training_mode(model, False), plain_attention():
         return without_gradients(counted)
@@ -177,13 +177,13 @@ def module_table(model: nn.Module, example_inputs: tuple[Any, ...]) -> ModuleTab
 
     Args:
         model: not changed; its modes are restored.
-        example_inputs: an example, see `prunekit.utils.inputs.example`, batch first.
+        example_inputs: an example, see `prunekit.utils.inputs.as_example`, batch first.
 
     Raises:
         ModelError: the model is compiled, or does not run on the inputs.
     """
     refuse_compiled(model, "summary")
-    seen, batch = _run(model, example_inputs), max(1, count_of(example_inputs))
+    seen, batch = _run(model, example_inputs), max(1, sample_count(example_inputs))
     counted: set[int] = set()
     rows = [_row(path, module, seen, counted, batch) for path, module in _ordered(model, seen)]
     return ModuleTable(tuple(rows), sum(seen.macs.values()) // batch, batch)

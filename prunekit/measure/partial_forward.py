@@ -18,7 +18,7 @@ from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.tracing.storages import storage_of
 from prunekit.statistics.forward_passes import PassHooks
 from prunekit.statistics.layers.linear_layers import Call, CallWatch
-from prunekit.utils.inputs import call, count_of
+from prunekit.utils.inputs import call, sample_count
 from prunekit.utils.tensors import gather, map_tensors
 
 MEMORY_BYTES = 2**31
@@ -38,7 +38,7 @@ class DensePrefix:
 
     Args:
         model: dense, in eval mode.
-        inputs: of a few samples, a tensor or an example, see `prunekit.utils.inputs.example`; below too.
+        inputs: of a few samples, a tensor or an example, see `prunekit.utils.inputs.as_example`; below too.
         tensors: by a group's name the names of the tensors that its masks change.
         masked: see `Masked`.
         batch: samples of the largest batch to come.
@@ -53,7 +53,7 @@ class DensePrefix:
         survey.run(inputs)
         self._calls, self._alike = survey.calls, True
         starts = {name: survey.start(read) for name, read in tensors.items()}
-        self.starts, self._held = survey.affordable(starts, MEMORY_BYTES * count_of(inputs) // max(1, batch))
+        self.starts, self._held = survey.affordable(starts, MEMORY_BYTES * sample_count(inputs) // max(1, batch))
         self.record(inputs)
         for name in self.starts:
             with masked(name):

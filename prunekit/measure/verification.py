@@ -28,8 +28,7 @@ from prunekit.hooks.wrappers import require_values, unwrapped
 from prunekit.planning.plan import Plan, require_plan
 from prunekit.utils.context import same_draws, training_mode, without_gradients
 from prunekit.utils.display import Displayed, plural, scientific
-from prunekit.utils.inputs import advice, batch_of, call
-from prunekit.utils.inputs import examples as each
+from prunekit.utils.inputs import as_examples, batch_size_of, call, example_advice
 from prunekit.utils.tensors import gather
 
 
@@ -159,7 +158,7 @@ def verify(
     masked_in, compact_in = _Twins(masked, None if strict else plan), _Twins(compact)
     misplaced_in: dict[Way, str] = {}
     worst, seen, coarsest, ways = 0.0, 0, TOLERANCE, WAYS
-    for example in each(masked, examples):
+    for example in as_examples(masked, examples):
         expected = _expected(masked_in, example, ways, lambda twin: NarrowNorms(twin, plan.channel_map, plan.keep))
         way, allowed = expected.way, max(tolerance, expected.rounding)
         ways = ways[ways.index(way) :]  # what does not run in float64 on one example is not tried on the next
@@ -181,7 +180,7 @@ def verify(
             said = _not_masked(masked, plan) if strict else ""
             raise VerificationError(f"masked and compact model differ: {reason}{said}")
         worst, coarsest = max(worst, difference), max(coarsest, expected.rounding)
-        seen += batch_of(inputs)
+        seen += batch_size_of(inputs)
     if not seen:
         raise UsageError("examples: expected at least one input to compare the models on, got none")
     names = {rounded: str(dtype).removeprefix("torch.") for dtype, rounded in ROUNDING.items()}
@@ -203,7 +202,7 @@ def compare_outputs(
     Args:
         model: the reference.
         changed: what should compute the same.
-        example: see `prunekit.utils.inputs.example`.
+        example: see `prunekit.utils.inputs.as_example`.
         tolerance: largest relative difference that counts as equal.
         narrow: what is compared in the model's own precision, if it is not `changed`.
 
@@ -264,7 +263,7 @@ def _expected(
         return _Expected(way, output, max(way.tolerance, watch.found))
     raise ModelError(
         f"{type(twins.model).__name__} does not run, neither in float64 nor as it is: {type(failures[-1]).__name__}: "
-        f"{failures[-1]}; {advice(twins.model, [example])}"
+        f"{failures[-1]}; {example_advice(twins.model, [example])}"
     ) from failures[-1]
 
 

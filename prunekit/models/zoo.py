@@ -23,7 +23,7 @@ from prunekit.errors import ModelError, UsageError, nearest
 from prunekit.models.cifar import DEPTHS, CifarResNet
 from prunekit.models.state_dicts import SUFFIXES, load_weights
 from prunekit.settings.inputs import ModelSettings
-from prunekit.utils.inputs import example
+from prunekit.utils.inputs import as_example
 from prunekit.utils.user_code import run_factory
 
 OptionalZoo = Literal["timm", "hf"]
@@ -270,6 +270,6 @@ def load_with_example(reference: str) -> tuple[nn.Module, tuple[Any, ...] | None
             f"{type(found).__name__}"
         )
     try:
-        return model, None if given is None else example(model, given)
+        return model, None if given is None else as_example(model, given)
     except UsageError as error:
         raise ModelError(f"{reference}: {error}") from None

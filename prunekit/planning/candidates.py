@@ -18,7 +18,7 @@ Scores = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class GroupPart:
     """Labels of one channel group that are planned together.
 
     Attributes:
@@ -42,7 +42,7 @@ class Part:
 
 
 @dataclass(frozen=True, eq=False)
-class Between:
+class PlanBounds:
     """Two plans that one lies between, as a step of a schedule does: bool (n_labels,) each, None for no bound.
 
     Attributes:
@@ -54,12 +54,12 @@ class Between:
     least: Keep | None = None
 
 
-ANYWHERE = Between()
+UNBOUNDED = PlanBounds()
 
 
 def free_parts(
-    channel_map: ChannelMap, scores: Scores, settings: PruneSettings, between: Between = ANYWHERE
-) -> list[Part]:
+    channel_map: ChannelMap, scores: Scores, settings: PruneSettings, between: PlanBounds = UNBOUNDED
+) -> list[GroupPart]:
     """Return the parts of a model that a plan may prune, with exclusions and ratios applied.
 
     Args:
@@ -80,22 +80,22 @@ def free_parts(
         for share in np.unique(ratio[free]):
             labels = free[np.isnan(ratio[free]) if np.isnan(share) else ratio[free] == share]
             order = labels[np.lexsort((labels, -scores[labels]))]
-            part = Part(order, _allowed(labels.size, unit or channels, settings), channels)
+            part = GroupPart(order, _allowed(labels.size, unit or channels, settings), channels)
             if not np.isnan(share):
                 wanted = labels.size * (1 if _are_positions(channel_map, group) else share)
-                part = Part(order, np.array([part.at_most(wanted)]), channels)
+                part = GroupPart(order, np.array([part.at_most(wanted)]), channels)
             parts.append(_bounded(part, between))
     return parts
 
 
-def _bounded(part: Part, between: Between) -> Part:
+def _bounded(part: GroupPart, between: PlanBounds) -> GroupPart:
     none, every = np.zeros(part.labels.size, dtype=bool), np.ones(part.labels.size, dtype=bool)
     least = none if between.least is None else between.least[part.labels]
     most = every if between.most is None else between.most[part.labels]
     order = part.labels[np.lexsort((~most, ~least))]  # stable: among themselves as they were
     low, high = np.count_nonzero(least), np.count_nonzero(most)
     counts = part.counts[(part.counts >= low) & (part.counts <= high)]
-    return Part(order, counts if counts.size else np.array([high]), part.channels)
+    return GroupPart(order, counts if counts.size else np.array([high]), part.channels)
 
 
 def _are_positions(channel_map: ChannelMap, group: ChannelGroup) -> bool:

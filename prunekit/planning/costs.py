@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.labels import Labels
-from prunekit.planning.candidates import Part
-from prunekit.planning.latency_table import Span, up
+from prunekit.planning.candidates import GroupPart
+from prunekit.planning.latency_table import Span, round_up
 
 Numbers = NDArray[np.float64]
 Counting = tuple[int, float, float, bool]
@@ -72,7 +72,7 @@ def entries(channel_map: ChannelMap, name: str) -> Term:
 def counted(width: Any, step: Any, low: Any, high: Any, as_one: Any) -> Any:
     """Return what a width, or each of an array of them, is multiplied as."""
     within = (low <= width) & (width < high)
-    return np.where(within, np.where(as_one, 1.0, up(width, step)), 0.0)
+    return np.where(within, np.where(as_one, 1.0, round_up(width, step)), 0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,14 +162,14 @@ class CostModel:
             return np.broadcast_to(np.rint(self.base), (*counts.shape[:-1], self.base.size))
         kept = self.tables[self.at + flat[:, self.first] * self.stride + flat[:, self.second]]
         widths = self.fixed + np.add.reduceat(kept, self.starts, axis=1)
-        widths = counted(widths, *self.counting) if self.turning else up(widths, self.counting[0])
+        widths = counted(widths, *self.counting) if self.turning else round_up(widths, self.counting[0])
         widths = np.concatenate([widths, np.ones_like(widths[:, :1])], axis=1)
         products = widths[:, self.factors].prod(axis=2)
         result: Numbers = np.rint(products @ self.constants + self.base)
         return result.reshape(*counts.shape[:-1], self.base.size)
 
 
-def cost_model(channel_map: ChannelMap, parts: list[Part], resources: list[list[Term]]) -> CostModel:
+def cost_model(channel_map: ChannelMap, parts: list[GroupPart], resources: list[list[Term]]) -> CostModel:
     """Compile terms of several resources into tables over the parts' counts."""
     reading = _Reading.of(channel_map, parts)
     number: dict[tuple[bytes, Counting], int] = {}
@@ -231,7 +231,7 @@ class _Reading:
     sizes: list[int]
 
     @classmethod
-    def of(cls, channel_map: ChannelMap, parts: list[Part]) -> _Reading:
+    def of(cls, channel_map: ChannelMap, parts: list[GroupPart]) -> _Reading:
         owner, rank = np.full(channel_map.n_labels, -1), np.zeros(channel_map.n_labels, dtype=np.int64)
         for index, part in enumerate(parts):
             owner[part.labels], rank[part.labels] = index, np.arange(part.labels.size)

@@ -14,7 +14,7 @@ from prunekit.channels.labels import Labels
 from prunekit.channels.tracing.tracer import there
 from prunekit.errors import PlanError, UsageError
 from prunekit.planning.budgets.limits import Budgets, budgets_of
-from prunekit.planning.candidates import Part, Scores, free_parts
+from prunekit.planning.candidates import GroupPart, Scores, free_parts
 from prunekit.planning.costs import Numbers
 from prunekit.planning.latency_table import LatencyTable
 from prunekit.settings.prune import BudgetSettings, PruneSettings, budget_names, facts_of
@@ -24,7 +24,7 @@ SWEEPS = 4
 """Over all parts, where the narrowest plan may not be the fastest."""
 
 
-def runs_another(channel_map: ChannelMap) -> str:
+def calls_no_own_module(channel_map: ChannelMap) -> str:
     """Say it, where the model calls no module of its own that has parameters; nothing otherwise.
 
     So it is of a predictor that makes its own copy of the model that it holds.
@@ -40,9 +40,9 @@ def runs_another(channel_map: ChannelMap) -> str:
     return f"{type(model).__name__} calls no module of its own that has parameters, on the example{inside}"
 
 
-def nothing_free(channel_map: ChannelMap) -> PlanError:
+def nothing_free_error(channel_map: ChannelMap) -> PlanError:
     """Return what to raise where no channel can go: names the lock that holds most of them."""
-    if another := runs_another(channel_map):
+    if another := calls_no_own_module(channel_map):
         return PlanError(another)
     locks = [lock for lock in channel_map.locks if lock.channels and (lock.module or lock.operator)]
     most = max(locks, key=lambda lock: lock.channels, default=None)
@@ -51,7 +51,7 @@ def nothing_free(channel_map: ChannelMap) -> PlanError:
     return PlanError(f"no channel is free: all are locked or excluded{why}; `prunekit inspect` lists all reasons")
 
 
-def least_left(
+def least_possible(
     channel_map: ChannelMap, settings: PruneSettings, latency: LatencyTable | None = None
 ) -> dict[str, float]:
     """Return the least that can be left of each budget that is given, in the units of `Budgets`: of time, within the
@@ -62,12 +62,12 @@ def least_left(
     """
     parts = free_parts(channel_map, np.zeros(channel_map.n_labels), settings)
     if not parts:
-        raise nothing_free(channel_map)
+        raise nothing_free_error(channel_map)
     budgets = budgets_of(channel_map, parts, settings, latency)
     return dict(zip(budgets.names, least_of(parts, budgets).tolist(), strict=True))
 
 
-def require_met_untimed(channel_map: ChannelMap, settings: PruneSettings) -> None:
+def require_unmeasured_met(channel_map: ChannelMap, settings: PruneSettings) -> None:
     """Checks that every budget can be met that needs no latency table.
 
     Raises:
@@ -80,14 +80,14 @@ def require_met_untimed(channel_map: ChannelMap, settings: PruneSettings) -> Non
         scores = np.zeros(channel_map.n_labels)
         parts = free_parts(channel_map, scores, wanted)
         if not parts:
-            raise nothing_free(channel_map)
-        check_met(channel_map, scores, parts, budgets_of(channel_map, parts, wanted), wanted)
+            raise nothing_free_error(channel_map)
+        require_met(channel_map, scores, parts, budgets_of(channel_map, parts, wanted), wanted)
 
 
-def check_met(
+def require_met(
     channel_map: ChannelMap,
     scores: Scores,
-    parts: list[Part],
+    parts: list[GroupPart],
     budgets: Budgets,
     settings: PruneSettings,
     latency: LatencyTable | None = None,
@@ -102,7 +102,7 @@ def check_met(
     missed = [index for index in range(least.size) if least[index] > budgets.asked[index]]
     if not missed:
         return
-    if another := runs_another(channel_map):
+    if another := calls_no_own_module(channel_map):
         raise PlanError(another)
     texts = []
     for index in missed:
@@ -118,11 +118,11 @@ def check_met(
     raise PlanError(f"{'; '.join(texts)}; raise the budget or relax these")
 
 
-def in_the_way(channel_map: ChannelMap, settings: PruneSettings, latency: LatencyTable) -> str:
+def conflicting_limits(channel_map: ChannelMap, settings: PruneSettings, latency: LatencyTable) -> str:
     """Return what alone makes a budget of time impossible, as predicted, with what could be had without it; may be
     empty.
     """
-    scores, least = np.zeros(channel_map.n_labels), least_left(channel_map, settings, latency)
+    scores, least = np.zeros(channel_map.n_labels), least_possible(channel_map, settings, latency)
     given = ((facts_of(name), value) for name, value in settings.budget.given.items())
     asked = ((facts.name, facts.as_cost(value)) for facts, value in given if facts.measured)
     missed = [(name, value) for name, value in asked if least[name] > value]
@@ -161,13 +161,13 @@ def _without(settings: PruneSettings, names: Iterable[str]) -> BudgetSettings:
     return settings.budget.changed(**dict.fromkeys(names))
 
 
-def least_of(parts: list[Part], budgets: Budgets) -> Numbers:
+def least_of(parts: list[GroupPart], budgets: Budgets) -> Numbers:
     """Return the least that can be left of each budget, (budgets,): of time, within the others."""
     narrow, quick = budgets.left(_narrowest(parts)), budgets.left(fastest(parts, budgets))
     return np.where(_timed(budgets), quick, narrow)
 
 
-def fastest(parts: list[Part], budgets: Budgets) -> Labels:
+def fastest(parts: list[GroupPart], budgets: Budgets) -> Labels:
     """Return counts that leave the least time within the budgets that are not of time; the narrowest where none is of
     time.
 
@@ -189,7 +189,7 @@ def fastest(parts: list[Part], budgets: Budgets) -> Labels:
     return min(ends, key=lambda counts: float(times(counts[None])[0]))
 
 
-def _downhill(parts: list[Part], counts: Labels, times: Callable[[Labels], Numbers]) -> Labels:
+def _downhill(parts: list[GroupPart], counts: Labels, times: Callable[[Labels], Numbers]) -> Labels:
     for _ in range(SWEEPS):
         before = counts
         for number, part in enumerate(parts):
@@ -207,7 +207,7 @@ def _timed(budgets: Budgets) -> NDArray[np.bool_]:
     return np.array([facts.measured for facts in budgets.facts], dtype=np.bool_)
 
 
-def _narrowest(parts: list[Part]) -> Labels:
+def _narrowest(parts: list[GroupPart]) -> Labels:
     return np.array([part.counts[0] for part in parts])
 
 

@@ -48,11 +48,11 @@ class LatencyTerm:
             return 0.0
         value = self.ms
         for factor, step in zip(self.factors, self.steps, strict=True):
-            value *= up(np.count_nonzero(kept[factor]), step)
+            value *= round_up(np.count_nonzero(kept[factor]), step)
         return value
 
 
-def up(width: Any, step: Any) -> Any:
+def round_up(width: Any, step: Any) -> Any:
     """Return a width, or an array of them, rounded up to the next multiple of a step."""
     return -(-width // step) * step
 

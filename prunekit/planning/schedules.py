@@ -15,8 +15,8 @@ from prunekit.settings.prune import (
     PruneSettings,
     ScheduleKind,
     ScheduleSettings,
-    contradictions,
     facts_of,
+    schedule_contradictions,
 )
 
 ROUNDS = {"oneshot": 1, "iterative": 3, "linear": 10, "exponential": 10, "cubic": 10}
@@ -119,7 +119,7 @@ def timeline(settings: ScheduleSettings, *, epochs: int, steps: int, called: str
     Raises:
         UsageError: the schedule does not fit the training, or its settings do not fit each other.
     """
-    problems = [f"{called}.{key}: {text}" for key, text in contradictions(asdict(settings))]
+    problems = [f"{called}.{key}: {text}" for key, text in schedule_contradictions(asdict(settings))]
     if problems:
         raise UsageError("; ".join(problems))
     unit = steps if settings.unit == "epoch" else 1
@@ -144,7 +144,7 @@ def timeline(settings: ScheduleSettings, *, epochs: int, steps: int, called: str
     return Timeline(settings, steps, epochs, begin, end, tuple(_stages(settings, begin, end, last, unit)))
 
 
-def in_steps(
+def schedule_in_steps(
     schedule: ScheduleKind | ScheduleSettings, steps: int | None, begin: int
 ) -> tuple[ScheduleSettings, tuple[Stage, ...]]:
     """Return a schedule in steps, and its stages.
@@ -243,7 +243,7 @@ def _later(settings: ScheduleSettings, places: list[float], end: int, last: int,
     return sorted({*found, last})
 
 
-def at_stage(settings: PruneSettings, stage: Stage, dense: Mapping[str, float]) -> PruneSettings:
+def settings_at_stage(settings: PruneSettings, stage: Stage, dense: Mapping[str, float]) -> PruneSettings:
     """Return the settings of one stage: budgets and ratios on their way from the dense model to what is asked for.
 
     Args:

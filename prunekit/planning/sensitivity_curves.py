@@ -70,7 +70,7 @@ def kept_counts(size: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys([*(kept for kept in steps if kept > 0), 1]))
 
 
-def keeping(channel_map: ChannelMap, order: Labels, kept: int) -> Keep:
+def keep_in_group(channel_map: ChannelMap, order: Labels, kept: int) -> Keep:
     """Return the dense model but for one group, of which only the last `kept` labels in the order of removal are
     left.
     """
@@ -107,7 +107,7 @@ def _mean_ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return ranks
 
 
-def cumulated(channel_map: ChannelMap, scores: Scores) -> dict[str, SensitivityCurve]:
+def cumulative_curves(channel_map: ChannelMap, scores: Scores) -> dict[str, SensitivityCurve]:
     """Return what scores say that each group's channels cost together, lowest first, by the group's name.
 
     Args:

@@ -19,21 +19,21 @@ from prunekit.channels.labels import Labels
 from prunekit.errors import NonFiniteError, PlanError
 from prunekit.planning.budgets.budget import Countable
 from prunekit.planning.budgets.limits import Budgets, budgets_of
-from prunekit.planning.candidates import ANYWHERE, Between, Part, Scores, free_parts
+from prunekit.planning.candidates import UNBOUNDED, GroupPart, PlanBounds, Scores, free_parts
 from prunekit.planning.costs import Numbers, cost_model
-from prunekit.planning.feasibility import check_met, fastest, nothing_free, require_budget, runs_another
+from prunekit.planning.feasibility import calls_no_own_module, fastest, nothing_free_error, require_budget, require_met
 from prunekit.planning.latency_table import LatencyTable
 from prunekit.planning.plan import Plan
-from prunekit.planning.width_search import Worth, are_few, by_multipliers, improved
+from prunekit.planning.width_search import KeptScores, are_few, lagrangian_search, local_search
 from prunekit.settings.prune import PruneSettings, Scope
-from prunekit.utils.files import plain
+from prunekit.utils.files import json_values
 
 ROUNDS = 3
 """How often a budget is spent per price: what a channel costs depends on its neighbors' widths in the plan before."""
 
 
-def priced(
-    parts: list[Part], scores: Scores, budgets: Budgets, spend: Callable[[list[Scores]], Labels]
+def by_score_per_cost(
+    parts: list[GroupPart], scores: Scores, budgets: Budgets, spend: Callable[[list[Scores]], Labels]
 ) -> list[Labels]:
     """Return the counts by score over price, once for each budget, in whose units the price is.
 
@@ -49,7 +49,7 @@ def priced(
 
 
 def _in_units_of(
-    index: int, parts: list[Part], scores: Scores, budgets: Budgets, spend: Callable[[list[Scores]], Labels]
+    index: int, parts: list[GroupPart], scores: Scores, budgets: Budgets, spend: Callable[[list[Scores]], Labels]
 ) -> Labels:
     counts = np.array([part.labels.size for part in parts])
     for _ in range(ROUNDS):
@@ -58,14 +58,14 @@ def _in_units_of(
     return counts
 
 
-def _prices(parts: list[Part], budgets: Budgets, counts: Labels) -> Scores:
+def _prices(parts: list[GroupPart], budgets: Budgets, counts: Labels) -> Scores:
     """Return what a label costs, on average over those of its part: (parts, budgets)."""
     sizes = np.array([part.labels.size for part in parts])
     prices: Scores = costs_of_parts(parts, budgets.left, counts) / sizes[:, None]
     return np.maximum(prices, 1e-12)
 
 
-def costs_of_parts(parts: list[Part], cost: Callable[[Labels], Numbers], counts: Labels) -> Numbers:
+def costs_of_parts(parts: list[GroupPart], cost: Callable[[Labels], Numbers], counts: Labels) -> Numbers:
     """Return what each part costs as a whole beside counts (parts,) of the others: (parts, resources).
 
     Args:
@@ -77,7 +77,7 @@ def costs_of_parts(parts: list[Part], cost: Callable[[Labels], Numbers], counts:
     return cost(whole) - cost(none)
 
 
-def worth_of_widths(channel_map: ChannelMap, parts: list[Part]) -> Scores:
+def worth_of_widths(channel_map: ChannelMap, parts: list[GroupPart]) -> Scores:
     """Return scores (n_labels,) whose sum grows with the logarithm of each part's width, by the MACs that it takes part
     in.
 
@@ -114,7 +114,7 @@ def make_plan(
     *,
     seed: int = 0,
     latency: LatencyTable | None = None,
-    between: Between = ANYWHERE,
+    between: PlanBounds = UNBOUNDED,
 ) -> Plan:
     """Choose the labels to keep so that every budget is met and the kept scores are the highest.
 
@@ -140,18 +140,18 @@ def make_plan(
     _check_scores(channel_map, scores)
     parts = free_parts(channel_map, scores, settings, between)
     if not parts:
-        raise nothing_free(channel_map)
+        raise nothing_free_error(channel_map)
     budgets = budgets_of(channel_map, parts, settings, latency)
-    check_met(channel_map, scores, parts, budgets, settings, latency)
+    require_met(channel_map, scores, parts, budgets, settings, latency)
     counts = _chosen(channel_map, parts, scores, budgets, settings.scope)
     keep = keep_of(channel_map, parts, counts)
     if keep.all() and between.most is None:
-        raise PlanError(runs_another(channel_map) or _removes_nothing(budgets, settings))
+        raise PlanError(calls_no_own_module(channel_map) or _removes_nothing(budgets, settings))
     origin = {"prune": asdict(settings), "seed": seed, "prunekit": version("prunekit"), "torch": torch.__version__}
-    return Plan(channel_map, keep, plain(origin | budgets.found(counts)))
+    return Plan(channel_map, keep, json_values(origin | budgets.found(counts)))
 
 
-def _chosen(channel_map: ChannelMap, parts: list[Part], scores: Scores, budgets: Budgets, scope: Scope) -> Labels:
+def _chosen(channel_map: ChannelMap, parts: list[GroupPart], scores: Scores, budgets: Budgets, scope: Scope) -> Labels:
     """Return counts within the budgets; under scope `per_mac` those of the highest sum of kept scores that is found,
     under `capacity` of what widths are worth.
 
@@ -169,18 +169,18 @@ def _chosen(channel_map: ChannelMap, parts: list[Part], scores: Scores, budgets:
     return fitting[0] if fitting else fastest(parts, budgets)
 
 
-def _most_worth(parts: list[Part], scores: Scores, budgets: Budgets) -> list[Labels]:
+def _most_worth(parts: list[GroupPart], scores: Scores, budgets: Budgets) -> list[Labels]:
     """Return counts within the budgets from several starts, those of the highest sum of kept scores first."""
-    worth = Worth.of(parts, scores)
-    found = [*priced(parts, scores, budgets, lambda ranks: _highest(parts, *_global(parts, ranks), budgets))]
-    found += by_multipliers(parts, worth, budgets)
+    worth = KeptScores.of(parts, scores)
+    found = [*by_score_per_cost(parts, scores, budgets, lambda ranks: _highest(parts, *_global(parts, ranks), budgets))]
+    found += lagrangian_search(parts, worth, budgets)
     found += [_highest(parts, *_uniform(parts), budgets), fastest(parts, budgets)]
     distinct = {tuple(counts.tolist()): counts for counts in found if budgets.fits(counts)}.values()
     starts = sorted(distinct, key=worth, reverse=True)[: None if are_few(parts) else STARTS]
-    return sorted((improved(parts, worth, budgets, counts) for counts in starts), key=worth, reverse=True)
+    return sorted((local_search(parts, worth, budgets, counts) for counts in starts), key=worth, reverse=True)
 
 
-def _highest(parts: list[Part], ladder: Ladder, top: int, budgets: Budgets) -> Labels:
+def _highest(parts: list[GroupPart], ladder: Ladder, top: int, budgets: Budgets) -> Labels:
     """Return the highest step of a ladder that fits, and what more of single parts does.
 
     Where costs may fall as widths grow, steps are tried all along the ladder first: some that fit may lie above others
@@ -234,7 +234,7 @@ def feasible_plan(channel_map: ChannelMap, settings: PruneSettings, latency: Lat
     return make_plan(channel_map, np.ones(channel_map.n_labels), replace(settings, scope=scope), latency=latency)
 
 
-def keep_of(channel_map: ChannelMap, parts: list[Part], counts: Labels) -> Keep:
+def keep_of(channel_map: ChannelMap, parts: list[GroupPart], counts: Labels) -> Keep:
     """Return what counts (parts,) of the parts keep: bool (n_labels,)."""
     keep = np.ones(channel_map.n_labels, dtype=bool)
     for part, count in zip(parts, counts, strict=True):
@@ -242,7 +242,7 @@ def keep_of(channel_map: ChannelMap, parts: list[Part], counts: Labels) -> Keep:
     return channel_map.completed(keep)
 
 
-def _uniform(parts: list[Part]) -> tuple[Ladder, int]:
+def _uniform(parts: list[GroupPart]) -> tuple[Ladder, int]:
     """Return the same share of every part, and so of heads and of positions in them.
 
     Products between tokens have the width of attention, heads times positions, as a factor once. Were positions whole,
@@ -255,7 +255,7 @@ def _uniform(parts: list[Part]) -> tuple[Ladder, int]:
     return ladder, GRID
 
 
-def _global(parts: list[Part], ranks: list[Scores]) -> tuple[Ladder, int]:
+def _global(parts: list[GroupPart], ranks: list[Scores]) -> tuple[Ladder, int]:
     """Return the highest of all parts together, by what is given for the labels of each."""
     owner = np.concatenate([np.full(part.labels.size, index) for index, part in enumerate(parts)])
     ranked = owner[np.argsort(-np.concatenate(ranks), kind="stable")]
@@ -267,7 +267,7 @@ def _global(parts: list[Part], ranks: list[Scores]) -> tuple[Ladder, int]:
     return ladder, int(ranked.size)
 
 
-def _fill(parts: list[Part], counts: Labels, fits: Callable[[Labels], bool]) -> Labels:
+def _fill(parts: list[GroupPart], counts: Labels, fits: Callable[[Labels], bool]) -> Labels:
     """Spend what rounding left over: one more step for each part that still fits, the most pruned part first."""
     share = [count / part.labels.size for part, count in zip(parts, counts, strict=True)]
     for index in np.argsort(share, kind="stable"):

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from prunekit.channels.labels import Labels
 from prunekit.planning.budgets.limits import Budgets
-from prunekit.planning.candidates import Part, Scores
+from prunekit.planning.candidates import GroupPart, Scores
 from prunekit.planning.costs import Numbers
 
 STEPS = (-16, -8, -4, -3, -2, -1, 1, 2, 3, 4, 8, 16)
@@ -31,7 +31,7 @@ EPSILON = 1e-12
 
 
 @dataclass(frozen=True, eq=False)
-class Worth:
+class KeptScores:
     """What counts keep: the sum of the scores.
 
     Attributes:
@@ -43,7 +43,7 @@ class Worth:
     total: float
 
     @classmethod
-    def of(cls, parts: list[Part], scores: Scores) -> Worth:
+    def of(cls, parts: list[GroupPart], scores: Scores) -> KeptScores:
         """Of parts; a label with an infinite score is worth more than all others together."""
         own = [scores[part.labels] for part in parts]
         finite = np.concatenate(own)
@@ -58,7 +58,7 @@ class Worth:
 
 
 @dataclass(frozen=True, eq=False)
-class _Steps:
+class _CountChanges:
     """Changes of one part each.
 
     Attributes:
@@ -74,7 +74,7 @@ class _Steps:
     cost: Numbers
 
 
-def improved(parts: list[Part], worth: Worth, budgets: Budgets, counts: Labels) -> Labels:
+def local_search(parts: list[GroupPart], worth: KeptScores, budgets: Budgets, counts: Labels) -> Labels:
     """Return counts from which no step of one part, and no two at a time, keep more within the budgets.
 
     Where there are few enough, three and four at a time too. The best of each round is taken, the first of equals.
@@ -91,12 +91,12 @@ def improved(parts: list[Part], worth: Worth, budgets: Budgets, counts: Labels) 
     return counts
 
 
-def are_few(parts: list[Part]) -> bool:
+def are_few(parts: list[GroupPart]) -> bool:
     """Return whether there are so few widths to choose from that more can be tried of them."""
     return sum(part.counts.size for part in parts) <= FEW
 
 
-def _steps(parts: list[Part], worth: Worth, budgets: Budgets, counts: Labels) -> _Steps:
+def _steps(parts: list[GroupPart], worth: KeptScores, budgets: Budgets, counts: Labels) -> _CountChanges:
     rows: list[tuple[int, int]] = []
     few = are_few(parts)
     for index, (part, count) in enumerate(zip(parts, counts, strict=True)):
@@ -110,10 +110,10 @@ def _steps(parts: list[Part], worth: Worth, budgets: Budgets, counts: Labels) ->
     trials[np.arange(len(rows)), owner] += change
     now = [values[count] for values, count in zip(worth.kept, counts, strict=True)]
     gain = np.array([worth.kept[index][counts[index] + by] - now[index] for index, by in rows])
-    return _Steps(owner, change, gain, budgets.limited(trials) - budgets.limited(counts))
+    return _CountChanges(owner, change, gain, budgets.limited(trials) - budgets.limited(counts))
 
 
-def _edges(part: Part, count: int, steps: tuple[int, ...], turns: tuple[int, ...]) -> Iterator[int]:
+def _edges(part: GroupPart, count: int, steps: tuple[int, ...], turns: tuple[int, ...]) -> Iterator[int]:
     """Yield where in a part's counts the next ones below and above lie that fill a step of its own width; and all
     turns.
     """
@@ -126,7 +126,7 @@ def _edges(part: Part, count: int, steps: tuple[int, ...], turns: tuple[int, ...
         yield from (min(at, last), max(at - 1, 0))
 
 
-def _neighbors(steps: _Steps, budgets: Budgets, counts: Labels, total: float) -> Iterator[Labels]:
+def _neighbors(steps: _CountChanges, budgets: Budgets, counts: Labels, total: float) -> Iterator[Labels]:
     """The best counts by one step; else by two at a time; else by three or four."""
     yield from _best_of(_several(steps, 1), steps, budgets, counts, total)
     slack = budgets.limits - budgets.limited(counts)
@@ -135,7 +135,7 @@ def _neighbors(steps: _Steps, budgets: Budgets, counts: Labels, total: float) ->
         yield from _best_of(_several(steps, size), steps, budgets, counts, total)
 
 
-def _best_of(group: Labels, steps: _Steps, budgets: Budgets, counts: Labels, total: float) -> Iterator[Labels]:
+def _best_of(group: Labels, steps: _CountChanges, budgets: Budgets, counts: Labels, total: float) -> Iterator[Labels]:
     """The counts by the best steps of a group of them that fit, where one keeps more."""
     if len(group):
         gain = steps.gain[group].sum(axis=1)
@@ -160,7 +160,7 @@ def _together(trials: Labels, counts: Labels, budgets: Budgets) -> Labels:
     return found
 
 
-def _pairs(steps: _Steps, slack: Numbers, limits: Numbers, total: float) -> Labels:
+def _pairs(steps: _CountChanges, slack: Numbers, limits: Numbers, total: float) -> Labels:
     """Return one part wider and another narrower that together keep more: all, or the best of those that should fit."""
     wider, narrower = np.flatnonzero(steps.change > 0), np.flatnonzero(steps.change < 0)
     first, second = np.repeat(wider, narrower.size), np.tile(narrower, wider.size)
@@ -185,7 +185,7 @@ def _best(gain: Numbers, allowed: NDArray[np.bool_]) -> Labels:
     return best
 
 
-def _several(steps: _Steps, number: int) -> Labels:
+def _several(steps: _CountChanges, number: int) -> Labels:
     """Return the steps of so many different parts, where there are few enough combinations."""
     own = [np.flatnonzero(steps.part == part) for part in np.unique(steps.part)]
     combined = np.poly([-each.size for each in own])  # elementary symmetric polynomials of the sizes
@@ -209,7 +209,7 @@ BLENDS, FEWER = {2: (0.25, 0.5, 0.75)}, (0.5,)
 """By the number of budgets: shares of one of two in a price, beside each budget alone; and where they are more."""
 
 
-def by_multipliers(parts: list[Part], worth: Worth, budgets: Budgets) -> Iterator[Labels]:
+def lagrangian_search(parts: list[GroupPart], worth: KeptScores, budgets: Budgets) -> Iterator[Labels]:
     """The counts that keep the most, of those within the budgets that were found, for each blend of them.
 
     Args:
@@ -226,7 +226,7 @@ def by_multipliers(parts: list[Part], worth: Worth, budgets: Budgets) -> Iterato
             shares = _reweighted(shares, budgets, best)
 
 
-def _along(parts: list[Part], worth: Worth, budgets: Budgets, direction: Numbers) -> Labels | None:
+def _along(parts: list[GroupPart], worth: KeptScores, budgets: Budgets, direction: Numbers) -> Labels | None:
     """Of counts at prices in one direction those that keep the most within the budgets; None where none are."""
     low, high = CHEAPEST, DEAREST
     counts = np.array([part.counts[-1] for part in parts])
@@ -262,7 +262,7 @@ def _blends(budgets: int) -> Iterator[Numbers]:
             yield from (share * single[one] + (1 - share) * single[other] for share in shares)
 
 
-def _at_price(parts: list[Part], worth: Worth, budgets: Budgets, price: Numbers, counts: Labels) -> Labels:
+def _at_price(parts: list[GroupPart], worth: KeptScores, budgets: Budgets, price: Numbers, counts: Labels) -> Labels:
     """Return counts from which no part alone does better at a price, as far as sweeps get."""
     counts = counts.copy()
     for _ in range(SWEEPS):
@@ -277,7 +277,7 @@ def _at_price(parts: list[Part], worth: Worth, budgets: Budgets, price: Numbers,
     return counts
 
 
-def _spread(part: Part, turns: tuple[int, ...]) -> Labels:
+def _spread(part: GroupPart, turns: tuple[int, ...]) -> Labels:
     """At most `MOST` of the counts, the last among them, in equal steps from it, and both sides of each turn."""
     every = -(-part.counts.size // MOST)
     also = np.searchsorted(part.counts, turns)

@@ -12,7 +12,7 @@ from prunekit.recipe.values import show
 from prunekit.registries import CRITERIA, RUNTIMES
 from prunekit.settings.calibration import FEWEST_IMAGES
 from prunekit.settings.inputs import DataSettings
-from prunekit.settings.prune import WITH_REPAIR, budget_names, clashes, facts_before, other_budgets
+from prunekit.settings.prune import WITH_REPAIR, budget_names, facts_without_code, other_budgets, prune_contradictions
 from prunekit.settings.train import TrainSettings
 
 Finding = tuple[KeyPath, str]
@@ -106,7 +106,7 @@ def _budget(values: Mapping[str, Any]) -> Iterator[Finding]:
     if not others and all(budget.get(name) is None for name in names):
         yield ("prune", "budget"), f"expected at least one of {', '.join(map(repr, names))}, got none"
     for name, value in others.items():
-        if (problem := facts_before(name).problem(value)) is not None:
+        if (problem := facts_without_code(name).problem(value)) is not None:
             yield ("prune", "budget", name), problem
 
 
@@ -150,7 +150,7 @@ def _deploy(values: Mapping[str, Any]) -> Iterator[Finding]:
 def _schedule(values: Mapping[str, Any]) -> Iterator[Finding]:
     """Before the first stage of a schedule there is nothing to repair; the rest it knows itself."""
     prune = _section(values, "prune") or {}
-    yield from ((("prune", *path), text) for path, text in clashes(prune))
+    yield from ((("prune", *path), text) for path, text in prune_contradictions(prune))
     if isinstance(prune.get("schedule"), Mapping) and isinstance(values.get("repair"), Mapping):
         yield ("repair",), WITH_REPAIR
 

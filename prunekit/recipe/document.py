@@ -10,7 +10,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 
-from prunekit.utils.files import plain
+from prunekit.utils.files import json_values
 
 KeyPath = tuple[str | int, ...]
 
@@ -78,7 +78,7 @@ def parse(text: str, origin: Origin) -> Document:
         walk.visit(root, ())
         loader = YAML(typ="safe", pure=True)
         loader.allow_duplicate_keys = True
-        values = None if walk.problems else plain(loader.load(text))
+        values = None if walk.problems else json_values(loader.load(text))
     except YAMLError as error:
         return Document(None, places={(): origin}, problems=(_syntax_problem(error, origin),))
     return Document(values, walk.keys, walk.places, tuple(walk.problems))

@@ -30,10 +30,10 @@ from prunekit.recipe.values import (
     written,
 )
 from prunekit.settings.job import JobSettings, dump
-from prunekit.settings.prune import facts_before, other_budgets
+from prunekit.settings.prune import facts_without_code, other_budgets
 from prunekit.utils.files import StrPath
-from prunekit.utils.registry import Key, changed, named
-from prunekit.utils.user_code import Unallowed, is_reference, not_allowed
+from prunekit.utils.registry import MappingKey, registered_names, replaced_at
+from prunekit.utils.user_code import ForbiddenReference, code_not_allowed, is_reference
 
 INSTALLED = Path(__file__).parent.parent / "recipes"
 """Of the installed package; in a clone a link to the folder at its top, or, where git makes no links, a text file."""
@@ -115,11 +115,13 @@ def load(path: StrPath, overrides: Overrides = (), *, allow_code: bool = False, 
     folder = file.absolute().parent
     refused = not allow_code
     job = _beside(_validated(document, str(path), _code(document, folder, refused and runs_code)), document, folder)
-    for key, name, _ in named(JobSettings, job):
+    for key, name, _ in registered_names(JobSettings, job):
         at = _in_recipe(key)
         if is_reference(name) and (place := _place(document, at)).line:
             there = _reference(name, folder)
-            job = changed(job, key, Unallowed(there, f"{place}: {'.'.join(map(str, at))}") if refused else there)
+            job = replaced_at(
+                job, key, ForbiddenReference(there, f"{place}: {'.'.join(map(str, at))}") if refused else there
+            )
     return job
 
 
@@ -129,17 +131,17 @@ def _in_recipe(key: KeyPath) -> KeyPath:
 
 
 def _place(document: Document, path: KeyPath) -> Origin:
-    return document.place(path, key=isinstance(path[-1], Key))
+    return document.place(path, key=isinstance(path[-1], MappingKey))
 
 
 def _code(document: Document, folder: Path, refused: bool) -> list[Finding]:
     """Return what is wrong with the names of registered objects, and code that must not run."""
     found = []
-    for path, name, registry in named(JobSettings, document.values):
+    for path, name, registry in registered_names(JobSettings, document.values):
         written = is_reference(name) and _place(document, path).line
         problem = registry.problem(_reference(name, folder) if written else name)
         if problem is not None or (written and refused):
-            found.append((path, problem or not_allowed(name)))
+            found.append((path, problem or code_not_allowed(name)))
     return found
 
 
@@ -161,10 +163,10 @@ def with_overrides(job: JobSettings, overrides: Overrides) -> JobSettings:
     """
     document = reduce(apply_override, as_texts(overrides), parse(dump(job), Origin(job.name)))
     made = _validated(document, job.name, _code(document, Path(), refused=False))
-    there = {key: name for key, name, _ in named(JobSettings, made)}
-    for key, name, _ in named(JobSettings, job):
-        if isinstance(name, Unallowed) and there.get(key) == name:
-            made = changed(made, key, name)
+    there = {key: name for key, name, _ in registered_names(JobSettings, made)}
+    for key, name, _ in registered_names(JobSettings, job):
+        if isinstance(name, ForbiddenReference) and there.get(key) == name:
+            made = replaced_at(made, key, name)
     return made
 
 
@@ -253,14 +255,14 @@ def _as_held(values: Mapping[str, Any]) -> Mapping[str, Any]:
         return values
     others = other_budgets(budget)
     own = {name: value for name, value in budget.items() if name not in others}
-    sound = {name: value for name, value in others.items() if facts_before(name).problem(value) is None}
+    sound = {name: value for name, value in others.items() if facts_without_code(name).problem(value) is None}
     return {**values, "prune": {**prune, "budget": {**own, "others": sound}}}
 
 
 def _findings(values: Mapping[str, Any], code: Iterable[Finding]) -> Iterator[tuple[KeyPath, str, bool]]:
     """Yield the key path, text and whether it is the key that is wrong, the most telling finding of a key first."""
     yield from ((path, text, True) for path, text in _unknown_keys(values, ()))
-    yield from ((path, text, isinstance(path[-1], Key)) for path, text in code)
+    yield from ((path, text, isinstance(path[-1], MappingKey)) for path, text in code)
     yield from ((path, text, False) for path, text in consistency(values))
     try:
         # JSON's strict mode takes whole numbers for floats, lists for tuples and text for paths, and nothing else.

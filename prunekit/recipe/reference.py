@@ -22,7 +22,7 @@ from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from prunekit.errors import UsageError, nearest
 from prunekit.recipe.document import KeyPath
 from prunekit.recipe.values import beside_of, describe, own_keys, split_key
-from prunekit.settings.job import JobSettings, plain
+from prunekit.settings.job import JobSettings, yaml_value
 from prunekit.utils.files import write_text
 from prunekit.utils.registry import Registered
 
@@ -222,8 +222,8 @@ def _first_paragraph(kind: Any) -> str:
 def _default(field: Field[Any]) -> Any:
     if field.default_factory is not MISSING:
         made = field.default_factory()
-        return _given(made) if is_dataclass(made) else plain(made, field.name)
-    return None if field.default is MISSING else plain(field.default, field.name)
+        return _given(made) if is_dataclass(made) else yaml_value(made, field.name)
+    return None if field.default is MISSING else yaml_value(field.default, field.name)
 
 
 def _given(settings: Any) -> dict[str, Any]:
@@ -233,7 +233,7 @@ def _given(settings: Any) -> dict[str, Any]:
         value = getattr(settings, field.name)
         default = field.default if field.default_factory is MISSING else field.default_factory()
         if value != default:
-            found[field.name] = plain(value, field.name)
+            found[field.name] = yaml_value(value, field.name)
     return found
 
 

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from prunekit.errors import cut_short
 from prunekit.recipe.document import Document, KeyPath, Origin, Problem, parse
 from prunekit.settings import validation as checked
-from prunekit.settings.job import JobSettings, plain
-from prunekit.utils.registry import Beside, field_hints
+from prunekit.settings.job import JobSettings, yaml_value
+from prunekit.utils.registry import RegisteredKeys, field_hints
 
 
 def hint_at(path: KeyPath) -> Any:
@@ -52,13 +52,13 @@ def own_keys(settings: Any) -> dict[str, Any]:
     return {name: hint for name, hint in field_hints(settings).items() if not _marks(hint)}
 
 
-def beside_of(settings: Any) -> Beside | None:
+def beside_of(settings: Any) -> RegisteredKeys | None:
     """Return the further keys that settings have, where they have any."""
     return next((mark for hint in field_hints(settings).values() for mark in _marks(hint)), None)
 
 
-def _marks(hint: Any) -> list[Beside]:
-    return [mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Beside)]
+def _marks(hint: Any) -> list[RegisteredKeys]:
+    return [mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, RegisteredKeys)]
 
 
 def _keys(settings: Any) -> list[str]:
@@ -154,7 +154,7 @@ def as_texts(overrides: Overrides) -> list[str]:
     """
     if not isinstance(overrides, Mapping):
         return list(overrides)
-    return [f"{key}={json.dumps(plain(value, key), ensure_ascii=False)}" for key, value in overrides.items()]
+    return [f"{key}={json.dumps(yaml_value(value, key), ensure_ascii=False)}" for key, value in overrides.items()]
 
 
 def split_key(key: str) -> KeyPath:

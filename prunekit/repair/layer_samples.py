@@ -23,7 +23,7 @@ from prunekit.repair.validation import Batch
 from prunekit.statistics.layers.layer_graph import Survey, pooled, survey
 from prunekit.statistics.layers.linear_layers import Call, Layer
 from prunekit.statistics.layers.patches import Reading, laid_like, sampled_rows
-from prunekit.utils.inputs import count_of
+from prunekit.utils.inputs import sample_count
 from prunekit.utils.tensors import map_tensors
 
 Sizes = tuple[int, ...]
@@ -462,7 +462,7 @@ class Gathering:
         return before > 0
 
     def _as_others(self, i: int) -> bool:
-        known = self._by_size.get(count_of(self._batches[i].inputs))
+        known = self._by_size.get(sample_count(self._batches[i].inputs))
         self._restarted(i)
         if known is None or known is self._routes[i]:
             return False
@@ -472,7 +472,7 @@ class Gathering:
     def _surveyed(self, i: int) -> bool:
         self._restarted(i)
         batch = self._batches[i]
-        self._routes[i] = self._by_size[count_of(batch.inputs)] = self._routed(self._run.survey(batch))
+        self._routes[i] = self._by_size[sample_count(batch.inputs)] = self._routed(self._run.survey(batch))
         return True
 
 

@@ -40,7 +40,7 @@ from prunekit.statistics.layers.layer_graph import Survey, merged, pooled, surve
 from prunekit.statistics.layers.linear_layers import Layer
 from prunekit.statistics.layers.output_error import Judge
 from prunekit.utils.context import training_mode
-from prunekit.utils.inputs import count_of, counted_positions, example, samples_in, split, taken
+from prunekit.utils.inputs import as_example, counted_positions, sample_count, samples_in, select_samples, split
 from prunekit.utils.progress import reporting, tracked
 from prunekit.utils.tensors import gather
 
@@ -84,7 +84,7 @@ def repair(
     settings = settings or RepairSettings()
     require_plan(plan, dense)
     if isinstance(images, (tuple, Mapping)):
-        images = example(dense, images)
+        images = as_example(dense, images)
     inputs = require_images(images)
     plan.channel_map.require_plain_forward("repair")
     original, masked = _copy(dense), _copy(dense)
@@ -168,8 +168,8 @@ class _Prepared:
         models = [original, masked] if settings.sequential else [original]
         runs = [LayerPass(model, plan.channel_map.norms) for model in models]
         for run in runs:
-            run.learn(taken(inputs, slice(SAMPLES)))
-        count, limit = count_of(inputs), settings.memory_bytes * HELD / len(runs)
+            run.learn(select_samples(inputs, slice(SAMPLES)))
+        count, limit = sample_count(inputs), settings.memory_bytes * HELD / len(runs)
         item = max(tensor.element_size() for tensor in original.parameters())
         sizes = [fit_size(layer, plan, count, item, settings) for layer in self._layers]
         rows = [size.rows(settings) for size in sizes]
@@ -235,7 +235,7 @@ def _as_given(dense: nn.Module, repaired: nn.Module) -> nn.Module:
 
 
 def _surveyed(model: nn.Module, inputs: Inputs, plan: Plan, samples: int) -> Survey:
-    return survey(model, taken(inputs, slice(samples)), plan.channel_map.norms)
+    return survey(model, select_samples(inputs, slice(samples)), plan.channel_map.norms)
 
 
 def _is_looping(model: nn.Module, inputs: Inputs, plan: Plan, found: Survey) -> bool:

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from prunekit.channels.tracing.storages import is_plain, memory_of, storage_of
 from prunekit.repair.memory_budget import Key, Lifetimes
 from prunekit.statistics.layers.linear_layers import Call, CallWatch
-from prunekit.utils.inputs import call, count_of
+from prunekit.utils.inputs import call, sample_count
 from prunekit.utils.tensors import gather, map_tensors
 
 
@@ -175,7 +175,7 @@ class ResumableRun(CallWatch):
 
     def learn(self, inputs: tuple[Any, ...]) -> None:
         """Run the model on a few samples to see how long each result is needed, and how large it is."""
-        self._learning, self.lifetimes, self.expected = True, Lifetimes(samples=count_of(inputs)), None
+        self._learning, self.lifetimes, self.expected = True, Lifetimes(samples=sample_count(inputs)), None
         try:
             self._run(inputs, None, 0, 0)
         finally:

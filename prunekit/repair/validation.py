@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from prunekit.errors import DataError, UsageError
 from prunekit.statistics.layers.output_error import Judge, Spread
 from prunekit.utils.context import same_draws
-from prunekit.utils.inputs import count_of, taken
+from prunekit.utils.inputs import sample_count, select_samples
 from prunekit.utils.tensors import map_tensors
 
 Inputs = tuple[Any, ...]
-"""What a model is called with, see `prunekit.utils.inputs.example`, samples first in every tensor."""
+"""What a model is called with, see `prunekit.utils.inputs.as_example`, samples first in every tensor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ def batches_of(inputs: Inputs, held_out: float, size: int, counted: Tensor | Non
         size: images in a batch, at most.
         counted: which positions of all samples are no padding; None: all.
     """
-    total = count_of(inputs)
+    total = sample_count(inputs)
     split = total - max(1, round(total * held_out))
     parts = [(0, split, 1.0), (split, total, held_out)]
     bounds = [
@@ -57,7 +57,7 @@ def batches_of(inputs: Inputs, held_out: float, size: int, counted: Tensor | Non
         for start in range(first, last, size)
     ]
     found = [
-        Batch(i, taken(inputs, slice(a, b)), each * (b - a), None if counted is None else counted[a:b])
+        Batch(i, select_samples(inputs, slice(a, b)), each * (b - a), None if counted is None else counted[a:b])
         for i, (a, b, each) in enumerate(bounds)
     ]
     return found, sum(a < split for a, _, _ in bounds)
@@ -96,7 +96,7 @@ def difference(dense: nn.Module, model: nn.Module, batches: Iterable[Batch], jud
             )
         for (key, value), (_, other) in zip(want, got, strict=True):
             spread.add(key, value, other)
-        count += count_of(batch.inputs)
+        count += sample_count(batch.inputs)
     shares = list(spread.shares(FLAT))
     if not shares:
         raise DataError(

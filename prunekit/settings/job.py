@@ -110,16 +110,16 @@ def dump(job: JobSettings) -> str:
     stream = io.StringIO()
     values = asdict(job)
     values["prune"]["budget"] |= values["prune"]["budget"].pop("others")  # all budgets stand beside each other
-    yaml.dump(plain(values, ""), stream)
+    yaml.dump(yaml_value(values, ""), stream)
     return stream.getvalue()
 
 
-def plain(value: Any, path: str) -> Any:
+def yaml_value(value: Any, path: str) -> Any:
     """Return a value as YAML has it: no tuples, paths, or numbers of NumPy's that only look like Python's."""
     if isinstance(value, Mapping):
-        return {str(key): plain(item, f"{path}.{key}".strip(".")) for key, item in value.items()}
+        return {str(key): yaml_value(item, f"{path}.{key}".strip(".")) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return [plain(item, f"{path}.{index}") for index, item in enumerate(value)]
+        return [yaml_value(item, f"{path}.{index}") for index, item in enumerate(value)]
     if isinstance(value, Path):
         return str(value)
     if value is None or isinstance(value, bool):

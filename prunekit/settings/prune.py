@@ -16,8 +16,8 @@ from prunekit.errors import UsageError
 from prunekit.registries import BUDGETS, CRITERIA, DtypeName, MemoryFormat, PositiveInt, RuntimeName
 from prunekit.settings.validation import Checked
 from prunekit.utils import display as numbers
-from prunekit.utils.registry import Beside, Registered
-from prunekit.utils.user_code import Unallowed, is_reference
+from prunekit.utils.registry import Registered, RegisteredKeys
+from prunekit.utils.user_code import ForbiddenReference, is_reference
 
 Share = Annotated[float, Gt(0), Le(1)]
 Times = Annotated[float, Gt(1)]
@@ -133,7 +133,7 @@ def facts_of(name: str) -> BudgetFacts:
     return found
 
 
-def facts_before(name: str) -> BudgetFacts:
+def facts_without_code(name: str) -> BudgetFacts:
     """Return what is known of a budget without running anybody's code: of `file.py:object`, that figures are above
     0.
     """
@@ -143,7 +143,7 @@ def facts_before(name: str) -> BudgetFacts:
 NOTED = ("unit", "share", "least", "measured")
 
 
-def noted(facts: BudgetFacts) -> dict[str, Any]:
+def noted_facts(facts: BudgetFacts) -> dict[str, Any]:
     """Return what a plan notes of a budget for readers that do not know it: nothing of a built-in one."""
     return {} if facts.name in BUDGETS.declared else {key: getattr(facts, key) for key in NOTED}
 
@@ -164,7 +164,7 @@ much of their MACs as the budgets allow, by the mean of its logarithm, and score
 Trained for long, what a network comes to depends on its widths more than on the weights it began with (Rethinking the
 Value of Network Pruning, Liu et al. 2019)."""
 
-OtherBudgets = Annotated[dict[str, float], Beside(BUDGETS, lambda name: facts_before(name).annotation)]
+OtherBudgets = Annotated[dict[str, float], RegisteredKeys(BUDGETS, lambda name: facts_without_code(name).annotation)]
 
 
 @dataclass(frozen=True, init=False)
@@ -254,7 +254,7 @@ class BudgetSettings:
         """Whether any budget is one of time."""
         return any(facts_of(name).measured for name in self.given)
 
-    def problems(self, facts: Callable[[str], BudgetFacts] = facts_before) -> list[str]:
+    def problems(self, facts: Callable[[str], BudgetFacts] = facts_without_code) -> list[str]:
         """Return what is wrong with the figures, a sentence each.
 
         Args:
@@ -269,7 +269,9 @@ class BudgetSettings:
         Raises:
             UsageError: one means nothing.
         """
-        if problems := self.problems(lambda name: (facts_before if isinstance(name, Unallowed) else facts_of)(name)):
+        if problems := self.problems(
+            lambda name: (facts_without_code if isinstance(name, ForbiddenReference) else facts_of)(name)
+        ):
             raise UsageError("; ".join(problems))
 
 
@@ -412,7 +414,7 @@ class PruneSettings(Checked):
 WITH_REPAIR = "expected null, because prune.schedule prunes while training: before it, nothing is there to repair"
 
 
-def contradictions(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+def schedule_contradictions(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Yield the keys of a schedule, as plain values, that do not fit its other keys, with what was expected."""
     kind = values.get("kind", ScheduleSettings.kind)
     given = {key for key, value in values.items() if value not in (None, False)}
@@ -430,12 +432,12 @@ def contradictions(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
         yield "rewind_lr", f"expected false, because kind is {kind!r} and only 'iterative' has rounds to recover in"
 
 
-def clashes(prune: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], str]]:
+def prune_contradictions(prune: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield the keys of a `PruneSettings`, as plain values, that do not fit its schedule, with what was expected."""
     schedule, budget = prune.get("schedule"), prune.get("budget")
     if not isinstance(schedule, Mapping):
         return
-    yield from ((("schedule", key), text) for key, text in contradictions(schedule))
+    yield from ((("schedule", key), text) for key, text in schedule_contradictions(schedule))
     timed = _timed(budget) if isinstance(budget, Mapping) else []
     if timed and schedule.get("regrow") is True:
         text = f"expected false, because {timed[0]} is given: its final plan is measured before training"

@@ -30,7 +30,7 @@ from prunekit.tasks.batches import Pairs
 from prunekit.tasks.task import Task
 from prunekit.utils.context import device_of
 from prunekit.utils.globs import globs
-from prunekit.utils.inputs import inputs_in, moved, taken
+from prunekit.utils.inputs import inputs_in, select_samples, to_device
 from prunekit.utils.progress import reporting
 from prunekit.utils.tensors import tensors_in
 
@@ -322,7 +322,7 @@ def calibrate(
         few, pairs = few_samples(pairs)
         second = MomentsCollector(
             model,
-            moved(few, place),
+            to_device(few, place),
             ignore=moments_ignore,
             limit_mib=moments_limit_mib,
             positions=moments_positions,
@@ -339,5 +339,5 @@ def few_samples(batches: Iterable[Any]) -> tuple[Any, Iterator[Any]]:
     """
     rest = iter(batches)
     for first in rest:
-        return taken(inputs_in(first), slice(2)), chain([first], rest)
+        return select_samples(inputs_in(first), slice(2)), chain([first], rest)
     raise UsageError("calibration: expected at least one batch, got none")

@@ -22,14 +22,14 @@ from prunekit.statistics.consumers import Consumer, ReadWatch, See
 from prunekit.utils.context import device_of, training_mode, without_gradients
 from prunekit.utils.inputs import (
     Keywords,
-    arguments,
     call,
     counted_positions,
+    inputs_as_example,
     inputs_in,
-    moved,
     rows_of,
     running,
     sequence_shape,
+    to_device,
 )
 from prunekit.utils.progress import tracked
 
@@ -251,7 +251,7 @@ def run_passes(model: nn.Module, batches: Iterable[Any], device: torch.device | 
 
     Args:
         model: every module is afterwards in the mode it had.
-        batches: inputs as `arguments` takes them, or tuples and lists whose first entry is that.
+        batches: inputs as `inputs_as_example` takes them, or tuples and lists whose first entry is that.
         device: where they go; None: where the model's parameters are.
     """
     place = device_of(model, device)
@@ -259,7 +259,7 @@ def run_passes(model: nn.Module, batches: Iterable[Any], device: torch.device | 
         for owner in owners:
             entered.enter_context(owner)
         for batch in tracked(batches, "calibration"):
-            given = moved(arguments(model, inputs_in(batch)), place)
+            given = to_device(inputs_as_example(model, inputs_in(batch)), place)
             with running(model, given):
                 without_gradients(partial(call, model, given))
 
@@ -269,7 +269,7 @@ def find_consumers(model: nn.Module, inputs: Any) -> dict[str, Consumer]:
 
     Args:
         model: runs once, in eval mode without gradients; every module is afterwards in the mode it had.
-        inputs: a few samples, as `arguments` takes them.
+        inputs: a few samples, as `inputs_as_example` takes them.
     """
     finder = ReadHooks(model)
     run_passes(model, [(inputs,)], None, finder)

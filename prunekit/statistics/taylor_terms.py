@@ -25,7 +25,7 @@ from prunekit.statistics.layer_stats import FloatArray
 from prunekit.tasks.batches import Pair, Pairs
 from prunekit.tasks.task import Task, get_task
 from prunekit.utils.context import device_of, gradients_of, taking_gradients, training_mode
-from prunekit.utils.inputs import call, described, moved, running
+from prunekit.utils.inputs import call, described, running, to_device
 from prunekit.utils.progress import reporting, tracked
 from prunekit.utils.tensors import gather
 
@@ -123,7 +123,7 @@ def collect_gradients(
         for index, pair in enumerate(tracked(Pairs(model, batches, task), "gradients")):
             number = 1 + dealt[0] + dealt[1] * index
             _require_targets(pair, number)
-            inputs, targets = moved(pair, place)
+            inputs, targets = to_device(pair, place)
             with running(model, inputs):
                 output = call(model, inputs)
             value = _checked(wanted(output, targets))

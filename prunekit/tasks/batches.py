@@ -19,23 +19,23 @@ from prunekit.tasks.task import Task, get_task
 from prunekit.utils.inputs import (
     MASK,
     Keywords,
-    arguments,
-    by_name,
-    count_of,
+    arguments_by_name,
+    as_example,
+    concatenate,
     described,
-    example,
-    joined,
+    inputs_as_example,
     parameter_names,
+    sample_count,
     samples_in,
+    select_samples,
     split,
-    taken,
 )
 from prunekit.utils.tensors import gather, leaves
 
 BATCH = 128
 """Samples at a time of data that is not in batches yet."""
 Pair = tuple[tuple[Any, ...], Any]
-"""What a model is called with, see `prunekit.utils.inputs.example`, and targets or None."""
+"""What a model is called with, see `prunekit.utils.inputs.as_example`, and targets or None."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class Batch:
     @property
     def samples(self) -> int:
         """How many there are."""
-        return count_of(self.inputs)
+        return sample_count(self.inputs)
 
     @property
     def images(self) -> Tensor:
@@ -120,7 +120,7 @@ def joined_inputs(model: nn.Module, batches: Sequence[tuple[Any, ...]], where: s
     Raises:
         DataError: samples have several sizes, and no mask says what is padding; or batches have other inputs.
     """
-    rows = [by_name(model, inputs) for inputs in batches]
+    rows = [arguments_by_name(model, inputs) for inputs in batches]
     masked = MASK in parameter_names(model)
     uneven = len({tuple(tuple(tensor.shape[1:]) for tensor in gather(row)) for row in rows}) > 1
     if masked and (uneven or any(MASK in row for row in rows)):
@@ -144,9 +144,9 @@ def joined_inputs(model: nn.Module, batches: Sequence[tuple[Any, ...]], where: s
                 f"one size; a model that takes an {MASK} (B, T), 1 where a position counts and 0 where it is padding, "
                 "may be given texts of several"
             )
-    whole = [(name, joined([row[name] for row in rows])) for name in wanted]
+    whole = [(name, concatenate([row[name] for row in rows])) for name in wanted]
     positional = len(split(batches[0])[0])
-    return example(
+    return as_example(
         model,
         (
             *(value for _, value in whole[:positional]),
@@ -208,7 +208,7 @@ def _split(data: Mapping[str, Any], where: str, size: int) -> Iterator[Any]:
             'returns such with return_tensors="pt"'
         )
     for start in range(0, lengths.pop(), size):
-        yield taken(tensors, slice(start, start + size))
+        yield select_samples(tensors, slice(start, start + size))
 
 
 def _collated(data: Any, names: Set[str] | None, where: str, size: int, count: int | None) -> Iterator[Any]:
@@ -258,7 +258,7 @@ def _apart(model: nn.Module, batch: Any, task: Task | None, where: str) -> Pair:
             f"arguments, got {described(batch)}; "
             + ("give tensors: torch.from_numpy(array)" if arrays else "say how it comes apart: task=...")
         )
-    return arguments(model, inputs), targets
+    return inputs_as_example(model, inputs), targets
 
 
 def _by_name(model: nn.Module, batch: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], Any]:

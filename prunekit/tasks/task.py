@@ -14,10 +14,10 @@ from torch import Tensor
 
 from prunekit.errors import DataError, UsageError
 from prunekit.registries import TASKS as _TASKS
-from prunekit.utils.inputs import count_of, described
+from prunekit.utils.inputs import described, sample_count
 from prunekit.utils.registry import Registry
 from prunekit.utils.tensors import gather
-from prunekit.utils.user_code import made_by
+from prunekit.utils.user_code import call_factory
 
 Loss = Callable[[Any, Any], Tensor]
 """From what the model returned and the targets to one number, the mean over the batch."""
@@ -73,7 +73,7 @@ class Unpacking:
         """
         try:
             inputs, targets = self.unpack(batch)
-            samples = count_of(inputs)
+            samples = sample_count(inputs)
             if not gather(inputs) or samples != len(targets):
                 raise DataError(f"expected inputs with tensors, and as many targets, got {samples} and {len(targets)}")
         except Exception as error:  # a task of the user's own may raise anything
@@ -214,7 +214,7 @@ def accept(reference: str, found: Any) -> Task:
     Raises:
         UsageError: it is neither, or the function raises.
     """
-    return _task(reference, made_by(found, reference, UsageError) if callable(found) else found)
+    return _task(reference, call_factory(found, reference, UsageError) if callable(found) else found)
 
 
 def _task(name: str, found: Any) -> Task:

@@ -17,7 +17,7 @@ from prunekit.hooks.wrappers import unwrapped
 from prunekit.tasks.batches import Pairs
 from prunekit.tasks.task import Task
 from prunekit.utils.context import device_of, training_mode
-from prunekit.utils.inputs import call, count_of, described, joined, moved, running
+from prunekit.utils.inputs import call, concatenate, described, running, sample_count, to_device
 from prunekit.utils.progress import reporting, tracked
 
 
@@ -137,7 +137,7 @@ def _run(model: nn.Module, batches: Pairs, device: torch.device) -> None:
     for count, inputs in enumerate(tracked(given, "recalibration", total=length_hint(batches)), 1):
         with running(model, inputs):
             try:
-                call(model, moved(inputs, device))
+                call(model, to_device(inputs, device))
             except ValueError as error:  # torch: "Expected more than 1 value per channel when training"
                 shown = inputs[0] if len(inputs) == 1 else inputs
                 raise DataError(f"BatchNorm recalibration: batch {count} of {described(shown)}: {error}") from error
@@ -148,10 +148,10 @@ def _run(model: nn.Module, batches: Pairs, device: torch.device) -> None:
 def _without_single(batches: Pairs) -> Iterator[Any]:
     held: Any = None
     for inputs, _ in batches:
-        if held is not None and count_of(inputs) > 1 and count_of(held) > 1:
+        if held is not None and sample_count(inputs) > 1 and sample_count(held) > 1:
             yield held
             held = inputs
         else:
-            held = inputs if held is None else joined([held, inputs])
+            held = inputs if held is None else concatenate([held, inputs])
     if held is not None:
         yield held

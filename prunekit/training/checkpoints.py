@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from prunekit.distributed.process_group import is_main, is_sharded, share_tensors, whole
+from prunekit.distributed.process_group import full_tensor, is_main, is_sharded, share_tensors
 from prunekit.errors import ArtifactError, ResumeError
 from prunekit.settings.train import CheckpointSettings
 from prunekit.utils.files import StrPath, atomic_file, remove_leftovers
@@ -190,7 +190,7 @@ class BestWeights:
             return
         kept = {}
         for name, value in self._trained.state_dict().items():
-            found = whole(value)  # one after the other: a process needs room for one
+            found = full_tensor(value)  # one after the other: a process needs room for one
             if is_main():  # A clone each: safetensors refuses tensors that share memory, as tied weights do.
                 kept[name] = found.detach().cpu().clone().contiguous()
         self.weights = kept

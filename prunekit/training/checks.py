@@ -15,7 +15,7 @@ from prunekit.errors import ModelError
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import Task
 from prunekit.utils.context import seeded, training_mode
-from prunekit.utils.inputs import arguments, count_of, described, moved, split, taken
+from prunekit.utils.inputs import described, inputs_as_example, sample_count, select_samples, split, to_device
 
 
 def two_samples(dataset: SampleDataset) -> tuple[Any, Any]:
@@ -25,8 +25,8 @@ def two_samples(dataset: SampleDataset) -> tuple[Any, Any]:
         DataError: a sample cannot be read, and none may be skipped.
     """
     inputs, targets = next(iter(batches(dataset, 2, shuffle_seed=None)))
-    chosen = torch.arange(2) % count_of(inputs)
-    return taken(inputs, chosen), taken(targets, chosen)
+    chosen = torch.arange(2) % sample_count(inputs)
+    return select_samples(inputs, chosen), select_samples(targets, chosen)
 
 
 def check_fits(model: nn.Module, splits: Splits, device: torch.device) -> None:
@@ -41,13 +41,13 @@ def check_fits(model: nn.Module, splits: Splits, device: torch.device) -> None:
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with seeded(0), training_mode(model, True), torch.no_grad():
         try:
-            output = functional_call(model, buffers, *split(moved(arguments(model, inputs), device)))
+            output = functional_call(model, buffers, *split(to_device(inputs_as_example(model, inputs), device)))
         except ModelError:
             raise
         except Exception as error:  # a model's own code may raise anything
             raise ModelError(_not_taken(model, splits.task, inputs, error)) from error
         _check_classes(model, splits, output)
-        _check_task(model, splits.task, output, moved(targets, device))
+        _check_task(model, splits.task, output, to_device(targets, device))
 
 
 def _not_taken(model: nn.Module, task: Task, inputs: Any, error: Exception) -> str:

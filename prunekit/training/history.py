@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prunekit.distributed.process_group import gather, size
+from prunekit.distributed.process_group import gather_values, size
 from prunekit.errors import MemoryShortageError
 
 
@@ -149,7 +149,7 @@ class Sums:
 
     def of_all(self) -> Sums:
         """Return the sums over all processes, of which some may have had no batch."""
-        parts = gather(self)
+        parts = gather_values(self)
         counts = [sum(each) for each in zip(*(part.counts for part in parts if part.counts), strict=True)]
         return Sums(sum(part.loss for part in parts), sum(part.samples for part in parts), counts)
 

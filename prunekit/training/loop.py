@@ -62,7 +62,7 @@ from prunekit.training.run_state import RunState, identity_of
 from prunekit.training.sharding import give_back_buffers, in_shards, in_step, require_shardable, sharded_copy
 from prunekit.utils.context import seeded, training_mode
 from prunekit.utils.files import StrPath
-from prunekit.utils.inputs import arguments, call, moved
+from prunekit.utils.inputs import call, inputs_as_example, to_device
 from prunekit.utils.progress import make_bar, wanted
 
 
@@ -287,8 +287,8 @@ class Epochs:
 
     def _add_gradient(self, batch: Batch, of: int, sums: Sums, when: str) -> None:
         """Add a batch's part of the gradient of the mean loss over `of` samples, those of all processes."""
-        inputs, targets = moved(batch, self.device)
-        given = arguments(self.model, inputs)
+        inputs, targets = to_device(batch, self.device)
+        given = inputs_as_example(self.model, inputs)
         with autocast(self.settings.precision, self.device):
             output = call(self.replica, given)
             loss = self.state.parts.added_to(self.loss(output, targets), inputs, output, targets)
@@ -302,8 +302,8 @@ class Epochs:
         sums = Sums()
         with training_mode(self.model, False), torch.no_grad():
             for batch, counts in in_step(self.model, self.validation):
-                inputs, targets = moved(batch, self.device)
-                given = arguments(self.model, inputs)
+                inputs, targets = to_device(batch, self.device)
+                given = inputs_as_example(self.model, inputs)
                 output = call(self.model, given)
                 loss = self.task.loss(output, targets)
                 value = self._finite(loss, given, f"the validation loss is {{}} in {when}")

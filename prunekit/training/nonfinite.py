@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.distributed.process_group import everyone, gather, is_sharded, local
+from prunekit.distributed.process_group import everyone, gather_values, is_sharded, local_part
 from prunekit.hooks.owner import HookOwner, after_forward
 from prunekit.utils.inputs import call
 from prunekit.utils.tensors import first_not_finite, tensors_in
@@ -51,7 +51,7 @@ def first_non_finite(model: nn.Module, inputs: tuple[Any, ...]) -> str:
     The run is in the model's present mode, without gradients. A sharded model does not run in one process alone.
 
     Args:
-        inputs: an example, see `prunekit.utils.inputs.example`.
+        inputs: an example, see `prunekit.utils.inputs.as_example`.
     """
     if any(not bool(torch.isfinite(tensor).all()) for tensor in tensors_in(inputs)):
         return "the input images" if len(inputs) == 1 else "the inputs"
@@ -69,7 +69,7 @@ def non_finite_tensor(model: nn.Module) -> str | None:
     """
     found = None
     for kind, tensors in (("buffer", model.named_buffers()), ("parameter", model.named_parameters())):
-        if (name := first_not_finite((name, local(tensor)) for name, tensor in tensors)) is not None:
+        if (name := first_not_finite((name, local_part(tensor)) for name, tensor in tensors)) is not None:
             found = f"{kind} {name!r}"
     return _agreed(model, found)
 
@@ -78,7 +78,7 @@ def _agreed(model: nn.Module, found: str | None) -> str | None:
     """Return what the first process has found that has found something, where each looks at its own shards alone."""
     if not is_sharded(model) or everyone(found is None):
         return found
-    return next(each for each in gather(found) if each is not None)
+    return next(each for each in gather_values(found) if each is not None)
 
 
 class _FirstNonFiniteGradient(HookOwner):
@@ -133,7 +133,7 @@ def non_finite_gradient(model: nn.Module, *, nan_only: bool) -> str | None:
         nan_only: whether Inf does not count.
     """
     given = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and not p.grad.is_sparse}
-    return _agreed(model, _not_finite({name: local(gradient) for name, gradient in given.items()}, nan_only))
+    return _agreed(model, _not_finite({name: local_part(gradient) for name, gradient in given.items()}, nan_only))
 
 
 def _not_finite(gradients: Mapping[str, Tensor], nan_only: bool) -> str | None:

@@ -16,7 +16,7 @@ from prunekit.data.loader import Batches
 from prunekit.distributed.process_group import (
     everyone,
     from_main,
-    gather,
+    gather_values,
     is_main,
     is_sharded,
     rank,
@@ -27,8 +27,8 @@ from prunekit.distributed.process_group import (
 from prunekit.errors import UsageError
 from prunekit.training.checks import two_samples
 from prunekit.utils.context import same_random_state, seeded, training_mode
-from prunekit.utils.inputs import arguments, moved, split
-from prunekit.utils.state_folders import put_together, taken_apart
+from prunekit.utils.inputs import inputs_as_example, split, to_device
+from prunekit.utils.state_folders import decode_state, encode_state
 from prunekit.utils.tensors import tensors_in
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def replica_of(model: nn.Module, train: Batches) -> nn.Module:
         return model
     with same_random_state():
         inputs, _ = two_samples(train.dataset)
-        given = moved(arguments(model, inputs), next(model.parameters()).device)
+        given = to_device(inputs_as_example(model, inputs), next(model.parameters()).device)
     unused = _has_unused(model, given)
     replica = DistributedDataParallel(model, find_unused_parameters=unused, gradient_as_bucket_view=True)
     replica.register_comm_hook(None, lambda _, bucket: _summed(bucket))
@@ -128,13 +128,13 @@ def share_state(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """Return the main process's nested state (see `states`) in every process; None where that has none."""
     if size() == 1:
         return state
-    plain, tensors = (None, {}) if state is None else taken_apart(state)
+    plain, tensors = (None, {}) if state is None else encode_state(state)
     shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
     plain, shapes = from_main(lambda: (plain, shapes))
     if not is_main():
         tensors = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in shapes}
     share_tensors(tensors.items(), "the state of a run")
-    return None if plain is None else put_together(plain, tensors)
+    return None if plain is None else decode_state(plain, tensors)
 
 
 def share_corrupt(*batches: Batches) -> None:
@@ -144,7 +144,7 @@ def share_corrupt(*batches: Batches) -> None:
         DataError: they are too many.
     """
     for corrupt in [each.dataset.corrupt for each in batches if each.dataset.corrupt.limit]:
-        for found in gather(corrupt.found):
+        for found in gather_values(corrupt.found):
             corrupt.merge(found)
 
 

@@ -16,14 +16,14 @@ from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.data.sources import Splits
 from prunekit.distributed.process_group import (
     from_main,
-    gather,
+    full_tensor,
+    gather_values,
     is_main,
     is_shard,
     is_sharded,
     main_says,
     rank,
-    spread,
-    whole,
+    shard_like,
 )
 from prunekit.errors import NonFiniteError, ResumeError
 from prunekit.settings.train import TrainSettings
@@ -83,7 +83,7 @@ class RunState:
             self._begin()
             return
         self._load(state)
-        self.checkpoints.last = gather(self.checkpoints.last)[0]
+        self.checkpoints.last = gather_values(self.checkpoints.last)[0]
         over = state["training"] is None
         self.checkpoints.say(f"resumed from {self.checkpoints.last}: {'finished' if over else self.position}")
 
@@ -114,7 +114,7 @@ class RunState:
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         parameters = (names[id(each)] for group in self.optimizer.param_groups for each in group["params"])
         kinds = tuple(type(part) for part in self.parts.all)
-        return LeftRun(self._state(gather(self._own()), self._training()), tuple(parameters), kinds)
+        return LeftRun(self._state(gather_values(self._own()), self._training()), tuple(parameters), kinds)
 
     def keep_result(self) -> None:
         """Write down that the run is over, and what came of it."""
@@ -122,12 +122,12 @@ class RunState:
             self._write(self.checkpoints, over=True)
 
     def _write(self, checkpoints: Checkpoints, *, over: bool) -> None:
-        at, processes = self.position, gather(self._own())
+        at, processes = self.position, gather_values(self._own())
         asked = is_main() or is_sharded(self.model)  # shards are put together by all
         training = self._training() if asked and not over else None
         if is_main():
             checkpoints.write(self._state(processes, training), epoch=at.epoch, batch=at.batch, step=at.step)
-        checkpoints.last = gather(checkpoints.last)[0]
+        checkpoints.last = gather_values(checkpoints.last)[0]
 
     def _state(self, processes: Sequence[Mapping[str, Any]], training: Mapping[str, Any] | None) -> dict[str, Any]:
         return {
@@ -172,7 +172,9 @@ class RunState:
         training = state["training"]
         if training is not None:
             there = self.model.state_dict()
-            self.model.load_state_dict({name: spread(v, there.get(name, v)) for name, v in training["model"].items()})
+            self.model.load_state_dict(
+                {name: shard_like(v, there.get(name, v)) for name, v in training["model"].items()}
+            )
             for name, tensor in training["buffers"].items():
                 owner, _, own_name = name.rpartition(".")
                 buffers = self.model.get_submodule(owner)._buffers
@@ -191,7 +193,7 @@ def _on_main(tensor: Tensor) -> Tensor:
     """Return a whole tensor as it is; a shard put together, which only the main process keeps, off the device."""
     if not is_shard(tensor):
         return tensor
-    found = whole(tensor)
+    found = full_tensor(tensor)
     return found.cpu() if is_main() else found.new_empty(0)
 
 
@@ -199,7 +201,7 @@ def _spread_moments(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str,
     """Return a saved state of an optimizer, in parts where its parameters are."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     moments = {
-        index: {key: spread(v, parameters[index]) if isinstance(v, Tensor) else v for key, v in values.items()}
+        index: {key: shard_like(v, parameters[index]) if isinstance(v, Tensor) else v for key, v in values.items()}
         for index, values in state["state"].items()
     }
     return {**state, "state": moments}

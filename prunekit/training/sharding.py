@@ -29,7 +29,7 @@ from prunekit.training.callbacks.tensorboard import Watching
 from prunekit.training.checks import two_samples
 from prunekit.training.replicas import tried
 from prunekit.utils.context import same_random_state
-from prunekit.utils.inputs import arguments, moved
+from prunekit.utils.inputs import inputs_as_example, to_device
 from prunekit.utils.tensors import tensors_in
 
 WHOLE = (Average, GradientFlow, PruningSchedule, Sparsifying)
@@ -80,7 +80,7 @@ def sharded_copy(model: nn.Module, train: Batches, device: torch.device) -> nn.M
     share_tensors(chain(model.named_parameters(), model.named_buffers()), "the model")
     with same_random_state():
         inputs, _ = two_samples(train.dataset)
-    with _Called(model) as watch, tried(model, moved(arguments(model, inputs), device)):
+    with _Called(model) as watch, tried(model, to_device(inputs_as_example(model, inputs), device)):
         units = list(_units(model, watch.once()))
     sharded = copied(model.cpu())
     mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)  # type: ignore[arg-type]  # torch's stub: may be None

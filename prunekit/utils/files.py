@@ -67,7 +67,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
     try:
         with _naming(path, temporary):
             yield temporary
-            _share(temporary)
+            _set_permissions(temporary)
             os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -89,7 +89,7 @@ def atomic_folder(path: Path, *, durable: bool = False) -> Iterator[Path]:
         with _naming(path, temporary):
             yield temporary
             for written in (temporary, *temporary.rglob("*")):
-                _share(written)
+                _set_permissions(written)
                 if durable:
                     _sync(written)
             old = path.with_name(f".{path.name}.old-{os.getpid()}{_LEFT}")
@@ -134,7 +134,7 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _share(path: Path) -> None:
+def _set_permissions(path: Path) -> None:
     """The permissions that a plainly created file would have: temporaries, and safetensors' files, are private."""
     path.chmod((0o777 if path.is_dir() else 0o666) & ~_umask())
 
@@ -200,19 +200,19 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every value of nested mappings under its key with dots; a mapping without keys counts as a value."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{key}.")
+            yield from flattened(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
 
-def plain(value: Any) -> Any:
+def json_values(value: Any) -> Any:
     """Return nested values as JSON reads them back: text keys, lists, and what JSON does not know as text."""
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): json_values(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, Set)):
-        return [plain(item) for item in value]
+        return [json_values(item) for item in value]
     return value if isinstance(value, int | float | None) else str(value)

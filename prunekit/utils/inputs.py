@@ -42,7 +42,7 @@ class Keywords(dict[str, Any]):
     """
 
 
-def example(model: nn.Module, given: Any) -> tuple[Any, ...]:
+def as_example(model: nn.Module, given: Any) -> tuple[Any, ...]:
     """Return what a user gave as example in the one form in which everything works with it, see `call`.
 
     Args:
@@ -66,10 +66,10 @@ def example(model: nn.Module, given: Any) -> tuple[Any, ...]:
     return (*positional, _keywords(model, positional, named)) if named else positional
 
 
-def examples(model: nn.Module, given: Any) -> Iterator[tuple[Any, ...]]:
-    """Yield one example, or each of a list or another iterable of several, in the form of `example`."""
+def as_examples(model: nn.Module, given: Any) -> Iterator[tuple[Any, ...]]:
+    """Yield one example, or each of a list or another iterable of several, in the form of `as_example`."""
     single = isinstance(given, (Tensor, tuple, Mapping, np.ndarray)) or not isinstance(given, Iterable)
-    return (example(model, one) for one in ([given] if single else given))
+    return (as_example(model, one) for one in ([given] if single else given))
 
 
 def call(model: Callable[..., Any], example: tuple[Any, ...]) -> Any:
@@ -100,7 +100,7 @@ class InputSpec:
     name: str | None = None
 
 
-def specs(example: tuple[Any, ...]) -> tuple[InputSpec, ...]:
+def input_specs(example: tuple[Any, ...]) -> tuple[InputSpec, ...]:
     """Return the tensors of an example in their order, without their values."""
     positional, named = split(example)
     return tuple(
@@ -159,18 +159,18 @@ def inputs_in(batch: Any) -> Any:
     return batch[0] if isinstance(batch, (tuple, list)) and batch else batch
 
 
-def arguments(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
+def inputs_as_example(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
     """Return the inputs of a batch as an example: a list is a tuple in it, other objects are the only argument.
 
     Raises:
-        ModelError: as for `example`.
+        ModelError: as for `as_example`.
     """
     if isinstance(inputs, (tuple, list)):
-        return example(model, tuple(inputs))
-    return example(model, inputs) if isinstance(inputs, Mapping) else (inputs,)
+        return as_example(model, tuple(inputs))
+    return as_example(model, inputs) if isinstance(inputs, Mapping) else (inputs,)
 
 
-def advice(model: nn.Module, examples: Sequence[tuple[Any, ...]]) -> str:
+def example_advice(model: nn.Module, examples: Sequence[tuple[Any, ...]]) -> str:
     """Return what to give a model that does not run on examples."""
     named = set().union(*(split(one)[1] for one in examples))
     kinds = inspect.Parameter
@@ -211,17 +211,17 @@ def running(model: nn.Module, given: Any, *, called: str = "", where: Callable[[
         ) from error
 
 
-def moved(values: Any, device: torch.device) -> Any:
+def to_device(values: Any, device: torch.device) -> Any:
     """Return the same nesting with every tensor on a device."""
     return map_tensors(values, lambda tensor: tensor.to(device, non_blocking=True))
 
 
-def count_of(inputs: Any) -> int:
+def sample_count(inputs: Any) -> int:
     """Return how many samples inputs have: the size of the first axis of the first tensor; 0 without one."""
     return next((len(tensor) for tensor in gather(inputs) if tensor.dim()), 0)
 
 
-def batch_of(example: Any) -> int:
+def batch_size_of(example: Any) -> int:
     """Return how many samples an example has: the first axis of the first tensor with any; 1 without one."""
     return next((tensor.shape[0] for tensor in gather(example) if tensor.dim()), 1)
 
@@ -232,12 +232,12 @@ def samples_in(inputs: Any) -> str:
     return "images" if first is not None and first.dim() == 4 and first.is_floating_point() else "samples"
 
 
-def taken(inputs: Any, index: slice | Tensor) -> Any:
+def select_samples(inputs: Any, index: slice | Tensor) -> Any:
     """Return the same nesting with some of the samples, which lie on the first axis of every tensor."""
     return map_tensors(inputs, lambda tensor: tensor[index])
 
 
-def joined(parts: Sequence[Any]) -> Any:
+def concatenate(parts: Sequence[Any]) -> Any:
     """Return the inputs of the same nesting one after the other."""
     tensors = iter(zip(*map(gather, parts), strict=True))
     return map_tensors(parts[0], lambda _: torch.cat(next(tensors)))
@@ -255,7 +255,7 @@ def _parameters(model: nn.Module) -> list[inspect.Parameter]:
         return []
 
 
-def by_name(model: nn.Module, example: tuple[Any, ...]) -> dict[str | int, Any]:
+def arguments_by_name(model: nn.Module, example: tuple[Any, ...]) -> dict[str | int, Any]:
     """Return what an example gives the arguments of `forward`, by name; by its position what has none."""
     positional, named = split(example)
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -271,7 +271,7 @@ def counted_positions(model: nn.Module, example: tuple[Any, ...]) -> Tensor | No
 
     A mask of zeros and ones (B, T) with a one for each sample is understood, as tokenizers of transformers give it.
     """
-    mask = by_name(model, example).get(MASK)
+    mask = arguments_by_name(model, example).get(MASK)
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.is_complex():
         return None
     counted = mask != 0
@@ -281,7 +281,7 @@ def counted_positions(model: nn.Module, example: tuple[Any, ...]) -> Tensor | No
 
 def sequence_shape(model: nn.Module, example: tuple[Any, ...]) -> tuple[int, int] | None:
     """(B, T) of samples that are sequences: by their `attention_mask`, or as numbers of tokens; None of others."""
-    mask = by_name(model, example).get(MASK)
+    mask = arguments_by_name(model, example).get(MASK)
     first = mask if isinstance(mask, Tensor) else next(iter(gather(example)), None)
     if first is None or first.dim() != 2 or (first is not mask and first.is_floating_point()):
         return None

@@ -185,7 +185,7 @@ class Registered:
 
 
 @dataclass(frozen=True)
-class Beside:
+class RegisteredKeys:
     """Marks a mapping in settings whose keys are names of a registry; a recipe has them beside the settings' fields.
 
     Attributes:
@@ -204,7 +204,7 @@ class Beside:
 KeyPath = tuple[str | int, ...]
 
 
-class Key(str):
+class MappingKey(str):
     """The end of the path to a key of a mapping, where it is the key itself that names something."""
 
 
@@ -215,8 +215,8 @@ def field_hints(settings: Any) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in fields(settings)}
 
 
-def named(hint: Any, value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any, Registry[Any]]]:
-    """Yield what settings name of registries: key path, text, and the registry. The path to a key ends with a `Key`.
+def registered_names(hint: Any, value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any, Registry[Any]]]:
+    """Yield what settings name of registries: key path, text and registry; the path to a key ends with a `MappingKey`.
 
     Args:
         hint: a dataclass of settings, or another annotation.
@@ -226,42 +226,42 @@ def named(hint: Any, value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, 
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
         yield from ((path, value, part.registry) for part in parts[1:] if isinstance(part, Registered))
-        for mark in (part for part in parts[1:] if isinstance(part, Beside)):
-            yield from (((*path, Key(key)), key, mark.registry) for key in value)
-        yield from named(parts[0], value, path)
+        for mark in (part for part in parts[1:] if isinstance(part, RegisteredKeys)):
+            yield from (((*path, MappingKey(key)), key, mark.registry) for key in value)
+        yield from registered_names(parts[0], value, path)
     elif origin in (UnionType, Union) and not (value is None and type(None) in parts):
         for part in parts:
-            yield from named(part, value, path)
+            yield from registered_names(part, value, path)
     elif is_dataclass(hint):
         items = value if isinstance(value, Mapping) else vars(value) if isinstance(value, hint) else {}  # type: ignore[arg-type]
         hints = field_hints(hint)  # type: ignore[arg-type]  # a class is hashable
         for key, inner in hints.items():
             if key in items:
-                yield from named(inner, items[key], (*path, key))
-            elif isinstance(value, Mapping) and any(isinstance(part, Beside) for part in get_args(inner)):
-                yield from named(
+                yield from registered_names(inner, items[key], (*path, key))
+            elif isinstance(value, Mapping) and any(isinstance(part, RegisteredKeys) for part in get_args(inner)):
+                yield from registered_names(
                     inner, {key: one for key, one in items.items() if key not in hints and one is not None}, path
                 )
     elif origin is tuple and isinstance(value, (tuple, list)):
         for index, item in enumerate(value):
-            yield from named(parts[0], item, (*path, index))
+            yield from registered_names(parts[0], item, (*path, index))
     elif origin is dict and isinstance(value, Mapping):
         for key, item in value.items():
-            yield from named(parts[1], item, (*path, key))
+            yield from registered_names(parts[1], item, (*path, key))
 
 
-def changed(settings: Any, path: KeyPath, value: Any) -> Any:
+def replaced_at(settings: Any, path: KeyPath, value: Any) -> Any:
     """Return settings with another value, or another key, at a key path."""
     if not path:
         return value
     key, *rest = path
-    if isinstance(key, Key):
+    if isinstance(key, MappingKey):
         return {(value if name == key else name): item for name, item in settings.items()}
     if isinstance(settings, tuple):
-        return tuple(changed(item, tuple(rest), value) if i == key else item for i, item in enumerate(settings))
+        return tuple(replaced_at(item, tuple(rest), value) if i == key else item for i, item in enumerate(settings))
     if isinstance(settings, Mapping):
-        return {**settings, key: changed(settings[key], tuple(rest), value)}
-    return replace(settings, **{str(key): changed(getattr(settings, str(key)), tuple(rest), value)})
+        return {**settings, key: replaced_at(settings[key], tuple(rest), value)}
+    return replace(settings, **{str(key): replaced_at(getattr(settings, str(key)), tuple(rest), value)})
 
 
 def _home(defined: object) -> tuple[str, str] | None:

@@ -38,7 +38,7 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
         TypeError: something else is in it; says where.
         OSError: the disk is full, or cannot be written to; what was in `folder` before is still there.
     """
-    plain, tensors = taken_apart(state)
+    plain, tensors = encode_state(state)
     body = {"format": FORMAT, "state": plain}
     with atomic_folder(folder, durable=True) as temporary:
         save_tensors(temporary / TENSORS, tensors)
@@ -66,12 +66,12 @@ def read_state(folder: Path) -> dict[str, Any]:
     if not path.is_file() or sha256(path) != body["tensors"]:
         raise ArtifactError(f"{path}: missing, or not what prunekit wrote (checksum differs)")
     try:
-        return put_together(body["state"], safetensors.torch.load_file(path))
+        return decode_state(body["state"], safetensors.torch.load_file(path))
     except SafetensorError as error:
         raise ArtifactError(f"{path}: {error}") from error
 
 
-def taken_apart(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+def encode_state(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
     """Return a state in JSON's terms, and its tensors by name: contiguous copies on the CPU.
 
     Raises:
@@ -81,8 +81,8 @@ def taken_apart(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
     return _encoded(state, "", tensors), tensors
 
 
-def put_together(plain: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the state that `taken_apart` took apart."""
+def decode_state(plain: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the state that `encode_state` took apart."""
     state: dict[str, Any] = _decoded(plain, tensors)
     return state
 

@@ -38,10 +38,10 @@ def run_factory(reference: str, error: type[UsageError]) -> Any:
     factory = load_object(reference, error)
     if not callable(factory):
         raise error(f"{reference}: expected a function or class, got {type(factory).__name__}")
-    return made_by(factory, reference, error)
+    return call_factory(factory, reference, error)
 
 
-def made_by(factory: Callable[[], Any], reference: str, error: type[UsageError]) -> Any:
+def call_factory(factory: Callable[[], Any], reference: str, error: type[UsageError]) -> Any:
     """Call a factory that a reference names, and return what it makes.
 
     Raises:
@@ -54,7 +54,7 @@ def made_by(factory: Callable[[], Any], reference: str, error: type[UsageError])
         raise error(f"{reference}: the factory raised {_raised(raised, path)}") from raised
 
 
-class Unallowed(str):
+class ForbiddenReference(str):
     """A reference that a recipe names, and that nobody has allowed to run: `load_object` refuses it.
 
     Attributes:
@@ -63,16 +63,16 @@ class Unallowed(str):
 
     where: str
 
-    def __new__(cls, reference: str, where: str) -> Unallowed:
+    def __new__(cls, reference: str, where: str) -> ForbiddenReference:
         made = super().__new__(cls, reference)
         made.where = where
         return made
 
-    def __reduce__(self) -> tuple[type[Unallowed], tuple[str, str]]:
-        return Unallowed, (str(self), self.where)
+    def __reduce__(self) -> tuple[type[ForbiddenReference], tuple[str, str]]:
+        return ForbiddenReference, (str(self), self.where)
 
 
-def not_allowed(reference: str) -> str:
+def code_not_allowed(reference: str) -> str:
     """Return why a reference in a recipe is not run, and what to do about it."""
     return (
         f"{str(reference)!r} is code, and a recipe runs none unless it is allowed: if you trust it, add --allow-code "
@@ -96,8 +96,8 @@ def load_object(reference: str, error: type[UsageError]) -> Any:
         UsageError: of the type `error`: no such file, module or name, the code raises, or a recipe names it and nobody
             has allowed that.
     """
-    if isinstance(reference, Unallowed):
-        raise error(f"{reference.where}: {not_allowed(reference)}")
+    if isinstance(reference, ForbiddenReference):
+        raise error(f"{reference.where}: {code_not_allowed(reference)}")
     file, path, name = _parts(reference, error)
     installed = file.startswith(_INSTALLED)
     module = _import(file.removeprefix(_INSTALLED), path, error) if installed else _run(path.resolve(), error)
@@ -150,7 +150,7 @@ def _defined(node: ast.stmt) -> list[str]:
     ]
 
 
-def held(reference: str) -> str:
+def absolute_reference(reference: str) -> str:
     """Return a reference that holds from any folder: its file's path is absolute; one that names no file stays as it
     is.
     """
@@ -159,7 +159,7 @@ def held(reference: str) -> str:
     return f"{Path(file).absolute()}:{name}" if file.endswith(".py") and not installed else reference
 
 
-def code_of(reference: str) -> bytes:
+def source_bytes(reference: str) -> bytes:
     """Return the content of the file that a factory which has been run is in: empty for a module that is in none."""
     file = reference.rpartition(":")[0]
     if file.startswith(_INSTALLED):

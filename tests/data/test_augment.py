@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms._presets import ImageClassification
 
-from prunekit.data.datasets import CorruptImages, Feed, ImageDataset, TensorImages
+from prunekit.data.datasets import CorruptImages, ImageDataset, ImageTransform, TensorImages
 from prunekit.data.decoded_images import FolderImages
 from prunekit.data.library_datasets import mapped
 from prunekit.data.loader import Batches, batches
@@ -44,7 +44,7 @@ ZERO, ONE = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
 
 def in_memory(augment: Augment, count: int = 40, size: int = 12) -> TensorImages:
     pixels = torch.from_numpy(np.random.default_rng(0).integers(1, 256, (count, 3, size, size), dtype=np.uint8))
-    return TensorImages(pixels, torch.arange(count), Feed(size, ZERO, ONE, augment))
+    return TensorImages(pixels, torch.arange(count), ImageTransform(size, ZERO, ONE, augment))
 
 
 def in_files(folder: Path, augment: Augment, count: int = 8) -> FolderImages:
@@ -53,7 +53,7 @@ def in_files(folder: Path, augment: Augment, count: int = 8) -> FolderImages:
         pixels = np.random.default_rng(index).integers(0, 256, (20, 30, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(folder / f"{index}.png")
         paths.append(folder / f"{index}.png")
-    return FolderImages(tuple(paths), torch.arange(count), Feed(16, augment=augment))
+    return FolderImages(tuple(paths), torch.arange(count), ImageTransform(16, augment=augment))
 
 
 def name_of(kind: Augment) -> str:
@@ -139,7 +139,9 @@ def test_a_resized_crop_is_cut_from_the_whole_file(tmp_path: Path) -> None:
     pixels = np.zeros((40, 120, 3), np.uint8)
     pixels[:, :40] = 255  # the left third, which the center never shows
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    dataset = FolderImages((tmp_path / "a.png",) * 60, torch.arange(60), Feed(16, ZERO, ONE, "resized_crop_flip"))
+    dataset = FolderImages(
+        (tmp_path / "a.png",) * 60, torch.arange(60), ImageTransform(16, ZERO, ONE, "resized_crop_flip")
+    )
     means = [float(image.mean()) for image in by_label(batches(dataset, 60, shuffle_seed=0, augment=True)).values()]
     assert max(means) > 0.9
     assert min(means) == 0.0
@@ -186,7 +188,7 @@ def test_a_resized_crop_keeps_to_its_scale(tmp_path: Path) -> None:
     Image.fromarray(np.ascontiguousarray(pixels)).save(tmp_path / "a.png")
 
     def spans(scale: tuple[float, float]) -> list[float]:
-        feed = Feed(32, ZERO, ONE, AugmentSettings("resized", scale))
+        feed = ImageTransform(32, ZERO, ONE, AugmentSettings("resized", scale))
         dataset = FolderImages((tmp_path / "a.png",) * 40, torch.arange(40), feed)
         return [
             float(image.max() - image.min()) * 255 / 200
@@ -215,7 +217,7 @@ def test_values_stay_within_those_of_pixels() -> None:
 def test_files_are_fed_as_torchvisions_preset_does(shape: tuple[int, int], tmp_path: Path) -> None:
     image = Image.fromarray(np.random.default_rng(1).integers(0, 256, (*shape, 3), dtype=np.uint8))
     image.save(tmp_path / "a.png")
-    found = FolderImages((tmp_path / "a.png",), torch.tensor([0]), Feed(224))[0][0]
+    found = FolderImages((tmp_path / "a.png",), torch.tensor([0]), ImageTransform(224))[0][0]
     resize = 224 if shape == (224, 224) else 256  # an image of exactly this size is taken as it is
     torch.testing.assert_close(found, ImageClassification(crop_size=224, resize_size=resize)(image))
 
@@ -243,7 +245,7 @@ class Drawing:
 
 
 def test_what_a_users_data_set_draws_depends_on_seed_epoch_and_index_alone() -> None:
-    dataset = mapped(Drawing(), DataSettings(source="own"), Feed(4), "own", CorruptImages())
+    dataset = mapped(Drawing(), DataSettings(source="own"), ImageTransform(4), "own", CorruptImages())
     loaded = batches(dataset, 4, shuffle_seed=3, augment=True).at_epoch(2)
     found = by_label(loaded)
     random.seed(9)

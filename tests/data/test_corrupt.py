@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from prunekit.data.datasets import CorruptImages, Feed, describe_corrupt
+from prunekit.data.datasets import CorruptImages, ImageTransform, describe_corrupt
 from prunekit.data.decoded_images import FolderImages
 from prunekit.data.loader import batches
 from prunekit.data.sources import Splits, load_splits
@@ -24,7 +24,7 @@ def files(folder: Path, count: int, broken: set[int], limit: int) -> FolderImage
         Image.new("RGB", (8, 8), (index, 0, 0)).save(path)
         if index in broken:
             path.write_bytes(path.read_bytes()[:40])
-    return FolderImages(paths, torch.arange(count), Feed(8), CorruptImages(limit))
+    return FolderImages(paths, torch.arange(count), ImageTransform(8), CorruptImages(limit))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -106,7 +106,7 @@ def test_a_share_is_of_all_images(tmp_path: Path) -> None:
     everything = FolderImages(
         (tmp_path / "cat" / "02.png", tmp_path / "dog" / "05.png"),
         torch.tensor([0, 1]),
-        Feed(8),
+        ImageTransform(8),
         CorruptImages.allowing(0.05, 20),
     )
     with pytest.raises(DataError, match=r"^2 images cannot be read, and data\.max_corrupt allows 1; .*02\.png"):

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torchvision.datasets import ImageFolder
 
-from prunekit.data.datasets import Feed
+from prunekit.data.datasets import ImageTransform
 from prunekit.data.decoded_images import FolderImages
 from prunekit.data.loader import batches
 from prunekit.data.local_files import scan_folder
@@ -81,7 +81,7 @@ def test_imagenets_names_of_the_parts(tmp_path: Path) -> None:
 
 def test_normalization_is_imagenets(tmp_path: Path) -> None:
     Image.new("RGB", (16, 16), (255, 0, 51)).save(tmp_path / "a.png")
-    image, _ = FolderImages((tmp_path / "a.png",), torch.tensor([0]), Feed(16))[0]
+    image, _ = FolderImages((tmp_path / "a.png",), torch.tensor([0]), ImageTransform(16))[0]
     expected = (torch.tensor([1.0, 0.0, 0.2]) - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor(
         [0.229, 0.224, 0.225]
     )
@@ -92,7 +92,7 @@ def test_the_center_of_a_larger_image_is_taken(tmp_path: Path) -> None:
     pixels = np.zeros((40, 120, 3), np.uint8)
     pixels[:, 40:80] = 255  # the middle third; the sides are cut away
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    image, _ = FolderImages((tmp_path / "a.png",), torch.tensor([0]), Feed(28))[0]
+    image, _ = FolderImages((tmp_path / "a.png",), torch.tensor([0]), ImageTransform(28))[0]
     white = (1 - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
     torch.testing.assert_close(image, white[:, None, None].expand(3, 28, 28))
 
@@ -101,7 +101,7 @@ def test_gray_and_palette_images_get_three_channels(tmp_path: Path) -> None:
     for mode in ("L", "P", "RGBA"):
         path = tmp_path / f"{mode}.png"
         Image.new(mode, (16, 16)).save(path)
-        assert FolderImages((path,), torch.tensor([0]), Feed(16))[0][0].shape == (3, 16, 16)
+        assert FolderImages((path,), torch.tensor([0]), ImageTransform(16))[0][0].shape == (3, 16, 16)
 
 
 def test_the_fingerprint_follows_the_files(tmp_path: Path) -> None:

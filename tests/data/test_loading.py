@@ -12,9 +12,9 @@ from PIL import Image
 from torch import Tensor
 
 from prunekit.data.augmentation import Draw
-from prunekit.data.datasets import CorruptImages, Feed, TensorImages
+from prunekit.data.datasets import CorruptImages, ImageTransform, TensorImages
 from prunekit.data.decoded_images import FolderImages
-from prunekit.data.loader import Batches, Chunk, _Read, batches
+from prunekit.data.loader import Batches, BatchRequest, _RequestReader, batches
 from prunekit.errors import DataError, UsageError
 
 
@@ -22,7 +22,7 @@ def numbered(count: int) -> TensorImages:
     """Images whose every pixel, and whose label, is their index."""
     pixels = torch.arange(count, dtype=torch.uint8)[:, None, None, None].expand(count, 3, 4, 4)
     zero, one = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
-    return TensorImages(pixels, torch.arange(count), Feed(4, zero, one), scale=1.0)
+    return TensorImages(pixels, torch.arange(count), ImageTransform(4, zero, one), scale=1.0)
 
 
 def order(loaded: Batches) -> list[int]:
@@ -92,10 +92,10 @@ def test_random_transforms_in_workers_differ_between_epochs_and_can_be_repeated(
 
 def test_what_a_worker_reports_does_not_change_afterwards(tmp_path: Path) -> None:
     paths = tuple(tmp_path / name for name in ("a.png", "b.png"))
-    dataset = FolderImages(paths, torch.tensor([0, 1]), Feed(8), CorruptImages(2))
-    worker = _Read(dataset)
-    _, first = worker[Chunk(torch.tensor([0]), (0, 0, 0), False, None)]
-    _, both = worker[Chunk(torch.tensor([1]), (0, 0, 1), False, None)]
+    dataset = FolderImages(paths, torch.tensor([0, 1]), ImageTransform(8), CorruptImages(2))
+    worker = _RequestReader(dataset)
+    _, first = worker[BatchRequest(torch.tensor([0]), (0, 0, 0), False, None)]
+    _, both = worker[BatchRequest(torch.tensor([1]), (0, 0, 1), False, None)]
     assert (list(first), list(both)) == ([str(paths[0])], [str(path) for path in paths])
 
 
@@ -104,7 +104,7 @@ def test_a_corrupt_image_is_named(tmp_path: Path, workers: int) -> None:
     good, bad = tmp_path / "good.png", tmp_path / "bad.png"
     Image.new("RGB", (8, 8)).save(good)
     bad.write_bytes(good.read_bytes()[:40])
-    dataset = FolderImages((good, bad), torch.tensor([0, 1]), Feed(8))
+    dataset = FolderImages((good, bad), torch.tensor([0, 1]), ImageTransform(8))
     with pytest.raises(DataError, match=r"^\S*bad\.png: expected an image") as caught:
         list(batches(dataset, 1, shuffle_seed=None, workers=workers))
     assert "Traceback" not in str(caught.value)
@@ -121,7 +121,7 @@ def test_no_batch_is_an_error(count: int, size: int, error: type[Exception]) -> 
 def test_shrinking_averages_instead_of_skipping() -> None:
     checkers: Tensor = ((torch.arange(16)[:, None] + torch.arange(16)) % 2 * 255).to(torch.uint8)
     zero, one = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
-    dataset = TensorImages(checkers[None, None], torch.tensor([0]), Feed(4, zero, one))
+    dataset = TensorImages(checkers[None, None], torch.tensor([0]), ImageTransform(4, zero, one))
     image, _ = dataset[0]
     assert image.shape == (3, 4, 4)
     assert (image - 0.5).abs().max() < 0.1
@@ -137,7 +137,7 @@ def test_an_epoch_can_begin_later_without_reading_what_is_left_out(workers: int)
             return super().fetch(indices, draw)
 
     pixels = torch.randint(0, 255, (50, 3, 8, 8), dtype=torch.uint8)
-    dataset = Noting(pixels, torch.arange(50) % 5, Feed(8, augment="crop_flip"))
+    dataset = Noting(pixels, torch.arange(50) % 5, ImageTransform(8, augment="crop_flip"))
     loaded = batches(dataset, 8, shuffle_seed=3, workers=workers, drop_last=True, augment=True)
     whole = list(loaded.at_epoch(2).numbered())
     assert [number for number, _ in whole] == list(range(6))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from prunekit.data.augmentation import Mixing
-from prunekit.data.datasets import Feed, TensorImages
+from prunekit.data.datasets import ImageTransform, TensorImages
 from prunekit.data.loader import Batches, batches
 
 CLASSES = 5
@@ -20,7 +20,7 @@ def numbered(count: int = 45) -> TensorImages:
     """Images of one value each, so that what is mixed can be read off the pixels; label i % CLASSES."""
     pixels = torch.arange(count, dtype=torch.uint8)[:, None, None, None].expand(count, 3, 8, 8)
     zero, one = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
-    return TensorImages(pixels, torch.arange(count) % CLASSES, Feed(8, zero, one), scale=1.0)
+    return TensorImages(pixels, torch.arange(count) % CLASSES, ImageTransform(8, zero, one), scale=1.0)
 
 
 def mixed(mixing: Mixing | None, seed: int = 3, epoch: int = 0, workers: int = 0) -> list[tuple[Tensor, Tensor]]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from prunekit.data.datasets import CorruptImages, Feed
+from prunekit.data.datasets import CorruptImages, ImageTransform
 from prunekit.data.decoded_images import FolderImages, pixels
 from prunekit.errors import DataError
 from prunekit.inspection.visualize.image_files import Preprocessing, read_image
@@ -23,7 +23,7 @@ def test_sixteen_bits_are_the_same_image_as_eight(tmp_path: Path, kind: str) -> 
     Image.fromarray(GRAY.astype(np.uint16) * 257).save(tmp_path / f"sixteen.{kind}")
     eight, sixteen = (tmp_path / name for name in ("eight.png", f"sixteen.{kind}"))
 
-    images, _ = FolderImages((eight, sixteen), torch.zeros(2).long(), Feed(16)).fetch(torch.arange(2))
+    images, _ = FolderImages((eight, sixteen), torch.zeros(2).long(), ImageTransform(16)).fetch(torch.arange(2))
     assert torch.equal(*images)
     shown = Preprocessing((3, 16, 16))
     assert torch.equal(read_image(eight, shown), read_image(sixteen, shown))
@@ -39,6 +39,6 @@ def test_numbers_without_a_white_are_refused_by_name(tmp_path: Path) -> None:
     for name, reason in (("real.tiff", "floating-point numbers"), ("wide.tiff", "from 0 to 255000")):
         with pytest.raises(DataError, match=rf"{name}: .*{reason}; expected 8 or 16 bits"):
             read_image(tmp_path / name, Preprocessing((3, 16, 16)))
-        files = FolderImages((tmp_path / name,), torch.zeros(1).long(), Feed(16), CorruptImages(0))
+        files = FolderImages((tmp_path / name,), torch.zeros(1).long(), ImageTransform(16), CorruptImages(0))
         with pytest.raises(DataError, match=rf"{name}: .*{reason}"):
             files.fetch(torch.arange(1))

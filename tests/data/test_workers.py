@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from prunekit.data.augmentation import Draw
-from prunekit.data.datasets import Feed, TensorImages
+from prunekit.data.datasets import ImageTransform, TensorImages
 from prunekit.data.loader import Batches, batches
 from prunekit.settings.inputs import Workers
 
@@ -32,7 +32,7 @@ class Probing(TensorImages):
 
 
 def probing(workers: int | Workers, seed: int = 3) -> Batches:
-    plain = TensorImages(torch.zeros(12, 3, 4, 4, dtype=torch.uint8), torch.arange(12), Feed(4))
+    plain = TensorImages(torch.zeros(12, 3, 4, 4, dtype=torch.uint8), torch.arange(12), ImageTransform(4))
     return batches(Probing(plain.pixels, plain.labels, plain.feed), 4, shuffle_seed=seed, workers=workers)
 
 
@@ -111,7 +111,7 @@ class Failing(TensorImages):
 
 
 def test_after_an_error_reading_begins_anew() -> None:
-    plain = TensorImages(torch.zeros(12, 3, 4, 4, dtype=torch.uint8), torch.arange(12), Feed(4))
+    plain = TensorImages(torch.zeros(12, 3, 4, 4, dtype=torch.uint8), torch.arange(12), ImageTransform(4))
     loaded = batches(Failing(plain.pixels, plain.labels, plain.feed), 4, shuffle_seed=None, workers=STAYING)
     for _ in range(2):
         read = iter(loaded)
@@ -124,7 +124,7 @@ def test_memory_is_pinned_for_cuda_alone() -> None:
     if torch.cuda.is_available():
         pytest.skip("for machines without CUDA")
     images = torch.zeros(12, 3, 4, 4, dtype=torch.uint8)
-    dataset = TensorImages(images, torch.arange(12), Feed(4))
+    dataset = TensorImages(images, torch.arange(12), ImageTransform(4))
     loaded = batches(dataset, 4, shuffle_seed=None, workers=1, device=torch.device("cpu"))
     assert not any(images.is_pinned() for images, _ in loaded)
 
@@ -133,7 +133,7 @@ def test_memory_is_pinned_for_cuda_alone() -> None:
 def test_memory_is_pinned_where_batches_go_to_cuda() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    dataset = TensorImages(torch.zeros(12, 3, 4, 4, dtype=torch.uint8), torch.arange(12), Feed(4))
+    dataset = TensorImages(torch.zeros(12, 3, 4, 4, dtype=torch.uint8), torch.arange(12), ImageTransform(4))
     for pin in (True, False):
         loaded = batches(dataset, 4, shuffle_seed=0, workers=Workers(1, pin_memory=pin), device=torch.device("cuda"))
         for epoch in range(2):

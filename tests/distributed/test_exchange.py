@@ -13,11 +13,11 @@ from process_group import together
 from prunekit.distributed.process_group import (
     everyone,
     from_main,
-    gather,
     gather_on_main,
+    gather_values,
     in_turn,
     is_main,
-    joined,
+    join_group,
     rank,
     require_equal,
     share_tensors,
@@ -48,7 +48,7 @@ def exchanged() -> dict[str, Any]:
         "rank": (mine, size(), is_main()),
         "total": total(0.1 * mine, 2**52, mine),
         "everyone": (everyone(True), everyone(mine > 0), everyone(False)),
-        "gathered": gather({"rank": mine}),
+        "gathered": gather_values({"rank": mine}),
         "on_main": list(gather_on_main(torch.full((3,), mine))),
         "from_main": [from_main(lambda: ("made by", rank())) for _ in range(3)],
         "tensors": tensors,
@@ -97,12 +97,12 @@ def test_who_differs_is_named_everywhere(tmp_path: Path) -> None:
 
 def test_a_single_process_needs_nobody() -> None:
     weight = torch.ones(2)
-    with joined(), in_turn():
+    with join_group(), in_turn():
         wait_for_all()
         share_tensors([("weight", weight)], "the model")
         require_equal("a", "the plan")
     assert (rank(), size(), is_main()) == (0, 1, True)
     assert total(0.1, 3) == (0.1, 3)
     assert (everyone(True), everyone(False)) == (True, False)
-    assert gather("a") == ["a"] == list(gather_on_main("a"))
+    assert gather_values("a") == ["a"] == list(gather_on_main("a"))
     assert from_main(lambda: weight) is weight

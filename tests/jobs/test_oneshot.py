@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import prunekit
 from prunekit.errors import DataError, PlanError, UsageError
 from prunekit.measure.model_size import count_memory
-from prunekit.planning.sensitivity_curves import cumulated
+from prunekit.planning.sensitivity_curves import cumulative_curves
 from prunekit.settings.calibration import RepairSettings
 from prunekit.settings.prune import BudgetSettings, PruneSettings, Target
 
@@ -76,7 +76,7 @@ def test_a_budget_is_met_with_less_damage_than_by_magnitude() -> None:
         want = model(others)
         ours, theirs = ((small.eval()(others) - want).square().mean() for small in (done.model, plain.model))
     assert ours < 0.25 * theirs
-    assert set(cumulated(chart, done.scores)) == {group.name for group in chart.groups}
+    assert set(cumulative_curves(chart, done.scores)) == {group.name for group in chart.groups}
 
 
 @pytest.mark.parametrize(

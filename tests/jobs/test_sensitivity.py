@@ -23,7 +23,7 @@ from prunekit.jobs.finetune import prune_job
 from prunekit.jobs.run.tables import CURVE_COLUMNS
 from prunekit.jobs.sensitivity import analyze
 from prunekit.planning.plan import Plan
-from prunekit.planning.sensitivity_curves import keeping
+from prunekit.planning.sensitivity_curves import keep_in_group
 from prunekit.report.pages.run_page import write_report
 from prunekit.settings.calibration import CalibrationSettings
 from prunekit.settings.deployment import LatencySettings
@@ -140,7 +140,9 @@ def test_heads_have_curves_though_attention_uses_its_projections_without_calling
     (heads,) = found.groups
     assert heads.labels.size == 4
     assert found.curves[heads.name].share_at(1) > 0
-    small = compact(model, Plan(found.channel_map, keeping(found.channel_map, found.curves[heads.name].labels, 1)))
+    small = compact(
+        model, Plan(found.channel_map, keep_in_group(found.channel_map, found.curves[heads.name].labels, 1))
+    )
     with torch.no_grad():
         want, got = model(x[:8]), small.eval()(x[:8])
     error = (got - want).square().mean() / want.var(0, correction=0).mean()

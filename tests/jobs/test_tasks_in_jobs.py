@@ -38,7 +38,7 @@ from prunekit.settings.job import JobSettings
 from prunekit.settings.prune import BudgetSettings, PruneSettings
 from prunekit.settings.train import DistillSettings, TrainSettings
 from prunekit.tasks.classification import TEXT_CLASSIFICATION
-from prunekit.utils.inputs import arguments
+from prunekit.utils.inputs import inputs_as_example
 
 FILE = Path(__file__).with_name("task_sources.py")
 CPU = torch.device("cpu")
@@ -195,7 +195,7 @@ def test_one_call_and_calibration_on_batches_of_several_inputs(texts: Any) -> No
     task = TEXT_CLASSIFICATION
     pairs = [task.unpack(batch) for _, batch in zip(range(3), loader, strict=False)]
     stats = prunekit.calibrate(model, pairs)
-    same = prunekit.calibrate(model, [(arguments(model, inputs), labels) for inputs, labels in pairs])
+    same = prunekit.calibrate(model, [(inputs_as_example(model, inputs), labels) for inputs, labels in pairs])
     assert stats.keys() == same.keys()
     assert all((stats[key].mean == same[key].mean).all() for key in stats)
     with torch.no_grad():

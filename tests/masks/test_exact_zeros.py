@@ -21,7 +21,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import prunekit
-from prunekit.data.datasets import Feed, TensorImages
+from prunekit.data.datasets import ImageTransform, TensorImages
 from prunekit.data.sources import Splits
 from prunekit.hooks.hook import count_hooks
 from prunekit.masks.masked_model import masked
@@ -147,7 +147,7 @@ class LooksAtAverage(Part):
 
 def images(count: int, seed: int) -> TensorImages:
     pixels = torch.randint(0, 255, (count, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-    return TensorImages(pixels, torch.arange(count) % 5, Feed(8, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)))
+    return TensorImages(pixels, torch.arange(count) % 5, ImageTransform(8, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)))
 
 
 def plan_for(model: nn.Module) -> Plan:

@@ -19,7 +19,7 @@ from prunekit.errors import DataError, ModelError, NonFiniteError, UsageError
 from prunekit.hooks.hook import count_hooks
 from prunekit.measure.group_sensitivity import forward_passes, measure_sensitivity
 from prunekit.planning.plan import Plan
-from prunekit.planning.sensitivity_curves import keeping, kept_counts
+from prunekit.planning.sensitivity_curves import keep_in_group, kept_counts
 
 
 def images(count: int = 24, seed: int = 0) -> Tensor:
@@ -63,7 +63,7 @@ def test_each_point_is_what_the_compact_model_computes() -> None:
         for name, order in orders.items():
             assert [point.kept for point in found[name]] == list(kept_counts(order.size))
             for point in found[name]:
-                plan = Plan(chart, keeping(chart, order, point.kept))
+                plan = Plan(chart, keep_in_group(chart, order, point.kept))
                 assert plan.widths()[name] == (point.kept, order.size)
                 got = compact(model, plan).eval()(x)
                 error = (got - want).square().mean() / want.var(0, correction=0).mean()
@@ -102,7 +102,7 @@ def test_labels_decide_what_is_measured_and_a_loss_may_be_given() -> None:
         model, chart, orders, [(x, labels)], loss=lambda output, labels: output[:, 0].mean() + labels[0]
     )
     with torch.no_grad():
-        small = compact(model, Plan(chart, keeping(chart, orders["first"], 1))).eval()
+        small = compact(model, Plan(chart, keep_in_group(chart, orders["first"], 1))).eval()
         assert weighted["first"][-1].loss == pytest.approx(float(small(x)[:, 0].mean()))
 
 
@@ -121,7 +121,7 @@ def test_every_output_tensor_counts_the_same() -> None:
     with torch.no_grad():
         want, got = (
             model(x.float().double()),
-            compact(model, Plan(chart, keeping(chart, orders["stem"], 1)))(x.float().double()),
+            compact(model, Plan(chart, keep_in_group(chart, orders["stem"], 1)))(x.float().double()),
         )
     shares = [
         float((b - a).square().mean() / a.var(0, correction=0).mean())

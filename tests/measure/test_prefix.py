@@ -16,7 +16,7 @@ from prunekit.masks.weight_masks import WeightMasks
 from prunekit.measure import partial_forward as prefix
 from prunekit.measure.partial_forward import WHOLE, DensePrefix
 from prunekit.planning.plan import Plan
-from prunekit.planning.sensitivity_curves import keeping
+from prunekit.planning.sensitivity_curves import keep_in_group
 
 PARTS = 3
 
@@ -68,7 +68,7 @@ def prefixed(model: nn.Module, batch: int = 4) -> tuple[DensePrefix, dict[str, P
     x = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
     chart = trace(model, (x,))
     inner = [group for group in chart.groups if group.labels.size == 6]
-    plans = {group.name: Plan(chart, keeping(chart, group.labels, 2)) for group in inner}
+    plans = {group.name: Plan(chart, keep_in_group(chart, group.labels, 2)) for group in inner}
     assert list(plans) == [f"parts.{index}.0" for index in range(PARTS)]
     tensors = {name: list(plan.kept_indices) for name, plan in plans.items()}
     return DensePrefix(model, x, tensors, lambda name: WeightMasks(model, plans[name], restore=True), batch), plans

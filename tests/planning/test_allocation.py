@@ -14,7 +14,7 @@ from prunekit.channels.trace import trace
 from prunekit.planning.budgets.limits import budgets_of
 from prunekit.planning.candidates import Scores, free_parts
 from prunekit.planning.solver import make_plan
-from prunekit.planning.width_search import Worth, improved
+from prunekit.planning.width_search import KeptScores, local_search
 from prunekit.settings.prune import BudgetSettings, PruneSettings
 
 sizes = (
@@ -57,9 +57,9 @@ def two_budgets() -> tuple[ChannelMap, Scores, PruneSettings]:
 def test_exchange_only_ever_keeps_more_and_stops_where_no_exchange_helps() -> None:
     channel_map, scores, wanted = two_budgets()
     parts = free_parts(channel_map, scores, wanted)
-    worth, limits = Worth.of(parts, scores), budgets_of(channel_map, parts, wanted)
+    worth, limits = KeptScores.of(parts, scores), budgets_of(channel_map, parts, wanted)
     narrow = np.array([part.counts[0] for part in parts])
-    found = improved(parts, worth, limits, narrow)
+    found = local_search(parts, worth, limits, narrow)
     assert limits.fits(found)
     assert worth(found) > worth(narrow)
     for wider in range(len(parts)):
@@ -69,7 +69,7 @@ def test_exchange_only_ever_keeps_more_and_stops_where_no_exchange_helps() -> No
             other[narrower] -= wider != narrower
             allowed = all(count in part.counts for count, part in zip(other, parts, strict=True))
             assert not allowed or not limits.fits(other) or worth(other) <= worth(found) * (1 + 1e-9)
-    assert np.array_equal(improved(parts, worth, limits, found), found)
+    assert np.array_equal(local_search(parts, worth, limits, found), found)
 
 
 def test_what_is_worth_everything_goes_last() -> None:

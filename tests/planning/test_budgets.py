@@ -24,7 +24,7 @@ from prunekit.compaction.model_folder import save
 from prunekit.errors import PlanError
 from prunekit.measure.model_size import count_bytes, count_macs, count_parameters, size_bytes
 from prunekit.planning.budgets.budget import Countable
-from prunekit.planning.candidates import Part, free_parts
+from prunekit.planning.candidates import GroupPart, free_parts
 from prunekit.planning.costs import cost_model
 from prunekit.planning.plan import Plan, load_plan
 from prunekit.planning.solver import make_plan
@@ -70,7 +70,7 @@ def random_scores(chart: ChannelMap, seed: int = 0) -> np.ndarray[Any, np.dtype[
     return np.random.default_rng(seed).random(chart.n_labels)
 
 
-def kept(chart: ChannelMap, parts: list[Part], counts: Labels) -> Plan:
+def kept(chart: ChannelMap, parts: list[GroupPart], counts: Labels) -> Plan:
     keep = np.ones(chart.n_labels, dtype=bool)
     for part, count in zip(parts, counts, strict=True):
         keep[part.labels[count:]] = False

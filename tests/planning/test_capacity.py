@@ -18,7 +18,7 @@ from prunekit.planning.budgets.limits import budgets_of
 from prunekit.planning.candidates import Scores, free_parts
 from prunekit.planning.latency_table import LatencyTable
 from prunekit.planning.solver import make_plan, worth_of_widths
-from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings, Scope, clashes
+from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings, Scope, prune_contradictions
 
 sizes = st.lists(st.integers(3, 40), min_size=2, max_size=2) | st.lists(st.integers(3, 8), min_size=3, max_size=4)
 
@@ -109,4 +109,4 @@ def test_no_group_is_given_up_and_the_lowest_scores_of_each_go(resnet: ChannelMa
 
 def test_a_schedule_may_score_by_movement_where_scores_only_order_a_group() -> None:
     asked = PruneSettings(scope="capacity", schedule=ScheduleSettings(score="movement"))
-    assert not list(clashes(asdict(asked)))
+    assert not list(prune_contradictions(asdict(asked)))

@@ -15,7 +15,7 @@ from prunekit.criteria.elimination import hull_slopes
 from prunekit.planning.candidates import Scores
 from prunekit.planning.sensitivity_curves import (
     SensitivityCurve,
-    cumulated,
+    cumulative_curves,
     fewest_within,
     kept_counts,
     rank_correlation,
@@ -87,14 +87,14 @@ def test_a_group_without_a_curve_stays_whole() -> None:
     scores = scores_of(channel_map, found)
     plan = make_plan(channel_map, scores, PruneSettings(BudgetSettings(macs=0.8), scope="per_mac"))
     assert [name for name, (kept, dense) in plan.widths().items() if kept < dense] == list(
-        cumulated(channel_map, scores)
+        cumulative_curves(channel_map, scores)
     )
 
 
 def test_curves_come_back_from_scores() -> None:
     channel_map = chart()
     found = curves(channel_map, 1)
-    again = cumulated(channel_map, scores_of(channel_map, found))
+    again = cumulative_curves(channel_map, scores_of(channel_map, found))
     for one, other in zip(found, again.values(), strict=True):
         assert one.labels.tolist() == other.labels.tolist()
         np.testing.assert_allclose(one.errors, other.errors)

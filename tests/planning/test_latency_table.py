@@ -18,7 +18,7 @@ from prunekit.channels.trace import trace
 from prunekit.errors import PlanError, UsageError
 from prunekit.planning.budgets.limits import budgets_of
 from prunekit.planning.candidates import free_parts
-from prunekit.planning.feasibility import least_left, require_met_untimed
+from prunekit.planning.feasibility import least_possible, require_unmeasured_met
 from prunekit.planning.latency_table import LatencyTable, LatencyTerm, LayerLatency, Span
 from prunekit.planning.solver import make_plan
 from prunekit.settings.prune import BudgetSettings, PruneSettings, Scope
@@ -100,7 +100,7 @@ def test_the_fastest_plan_may_not_be_the_narrowest(scope: Scope) -> None:
     table = turning_at_ten(factor)
     group = next(group for group in channel_map.groups if group.labels.size == 12)
     wanted = PruneSettings(BudgetSettings(latency_ms=0.15, macs=0.7), scope=scope)
-    assert least_left(channel_map, wanted, table)["latency_ms"] == pytest.approx(0.1)
+    assert least_possible(channel_map, wanted, table)["latency_ms"] == pytest.approx(0.1)
     plan = make_plan(channel_map, np.ones(channel_map.n_labels), wanted, latency=table)
     assert np.count_nonzero(plan.keep[group.labels]) >= 10
     assert plan.provenance["budgets"]["latency_ms"]["left"] == pytest.approx(0.1)
@@ -119,7 +119,7 @@ def test_a_budget_that_another_excludes_names_it() -> None:
     )
     with pytest.raises(PlanError, match=message):
         make_plan(channel_map, np.ones(channel_map.n_labels), wanted, latency=table)
-    assert least_left(channel_map, wanted, table)["latency_ms"] == pytest.approx(0.2)
+    assert least_possible(channel_map, wanted, table)["latency_ms"] == pytest.approx(0.2)
 
 
 class Beside(nn.Module):
@@ -143,7 +143,7 @@ def test_a_width_that_two_groups_decide_may_turn_too(scope: Scope) -> None:
     terms = tuple(LatencyTerm(ms, (inputs,), (1,), (span,)) for ms, span in from_width(inputs, 24, 0.02, 0.01))
     table = LatencyTable({}, (LayerLatency("reads", 0.0, terms),), 0.0, 1.0, 0.0)
     wanted = PruneSettings(BudgetSettings(latency_ms=0.25), min_channels=10, scope=scope)
-    assert least_left(channel_map, wanted, table)["latency_ms"] == pytest.approx(0.24)
+    assert least_possible(channel_map, wanted, table)["latency_ms"] == pytest.approx(0.24)
     plan = make_plan(channel_map, random_scores(channel_map, 0), wanted, latency=table)
     left = sum(np.count_nonzero(plan.keep[channel_map.labels[f"{side}.weight"][0]]) for side in ("left", "right"))
     assert 24 <= left <= 25
@@ -181,7 +181,7 @@ def test_the_least_time_is_that_within_the_other_budgets(scope: Scope) -> None:
     wanted = PruneSettings(BudgetSettings(latency_ms=0.3, channels=0.6), scope=scope)
     if scope == "uniform":  # a share of every group there
         wanted = replace(wanted, budget=BudgetSettings(latency_ms=0.3, macs=0.5))
-    assert least_left(channel_map, wanted, table)["latency_ms"] == pytest.approx(0.3)
+    assert least_possible(channel_map, wanted, table)["latency_ms"] == pytest.approx(0.3)
     plan = make_plan(channel_map, np.ones(channel_map.n_labels), wanted, latency=table)
     assert table.at(channel_map, plan.keep) == pytest.approx(0.3)
     with pytest.raises(PlanError, match=r"no less than 0\.3 ms .* contradicts budget (channels|macs)"):
@@ -201,9 +201,9 @@ def test_the_other_budgets_are_checked_without_a_table() -> None:
         ({"macs": -1.0}, {}, UsageError, "macs: expected a share above 0"),
     ):
         with pytest.raises(error, match=message):
-            require_met_untimed(channel_map, PruneSettings(BudgetSettings(speedup=1.5, **budget), **changed))
+            require_unmeasured_met(channel_map, PruneSettings(BudgetSettings(speedup=1.5, **budget), **changed))
     for fine in ({}, {"macs": 1.0}, {"macs": 0.5, "size_mb": 1.0}):
-        require_met_untimed(channel_map, PruneSettings(BudgetSettings(speedup=1.5, **fine)))
+        require_unmeasured_met(channel_map, PruneSettings(BudgetSettings(speedup=1.5, **fine)))
 
 
 def turning_at_ten(factor: Labels) -> LatencyTable:
@@ -228,7 +228,7 @@ def test_a_speedup_out_of_reach_names_the_best_that_is_predicted() -> None:
     channel_map = chain([8, 12])
     table = random_table(channel_map, (1,), 0)
     wanted = PruneSettings(BudgetSettings(speedup=1e6))
-    best = 1 / least_left(channel_map, wanted, table)["speedup"]
+    best = 1 / least_possible(channel_map, wanted, table)["speedup"]
     with pytest.raises(PlanError, match=rf"at least 1e\+06x was asked for.* leave no more than {best:.4g}x"):
         make_plan(channel_map, np.ones(channel_map.n_labels), wanted, latency=table)
 

@@ -21,7 +21,7 @@ from prunekit.channels.tracing.memory import record
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import ModelError, PlanError, UsageError
 from prunekit.planning.budgets.limits import budgets_of
-from prunekit.planning.candidates import Part, Scores, free_parts
+from prunekit.planning.candidates import GroupPart, Scores, free_parts
 from prunekit.planning.plan import load_plan
 from prunekit.planning.solver import make_plan
 from prunekit.settings.prune import BudgetSettings, PruneSettings, Target
@@ -34,13 +34,13 @@ def wanted(batch: int = 1, **options: Any) -> PruneSettings:
     return PruneSettings(budget, target=Target(batch=batch), **{"scope": "per_mac"} | options)
 
 
-def memory_range(chart: ChannelMap, parts: list[Part], batch: int) -> tuple[float, float]:
+def memory_range(chart: ChannelMap, parts: list[GroupPart], batch: int) -> tuple[float, float]:
     """Megabytes of the narrowest and of the dense model."""
     found = budgets_of(chart, parts, wanted(batch, memory_mb=1.0))
     return float(found.left(np.array([part.counts[0] for part in parts]))[0]), float(found.dense[0])
 
 
-def every_choice(parts: list[Part]) -> Labels:
+def every_choice(parts: list[GroupPart]) -> Labels:
     return np.stack(np.meshgrid(*[part.counts for part in parts], indexing="ij"), -1).reshape(-1, len(parts))
 
 

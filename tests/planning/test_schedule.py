@@ -18,10 +18,10 @@ from torch import zeros
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.trace import trace
 from prunekit.errors import UsageError
-from prunekit.planning.candidates import Between
-from prunekit.planning.schedules import Stage, at_stage, share_kept, timeline
+from prunekit.planning.candidates import PlanBounds
+from prunekit.planning.schedules import Stage, settings_at_stage, share_kept, timeline
 from prunekit.planning.solver import make_plan
-from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings, clashes
+from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings, prune_contradictions
 
 KINDS = ("oneshot", "iterative", "linear", "exponential", "cubic")
 kinds = st.sampled_from(KINDS)
@@ -142,11 +142,11 @@ def test_a_schedule_that_does_not_fit_is_refused(changes: dict[str, Any], messag
 
 def test_clashes_with_the_rest_of_the_section_are_named() -> None:
     timed = PruneSettings(BudgetSettings(speedup=2.0), schedule=ScheduleSettings(regrow=True, score="movement"))
-    assert [path for path, _ in clashes(asdict(timed))] == [("schedule", "regrow"), ("schedule", "score")]
+    assert [path for path, _ in prune_contradictions(asdict(timed))] == [("schedule", "regrow"), ("schedule", "score")]
     priced = PruneSettings(scope="per_mac", schedule=ScheduleSettings(score="movement"))
-    assert [path for path, _ in clashes(asdict(priced))] == [("scope",)]
-    assert not list(clashes(asdict(PruneSettings(scope="per_mac", schedule=ScheduleSettings()))))
-    assert not list(clashes({"schedule": 3}))  # reported elsewhere
+    assert [path for path, _ in prune_contradictions(asdict(priced))] == [("scope",)]
+    assert not list(prune_contradictions(asdict(PruneSettings(scope="per_mac", schedule=ScheduleSettings()))))
+    assert not list(prune_contradictions({"schedule": 3}))  # reported elsewhere
 
 
 @pytest.fixture(scope="module")
@@ -170,9 +170,9 @@ def test_plans_are_nested_and_the_last_meets_the_budgets(
     )  # fmt: skip
     keep = np.ones(chart.n_labels, dtype=bool)
     for index, progress in enumerate((0.1, 0.4, 0.7, 1.0)):
-        stage = at_stage(asked, Stage(index, progress), {"macs": 1.0, "params": 1.0})
+        stage = settings_at_stage(asked, Stage(index, progress), {"macs": 1.0, "params": 1.0})
         scores = random_scores(chart, index)  # scored anew, and quite otherwise
-        plan = make_plan(chart, scores, stage, between=Between(most=keep))
+        plan = make_plan(chart, scores, stage, between=PlanBounds(most=keep))
         assert not (plan.keep & ~keep).any()
         assert chart.macs(plan.keep) <= stage.budget.macs * chart.macs()  # type: ignore[operator]
         keep = plan.keep
@@ -186,7 +186,7 @@ def test_plans_around_a_final_one_keep_all_of_it(chart: ChannelMap) -> None:
     keep = np.ones(chart.n_labels, dtype=bool)
     for share in (0.8, 0.5, 0.35):
         settings = PruneSettings(BudgetSettings(macs=share), scope="global")
-        plan = make_plan(chart, random_scores(chart, 2), settings, between=Between(keep, final.keep))
+        plan = make_plan(chart, random_scores(chart, 2), settings, between=PlanBounds(keep, final.keep))
         assert not (final.keep & ~plan.keep).any()
         assert not (plan.keep & ~keep).any()
         assert share - 0.05 < chart.macs(plan.keep) / chart.macs() <= share
@@ -196,5 +196,5 @@ def test_plans_around_a_final_one_keep_all_of_it(chart: ChannelMap) -> None:
 def test_a_stage_may_remove_nothing(chart: ChannelMap) -> None:
     settings = PruneSettings(BudgetSettings(macs=1.0))
     dense = np.ones(chart.n_labels, dtype=bool)
-    plan = make_plan(chart, random_scores(chart), settings, between=Between(most=dense))
+    plan = make_plan(chart, random_scores(chart), settings, between=PlanBounds(most=dense))
     assert plan.keep.all()

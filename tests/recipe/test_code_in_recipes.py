@@ -14,7 +14,7 @@ from prunekit.jobs.run.job_inputs import code_of_job, own_source, renew_code
 from prunekit.jobs.run.resume import resolved
 from prunekit.recipe.loading import load
 from prunekit.registries import CRITERIA
-from prunekit.utils.user_code import Unallowed, load_object
+from prunekit.utils.user_code import ForbiddenReference, load_object
 
 CODE = """
 import numpy as np
@@ -40,7 +40,7 @@ def test_a_recipe_runs_no_code_unless_it_is_allowed(recipe: Path) -> None:
     with pytest.raises(RecipeError, match=r"recipe\.yaml:3:20: prune\.criterion: 'mine\.py:score' is .* --allow-code"):
         load(recipe)
     read = load(recipe, runs_code=False).prune.criterion
-    assert isinstance(read, Unallowed)
+    assert isinstance(read, ForbiddenReference)
     for name in (read, copy.deepcopy(read), pickle.loads(pickle.dumps(read))):
         with pytest.raises(UsageError, match=r"recipe\.yaml:3:20: prune\.criterion: .* add --allow-code"):
             load_object(name, UsageError)

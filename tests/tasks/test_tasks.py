@@ -90,16 +90,16 @@ def test_mean_iou_is_that_of_all_pixels_however_batches_fall(
     ]
     # The same in two processes, of which the second has had the last batch.
     shares = [batches[:-1], batches[-1:]]
-    monkeypatch.setattr(scoring, "gather", lambda mine: [mine])
+    monkeypatch.setattr(scoring, "gather_values", lambda mine: [mine])
     parts = [evaluate(nn.Identity(), share, SEGMENTATION, CPU, together=True) for share in shares if share]
     both = [(list(part.counts), part.n_test) for part in parts] + [([], 0)]
-    monkeypatch.setattr(scoring, "gather", lambda mine: both)
+    monkeypatch.setattr(scoring, "gather_values", lambda mine: both)
     assert evaluate(nn.Identity(), batches, SEGMENTATION, CPU, together=True) == found
 
 
 def test_sums_of_processes_of_which_one_had_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [Sums(3.0, 4, [1.0, 4.0]), Sums(), Sums(1.0, 2, [2.0, 2.0])]
-    monkeypatch.setattr(position, "gather", lambda mine: parts)
+    monkeypatch.setattr(position, "gather_values", lambda mine: parts)
     assert Sums().of_all() == Sums(4.0, 6, [3.0, 6.0])
 
 

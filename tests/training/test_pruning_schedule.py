@@ -22,9 +22,9 @@ from prunekit.criteria.scoring import score
 from prunekit.hooks.hook import count_hooks
 from prunekit.masks.masked_model import masked
 from prunekit.measure.verification import verify
-from prunekit.planning.candidates import Between
+from prunekit.planning.candidates import PlanBounds
 from prunekit.planning.plan import Plan
-from prunekit.planning.schedules import Stage, at_stage, share_kept
+from prunekit.planning.schedules import Stage, settings_at_stage, share_kept
 from prunekit.planning.solver import make_plan
 from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import TrainSettings
@@ -59,7 +59,7 @@ class ByWeight(Planner):
         asked = PruneSettings(BudgetSettings(macs=self.share), scope="global", schedule=self.schedule)
         most = np.ones_like(before.keep) if self.schedule.regrow else before.keep
         found = make_plan(
-            chart, self.scores(model, chart), at_stage(asked, stage, {"macs": 1.0}), between=Between(most)
+            chart, self.scores(model, chart), settings_at_stage(asked, stage, {"macs": 1.0}), between=PlanBounds(most)
         )
         self.plans.append((stage, found))
         return found

@@ -15,9 +15,9 @@ from training_models import CPU, net, splits
 
 from prunekit.channels.trace import trace
 from prunekit.criteria.scoring import score
-from prunekit.planning.candidates import Between
+from prunekit.planning.candidates import PlanBounds
 from prunekit.planning.plan import Plan
-from prunekit.planning.schedules import Stage, at_stage
+from prunekit.planning.schedules import Stage, settings_at_stage
 from prunekit.planning.solver import make_plan
 from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import CheckpointSettings, TrainSettings
@@ -41,8 +41,8 @@ class Turning(Planner):
         found = score("l2", model, chart)
         scores = found if self.turn[0] > 0 else np.where(np.isinf(found), found, 10 - found)
         self.turn[0] = -self.turn[0]
-        most = Between(most=np.ones_like(before.keep))
-        return make_plan(chart, scores, at_stage(asked, stage, {"macs": 1.0}), between=most)
+        most = PlanBounds(most=np.ones_like(before.keep))
+        return make_plan(chart, scores, settings_at_stage(asked, stage, {"macs": 1.0}), between=most)
 
     def state_dict(self) -> dict[str, Any]:
         return {"turn": self.turn[0]}

@@ -16,7 +16,7 @@ from process_group import together
 from torch import Tensor, nn
 from training_models import CPU, Ends, EndsAfter, splits
 
-from prunekit.distributed.process_group import is_shard, is_sharded, local, rank, size
+from prunekit.distributed.process_group import is_shard, is_sharded, local_part, rank, size
 from prunekit.errors import PrunekitError
 from prunekit.jobs.prune.plan_search import PlanSearch
 from prunekit.masks.masked_model import masked
@@ -75,12 +75,12 @@ class Looking(Part):
 
     def _look(self, kind: str, tensors: dict[str, Any]) -> None:
         for name, tensor in tensors.items():
-            self.sizes[kind][name] = local(tensor).numel(), tensor.numel()
+            self.sizes[kind][name] = local_part(tensor).numel(), tensor.numel()
             keep = self._plan.mask(name)
             if keep is not None and kind != "momentum":
                 parts = keep.expand(tensor.shape).chunk(size() if is_shard(tensor) else 1)  # of rows
                 mine = rank() if is_shard(tensor) else 0
-                if mine < len(parts) and bool(local(tensor)[~parts[mine]].count_nonzero()):
+                if mine < len(parts) and bool(local_part(tensor)[~parts[mine]].count_nonzero()):
                     self.wrong.append(f"{kind} {name} after {self.steps} steps")
 
 

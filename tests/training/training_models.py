@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from prunekit.data.datasets import Feed, TensorImages
+from prunekit.data.datasets import ImageTransform, TensorImages
 from prunekit.data.sources import Splits
 from prunekit.training.callbacks.callback import Part
 
@@ -34,7 +34,7 @@ def images(count: int, seed: int) -> TensorImages:
         row, column = divmod(label, 2)
         pixels[index, 0, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4] += 100
     half = (0.5, 0.5, 0.5)
-    return TensorImages(pixels, labels, Feed(8, half, half))
+    return TensorImages(pixels, labels, ImageTransform(8, half, half))
 
 
 def splits(count: int = 66) -> Splits:

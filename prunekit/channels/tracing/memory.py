@@ -30,7 +30,7 @@ from prunekit.channels.tracing.storages import memory_of, parts_of, shape_of, st
 from prunekit.channels.tracing.tracer import Trace
 from prunekit.errors import ModelError, reason_of
 from prunekit.utils.context import paused_garbage_collection, seeded, training_mode
-from prunekit.utils.inputs import batch_of, call
+from prunekit.utils.inputs import batch_size_of, call
 from prunekit.utils.tensors import gather, map_tensors
 
 Place = tuple[int, int]
@@ -155,7 +155,7 @@ def record(
 
     Args:
         model: not changed.
-        example: see `prunekit.utils.inputs.example`. Tensors whose first axis is that of the first tensor count as
+        example: see `prunekit.utils.inputs.as_example`. Tensors whose first axis is that of the first tensor count as
             batches, and are taken in the size of `batch`.
         dtype: "fp32", "bf16" or "fp16", of all floating-point tensors.
         prepare: is done to the copy that runs.
@@ -196,7 +196,7 @@ def _recorded(model: nn.Module, example: tuple[Any, ...], wanted: _Wanted, *, fa
         with mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="cpu")
 
-    first = batch_of(example)
+    first = batch_size_of(example)
 
     def of_batch(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.dim() or tensor.shape[0] != first:
@@ -236,7 +236,7 @@ def recognized(trace: Trace, recording: Recording, batch: int) -> dict[Place, Fi
     Args:
         batch: of the recording.
     """
-    first = batch_of(trace.example)
+    first = batch_size_of(trace.example)
     traced = [operator for operator in trace.runs[0].operators if operator.call[2]]
     found: dict[Place, Fields] = {}
     ours = [(operator.module, operator.name, *map(len, operator.call[2])) for operator in traced]

@@ -31,7 +31,7 @@ from prunekit.channels.tracing.operators import NormWatch, Operator, Run, is_cou
 from prunekit.channels.tracing.storages import Storages, inner_of
 from prunekit.errors import ModelError, PrunekitError, reason_of
 from prunekit.utils.context import same_draws, seeded, takes_gradients
-from prunekit.utils.inputs import InputSpec, advice, batch_of, call, specs
+from prunekit.utils.inputs import InputSpec, batch_size_of, call, example_advice, input_specs
 from prunekit.utils.tensors import gather, map_tensors, tensors_in
 
 _UNARY = (
@@ -288,7 +288,7 @@ def trace_model(model: nn.Module, examples: list[tuple[Any, ...]], *, both_modes
 
     Args:
         model: not changed.
-        examples: see `prunekit.utils.inputs.example`.
+        examples: see `prunekit.utils.inputs.as_example`.
         both_modes: whether train mode is looked at.
 
     Raises:
@@ -300,7 +300,7 @@ def trace_model(model: nn.Module, examples: list[tuple[Any, ...]], *, both_modes
             f"{type(model).__name__} runs on the example without using any of its parameters{there(model)}"
         )
     trace.fused_away = fused_away(model)
-    trace.inputs = specs(examples[0])
+    trace.inputs = input_specs(examples[0])
     return trace
 
 
@@ -334,7 +334,7 @@ def _traced(model: nn.Module, examples: list[tuple[Any, ...]], both_modes: bool)
                     return _trace(model, examples, meta=False, both_modes=both_modes, wide=True)
             raise ModelError(
                 f"{type(model).__name__} does not run on the example inputs: {reason_of(error)}; "
-                f"{advice(model, examples)}"
+                f"{example_advice(model, examples)}"
             ) from error
 
 
@@ -417,7 +417,7 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: Run, trace: Trace) -> 
     stack = ModuleStack(clone, lambda path, module, inputs: note(path, "input", module, inputs), leave)
     earlier = trace.runs[-1] if run.training else None
     flow.count_macs = not run.training and not trace.runs  # what eval mode runs, and nothing else
-    flow.batch = batch_of(example)
+    flow.batch = batch_size_of(example)
     mode = LabelMode(flow, run, stack, earlier, example)
     with same_draws(clone), stack, torch.set_grad_enabled(run.gradients), plain_attention(), mode:
         output = call(clone, example)

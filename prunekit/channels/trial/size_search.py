@@ -47,7 +47,7 @@ from prunekit.channels.tracing.tracer import Trace, trace_model
 from prunekit.channels.trial.comparison import Divergence, Key, watch
 from prunekit.channels.trial.float64 import DoubledWhileRunning, as_double, to_double
 from prunekit.errors import ModelError
-from prunekit.utils.inputs import batch_of
+from prunekit.utils.inputs import batch_size_of
 from prunekit.utils.tensors import map_tensors
 
 
@@ -96,7 +96,7 @@ def _by_place(run: Run) -> Iterator[tuple[Any, Operator]]:
 
 def twice(example: tuple[Any, ...]) -> Any:
     """Return an example input with its batch twice."""
-    batch = batch_of(example)
+    batch = batch_size_of(example)
 
     def larger(tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([tensor, tensor]) if tensor.dim() and tensor.shape[0] == batch else tensor

@@ -21,7 +21,7 @@ from prunekit.inspection.capture.storage import OnDisk, Size, Store, copy_ms, mi
 from prunekit.utils.context import device_of
 from prunekit.utils.display import Displayed, Table, plural
 from prunekit.utils.files import StrPath
-from prunekit.utils.inputs import example as normalized
+from prunekit.utils.inputs import as_example
 
 Named = Literal["mean", "moments", "extremes"]
 Reducer = Callable[[Tensor], Any]
@@ -147,7 +147,7 @@ class Capture(Displayed, LayerHooks):
         self.expected: Size | None = None
         """What one forward pass would add as full copies, where an example was given; in memory how long it takes."""
         if example is not None:
-            self.expected = size_of(model, layers, what, normalized(model, example))
+            self.expected = size_of(model, layers, what, as_example(model, example))
             if not self._reduced and self.expected.bytes > self._store.limit:
                 raise self._too_much(f"one forward pass takes {mib(self.expected.bytes)}", self.expected)
             if to == "cpu" or (to == "device" and device.type == "cpu"):

@@ -171,7 +171,7 @@ def size_of(model: nn.Module, layers: Layers, what: What | Iterable[What], examp
 
     Args:
         model, layers, what: as for `capture`.
-        example: see `prunekit.utils.inputs.example`.
+        example: see `prunekit.utils.inputs.as_example`.
 
     Raises:
         UsageError: as for `capture`.

@@ -27,7 +27,7 @@ from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.collection import StatsCollector
 from prunekit.tasks.batches import Batch
 from prunekit.utils.context import device_of, gradients_of, seeded, training_mode
-from prunekit.utils.inputs import call, moved, taken
+from prunekit.utils.inputs import call, select_samples, to_device
 
 Loss = Callable[[Any, Tensor], Tensor]
 """From what the model returned and the labels to one number, the mean over the batch."""
@@ -83,7 +83,7 @@ class Observer:
     def _pass(self, batch: Batch, seen: DataWatch) -> None:
         for watch in (self.running, self.units, self.watched):
             watch.begin()
-        inputs = moved(batch.inputs, self.device)
+        inputs = to_device(batch.inputs, self.device)
         try:
             with torch.enable_grad(), self.units:
                 output = call(self.model, inputs)
@@ -136,7 +136,7 @@ class Observer:
         with training_mode(self.model, False), torch.no_grad(), collector, self.running:
             self.running.begin()
             try:
-                call(self.model, moved(batches[0].inputs, self.device))
+                call(self.model, to_device(batches[0].inputs, self.device))
             except (PrunekitError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
@@ -162,7 +162,7 @@ class Observer:
             return None, ()
         few = slice(0, CURVATURE_IMAGES)
         assert batch.labels is not None
-        inputs, labels = moved((taken(batch.inputs, few), batch.labels[few]), self.device)
+        inputs, labels = to_device((select_samples(batch.inputs, few), batch.labels[few]), self.device)
         weights = list(self.names.values())
 
         def loss() -> Tensor:

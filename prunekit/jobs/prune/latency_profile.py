@@ -13,7 +13,7 @@ from torch.nn.modules.conv import _ConvTransposeNd
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.labels import Labels
 from prunekit.measure.latency_profile.staircase_fit import Sample
-from prunekit.planning.latency_table import LatencyTable, LayerLatency, up
+from prunekit.planning.latency_table import LatencyTable, LayerLatency, round_up
 from prunekit.utils.display import NOTHING, Displayed, Table, share
 
 OUTPUTS, INPUTS, OTHERS = "output channels", "input channels", "channels"
@@ -214,7 +214,7 @@ class _Widths:
                     widths.append(self._number(final[factor], factor))
                     steps.append(step)
                 else:
-                    ms *= up(factor.size, step)
+                    ms *= round_up(factor.size, step)
             for span in term.spans:
                 assert final[span.factor].any()  # what never changes is not cut at
                 high = span.high if span.high < np.inf else None

@@ -22,11 +22,11 @@ from prunekit.jobs.prune.latency_profile import Profile
 from prunekit.measure.latency.comparison import LatencyReport, choose
 from prunekit.measure.latency.wording import where
 from prunekit.measure.runtimes.session import Inputs
-from prunekit.planning.feasibility import in_the_way, least_left
+from prunekit.planning.feasibility import conflicting_limits, least_possible
 from prunekit.planning.latency_table import LatencyTable
 from prunekit.planning.solver import feasible_plan
 from prunekit.settings.prune import PruneSettings, facts_of
-from prunekit.utils.files import plain
+from prunekit.utils.files import json_values
 
 TOLERANCE = 0.03
 """How far the delivered time may be from the time that was asked for, as a share of it."""
@@ -179,7 +179,7 @@ class LatencyTarget:
     @cached_property
     def least_share(self) -> float:
         """The least time that any plan is predicted to take, over what was asked for."""
-        least = least_left(self.channel_map, in_blocks(self.settings), self.table)
+        least = least_possible(self.channel_map, in_blocks(self.settings), self.table)
         return max(least[name] / facts_of(name).as_cost(value) for name, value in self.asked.items()) * (1 + 1e-9)
 
     @property
@@ -208,7 +208,7 @@ class LatencyTarget:
 
     def out_of_reach(self, timing: Timing) -> PlanError:
         """Return the error to raise where the fastest plan, which took so long, is too slow."""
-        obstacles = in_the_way(self.channel_map, in_blocks(self.settings), self.table)
+        obstacles = conflicting_limits(self.channel_map, in_blocks(self.settings), self.table)
         return PlanError(
             f"budget {self.in_words}: the plan predicted to be fastest takes {timing.ms:.4g} ms, "
             f"{timing.speedup:.3g}x the dense model's speed (measured), and no other is predicted to be "
@@ -291,7 +291,7 @@ class LatencyResult:
         return {
             "asked": self.target.asked,
             "deployed": str(self.target.transform),
-            "target": plain(asdict(self.target.settings.target)),
+            "target": json_values(asdict(self.target.settings.target)),
             "final": asdict(self.final),
             "excess": self.excess,
             "within": self.within,

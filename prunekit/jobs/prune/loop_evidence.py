@@ -18,12 +18,12 @@ from prunekit.jobs.prune.one_shot import Calibration
 from prunekit.jobs.stages.evidence import statistics
 from prunekit.jobs.stages.schedule_stages import Evidence, Seen
 from prunekit.planning.schedules import Stage
-from prunekit.settings.prune import PruneSettings, clashes
+from prunekit.settings.prune import PruneSettings, prune_contradictions
 from prunekit.statistics.taylor_terms import Loss, StepGradients, collect_gradients
 from prunekit.tasks.batches import Pair, Pairs
 from prunekit.tasks.task import Task
 from prunekit.utils.context import seeded
-from prunekit.utils.inputs import moved
+from prunekit.utils.inputs import to_device
 
 FROM_SAMPLES = {"stats", "moments", "patches", "ranks"}
 """What a criterion may need that is collected from samples without labels."""
@@ -101,7 +101,7 @@ def require_evidence(
     Raises:
         UsageError: the criterion can't be had from what is given, or what is given isn't looked at.
     """
-    if problems := [f"{'.'.join(path)}: {text}" for path, text in clashes(asdict(settings))]:
+    if problems := [f"{'.'.join(path)}: {text}" for path, text in prune_contradictions(asdict(settings))]:
         raise UsageError("; ".join(problems))
     assert settings.schedule is not None
     moves = settings.schedule.score == "movement"
@@ -144,7 +144,7 @@ def labeled_batches(model: nn.Module, data: Any, task: Task | str | None, count:
     """Return batches with targets, as many as have so many samples."""
     device, found, seen = next(model.parameters()).device, list[Pair](), 0
     for pair in Pairs(model, data, task, count=count):
-        found.append(moved(pair, device))
+        found.append(to_device(pair, device))
         seen += next((len(tensor) for tensor in pair[0] if isinstance(tensor, Tensor)), 1)
         if seen >= count:
             break

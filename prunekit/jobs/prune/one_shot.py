@@ -34,8 +34,7 @@ from prunekit.statistics.taylor_terms import TaylorTerms
 from prunekit.tasks.task import Task
 from prunekit.utils.context import device_of, training_mode
 from prunekit.utils.display import Displayed, Table, count, factor, plural, scientific, share
-from prunekit.utils.inputs import arguments, call, count_of, moved, taken
-from prunekit.utils.inputs import example as normalized
+from prunekit.utils.inputs import as_example, call, inputs_as_example, sample_count, select_samples, to_device
 from prunekit.utils.progress import reporting, stage
 from prunekit.utils.tensors import map_tensors
 
@@ -404,9 +403,9 @@ class Request:
         if self.calibration is not None:
             stage("read the samples")
             given = gathered(self.model, self.calibration, self.images, self.task)
-            self.samples = map_tensors(moved(given, device_of(self.model)), pixel_by_pixel)
+            self.samples = map_tensors(to_device(given, device_of(self.model)), pixel_by_pixel)
         example = self._example()
-        more = tuple(normalized(self.model, one) for one in self.more_examples)
+        more = tuple(as_example(self.model, one) for one in self.more_examples)
         if self.samples is not None:
             _require_running(self.model, self.first_samples(2))
         if channel_map is None:
@@ -420,7 +419,7 @@ class Request:
 
     def first_samples(self, count: int) -> tuple[Any, ...]:
         """Return the first samples as one batch, as the model takes it."""
-        return arguments(self.model, taken(self.samples, slice(count)))
+        return inputs_as_example(self.model, select_samples(self.samples, slice(count)))
 
     def _example(self) -> tuple[Any, ...]:
         if self.example is None and self.samples is None:
@@ -431,7 +430,7 @@ class Request:
         if self.example is None:
             return self.first_samples(2)
         try:
-            return normalized(self.model, self.example)
+            return as_example(self.model, self.example)
         except ModelError:
             raise
         except UsageError as error:
@@ -446,7 +445,7 @@ class Request:
             return CriterionInputs(self.stats, self.gradients, None, self.seed)
         needs, patches, short = get_criterion(settings.criterion).needs, None, list[str]()
         if "patches" in needs:
-            stage(f"patch statistics of {count_of(samples)} samples")
+            stage(f"patch statistics of {sample_count(samples)} samples")
             patches = patch_statistics(model, samples, channel_map, repair, settings.ignore, log=stage)
             short += (*too_few_rows(patches), *dead_inputs(patches))
         stats = self.stats or statistics(model, samples, settings.criterion)

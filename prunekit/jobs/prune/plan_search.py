@@ -27,16 +27,16 @@ from prunekit.jobs.run.run_folder import Log
 from prunekit.measure.model_size import count_memory
 from prunekit.measure.runtimes.session import inputs_like
 from prunekit.planning.candidates import Scores
-from prunekit.planning.feasibility import require_met_untimed
+from prunekit.planning.feasibility import require_unmeasured_met
 from prunekit.planning.plan import Plan
-from prunekit.planning.sensitivity_curves import SensitivityCurve, cumulated
+from prunekit.planning.sensitivity_curves import SensitivityCurve, cumulative_curves
 from prunekit.planning.solver import feasible_plan, make_plan
 from prunekit.settings.prune import PruneSettings, facts_of
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.layers.patch_moments import CalibrationWarning, PatchStats
 from prunekit.statistics.taylor_terms import TaylorTerms
 from prunekit.utils.context import paused_garbage_collection
-from prunekit.utils.files import plain
+from prunekit.utils.files import json_values
 from prunekit.utils.progress import stage
 
 MEMORY = facts_of("memory_mb")
@@ -128,7 +128,7 @@ class Planned:
         groups = {group.name: group for group in chart.groups}
         return {
             name: replace(curve, outputs=outputs_reading(groups[name], chart, patches))
-            for name, curve in cumulated(chart, self.scores).items()
+            for name, curve in cumulative_curves(chart, self.scores).items()
         }
 
 
@@ -141,7 +141,7 @@ class PlanSearch:
 
     Attributes:
         model: the dense model; not changed.
-        examples: inputs, see `prunekit.utils.inputs.example`. Memory and time are those of the first; others take
+        examples: inputs, see `prunekit.utils.inputs.as_example`. Memory and time are those of the first; others take
             branches that it does not take.
         settings: criterion, scope, budgets and limits.
         channel_map: of the model.
@@ -211,7 +211,7 @@ class PlanSearch:
             raise UsageError(
                 f"budget {' and '.join(timed)}: {error}; give macs, params, channels or size_mb instead"
             ) from error
-        require_met_untimed(self.channel_map, in_blocks(self.settings))
+        require_unmeasured_met(self.channel_map, in_blocks(self.settings))
         found = profile(
             self.model,
             self.examples[0],
@@ -367,7 +367,7 @@ class PlanSearch:
         """Return the plan with settings and figures of budgets as they were given, not as they were aimed at."""
         origin = planned.plan.provenance
         budgets = {name: {**found, **figures.get(name, {})} for name, found in origin["budgets"].items()}
-        provenance = {**origin, "prune": plain(asdict(self.settings)), "budgets": budgets}
+        provenance = {**origin, "prune": json_values(asdict(self.settings)), "budgets": budgets}
         return replace(planned, plan=replace(planned.plan, provenance=provenance))
 
 

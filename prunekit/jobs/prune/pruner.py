@@ -33,7 +33,7 @@ from prunekit.masks.weight_masks import WeightMasks, optimizer_of
 from prunekit.measure.verification import Verification, verify
 from prunekit.planning.keywords import Where, prune_settings
 from prunekit.planning.plan import Plan
-from prunekit.planning.schedules import in_steps
+from prunekit.planning.schedules import schedule_in_steps
 from prunekit.settings.prune import PruneSettings, ScheduleKind, ScheduleSettings, Scope, Target
 from prunekit.settings.train import ClampSettings
 from prunekit.statistics.taylor_terms import Loss
@@ -41,7 +41,7 @@ from prunekit.tasks.task import Task, get_task
 from prunekit.training.callbacks.scheduled_masks import PlanChange, ScheduledMasks
 from prunekit.training.optimizers import transfer, transfer_average
 from prunekit.utils.display import Displayed, Table
-from prunekit.utils.inputs import moved
+from prunekit.utils.inputs import to_device
 from prunekit.utils.progress import reporting
 
 Clamp = float | Mapping[str, float] | ClampSettings
@@ -172,7 +172,7 @@ class Pruner(Displayed):
                 "whole; use DistributedDataParallel, or prune at once: prunekit.masked(model, plan, optimizer)"
             )
         self._model, self._given, self._optimizer = inner, optimizer, _own_optimizer(inner, optimizer)
-        laid, stages = in_steps(schedule, steps, begin)
+        laid, stages = schedule_in_steps(schedule, steps, begin)
         asked = prune_settings(
             inner,
             settings,
@@ -201,7 +201,7 @@ class Pruner(Displayed):
         # A plan that is tried before any stage shows what is locked. Of criteria that score anew at each stage it goes
         # by chance, so that a pruner that goes on from a state finds the same locks whatever the weights are by then.
         tried = asked if asked.budget.measured or not rescored(self.settings) else replace(asked, criterion="random")
-        example = None if example is None else moved(example, next(inner.parameters()).device)
+        example = None if example is None else to_device(example, next(inner.parameters()).device)
         request = Request(inner, example, calibration, tried, images, None, None, seed, tuple(more_examples), task)
         with reporting(progress, "pruner"):
             planned = request.find_plan()

@@ -29,9 +29,9 @@ from prunekit.settings.train import TrainSettings
 from prunekit.tasks.task import get_task
 from prunekit.training.optimizers import MakeOptimizer
 from prunekit.utils.context import seeded
-from prunekit.utils.inputs import arguments
-from prunekit.utils.registry import Registry, named
-from prunekit.utils.user_code import Unallowed, is_reference, run_factory
+from prunekit.utils.inputs import inputs_as_example
+from prunekit.utils.registry import Registry, registered_names
+from prunekit.utils.user_code import ForbiddenReference, is_reference, run_factory
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def own_source(reference: str | None) -> str | None:
 
 def code_of_job(job: JobSettings) -> list[tuple[str, Registry[Any]]]:
     """Return what a job names as `file.py:object` in the place of a registered name, and of which registry."""
-    return [(name, registry) for _, name, registry in named(JobSettings, job) if is_reference(name)]
+    return [(name, registry) for _, name, registry in registered_names(JobSettings, job) if is_reference(name)]
 
 
 def renew_code(job: JobSettings) -> None:
@@ -119,7 +119,7 @@ def renew_code(job: JobSettings) -> None:
         UsageError: one is not there or raises, has no such object, or a figure means nothing for the budget in it.
     """
     for name, registry in code_of_job(job):
-        if not isinstance(name, Unallowed):
+        if not isinstance(name, ForbiddenReference):
             registry.renew(name)
     job.prune.budget.require_sound()
 
@@ -229,7 +229,7 @@ class Prepared:
 
 def example_of(model: nn.Module, splits: Splits) -> tuple[Any, ...]:
     """Return the inputs of one training sample as a batch."""
-    return arguments(model, next(iter(batches(splits.train, 1, shuffle_seed=None)))[0])
+    return inputs_as_example(model, next(iter(batches(splits.train, 1, shuffle_seed=None)))[0])
 
 
 def build_of(job: JobSettings, splits: Splits) -> ModelSettings | None:

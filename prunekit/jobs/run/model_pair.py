@@ -21,7 +21,7 @@ from prunekit.channels.cut.model_copy import named_tensors, with_tensors
 from prunekit.channels.trace import trace
 from prunekit.compaction.model_folder import read_manifest
 from prunekit.data.datasets import ImageDataset
-from prunekit.data.sources import Splits, feed_of
+from prunekit.data.sources import Splits, image_transform_of
 from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.inspection.capture.layer_selection import Layers, attention_weights
 from prunekit.inspection.visualize.image_files import Preprocessing, read_image
@@ -100,7 +100,7 @@ class Sides:
         Raises:
             UsageError: the models take no images.
         """
-        feed = feed_of(self.data or DataSettings(source="imagefolder"))
+        feed = image_transform_of(self.data or DataSettings(source="imagefolder"))
         return Preprocessing(self.sample_shape, feed.mean, feed.std)
 
     def input(self, image: Path | None, index: int = 0) -> tuple[Tensor, str]:

@@ -23,9 +23,9 @@ from prunekit.models.zoo import is_weights_file
 from prunekit.settings.job import WITHOUT_EFFECT, JobSettings, dump
 from prunekit.training.checkpoints import require_same
 from prunekit.utils.files import StrPath, read_json, write_json
-from prunekit.utils.registry import changed, named
+from prunekit.utils.registry import registered_names, replaced_at
 from prunekit.utils.state_folders import differences
-from prunekit.utils.user_code import held, is_reference
+from prunekit.utils.user_code import absolute_reference, is_reference
 
 
 def resolved(job: JobSettings, own: Own = RECIPE_ONLY) -> JobSettings:
@@ -41,10 +41,10 @@ def resolved(job: JobSettings, own: Own = RECIPE_ONLY) -> JobSettings:
     if model.weights is not None and is_weights_file(model):
         model = replace(model, weights=str(Path(model.weights).absolute()))
     if model.zoo == "own":
-        model = replace(model, name=held(own.model or model.name))
+        model = replace(model, name=absolute_reference(own.model or model.name))
     job = replace(job, data=data, model=model, output=Path(job.output).absolute())
-    for key, name, _ in named(JobSettings, job):
-        job = changed(job, key, held(name)) if is_reference(name) else job
+    for key, name, _ in registered_names(JobSettings, job):
+        job = replaced_at(job, key, absolute_reference(name)) if is_reference(name) else job
     return job
 
 
@@ -58,7 +58,9 @@ def run_recipe(job: JobSettings, own: Own) -> str:
         UsageError: as for `dump`.
     """
     named = {each.name: getattr(own, each.name) for each in fields(own)}
-    options = [f"#   --{name} {shlex.quote(held(reference))}" for name, reference in named.items() if reference]
+    options = [
+        f"#   --{name} {shlex.quote(absolute_reference(reference))}" for name, reference in named.items() if reference
+    ]
     said = "# Partly your own code, which no recipe runs: commands that take this recipe need these options too."
     return "\n".join([*([said, *options] if options else []), dump(resolved(job, own))])
 

@@ -12,7 +12,7 @@ from torch import nn
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.planning.candidates import Scores
 from prunekit.planning.plan import Plan
-from prunekit.planning.sensitivity_curves import MeasuredPoint, SensitivityCurve, keeping
+from prunekit.planning.sensitivity_curves import MeasuredPoint, SensitivityCurve, keep_in_group
 from prunekit.training.history import ClampRow, EpochRow
 
 SIZES = (("in_channels", "out_channels"), ("in_features", "out_features"), ("num_features", "num_features"))
@@ -110,7 +110,7 @@ def curve_rows(
             order = group.labels if curve is None else curve.labels  # what MACs are saved depends on the number alone
             point = points.get(kept)
             row = {"group": group.name, "module": group.module, "kept": kept, "channels": group.labels.size}
-            row |= {"macs_saved": dense - channel_map.macs(keeping(channel_map, order, kept))}
+            row |= {"macs_saved": dense - channel_map.macs(keep_in_group(channel_map, order, kept))}
             row |= {"error_fast": None if curve is None else curve.share_at(kept)}
             row |= {"error_total": None if curve is None else curve.error_at(kept)}
             row |= {"error_measured": None if point is None else point.error}

@@ -19,7 +19,7 @@ from prunekit.jobs.run.run_folder import RunFolder
 from prunekit.measure.latency.worker_process import TOLERANCES
 from prunekit.measure.verification import compare_outputs
 from prunekit.planning.plan import Plan
-from prunekit.utils.inputs import arguments, count_of
+from prunekit.utils.inputs import inputs_as_example, sample_count
 from prunekit.utils.tensors import FORMATS
 
 IMAGES = 32
@@ -104,7 +104,7 @@ def deploy(prepared: Prepared, run: RunFolder, dense: nn.Module, plan: Plan) -> 
     compact = load(run.path / "model", None if prepared.build else dense)
     validation = prepared.splits.validation
     held_out, _ = next(iter(batches(validation, min(IMAGES, len(validation)), shuffle_seed=None)))
-    example = arguments(compact, held_out)
+    example = inputs_as_example(compact, held_out)
     folded = fold_batchnorm(compact, example) if wanted.fold_batchnorm else Folded(compact, {}, {}, 0.0)
     model = channels_last(folded.model, example) if wanted.channels_last else folded.model
     save(
@@ -122,7 +122,7 @@ def deploy(prepared: Prepared, run: RunFolder, dense: nn.Module, plan: Plan) -> 
         kept=folded.kept,
         max_relative_difference=folded.max_relative_difference,
         after_rounding=compare_outputs(compact, again, example, tolerance=TOLERANCES["float32"]),
-        inputs=count_of(held_out),
+        inputs=sample_count(held_out),
         channels_last=wanted.channels_last,
     )
     run.log(

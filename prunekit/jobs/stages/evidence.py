@@ -23,7 +23,7 @@ from prunekit.statistics.layers.patch_moments import ROWS, PatchStats, collect_p
 from prunekit.statistics.layers.patches import pixel_by_pixel
 from prunekit.tasks.batches import BATCH, Pairs, joined_inputs
 from prunekit.tasks.task import Task
-from prunekit.utils.inputs import count_of, counted_positions, taken
+from prunekit.utils.inputs import counted_positions, sample_count, select_samples
 from prunekit.utils.tensors import gather, map_tensors
 
 AT_ONCE = 4096
@@ -48,12 +48,12 @@ def gathered(model: nn.Module, data: Any, count: int, task: Task | str | None = 
     whole = isinstance(data, (Tensor, Mapping))
     for inputs, _ in Pairs(model, data, task, count=count):
         found.append(inputs)
-        if not whole and sum(map(count_of, found)) >= count:
+        if not whole and sum(map(sample_count, found)) >= count:
             break
     given = joined_inputs(model, found) if found else (torch.empty(0, 0),)
-    given = given if whole else taken(given, slice(count))
+    given = given if whole else select_samples(given, slice(count))
     require_images(given)
-    given = taken(given, padding_in_all(model, given))
+    given = select_samples(given, padding_in_all(model, given))
     return given[0] if len(given) == 1 else given
 
 
@@ -72,7 +72,7 @@ def padding_in_all(model: nn.Module, inputs: tuple[Any, ...]) -> slice | Tensor:
 
 def in_batches(inputs: Any, size: int = BATCH) -> list[Any]:
     """Return inputs in batches of 128, or of another size; several tensors are the first entry of each."""
-    parts = [taken(inputs, slice(start, start + size)) for start in range(0, count_of(inputs), size)]
+    parts = [select_samples(inputs, slice(start, start + size)) for start in range(0, sample_count(inputs), size)]
     return parts if isinstance(inputs, Tensor) else [(part,) for part in parts]
 
 
@@ -116,7 +116,7 @@ def patch_statistics(
     """
     settings, images = settings or RepairSettings(), map_tensors(images, pixel_by_pixel)
     channel_map.require_plain_forward("the criterion 'elimination'")
-    samples = count_of(images)
+    samples = sample_count(images)
     may_go = ~labels_matching(channel_map, ignore, "ignore")
     may_go[0] = False
     if groups is not None:
@@ -140,4 +140,4 @@ def patch_statistics(
         memory_bytes=settings.memory_bytes,
         log=log,
     )
-    return with_gains(copy, with_raised_ridge(found, RIDGE), taken(images, slice(max(FEWEST, samples // 16))))
+    return with_gains(copy, with_raised_ridge(found, RIDGE), select_samples(images, slice(max(FEWEST, samples // 16))))

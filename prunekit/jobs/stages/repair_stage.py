@@ -21,7 +21,7 @@ from prunekit.repair.repair_model import repair
 from prunekit.repair.repair_report import LayerRepair, RepairReport, reasons_of
 from prunekit.training.batchnorm_statistics import recalibrate_batchnorm
 from prunekit.utils.files import write_csv
-from prunekit.utils.inputs import count_of
+from prunekit.utils.inputs import sample_count
 
 COLUMNS = tuple(LayerRepair.__dataclass_fields__)
 
@@ -64,7 +64,7 @@ def _repaired(
     images = calibration_images(prepared)
     run.log(
         f"repair: {settings.fit}{', sequential' if settings.sequential else ''}, "
-        f"{count_of(images)} training {prepared.splits.task.samples}"
+        f"{sample_count(images)} training {prepared.splits.task.samples}"
     )
     model, report = repair(dense.to(prepared.device), plan, images, settings, log=run.log, progress=False)
     dense.cpu()

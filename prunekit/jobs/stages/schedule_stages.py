@@ -29,11 +29,11 @@ from prunekit.jobs.run.agreement import share_stage
 from prunekit.jobs.run.job_inputs import Prepared
 from prunekit.jobs.run.run_folder import Log, RunFolder
 from prunekit.measure.verification import verify
-from prunekit.planning.candidates import Between, Scores
+from prunekit.planning.candidates import PlanBounds, Scores
 from prunekit.planning.plan import Plan
-from prunekit.planning.schedules import Stage, Timeline, at_stage, share_kept, timeline
+from prunekit.planning.schedules import Stage, Timeline, settings_at_stage, share_kept, timeline
 from prunekit.planning.solver import make_plan
-from prunekit.settings.prune import WITH_REPAIR, BudgetSettings, PruneSettings, clashes, facts_from
+from prunekit.settings.prune import WITH_REPAIR, BudgetSettings, PruneSettings, facts_from, prune_contradictions
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.taylor_terms import TaylorTerms
 from prunekit.training.callbacks.scheduled_masks import PlanChange, Planner, PruningSchedule, steps_per_epoch
@@ -145,11 +145,11 @@ class StagePlanner(Planner):
         self.scores = self._scored(model, before, seen)
         if self._final is not None and stage.progress >= 1:
             return self._final
-        between = Between(
+        between = PlanBounds(
             most=np.ones_like(before.keep) if self._schedule.regrow else before.keep,
             least=None if self._final is None else self._final.keep,
         )
-        settings = at_stage(self._settings, stage, self._dense)
+        settings = settings_at_stage(self._settings, stage, self._dense)
         made = make_plan(self._chart, self.scores, settings, seed=self._seed, between=between)
         return replace(made, provenance={**made.provenance, "schedule": asdict(stage)})
 
@@ -225,7 +225,7 @@ def require_schedule(prepared: Prepared, *, training: bool) -> Timeline | None:
         )
     if job.repair is not None:
         raise UsageError(f"repair: {WITH_REPAIR}")
-    problems = [f"{'.'.join(('prune', *path))}: {text}" for path, text in clashes(asdict(job.prune))]
+    problems = [f"{'.'.join(('prune', *path))}: {text}" for path, text in prune_contradictions(asdict(job.prune))]
     if problems:
         raise UsageError("; ".join(problems))
     steps = steps_per_epoch(job.finetune, len(prepared.splits.train), job.data.batch)

@@ -22,7 +22,7 @@ from prunekit.training.callbacks.callback import Part
 from prunekit.training.callbacks.distillation import PlanInForce
 from prunekit.training.callbacks.tensorboard import Watching, filters, sparsity_figure
 from prunekit.training.history import EpochRow
-from prunekit.utils.files import flat
+from prunekit.utils.files import flattened
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.graph_pb2 import GraphDef
@@ -175,7 +175,7 @@ def _hyperparameters(job: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
 
     Where runs are written to, and when, is no setting to compare.
     """
-    for key, value in flat(job):
+    for key, value in flattened(job):
         if value not in (None, {}) and key not in ("output", "name"):
             if isinstance(value, bool):  # which `add_hparams` would write as 0.0 or 1.0
                 value = str(value).lower()

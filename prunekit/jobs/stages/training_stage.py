@@ -42,7 +42,7 @@ from prunekit.training.history import ClampRow, Compilation, EpochRow, LeftRun, 
 from prunekit.training.loop import fit, never
 from prunekit.training.optimizers import transfer_run
 from prunekit.utils.files import write_csv
-from prunekit.utils.inputs import arguments
+from prunekit.utils.inputs import inputs_as_example
 
 
 def checkpoints_of(run: RunFolder, job: JobSettings, name: str, **facts: str) -> Checkpoints | None:
@@ -297,7 +297,7 @@ class Finetuning:
     def _proof(self, model: nn.Module, small: nn.Module, plan: Plan) -> float:
         """Return the largest relative difference of outputs in float64, and of what is in the models."""
         some = batches(self._prepared.splits.validation, 32, shuffle_seed=None)
-        held_out = (arguments(model, inputs) for inputs, _ in islice(some, PROOF_IMAGES // 32))
+        held_out = (inputs_as_example(model, inputs) for inputs, _ in islice(some, PROOF_IMAGES // 32))
         return verify(model, small, plan, held_out, strict=True).max_relative_difference
 
     def _thresholds(self, small: nn.Module) -> ActivationThresholds | None:

@@ -110,7 +110,7 @@ def break_down(
 
     Args:
         dense, pruned: on the device, in eval mode.
-        inputs: an example, see `prunekit.utils.inputs.example`, on the device.
+        inputs: an example, see `prunekit.utils.inputs.as_example`, on the device.
         batch: samples in them.
         rounds: at least 5.
     """

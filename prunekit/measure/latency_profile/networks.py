@@ -42,7 +42,7 @@ from prunekit.measure.latency_profile.layer_times import LayerTimes, conditions,
 from prunekit.measure.runtimes.onnx_runtime import exported
 from prunekit.measure.runtimes.runtime import RUNTIMES, Runtime
 from prunekit.measure.runtimes.session import Inputs, Session, Setting, Source, inputs_of
-from prunekit.planning.candidates import Part
+from prunekit.planning.candidates import GroupPart
 from prunekit.utils.context import on_device, set_mode
 from prunekit.utils.context import threads as with_threads
 from prunekit.utils.inputs import call
@@ -276,7 +276,7 @@ LEAST, SPREAD = 0.1, 0.25
 """Mean share of the narrowest networks, and by how much parts differ from a network's mean."""
 
 
-def sampled(channel_map: ChannelMap, parts: list[Part], number: int, *, seed: int = 0) -> Iterator[Keep]:
+def sampled(channel_map: ChannelMap, parts: list[GroupPart], number: int, *, seed: int = 0) -> Iterator[Keep]:
     """Yield what so many networks keep: all, then random shares of every part around a mean that is spread evenly.
 
     Args:

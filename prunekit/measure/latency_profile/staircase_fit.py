@@ -18,7 +18,7 @@ from prunekit.channels.labels import Labels
 from prunekit.measure.latency_profile.layer_times import LayerTimes
 from prunekit.measure.latency_profile.width_features import ModuleFeatures, Product, features_of
 from prunekit.planning.costs import Numbers
-from prunekit.planning.latency_table import LatencyTable, LatencyTerm, LayerLatency, Span, up
+from prunekit.planning.latency_table import LatencyTable, LatencyTerm, LayerLatency, Span, round_up
 
 DEPTH = 2
 """Of cuts, one within the other."""
@@ -252,7 +252,7 @@ class _Counts:
             for weight, factors in zip(product.weights, product.factors, strict=True):
                 value = np.full(len(self.kept), weight)
                 for factor, step in zip(factors, own, strict=True):
-                    value = value * up(self.width(factor), step)
+                    value = value * round_up(self.width(factor), step)
                 column += value
             self.columns[product, own] = column
         return self.columns[product, own]

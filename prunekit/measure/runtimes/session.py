@@ -42,7 +42,7 @@ class Setting:
 
 
 Sample = tuple[Any, ...]
-"""An example, see `prunekit.utils.inputs.example`, of (B, ...) tensors on the CPU; floating-point ones in float32."""
+"""An example (see `prunekit.utils.inputs.as_example`): (B, ...) tensors on the CPU, floating-point ones in float32."""
 
 
 def in_dtype(sample: Sample, dtype: torch.dtype) -> Sample:
@@ -99,7 +99,7 @@ def inputs_like(example: tuple[Any, ...]) -> Inputs:
     """Return what a model takes, by an example.
 
     Args:
-        example: see `prunekit.utils.inputs.example`.
+        example: see `prunekit.utils.inputs.as_example`.
 
     Raises:
         UsageError: not all of them are tensors with the same number of samples on their first axis.

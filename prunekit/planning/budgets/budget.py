@@ -10,7 +10,7 @@ from typing import Any, cast
 from prunekit import registries
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.errors import PlanError, UsageError
-from prunekit.planning.candidates import Part
+from prunekit.planning.candidates import GroupPart
 from prunekit.planning.costs import Term
 from prunekit.planning.latency_table import LatencyTable
 from prunekit.settings.prune import BudgetFacts, Target
@@ -31,7 +31,7 @@ class Countable:
     """
 
     channel_map: ChannelMap
-    parts: Sequence[Part]
+    parts: Sequence[GroupPart]
     target: Target = field(default_factory=Target)
     latency: LatencyTable | None = None
 

@@ -12,10 +12,10 @@ import numpy as np
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.labels import Labels
 from prunekit.planning.budgets.budget import BUDGETS, Countable
-from prunekit.planning.candidates import Part
+from prunekit.planning.candidates import GroupPart
 from prunekit.planning.costs import CostModel, Numbers, Term, cost_model
 from prunekit.planning.latency_table import LatencyTable
-from prunekit.settings.prune import BudgetFacts, PruneSettings, noted
+from prunekit.settings.prune import BudgetFacts, PruneSettings, noted_facts
 
 BITS = 40
 """To which the largest term of a sum of fractions is counted."""
@@ -75,7 +75,7 @@ class Budgets:
                 "asked": one.as_cost(asked),
                 "left": one.as_cost(value),
                 "dense": one.as_cost(dense),
-                **noted(one),
+                **noted_facts(one),
             }
             for one, asked, value, dense in zip(self.facts, self.asked, left, self.dense, strict=True)
         }
@@ -83,7 +83,7 @@ class Budgets:
 
 
 def budgets_of(
-    channel_map: ChannelMap, parts: list[Part], settings: PruneSettings, latency: LatencyTable | None = None
+    channel_map: ChannelMap, parts: list[GroupPart], settings: PruneSettings, latency: LatencyTable | None = None
 ) -> Budgets:
     """Return the budgets of a job as functions of the parts' counts.
 
@@ -162,7 +162,7 @@ def _finer(sums: list[list[Term]], facts: BudgetFacts) -> tuple[list[list[Term]]
     return [[term.times(finer) for term in one] for one in sums], finer
 
 
-def _worst(parts: list[Part]) -> Callable[[Labels], Numbers]:
+def _worst(parts: list[GroupPart]) -> Callable[[Labels], Numbers]:
     """Return the largest share that a part keeps, of those that are not at their smallest: a share is asked of every
     group.
     """

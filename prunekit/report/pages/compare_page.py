@@ -33,7 +33,7 @@ from prunekit.report.run_data import read_run
 from prunekit.report.templates import linked, write
 from prunekit.settings.job import WITHOUT_EFFECT
 from prunekit.utils import display as numbers
-from prunekit.utils.files import flat
+from prunekit.utils.files import flattened
 
 ABSENT = "–"
 
@@ -56,7 +56,7 @@ def differences(recipes: Sequence[Mapping[str, Any]]) -> Differences:
 
     A section that one recipe leaves out (`null`) and another fills is a difference in each of its keys.
     """
-    flats = [{key: _word(value) for key, value in flat(recipe)} for recipe in recipes]
+    flats = [{key: _word(value) for key, value in flattened(recipe)} for recipe in recipes]
     # A section that is null here has keys elsewhere: those say what differs.
     sections = {key.rpartition(".")[0] for one in flats for key in one}
     rows, missing = [], []

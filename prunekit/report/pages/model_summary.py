@@ -17,8 +17,7 @@ from prunekit.measure.model_size import ModuleRow, Shapes, count_bytes, count_me
 from prunekit.registries import DTYPES
 from prunekit.utils.display import Displayed, Table, count, share, size
 from prunekit.utils.files import StrPath, write_csv
-from prunekit.utils.inputs import example as normalized
-from prunekit.utils.inputs import moved
+from prunekit.utils.inputs import as_example, to_device
 
 NAMES = {getattr(torch, torch_name): name for name, torch_name in DTYPES.items()}
 
@@ -138,9 +137,9 @@ def summary(model: nn.Module, example: Any, *, name: str | None = None) -> Model
           136 B of activations, 600 B at the peak of a forward pass
     """
     model = unwrapped(model, offloaded=True)
-    given = normalized(model, example)
+    given = as_example(model, example)
     if all(tensor.is_meta for _, tensor in named_tensors(model)):
-        given = moved(given, torch.device("meta"))  # shapes need no values
+        given = to_device(given, torch.device("meta"))  # shapes need no values
     found = module_table(model, given)
     parameters = list(model.parameters())
     return ModelSummary(

@@ -17,7 +17,7 @@ from matplotlib.ticker import FixedLocator, MaxNLocator
 from numpy.typing import NDArray
 
 from prunekit.measure.latency import wording
-from prunekit.planning.latency_table import up
+from prunekit.planning.latency_table import round_up
 from prunekit.report.figures import charts as figures
 from prunekit.report.figures.charts import COLORS, GRAY, INK, canvas, shortened, svg
 from prunekit.report.headline import Tile
@@ -120,7 +120,7 @@ def fitted(layer: Layer, kept: Numbers) -> Numbers:
     for term in layer["terms"]:
         product = np.full(len(kept), float(term["ms"]))
         for width, step in zip(term["widths"], term["steps"], strict=True):
-            product = product * up(kept[:, width], step)
+            product = product * round_up(kept[:, width], step)
         for width, low, high in term.get("spans", ()):  # a run of before has none
             product = product * ((low <= kept[:, width]) & (kept[:, width] < (math.inf if high is None else high)))
         result += product

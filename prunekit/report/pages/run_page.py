@@ -26,8 +26,8 @@ from prunekit.report.sections.section import SECTIONS, Section, ordered
 from prunekit.report.templates import rendered
 from prunekit.settings.job import JobSettings
 from prunekit.utils import display as numbers
-from prunekit.utils.files import StrPath, flat, read_json, write_text
-from prunekit.utils.registry import named
+from prunekit.utils.files import StrPath, flattened, read_json, write_text
+from prunekit.utils.registry import registered_names
 from prunekit.utils.user_code import is_reference
 
 PROVEN = 1e-9
@@ -89,7 +89,7 @@ def again(run: Run, job: str | None = None) -> Again | None:
     recipe = recipe_of(run)
     own = dict(_own(recipe))
     words = [f"--{name} {shlex.quote(reference)}" for name, reference in own.items()]
-    words += ["--allow-code"] * any(is_reference(name) for _, name, _ in named(JobSettings, recipe))
+    words += ["--allow-code"] * any(is_reference(name) for _, name, _ in registered_names(JobSettings, recipe))
     said = "Makes this run again, in a new folder; on the same machine and versions"
     more = f", with your own {' and '.join(own)}" if own else ""
     return Again(" ".join([command, *words]), f"{said}{more}:")
@@ -273,7 +273,7 @@ def _render(run: Run, state: str | None, sections: Sequence[str], log: Log) -> s
         TEMPLATES[kind],
         run=run,
         state=state or str(run.status.get("state", "unknown")),
-        environment=[(key, _text(value)) for key, value in flat(run.environment) if value != {}],
+        environment=[(key, _text(value)) for key, value in flattened(run.environment) if value != {}],
         gaps=[*gaps(run, kind), *failed],
         **values,
     )

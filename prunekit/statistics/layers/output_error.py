@@ -20,7 +20,7 @@ from prunekit.statistics.layers.layer_graph import Finder
 from prunekit.statistics.layers.linear_layers import Call, CallWatch, Layer
 from prunekit.statistics.layers.patch_moments import LayerMoments, PatchStats
 from prunekit.utils.context import training_mode
-from prunekit.utils.inputs import arguments, call, count_of, counted_positions, rows_of, taken
+from prunekit.utils.inputs import call, counted_positions, inputs_as_example, rows_of, sample_count, select_samples
 from prunekit.utils.progress import tracked
 
 FEW = 2
@@ -52,8 +52,8 @@ class Judge:
             inputs: at least three samples, if there are so many.
         """
         finder = Finder(model, ())
-        few, more = (_returned(model, taken(inputs, slice(count)), finder) for count in (FEW, FEW + 1))
-        counts = [count_of(taken(inputs, slice(count))) for count in (FEW, FEW + 1)]
+        few, more = (_returned(model, select_samples(inputs, slice(count)), finder) for count in (FEW, FEW + 1))
+        counts = [sample_count(select_samples(inputs, slice(count))) for count in (FEW, FEW + 1)]
         outputs, made = list[int](), set(finder.boundary)
         pairs = zip(few, more, strict=True) if len(few) == len(more) else ((tensor, tensor) for tensor in more)
         for place, (one, other) in enumerate(pairs):
@@ -152,7 +152,7 @@ def with_gains(model: nn.Module, stats: PatchStats, inputs: Any) -> PatchStats:
     Args:
         model: the dense model; only read.
         stats: of that model.
-        inputs: (B, ...), as `arguments` takes them, for as many forward passes as there are layers, and one.
+        inputs: (B, ...), as `inputs_as_example` takes them, for as many forward passes as there are layers, and one.
 
     Returns:
         The statistics with `output_gain` filled in: 1 where a layer has nothing to measure.
@@ -160,7 +160,7 @@ def with_gains(model: nn.Module, stats: PatchStats, inputs: Any) -> PatchStats:
     copy = with_tensors(model, {name: tensor.detach().clone() for name, tensor in named_tensors(model)})
     tensors, modules = dict(named_tensors(copy)), dict(copy.named_modules())
     with training_mode(copy, False), torch.no_grad():
-        given = arguments(model, inputs)
+        given = inputs_as_example(model, inputs)
         judge, counted = Judge.of(copy, given), counted_positions(copy, given)
         run = partial(judge.values, copy, given, counted)
         dense = run()

@@ -17,7 +17,7 @@ from prunekit.statistics.layers.linear_layers import Call, Layer
 from prunekit.statistics.layers.patches import Reading, gram, gram_bytes, sampled_rows
 from prunekit.statistics.moments import RAISED
 from prunekit.utils.context import training_mode
-from prunekit.utils.inputs import arguments, call, count_of, counted_positions, inputs_in, taken
+from prunekit.utils.inputs import call, counted_positions, inputs_as_example, inputs_in, sample_count, select_samples
 from prunekit.utils.progress import tracked
 from prunekit.utils.tensors import first_not_finite
 
@@ -223,16 +223,16 @@ def collect_patches(
     collector: _Collector | None = None
     with training_mode(model, False):
         for index, batch in enumerate(tracked(batches, "patch statistics")):
-            given = arguments(model, inputs_in(batch))
-            samples = count_of(given)
+            given = inputs_as_example(model, inputs_in(batch))
+            samples = sample_count(given)
             if collector is None:
-                few = taken(given, slice(2))
+                few = select_samples(given, slice(2))
                 layers = [merged(calls) for calls in pooled(find_layers(model, few, norms)).values()]
                 wanted = tuple(x for x in layers if inputs is None or (x.weight, x.axes[1]) in inputs)
                 columns = _columns(wanted, dict(named_tensors(model)), memory_bytes)
                 if log is not None:
                     log(_stated(wanted, columns))
-                collector = _Collector(model, wanted, norms, columns, count_of(few))
+                collector = _Collector(model, wanted, norms, columns, sample_count(few))
             collector.batch, collector.batch_rows = index, max(samples, round(rows * samples / images))
             collector.batch_samples, collector.counted = samples, counted_positions(model, given)
             with collector.watching():

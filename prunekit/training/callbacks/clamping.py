@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from prunekit.distributed.process_group import gather
+from prunekit.distributed.process_group import gather_values
 from prunekit.masks.gradient_clamps import GradientClamp, clamp_activation_grad, clamp_weight_grad
 from prunekit.settings.train import ClampSettings, TrainSettings
 from prunekit.training.history import ClampRow
@@ -60,7 +60,7 @@ class Clamps:
 
     def counts(self) -> dict[str, dict[str, tuple[int, int]]]:
         """Of each clamp by module path: how many of how many were beyond the limit so far, over all processes."""
-        return {name: _summed(gather(clamp.counts())) for name, (clamp, _) in self._clamps.items()}
+        return {name: _summed(gather_values(clamp.counts())) for name, (clamp, _) in self._clamps.items()}
 
     def rows(self) -> tuple[ClampRow, ...]:
         """Return one row for each module whose gradients were looked at, over all processes."""

@@ -33,7 +33,7 @@ from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import Task, get_task
 from prunekit.training.callbacks.callback import Part, Training
 from prunekit.utils.context import training_mode
-from prunekit.utils.inputs import arguments, call, count_of
+from prunekit.utils.inputs import call, inputs_as_example, sample_count
 
 PlanInForce = Callable[[], Plan | None]
 """The plan that masks a model now; None: the model is whole."""
@@ -286,14 +286,14 @@ class Distillation(Part):
 
     def loss(self, inputs: Any, output: Any, targets: Any) -> Tensor:
         with self._watch.timing(), torch.no_grad():
-            wanted = self._logits(call(self._teacher, arguments(self._teacher, inputs)))
+            wanted = self._logits(call(self._teacher, inputs_as_example(self._teacher, inputs)))
         settings = self._settings
         loss = settings.weight * soft_targets(self._logits(output), wanted, settings.temperature)
         if self._outputs is not None and settings.features is not None:
             given, taught = (outputs.taken() for outputs in self._outputs)
             if given.keys() != taught.keys() or not given:
                 raise ModelError(not_alike(given, taught))
-            error = feature_error(list(given.values()), [taught[key] for key in given], count_of(inputs))
+            error = feature_error(list(given.values()), [taught[key] for key in given], sample_count(inputs))
             loss = loss + settings.features.weight * error
         return loss
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.distributed.process_group import is_main, is_sharded, local, total
+from prunekit.distributed.process_group import is_main, is_sharded, local_part, total
 from prunekit.masks.module_values import count_zeros
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import WatchSettings
@@ -331,7 +331,7 @@ def layer_sparsity(model: nn.Module, plan: Plan | None) -> dict[str, float]:
     sizes: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         if parameter.ndim >= 2:
-            path, own = name.rpartition(".")[0] or name, local(parameter)
+            path, own = name.rpartition(".")[0] or name, local_part(parameter)
             kept[path] = kept.get(path, 0) + own.numel() - int(count_zeros(own))
             sizes[path] = sizes.get(path, 0) + _dense_size(name, parameter, plan)
     if is_sharded(model):

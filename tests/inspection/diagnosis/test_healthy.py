@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock
 
 import prunekit
-from prunekit.data.datasets import IMAGENET_MEAN, IMAGENET_STD, Feed
+from prunekit.data.datasets import IMAGENET_MEAN, IMAGENET_STD, ImageTransform
 from prunekit.data.loader import batches
 from prunekit.data.sources import Splits, load_splits
 from prunekit.hooks.hook import count_hooks
@@ -86,7 +86,7 @@ def test_a_published_resnet20() -> None:
     )
     pixels, labels = real_cifar.images("train", 64)
     scaled = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
-    images = Feed(32, IMAGENET_MEAN, IMAGENET_STD).normalized(scaled)
+    images = ImageTransform(32, IMAGENET_MEAN, IMAGENET_STD).normalized(scaled)
     assert_healthy(diagnose(model, [(images, torch.from_numpy(labels).long())], optimizer=sgd(model, 0.02)))
 
 

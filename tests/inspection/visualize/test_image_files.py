@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from torchvision.transforms._presets import ImageClassification
 
-from prunekit.data.datasets import Feed
+from prunekit.data.datasets import ImageTransform
 from prunekit.errors import DataError, UsageError
 from prunekit.inspection.visualize.image_files import Preprocessing, colored, read_image, write_png
 
@@ -18,7 +18,7 @@ PHOTO = Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 140, 3), 
 def test_files_are_prepared_as_the_data_and_torchvision_do(tmp_path: Path) -> None:
     PHOTO.save(tmp_path / "photo.png")
     found = read_image(tmp_path / "photo.png", Preprocessing((3, 56, 56)))
-    assert torch.equal(found, Feed(56).image(PHOTO, None, 0))
+    assert torch.equal(found, ImageTransform(56).image(PHOTO, None, 0))
     torch.testing.assert_close(found, ImageClassification(crop_size=56, resize_size=64)(PHOTO))
 
 
