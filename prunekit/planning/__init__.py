@@ -1,1 +1,1 @@
-"""Plans: which channels stay, by scores and budgets."""
+"""Plans: which channels are kept, by scores and budgets."""

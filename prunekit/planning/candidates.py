@@ -1,4 +1,4 @@
-"""Which labels a plan may remove, in which order, and down to which counts."""
+"""Candidates of a plan: which labels it may remove, in which order, and how many may be kept."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class GroupPart:
     Attributes:
         labels: from the most to the least important, so that keeping k means `labels[:k]`.
         counts: numbers of labels that may be kept, ascending; the last keeps all.
-        channels: channels that one label stands for; more than 1 where whole convolution groups hang together.
+        channels: how many channels one label stands for; more than 1 where whole convolution groups are coupled.
     """
 
     labels: Labels
@@ -32,22 +32,22 @@ class GroupPart:
     channels: int
 
     def at_most(self, wanted: float) -> int:
-        """Return the largest allowed count that is not above `wanted`; the smallest one where none is."""
+        """Return the largest allowed count of at most `wanted`; the smallest count if there is none."""
         index = int(np.searchsorted(self.counts, wanted + 1e-9, side="right")) - 1
         return int(self.counts[max(index, 0)])
 
     def at_least(self, wanted: int) -> int:
-        """Return the smallest allowed count that is not below `wanted`."""
+        """Return the smallest allowed count of at least `wanted`."""
         return int(self.counts[np.searchsorted(self.counts, wanted)])
 
 
 @dataclass(frozen=True, eq=False)
 class PlanBounds:
-    """Two plans that one lies between, as a step of a schedule does: bool (n_labels,) each, None for no bound.
+    """Two plans that bound another one, as in a step of a schedule: bool (n_labels,) each, None for no bound.
 
     Attributes:
-        most: what may be kept at all.
-        least: what is kept in any case; within `most`.
+        most: labels that may be kept.
+        least: labels that must be kept; all of them are in `most`.
     """
 
     most: Keep | None = None
@@ -58,13 +58,11 @@ UNBOUNDED = PlanBounds()
 
 
 def free_parts(
-    channel_map: ChannelMap, scores: Scores, settings: PruneSettings, between: PlanBounds = UNBOUNDED
+    channel_map: ChannelMap, scores: Scores, settings: PruneSettings, bounds: PlanBounds = UNBOUNDED
 ) -> list[GroupPart]:
     """Return the parts of a model that a plan may prune, with exclusions and ratios applied.
 
-    Args:
-        between: plans that leave no other counts; a part's order begins with what must stay, and what may not comes
-            last.
+    A part is ordered by scores, but labels that `bounds` requires come first, and those that it forbids come last.
 
     Raises:
         PlanError: a glob matches no module path.
@@ -84,29 +82,29 @@ def free_parts(
             if not np.isnan(share):
                 wanted = labels.size * (1 if _are_positions(channel_map, group) else share)
                 part = GroupPart(order, np.array([part.at_most(wanted)]), channels)
-            parts.append(_bounded(part, between))
+            parts.append(_bounded(part, bounds))
     return parts
 
 
-def _bounded(part: GroupPart, between: PlanBounds) -> GroupPart:
+def _bounded(part: GroupPart, bounds: PlanBounds) -> GroupPart:
     none, every = np.zeros(part.labels.size, dtype=bool), np.ones(part.labels.size, dtype=bool)
-    least = none if between.least is None else between.least[part.labels]
-    most = every if between.most is None else between.most[part.labels]
-    order = part.labels[np.lexsort((~most, ~least))]  # stable: among themselves as they were
+    least = none if bounds.least is None else bounds.least[part.labels]
+    most = every if bounds.most is None else bounds.most[part.labels]
+    order = part.labels[np.lexsort((~most, ~least))]  # stable: the order among equals stays
     low, high = np.count_nonzero(least), np.count_nonzero(most)
     counts = part.counts[(part.counts >= low) & (part.counts <= high)]
     return GroupPart(order, counts if counts.size else np.array([high]), part.channels)
 
 
 def _are_positions(channel_map: ChannelMap, group: ChannelGroup) -> bool:
-    """Return whether labels are positions in heads that may go too: a ratio takes whole heads."""
+    """Return whether labels are positions in heads, which a ratio does not apply to: it removes whole heads."""
     return bool(np.isin(group.labels, channel_map.joint[:, 2]).any())
 
 
 def _unit(channel_map: ChannelMap, group: ChannelGroup, settings: PruneSettings) -> int | None:
-    """By what the count of heads or of positions in heads is multiplied when it is rounded; None for other labels.
+    """Return what counts of heads, or of positions in heads, are multiplied by for rounding; None for other labels.
 
-    Positions are rounded by themselves, and heads as the narrowest rounding of their positions needs it.
+    Positions are rounded on their own, and heads as much as the smallest allowed number of positions requires.
     """
     if _are_positions(channel_map, group):
         return 1
@@ -126,7 +124,7 @@ def _allowed(size: int, channels: int, settings: PruneSettings) -> Labels:
 
 
 def channels_per_label(channel_map: ChannelMap, group: ChannelGroup) -> int:
-    """Return how many channels of its producer go when one label of a group goes."""
+    """Return how many channels of its producer are removed with one label of a group."""
     name, axis = next((slot for slot in group.slots if slot[1] == 0), group.slots[0])
     on_axis = channel_map.labels[name][axis]
     assert on_axis is not None
@@ -155,7 +153,7 @@ def labels_matching(channel_map: ChannelMap, patterns: Iterable[str], key: str) 
 
 
 def _outputs(channel_map: ChannelMap) -> list[tuple[str, Labels]]:
-    """Module paths with labels of their output channels; of modules that are never called, those of their rows."""
+    """Return module paths with the labels of their outputs; of modules never called, those of their weights' rows."""
     called = [(path, labels) for (path, kind, _), labels in channel_map.activations.items() if kind == "output"]
     paths = {path for path, _ in called}
     owned = [(name.rpartition(".")[0], axes[0]) for name, axes in channel_map.labels.items() if axes]

@@ -1,6 +1,7 @@
-"""What a choice of widths costs: sums of products of widths, exact at any counts, many choices at once.
+"""Costs of a choice of widths: sums of products of widths, exact for any counts, and vectorized over choices.
 
-What a resource is made of: sums of products of widths, each of which may count in steps, and within spans alone.
+A `Term` is one such product. In it a width may count in steps, and a product only within spans of widths.
+`cost_model` compiles the terms of all budgets into a `CostModel`, which maps counts to costs.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from prunekit.planning.latency_table import Span, round_up
 
 Numbers = NDArray[np.float64]
 Counting = tuple[int, float, float, bool]
-"""Of a width: the step that it is rounded up to, and where it counts: from the first to below the second; whether it
-then counts as 1, not by its size."""
+"""How a width counts: the step that it is rounded up to, the range in which it counts (the end excluded), and whether
+it counts as 1 there instead of by its size."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,10 +29,10 @@ class Term:
     """A constant times the widths of its factors: how many labels of each are kept.
 
     Attributes:
-        constant: what the product of the widths is multiplied by.
-        factors: arrays of labels, such as those of a layer's inputs and outputs; none: the term does not change.
-        steps: of each factor: its width counts as the next multiple of this; none: as it is.
-        spans: in all of which widths must lie for it to count.
+        constant: factor of the product of the widths.
+        factors: arrays of labels, such as those of a layer's inputs and outputs; empty: the term is constant.
+        steps: for each factor, the step that its width is rounded up to; empty: widths are not rounded.
+        spans: the term is 0 unless the widths lie in all of them.
 
     Example:
         >>> import prunekit as pk, torch
@@ -54,8 +55,8 @@ class Term:
         return replace(self, constant=factor * self.constant)
 
     @property
-    def counted(self) -> Iterator[tuple[Labels, Counting]]:
-        """Every width that it is a product of, and how it counts; within a span a width is 1, else 0."""
+    def widths(self) -> Iterator[tuple[Labels, Counting]]:
+        """The factors and the spans, and how each counts: a span as 1 or 0."""
         for factor, step in zip(self.factors, self.steps or (1,) * len(self.factors), strict=True):
             yield factor, (step, 0.0, np.inf, False)
         for span in self.spans:
@@ -69,19 +70,19 @@ def entries(channel_map: ChannelMap, name: str) -> Term:
     return Term(float(whole), tuple(labels for _, labels in axes if labels is not None))
 
 
-def counted(width: Any, step: Any, low: Any, high: Any, as_one: Any) -> Any:
-    """Return what a width, or each of an array of them, is multiplied as."""
+def _counted(width: Any, step: Any, low: Any, high: Any, as_one: Any) -> Any:
+    """Return the factor that a width stands for, or each of an array of them; see `Counting`."""
     within = (low <= width) & (width < high)
     return np.where(within, np.where(as_one, 1.0, round_up(width, step)), 0.0)
 
 
 @dataclass(frozen=True, eq=False)
 class _Lookup:
-    """How many labels of a factor are kept, by the counts of one part, or of two where labels are joint.
+    """How many labels of a factor are kept, by the counts of one part, or of two if labels are joint.
 
     Attributes:
-        parts: the second is the same as the first where there is one.
-        table: (size,) of kept labels; (sizes of both) where there are two.
+        parts: indices of the parts; twice the same if there is one.
+        table: numbers of kept labels, (size + 1,), or (size + 1, size + 1) for two parts.
     """
 
     parts: tuple[int, int]
@@ -90,7 +91,7 @@ class _Lookup:
 
 @dataclass(frozen=True, eq=False)
 class _Width:
-    """A factor's width: what of it no part decides, tables of the rest, and how it counts."""
+    """A factor's width: the number of labels that always stay, tables for the others, and how it counts."""
 
     fixed: int
     lookups: list[_Lookup]
@@ -101,19 +102,19 @@ class _Width:
 class CostModel:
     """Costs of choices of counts, for several resources at once.
 
-    A cost is a sum of products of widths, each rounded up to its step, and a width a sum of table entries, one for each
-    part that it depends on: so neighbors' widths multiply, and labels that lie on an axis several times, or are joint,
-    count as often as they do. A product that counts only within a span of a width has a factor more, which is 0 or 1.
+    A cost is a sum of products of widths, each rounded up to its step. A width is a sum of table entries, one for each
+    part that it depends on, so labels that occur several times on an axis, or are joint, are counted as often. A span
+    of widths is one more factor, which is 0 or 1.
 
     Attributes:
-        tables: (entries,) all lookups' tables in a row.
-        at: (lookups,) where each one's begins.
-        first, second: (lookups,) the parts whose counts it takes.
-        stride: (lookups,) of the first part's count; 0 where there is one part.
+        tables: (entries,) the tables of all lookups, concatenated.
+        at: (lookups,) where each table begins.
+        first, second: (lookups,) the parts whose counts index a table.
+        stride: (lookups,) of the first part's count; 0 if there is one part.
         starts: (widths,) the first lookup of each width.
-        fixed: (widths,) what of each width no part decides.
-        counting: (4, widths) the numbers of each one's `Counting`.
-        factors: (terms, most factors) widths, one beyond the last where a term has fewer.
+        fixed: (widths,) the number of labels of each width that always stay.
+        counting: (4, widths) the numbers of each width's `Counting`.
+        factors: (terms, most factors) indices of widths, one beyond the last as padding.
         constants: (terms, resources)
         base: (resources,) what depends on no part.
     """
@@ -131,18 +132,19 @@ class CostModel:
     base: Numbers
 
     def of(self, resources: Labels) -> CostModel:
-        """Return the same for some of the resources alone."""
+        """Return the costs of some of the resources."""
         return replace(self, constants=self.constants[:, resources], base=self.base[resources])
 
     @property
-    def turning(self) -> bool:
-        """Whether a span decides on a product, so that costs may fall as widths grow."""
+    def non_monotonic(self) -> bool:
+        """Whether terms have spans, so that costs may fall as widths grow."""
         return bool(self.counting[3].any())
 
-    def turns(self, sizes: Sequence[int]) -> list[set[int]]:
-        """Of each part, whose sizes are given, the counts from which on a span begins or ends, and so costs may fall.
+    def breakpoints(self, sizes: Sequence[int]) -> list[set[int]]:
+        """Return the counts of each part at which a span begins or ends, if it depends on no other part.
 
-        Of spans of widths that a single part decides; where several do, none.
+        Args:
+            sizes: of the parts.
         """
         found: list[set[int]] = [set() for _ in sizes]
         several = np.diff(np.append(self.starts, self.first.size))
@@ -156,13 +158,13 @@ class CostModel:
         return found
 
     def __call__(self, counts: Labels) -> Numbers:
-        """Whole numbers, (..., resources), of counts (..., parts)."""
+        """Return the costs (..., resources) of counts (..., parts), as whole numbers."""
         flat = counts.reshape(-1, counts.shape[-1])
         if not self.starts.size:
             return np.broadcast_to(np.rint(self.base), (*counts.shape[:-1], self.base.size))
         kept = self.tables[self.at + flat[:, self.first] * self.stride + flat[:, self.second]]
         widths = self.fixed + np.add.reduceat(kept, self.starts, axis=1)
-        widths = counted(widths, *self.counting) if self.turning else round_up(widths, self.counting[0])
+        widths = _counted(widths, *self.counting) if self.non_monotonic else round_up(widths, self.counting[0])
         widths = np.concatenate([widths, np.ones_like(widths[:, :1])], axis=1)
         products = widths[:, self.factors].prod(axis=2)
         result: Numbers = np.rint(products @ self.constants + self.base)
@@ -171,19 +173,19 @@ class CostModel:
 
 def cost_model(channel_map: ChannelMap, parts: list[GroupPart], resources: list[list[Term]]) -> CostModel:
     """Compile terms of several resources into tables over the parts' counts."""
-    reading = _Reading.of(channel_map, parts)
+    owners = _LabelOwners.of(channel_map, parts)
     number: dict[tuple[bytes, Counting], int] = {}
     found: list[_Width] = []
     rows: dict[tuple[int, ...], Numbers] = {}
     for resource, terms in enumerate(resources):
         for term in terms:
             constant, free = term.constant, []
-            for factor, counting in term.counted:
+            for factor, counting in term.widths:
                 index = number.setdefault((factor.tobytes(), counting), len(found))
                 if index == len(found):
-                    found.append(_Width(*reading.width(factor), counting))
+                    found.append(_Width(*owners.width(factor), counting))
                 width = found[index]
-                constant *= 1 if width.lookups else float(counted(width.fixed, *counting))
+                constant *= 1 if width.lookups else float(_counted(width.fixed, *counting))
                 free += [index] if width.lookups else []
             row = rows.setdefault(tuple(sorted(free)), np.zeros(len(resources)))
             row[resource] += constant
@@ -216,12 +218,12 @@ def _compiled(found: list[_Width], rows: Mapping[tuple[int, ...], Numbers], reso
 
 
 @dataclass(frozen=True, eq=False)
-class _Reading:
-    """Which part decides on each label, and at what count.
+class _LabelOwners:
+    """The part that decides on each label, and the count from which on it is kept.
 
     Attributes:
-        owner: (n_labels,) index of its part, -1 for labels that stay.
-        rank: (n_labels,) it is kept where its part keeps more than that.
+        owner: (n_labels,) index of the part, -1 for labels that always stay.
+        rank: (n_labels,) a label is kept if its part keeps more labels than this.
         sizes: of the parts.
     """
 
@@ -231,14 +233,15 @@ class _Reading:
     sizes: list[int]
 
     @classmethod
-    def of(cls, channel_map: ChannelMap, parts: list[GroupPart]) -> _Reading:
+    def of(cls, channel_map: ChannelMap, parts: list[GroupPart]) -> _LabelOwners:
+        """Return the owners of the labels of a model."""
         owner, rank = np.full(channel_map.n_labels, -1), np.zeros(channel_map.n_labels, dtype=np.int64)
         for index, part in enumerate(parts):
             owner[part.labels], rank[part.labels] = index, np.arange(part.labels.size)
         return cls(channel_map, owner, rank, [part.labels.size for part in parts])
 
     def width(self, factor: Labels) -> tuple[int, list[_Lookup]]:
-        """Return how many labels of a factor always stay, and the tables of those that parts decide on."""
+        """Return how many labels of a factor always stay, and tables of the others."""
         deciding = self.channel_map.deciding(factor.reshape(-1))
         one, other = deciding[0], deciding[-1]
         alone = self.owner[other] < 0  # such as 0, where one label decides

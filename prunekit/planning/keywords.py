@@ -1,4 +1,4 @@
-"""The keyword arguments that say what of a model may go, as `PruneSettings`: for all functions that take them."""
+"""Keyword arguments that say what of a model may be removed, turned into `PruneSettings`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from prunekit.settings.prune import BudgetSettings, PruneSettings, Scope, Target
 from prunekit.utils.inputs import described
 
 Where = str | nn.Module | type[nn.Module]
-"""A glob over module paths, a module, which stands for all that is in it, or a class of modules."""
+"""A glob over module paths, a module (which stands for all that is in it), or a class of modules."""
 DEFAULT = PruneSettings()
 ELSEWHERE = {
-    "pruning_ratio": "say what is to be left: channels=0.5, macs=0.5, or another budget",
-    "pruning_ratio_dict": "give ratios={'layer1.*': 0.5}, the shares that are to be left",
+    "pruning_ratio": "give what may be left: channels=0.5, macs=0.5, or another budget",
+    "pruning_ratio_dict": "give ratios={'layer1.*': 0.5}, the shares that are kept",
     "ignored_layers": "give ignore=[model.fc]",
     "example_inputs": "give the example as the second argument, after the model",
     "importance": "give criterion='l2'; `prunekit list criteria` shows them all",
@@ -26,7 +26,7 @@ ELSEWHERE = {
     "iterative_steps": "make a prunekit.Pruner(..., schedule='iterative'), which prunes in a training loop",
     "device": "move model and example there, model.to(device)",
 }
-"""What arguments that other libraries have are called here."""
+"""Arguments of other libraries, and what to give here instead."""
 
 
 def prune_settings(
@@ -44,15 +44,12 @@ def prune_settings(
     plain_classes: bool = False,
     **budgets: float | None,
 ) -> PruneSettings:
-    """Make settings from keyword arguments, which are explained at `prunekit.prune`; or take them as they are.
+    """Return settings made from keyword arguments, which `prunekit.prune` explains; or the given settings.
 
-    Args:
-        model: whose modules `ignore` and `ratios` may be given as.
-        settings: in place of all keywords.
-        by_default: criterion where none is given.
+    Modules in `ignore` and `ratios` are those of `model`; `by_default` is the criterion if none is given.
 
     Raises:
-        UsageError: a value is out of range, names nothing of the model, or is given beside the settings.
+        UsageError: a value is out of range, is none of the model's modules, or is given together with settings.
     """
     require_kind(
         "settings", settings, PruneSettings, "prunekit.PruneSettings, such as PruneSettings(BudgetSettings(macs=0.5))"
@@ -98,16 +95,18 @@ ARGUMENTS = [name for name, given in signature(prune_settings).parameters.items(
 
 
 def globs_in(model: nn.Module, given: Where | Iterable[Where], key: str) -> Iterator[str]:
-    """Globs over module paths for what was given as globs, modules or classes, one or several.
+    """Yield globs over module paths for what was given as globs, modules or classes, one or several.
 
-    A module stands for every module with parameters inside it. A class may match none: it says what is meant of any
-    model, where a path or a module means this one.
+    A module stands for every module with parameters inside it. A class may match no module: unlike a path or a module,
+    it is not about one model.
 
     Args:
-        key: what they were given for; the message begins with it.
+        model: that the modules are of.
+        given: what the user gave.
+        key: name of the argument; the message begins with it.
 
     Raises:
-        UsageError: one is something else, or a module that is not the model's.
+        UsageError: one is something else, or a module of another model.
     """
     single = isinstance(given, (str, type, nn.Module)) or not isinstance(given, Iterable)
     paths = {module: path for path, module in model.named_modules()}
@@ -133,7 +132,7 @@ def globs_in(model: nn.Module, given: Where | Iterable[Where], key: str) -> Iter
 
 
 def _inside(module: nn.Module, paths: Mapping[nn.Module, str]) -> list[str]:
-    """Return the paths of the modules with parameters in a module; its own where there are none."""
+    """Return the paths of the modules with parameters in a module; its own path if there are none."""
     owners = [paths[part] for part in module.modules() if any(True for _ in part.parameters(recurse=False))]
     return owners or [paths[module]]
 

@@ -1,4 +1,4 @@
-"""Latency tables as plain data: what every layer takes by the widths that it has, and what a plan takes then."""
+"""Latency tables: the time of each layer as a function of its widths, and of a model under any plan."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from prunekit.channels.labels import Labels
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """Widths at which a term counts, as kernels are chosen by them.
+    """A range of widths in which a term counts, because kernels are chosen by widths.
 
     Attributes:
         factor: labels of the width, in the numbering of the trace.
-        low, high: it lies within where it is at least the first, and below the second.
+        low, high: the range; `high` is not in it.
     """
 
     factor: Labels
@@ -28,13 +28,13 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class LatencyTerm:
-    """Milliseconds that grow with a product of widths.
+    """A time that grows with a product of widths.
 
     Attributes:
-        ms: for a product of 1.
+        ms: milliseconds for a product of 1.
         factors: labels of each width, in the numbering of the trace; a width is the number of those that are kept.
-        steps: of each factor: its width counts as the next multiple of this, as kernels work in blocks.
-        spans: in all of which widths must lie for it to count; else it is 0.
+        steps: for each factor, the step that its width is rounded up to, as kernels work in blocks.
+        spans: the term is 0 unless the widths lie in all of them.
     """
 
     ms: float
@@ -59,13 +59,13 @@ def round_up(width: Any, step: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class LayerLatency:
-    """What the code of one module takes, without that of modules inside it.
+    """The time that one module takes, without the modules inside it.
 
     Attributes:
         module: its path; empty for the model's own code.
-        constant: milliseconds, whatever the widths.
-        terms: what comes to it.
-        error: median relative error on the networks that it was fitted to; None where it takes no time.
+        constant: milliseconds that do not depend on widths.
+        terms: times that do.
+        error: median relative error on the networks that it was fitted to; None if it takes no time.
     """
 
     module: str
@@ -83,11 +83,11 @@ class LatencyTable:
     """A model's latency under any plan, on one runtime, device, batch, number of threads, dtype and memory format.
 
     Attributes:
-        setting: these, by their names.
+        setting: runtime, device and the others, by name.
         layers: modules in the order in which they run.
-        outside: milliseconds that belong to no layer, whatever the widths.
-        factor: what the sum of the layers is multiplied with.
-        dense_ms: the dense model's, measured.
+        outside: milliseconds that belong to no layer and do not depend on widths.
+        factor: of the sum of the layers.
+        dense_ms: measured milliseconds of the dense model.
     """
 
     setting: Mapping[str, Any]
@@ -97,10 +97,11 @@ class LatencyTable:
     dense_ms: float
 
     def at(self, channel_map: ChannelMap, keep: Keep | None = None) -> float:
-        """Milliseconds of a forward pass of the batch with the labels in `keep`, bool (n_labels,); dense without.
+        """Return the milliseconds of a forward pass of the batch.
 
         Args:
             channel_map: made from the trace that the table is for.
+            keep: bool (n_labels,), the labels that are kept; None: all of them.
         """
         final = channel_map.traced.final
         kept = np.ones(final.size, dtype=bool) if keep is None else keep[final]
@@ -108,7 +109,7 @@ class LatencyTable:
 
     @property
     def terms(self) -> Iterator[LatencyTerm]:
-        """All that depends on widths, scaled to the whole; and what does not, as a term without factors."""
+        """The terms of all layers in milliseconds of the whole model, and a term without factors for the rest."""
         for layer in self.layers:
             for term in layer.terms:
                 yield replace(term, ms=self.factor * term.ms)

@@ -1,4 +1,4 @@
-"""The plan: which labels stay. Immutable, and the one thing that masks, gradient masks and compaction read."""
+"""The plan: which labels are kept. It is immutable; masks, gradient masks and compaction all read it."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ FORMAT = 1
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan(Displayed):
-    """What is kept of a model.
+    """Which channels of a model are kept.
 
     Attributes:
-        channel_map: how the model's channels hang together.
-        keep: bool (n_labels,), read-only; `keep[0]` is True because label 0 is locked. Of what is given for joint
-            labels True does not count: it follows from the others.
+        channel_map: how the model's channels are coupled.
+        keep: bool (n_labels,), read-only; `keep[0]` is True because label 0 is locked. For joint labels the given
+            values must be True: whether they are kept follows from the others.
         provenance: where the plan came from: criterion, budget, scope, seed, versions.
-        element_masks: further masks of single weights, by parameter name, bool in the dense shape.
+        element_masks: masks of single weights, by parameter name, bool in the dense shape.
 
     Example:
         >>> import prunekit as pk, torch
@@ -78,20 +78,20 @@ class Plan(Displayed):
         given, keep = keep, self.channel_map.completed(keep)
         if (keep & ~given).any():
             raise PlanError(
-                "keep: a joint label goes if its whole head goes, or its position in all heads; remove one of these "
-                "two (ChannelMap.joint) instead"
+                "keep: a joint label is removed with its whole head, or with its position in all heads; remove one of "
+                "these two (ChannelMap.joint) instead"
             )
         keep.flags.writeable = False
         object.__setattr__(self, "keep", keep)
 
     @cached_property
     def kept_indices(self) -> dict[str, tuple[Labels | None, ...]]:
-        """For each tensor that shrinks: kept indices of every axis, None for an axis that stays whole."""
+        """Kept indices of every axis of each tensor that shrinks; None for an axis that stays whole."""
         return kept_indices(self.channel_map, self.keep)
 
     @cached_property
     def masked_indices(self) -> dict[str, tuple[Labels | None, ...]]:
-        """The same for each tensor that has zeros in the masked model, without axes that it divides by the norm of."""
+        """The same for each tensor with zeros in the masked model, without axes that a layer divides by the norm of."""
         return masked_indices(self.channel_map, self.keep)
 
     def kept(self, name: str, axis: int) -> Labels:
@@ -101,9 +101,7 @@ class Plan(Displayed):
         return np.arange(size) if labels is None else np.flatnonzero(self.keep[labels])
 
     def mask(self, name: str) -> torch.Tensor | None:
-        """Return a bool tensor that broadcasts to the parameter, False where it is pruned; None when nothing of it
-        is.
-        """
+        """Return a bool tensor that broadcasts to the parameter, False where it is pruned; None if it is not pruned."""
         result = self.element_masks.get(name)
         axes = self.kept_indices.get(name, ())
         for axis, index in enumerate(axes):
@@ -116,9 +114,9 @@ class Plan(Displayed):
         return result
 
     def zero(self, model: nn.Module) -> None:
-        """Set to zero, in place, what the plan prunes in a model of dense size.
+        """Set pruned weights of a model of dense size to zero, in place.
 
-        Running variances stay, and so do axes that a layer divides by the norm of: there zeros do not vanish.
+        Running variances stay as they are, and so do axes that a layer divides by the norm of.
         """
         with torch.no_grad():
             for name, tensor in named_tensors(model):
@@ -129,7 +127,7 @@ class Plan(Displayed):
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of which entries of which tensors are kept: equal where two plans do the same to a model."""
+        """SHA-256 of which entries of which tensors are kept: equal if two plans do the same to a model."""
         result = hashlib.sha256(self.keep.tobytes())
         for name, axes in sorted(self.channel_map.labels.items()):
             result.update(f"{name}{self.channel_map.shapes[name]}".encode())
@@ -140,10 +138,10 @@ class Plan(Displayed):
         return result.hexdigest()
 
     def require_model(self, model: nn.Module) -> None:
-        """Checks that a model is the one that the plan was made for, in its dense size; reads no values.
+        """Raise if a model is not the one that the plan was made for, in its dense size; no values are read.
 
         Raises:
-            PlanError: it is another; names the first tensor or module that does not fit, and what to do.
+            PlanError: it is another model; names the first tensor or module that differs, and what to do.
         """
         require_model(self.channel_map, model, narrow=self.narrow_shapes)
         for name, mask in self.element_masks.items():
@@ -154,7 +152,7 @@ class Plan(Displayed):
 
     @cached_property
     def narrow_shapes(self) -> dict[str, tuple[int, ...]]:
-        """What is left of the shape of each tensor."""
+        """The shape of each tensor after pruning."""
         whole = self.channel_map.shapes
         kept = {name: self.kept_indices.get(name, (None,) * len(shape)) for name, shape in whole.items()}
         return {
@@ -164,21 +162,20 @@ class Plan(Displayed):
 
     @property
     def removed(self) -> int:
-        """Number of labels that go, of those in the groups."""
+        """Number of labels in groups that are removed."""
         return sum(dense - kept for kept, dense in self.widths().values())
 
     def widths(self) -> dict[str, tuple[int, int]]:
-        """Kept and dense number of labels of each channel group, by its name."""
+        """Return the kept and the dense number of labels of each channel group, by its name."""
         return {
             group.name: (int(np.count_nonzero(self.keep[group.labels])), group.labels.size)
             for group in self.channel_map.groups
         }
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return every layer that computes, in order of execution: its channels, and its MACs for one sample, dense and
-        kept.
+        """Return dense and kept channels and MACs for one sample of every layer, in order of execution.
 
-        `in_dense`, `in_kept`, `out_dense` and `out_kept` are None of what has no channels of the model, such as images.
+        `in_dense`, `in_kept`, `out_dense` and `out_kept` are None where the channels are not the model's, as of images.
         """
         chart = self.channel_map
         dense, kept = chart.layer_macs(), chart.layer_macs(self.keep)
@@ -231,13 +228,13 @@ class Plan(Displayed):
         yield Table(headings, list(zip(*columns, strict=True)))
 
     def budgets(self) -> Iterator[Table]:
-        """Yield what every budget leaves, and which binds, as a table; none where there are no budgets."""
+        """Yield a table of what is left of every budget, and which binds; nothing if there are no budgets."""
         names = self.provenance.get("budgets", {})
         if names:
             yield Table(("budget", "dense", "asked for", "left", ""), [self._budget(name) for name in names])
 
     def _budget(self, name: str) -> tuple[str, ...]:
-        """Return what a budget asked for and what is left of it."""
+        """Return the row of a budget."""
         found, binds = self.provenance["budgets"][name], name == self.provenance.get("binding")
         facts = facts_from(name, found)
         said = [word for word, holds in (("predicted", facts.measured), ("binds", binds)) if holds]
@@ -283,26 +280,26 @@ class Plan(Displayed):
 
 
 def require_plan(plan: Any, model: nn.Module | None = None) -> None:
-    """Checks that what a function was given for a plan is one, and the model's; reads no values.
+    """Raise if a function was given something else than a plan, or the plan of another model; no values are read.
 
     Raises:
-        UsageError: it is something else; says what to give.
-        PlanError: it is that of another model, see `Plan.require_model`.
+        UsageError: it is no plan; says what to give.
+        PlanError: it is the plan of another model, see `Plan.require_model`.
     """
     if not isinstance(plan, Plan):
-        raise UsageError(f"plan: expected a prunekit.Plan, got {_instead(plan)}")
+        raise UsageError(f"plan: expected a prunekit.Plan, got {_described(plan)}")
     if model is not None:
         plan.require_model(model)
 
 
-def _instead(given: Any) -> str:
-    """Return what came in the place of a plan, and what to do about it."""
+def _described(given: Any) -> str:
+    """Return what was given instead of a plan, and what to do about it."""
     make = "prunekit.plan(model, x, macs=0.5), or the .plan of what prunekit.prune returns"
     if isinstance(given, (str, PathLike)):
         path = str(given)
         return f"the path {path!r}; read the folder that plan.save wrote: prunekit.load_plan({path!r})"
     if isinstance(given, ChannelMap):
-        return f"a ChannelMap, which says what may go together but not what goes; give {make}"
+        return f"a ChannelMap, which says which channels are coupled, not which are removed; give {make}"
     if isinstance(getattr(given, "plan", None), Plan):
         return f"{type(given).__name__}; give its .plan"
     return f"{'None' if given is None else type(given).__name__}; give {make}"
@@ -350,7 +347,7 @@ def load_plan(folder: StrPath) -> Plan:
         return Plan(_read_map(text, tensors), tensors["keep"], dict(text["provenance"]), element_masks)
     except (KeyError, TypeError, ValueError, AttributeError, PlanError) as error:
         raise ArtifactError(
-            f"{folder / 'plan.json'}: not what prunekit wrote ({type(error).__name__}: {error}); plan it again"
+            f"{folder / 'plan.json'}: not as prunekit writes it ({type(error).__name__}: {error}); make the plan again"
         ) from error
 
 

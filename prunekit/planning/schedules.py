@@ -1,4 +1,4 @@
-"""Schedules: how much of a model is pruned when, as pure functions of the settings and the length of the training."""
+"""Schedules: how much of a model is pruned when, computed from the settings and the length of the training."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from prunekit.settings.prune import (
 )
 
 ROUNDS = {"oneshot": 1, "iterative": 3, "linear": 10, "exponential": 10, "cubic": 10}
-"""How often is pruned where the settings do not say."""
+"""How often a schedule prunes by default."""
 FROM_BEGIN = ("oneshot", "iterative")
-"""Kinds that prune at their beginning; the curves of the others leave everything there."""
+"""Kinds that prune at their beginning; the others remove nothing there."""
 
 
 def share_kept(kind: ScheduleKind, progress: float, final: float) -> float:
-    """Return how much of a resource is left on the way from all of it to a share.
+    """Return the share of a resource that is left at some progress toward a final share.
 
     With s = 1 - kept, `cubic` is s_t = s_f + (s_i - s_f) (1 - progress)^3 with s_i = 0 (Zhu & Gupta 2017, "To prune,
-    or not to prune", equation 1), and `linear` the same to the power of 1. `exponential` and `iterative` leave the
-    same share of what was left each time, as in Han et al. 2015 and Frankle & Carbin 2019.
+    or not to prune", equation 1), and `linear` the same to the power of 1. `exponential` and `iterative` keep the
+    same share of the rest each time, as in Han et al. 2015 and Frankle & Carbin 2019.
 
     Args:
+        kind: of the schedule.
         progress: 0..1.
-        final: 0..1, what is left at progress 1; there, exactly. From 1 on nothing has to go.
+        final: 0..1, what is left at progress 1, exactly. From 1 on nothing has to be removed.
     """
     if progress >= 1 or final >= 1:
         return final
@@ -54,7 +55,7 @@ class Stage:
     """One change of the plan.
 
     Attributes:
-        step: how many steps of the training come before it.
+        step: number of training steps before it.
         progress: 0..1, see `share_kept`.
     """
 
@@ -67,9 +68,10 @@ class Timeline:
     """A schedule laid over a training; made by `timeline`.
 
     Attributes:
-        steps: of an epoch.
-        epochs: of the training.
-        begin, end: steps before the curve begins, and before the budget is met.
+        settings: of the schedule.
+        steps: number of steps in an epoch.
+        epochs: number of epochs of the training.
+        begin, end: number of steps before the curve begins, and before the budget is met.
         stages: every change of the plan, in order; the last is final.
     """
 
@@ -82,11 +84,11 @@ class Timeline:
 
     @property
     def total(self) -> int:
-        """Steps of the training."""
+        """Number of steps of the training."""
         return self.steps * self.epochs
 
-    def planned(self, step: float, final: float) -> float:
-        """Return the share that the schedule's own curve leaves after so many steps; between its stages too."""
+    def share_at(self, step: float, final: float) -> float:
+        """Return the share that the curve of the schedule leaves after some steps, between its stages too."""
         if self.settings.kind in FROM_BEGIN:
             progress = max((stage.progress for stage in self.stages if stage.step <= step), default=0.0)
         else:
@@ -94,7 +96,7 @@ class Timeline:
         return share_kept(self.settings.kind, min(max(progress, 0.0), 1.0), final)
 
     def restarts(self) -> tuple[int, ...]:
-        """Return steps before which the learning-rate schedule begins anew."""
+        """Return the steps before which the learning-rate schedule is restarted."""
         return tuple(stage.step for stage in self.stages if stage.step) if self.settings.rewind_lr else ()
 
     def rows(self, final: Mapping[str, float]) -> Iterator[dict[str, float]]:
@@ -112,9 +114,10 @@ def timeline(settings: ScheduleSettings, *, epochs: int, steps: int, called: str
     """Lay a schedule over a training.
 
     Args:
-        epochs: of the training.
-        steps: of the optimizer in an epoch.
-        called: what the user gave the settings as, for messages.
+        settings: of the schedule.
+        epochs: number of epochs of the training.
+        steps: number of optimizer steps in an epoch.
+        called: name of the settings in messages.
 
     Raises:
         UsageError: the schedule does not fit the training, or its settings do not fit each other.
@@ -147,10 +150,10 @@ def timeline(settings: ScheduleSettings, *, epochs: int, steps: int, called: str
 def schedule_in_steps(
     schedule: ScheduleKind | ScheduleSettings, steps: int | None, begin: int
 ) -> tuple[ScheduleSettings, tuple[Stage, ...]]:
-    """Return a schedule in steps, and its stages.
+    """Return a schedule whose unit is steps, and its stages, for a training loop of unknown length.
 
     Raises:
-        UsageError: it is no schedule, or what was given does not fit together.
+        UsageError: it is no schedule, or the arguments contradict each other.
     """
     kinds = get_args(ScheduleKind)
     if not isinstance(schedule, ScheduleSettings):
@@ -168,13 +171,13 @@ def schedule_in_steps(
         )
     if schedule.rewind_lr:
         raise UsageError(
-            "schedule.rewind_lr: expected false: the learning rate is that of your loop, which may rewind it"
+            "schedule.rewind_lr: expected false, because your loop sets the learning rate and may rewind it itself"
         )
     for key, value, at in (("steps", steps, schedule.end), ("begin", begin or None, schedule.begin or None)):
         if value is not None and at is not None:
             name = "end" if key == "steps" else key
             raise UsageError(
-                f"{key}: expected nothing beside schedule.{name}, which says the same, got {value} and {at:g}"
+                f"{key}: expected nothing beside schedule.{name}, which means the same, got {value} and {at:g}"
             )
         if value is not None and (not isinstance(value, int) or value < (1 if key == "steps" else 0)):
             raise UsageError(f"{key}: expected a number of optimizer steps, at least 1, got {value!r}")
@@ -212,7 +215,7 @@ def _end(settings: ScheduleSettings, begin: int, total: int, unit: int) -> int:
 
 
 def _stages(settings: ScheduleSettings, begin: int, end: int, last: int, unit: int) -> Iterator[Stage]:
-    """Yield every change once: of several in one step the last."""
+    """Yield every change of the plan; of several in one step, the last."""
     places = _places(settings, begin, end, unit)
     after = [] if last == end else _later(settings, places, end, last, unit)
     found: dict[int, float] = {}
@@ -224,7 +227,7 @@ def _stages(settings: ScheduleSettings, begin: int, end: int, last: int, unit: i
 
 
 def _places(settings: ScheduleSettings, begin: int, end: int, unit: int) -> list[float]:
-    """Return the steps of the prunings up to the end, not rounded yet."""
+    """Return the steps at which is pruned until the end, not rounded."""
     first = 0 if settings.kind in FROM_BEGIN else 1
     if settings.every is None or settings.kind == "oneshot":
         rounds = settings.rounds or ROUNDS[settings.kind]
@@ -236,7 +239,7 @@ def _places(settings: ScheduleSettings, begin: int, end: int, unit: int) -> list
 
 
 def _later(settings: ScheduleSettings, places: list[float], end: int, last: int, unit: int) -> list[int]:
-    """Return steps after the end in which masks of the same budget are chosen anew, as far apart as those before."""
+    """Return the steps after the end in which masks of the same size are chosen again, at the same distances."""
     even = places[-1] - places[-2] if len(places) > 1 else places[-1]
     every = max(1.0, even if settings.every is None else settings.every * unit)
     found = [round(end + every * index) for index in range(1, math.floor((last - end) / every + 1e-9) + 1)]
@@ -244,21 +247,22 @@ def _later(settings: ScheduleSettings, places: list[float], end: int, last: int,
 
 
 def settings_at_stage(settings: PruneSettings, stage: Stage, dense: Mapping[str, float]) -> PruneSettings:
-    """Return the settings of one stage: budgets and ratios on their way from the dense model to what is asked for.
+    """Return the settings of one stage: its budgets and ratios lie between the dense model and the final ones.
 
     Args:
-        settings: with a schedule, and without budgets of time, which no stage can measure.
-        dense: of each budget what the dense model has, in its unit.
+        settings: with a schedule, and without budgets of time, which are not measured in stages.
+        stage: of the schedule.
+        dense: each budget's figure of the dense model.
     """
     assert settings.schedule is not None
     kind = settings.schedule.kind
-    budget = {name: _left(kind, stage, name, dense[name], asked) for name, asked in settings.budget.given.items()}
+    budget = {name: _figure_at(stage, kind, name, dense[name], asked) for name, asked in settings.budget.given.items()}
     ratios = {glob: share_kept(kind, stage.progress, share) for glob, share in settings.ratios.items()}
     return replace(settings, budget=BudgetSettings(**budget), ratios=ratios)
 
 
-def _left(kind: ScheduleKind, stage: Stage, name: str, dense: float, asked: float) -> float:
-    facts = facts_of(name)
+def _figure_at(stage: Stage, kind: ScheduleKind, name: str, dense: float, asked: float) -> float:
     if stage.progress >= 1:
         return asked
+    facts = facts_of(name)
     return facts.loosened(dense, share_kept(kind, stage.progress, facts.left_of(asked, dense)))

@@ -1,4 +1,4 @@
-"""Sensitivity curves as plain data, and what they say."""
+"""Sensitivity curves: the error of a model as a function of the channels that a group keeps."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from prunekit.planning.candidates import Scores
 
 @dataclass(frozen=True, eq=False)
 class SensitivityCurve:
-    """What goes wrong with each number of channels that a group loses.
+    """The error with each number of channels that a group loses.
 
     Attributes:
-        labels: (n,) in the order in which they go.
-        errors: (n,) after as many; comparable between groups.
-        outputs: over how many outputs of the layers that read the group the errors are summed, each counted as much as
-            the errors are.
+        labels: (n,) in the order in which they are removed.
+        errors: (n,) errors[i] after i + 1 labels; comparable between groups.
+        outputs: number of outputs of the layers reading the group that the errors are summed over, weighted alike.
     """
 
     labels: Labels
@@ -29,26 +28,24 @@ class SensitivityCurve:
     outputs: float = 1.0
 
     def error_at(self, kept: int) -> float:
-        """Return the error with so many labels kept."""
+        """Return the error with this number of labels kept."""
         gone = self.labels.size - kept
         return float(self.errors[gone - 1]) if gone else 0.0
 
     def share_at(self, kept: int) -> float:
-        """Return the same per output: the share of the variance of what reads the group, on average over its
-        outputs.
-        """
+        """Return the error per output: a share of its variance, on average over the layers that read the group."""
         return self.error_at(kept) / self.outputs
 
 
 @dataclass(frozen=True)
 class MeasuredPoint:
-    """What a model computes with all but some labels of one group masked.
+    """How the output of a model changes if all but some labels of one group are masked.
 
     Attributes:
-        kept: how many labels of the group are left.
+        kept: number of labels of the group that are left.
         error: mean squared difference of the output from the dense one's, as a share of that one's variance.
         kl: Kullback-Leibler divergence of the class probabilities from the dense ones, in nats, mean over images; None
-            where the model gives no class scores.
+            if the model gives no class scores.
         loss: mean over images; None without labels.
         top1: in percent; None without labels or class scores.
     """
@@ -61,18 +58,22 @@ class MeasuredPoint:
 
 
 POINTS = 8
-"""Numbers of kept labels that are measured of each group, at most."""
+"""The most points that are measured of each group."""
 
 
 def kept_counts(size: int) -> tuple[int, ...]:
-    """At most `POINTS` numbers of kept labels, from all of them to one; half of them, rounded down, is among them."""
+    """Return at most `POINTS` numbers of kept labels, from all to one; half of them, rounded down, is included."""
     steps = [size * step // POINTS for step in range(POINTS, 1, -1)]
     return tuple(dict.fromkeys([*(kept for kept in steps if kept > 0), 1]))
 
 
 def keep_in_group(channel_map: ChannelMap, order: Labels, kept: int) -> Keep:
-    """Return the dense model but for one group, of which only the last `kept` labels in the order of removal are
-    left.
+    """Return what is kept if one group alone is pruned: bool (n_labels,).
+
+    Args:
+        channel_map: of the model.
+        order: labels of the group in the order in which they are removed.
+        kept: number of labels, the last in this order, that are left of the group.
     """
     keep = np.ones(channel_map.n_labels, dtype=bool)
     keep[order[: order.size - kept]] = False
@@ -80,10 +81,11 @@ def keep_in_group(channel_map: ChannelMap, order: Labels, kept: int) -> Keep:
 
 
 def fewest_within(curve: Sequence[tuple[int, float]], limit: float) -> int:
-    """Return the fewest kept labels whose error is within a limit, and so are those of all larger numbers.
+    """Return the fewest kept labels such that the error is within a limit for this and every larger number.
 
     Args:
-        curve: (kept, error) from all to few; the first, of all, counts as within.
+        curve: (kept, error) from all to few; the first counts as within.
+        limit: of the error.
     """
     last = curve[0][0]
     for kept, error in curve[1:]:
@@ -94,7 +96,7 @@ def fewest_within(curve: Sequence[tuple[int, float]], limit: float) -> int:
 
 
 def rank_correlation(one: NDArray[np.float64], other: NDArray[np.float64]) -> float | None:
-    """Spearman's rank correlation (1904), (n,) each, ties with their mean rank; None where one side has no order."""
+    """Return Spearman's rank correlation (1904) of values (n,), ties with their mean rank; None if one is constant."""
     first, second = _mean_ranks(one), _mean_ranks(other)
     if one.size < 2 or np.ptp(first) == 0 or np.ptp(second) == 0:
         return None
@@ -108,11 +110,11 @@ def _mean_ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def cumulative_curves(channel_map: ChannelMap, scores: Scores) -> dict[str, SensitivityCurve]:
-    """Return what scores say that each group's channels cost together, lowest first, by the group's name.
+    """Return a curve for each group, by its name: scores summed from the lowest on.
 
     Args:
         channel_map: of the model.
-        scores: (n_labels,) comparable between groups; a group with labels that score +inf has no curve.
+        scores: (n_labels,) comparable between groups; a group with a score of +inf has no curve.
     """
     found = {}
     for group in channel_map.groups:

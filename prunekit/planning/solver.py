@@ -1,8 +1,7 @@
-"""From scores and budgets to a plan: uniform over the groups, ranked globally, or by what each channel costs.
+"""The solver: from scores and budgets to a plan, by one of four scopes.
 
-What a group's width is worth by itself, whichever of its channels are kept.
-
-Importance for what a channel costs, in whatever the budgets count.
+`uniform` keeps the same share of each group, `global` ranks all channels together, `per_mac` ranks them by score per
+cost, and `capacity` chooses widths alone. The last two start from several choices of widths and improve the best.
 """
 
 from __future__ import annotations
@@ -19,9 +18,15 @@ from prunekit.channels.labels import Labels
 from prunekit.errors import NonFiniteError, PlanError
 from prunekit.planning.budgets.budget import Countable
 from prunekit.planning.budgets.limits import Budgets, budgets_of
-from prunekit.planning.candidates import UNBOUNDED, GroupPart, PlanBounds, Scores, free_parts
+from prunekit.planning.candidates import UNBOUNDED, GroupPart, PlanBounds, Scores
 from prunekit.planning.costs import Numbers, cost_model
-from prunekit.planning.feasibility import calls_no_own_module, fastest, nothing_free_error, require_budget, require_met
+from prunekit.planning.feasibility import (
+    calls_no_own_module,
+    fastest,
+    require_budget,
+    require_free_parts,
+    require_met,
+)
 from prunekit.planning.latency_table import LatencyTable
 from prunekit.planning.plan import Plan
 from prunekit.planning.width_search import KeptScores, are_few, lagrangian_search, local_search
@@ -29,79 +34,13 @@ from prunekit.settings.prune import PruneSettings, Scope
 from prunekit.utils.files import json_values
 
 ROUNDS = 3
-"""How often a budget is spent per price: what a channel costs depends on its neighbors' widths in the plan before."""
-
-
-def by_score_per_cost(
-    parts: list[GroupPart], scores: Scores, budgets: Budgets, spend: Callable[[list[Scores]], Labels]
-) -> list[Labels]:
-    """Return the counts by score over price, once for each budget, in whose units the price is.
-
-    Where the scores are what a group's error rises by, and never fall along the order in which its labels go, removing
-    the lowest first is the greedy and the Lagrangian solution (Everett 1963; as in optimal bit allocation, Shoham &
-    Gersho 1988). Costs are linear around a plan: neighbors' widths multiply.
-
-    Args:
-        scores: (n_labels,) comparable between groups.
-        spend: a number for each label of every part -> counts within all budgets that keep the highest.
-    """
-    return [_in_units_of(index, parts, scores, budgets, spend) for index in range(len(budgets.names))]
-
-
-def _in_units_of(
-    index: int, parts: list[GroupPart], scores: Scores, budgets: Budgets, spend: Callable[[list[Scores]], Labels]
-) -> Labels:
-    counts = np.array([part.labels.size for part in parts])
-    for _ in range(ROUNDS):
-        prices = _prices(parts, budgets, counts)[:, index]
-        counts = spend([scores[part.labels] / price for part, price in zip(parts, prices, strict=True)])
-    return counts
-
-
-def _prices(parts: list[GroupPart], budgets: Budgets, counts: Labels) -> Scores:
-    """Return what a label costs, on average over those of its part: (parts, budgets)."""
-    sizes = np.array([part.labels.size for part in parts])
-    prices: Scores = costs_of_parts(parts, budgets.left, counts) / sizes[:, None]
-    return np.maximum(prices, 1e-12)
-
-
-def costs_of_parts(parts: list[GroupPart], cost: Callable[[Labels], Numbers], counts: Labels) -> Numbers:
-    """Return what each part costs as a whole beside counts (parts,) of the others: (parts, resources).
-
-    Args:
-        cost: of counts (trials, parts): (trials, resources).
-    """
-    whole, none = (np.repeat(counts[None], len(parts), axis=0) for _ in range(2))
-    np.fill_diagonal(whole, [part.labels.size for part in parts])
-    np.fill_diagonal(none, 0)
-    return cost(whole) - cost(none)
-
-
-def worth_of_widths(channel_map: ChannelMap, parts: list[GroupPart]) -> Scores:
-    """Return scores (n_labels,) whose sum grows with the logarithm of each part's width, by the MACs that it takes part
-    in.
-
-    A layer's MACs are its inputs times its outputs, and the logarithm of a product is a sum: so together they stand for
-    the mean over layers, weighted by their MACs, of the logarithm of what each keeps of them. Half as many channels
-    cost the same wherever they go from, so that no group is given up for another; of a part the first labels go last.
-    """
-    model = cost_model(channel_map, parts, [Countable(channel_map, parts).terms("macs")])
-    whole = np.array([part.labels.size for part in parts])
-    weights = costs_of_parts(parts, model, whole)[:, 0] / channel_map.macs()
-    scores = np.zeros(channel_map.n_labels)
-    for part, weight in zip(parts, weights, strict=True):
-        scores[part.labels] = weight * np.log1p(1 / np.arange(1, part.labels.size + 1))
-    return scores
-
-
+"""How often scores are divided by costs and spent: what a channel costs depends on its neighbors' widths."""
 GRID = 4096
-"""Steps of the uniform share that the search may choose from."""
-
+"""Steps of the uniform share."""
 TRIED = 129
 """Steps of a ladder that are tried at once where costs may fall as widths grow."""
-
 STARTS = 2
-"""Of the plans that prices lead to, so many are improved: the best. All of them where there are few widths."""
+"""How many of the best starts are improved by local search; all of them if there are few widths."""
 
 Ladder = Callable[[int], Labels]
 """Step -> number of labels kept of each part; never fewer at a higher step."""
@@ -114,88 +53,67 @@ def make_plan(
     *,
     seed: int = 0,
     latency: LatencyTable | None = None,
-    between: PlanBounds = UNBOUNDED,
+    bounds: PlanBounds = UNBOUNDED,
 ) -> Plan:
     """Choose the labels to keep so that every budget is met and the kept scores are the highest.
 
     Args:
         channel_map: of the model.
-        scores: one importance for each label, float (n_labels,); comparable between groups but for scope `uniform`.
+        scores: importance of each label, float (n_labels,); comparable between groups, except for scope `uniform`.
         settings: budgets, scope, rounding, exclusions and ratios.
-        seed: noted in the plan; the solver itself draws nothing.
+        seed: noted in the plan; the solver draws no random numbers.
         latency: of the target, for budgets of time.
-        between: plans that this one lies between, as a step of a schedule does; it may then remove nothing.
+        bounds: plans that bound this one, as in a step of a schedule; it may then remove nothing.
 
     Returns:
-        The plan. Its provenance says under `budgets` what of each was asked for and is left, and under `binding` which
-        of them is used up the most.
+        The plan. Its provenance has under `budgets` what of each was asked for and is left, and under `binding` the
+        one that is used up the most.
 
     Raises:
-        PlanError: a budget cannot be met (the least possible is named), nothing would be removed, or a glob
+        PlanError: a budget cannot be met (the message gives the least possible), nothing would be removed, or a glob
             matches no module.
         NonFiniteError: a score is NaN.
         UsageError: there is no budget.
     """
     require_budget(settings)
     _check_scores(channel_map, scores)
-    parts = free_parts(channel_map, scores, settings, between)
-    if not parts:
-        raise nothing_free_error(channel_map)
+    parts = require_free_parts(channel_map, scores, settings, bounds)
     budgets = budgets_of(channel_map, parts, settings, latency)
     require_met(channel_map, scores, parts, budgets, settings, latency)
     counts = _chosen(channel_map, parts, scores, budgets, settings.scope)
     keep = keep_of(channel_map, parts, counts)
-    if keep.all() and between.most is None:
+    if keep.all() and bounds.most is None:
         raise PlanError(calls_no_own_module(channel_map) or _removes_nothing(budgets, settings))
     origin = {"prune": asdict(settings), "seed": seed, "prunekit": version("prunekit"), "torch": torch.__version__}
     return Plan(channel_map, keep, json_values(origin | budgets.found(counts)))
 
 
-def _chosen(channel_map: ChannelMap, parts: list[GroupPart], scores: Scores, budgets: Budgets, scope: Scope) -> Labels:
-    """Return counts within the budgets; under scope `per_mac` those of the highest sum of kept scores that is found,
-    under `capacity` of what widths are worth.
+def feasible_plan(channel_map: ChannelMap, settings: PruneSettings, latency: LatencyTable | None = None) -> Plan:
+    """Return a plan from equal scores, to check before any training whether the budgets can be met.
 
-    Where another kernel makes only plans fast enough that a scope's own do not come to, the fastest.
+    Budgets of time are predicted by `latency`, the table of the target.
+
+    Raises:
+        PlanError: they cannot be met.
     """
-    if scope == "uniform":
-        found = [_highest(parts, *_uniform(parts), budgets)]
-    elif scope == "global":
-        found = [_highest(parts, *_global(parts, [scores[part.labels] for part in parts]), budgets)]
-    elif scope == "per_mac":
-        found = _most_worth(parts, scores, budgets)
-    else:
-        found = _most_worth(parts, worth_of_widths(channel_map, parts), budgets)
-    fitting = [counts for counts in found if budgets.fits(counts)]
-    return fitting[0] if fitting else fastest(parts, budgets)
+    scope: Scope = "uniform" if settings.scope == "uniform" else "global"  # as wide, and quicker
+    return make_plan(channel_map, np.ones(channel_map.n_labels), replace(settings, scope=scope), latency=latency)
 
 
-def _most_worth(parts: list[GroupPart], scores: Scores, budgets: Budgets) -> list[Labels]:
-    """Return counts within the budgets from several starts, those of the highest sum of kept scores first."""
-    worth = KeptScores.of(parts, scores)
-    found = [*by_score_per_cost(parts, scores, budgets, lambda ranks: _highest(parts, *_global(parts, ranks), budgets))]
-    found += lagrangian_search(parts, worth, budgets)
-    found += [_highest(parts, *_uniform(parts), budgets), fastest(parts, budgets)]
-    distinct = {tuple(counts.tolist()): counts for counts in found if budgets.fits(counts)}.values()
-    starts = sorted(distinct, key=worth, reverse=True)[: None if are_few(parts) else STARTS]
-    return sorted((local_search(parts, worth, budgets, counts) for counts in starts), key=worth, reverse=True)
+def keep_of(channel_map: ChannelMap, parts: list[GroupPart], counts: Labels) -> Keep:
+    """Return the labels that are kept with counts (parts,): bool (n_labels,)."""
+    keep = np.ones(channel_map.n_labels, dtype=bool)
+    for part, count in zip(parts, counts, strict=True):
+        keep[part.labels[count:]] = False
+    return channel_map.completed(keep)
 
 
-def _highest(parts: list[GroupPart], ladder: Ladder, top: int, budgets: Budgets) -> Labels:
-    """Return the highest step of a ladder that fits, and what more of single parts does.
-
-    Where costs may fall as widths grow, steps are tried all along the ladder first: some that fit may lie above others
-    that do not.
-    """
-    low, high = 0, top
-    if budgets.turning:
-        tried = np.unique(np.linspace(0, top, TRIED).round().astype(np.int64))
-        fits = np.flatnonzero(budgets.fits(np.stack([ladder(int(step)) for step in tried])))
-        at = int(fits[-1]) if fits.size else 0
-        low, high = int(tried[at]), int(tried[min(at + 1, tried.size - 1)])
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if budgets.fits(ladder(middle)) else (low, middle - 1)
-    return _fill(parts, ladder(low), budgets.fits)
+def _check_scores(channel_map: ChannelMap, scores: Scores) -> None:
+    if np.shape(scores) != (channel_map.n_labels,):
+        raise PlanError(f"scores: expected one for each label, shape ({channel_map.n_labels},), got {np.shape(scores)}")
+    bad = [group.name for group in channel_map.groups if np.isnan(scores[group.labels]).any()]
+    if bad:
+        raise NonFiniteError(f"scores: NaN in {', '.join(bad[:5])}; are the weights, or the statistics, finite there?")
 
 
 def _removes_nothing(budgets: Budgets, settings: PruneSettings) -> str:
@@ -213,40 +131,98 @@ def _removes_nothing(budgets: Budgets, settings: PruneSettings) -> str:
     )
 
 
-def _check_scores(channel_map: ChannelMap, scores: Scores) -> None:
-    if np.shape(scores) != (channel_map.n_labels,):
-        raise PlanError(f"scores: expected one for each label, shape ({channel_map.n_labels},), got {np.shape(scores)}")
-    bad = [group.name for group in channel_map.groups if np.isnan(scores[group.labels]).any()]
-    if bad:
-        raise NonFiniteError(f"scores: NaN in {', '.join(bad[:5])}; are the weights, or the statistics, finite there?")
+def _chosen(channel_map: ChannelMap, parts: list[GroupPart], scores: Scores, budgets: Budgets, scope: Scope) -> Labels:
+    """Return counts within the budgets by a scope; the fastest counts if the scope finds none that are fast enough."""
+    if scope == "uniform":
+        found = [_highest(parts, *_uniform(parts), budgets)]
+    elif scope == "global":
+        found = [_highest(parts, *_global(parts, [scores[part.labels] for part in parts]), budgets)]
+    elif scope == "per_mac":
+        found = _most_worth(parts, scores, budgets)
+    else:
+        found = _most_worth(parts, worth_of_widths(channel_map, parts), budgets)
+    fitting = [counts for counts in found if budgets.fits(counts)]
+    return fitting[0] if fitting else fastest(parts, budgets)
 
 
-def feasible_plan(channel_map: ChannelMap, settings: PruneSettings, latency: LatencyTable | None = None) -> Plan:
-    """Return a plan from equal scores: shows, before anything is trained, whether the budgets can be met.
+def _most_worth(parts: list[GroupPart], scores: Scores, budgets: Budgets) -> list[Labels]:
+    """Return counts within the budgets from several starts, those with the highest sum of kept scores first."""
+    worth = KeptScores.of(parts, scores)
+    found = [*by_score_per_cost(parts, scores, budgets, lambda ranks: _highest(parts, *_global(parts, ranks), budgets))]
+    found += lagrangian_search(parts, worth, budgets)
+    found += [_highest(parts, *_uniform(parts), budgets), fastest(parts, budgets)]
+    distinct = {tuple(counts.tolist()): counts for counts in found if budgets.fits(counts)}.values()
+    starts = sorted(distinct, key=worth, reverse=True)[: None if are_few(parts) else STARTS]
+    return sorted((local_search(parts, worth, budgets, counts) for counts in starts), key=worth, reverse=True)
+
+
+def by_score_per_cost(
+    parts: list[GroupPart], scores: Scores, budgets: Budgets, spend: Callable[[list[Scores]], Labels]
+) -> list[Labels]:
+    """Return the counts that rank labels by score per cost, once for each budget, which costs are counted in.
+
+    If scores are increments of a group's error, and do not fall in the order of removal, removing the lowest first is
+    the greedy and the Lagrangian solution (Everett 1963; as in optimal bit allocation, Shoham & Gersho 1988). Costs
+    are linearized around the last plan, because neighbors' widths multiply.
 
     Args:
-        latency: of the target, for budgets of time, which are predicted.
-
-    Raises:
-        PlanError: they cannot be met.
+        parts: that counts are of.
+        scores: (n_labels,) comparable between groups.
+        budgets: that are to be met.
+        spend: ranks of the labels of each part -> counts within all budgets that keep the highest ranks.
     """
-    scope: Scope = "uniform" if settings.scope == "uniform" else "global"  # as wide, and quicker
-    return make_plan(channel_map, np.ones(channel_map.n_labels), replace(settings, scope=scope), latency=latency)
+    return [_in_units_of(index, parts, scores, budgets, spend) for index in range(len(budgets.names))]
 
 
-def keep_of(channel_map: ChannelMap, parts: list[GroupPart], counts: Labels) -> Keep:
-    """Return what counts (parts,) of the parts keep: bool (n_labels,)."""
-    keep = np.ones(channel_map.n_labels, dtype=bool)
-    for part, count in zip(parts, counts, strict=True):
-        keep[part.labels[count:]] = False
-    return channel_map.completed(keep)
+def _in_units_of(
+    index: int, parts: list[GroupPart], scores: Scores, budgets: Budgets, spend: Callable[[list[Scores]], Labels]
+) -> Labels:
+    counts = np.array([part.labels.size for part in parts])
+    for _ in range(ROUNDS):
+        prices = _prices(parts, budgets, counts)[:, index]
+        counts = spend([scores[part.labels] / price for part, price in zip(parts, prices, strict=True)])
+    return counts
+
+
+def _prices(parts: list[GroupPart], budgets: Budgets, counts: Labels) -> Scores:
+    """Return the cost of a label, averaged over its part: (parts, budgets)."""
+    sizes = np.array([part.labels.size for part in parts])
+    prices: Scores = costs_of_parts(parts, budgets.left, counts) / sizes[:, None]
+    return np.maximum(prices, 1e-12)
+
+
+def costs_of_parts(parts: list[GroupPart], cost: Callable[[Labels], Numbers], counts: Labels) -> Numbers:
+    """Return what each whole part costs, given counts (parts,) of the others: (parts, resources).
+
+    `cost` maps counts (trials, parts) to costs (trials, resources).
+    """
+    whole, none = (np.repeat(counts[None], len(parts), axis=0) for _ in range(2))
+    np.fill_diagonal(whole, [part.labels.size for part in parts])
+    np.fill_diagonal(none, 0)
+    return cost(whole) - cost(none)
+
+
+def worth_of_widths(channel_map: ChannelMap, parts: list[GroupPart]) -> Scores:
+    """Return scores (n_labels,) whose sum is a logarithm of each part's width, weighted by the MACs it takes part in.
+
+    A layer's MACs are its inputs times its outputs, and the logarithm of a product is a sum. So the sum of kept scores
+    is the mean over layers, weighted by MACs, of the logarithm of the share that each keeps of them. Halving any width
+    costs the same, so no group is given up for another.
+    """
+    model = cost_model(channel_map, parts, [Countable(channel_map, parts).terms("macs")])
+    whole = np.array([part.labels.size for part in parts])
+    weights = costs_of_parts(parts, model, whole)[:, 0] / channel_map.macs()
+    scores = np.zeros(channel_map.n_labels)
+    for part, weight in zip(parts, weights, strict=True):
+        scores[part.labels] = weight * np.log1p(1 / np.arange(1, part.labels.size + 1))
+    return scores
 
 
 def _uniform(parts: list[GroupPart]) -> tuple[Ladder, int]:
-    """Return the same share of every part, and so of heads and of positions in them.
+    """Return a ladder that keeps the same share of every part, and so of heads and of positions in them.
 
-    Products between tokens have the width of attention, heads times positions, as a factor once. Were positions whole,
-    half of these MACs would be left at half of the channels: 33.5 % of timm's test_vit, pit_ti_224 and halonet_h1.
+    Products between tokens have the width of attention, heads times positions, as a factor once. If all positions were
+    kept, half of these MACs would be left at half of the channels: 33.5 % in timm's test_vit, pit_ti_224, halonet_h1.
     """
 
     def ladder(step: int) -> Labels:
@@ -256,7 +232,7 @@ def _uniform(parts: list[GroupPart]) -> tuple[Ladder, int]:
 
 
 def _global(parts: list[GroupPart], ranks: list[Scores]) -> tuple[Ladder, int]:
-    """Return the highest of all parts together, by what is given for the labels of each."""
+    """Return a ladder that keeps the highest ranks of all parts together."""
     owner = np.concatenate([np.full(part.labels.size, index) for index, part in enumerate(parts)])
     ranked = owner[np.argsort(-np.concatenate(ranks), kind="stable")]
 
@@ -267,8 +243,26 @@ def _global(parts: list[GroupPart], ranks: list[Scores]) -> tuple[Ladder, int]:
     return ladder, int(ranked.size)
 
 
+def _highest(parts: list[GroupPart], ladder: Ladder, top: int, budgets: Budgets) -> Labels:
+    """Return the highest step of a ladder that fits, and then more of single parts as far as that fits.
+
+    Where costs may fall as widths grow, a step that fits may lie above one that does not: so steps all along the
+    ladder are tried first.
+    """
+    low, high = 0, top
+    if budgets.non_monotonic:
+        tried = np.unique(np.linspace(0, top, TRIED).round().astype(np.int64))
+        fits = np.flatnonzero(budgets.fits(np.stack([ladder(int(step)) for step in tried])))
+        at = int(fits[-1]) if fits.size else 0
+        low, high = int(tried[at]), int(tried[min(at + 1, tried.size - 1)])
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if budgets.fits(ladder(middle)) else (low, middle - 1)
+    return _fill(parts, ladder(low), budgets.fits)
+
+
 def _fill(parts: list[GroupPart], counts: Labels, fits: Callable[[Labels], bool]) -> Labels:
-    """Spend what rounding left over: one more step for each part that still fits, the most pruned part first."""
+    """Spend what rounding left over: one more step for each part if it fits, the most pruned part first."""
     share = [count / part.labels.size for part, count in zip(parts, counts, strict=True)]
     for index in np.argsort(share, kind="stable"):
         part = parts[index]

@@ -1,6 +1,7 @@
-"""Widths by Lagrange multipliers: the most kept scores less a price for what they cost, where that meets a budget.
+"""Search for the widths that keep the highest sum of scores within budgets.
 
-Local search over widths: steps of a few groups at a time, taken while they keep more within the budgets.
+`local_search` changes the widths of up to four parts at a time, as long as that keeps more. `lagrangian_search` finds
+where to start: it keeps the highest scores less a price for their costs, and bisects the price.
 """
 
 from __future__ import annotations
@@ -18,25 +19,38 @@ from prunekit.planning.candidates import GroupPart, Scores
 from prunekit.planning.costs import Numbers
 
 STEPS = (-16, -8, -4, -3, -2, -1, 1, 2, 3, 4, 8, 16)
-"""By how many of its allowed counts a part is tried narrower and wider, where all of all parts are more than `FEW`."""
+"""Changes of a part that local search tries, in numbers of allowed counts, if all counts are more than `FEW`."""
 FEW = 128
 EXHAUSTIVE = 20_000
-"""Combinations of steps of several parts that are all priced exactly; where there are more, the best by estimate."""
+"""The most combinations of changes of several parts that are all priced exactly."""
 SHORTLIST = 256
+"""How many combinations are priced exactly where there are more: the best by estimate."""
 MARGIN = 0.02
-"""Of a budget: what neighbors' widths, which multiply, may save beyond the sum of two steps' own costs."""
+"""Share of a budget by which an estimate may exceed it, as widths of neighbors multiply."""
 ROUNDS = 2000
 EPSILON = 1e-12
-"""Of all scores: a smaller gain is rounding."""
+"""Gains below this share of all scores are rounding errors."""
+SWEEPS = 3
+"""Passes over all parts at one price: what a part costs depends on its neighbors' widths."""
+BISECTIONS = 16
+REWEIGHTS = 6
+"""How often prices are recomputed for a budget with several limits."""
+RATE = 8.0
+CHEAPEST, DEAREST = -30.0, 10.0
+"""Logarithms of the lowest and the highest price of one whole budget, in units of the sum of all scores."""
+MOST = 64
+"""The most counts of a part that are priced one by one, where costs have steps or breakpoints."""
+BLENDS, FEWER = {2: (0.25, 0.5, 0.75)}, (0.5,)
+"""Shares of one of two budgets in a price, by the number of budgets; the second is for other numbers."""
 
 
 @dataclass(frozen=True, eq=False)
 class KeptScores:
-    """What counts keep: the sum of the scores.
+    """The sum of the scores that counts keep.
 
     Attributes:
-        kept: for each part (size + 1,) the sum of its first so many scores.
-        total: the sum of all scores, without their signs.
+        kept: for each part the sums of its first scores, (size + 1,).
+        total: the sum of the absolute values of all scores.
     """
 
     kept: tuple[Numbers, ...]
@@ -44,7 +58,7 @@ class KeptScores:
 
     @classmethod
     def of(cls, parts: list[GroupPart], scores: Scores) -> KeptScores:
-        """Of parts; a label with an infinite score is worth more than all others together."""
+        """Return the sums for parts; an infinite score counts as more than all others together."""
         own = [scores[part.labels] for part in parts]
         finite = np.concatenate(own)
         most = float(np.abs(finite[np.isfinite(finite)]).sum()) + 1.0
@@ -53,7 +67,7 @@ class KeptScores:
         return cls(kept, float(sum(np.abs(values).sum() for values in bounded)))
 
     def __call__(self, counts: Labels) -> float:
-        """Return the sum of what counts (parts,) keep."""
+        """Return the sum of the scores that counts (parts,) keep."""
         return float(sum(values[count] for values, count in zip(self.kept, counts, strict=True)))
 
 
@@ -62,10 +76,10 @@ class _CountChanges:
     """Changes of one part each.
 
     Attributes:
-        part: (steps,) which.
-        change: (steps,) of its count.
-        gain: (steps,) in worth.
-        cost: (steps, limits) if it were the only one.
+        part: (changes,) index of the part.
+        change: (changes,) of its count.
+        gain: (changes,) in kept scores.
+        cost: (changes, limits) of this change alone.
     """
 
     part: Labels
@@ -75,12 +89,16 @@ class _CountChanges:
 
 
 def local_search(parts: list[GroupPart], worth: KeptScores, budgets: Budgets, counts: Labels) -> Labels:
-    """Return counts from which no step of one part, and no two at a time, keep more within the budgets.
+    """Return counts that keep more within the budgets, until no change of one part, or of two together, does.
 
-    Where there are few enough, three and four at a time too. The best of each round is taken, the first of equals.
+    Changes of three and four parts are tried too if there are few enough. Each round takes the best change, the first
+    of equals.
 
     Args:
-        counts: within the budgets.
+        parts: that counts are of.
+        worth: what counts keep.
+        budgets: that are to be met.
+        counts: to begin with, within the budgets.
     """
     for _ in range(ROUNDS):
         steps = _steps(parts, worth, budgets, counts)
@@ -92,7 +110,7 @@ def local_search(parts: list[GroupPart], worth: KeptScores, budgets: Budgets, co
 
 
 def are_few(parts: list[GroupPart]) -> bool:
-    """Return whether there are so few widths to choose from that more can be tried of them."""
+    """Return whether there are so few widths to choose from that all can be tried."""
     return sum(part.counts.size for part in parts) <= FEW
 
 
@@ -103,7 +121,7 @@ def _steps(parts: list[GroupPart], worth: KeptScores, budgets: Budgets, counts: 
         at = int(np.searchsorted(part.counts, count))
         last = part.counts.size - 1
         reached = set(range(last + 1)) if few else {min(max(at + step, 0), last) for step in STEPS}
-        reached |= set() if few else set(_edges(part, int(count), budgets.steps, budgets.turns[index]))
+        reached |= set() if few else set(_edges(part, int(count), budgets.steps, budgets.breakpoints[index]))
         rows += [(index, int(part.counts[other] - count)) for other in sorted(reached - {at})]
     owner, change = np.array(rows, dtype=np.int64).reshape(-1, 2).T
     trials = np.repeat(counts[None], len(rows), axis=0)
@@ -113,21 +131,19 @@ def _steps(parts: list[GroupPart], worth: KeptScores, budgets: Budgets, counts: 
     return _CountChanges(owner, change, gain, budgets.limited(trials) - budgets.limited(counts))
 
 
-def _edges(part: GroupPart, count: int, steps: tuple[int, ...], turns: tuple[int, ...]) -> Iterator[int]:
-    """Yield where in a part's counts the next ones below and above lie that fill a step of its own width; and all
-    turns.
-    """
+def _edges(part: GroupPart, count: int, steps: tuple[int, ...], breakpoints: tuple[int, ...]) -> Iterator[int]:
+    """Yield the indices of counts that fill a step, the next ones below and above, and of those around breakpoints."""
     last = part.counts.size - 1
     for step in steps:
         for filled in ((count - 1) // step * step, (count // step + 1) * step):
             yield int(np.clip(np.searchsorted(part.counts, filled, side="right") - 1, 0, last))
-    for turn in turns:
-        at = int(np.searchsorted(part.counts, turn))
+    for breakpoint in breakpoints:
+        at = int(np.searchsorted(part.counts, breakpoint))
         yield from (min(at, last), max(at - 1, 0))
 
 
 def _neighbors(steps: _CountChanges, budgets: Budgets, counts: Labels, total: float) -> Iterator[Labels]:
-    """The best counts by one step; else by two at a time; else by three or four."""
+    """Yield the best counts by one change, then by two together, then by three and four."""
     yield from _best_of(_several(steps, 1), steps, budgets, counts, total)
     slack = budgets.limits - budgets.limited(counts)
     yield from _best_of(_pairs(steps, slack, budgets.limits, total), steps, budgets, counts, total)
@@ -136,7 +152,7 @@ def _neighbors(steps: _CountChanges, budgets: Budgets, counts: Labels, total: fl
 
 
 def _best_of(group: Labels, steps: _CountChanges, budgets: Budgets, counts: Labels, total: float) -> Iterator[Labels]:
-    """The counts by the best steps of a group of them that fit, where one keeps more."""
+    """Yield the counts after the best combination of changes that fits; none if no combination keeps more."""
     if len(group):
         gain = steps.gain[group].sum(axis=1)
         order = np.argsort(-gain, kind="stable")
@@ -150,7 +166,7 @@ def _best_of(group: Labels, steps: _CountChanges, budgets: Budgets, counts: Labe
 
 
 def _together(trials: Labels, counts: Labels, budgets: Budgets) -> Labels:
-    """The first of some changed counts, and of the others what changes other parts and still fits."""
+    """Return the first of several changed counts, merged with others that change other parts as far as that fits."""
     found: Labels = trials[0]
     for trial in trials[1:SHORTLIST]:
         moved = trial != counts
@@ -161,7 +177,7 @@ def _together(trials: Labels, counts: Labels, budgets: Budgets) -> Labels:
 
 
 def _pairs(steps: _CountChanges, slack: Numbers, limits: Numbers, total: float) -> Labels:
-    """Return one part wider and another narrower that together keep more: all, or the best of those that should fit."""
+    """Return pairs of a wider and a narrower part that keep more: all, or the best of those that should fit."""
     wider, narrower = np.flatnonzero(steps.change > 0), np.flatnonzero(steps.change < 0)
     first, second = np.repeat(wider, narrower.size), np.tile(narrower, wider.size)
     gain = steps.gain[first] + steps.gain[second]
@@ -186,7 +202,7 @@ def _best(gain: Numbers, allowed: NDArray[np.bool_]) -> Labels:
 
 
 def _several(steps: _CountChanges, number: int) -> Labels:
-    """Return the steps of so many different parts, where there are few enough combinations."""
+    """Return all combinations of changes of some number of parts; none if there are too many."""
     own = [np.flatnonzero(steps.part == part) for part in np.unique(steps.part)]
     combined = np.poly([-each.size for each in own])  # elementary symmetric polynomials of the sizes
     if number > len(own) or combined[number] > EXHAUSTIVE:
@@ -195,25 +211,10 @@ def _several(steps: _CountChanges, number: int) -> Labels:
     return np.array(found, dtype=np.int64)
 
 
-SWEEPS = 3
-"""Over all parts, at one price: what a part costs depends on its neighbors' widths."""
-BISECTIONS = 16
-REWEIGHTS = 6
-"""Of the limits of a budget that is several: prices are made anew so often."""
-RATE = 8.0
-CHEAPEST, DEAREST = -30.0, 10.0
-"""Logarithms of the price of one whole budget, in units of all scores."""
-MOST = 64
-"""Counts of a part that are priced one by one where costs go in steps or turn."""
-BLENDS, FEWER = {2: (0.25, 0.5, 0.75)}, (0.5,)
-"""By the number of budgets: shares of one of two in a price, beside each budget alone; and where they are more."""
-
-
 def lagrangian_search(parts: list[GroupPart], worth: KeptScores, budgets: Budgets) -> Iterator[Labels]:
-    """The counts that keep the most, of those within the budgets that were found, for each blend of them.
+    """Yield the best counts within the budgets by Lagrange multipliers, for each budget and for blends of them.
 
-    Args:
-        worth: concave in each part's count: the labels of a part go by their scores.
+    Kept scores are concave in each part's count, because the labels of a part are removed by their scores.
     """
     several = np.bincount(budgets.owner, minlength=budgets.asked.size)
     for weights in _blends(budgets.asked.size):
@@ -227,7 +228,7 @@ def lagrangian_search(parts: list[GroupPart], worth: KeptScores, budgets: Budget
 
 
 def _along(parts: list[GroupPart], worth: KeptScores, budgets: Budgets, direction: Numbers) -> Labels | None:
-    """Of counts at prices in one direction those that keep the most within the budgets; None where none are."""
+    """Return the best counts within the budgets, of those at prices in one direction; None if there are none."""
     low, high = CHEAPEST, DEAREST
     counts = np.array([part.counts[-1] for part in parts])
     best: Labels | None = None
@@ -243,10 +244,9 @@ def _along(parts: list[GroupPart], worth: KeptScores, budgets: Budgets, directio
 
 
 def _reweighted(shares: Numbers, budgets: Budgets, counts: Labels) -> Numbers:
-    """Return the shares of the limits of each budget in its price: what is far below its limit is made cheaper than the
-    rest.
+    """Return new shares of the limits of each budget in its price: limits that are far from reached become cheaper.
 
-    By multiplicative weights (Plotkin, Shmoys and Tardos 1995), as of several limits only some bind.
+    By multiplicative weights (Plotkin, Shmoys and Tardos 1995).
     """
     grown = shares * np.exp(RATE * (budgets.limited(counts) / budgets.limits - 1))
     result: Numbers = grown / np.bincount(budgets.owner, grown)[budgets.owner]
@@ -263,13 +263,13 @@ def _blends(budgets: int) -> Iterator[Numbers]:
 
 
 def _at_price(parts: list[GroupPart], worth: KeptScores, budgets: Budgets, price: Numbers, counts: Labels) -> Labels:
-    """Return counts from which no part alone does better at a price, as far as sweeps get."""
+    """Return counts that no change of one part improves at a price, unless the sweeps are used up."""
     counts = counts.copy()
     for _ in range(SWEEPS):
         before = counts.copy()
         for index, part in enumerate(parts):
             if part.counts.size > 1:
-                wanted = part.counts if budgets.smooth else _spread(part, budgets.turns[index])
+                wanted = part.counts if budgets.smooth else _spread(part, budgets.breakpoints[index])
                 cost = _cost_at(wanted, index, counts, budgets, price)
                 counts[index] = wanted[int(np.argmax(worth.kept[index][wanted] - cost))]
         if np.array_equal(before, counts):
@@ -277,18 +277,16 @@ def _at_price(parts: list[GroupPart], worth: KeptScores, budgets: Budgets, price
     return counts
 
 
-def _spread(part: GroupPart, turns: tuple[int, ...]) -> Labels:
-    """At most `MOST` of the counts, the last among them, in equal steps from it, and both sides of each turn."""
+def _spread(part: GroupPart, breakpoints: tuple[int, ...]) -> Labels:
+    """Return at most `MOST` counts in equal steps, the last included, and the counts on both sides of breakpoints."""
     every = -(-part.counts.size // MOST)
-    also = np.searchsorted(part.counts, turns)
+    also = np.searchsorted(part.counts, breakpoints)
     also = np.clip(np.concatenate([also, also - 1]), 0, part.counts.size - 1)
     return np.union1d(part.counts[::-1][::every], part.counts[also])
 
 
 def _cost_at(wanted: Labels, index: int, counts: Labels, budgets: Budgets, price: Numbers) -> Numbers:
-    """Return what each count of one part costs at a price: a parabola where costs are smooth, as a width meets
-    itself once.
-    """
+    """Return the cost of each count of one part at a price; interpolated where costs are smooth, as it is quadratic."""
     points = wanted if wanted.size < 3 or not budgets.smooth else wanted[[0, wanted.size // 2, -1]]
     trials = np.repeat(counts[None], points.size, axis=0)
     trials[:, index] = points
@@ -297,7 +295,7 @@ def _cost_at(wanted: Labels, index: int, counts: Labels, budgets: Budgets, price
 
 
 def _parabola(points: Labels, values: Numbers, at: Labels) -> Numbers:
-    """Through three points, by Newton's divided differences."""
+    """Return the values of the parabola through three points, by Newton's divided differences."""
     (a, b, c), (u, v, w) = points.astype(float), values
     first, second = (v - u) / (b - a), (w - v) / (c - b)
     result: Numbers = u + (at - a) * (first + (at - b) * (second - first) / (c - a))

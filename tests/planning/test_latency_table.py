@@ -149,7 +149,7 @@ def test_a_width_that_two_groups_decide_may_turn_too(scope: Scope) -> None:
     assert 24 <= left <= 25
     parts = free_parts(channel_map, np.zeros(channel_map.n_labels), wanted)
     budgets = budgets_of(channel_map, parts, wanted, table)
-    assert (budgets.turning, budgets.smooth, [*budgets.turns]) == (True, False, [()] * len(parts))
+    assert (budgets.non_monotonic, budgets.smooth, [*budgets.breakpoints]) == (True, False, [()] * len(parts))
 
 
 @pytest.mark.parametrize("scope", ["per_mac", "capacity", "global", "uniform"])
@@ -164,7 +164,7 @@ def test_the_widest_plan_that_is_fast_enough_may_lie_beyond_some_that_are_not(sc
     plan = make_plan(channel_map, random_scores(channel_map, 0), wanted, latency=table)
     assert np.count_nonzero(plan.keep[channel_map.labels["layers.0.weight"][0]]) == 90
     parts = free_parts(channel_map, np.zeros(channel_map.n_labels), wanted)
-    assert (60,) in budgets_of(channel_map, parts, wanted, table).turns
+    assert (60,) in budgets_of(channel_map, parts, wanted, table).breakpoints
 
 
 @pytest.mark.parametrize("scope", ["per_mac", "capacity", "global", "uniform"])

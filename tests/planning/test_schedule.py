@@ -47,9 +47,9 @@ def test_cubic_is_the_papers_formula(final: float, begin: int, every: int, round
         s_f, s_i = 1 - final, 0.0
         s_t = s_f + (s_i - s_f) * (1 - (stage.step - begin) / (rounds * every)) ** 3
         assert share_kept("cubic", stage.progress, final) == pytest.approx(1 - s_t, abs=1e-12)
-        assert line.planned(stage.step, final) == pytest.approx(1 - s_t, abs=1e-12)
-    assert line.planned(begin, final) == 1.0
-    assert line.planned(end + 1, final) == final
+        assert line.share_at(stage.step, final) == pytest.approx(1 - s_t, abs=1e-12)
+    assert line.share_at(begin, final) == 1.0
+    assert line.share_at(end + 1, final) == final
 
 
 @given(
@@ -102,7 +102,7 @@ def test_epochs_are_steps_in_another_unit(kind: Any, steps: int, epochs: int, be
 def test_rounds_prune_the_same_share_of_what_is_left_and_recover_as_long() -> None:
     line = timeline(ScheduleSettings("iterative", rounds=3, rewind_lr=True), epochs=6, steps=10)
     assert [stage.step for stage in line.stages] == [0, 20, 40]
-    left = [line.planned(step, 0.125) for step in (0, 19, 20, 39, 40, 60)]
+    left = [line.share_at(step, 0.125) for step in (0, 19, 20, 39, 40, 60)]
     assert left == pytest.approx([0.5, 0.5, 0.25, 0.25, 0.125, 0.125])
     assert line.restarts() == (20, 40)
     every = timeline(ScheduleSettings("iterative", begin=1, every=2.0), epochs=6, steps=10)
@@ -172,7 +172,7 @@ def test_plans_are_nested_and_the_last_meets_the_budgets(
     for index, progress in enumerate((0.1, 0.4, 0.7, 1.0)):
         stage = settings_at_stage(asked, Stage(index, progress), {"macs": 1.0, "params": 1.0})
         scores = random_scores(chart, index)  # scored anew, and quite otherwise
-        plan = make_plan(chart, scores, stage, between=PlanBounds(most=keep))
+        plan = make_plan(chart, scores, stage, bounds=PlanBounds(most=keep))
         assert not (plan.keep & ~keep).any()
         assert chart.macs(plan.keep) <= stage.budget.macs * chart.macs()  # type: ignore[operator]
         keep = plan.keep
@@ -186,7 +186,7 @@ def test_plans_around_a_final_one_keep_all_of_it(chart: ChannelMap) -> None:
     keep = np.ones(chart.n_labels, dtype=bool)
     for share in (0.8, 0.5, 0.35):
         settings = PruneSettings(BudgetSettings(macs=share), scope="global")
-        plan = make_plan(chart, random_scores(chart, 2), settings, between=PlanBounds(keep, final.keep))
+        plan = make_plan(chart, random_scores(chart, 2), settings, bounds=PlanBounds(keep, final.keep))
         assert not (final.keep & ~plan.keep).any()
         assert not (plan.keep & ~keep).any()
         assert share - 0.05 < chart.macs(plan.keep) / chart.macs() <= share
@@ -196,5 +196,5 @@ def test_plans_around_a_final_one_keep_all_of_it(chart: ChannelMap) -> None:
 def test_a_stage_may_remove_nothing(chart: ChannelMap) -> None:
     settings = PruneSettings(BudgetSettings(macs=1.0))
     dense = np.ones(chart.n_labels, dtype=bool)
-    plan = make_plan(chart, random_scores(chart), settings, between=PlanBounds(most=dense))
+    plan = make_plan(chart, random_scores(chart), settings, bounds=PlanBounds(most=dense))
     assert plan.keep.all()

@@ -59,7 +59,7 @@ class ByWeight(Planner):
         asked = PruneSettings(BudgetSettings(macs=self.share), scope="global", schedule=self.schedule)
         most = np.ones_like(before.keep) if self.schedule.regrow else before.keep
         found = make_plan(
-            chart, self.scores(model, chart), settings_at_stage(asked, stage, {"macs": 1.0}), between=PlanBounds(most)
+            chart, self.scores(model, chart), settings_at_stage(asked, stage, {"macs": 1.0}), bounds=PlanBounds(most)
         )
         self.plans.append((stage, found))
         return found

@@ -42,7 +42,7 @@ class Turning(Planner):
         scores = found if self.turn[0] > 0 else np.where(np.isinf(found), found, 10 - found)
         self.turn[0] = -self.turn[0]
         most = PlanBounds(most=np.ones_like(before.keep))
-        return make_plan(chart, scores, settings_at_stage(asked, stage, {"macs": 1.0}), between=most)
+        return make_plan(chart, scores, settings_at_stage(asked, stage, {"macs": 1.0}), bounds=most)
 
     def state_dict(self) -> dict[str, Any]:
         return {"turn": self.turn[0]}

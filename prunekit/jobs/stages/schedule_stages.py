@@ -145,12 +145,12 @@ class StagePlanner(Planner):
         self.scores = self._scored(model, before, seen)
         if self._final is not None and stage.progress >= 1:
             return self._final
-        between = PlanBounds(
+        bounds = PlanBounds(
             most=np.ones_like(before.keep) if self._schedule.regrow else before.keep,
             least=None if self._final is None else self._final.keep,
         )
         settings = settings_at_stage(self._settings, stage, self._dense)
-        made = make_plan(self._chart, self.scores, settings, seed=self._seed, between=between)
+        made = make_plan(self._chart, self.scores, settings, seed=self._seed, bounds=bounds)
         return replace(made, provenance={**made.provenance, "schedule": asdict(stage)})
 
     def _scored(self, model: nn.Module, before: Plan, seen: Seen) -> Scores:

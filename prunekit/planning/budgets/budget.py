@@ -1,4 +1,4 @@
-"""The budgets by name: what each counts, and the function that registers one."""
+"""Budgets by name: what each counts, and the decorator that registers one."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ BUDGETS: Registry[Budget] = registries.BUDGETS
 
 @dataclass(frozen=True, eq=False)
 class Countable:
-    """All that a budget may count.
+    """Everything that a budget may count.
 
     Attributes:
         channel_map: of the model.
-        parts: labels that are kept in the order of their scores, as many as a plan decides.
-        target: that costs are meant on.
-        latency: what times on the target are predicted by; None where no budget is one of time.
+        parts: groups of labels whose number a plan decides.
+        target: device and runtime that costs are counted for.
+        latency: table that predicts times on the target; None if no budget is one of time.
     """
 
     channel_map: ChannelMap
@@ -36,11 +36,11 @@ class Countable:
     latency: LatencyTable | None = None
 
     def terms(self, name: str) -> list[Term]:
-        """Return what another budget counts, as terms to be taken `times` a constant.
+        """Return the terms that another budget counts; multiply one with `Term.times`.
 
         Raises:
             UsageError: there is no such budget.
-            PlanError: it is one of time, which is not known here, or several sums, the largest of which counts.
+            PlanError: it is one of time and there is no latency table, or it is the largest of several sums.
         """
         budget = BUDGETS.get(name)
         sums = budget.sums(self)
@@ -54,16 +54,16 @@ Terms = Callable[[Countable], Sequence[Term] | Sequence[Sequence[Term]]]
 
 @dataclass(frozen=True, eq=False)
 class Budget:
-    """A limit on what a plan leaves: what its figures mean, and the function that says what is counted."""
+    """A limit on what a plan leaves: what its figures mean, and the function that returns the terms to count."""
 
     facts: BudgetFacts
     terms: Terms
 
     def sums(self, countable: Countable) -> list[list[Term]]:
-        """Return what is counted: a sum of terms, or several, the largest of which is limited.
+        """Return the sums of terms that are counted, the largest of which is limited; mostly one.
 
         Raises:
-            PlanError: a budget of time without a latency table.
+            PlanError: it is a budget of time, and there is no latency table.
             UsageError: the function returns something else than terms.
         """
         name = self.facts.name
@@ -99,26 +99,26 @@ def register_budget(
 ) -> Callable[[Terms], Terms]:
     """Register a budget: something that a plan limits, such as multiply-accumulates, bytes, or energy.
 
-    What it decorates says what is counted, as a list of `prunekit.Term`, each a constant times widths. From then on its
-    name is a budget like any other: a keyword of `prune` and `plan`, and a key of `prune.budget` in recipes.
+    The decorated function returns what is counted as a list of `prunekit.Term`, each a constant times widths. The name
+    is then a budget like any other: a keyword of `prune` and `plan`, and a key of `prune.budget` in recipes.
 
     Args:
         name: as settings, recipes and messages call it.
         about: what is limited, in one line.
         unit: of the figures, such as "MB"; empty for a bare share.
-        figure: what a figure is, in words, for messages; "number of" the unit where it is left out.
+        figure: what a figure is, in words, for messages; by default "number of" and the unit.
         share: whether the figure is a share of what the dense model has, above 0 and at most 1; else it is an amount in
             the unit, above 0.
-        least: whether the figure is the least that is asked for, and one over what is counted, as a speedup is one over
-            a share of the time: above 1 for a `share`.
-        measured: whether it is one of time: terms count nanoseconds as `countable.terms("latency_ms")` does, and plans
-            are measured on the target until they meet it.
+        least: whether the figure is a minimum, and the reciprocal of what is counted, as a speedup is of a share of the
+            time: above 1 for a `share`.
+        measured: whether it is a budget of time: terms count nanoseconds as `countable.terms("latency_ms")` does, and
+            plans are measured on the target until they meet it.
         per_unit: how much of what the terms count is one unit, such as 1e6 for bytes and "MB".
         peak: whether the function returns several such lists, the largest of which is limited.
-        each_group: whether scope `uniform` asks it of each channel group.
-        counted_as: what it is called among the figures of a run's models, which are counted on the loaded models; where
-            they exceed the budget, the run names it as a shortfall.
-        found_as: a sentence that tells of it, with `{}` in place of the figure.
+        each_group: whether scope `uniform` applies it to each channel group.
+        counted_as: its name among the figures that a run counts on the loaded models; if one exceeds the budget, the
+            run reports a shortfall.
+        found_as: a sentence that reports it, with `{}` in place of the figure.
 
     Returns:
         A decorator that returns the function as it is.
@@ -148,7 +148,7 @@ def register_budget(
 
 
 def accept(reference: str, found: Any) -> Budget:
-    """Return the budget that `file.py:object` names: one that the file registers, or a function of terms, for a share.
+    """Return the budget that `file.py:object` names: one that the file registers, or a function, as a share.
 
     Raises:
         UsageError: it is neither.

@@ -1,4 +1,4 @@
-"""The budgets of a job as functions of widths: what is left of each, and whether all are met."""
+"""Limits on a plan by all budgets of a job: what is left of each, and whether all are met."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from prunekit.planning.latency_table import LatencyTable
 from prunekit.settings.prune import BudgetFacts, PruneSettings, noted_facts
 
 BITS = 40
-"""To which the largest term of a sum of fractions is counted."""
+"""Bits of the largest term, where a sum has fractions: costs are counted in whole numbers."""
 
 
 @dataclass(frozen=True, eq=False)
 class Budgets:
-    """What a plan may cost, in the units of the budgets: shares of the dense model, megabytes, and milliseconds.
+    """The budgets as functions of counts, in their units: shares of the dense model, megabytes, and milliseconds.
 
-    Figures that are the least of something are here as one over it: a speedup as the share of the time. A budget may be
-    several limits: memory is the most of what is alive at each of several moments.
+    A figure that is a minimum is here its reciprocal: a speedup as the share of the time. A budget may have several
+    limits: memory is the maximum of what is alive at several moments.
 
     Attributes:
         facts: of the budgets that were asked for.
         asked: (budgets,) the most of each that may be left.
-        dense: (budgets,) what the dense model has of each; 1 where it is a share.
-        left: counts of the parts (..., parts) -> what they leave, (..., budgets).
-        limited: the same -> what is limited, (..., limits): but for what no counts bring to its limit, where it is
-            `smooth`, it is so in each count, unlike the most of it.
+        dense: (budgets,) the dense model's amount of each; 1 where it is a share.
+        left: counts (..., parts) -> the amount that is left of each budget, (..., budgets).
+        limited: counts (..., parts) -> the amounts that are limited, (..., limits), without those that stay below
+            their limit at any counts.
         limits: (limits,) the most of each that may be left.
-        owner: (limits,) index of the budget that it belongs to.
+        owner: (limits,) index of the budget of each limit.
         steps: that widths are rounded up to where time is counted.
-        turning: whether another kernel may take over at some width, so that more channels take less time.
-        turns: of each part the counts at which one does; of widths that several parts decide, none.
+        non_monotonic: whether more channels may take less time, as another kernel takes over at some width.
+        breakpoints: for each part, the counts at which one does; none of widths that several parts decide.
     """
 
     facts: tuple[BudgetFacts, ...]
@@ -50,25 +50,25 @@ class Budgets:
     limits: Numbers
     owner: Labels
     steps: tuple[int, ...]
-    turning: bool
-    turns: tuple[tuple[int, ...], ...]
+    non_monotonic: bool
+    breakpoints: tuple[tuple[int, ...], ...]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the budgets that were asked for."""
+        """Names of the budgets that were asked for."""
         return tuple(one.name for one in self.facts)
 
     @property
     def smooth(self) -> bool:
-        """Whether costs neither go in steps nor turn."""
-        return not self.steps and not self.turning
+        """Whether costs have neither steps nor breakpoints."""
+        return not self.steps and not self.non_monotonic
 
     def fits(self, counts: Labels) -> Any:
         """Return whether counts (..., parts) meet every budget: bool (...)."""
         return (self.limited(counts) <= self.limits).all(axis=-1)
 
     def found(self, counts: Labels) -> dict[str, Any]:
-        """For a plan's provenance: of each budget what was asked for and what is left, and the one that binds."""
+        """Return a plan's provenance: what of each budget was asked for and is left, and which budget binds."""
         left = self.left(counts)
         each = {
             one.name: {
@@ -85,14 +85,11 @@ class Budgets:
 def budgets_of(
     channel_map: ChannelMap, parts: list[GroupPart], settings: PruneSettings, latency: LatencyTable | None = None
 ) -> Budgets:
-    """Return the budgets of a job as functions of the parts' counts.
-
-    Args:
-        latency: of the target, where a budget is one of time.
+    """Return the budgets of a job as functions of the parts' counts; those of time by the target's `latency`.
 
     Raises:
-        PlanError: a budget of time without the table.
-        UsageError: a figure means nothing, or a budget's function returns something else than terms.
+        PlanError: a budget of time is given without the table.
+        UsageError: a figure is out of range, or a budget's function returns something else than terms.
     """
     settings.budget.require_sound()
     asked = settings.budget.given
@@ -133,15 +130,15 @@ def budgets_of(
         limits=most[owner[within]],
         owner=owner[within],
         steps=tuple(sorted({step for one in terms for term in one for step in term.steps if step > 1})),
-        turning=model.turning,
-        turns=tuple(tuple(sorted(found)) for found in model.turns([part.labels.size for part in parts])),
+        non_monotonic=model.non_monotonic,
+        breakpoints=tuple(tuple(sorted(found)) for found in model.breakpoints([part.labels.size for part in parts])),
     )
 
 
 def _within(dense: Numbers, most: Numbers, owner: Labels) -> Labels:
-    """Of what makes up the budgets, with its amount in the dense model, all that may be above its limit.
+    """Return the indices of sums that may exceed their limit, given their amounts in the dense model.
 
-    And the largest of each budget, which says how far below it all is.
+    The largest sum of each budget is always among them: it tells how much is left.
     """
     largest = np.array([int(np.argmax(np.where(owner == index, dense, -1.0))) for index in range(most.size)])
     above = dense > most[owner]
@@ -150,9 +147,9 @@ def _within(dense: Numbers, most: Numbers, owner: Labels) -> Labels:
 
 
 def _finer(sums: list[list[Term]], facts: BudgetFacts) -> tuple[list[list[Term]], float]:
-    """Return terms whose sums are precise as whole numbers, which are all that is counted, and how much finer they are.
+    """Return terms scaled so that their sums are precise as whole numbers, and the factor.
 
-    Constants that are whole stay as they are, and so do times, which are in nanoseconds.
+    Whole constants stay as they are, and so do times, which are in nanoseconds.
     """
     terms = [term for one in sums for term in one]
     if facts.measured or all(float(term.constant).is_integer() for term in terms):
@@ -163,9 +160,7 @@ def _finer(sums: list[list[Term]], facts: BudgetFacts) -> tuple[list[list[Term]]
 
 
 def _worst(parts: list[GroupPart]) -> Callable[[Labels], Numbers]:
-    """Return the largest share that a part keeps, of those that are not at their smallest: a share is asked of every
-    group.
-    """
+    """Return a function of counts: the largest share that a part keeps, of those that are not at their minimum."""
     sizes = np.array([part.labels.size for part in parts])
     free = np.array([len(part.counts) > 1 for part in parts])
     floor = np.array([part.at_most(0) for part in parts]) / sizes

@@ -1,17 +1,4 @@
-"""The budget of channels.
-
-The budget of multiply-accumulates.
-
-The budget of parameters.
-
-The budget of a model's size in a file.
-
-The budget of memory while a model runs.
-
-The budget of time on the target.
-
-The budget of speed, beside the dense model.
-"""
+"""The built-in budgets: channels, MACs, parameters, bytes in a file and in memory, latency, and speedup."""
 
 from __future__ import annotations
 

@@ -293,7 +293,7 @@ def drawn(changes: pd.DataFrame, summary: Mapping[str, Any] | None) -> Markup:
             last = rows["epoch"].iloc[-1] if line is None else line.epochs
             if line is not None and summary is not None:
                 steps = np.linspace(0, line.total, POINTS)
-                curve = [100 * line.planned(step, summary["final"][resource]) for step in steps]
+                curve = [100 * line.share_at(step, summary["final"][resource]) for step in steps]
                 shares.plot(steps / line.steps, curve, color=color, linestyle="--", linewidth=1.1)
             epochs, actual = [0, *rows["epoch"], last], [100.0, *(100 * rows["actual"]), 100 * rows["actual"].iloc[-1]]
             shares.step(epochs, actual, where="post", color=color, label=resource)
