@@ -23,7 +23,7 @@ from common import ratio
 from torch import Tensor, nn
 
 from prunekit.statistics import collection as collector
-from prunekit.statistics.collection import StatsCollector, first_tensor
+from prunekit.statistics.calibration import StatsCollector, first_tensor
 from prunekit.statistics.moments import MomentsCollector
 
 MODELS = ("resnet34", "resnet50", "densenet121", "mobilenet_v2", "efficientnet_b0")

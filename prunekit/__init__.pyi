@@ -120,9 +120,9 @@ from prunekit.settings.train import (
 from prunekit.settings.train import (
     WatchSettings as WatchSettings,
 )
+from prunekit.statistics.calibration import StatsCollector as StatsCollector
+from prunekit.statistics.calibration import calibrate as calibrate
 from prunekit.statistics.channel_stats import ChannelStats as ChannelStats
-from prunekit.statistics.collection import StatsCollector as StatsCollector
-from prunekit.statistics.collection import calibrate as calibrate
 from prunekit.statistics.taylor_terms import collect_gradients as collect_gradients
 from prunekit.tasks.task import register_task as register_task
 from prunekit.training.batchnorm_statistics import recalibrate_batchnorm as recalibrate_batchnorm

@@ -17,8 +17,8 @@ from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.feature_ranks import MapRanks
 from prunekit.statistics.layer_stats import LayerStats, StatsKey
 
-Measured = TypeVar("Measured", LayerStats, MapRanks)
-Accepts = Callable[[StatsKey, Measured], npt.NDArray[np.bool_] | bool]
+ActivationRecord = TypeVar("ActivationRecord", LayerStats, MapRanks)
+Accepts = Callable[[StatsKey, ActivationRecord], npt.NDArray[np.bool_] | bool]
 """Whether an activation may speak for its channels: all of them, or one answer each, (channels,)."""
 
 ACTIVATIONS = (
@@ -190,9 +190,9 @@ def _finite(evidence: Evidence) -> ChannelStats:
 
 def _first_found(
     evidence: Evidence,
-    measured: Mapping[StatsKey, Measured],
-    value: Callable[[Measured], FloatArray],
-    *preferences: Accepts[Measured],
+    measured: Mapping[StatsKey, ActivationRecord],
+    value: Callable[[ActivationRecord], FloatArray],
+    *preferences: Accepts[ActivationRecord],
 ) -> Scores:
     """Return the mean of `value` over the activations that the first preference accepts, and where there are none,
     the next.
@@ -207,9 +207,9 @@ def _first_found(
 
 def _mean(
     evidence: Evidence,
-    measured: Mapping[StatsKey, Measured],
-    value: Callable[[Measured], FloatArray],
-    accepts: Accepts[Measured],
+    measured: Mapping[StatsKey, ActivationRecord],
+    value: Callable[[ActivationRecord], FloatArray],
+    accepts: Accepts[ActivationRecord],
 ) -> LabelMean:
     found = LabelMean(evidence.channel_map)
     for key, layer in measured.items():

@@ -62,7 +62,7 @@ class Evidence:
     patches: PatchStats | None = None
 
 
-Score = Callable[[Evidence], Scores]
+ScoreFunction = Callable[[Evidence], Scores]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Criterion:
     """
 
     name: str
-    function: Score
+    function: ScoreFunction
     needs: tuple[Need, ...]
     measures: str = ""
     paper: str = ""
@@ -94,7 +94,7 @@ def register_criterion(
     measures: str = "",
     paper: str = "",
     comparable: bool = False,
-) -> Callable[[Score], Score]:
+) -> Callable[[ScoreFunction], ScoreFunction]:
     """Register an importance score under a name that Python, recipes and commands take from then on.
 
     Args:
@@ -133,7 +133,7 @@ def register_criterion(
     if unknown:
         raise ValueError(f"criterion {name!r}: needs: {unknown[0]!r} is none; {nearest(unknown[0], get_args(Need))}")
 
-    def register(function: Score) -> Score:
+    def register(function: ScoreFunction) -> ScoreFunction:
         CRITERIA.add(name, Criterion(name, function, needs, measures, paper, comparable), function)
         return function
 

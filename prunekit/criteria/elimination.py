@@ -30,7 +30,7 @@ AT_ONCE = 64
 
 
 @dataclass(frozen=True, eq=False)
-class Consumer:
+class LayerObjective:
     """A layer that reads channels of a group.
 
     Attributes:
@@ -51,9 +51,9 @@ class Elimination:
 
     Attributes:
         labels: (n,), the first goes first.
-        errors: (n,) summed over all consumers' outputs, each over its variance and weighted as in `Consumer`: after
-        removing as many, with all that is left fitted anew.
-    outputs: over how many outputs they are summed, each counted as its layer's gain counts.
+        errors: (n,) after removing as many, with all that is left fitted again: summed over the outputs of all layers
+            that read them, each over its variance and weighted as in `LayerObjective`.
+        outputs: over how many outputs they are summed, each counted as its layer's gain counts.
     """
 
     labels: Labels
@@ -61,7 +61,7 @@ class Elimination:
     outputs: float = 1.0
 
 
-def eliminate(labels: Labels, consumers: Sequence[Consumer]) -> Elimination:
+def eliminate(labels: Labels, consumers: Sequence[LayerObjective]) -> Elimination:
     """Remove labels one by one, always the one that costs least when the others take over what they can.
 
     Of wide groups several go at once, see `AT_ONCE`; what they cost together is spread evenly over them.
@@ -91,7 +91,7 @@ def eliminate(labels: Labels, consumers: Sequence[Consumer]) -> Elimination:
 class _State:
     """One consumer while channels go."""
 
-    def __init__(self, consumer: Consumer, labels: Labels) -> None:
+    def __init__(self, consumer: LayerObjective, labels: Labels) -> None:
         gram = consumer.gram.double()
         columns = len(gram) - 1
         every = torch.arange(columns, device=gram.device).reshape(len(consumer.labels), -1)
@@ -152,7 +152,9 @@ def _inverse(matrix: Tensor) -> Tensor:
     return inverse
 
 
-def consumers_of(group: ChannelGroup, model: nn.Module, channel_map: ChannelMap, stats: PatchStats) -> list[Consumer]:
+def layer_objectives(
+    group: ChannelGroup, model: nn.Module, channel_map: ChannelMap, stats: PatchStats
+) -> list[LayerObjective]:
     """Return the layers that read a group's channels: their weights carry its labels on the input side.
 
     Args:
@@ -178,16 +180,16 @@ def _layers_reading(
 
 def _by_group(
     moments: LayerMoments, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module], labels: Labels
-) -> Iterable[Consumer]:
+) -> Iterable[LayerObjective]:
     layer = moments.layer
     weight = layer.matrix(tensors[layer.weight].detach()).double()
-    weight = weight.flatten(2) if layer.reading.kernel else weight[:, :, None]
+    weight = weight.flatten(2) if layer.geometry.kernel else weight[:, :, None]
     scale = relative_scale(moments, modules) * moments.output_gain ** (TRUST / 2)
     weight = weight * scale[:, None, None]
     for matrix, rows in zip(moments.grams, weight.chunk(len(moments.grams)), strict=True):
         if moments.taps == 1:  # without the taps' own statistics each of them is a layer of its own
             rows = rows.transpose(1, 2).flatten(0, 1)[:, :, None]
-        yield Consumer(matrix, rows.flatten(1), labels)
+        yield LayerObjective(matrix, rows.flatten(1), labels)
 
 
 def eliminations(
@@ -203,14 +205,14 @@ def eliminations(
     """
     found = {}
     for group in tracked(channel_map.groups if groups is None else groups, "elimination", unit="group"):
-        consumers = consumers_of(group, model, channel_map, stats)
+        consumers = layer_objectives(group, model, channel_map, stats)
         if consumers:
-            outputs = outputs_reading(group, channel_map, stats)
+            outputs = weighted_output_count(group, channel_map, stats)
             found[group.name] = replace(eliminate(group.labels, consumers), outputs=outputs)
     return found
 
 
-def outputs_reading(group: ChannelGroup, channel_map: ChannelMap, stats: PatchStats) -> float:
+def weighted_output_count(group: ChannelGroup, channel_map: ChannelMap, stats: PatchStats) -> float:
     """Over how many outputs the errors of a group are summed: those of all layers that read it, times their gains."""
     reading = [moments for moments, _ in _layers_reading(group, channel_map, stats)]
     return float(sum(len(moments.variance) * moments.output_gain**TRUST for moments in reading))

@@ -133,7 +133,7 @@ NOTHING_SEEN = "no input that carries them was measured: collect over every laye
 
 
 @dataclass(frozen=True, eq=False)
-class Read:
+class LabeledConsumer:
     """A layer, and the labels of its input's channels, (channels,)."""
 
     consumer: Consumer
@@ -249,7 +249,7 @@ def _made(evidence: Evidence, *, squared: bool) -> Scores:
     return found.result(otherwise=np.nan)
 
 
-def _reads(evidence: Evidence) -> Iterator[Read]:
+def _reads(evidence: Evidence) -> Iterator[LabeledConsumer]:
     """Yield every layer whose input channels have labels."""
     assert evidence.stats is not None
     evidence.stats.require_finite()
@@ -259,10 +259,10 @@ def _reads(evidence: Evidence) -> Iterator[Read]:
         candidates = (*on_weight, chart.activations.get((path, "input", 0)))  # a grouped weight has those of one group
         labels = next((on for on in candidates if on is not None and len(on) == consumer.channels), None)
         if labels is not None and labels.any() and consumer.weight in evidence.parameters:
-            yield Read(consumer, labels)
+            yield LabeledConsumer(consumer, labels)
 
 
-def _with_moments(evidence: Evidence) -> Iterator[tuple[Read, InputMoments]]:
+def _with_moments(evidence: Evidence) -> Iterator[tuple[LabeledConsumer, InputMoments]]:
     """Yield what was measured of each input; where its Gram matrix was left out, the diagonal, from the statistics."""
     assert evidence.stats is not None
     for read in _reads(evidence):

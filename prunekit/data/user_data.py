@@ -21,7 +21,7 @@ from prunekit.data.sources import Splits, fingerprint, source_of_parts, splits_o
 from prunekit.errors import DataError, UsageError
 from prunekit.settings.inputs import DataSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
-from prunekit.tasks.task import Task, Unpacking, get_task
+from prunekit.tasks.task import BatchUnpacker, Task, get_task
 from prunekit.utils.tensors import gather
 from prunekit.utils.user_code import run_factory, source_bytes
 
@@ -45,7 +45,7 @@ class TaskSamples:
     """
 
     dataset: MapStyle
-    unpacking: Unpacking
+    unpacking: BatchUnpacker
     where: str
     indices: Tensor | None = None
     corrupt: CorruptImages = field(default_factory=CorruptImages)

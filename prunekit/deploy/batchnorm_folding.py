@@ -24,8 +24,8 @@ from prunekit.compaction.model_folder import FoldedNorm, set_folds
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.measure.operator_costs import is_subnormal
 from prunekit.measure.verification import compare_outputs
-from prunekit.statistics.consumers import PRODUCTS
-from prunekit.statistics.layers.linear_layers import Call, CallWatch
+from prunekit.statistics.consumers import WEIGHT_FUNCTIONS
+from prunekit.statistics.layers.linear_layers import CallInterceptor, FunctionCall
 from prunekit.utils.context import seeded, set_mode, training_mode
 from prunekit.utils.inputs import as_example, call
 from prunekit.utils.tensors import gather
@@ -63,7 +63,7 @@ class _Made:
     reads: int = 0
 
 
-class _Watch(CallWatch):
+class _Watch(CallInterceptor):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.made: dict[int, _Made] = {}
@@ -72,7 +72,7 @@ class _Watch(CallWatch):
         self.norms: list[Any] = []
         self._own = {path: module._parameters for path, module in model.named_modules()}
 
-    def call(self, call: Call) -> Any:
+    def call(self, call: FunctionCall) -> Any:
         inputs = gather((call.args, dict(call.named)))
         for tensor in inputs:
             if id(tensor) in self.names:
@@ -82,20 +82,20 @@ class _Watch(CallWatch):
         if call.name == "batch_norm":
             self._norm(call)
         result = call.run()
-        product = PRODUCTS.get(call.name)
+        product = WEIGHT_FUNCTIONS.get(call.name)
         # of layers, channels are on axis 1 where there are as many axes: those that a norm scales
         if product is not None and product.is_layer and isinstance(result, Tensor) and product.axis(result) == 1:
             self._layer(call, result)
         return result
 
-    def _layer(self, call: Call, result: Tensor) -> None:
+    def _layer(self, call: FunctionCall, result: Tensor) -> None:
         weight, bias = (call.argument(position, name) for position, name in ((1, "weight"), (2, "bias")))
         name = self.names.get(id(weight), "")
         owner = self._own.get(name.rpartition(".")[0], {})
         biased = owner.get("weight") is weight and "bias" in owner and owner["bias"] is bias
         self.made[id(result)] = _Made(result, name, "transpose" in call.name, biased)
 
-    def _norm(self, call: Call) -> None:
+    def _norm(self, call: FunctionCall) -> None:
         read, running = call.argument(0, "input"), call.argument(1, "running_mean")
         if id(running) not in self.names or call.argument(5, "training"):
             return

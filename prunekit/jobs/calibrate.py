@@ -25,8 +25,8 @@ from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, Prepared, chosen_batc
 from prunekit.jobs.run.run_folder import Log, digest, weights_digest
 from prunekit.jobs.stages.evidence import gathered, needs_activations, patch_statistics
 from prunekit.settings.job import JobSettings
+from prunekit.statistics.calibration import Collectors, StatsCollector, few_samples
 from prunekit.statistics.channel_stats import ChannelStats
-from prunekit.statistics.collection import Collectors, StatsCollector, few_samples
 from prunekit.statistics.feature_ranks import RankCollector
 from prunekit.statistics.layers.patch_moments import PatchStats, dead_inputs, too_few_rows
 from prunekit.statistics.moments import MomentsCollector

@@ -34,7 +34,7 @@ from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, chosen_batches, job_s
 from prunekit.jobs.run.model_pair import Sides
 from prunekit.jobs.run.run_folder import Log
 from prunekit.settings.job import JobSettings
-from prunekit.statistics.collection import StatsCollector
+from prunekit.statistics.calibration import StatsCollector
 from prunekit.statistics.forward_passes import run_passes
 from prunekit.training.callbacks.gradient_flow import FlowRow, GradientFlow
 from prunekit.training.loop import fit

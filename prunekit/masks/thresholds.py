@@ -18,8 +18,8 @@ from prunekit.hooks.wrappers import unwrapped
 from prunekit.masks.activation_masks import ActivationMasks, Side, change_activations
 from prunekit.masks.module_values import paths_matching
 from prunekit.settings.train import ActivationSettings
-from prunekit.statistics.layer_stats import MagnitudeSketch
-from prunekit.tasks.batches import Pairs
+from prunekit.statistics.magnitude_sketch import MagnitudeSketch
+from prunekit.tasks.batches import ModelBatches
 from prunekit.tasks.task import Task
 from prunekit.utils.context import device_of, training_mode
 from prunekit.utils.display import Displayed, Table, digits, plural, share
@@ -196,7 +196,7 @@ def calibrate_thresholds(
         raise UsageError(
             "batches: the search goes through them several times; expected a list or a loader, got an iterator"
         )
-    pairs = Pairs(model, batches, task, "threshold search")
+    pairs = ModelBatches(model, batches, task, "threshold search")
     place = device_of(model, device)
     if device is not None:
         model.to(place)
@@ -214,7 +214,7 @@ def calibrate_thresholds(
 
 
 def _measure(
-    model: nn.Module, pairs: Pairs, device: torch.device, thresholds: Mapping[str, float], side: Side
+    model: nn.Module, pairs: ModelBatches, device: torch.device, thresholds: Mapping[str, float], side: Side
 ) -> tuple[dict[str, MagnitudeSketch], dict[str, float]]:
     """Sketches of what reaches each mask, and the share of zeros behind it."""
     sketches, masks = _Sketches(model, thresholds, side), ActivationMasks(model, thresholds, side=side)

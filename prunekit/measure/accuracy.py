@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from prunekit.distributed.process_group import gather_values
 from prunekit.errors import DataError
-from prunekit.tasks.batches import Pairs
+from prunekit.tasks.batches import ModelBatches
 from prunekit.tasks.task import Task, get_task
 from prunekit.utils.context import training_mode
 from prunekit.utils.inputs import call, described, to_device
@@ -76,7 +76,7 @@ def evaluate(
     samples = 0
     model.to(device)
     with training_mode(model, False), torch.inference_mode():
-        for pair in Pairs(model, batches, where="accuracy"):
+        for pair in ModelBatches(model, batches, where="accuracy"):
             inputs, targets = to_device(pair, device)
             if targets is None:
                 raise DataError(f"accuracy: expected {task.samples} with targets, got {described(inputs)} alone")

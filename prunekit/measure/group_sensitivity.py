@@ -23,9 +23,9 @@ from prunekit.masks.weight_masks import WeightMasks
 from prunekit.measure.partial_forward import DensePrefix
 from prunekit.planning.plan import Plan
 from prunekit.planning.sensitivity_curves import MeasuredPoint, keep_in_group, kept_counts
-from prunekit.statistics.collection import calibrate
+from prunekit.statistics.calibration import calibrate
 from prunekit.statistics.taylor_terms import Loss
-from prunekit.tasks.batches import Batch, Pair, Pairs
+from prunekit.tasks.batches import InputsAndTargets, LabeledBatch, ModelBatches
 from prunekit.tasks.task import Task
 from prunekit.utils.context import same_draws, training_mode
 from prunekit.utils.inputs import blank_padding, counted_positions, sample_count, select_samples, to_device
@@ -36,11 +36,11 @@ FLAT = 1e-12
 """Variance among images, as a share of the mean square, below which an output says nothing about the images."""
 
 
-def labeled_alike(batches: Iterable[Pair], loss: Loss | None) -> Iterator[Batch]:
+def labeled_alike(batches: Iterable[InputsAndTargets], loss: Loss | None) -> Iterator[LabeledBatch]:
     """Yield the batches, all with labels or all without."""
-    first: Batch | None = None
+    first: LabeledBatch | None = None
     for inputs, labels in batches:
-        batch = Batch(inputs, labels)
+        batch = LabeledBatch(inputs, labels)
         first = first or batch
         if (batch.labels is None) != (first.labels is None):
             raise DataError("sensitivity: expected labels with every batch or with none, got some of each")
@@ -162,7 +162,7 @@ class Sums:
     loss: float | None = 0.0
     correct: int | None = 0
 
-    def add(self, found: Observed, wanted: Observed, batch: Batch, loss: Loss | None) -> None:
+    def add(self, found: Observed, wanted: Observed, batch: LabeledBatch, loss: Loss | None) -> None:
         """Take in what the masked model returned on one batch, where the dense one returned `wanted`."""
         pairs = zip(found.tensors, wanted.tensors, strict=True)
         squares = [float((got - want).square().mean(1).sum()) for got, want in pairs]
@@ -193,7 +193,7 @@ def _divergence(found: Tensor | None, wanted: Tensor | None) -> float | None:
     return float(F.kl_div(found.log_softmax(1), wanted.log_softmax(1), reduction="sum", log_target=True))
 
 
-def _loss(found: Observed, batch: Batch, loss: Loss | None) -> float | None:
+def _loss(found: Observed, batch: LabeledBatch, loss: Loss | None) -> float | None:
     """Summed over the images of a batch."""
     labels = batch.labels
     if labels is None:
@@ -249,7 +249,7 @@ def measure_sensitivity(
         NonFiniteError: an output is NaN or Inf; names the first layer that gives one.
     """
     measuring = _Measuring(model, channel_map, orders, loss)
-    pairs = Pairs(model, batches, task, "sensitivity")
+    pairs = ModelBatches(model, batches, task, "sensitivity")
     total = operator.length_hint(pairs) * forward_passes(orders) or None
     passes = (each for batch in labeled_alike(pairs, loss) for each in measuring.passes(batch))
     with training_mode(model, False), torch.no_grad(), plain_attention(), reporting(progress, "sensitivity"):
@@ -273,7 +273,7 @@ class _Measuring:
         self._dense, self._spread = Sums(), Spread()
         self._prefix: DensePrefix | None = None
 
-    def passes(self, batch: Batch) -> Iterator[None]:
+    def passes(self, batch: LabeledBatch) -> Iterator[None]:
         """Run the dense model and all masked ones on a batch; yield after each."""
         inputs = to_device(batch.inputs, next(self._model.parameters()).device)
         prefix = self._prefix = self._prefix or self._shared(inputs)

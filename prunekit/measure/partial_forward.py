@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.tracing.storages import storage_of
 from prunekit.statistics.forward_passes import PassHooks
-from prunekit.statistics.layers.linear_layers import Call, CallWatch
+from prunekit.statistics.layers.linear_layers import CallInterceptor, FunctionCall
 from prunekit.utils.inputs import call, sample_count
 from prunekit.utils.tensors import gather, map_tensors
 
@@ -75,7 +75,7 @@ class DensePrefix:
         return _Replay(self._model, self.starts[name], self._results).run(inputs)
 
 
-class _Counted(CallWatch):
+class _Counted(CallInterceptor):
     """Numbers the calls inside forward passes alone: masks look at their tensors before one begins."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -103,10 +103,10 @@ class _Pass(PassHooks):
         super().__init__(model)
         self._counted = counted
 
-    def watch(self) -> None:
+    def register_hooks(self) -> None:
         """Look at nothing else."""
 
-    def begin(self) -> None:
+    def start_pass(self) -> None:
         self._counted.number = 0
 
 
@@ -129,7 +129,7 @@ class _Survey(_Counted):
             self._read.setdefault(_place(tensor), []).append(math.inf)
         return output
 
-    def call(self, call: Call) -> Any:
+    def call(self, call: FunctionCall) -> Any:
         """Note what it reads, write to and make."""
         self.calls.append(call.name)
         given = gather((call.args, dict(call.named)))
@@ -179,7 +179,7 @@ class _Recorder(_Counted):
         super().__init__(model)
         self._held, self._results = held, results
 
-    def call(self, call: Call) -> Any:
+    def call(self, call: FunctionCall) -> Any:
         self.calls.append(call.name)
         result = call.run()
         self._results[call.number] = result if call.number in self._held else map_tensors(result, _hollow)
@@ -193,7 +193,7 @@ class _Replay(_Counted):
         super().__init__(model)
         self._start, self._results = start, results
 
-    def call(self, call: Call) -> Any:
+    def call(self, call: FunctionCall) -> Any:
         return call.run() if call.number >= self._start else self._results[call.number]
 
 

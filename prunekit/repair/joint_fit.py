@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from prunekit.repair.layer_samples import Sample, convolving
 from prunekit.repair.layer_walk import LayerWeights
 from prunekit.repair.least_squares import FLAT, Change
-from prunekit.statistics.layers.linear_layers import Layer
-from prunekit.statistics.layers.patches import Reading, products, sampled_rows, with_constant
+from prunekit.statistics.layers.linear_layers import LayerCall
+from prunekit.statistics.layers.patches import PatchGeometry, mean_products, sample_rows, with_constant
 
 INNER = 6
 """Conjugate gradient steps within each Gauss-Newton step."""
@@ -51,8 +51,8 @@ class Pair:
         rectified: whether only the positive part of it is used.
     """
 
-    first: Reading
-    second: Reading
+    first: PatchGeometry
+    second: PatchGeometry
     inputs: Tensor
     there: Tensor
     rest: Tensor
@@ -104,12 +104,12 @@ class Linearized:
         return _back(self.pair.first, self.pair.inputs, self.weights[0], back.mul_(self.active), read=False)[1], second
 
 
-def _kernel(reading: Reading, inputs: Tensor, weight: Tensor) -> Tensor:
+def _kernel(reading: PatchGeometry, inputs: Tensor, weight: Tensor) -> Tensor:
     """(d * taps + 1, o) -> (o, d, ...), without the constants."""
     return weight[:-1].T.reshape(weight.shape[1], inputs.shape[1], *reading.kernel)
 
 
-def _through(reading: Reading, inputs: Tensor, weight: Tensor) -> Tensor:
+def _through(reading: PatchGeometry, inputs: Tensor, weight: Tensor) -> Tensor:
     """Return what a layer gives that pads nothing."""
     convolution = (F.conv1d, F.conv2d, F.conv3d)[len(reading.kernel) - 1]
     found: Tensor = convolution(
@@ -119,7 +119,7 @@ def _through(reading: Reading, inputs: Tensor, weight: Tensor) -> Tensor:
 
 
 def _back(
-    reading: Reading, inputs: Tensor, weight: Tensor, values: Tensor, *, read: bool = True
+    reading: PatchGeometry, inputs: Tensor, weight: Tensor, values: Tensor, *, read: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Return the transposes of `_through`, by what it reads (unless not wanted) and by its weight."""
     none = [0] * len(reading.kernel)
@@ -139,11 +139,11 @@ def _back(
     return into, torch.cat([kernel.flatten(1).T, constants[None]])
 
 
-def _gram(reading: Reading, inputs: Tensor) -> Tensor:
+def _gram(reading: PatchGeometry, inputs: Tensor) -> Tensor:
     """(d * taps + 1, d * taps + 1) of some of what a layer reads, with a constant."""
-    rows = sampled_rows(reading.rows_of(inputs), CONDITIONING_ROWS, 0).to(inputs.device)
+    rows = sample_rows(reading.rows_of(inputs), CONDITIONING_ROWS, 0).to(inputs.device)
     patches = with_constant(reading.patches(inputs, rows, reading.spatial(inputs)))
-    return products(patches, patches)
+    return mean_products(patches, patches)
 
 
 def gauss_newton(pair: Pair, weights: Weights, steps: int) -> tuple[Weights, float, float]:
@@ -235,7 +235,7 @@ def _dot(one: Weights, other: Weights) -> float:
 class PairFitter(LayerWeights):
     """Refits a layer and its source."""
 
-    def refit(self, layer: Layer, dense: Sample, running: Sample, steps: int) -> tuple[float, float] | None:
+    def refit(self, layer: LayerCall, dense: Sample, running: Sample, steps: int) -> tuple[float, float] | None:
         """Fit both, and write them where that is better; the error on held-out rows before and after.
 
         None where there is no constant to write to, or not what the second reads is what the first gives.
@@ -256,7 +256,7 @@ class PairFitter(LayerWeights):
             self._add(layer, rows, (second - weights[1]).T.double())
         return before, after
 
-    def _pair(self, layer: Layer, dense: Sample, running: Sample, rows: Tensor) -> Pair:
+    def _pair(self, layer: LayerCall, dense: Sample, running: Sample, rows: Tensor) -> Pair:
         """Return the windows in which both layers were looked at, in units of the end of the second's chain."""
         before, there = running.before, running.there
         assert layer.source is not None
@@ -269,7 +269,7 @@ class PairFitter(LayerWeights):
         if running.window_others is not None and dense.window_others is not None:
             wanted = wanted + dense.window_others[:, rows].double()
             rest = running.window_others[:, rows].double()
-        first, second = convolving(layer.source.reading), convolving(layer.reading)
+        first, second = convolving(layer.source.geometry), convolving(layer.geometry)
         sizes = second.spatial_of(tuple(there.shape[2:]))
 
         def shaped(values: Tensor) -> Tensor:  # (windows * positions, o) -> (windows, o, ...)
@@ -278,19 +278,19 @@ class PairFitter(LayerWeights):
         ends = shaped(rest), shaped(wanted)
         return Pair(first, second, before, there.to(before), *ends, running.windows_fitted, layer.rectified)
 
-    def _both(self, source: Layer, layer: Layer, hidden: Tensor, rows: Tensor) -> Weights:
+    def _both(self, source: LayerCall, layer: LayerCall, hidden: Tensor, rows: Tensor) -> Weights:
         """Return weights and constants of both layers, in units of the ends of their chains."""
         kind = self._tensors[layer.weight].dtype
         return self._whole(source, hidden).T.to(kind), self._whole(layer, rows).T.to(kind)
 
-    def _whole(self, layer: Layer, rows: Tensor) -> Tensor:
+    def _whole(self, layer: LayerCall, rows: Tensor) -> Tensor:
         """(o, d + 1) kept weights and the constant last, at the end of the chain."""
         scale, offset = self._affine(self._modules, layer, rows)
         weight = scale[:, None] * self._weight(layer, rows, self._index(layer, 1))
         bias = 0.0 if layer.bias is None else self._tensors[layer.bias].detach()[rows].double()
         return with_last(weight, scale * bias + offset)
 
-    def _add(self, layer: Layer, rows: Tensor, change: Tensor) -> None:
+    def _add(self, layer: LayerCall, rows: Tensor, change: Tensor) -> None:
         """Add (o, d + 1) at the end of the chain, where the chain has a factor."""
         scale = self._affine(self._modules, layer, rows)[0]
         usable = scale.abs() > FLAT * scale.abs().max()

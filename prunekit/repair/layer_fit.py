@@ -31,8 +31,8 @@ from prunekit.repair.least_squares import (
 from prunekit.repair.memory_budget import chunk_values, kept_groups
 from prunekit.repair.repair_report import SAME, LayerRepair, joined
 from prunekit.settings.calibration import RepairSettings
-from prunekit.statistics.layers.linear_layers import Layer
-from prunekit.statistics.layers.patches import applied
+from prunekit.statistics.layers.linear_layers import LayerCall
+from prunekit.statistics.layers.patches import apply_weight
 
 
 class LayerFitter(LayerWeights):
@@ -51,7 +51,7 @@ class LayerFitter(LayerWeights):
         self._settings = settings
         self._pairs = PairFitter(original, masked, plan)
 
-    def refit(self, layer: Layer, dense: Sample | None, running: Sample | None) -> None:
+    def refit(self, layer: LayerCall, dense: Sample | None, running: Sample | None) -> None:
         """Fit a layer, group by group where it is a grouped convolution, and write what is better.
 
         Args:
@@ -76,7 +76,7 @@ class LayerFitter(LayerWeights):
             report = replace(report, note="at what values select in the dense model")
         self.done.append(report)
 
-    def _with_source(self, layer: Layer, dense: Sample, running: Sample, report: LayerRepair) -> LayerRepair:
+    def _with_source(self, layer: LayerCall, dense: Sample, running: Sample, report: LayerRepair) -> LayerRepair:
         """Fit a layer once more, together with the one before it."""
         errors = self._pairs.refit(layer, dense, running, self._settings.joint_steps)
         if errors is None or not errors[1] < errors[0]:
@@ -84,13 +84,13 @@ class LayerFitter(LayerWeights):
         after = report.after * errors[1] / errors[0]
         return replace(report, applied=self._settings.fit, after=after, note="together with the layer before it")
 
-    def _many_groups(self, layer: Layer, sample: Sample, running: Sample, groups: int) -> LayerRepair:
+    def _many_groups(self, layer: LayerCall, sample: Sample, running: Sample, groups: int) -> LayerRepair:
         """Fit many small groups at once."""
         assert sample.outputs is not None
         rows, columns = self._index(layer, 0), self._index(layer, 1)
         found = []
         values = chunk_values(self._settings)
-        for part in chunks(groups, len(sample.outputs), len(columns) * layer.reading.taps, values):
+        for part in chunks(groups, len(sample.outputs), len(columns) * layer.geometry.taps, values):
             some = rows.reshape(groups, -1)[part]
             problem = self._grouped_problem(layer, sample, running, some, columns, part)
             change = grouped_least_squares(problem, self._settings.ridge, self._settings.rectified_steps)
@@ -100,7 +100,7 @@ class LayerFitter(LayerWeights):
         return grouped_report(layer.weight, found)
 
     def _grouped_problem(
-        self, layer: Layer, sample: Sample, running: Sample, rows: Tensor, columns: Tensor, part: slice
+        self, layer: LayerCall, sample: Sample, running: Sample, rows: Tensor, columns: Tensor, part: slice
     ) -> GroupedProblem:
         """Return the fit of some groups; `rows` are their outputs, (g, o)."""
         assert running.inputs is not None
@@ -109,7 +109,7 @@ class LayerFitter(LayerWeights):
         def by_group(values: Tensor) -> Tensor:  # (N, channels) -> (g, N, o)
             return values[:, rows].double().transpose(0, 1)
 
-        width = len(columns) * layer.reading.taps
+        width = len(columns) * layer.geometry.taps
         inputs = running.inputs.view(len(running.inputs), -1, width)[:, part].double().transpose(0, 1)  # (g, N, d)
         weight = self._weight(layer, rows.flatten(), columns)
         outputs = inputs @ weight.view(*rows.shape, width).transpose(1, 2)
@@ -126,7 +126,7 @@ class LayerFitter(LayerWeights):
         biased = layer.bias is not None or layer.norm is not None
         return GroupedProblem(inputs, now, wanted, scale, sample.fitted, layer.rectified, biased)
 
-    def _part(self, layer: Layer, sample: Sample, running: Sample, group: int, place: int) -> LayerRepair | None:
+    def _part(self, layer: LayerCall, sample: Sample, running: Sample, group: int, place: int) -> LayerRepair | None:
         rows, columns = self._kept(layer, group)
         if not len(columns):
             return None
@@ -162,14 +162,14 @@ class LayerFitter(LayerWeights):
             note,
         )
 
-    def _kept(self, layer: Layer, group: int) -> tuple[Tensor, Tensor]:
+    def _kept(self, layer: LayerCall, group: int) -> tuple[Tensor, Tensor]:
         """Kept rows of a group, counted over all groups, and kept columns of the weight."""
         rows, columns = self._index(layer, 0), self._index(layer, 1)
-        size = self._plan.channel_map.shapes[layer.weight][layer.axes[0]] // layer.reading.groups
+        size = self._plan.channel_map.shapes[layer.weight][layer.axes[0]] // layer.geometry.groups
         return rows[rows // size == group], columns
 
     def _problem(
-        self, layer: Layer, sample: Sample, running: Sample, rows: Tensor, columns: Tensor, place: int
+        self, layer: LayerCall, sample: Sample, running: Sample, rows: Tensor, columns: Tensor, place: int
     ) -> tuple[Problem, Tensor]:
         """Return the layer's fit, and which of its rows have a factor in the norm to speak of."""
         assert running.inputs is not None
@@ -177,7 +177,7 @@ class LayerFitter(LayerWeights):
         scale, offset = self._affine(self._modules, layer, rows)
         usable = scale.abs() > FLAT * scale.abs().max()
         rows, scale, offset = rows[usable], scale[usable], offset[usable]
-        width = len(columns) * layer.reading.taps
+        width = len(columns) * layer.geometry.taps
         inputs = running.inputs[:, place * width : (place + 1) * width]
         now = scale * self._outputs(layer, inputs, rows, columns) + offset
         dense_scale, dense_offset = self._affine(self._dense_modules, layer, rows)
@@ -188,12 +188,12 @@ class LayerFitter(LayerWeights):
         biased = layer.bias is not None or layer.norm is not None
         return Problem(inputs, now, wanted, scale, sample.fitted, layer.rectified, biased), usable
 
-    def _outputs(self, layer: Layer, inputs: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        outputs = applied(inputs, self._weight(layer, rows, columns).T)
+    def _outputs(self, layer: LayerCall, inputs: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        outputs = apply_weight(inputs, self._weight(layer, rows, columns).T)
         return outputs if layer.bias is None else outputs + self._tensors[layer.bias].detach()[rows].double()
 
     def _change(
-        self, layer: Layer, problem: Problem, sample: Sample, rows: Tensor, columns: Tensor
+        self, layer: LayerCall, problem: Problem, sample: Sample, rows: Tensor, columns: Tensor
     ) -> tuple[Change, str]:
         """Return the change that the settings ask for, and what it is called."""
         fit, settings = self._settings.fit, self._settings
@@ -207,7 +207,7 @@ class LayerFitter(LayerWeights):
             return self._by_channels(layer, problem, sample, rows, columns), "channel"
         return least_squares(problem, settings.ridge, settings.rectified_steps), "patch"
 
-    def _normal(self, layer: Layer, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _normal(self, layer: LayerCall, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mean and deviation at the end of the chain, without its constants, of outputs as the norm
         expects them.
         """
@@ -218,13 +218,13 @@ class LayerFitter(LayerWeights):
         bias = 0.0 if layer.bias is None else self._tensors[layer.bias].detach()[rows].double()
         return scale * (mean - bias), scale.abs() * variance.sqrt()
 
-    def _by_channels(self, layer: Layer, problem: Problem, sample: Sample, rows: Tensor, columns: Tensor) -> Change:
+    def _by_channels(self, layer: LayerCall, problem: Problem, sample: Sample, rows: Tensor, columns: Tensor) -> Change:
         assert sample.centers is not None
         shape = layer.matrix(self._dense[layer.weight]).shape
-        group = int(rows[0]) // (shape[0] // layer.reading.groups) if len(rows) else 0
+        group = int(rows[0]) // (shape[0] // layer.geometry.groups) if len(rows) else 0
         dense = sample.centers[: sample.fitted, group * shape[1] : (group + 1) * shape[1]]
-        taps = layer.reading.taps
-        kept = problem.inputs[: sample.fitted, layer.reading.middle :: taps]
+        taps = layer.geometry.taps
+        kept = problem.inputs[: sample.fitted, layer.geometry.middle :: taps]
         whole = layer.matrix(self._dense[layer.weight].detach())[rows].double().reshape(len(rows), shape[1], taps)
         weight, bias = substitution(kept, dense, whole, columns, self._settings.ridge)
         change = weight.flatten(1) - self._weight(layer, rows, columns)

@@ -20,20 +20,20 @@ from torch.nn import functional as F
 from prunekit.repair.memory_budget import Lifetimes
 from prunekit.repair.resumable_forward import DivergedError, Kept, ResumableRun
 from prunekit.repair.validation import Batch
-from prunekit.statistics.layers.layer_graph import Survey, pooled, survey
-from prunekit.statistics.layers.linear_layers import Call, Layer
-from prunekit.statistics.layers.patches import Reading, laid_like, sampled_rows
+from prunekit.statistics.layers.layer_graph import LayerGraph, calls_by_weight, find_layer_graph
+from prunekit.statistics.layers.linear_layers import FunctionCall, LayerCall
+from prunekit.statistics.layers.patches import PatchGeometry, sample_rows, with_strides_of
 from prunekit.utils.inputs import sample_count
 from prunekit.utils.tensors import map_tensors
 
 Sizes = tuple[int, ...]
 
 
-def convolving(reading: Reading) -> Reading:
+def convolving(reading: PatchGeometry) -> PatchGeometry:
     """Return a reading as one of a convolution that pads nothing; that of a linear layer has one tap along one axis."""
     if not reading.kernel:
-        return Reading((1,), (1,), (0,), (1,))
-    return Reading(reading.kernel, reading.stride, (0,) * len(reading.kernel), reading.dilation)
+        return PatchGeometry((1,), (1,), (0,), (1,))
+    return PatchGeometry(reading.kernel, reading.stride, (0,) * len(reading.kernel), reading.dilation)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +50,8 @@ class Windows:
         starts: (N, axes) where each begins.
     """
 
-    first: Reading
-    second: Reading
+    first: PatchGeometry
+    second: PatchGeometry
     made: Sizes
     outputs: Sizes
     size: Sizes
@@ -60,7 +60,13 @@ class Windows:
 
     @classmethod
     def drawn(
-        cls, first: Reading, second: Reading, inputs: Tensor, each: float, seed: int, among: Tensor | None = None
+        cls,
+        first: PatchGeometry,
+        second: PatchGeometry,
+        inputs: Tensor,
+        each: float,
+        seed: int,
+        among: Tensor | None = None,
     ) -> Windows:
         """Return the windows of one size whatever the number of images.
 
@@ -72,7 +78,7 @@ class Windows:
         """
         made = first.spatial(inputs)
         outputs = second.spatial_of(made)
-        samples = sampled_rows(first.rows_of(inputs) // prod(made), max(1, round(each * len(inputs))), seed, among)
+        samples = sample_rows(first.rows_of(inputs) // prod(made), max(1, round(each * len(inputs))), seed, among)
         share = min(1.0, max(1.0, each) / prod(outputs)) ** (1 / max(1, len(outputs)))
         size = tuple(max(1, int(share * n + 1e-6)) for n in outputs)
         generator, number = torch.Generator().manual_seed(seed), (len(samples),)
@@ -126,7 +132,7 @@ class Windows:
 class SourceAim(NamedTuple):
     """What is taken of the layer before: some input channels, in windows of the aimed layer's output, see `Windows`."""
 
-    layer: Layer
+    layer: LayerCall
     each: float
     channels: Tensor | None = None
 
@@ -145,13 +151,13 @@ class Aim:
         calls: those of the layer's weight in the pass; empty: the layer's own.
     """
 
-    layer: Layer
+    layer: LayerCall
     rows: int
     channels: Tensor | None = None
     centers: bool = False
     outputs: bool = False
     source: SourceAim | None = None
-    calls: tuple[Layer, ...] = ()
+    calls: tuple[LayerCall, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,7 +172,7 @@ class Route:
     """
 
     names: tuple[str, ...]
-    layers: Mapping[str, tuple[Layer, ...]]
+    layers: Mapping[str, tuple[LayerCall, ...]]
     lifetimes: Lifetimes
     cuts: Sequence[int]
 
@@ -225,7 +231,7 @@ class _Seen:
         total: rows of the call.
     """
 
-    layer: Layer
+    layer: LayerCall
     number: int
     share: float
     taken: dict[str, Tensor] = field(default_factory=dict)
@@ -254,10 +260,10 @@ class LayerPass(ResumableRun):
         self._batch: Batch | None = None
         self._aimed: list[_Seen] = []
 
-    def survey(self, batch: Batch) -> Survey:
+    def survey(self, batch: Batch) -> LayerGraph:
         """Find the calls of a pass over a batch, and how long results are needed in it."""
         self.learn(batch.inputs)
-        return survey(self._model, map_tensors(batch.inputs, torch.clone), self._norm_paths)
+        return find_layer_graph(self._model, map_tensors(batch.inputs, torch.clone), self._norm_paths)
 
     def take(self, aim: Aim, batch: Batch, kept: Kept | None, keep_at: int, stop_at: int) -> Kept | None:
         """Return one pass over a batch, see `ResumableRun.run`.
@@ -280,12 +286,12 @@ class LayerPass(ResumableRun):
         finally:
             self._aim, self._aimed = None, []
 
-    def before(self, call: Call) -> None:
+    def before(self, call: FunctionCall) -> None:
         """Take what the layer reads, and the other summand before it may be written to."""
         for seen in self._aimed:
             self._before(call, seen)
 
-    def _before(self, call: Call, seen: _Seen) -> None:
+    def _before(self, call: FunctionCall, seen: _Seen) -> None:
         aim, layer = self._aim, seen.layer
         assert aim is not None
         if aim.source is not None and call.number == aim.source.layer.call:
@@ -301,7 +307,7 @@ class LayerPass(ResumableRun):
             self._take_rows("others", other if seen.places is None else self._landed(seen, other), seen)
 
     def _read(self, aim: Aim, seen: _Seen, inputs: Tensor) -> None:
-        reading = seen.layer.reading
+        reading = seen.layer.geometry
         spatial = reading.spatial(inputs)
         seen.total = reading.rows_of(inputs)
         seen.rows = rows = self._sampled(aim, seen, inputs).to(inputs.device)
@@ -312,9 +318,9 @@ class LayerPass(ResumableRun):
 
     def _sampled(self, aim: Aim, seen: _Seen, inputs: Tensor) -> Tensor:
         assert self._batch is not None
-        reading, count = seen.layer.reading, max(1, round(aim.rows * self._batch.share * seen.share))
+        reading, count = seen.layer.geometry, max(1, round(aim.rows * self._batch.share * seen.share))
         among = reading.counted(reading.positions_of(inputs), self._batch.counted)
-        return sampled_rows(seen.total, count, self._seed(seen), among)
+        return sample_rows(seen.total, count, self._seed(seen), among)
 
     def _seed(self, seen: _Seen) -> int:
         """Return the same for a call in both models, whatever is called before it."""
@@ -325,20 +331,20 @@ class LayerPass(ResumableRun):
     def _read_before(self, seen: _Seen, source: SourceAim, inputs: Tensor) -> None:
         """Windows of the layer's output are known before it is called, by shapes, which a blank has too."""
         assert self._batch is not None
-        first, counted = source.layer.reading, self._batch.counted
+        first, counted = source.layer.geometry, self._batch.counted
         among = None if first.kernel else first.counted(first.positions_of(inputs), counted)
-        windows = Windows.drawn(first, seen.layer.reading, inputs, source.each, self._seed(seen), among)
+        windows = Windows.drawn(first, seen.layer.geometry, inputs, source.each, self._seed(seen), among)
         seen.windows = windows.rows()
         if source.channels is not None:
-            values = source.layer.reading.channels(self.real(inputs), source.channels)
+            values = source.layer.geometry.channels(self.real(inputs), source.channels)
             seen.taken |= {"before": windows.inputs(values), "there": windows.there()}
 
     def _take_rows(self, name: str, values: Tensor, seen: _Seen) -> None:
         """Of a tensor that lies as the layer's output does."""
         assert seen.rows is not None
-        seen.taken[name] = seen.layer.reading.outputs(values, seen.rows)
+        seen.taken[name] = seen.layer.geometry.outputs(values, seen.rows)
         if seen.windows is not None:
-            seen.taken[f"window_{name}"] = seen.layer.reading.outputs(values, seen.windows)
+            seen.taken[f"window_{name}"] = seen.layer.geometry.outputs(values, seen.windows)
 
     def _landed(self, seen: _Seen, other: Tensor) -> Tensor:
         """Return the other summand as the layer's output lies; 0 where of that nothing is left."""
@@ -347,13 +353,13 @@ class LayerPass(ResumableRun):
         landed[seen.places.flatten()] = other.flatten()
         return landed.view(seen.shape)
 
-    def after(self, call: Call, result: Any) -> None:
+    def after(self, call: FunctionCall, result: Any) -> None:
         """Take what the layer gives, and hold the other summand."""
         if isinstance(result, Tensor):
             for seen in self._aimed:
                 self._after(call, result, seen)
 
-    def _after(self, call: Call, result: Tensor, seen: _Seen) -> None:
+    def _after(self, call: FunctionCall, result: Tensor, seen: _Seen) -> None:
         aim, layer = self._aim, seen.layer
         assert aim is not None
         if call.number == layer.other:
@@ -365,7 +371,7 @@ class LayerPass(ResumableRun):
                 seen.shape = result.shape
                 seen.places = torch.arange(result.numel(), device=result.device).view(result.shape)
         if call.number in layer.moves and seen.places is not None:
-            seen.places = call.function(laid_like(seen.places, call.args[0]), *call.args[1:], **call.named)
+            seen.places = call.function(with_strides_of(seen.places, call.args[0]), *call.args[1:], **call.named)
 
 
 class Gathering:
@@ -391,8 +397,8 @@ class Gathering:
         run: LayerPass,
         batches: Sequence[Batch],
         fitted: int,
-        cuts: Callable[[Mapping[str, tuple[Layer, ...]], Lifetimes], Sequence[int]],
-        found: Survey | None = None,
+        cuts: Callable[[Mapping[str, tuple[LayerCall, ...]], Lifetimes], Sequence[int]],
+        found: LayerGraph | None = None,
     ) -> None:
         self._run, self._batches, self._fitted = run, batches, fitted
         self._kept: list[Kept | None] = [None] * len(batches)
@@ -401,8 +407,8 @@ class Gathering:
         self.route = self._routed(run.survey(batches[0]) if found is None else found)
         self._routes = [self.route] * len(batches)
 
-    def _routed(self, found: Survey) -> Route:
-        layers = pooled(found.layers)
+    def _routed(self, found: LayerGraph) -> Route:
+        layers = calls_by_weight(found.layers)
         return Route(found.calls, layers, self._run.lifetimes, self._cuts(layers, self._run.lifetimes))
 
     def take(self, aim: Aim, step: int, *, ahead: bool = False) -> Sample | None:

@@ -17,7 +17,7 @@ from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.planning.plan import Plan
 from prunekit.repair.layer_samples import Aim, Gathering, Sample, SourceAim
 from prunekit.repair.least_squares import Change
-from prunekit.statistics.layers.linear_layers import Layer
+from prunekit.statistics.layers.linear_layers import LayerCall
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +32,7 @@ class Step:
         source: what is taken of the layer before, to fit both together; None: nothing.
     """
 
-    layer: Layer
+    layer: LayerCall
     rows: int
     channels: Tensor
     centers: bool
@@ -54,7 +54,7 @@ class Walk:
     def __init__(self, dense: Gathering, running: Gathering | None, steps: Sequence[Step]) -> None:
         self._dense, self._running, self._steps = dense, running, steps
 
-    def samples(self) -> Iterator[tuple[Layer, Sample | None, Sample | None]]:
+    def samples(self) -> Iterator[tuple[LayerCall, Sample | None, Sample | None]]:
         """Yield each layer, what the dense model has there, and the running one; refit it before asking for the next.
 
         Of a layer that reads what computed values select, the running model has other positions than the dense one:
@@ -95,7 +95,7 @@ def norm_affine(norm: nn.Module) -> tuple[Tensor, Tensor]:
 Parameters = Mapping[str, Tensor]
 
 
-def add_bias(layer: Layer, parameters: Parameters, norm: nn.Module | None, rows: Tensor, change: Tensor) -> None:
+def add_bias(layer: LayerCall, parameters: Parameters, norm: nn.Module | None, rows: Tensor, change: Tensor) -> None:
     """Add to a layer's bias, or where it has none to that of its norm, in place.
 
     Args:
@@ -130,12 +130,12 @@ class LayerWeights:
         self._modules, self._dense_modules = dict(masked.named_modules()), dict(original.named_modules())
         self._plan = plan
 
-    def _index(self, layer: Layer, axis: int) -> Tensor:
+    def _index(self, layer: LayerCall, axis: int) -> Tensor:
         """Return what is kept of the weight: 0, of its outputs; 1, of its inputs."""
         kept = self._plan.kept(layer.weight, layer.axes[axis])
         return torch.from_numpy(np.asarray(kept)).to(self._tensors[layer.weight].device)
 
-    def _affine(self, modules: Mapping[str, nn.Module], layer: Layer, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _affine(self, modules: Mapping[str, nn.Module], layer: LayerCall, rows: Tensor) -> tuple[Tensor, Tensor]:
         gain = torch.ones(len(rows), dtype=torch.float64, device=rows.device)
         if layer.gain is not None:
             gain = layer.gain[rows]
@@ -144,11 +144,11 @@ class LayerWeights:
         factor, offset = norm_affine(modules[layer.norm])
         return gain * factor[rows], gain * offset[rows]
 
-    def _weight(self, layer: Layer, rows: Tensor, columns: Tensor) -> Tensor:
+    def _weight(self, layer: LayerCall, rows: Tensor, columns: Tensor) -> Tensor:
         """(o, d) kept weights."""
         return layer.matrix(self._tensors[layer.weight].detach())[rows][:, columns].flatten(1).double()
 
-    def _write(self, layer: Layer, rows: Tensor, columns: Tensor, change: Change) -> None:
+    def _write(self, layer: LayerCall, rows: Tensor, columns: Tensor, change: Change) -> None:
         weight = layer.matrix(self._tensors[layer.weight])
         addition = change.weight.reshape(len(rows), len(columns), *weight.shape[2:]).to(weight.dtype)
         with torch.no_grad():

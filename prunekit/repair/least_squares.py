@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from prunekit.repair.repair_report import SAME, LayerRepair
-from prunekit.statistics.layers.patches import applied, gram, products, with_constant
+from prunekit.statistics.layers.patches import apply_weight, gram, mean_products, with_constant
 
 RIDGES = (1, 10, 100)
 """Multiples of the ridge that are tried: the error on held-out rows chooses."""
@@ -73,7 +73,7 @@ class Change:
     def error(self, problem: Problem) -> float:
         """Error after the change, see `Problem.error`."""
         judging = slice(problem.fitted, None)
-        end = problem.now[judging] + problem.scale * (applied(problem.inputs[judging], self.weight.T) + self.bias)
+        end = problem.now[judging] + problem.scale * (apply_weight(problem.inputs[judging], self.weight.T) + self.bias)
         return _error(end, problem.wanted[judging], rectified=problem.rectified)
 
 
@@ -97,7 +97,7 @@ def moment_matching(problem: Problem, weight: Tensor) -> Change:
     Args:
         weight: (o, d) the kept weights.
     """
-    outputs = applied(problem.inputs[: problem.fitted], weight.T) * problem.scale
+    outputs = apply_weight(problem.inputs[: problem.fitted], weight.T) * problem.scale
     # What the layer itself should give, with whatever is added to it taken off.
     around = problem.wanted[: problem.fitted] - (problem.now[: problem.fitted] - outputs)
     return matched(problem, weight, around.mean(0), around.std(0))
@@ -105,7 +105,7 @@ def moment_matching(problem: Problem, weight: Tensor) -> Change:
 
 def matched(problem: Problem, weight: Tensor, mean: Tensor, deviation: Tensor) -> Change:
     """Give every output a mean and a standard deviation, (o,) each, counted without what is added to it."""
-    outputs = applied(problem.inputs[: problem.fitted], weight.T) * problem.scale
+    outputs = apply_weight(problem.inputs[: problem.fitted], weight.T) * problem.scale
     factor = (deviation / outputs.std(0)).nan_to_num(1.0, 1.0, 1.0)
     return Change((factor - 1)[:, None] * weight, (mean - factor * outputs.mean(0)) / problem.scale)
 
@@ -124,13 +124,13 @@ def least_squares(problem: Problem, ridge: float, rectified_steps: int = 0) -> C
     """
     inputs = with_constant(problem.inputs) if problem.biased else problem.inputs
     fitted, judging = slice(problem.fitted), slice(problem.fitted, None)
-    moments = products(inputs[fitted], inputs[fitted])
+    moments = mean_products(inputs[fitted], inputs[fitted])
 
     def correlations(wanted: Tensor) -> Tensor:
-        return products(inputs[fitted], ((wanted - problem.now[fitted]) / problem.scale).to(inputs.dtype))
+        return mean_products(inputs[fitted], ((wanted - problem.now[fitted]) / problem.scale).to(inputs.dtype))
 
     def end(found: Tensor, rows: slice) -> Tensor:
-        return problem.now[rows] + problem.scale * applied(inputs[rows], found)
+        return problem.now[rows] + problem.scale * apply_weight(inputs[rows], found)
 
     def error(found: Tensor) -> float:
         return _error(end(found, judging), problem.wanted[judging], rectified=problem.rectified)

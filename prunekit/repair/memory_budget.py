@@ -16,7 +16,7 @@ from torch import Tensor
 from prunekit.planning.plan import Plan
 from prunekit.repair.least_squares import CHUNK, MOST_GROUPS
 from prunekit.settings.calibration import RepairSettings
-from prunekit.statistics.layers.linear_layers import Layer
+from prunekit.statistics.layers.linear_layers import LayerCall
 from prunekit.statistics.layers.patches import gram_bytes
 
 Key = tuple[int, int]
@@ -115,13 +115,13 @@ COPIES = 3
 """Blocks of a pair's inputs that its fit holds; what its layers give is held twice as often."""
 
 
-def kept_groups(layer: Layer, plan: Plan) -> list[int]:
+def kept_groups(layer: LayerCall, plan: Plan) -> list[int]:
     """Return the groups of a convolution of which any output is kept."""
-    size = plan.channel_map.shapes[layer.weight][layer.axes[0]] // layer.reading.groups
+    size = plan.channel_map.shapes[layer.weight][layer.axes[0]] // layer.geometry.groups
     return sorted(set((np.asarray(plan.kept(layer.weight, layer.axes[0])) // size).tolist()))
 
 
-def kept_channels(layer: Layer, plan: Plan) -> torch.Tensor:
+def kept_channels(layer: LayerCall, plan: Plan) -> torch.Tensor:
     """Kept channels of a layer's input, group after group."""
     axis = layer.axes[1]
     columns, width = np.asarray(plan.kept(layer.weight, axis)), plan.channel_map.shapes[layer.weight][axis]
@@ -152,7 +152,7 @@ def chunk_values(settings: RepairSettings) -> int:
     return min(CHUNK, int(settings.memory_bytes * FIT / 2 / CHUNKS / 8))
 
 
-def fit_size(layer: Layer, plan: Plan, images: int, item: int, settings: RepairSettings) -> FitSize:
+def fit_size(layer: LayerCall, plan: Plan, images: int, item: int, settings: RepairSettings) -> FitSize:
     """Rows are held as they are and again with a constant, of one group; outputs a few times in float64.
 
     Args:
@@ -162,14 +162,14 @@ def fit_size(layer: Layer, plan: Plan, images: int, item: int, settings: RepairS
     """
     outputs, width = (plan.channel_map.shapes[layer.weight][axis] for axis in layer.axes)
     groups = max(1, len(kept_groups(layer, plan)))
-    columns = len(kept_channels(layer, plan)) * layer.reading.taps
+    columns = len(kept_channels(layer, plan)) * layer.geometry.taps
     sampled, most = item * (columns + 2 * outputs), max(FEWEST_ROWS, layer.rows * images // SAMPLES)
     if groups > MOST_GROUPS:
         return FitSize(CHUNKS * 8 * chunk_values(settings), sampled, most)
     pair = pair_size(layer, plan, item, most, settings)
     by_channels = too_wide(layer, plan, settings)
     kept_outputs = -(-len(np.asarray(plan.kept(layer.weight, layer.axes[0]))) // groups)
-    wide = width * layer.reading.groups if by_channels else columns // groups
+    wide = width * layer.geometry.groups if by_channels else columns // groups
     gram = gram_bytes(width if by_channels else columns // groups)
     fixed = GRAMS * gram + pair.rows * pair.each
     return FitSize(fixed, sampled + (16 if by_channels else 8) * (wide + 1) + 8 * OUTPUTS * kept_outputs, most)
@@ -182,14 +182,14 @@ class PairSize(NamedTuple):
     each: int
 
 
-def pair_size(layer: Layer, plan: Plan, item: int, most: int, settings: RepairSettings) -> PairSize:
+def pair_size(layer: LayerCall, plan: Plan, item: int, most: int, settings: RepairSettings) -> PairSize:
     """See `fit_size`; `most` is how many rows there are."""
     source = layer.source
     wanted = settings.joint_steps and settings.sequential and settings.fit == "patch"
-    if source is None or not wanted or source.reading.groups * layer.reading.groups > 1:
+    if source is None or not wanted or source.geometry.groups * layer.geometry.groups > 1:
         return PairSize(0, 0)
     read, hidden = (len(kept_channels(each, plan)) for each in (source, layer))
-    columns, taps = read * source.reading.taps + 1, layer.reading.taps
+    columns, taps = read * source.geometry.taps + 1, layer.geometry.taps
     outputs = len(np.asarray(plan.kept(layer.weight, layer.axes[0])))
     each = item * COPIES * (HALO * (read + 2 * hidden) + 4 * outputs)
     products = hidden * (columns + 2 * taps * outputs)
@@ -199,9 +199,9 @@ def pair_size(layer: Layer, plan: Plan, item: int, most: int, settings: RepairSe
     return PairSize(rows, each) if enough else PairSize(0, 0)
 
 
-def too_wide(layer: Layer, plan: Plan, settings: RepairSettings) -> bool:
+def too_wide(layer: LayerCall, plan: Plan, settings: RepairSettings) -> bool:
     """Return whether a layer is fitted by channels: asked for, or because of the memory that patches would take."""
-    columns = len(np.asarray(plan.kept(layer.weight, layer.axes[1]))) * layer.reading.taps
+    columns = len(np.asarray(plan.kept(layer.weight, layer.axes[1]))) * layer.geometry.taps
     wide = GRAMS * gram_bytes(columns) > settings.memory_bytes * FIT
     return settings.fit == "channel" or (settings.fit == "patch" and wide)
 

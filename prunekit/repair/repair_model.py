@@ -36,9 +36,9 @@ from prunekit.repair.memory_budget import (
 from prunekit.repair.repair_report import LayerRepair, RepairMemory, RepairReport, dropped
 from prunekit.repair.validation import Inputs, batches_of, difference
 from prunekit.settings.calibration import FEWEST_IMAGES, RepairSettings
-from prunekit.statistics.layers.layer_graph import Survey, merged, pooled, survey
-from prunekit.statistics.layers.linear_layers import Layer
-from prunekit.statistics.layers.output_error import Judge
+from prunekit.statistics.layers.layer_graph import LayerGraph, calls_by_weight, find_layer_graph, merge_calls
+from prunekit.statistics.layers.linear_layers import LayerCall
+from prunekit.statistics.layers.output_error import OutputComparison
 from prunekit.utils.context import training_mode
 from prunekit.utils.inputs import as_example, counted_positions, sample_count, samples_in, select_samples, split
 from prunekit.utils.progress import reporting, tracked
@@ -94,7 +94,7 @@ def repair(
         found = _surveyed(original, inputs, plan, SAMPLES)
         layers, skipped = _fitted_layers(found, plan)
         looping = bool(layers) and _is_looping(original, inputs, plan, found)
-        judge = Judge.of(original, inputs)
+        judge = OutputComparison.of(original, inputs)
         with NarrowNorms(masked, plan.channel_map, plan.keep):
             walk = _Prepared(original, masked, plan, found, layers, inputs, settings, looping=looping)
             if log is not None:
@@ -155,8 +155,8 @@ class _Prepared:
         original: nn.Module,
         masked: nn.Module,
         plan: Plan,
-        found: Survey,
-        layers: Sequence[Layer],
+        found: LayerGraph,
+        layers: Sequence[LayerCall],
         inputs: Inputs,
         settings: RepairSettings,
         *,
@@ -196,7 +196,7 @@ class _Prepared:
             for layer, number, source in zip(self._layers, rows, sources, strict=True)
         ]
 
-    def _source(self, layer: Layer, plan: Plan, item: int, images: Tensor) -> SourceAim | None:
+    def _source(self, layer: LayerCall, plan: Plan, item: int, images: Tensor) -> SourceAim | None:
         """Return what is taken of the layer before, where both are fitted together."""
         rows = pair_size(layer, plan, item, layer.rows * len(images) // SAMPLES, self._settings).rows
         if layer.source is None or not rows or layer.source.weight not in {each.weight for each in self._layers}:
@@ -234,11 +234,11 @@ def _as_given(dense: nn.Module, repaired: nn.Module) -> nn.Module:
     return with_tensors(dense, {name: tensor.detach() for name, tensor in named_tensors(repaired)})
 
 
-def _surveyed(model: nn.Module, inputs: Inputs, plan: Plan, samples: int) -> Survey:
-    return survey(model, select_samples(inputs, slice(samples)), plan.channel_map.norms)
+def _surveyed(model: nn.Module, inputs: Inputs, plan: Plan, samples: int) -> LayerGraph:
+    return find_layer_graph(model, select_samples(inputs, slice(samples)), plan.channel_map.norms)
 
 
-def _is_looping(model: nn.Module, inputs: Inputs, plan: Plan, found: Survey) -> bool:
+def _is_looping(model: nn.Module, inputs: Inputs, plan: Plan, found: LayerGraph) -> bool:
     """Return whether more samples are more calls of a layer: they are looped over, so that one at a time is no
     slower.
     """
@@ -248,36 +248,36 @@ def _is_looping(model: nn.Module, inputs: Inputs, plan: Plan, found: Survey) -> 
 
 
 def _cuts(
-    firsts: Sequence[str], images: int, limit: float, layers: Mapping[str, tuple[Layer, ...]], lifetimes: Lifetimes
+    firsts: Sequence[str], images: int, limit: float, layers: Mapping[str, tuple[LayerCall, ...]], lifetimes: Lifetimes
 ) -> list[int]:
     """Return where passes go on from, see `cuts`: for each step before the first call of a weight, where it has one."""
     calls = [layers[weight][0].call if weight in layers else sys.maxsize for weight in firsts]
     return cuts(calls, lifetimes, images, limit)
 
 
-def _fitted_layers(found: Survey, plan: Plan) -> tuple[list[Layer], list[LayerRepair]]:
-    layers = pooled(found.layers)
+def _fitted_layers(found: LayerGraph, plan: Plan) -> tuple[list[LayerCall], list[LayerRepair]]:
+    layers = calls_by_weight(found.layers)
     reasons = {weight: _reason(calls, plan) for weight, calls in layers.items()}
     for name, labels in plan.channel_map.labels.items():
         if name not in reasons and name in plan.kept_indices and sum(axis is not None for axis in labels) > 1:
             by = " and ".join(sorted(set(found.readers.get(name, ()))))
             reasons[name] = f"read by {by}, not by a convolution or linear layer" if by else "not read on these images"
     skipped = [LayerRepair(name, note=reason) for name, reason in reasons.items() if reason]
-    return [merged(calls) for weight, calls in layers.items() if not reasons[weight]], skipped
+    return [merge_calls(calls) for weight, calls in layers.items() if not reasons[weight]], skipped
 
 
-def _reason(calls: Sequence[Layer], plan: Plan) -> str:
+def _reason(calls: Sequence[LayerCall], plan: Plan) -> str:
     first = calls[0]
     if first.calls != len(calls):
         return f"its weight is used {first.calls} times in a forward pass"
-    if len({(call.bias, call.transposed, call.reading.groups) for call in calls}) > 1:
+    if len({(call.bias, call.transposed, call.geometry.groups) for call in calls}) > 1:
         return f"its weight is used {first.calls} times in a forward pass, with another bias or in other groups"
     if first.weight in plan.element_masks:
         return "single weights of it are pruned"
     return ""
 
 
-def _require_finite(layer: Layer, sample: Sample) -> None:
+def _require_finite(layer: LayerCall, sample: Sample) -> None:
     if sample.outputs is not None and not bool(sample.outputs.isfinite().all()):
         raise NonFiniteError(
             f"repair: layer {layer.weight.rpartition('.')[0]!r} of the dense model gives NaN or Inf on the images; "

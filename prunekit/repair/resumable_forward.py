@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from prunekit.channels.tracing.storages import is_plain, memory_of, storage_of
 from prunekit.repair.memory_budget import Key, Lifetimes
-from prunekit.statistics.layers.linear_layers import Call, CallWatch
+from prunekit.statistics.layers.linear_layers import CallInterceptor, FunctionCall
 from prunekit.utils.inputs import call, sample_count
 from prunekit.utils.tensors import gather, map_tensors
 
@@ -141,12 +141,12 @@ class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._run.dispatched(function, args, kwargs or {})
 
 
-class ResumableRun(CallWatch):
+class ResumableRun(CallInterceptor):
     """Runs a model on one batch after another, each from where it was kept.
 
     Args:
         model: in eval mode.
-        norms: as for `CallWatch`.
+        norms: as for `CallInterceptor`.
 
     Attributes:
         lifetimes: how long results are needed, from `learn`.
@@ -167,10 +167,10 @@ class ResumableRun(CallWatch):
         self._seeing = 0
         self._begin(None, 0, 0)
 
-    def before(self, call: Call) -> None:
+    def before(self, call: FunctionCall) -> None:
         """What happens before a call, also one that is not made again."""
 
-    def after(self, call: Call, result: Any) -> None:
+    def after(self, call: FunctionCall, result: Any) -> None:
         """What happens after it."""
 
     def learn(self, inputs: tuple[Any, ...]) -> None:
@@ -271,7 +271,7 @@ class ResumableRun(CallWatch):
             raise DivergedError
         return tensor
 
-    def call(self, call: Call) -> Any:
+    def call(self, call: FunctionCall) -> Any:
         """Keeps, stops or goes on."""
         if self.expected is not None and self.expected[call.number - 1 : call.number] != (call.name,):
             raise DivergedError

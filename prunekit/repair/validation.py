@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.errors import DataError, UsageError
-from prunekit.statistics.layers.output_error import Judge, Spread
+from prunekit.statistics.layers.output_error import OutputComparison, RelativeError
 from prunekit.utils.context import same_draws
 from prunekit.utils.inputs import sample_count, select_samples
 from prunekit.utils.tensors import map_tensors
@@ -67,7 +67,7 @@ FLAT = 1e-13
 """Variance among samples, as a share of the mean square, that is no more than float32's rounding."""
 
 
-def difference(dense: nn.Module, model: nn.Module, batches: Iterable[Batch], judge: Judge) -> float:
+def difference(dense: nn.Module, model: nn.Module, batches: Iterable[Batch], judge: OutputComparison) -> float:
     """Return the mean squared difference of what is compared, each over its variance among samples; the mean of them.
 
     Of what has positions that may be padding, such as the scores of each token, those that count are the samples.
@@ -81,7 +81,7 @@ def difference(dense: nn.Module, model: nn.Module, batches: Iterable[Batch], jud
         UsageError: nothing can be compared, or something has another shape.
         DataError: the dense model's output is the same for all samples, so that nothing can be judged by it.
     """
-    spread, count = Spread(), 0
+    spread, count = RelativeError(), 0
     for batch in batches:
         want, got = (_values(each, batch, judge) for each in (dense, model))
         other_way = {key for key in judge.weights if _shapes(want, key) != _shapes(got, key)}
@@ -106,7 +106,7 @@ def difference(dense: nn.Module, model: nn.Module, batches: Iterable[Batch], jud
     return mean(shares)
 
 
-def _values(model: nn.Module, batch: Batch, judge: Judge) -> list[tuple[int | str, Tensor]]:
+def _values(model: nn.Module, batch: Batch, judge: OutputComparison) -> list[tuple[int | str, Tensor]]:
     with torch.no_grad(), same_draws(model):
         found = judge.values(model, map_tensors(batch.inputs, torch.clone), batch.counted)
     if not found:

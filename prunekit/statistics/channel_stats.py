@@ -1,7 +1,4 @@
-"""Statistics of a whole model: a mapping from activation to per-channel arrays.
-
-Channel statistics as a file: safetensors with a checksum, and a CSV table for people.
-"""
+"""Channel statistics of a whole model: per-channel arrays by activation, saved as safetensors and CSV."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +25,15 @@ from prunekit.utils.files import StrPath, atomic_file, write_csv
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+FILE_NAME = "channel_stats.safetensors"
+FORMAT = "prunekit.channel_stats"
+VERSION = 3
+MOMENTS = ("total", "blocks")
+"""Arrays of `InputMoments`."""
+FRAME_COLUMNS = ("count", "mean", "variance", "mean_abs", "rms", "min", "max", "zero_fraction", "non_finite")
+Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 @dataclass(frozen=True)
@@ -69,11 +75,11 @@ class ChannelStats(Displayed, Mapping[StatsKey, LayerStats]):
     provenance: Mapping[str, str] = field(default_factory=dict)
     """Where the statistics came from (model, data, settings); saved and loaded with them."""
     moments: Mapping[str, InputMoments] = field(default_factory=dict)
-    """Second moments of the inputs of layers, by the path in `reads`; empty where they were not asked for."""
+    """Second moments of the inputs of layers, by the path in `reads`; empty if they were not collected."""
     ranks: Mapping[StatsKey, MapRanks] = field(default_factory=dict)
-    """Ranks of feature maps; empty where they were not asked for."""
+    """Ranks of feature maps; empty if they were not collected."""
     reads: Mapping[str, Consumer] = field(default_factory=dict)
-    """The layers that read channels through a weight, by the path that their statistics have."""
+    """The layers that read channels through a weight, by the path under which their statistics are."""
 
     def __getitem__(self, key: tuple[str, str, int]) -> LayerStats:
         return self.layers[key]  # type: ignore[index]  # a plain tuple equals the named one
@@ -90,11 +96,11 @@ class ChannelStats(Displayed, Mapping[StatsKey, LayerStats]):
         return [_first_non_finite(key, layer) for key, layer in self.items() if layer.non_finite.any()]
 
     def require_finite(self) -> None:
-        """Checks that no NaN or Inf was met.
+        """Raise if NaN or Inf was met.
 
         Raises:
-            NonFiniteError: names the first activation in order of execution, and the batch and channel in which it
-                first was so; what follows is its consequence.
+            NonFiniteError: names the first such activation in order of execution, and the batch and channel in which
+                NaN or Inf first appeared; activations after it inherit them.
         """
         found = self.non_finite
         if found:
@@ -111,9 +117,7 @@ class ChannelStats(Displayed, Mapping[StatsKey, LayerStats]):
             )
 
     def too_few_samples(self) -> list[str]:
-        """Return what to say of each layer whose Gram matrix cannot have full rank, because it saw too few
-        positions.
-        """
+        """Return a warning for each layer whose Gram matrix saw too few positions to have full rank."""
         return [
             f"the Gram matrix of the input of {path or 'the model'} has rank {moments.rank()} for {moments.channels} "
             f"channels: {moments.count} positions are too few, and 'obs' raises its ridge {RAISED} times; take more "
@@ -123,12 +127,12 @@ class ChannelStats(Displayed, Mapping[StatsKey, LayerStats]):
         ]
 
     def dead(self) -> dict[StatsKey, npt.NDArray[np.int64]]:
-        """Output channels that never changed (always zero among them): their indices, where there are any."""
+        """Return the indices of output channels that never changed (most are always zero), where there are any."""
         found = {key: np.flatnonzero(layer.constant) for key, layer in self.items() if key.side == "output"}
         return {key: channels for key, channels in found.items() if len(channels)}
 
     def merge(self, other: ChannelStats) -> ChannelStats:
-        """Return the statistics of both together, equal to one pass over both up to rounding, in any grouping.
+        """Return the statistics of both together, up to rounding as if one pass had seen the data of both.
 
         The provenance keeps the entries on which both agree.
 
@@ -150,7 +154,7 @@ class ChannelStats(Displayed, Mapping[StatsKey, LayerStats]):
         return ChannelStats(merged, agreed, moments, ranks, {**self.reads, **other.reads})
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return every activation in order of execution, over all of its channels; `channel_frame` has each channel."""
+        """Return a row for every activation in order of execution; `channel_frame` has one for every channel."""
         return [
             {
                 **key._asdict(),
@@ -168,7 +172,7 @@ class ChannelStats(Displayed, Mapping[StatsKey, LayerStats]):
     def _headline(self) -> str:
         channels = sum(layer.channels for layer in self.values())
         dead, spoiled = sum(map(len, self.dead().values())), self.non_finite
-        more = [f"{name} of {plural(len(found), 'input')}" for name, found in (("moments", self.moments),) if found]
+        more = [f"moments of {plural(len(self.moments), 'input')}"] if self.moments else []
         more += [f"ranks of {plural(len(self.ranks), 'activation')}"] if self.ranks else []
         more += [f"NaN or Inf in {plural(len(spoiled), 'activation')}"] if spoiled else []
         about = f"{plural(len(self), 'activation')}, {plural(channels, 'channel')}, {dead:,} of them dead"
@@ -195,8 +199,7 @@ class ChannelStats(Displayed, Mapping[StatsKey, LayerStats]):
         yield Table(headings, cells, text=("side",))
 
     def channel_frame(self) -> pd.DataFrame:
-        """Return one row per channel: module, side, call, channel, count, mean, variance, mean_abs, rms, min, max,
-        zero_fraction, non_finite, dead."""
+        """Return a row per channel: its `StatsKey`, its number, `FRAME_COLUMNS`, and whether it is dead."""
         import pandas as pd
 
         return pd.DataFrame(self._channel_columns())
@@ -207,7 +210,10 @@ class ChannelStats(Displayed, Mapping[StatsKey, LayerStats]):
         return {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
 
     def save(self, path: StrPath) -> Path:
-        """Write the statistics exactly, as safetensors, and a CSV table beside them.
+        """Write the statistics exactly, as safetensors with a checksum, and a CSV table beside them.
+
+        Arrays are named `module/side/call/array`, `moments/module/array` and `ranks/module/side/call/total`; the
+        metadata holds the order of the keys and all that is not an array.
 
         Args:
             path: a `.safetensors` file, or a folder that gets `channel_stats.safetensors`.
@@ -215,8 +221,23 @@ class ChannelStats(Displayed, Mapping[StatsKey, LayerStats]):
         Returns:
             The safetensors file; the CSV has the same name with `.csv`.
         """
-        file = locate(path)
-        write(file, Contents(self.layers, self.provenance, self.moments, self.ranks, self.reads))
+        arrays = {f"{_name(key)}/{name}": getattr(layer, name) for key, layer in self.items() for name in ARRAYS}
+        arrays |= {f"moments/{path}/{name}": getattr(m, name) for path, m in self.moments.items() for name in MOMENTS}
+        arrays |= {f"ranks/{_name(key)}/total": rank.total for key, rank in self.ranks.items()}
+        content = json.dumps(
+            {
+                "keys": [list(key) for key in self],
+                "provenance": dict(self.provenance),
+                "moments": {path: moments.count for path, moments in self.moments.items()},
+                "ranks": [[*key, rank.count] for key, rank in self.ranks.items()],
+                "reads": [asdict(consumer) for consumer in self.reads.values()],
+            }
+        )
+        header = {"version": VERSION, "sha256": _checksum(content, arrays), "content": content}
+        metadata = {FORMAT: json.dumps(header)}  # one entry, because safetensors writes several in any order
+        file = _stats_file(path)
+        with atomic_file(file) as temporary:
+            save_file(arrays, temporary, metadata=metadata)
         columns = self._channel_columns()
         channels = zip(*(column.tolist() for column in columns.values()), strict=True)
         write_csv(file.with_suffix(".csv"), [dict(zip(columns, row, strict=True)) for row in channels], tuple(columns))
@@ -229,7 +250,39 @@ class ChannelStats(Displayed, Mapping[StatsKey, LayerStats]):
         Raises:
             ArtifactError: the file is missing, damaged, or not channel statistics.
         """
-        return cls(*read(locate(path)))
+        file = _stats_file(path)
+        try:
+            with safe_open(file, framework="numpy") as opened:
+                metadata: dict[str, str] = opened.metadata() or {}
+                arrays: Arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise ArtifactError(f"{file}: cannot be read as channel statistics ({error}); calibrate again") from error
+        if FORMAT not in metadata:
+            found = f"expected {FORMAT!r} in its metadata, found {sorted(metadata)}"
+            raise ArtifactError(f"{file}: {found}; calibrate again")
+        try:
+            return cls._from_arrays(metadata[FORMAT], arrays)
+        except (AttributeError, KeyError, ValueError, TypeError) as error:
+            raise ArtifactError(f"{file}: not usable as channel statistics ({error}); calibrate again") from error
+
+    @classmethod
+    def _from_arrays(cls, header_text: str, arrays: Arrays) -> ChannelStats:
+        header = json.loads(header_text)
+        if header["version"] != VERSION:
+            raise ValueError(f"expected version {VERSION}, got {header['version']!r}")
+        if header["sha256"] != _checksum(header["content"], arrays):
+            raise ValueError("the checksum does not fit the content")
+        content = json.loads(header["content"])
+        keys = [StatsKey(*key) for key in content["keys"]]
+        layers = {key: LayerStats(**{name: arrays[f"{_name(key)}/{name}"] for name in ARRAYS}) for key in keys}
+        moments = {
+            path: InputMoments(count, *(arrays[f"moments/{path}/{name}"] for name in MOMENTS))
+            for path, count in content.get("moments", {}).items()
+        }
+        counts = {StatsKey(*key): count for *key, count in content.get("ranks", [])}
+        ranks = {key: MapRanks(count, arrays[f"ranks/{_name(key)}/total"]) for key, count in counts.items()}
+        reads = {consumer.path: consumer for consumer in (Consumer(**each) for each in content["reads"])}
+        return cls(layers, dict(content["provenance"]), moments, ranks, reads)
 
 
 def _over(values: npt.NDArray[np.float64], layer: LayerStats) -> float:
@@ -244,98 +297,16 @@ def _first_non_finite(key: StatsKey, layer: LayerStats) -> NonFinite:
     return NonFinite(key, int(layer.non_finite.sum()), int(batch), int(np.argmax(passes == batch)))
 
 
-FRAME_COLUMNS = ("count", "mean", "variance", "mean_abs", "rms", "min", "max", "zero_fraction", "non_finite")
-
-
 def _columns(key: StatsKey, layer: LayerStats) -> dict[str, npt.NDArray[Any]]:
     place = {name: np.full(layer.channels, value) for name, value in zip(StatsKey._fields, key, strict=True)}
     values = {column: getattr(layer, column) for column in FRAME_COLUMNS}
     return {**place, "channel": np.arange(layer.channels), **values, "dead": layer.constant & (key.side == "output")}
 
 
-FILE_NAME = "channel_stats.safetensors"
-FORMAT = "prunekit.channel_stats"
-VERSION = 3
-MOMENTS = ("total", "blocks")
-
-Arrays = dict[str, np.ndarray[Any, Any]]
-
-
-class Contents(NamedTuple):
-    """What a file holds: the fields of `ChannelStats` in their order."""
-
-    layers: Mapping[StatsKey, LayerStats]
-    provenance: Mapping[str, str]
-    moments: Mapping[str, InputMoments]
-    ranks: Mapping[StatsKey, MapRanks]
-    reads: Mapping[str, Consumer]
-
-
-def locate(path: StrPath) -> Path:
-    """Return the safetensors file that a path means: itself, or the one inside a folder."""
+def _stats_file(path: StrPath) -> Path:
+    """Return the safetensors file that a path names: itself, or the one inside a folder."""
     path = Path(path)
     return path if path.suffix == ".safetensors" else path / FILE_NAME
-
-
-def write(path: Path, contents: Contents) -> None:
-    """Write every array as `module/side/call/array`, and those of a layer's input as `moments/module/array`, and
-    `ranks/module/side/call/total`; the metadata holds the keys' order, count and a checksum."""
-    layers, provenance, moments, ranks, reads = contents
-    arrays = {f"{_name(key)}/{name}": getattr(layer, name) for key, layer in layers.items() for name in ARRAYS}
-    arrays |= {f"moments/{module}/{name}": getattr(m, name) for module, m in moments.items() for name in MOMENTS}
-    arrays |= {f"ranks/{_name(key)}/total": rank.total for key, rank in ranks.items()}
-    content = json.dumps(
-        {
-            "keys": [list(key) for key in layers],
-            "provenance": dict(provenance),
-            "moments": {module: m.count for module, m in moments.items()},
-            "ranks": [[*key, rank.count] for key, rank in ranks.items()],
-            "reads": [asdict(consumer) for consumer in reads.values()],
-        }
-    )
-    header = {"version": VERSION, "sha256": _checksum(content, arrays), "content": content}
-    metadata = {FORMAT: json.dumps(header)}  # one entry, because safetensors writes several in any order
-    with atomic_file(path) as temporary:
-        save_file(arrays, temporary, metadata=metadata)
-
-
-def read(path: Path) -> Contents:
-    """Read what `write` wrote.
-
-    Raises:
-        ArtifactError: the file is missing, damaged, or something else.
-    """
-    try:
-        with safe_open(path, framework="numpy") as file:
-            metadata: dict[str, str] = file.metadata() or {}
-            arrays: Arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise ArtifactError(f"{path}: cannot be read as channel statistics ({error}); calibrate again") from error
-    if FORMAT not in metadata:
-        raise ArtifactError(f"{path}: expected {FORMAT!r} in its metadata, found {sorted(metadata)}; calibrate again")
-    return _parse(path, metadata[FORMAT], arrays)
-
-
-def _parse(path: Path, text: str, arrays: Arrays) -> Contents:
-    try:
-        header = json.loads(text)
-        if header["version"] != VERSION:
-            raise ValueError(f"expected version {VERSION}, got {header['version']!r}")
-        if header["sha256"] != _checksum(header["content"], arrays):
-            raise ValueError("the checksum does not fit the content")
-        content = json.loads(header["content"])
-        keys = [StatsKey(*key) for key in content["keys"]]
-        layers = {key: LayerStats(**{name: arrays[f"{_name(key)}/{name}"] for name in ARRAYS}) for key in keys}
-        moments = {
-            module: InputMoments(count, *(arrays[f"moments/{module}/{name}"] for name in MOMENTS))
-            for module, count in content.get("moments", {}).items()
-        }
-        counts = {StatsKey(*key): count for *key, count in content.get("ranks", [])}
-        ranks = {key: MapRanks(count, arrays[f"ranks/{_name(key)}/total"]) for key, count in counts.items()}
-        reads = {consumer.path: consumer for consumer in (Consumer(**each) for each in content["reads"])}
-        return Contents(layers, dict(content["provenance"]), moments, ranks, reads)
-    except (AttributeError, KeyError, ValueError, TypeError) as error:
-        raise ArtifactError(f"{path}: not usable as channel statistics ({error}); calibrate again") from error
 
 
 def _name(key: StatsKey) -> str:

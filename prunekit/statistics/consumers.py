@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from prunekit.channels.cut.model_copy import named_tensors
-from prunekit.statistics.layers.linear_layers import Call, CallWatch
+from prunekit.statistics.layers.linear_layers import CallInterceptor, FunctionCall
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Consumer:
         return rows.movedim(2, 1).flatten(0, 1).flatten(1)
 
 
-class Product(NamedTuple):
+class WeightFunction(NamedTuple):
     """A function that multiplies channels with a weight: positions and names of both, and how the weight lies."""
 
     values: int
@@ -66,12 +66,12 @@ class Product(NamedTuple):
 
 
 _LAYER, _SUM, _PLAIN = ("input", "weight"), ("mat1", "mat2"), ("input", "other")
-PRODUCTS = {
-    "linear": Product(0, 1, _LAYER, 0, 1),
-    **{f"conv{axes}d": Product(0, 1, _LAYER, axes, 1) for axes in (1, 2, 3)},
-    **{f"conv_transpose{axes}d": Product(0, 1, _LAYER, axes, 0) for axes in (1, 2, 3)},
-    "addmm": Product(1, 2, _SUM, 0, 0),
-    **{name: Product(0, 1, _PLAIN, 0, 0) for name in ("mm", "matmul", "__matmul__")},
+WEIGHT_FUNCTIONS = {
+    "linear": WeightFunction(0, 1, _LAYER, 0, 1),
+    **{f"conv{axes}d": WeightFunction(0, 1, _LAYER, axes, 1) for axes in (1, 2, 3)},
+    **{f"conv_transpose{axes}d": WeightFunction(0, 1, _LAYER, axes, 0) for axes in (1, 2, 3)},
+    "addmm": WeightFunction(1, 2, _SUM, 0, 0),
+    **{name: WeightFunction(0, 1, _PLAIN, 0, 0) for name in ("mm", "matmul", "__matmul__")},
 }
 """The functions, by name."""
 
@@ -81,12 +81,12 @@ _MIXING = frozenset(
 )  # fmt: skip
 """What takes the entries of a weight elsewhere, or sums over them."""
 
-See = Callable[[Consumer, Tensor, int], Tensor | None]
+ConsumerCallback = Callable[[Consumer, Tensor, int], Tensor | None]
 """Gets a consumer, a tensor that it reads or makes, and which axis of that holds the channels; returns the one to use
 in its place, or None."""
 
 
-class ReadWatch(CallWatch):
+class ConsumerInterceptor(CallInterceptor):
     """Shows what each layer with a weight of the model reads and makes.
 
     A weight may be computed in the pass, as weight standardization does: what is made of the model's own tensors alone,
@@ -97,7 +97,7 @@ class ReadWatch(CallWatch):
         before, after: get what is read, before it may be overwritten, and what is made; may put others in their place.
     """
 
-    def __init__(self, model: nn.Module, before: See, after: See) -> None:
+    def __init__(self, model: nn.Module, before: ConsumerCallback, after: ConsumerCallback) -> None:
         super().__init__(model)
         self._before, self._after = before, after
         self._shapes = {name: tensor.shape for name, tensor in named_tensors(model)}
@@ -107,9 +107,9 @@ class ReadWatch(CallWatch):
         """Let go of the weights that were computed in a pass."""
         self._made.clear()
 
-    def call(self, call: Call) -> Any:
+    def call(self, call: FunctionCall) -> Any:
         """Look at what a layer reads and make."""
-        product = PRODUCTS.get(call.name)
+        product = WEIGHT_FUNCTIONS.get(call.name)
         if product is None:
             result = call.run()
             self._follow(call, result)
@@ -121,7 +121,7 @@ class ReadWatch(CallWatch):
         groups = call.argument(6, "groups") or 1
         consumer = Consumer(name, values.size(product.axis(values)), int(groups), product.input_axis)
         replaced = self._before(consumer, values, product.axis(values))
-        result = (call if replaced is None else call.reading(product.values, product.names[0], replaced)).run()
+        result = (call if replaced is None else call.with_argument(product.values, product.names[0], replaced)).run()
         changed = self._after(consumer, result, product.axis(result))
         return result if changed is None else changed
 
@@ -137,7 +137,7 @@ class ReadWatch(CallWatch):
         alike = [name for name in self._sources(weight) if self._shapes[name] == weight.shape]
         return alike[0] if len(alike) == 1 else None
 
-    def _follow(self, call: Call, result: Any) -> None:
+    def _follow(self, call: FunctionCall, result: Any) -> None:
         found: frozenset[str] = frozenset()
         for value in (*call.args, *call.named.values()):
             if isinstance(value, Tensor):

@@ -12,7 +12,7 @@ from prunekit.errors import NonFiniteError, UsageError
 from prunekit.hooks.hook import called_leaves
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.statistics.consumers import Consumer
-from prunekit.statistics.forward_passes import ReadHooks
+from prunekit.statistics.forward_passes import ConsumerHooks
 from prunekit.statistics.layer_stats import ChannelSums, StatsKey
 from prunekit.utils.inputs import blank_padding, rows_of
 from prunekit.utils.tensors import tensors_in
@@ -32,7 +32,7 @@ class MapRanks(ChannelSums):
         return MapRanks(self.count + other.count, self.total + other.total)
 
 
-class RankCollector(ReadHooks):
+class RankCollector(ConsumerHooks):
     """Measures the ranks of feature maps while a model runs, as a context manager of hooks.
 
     Of the inputs of layers that read channels through a weight, and of the outputs of linear layers and of all other
@@ -64,23 +64,23 @@ class RankCollector(ReadHooks):
         self.require_passes()
         return dict(self._sums)
 
-    def watch(self) -> None:
+    def register_hooks(self) -> None:
         """Hooks the outputs of modules."""
-        super().watch()
+        super().register_hooks()
         for path, module in called_leaves(self._model).items():
             self._watch(path, module)
 
-    def keep(self) -> None:
+    def finish_pass(self) -> None:
         """Add the finished pass."""
         for key, ranks in self._running.items():
             known = self._sums.get(key)
             self._sums[key] = ranks if known is None else known.merge(ranks)
 
-    def see(self, consumer: Consumer, values: Tensor, axis: int) -> None:
+    def on_input(self, consumer: Consumer, values: Tensor, axis: int) -> None:
         """Measure what a layer with a weight reads."""
         self._note(consumer.path, "input", values, axis)
 
-    def made(self, consumer: Consumer, values: Tensor, axis: int) -> None:
+    def on_output(self, consumer: Consumer, values: Tensor, axis: int) -> None:
         """Measure what a linear layer makes: nothing else carries attention's queries and keys."""
         if axis == values.dim() - 1:
             self._note(consumer.path, "output", values, axis)

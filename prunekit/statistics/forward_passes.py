@@ -18,7 +18,7 @@ from prunekit.channels.tracing.storages import is_plain
 from prunekit.errors import UsageError
 from prunekit.hooks.hook import refuse_compiled
 from prunekit.hooks.owner import HookOwner
-from prunekit.statistics.consumers import Consumer, ReadWatch, See
+from prunekit.statistics.consumers import Consumer, ConsumerCallback, ConsumerInterceptor
 from prunekit.utils.context import device_of, training_mode, without_gradients
 from prunekit.utils.inputs import (
     Keywords,
@@ -38,7 +38,7 @@ class PassHooks(HookOwner):
     """Hooks between one that opens and one that closes each forward pass of a model.
 
     What runs outside of `model(...)`, such as the second forward of activation checkpointing, is not counted, and nor
-    is a forward pass that raises. Subclasses override `watch`, `begin` and `keep`.
+    is a forward pass that raises. Subclasses override `register_hooks`, `start_pass` and `finish_pass`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -48,7 +48,7 @@ class PassHooks(HookOwner):
         self._passes = 0
         self._dealt = 0, 1
         self._calls: Counter[Hashable] = Counter()
-        self._reads: ReadWatch | None = None
+        self._reads: ConsumerInterceptor | None = None
         self._reading = False
         self.counted: Tensor | None = None
         """Which positions of the running pass's samples are no padding, see `counted_positions`."""
@@ -65,14 +65,14 @@ class PassHooks(HookOwner):
         rank, of = self._dealt
         return rank + of * self._passes
 
-    def watch(self) -> None:
+    def register_hooks(self) -> None:
         """Register the hooks that look into the pass."""
         raise NotImplementedError
 
-    def begin(self) -> None:
+    def start_pass(self) -> None:
         """Forget what a pass that raised has left."""
 
-    def keep(self) -> None:
+    def finish_pass(self) -> None:
         """Add what the finished pass showed."""
 
     def ordinal(self, *key: Hashable) -> int:
@@ -80,7 +80,9 @@ class PassHooks(HookOwner):
         self._calls[key] += 1
         return self._calls[key] - 1
 
-    def watch_reads(self, before: See, after: See, watch: type[ReadWatch] = ReadWatch) -> None:
+    def intercept_consumers(
+        self, before: ConsumerCallback, after: ConsumerCallback, watch: type[ConsumerInterceptor] = ConsumerInterceptor
+    ) -> None:
         """Watch torch's functions while the model runs.
 
         Until this owner has left, attention modules that hide their projections from torch's functions are their
@@ -99,7 +101,7 @@ class PassHooks(HookOwner):
         refuse_compiled(self._model, type(self).__name__)
         self._depth = 0
         self.own_forward_pre(self._model, self._enter, again=True)
-        self.watch()
+        self.register_hooks()
         self.own_forward(self._model, self._finish, again=True)
         self.own_forward(self._model, self._leave, again=True, always=True)
 
@@ -148,7 +150,7 @@ class PassHooks(HookOwner):
                 self.counted = counted_positions(self._model, example)
                 self.sequences = sequence_shape(self._model, example)
             self._calls.clear()
-            self.begin()
+            self.start_pass()
         self._depth += 1  # a model may call itself
         if self._depth == 1 and self._reads is not None:
             self._reads.__enter__()  # type: ignore[no-untyped-call]
@@ -157,7 +159,7 @@ class PassHooks(HookOwner):
     def _finish(self, *forward: Any) -> None:
         if self._depth == 1:
             self._passes += 1
-            self.keep()
+            self.finish_pass()
 
     def _leave(self, *forward: Any) -> None:
         if self._depth == 1:
@@ -176,7 +178,7 @@ class PassHooks(HookOwner):
             self._reads.forget()
 
 
-class Measured:
+class MeasurementCache:
     """What was measured of tensors in the running pass, as long as nobody writes to them; it keeps none of them alive.
 
     Most inputs are another module's output.
@@ -199,7 +201,7 @@ class Measured:
             self._found[id(tensor)] = weakref.ref(tensor), tensor._version, how, found
 
 
-class ReadHooks(PassHooks):
+class ConsumerHooks(PassHooks):
     """Sees the input of every layer with a weight in each forward pass; subclasses say what becomes of it.
 
     Inside the `with`, attention modules that hide their projections from torch's functions are their equivalents, and
@@ -211,31 +213,31 @@ class ReadHooks(PassHooks):
         self.consumers: dict[str, Consumer] = {}
         """Those that were called so far, by their path."""
         self._running: dict[Any, Any] = {}
-        self._measured = Measured()
+        self._measured = MeasurementCache()
 
-    def begin(self) -> None:
+    def start_pass(self) -> None:
         """Forget what a pass that raised has left."""
         self._running.clear()
         self._measured.clear()
 
-    def see(self, consumer: Consumer, values: Tensor, axis: int) -> None:
+    def on_input(self, consumer: Consumer, values: Tensor, axis: int) -> None:
         """Take note of an input, which a later layer may overwrite; `axis` holds the channels."""
 
-    def made(self, consumer: Consumer, values: Tensor, axis: int) -> None:
+    def on_output(self, consumer: Consumer, values: Tensor, axis: int) -> None:
         """Take note of an output."""
 
-    def watch(self) -> None:
+    def register_hooks(self) -> None:
         """Prepare the watch over torch's functions, which is on while the model runs."""
-        self.watch_reads(self._before, self._after)
+        self.intercept_consumers(self._before, self._after)
 
     def _before(self, consumer: Consumer, values: Tensor, axis: int) -> None:
         if self.inside and values.is_floating_point():
             self.consumers.setdefault(consumer.path, consumer)
-            self._hand(self.see, consumer, values, axis)
+            self._hand(self.on_input, consumer, values, axis)
 
     def _after(self, consumer: Consumer, values: Tensor, axis: int) -> None:
         if self.inside and values.is_floating_point():
-            self._hand(self.made, consumer, values, axis)
+            self._hand(self.on_output, consumer, values, axis)
 
     def _hand(
         self, note: Callable[[Consumer, Tensor, int], None], consumer: Consumer, values: Tensor, axis: int
@@ -271,7 +273,7 @@ def find_consumers(model: nn.Module, inputs: Any) -> dict[str, Consumer]:
         model: runs once, in eval mode without gradients; every module is afterwards in the mode it had.
         inputs: a few samples, as `inputs_as_example` takes them.
     """
-    finder = ReadHooks(model)
+    finder = ConsumerHooks(model)
     run_passes(model, [(inputs,)], None, finder)
     return finder.consumers
 

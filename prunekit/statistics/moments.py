@@ -15,9 +15,9 @@ from prunekit.errors import UsageError
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.settings.calibration import MOMENTS_LIMIT_MIB
 from prunekit.statistics.consumers import Consumer
-from prunekit.statistics.forward_passes import ReadHooks, find_consumers
+from prunekit.statistics.forward_passes import ConsumerHooks, find_consumers
 from prunekit.statistics.layer_stats import ChannelSums, FloatArray
-from prunekit.statistics.layers.patches import sampled_rows
+from prunekit.statistics.layers.patches import sample_rows
 from prunekit.utils.globs import matching
 from prunekit.utils.tensors import tensors_in
 
@@ -110,7 +110,7 @@ def _dense(blocks: FloatArray) -> FloatArray:
 
 
 @dataclass(frozen=True, eq=False)
-class Products:
+class MomentSums:
     """Sums over the positions of an activation, around a shift."""
 
     count: int
@@ -129,11 +129,11 @@ class Products:
         second = self.blocks.diagonal(dim1=1, dim2=2).flatten().double() / self.count
         return bool((second - (self.total / self.count).square() < DOUBTFUL * second).any())
 
-    def add_(self, other: Products) -> Products:
+    def add_(self, other: MomentSums) -> MomentSums:
         """Return both together; the blocks are added in place, as a second matrix of this size may not fit in."""
         for strip in strips(self.blocks.shape[1]):
             self.blocks[strip].add_(other.blocks[strip])
-        return Products(self.count + other.count, self.total + other.total, self.blocks)
+        return MomentSums(self.count + other.count, self.total + other.total, self.blocks)
 
 
 Strip = tuple[slice, slice, slice]
@@ -153,7 +153,7 @@ def mirrored(blocks: Tensor) -> Tensor:
     return blocks
 
 
-class Sampling:
+class PositionSampling:
     """Which positions of an activation count.
 
     Args:
@@ -171,11 +171,11 @@ class Sampling:
             return None
         count = max(1, self._rows // samples)
         if (total, count) not in self._drawn:
-            self._drawn[total, count] = sampled_rows(total, count, self._seed)
+            self._drawn[total, count] = sample_rows(total, count, self._seed)
         return self._drawn[total, count]
 
 
-ALL = Sampling()
+ALL = PositionSampling()
 """Every position counts."""
 
 
@@ -184,9 +184,9 @@ def products(
     axis: int,
     groups: int,
     shift: Tensor | None = None,
-    sampling: Sampling = ALL,
+    sampling: PositionSampling = ALL,
     spare: Tensor | None = None,
-) -> Products:
+) -> MomentSums:
     """Return the sums of the channels and of their products with each other, within each group.
 
     Args:
@@ -203,13 +203,13 @@ def products(
     count = samples * positions
     if count == 0:
         blocks = values.new_zeros(groups, channels // groups, channels // groups)
-        return Products(0, blocks.new_zeros(channels, dtype=_accumulator(values)), blocks)
+        return MomentSums(0, blocks.new_zeros(channels, dtype=_accumulator(values)), blocks)
     if shift is not None:
         values = values - shift.to(values.dtype)[:, None]
-    return Products(count, _totals(values), _blocks(values, groups, spare))
+    return MomentSums(count, _totals(values), _blocks(values, groups, spare))
 
 
-def _sampled(activation: Tensor, axis: int, sampling: Sampling) -> Tensor:
+def _sampled(activation: Tensor, axis: int, sampling: PositionSampling) -> Tensor:
     """(samples, channels, positions), or where channels lie innermost (1, channels, positions), a view of rows."""
     maps = activation.movedim(axis, 1) if activation.ndim > 2 else None
     if maps is not None and maps.is_contiguous():
@@ -259,7 +259,7 @@ def _accumulator(values: Tensor) -> torch.dtype:
     return torch.float32 if values.device.type == "mps" else torch.float64
 
 
-class MomentsCollector(ReadHooks):
+class MomentsCollector(ConsumerHooks):
     """Collects the Gram matrix and the mean of every consumer's input, as a context manager of hooks.
 
     A consumer is a layer that multiplies its input with a weight of the model, whatever its module. Every forward pass
@@ -283,7 +283,7 @@ class MomentsCollector(ReadHooks):
         ModelError: the model is compiled.
     """
 
-    _running: dict[str, Products]
+    _running: dict[str, MomentSums]
 
     def __init__(
         self,
@@ -303,8 +303,8 @@ class MomentsCollector(ReadHooks):
         self.bytes = {path: _bytes(consumer, wide) for path, consumer in found.items()}
         self._require_room(limit_mib)
         self.positions = positions
-        self._sampling = Sampling()
-        self._sums: dict[str, Products] = {}
+        self._sampling = PositionSampling()
+        self._sums: dict[str, MomentSums] = {}
         self._shifts: dict[str, Tensor | None] = {}
         self._spare: dict[str, Tensor] = {}
 
@@ -333,10 +333,10 @@ class MomentsCollector(ReadHooks):
     def _enter(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         if not self.inside:
             rows = None if self.positions is None else self.positions * _images(arguments, named)
-            self._sampling = Sampling(rows, self.number)
+            self._sampling = PositionSampling(rows, self.number)
         super()._enter(module, arguments, named)
 
-    def see(self, consumer: Consumer, values: Tensor, axis: int) -> None:
+    def on_input(self, consumer: Consumer, values: Tensor, axis: int) -> None:
         """Add an input's products to the running pass."""
         if consumer.path in self._left_out:
             return
@@ -344,7 +344,7 @@ class MomentsCollector(ReadHooks):
         known = self._running.get(consumer.path)
         self._running[consumer.path] = found if known is None else _added(known, found)
 
-    def keep(self) -> None:
+    def finish_pass(self) -> None:
         """Add the finished pass."""
         for path, found in self._running.items():
             known = self._sums.get(path)
@@ -352,18 +352,18 @@ class MomentsCollector(ReadHooks):
             self._sums[path] = own or self._sums[path].add_(found)
         once = {id(found.blocks): (path, found.blocks) for path, found in self._running.items()}  # some read the same
         self._spare = dict(once.values())
-        self.begin()
+        self.start_pass()
 
-    def _products(self, consumer: Consumer, values: Tensor, how: tuple[int, int]) -> Products:
+    def _products(self, consumer: Consumer, values: Tensor, how: tuple[int, int]) -> MomentSums:
         """Return the products of an input, computed, or looked up where another layer read the same tensor."""
-        known: tuple[Products, Tensor | None] | None = self._measured.get(values, how)
+        known: tuple[MomentSums, Tensor | None] | None = self._measured.get(values, how)
         if known is not None and self._shifts.setdefault(consumer.path, known[1]) is known[1]:
             return known[0]
         found = self._computed(consumer.path, values, how)
         self._measured.put(values, how, (found, self._shifts[consumer.path]))
         return found
 
-    def _computed(self, path: str, values: Tensor, how: tuple[int, int]) -> Products:
+    def _computed(self, path: str, values: Tensor, how: tuple[int, int]) -> MomentSums:
         """Return products around 0, or around the first batch's mean, if that shows that those around 0 would not
         do.
         """
@@ -404,11 +404,11 @@ def _bytes(consumer: Consumer, wide: bool) -> int:
     return int(consumer.channels**2 // consumer.groups * (8 + (8 if wide else 4)))
 
 
-def _added(left: Products, right: Products) -> Products:
-    return Products(left.count + right.count, left.total + right.total, left.blocks + right.blocks)
+def _added(left: MomentSums, right: MomentSums) -> MomentSums:
+    return MomentSums(left.count + right.count, left.total + right.total, left.blocks + right.blocks)
 
 
-def _unshifted(sums: Products, shift: Tensor | None) -> InputMoments:
+def _unshifted(sums: MomentSums, shift: Tensor | None) -> InputMoments:
     """Sum around 0 from those around a shift."""
     total, blocks = sums.total.cpu().double(), mirrored(sums.blocks.cpu().double())
     if shift is not None:

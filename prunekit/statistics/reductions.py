@@ -206,7 +206,7 @@ EXAMPLES = {2: (3136, 64), 3: (16, 64, 3136)}
 """Shapes to compile for, by number of axes: no two sizes are equal, or the compiler would take them for one."""
 
 
-class Kind(NamedTuple):
+class KernelKind(NamedTuple):
     """What activations share a kernel."""
 
     ndim: int
@@ -217,7 +217,7 @@ class Kind(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kernel:
+class CompiledKernel:
     """What came of compiling for a kind of activation."""
 
     run: Callable[[Tensor], Tensor] | None
@@ -228,7 +228,7 @@ class Kernel:
     """Why there is none."""
 
 
-class Measure_fused:
+class Reducer:
     """Measures activations, fused where that is possible and pays off, otherwise eagerly.
 
     Args:
@@ -237,15 +237,15 @@ class Measure_fused:
 
     def __init__(self, fused: bool | None) -> None:
         self._fused = fused
-        self._seen: Counter[Kind] = Counter()
-        self._kernels: dict[Kind, Kernel] = {}
+        self._seen: Counter[KernelKind] = Counter()
+        self._kernels: dict[KernelKind, CompiledKernel] = {}
 
     def __call__(self, values: Tensor) -> Tensor:
         """(arrays + 1, channels) What `measure_eagerly` returns."""
         kernel = self._kernel(values)
         return measure_eagerly(values) if kernel is None or kernel.run is None else kernel.run(values)
 
-    def _kernel(self, values: Tensor) -> Kernel | None:
+    def _kernel(self, values: Tensor) -> CompiledKernel | None:
         kind = None if self._fused is False else kind_of(values)
         if kind is None:
             return None
@@ -274,25 +274,25 @@ class Measure_fused:
         return sum(kernel.seconds for kernel in self._kernels.values())
 
 
-def kind_of(values: Tensor) -> Kind | None:
+def kind_of(values: Tensor) -> KernelKind | None:
     """Return which kernel measures values (samples, channels, positions) or (samples, channels); None: the eager
     form.
     """
     if type(values) is not Tensor or values.device.type not in ("cpu", "cuda") or values.numel() >= LARGEST:
         return None
-    return Kind(values.ndim, values.dtype, values.device.type, torch.get_num_threads())
+    return KernelKind(values.ndim, values.dtype, values.device.type, torch.get_num_threads())
 
 
 @cache
-def compiled(kind: Kind) -> Kernel:
+def compiled(kind: KernelKind) -> CompiledKernel:
     """Compile a kernel, once in a process; also that it failed is remembered."""
     start = time.perf_counter()
     try:
         run = _compile(torch.zeros(EXAMPLES[kind.ndim], dtype=kind.dtype, device=kind.device))
     except Exception as error:  # whatever a compiler does not like: the eager form gives the same
         reason = str(error).strip().partition("\n")[0]
-        return Kernel(None, time.perf_counter() - start, f"compiling failed: {type(error).__name__}: {reason}")
-    return Kernel(run, time.perf_counter() - start)
+        return CompiledKernel(None, time.perf_counter() - start, f"compiling failed: {type(error).__name__}: {reason}")
+    return CompiledKernel(run, time.perf_counter() - start)
 
 
 def _compile(example: Tensor) -> Callable[[Tensor], Tensor]:

@@ -22,7 +22,7 @@ from prunekit.errors import NonFiniteError, UsageError
 from prunekit.hooks.optimizer_step import StepHook, by_axis, unscaled
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.statistics.layer_stats import FloatArray
-from prunekit.tasks.batches import Pair, Pairs
+from prunekit.tasks.batches import InputsAndTargets, ModelBatches
 from prunekit.tasks.task import Task, get_task
 from prunekit.utils.context import device_of, gradients_of, taking_gradients, training_mode
 from prunekit.utils.inputs import call, described, running, to_device
@@ -120,7 +120,7 @@ def collect_gradients(
     parameters = {name: weight for name, weight in model.named_parameters() if weight.is_floating_point()}
     weights = list(parameters.values())
     with training_mode(model, False), torch.enable_grad(), plain, shown, taking_gradients(weights, True):
-        for index, pair in enumerate(tracked(Pairs(model, batches, task), "gradients")):
+        for index, pair in enumerate(tracked(ModelBatches(model, batches, task), "gradients")):
             number = 1 + dealt[0] + dealt[1] * index
             _require_targets(pair, number)
             inputs, targets = to_device(pair, place)
@@ -140,7 +140,7 @@ def collect_gradients(
     return TaylorTerms(terms, *second) if second_order else TaylorTerms(terms)
 
 
-def _require_targets(pair: Pair, number: int) -> None:
+def _require_targets(pair: InputsAndTargets, number: int) -> None:
     inputs, targets = pair
     if targets is None or not gather(targets):
         shown = described(inputs[0] if len(inputs) == 1 else inputs)

@@ -34,12 +34,12 @@ from prunekit.utils.tensors import gather, leaves
 
 BATCH = 128
 """Samples at a time of data that is not in batches yet."""
-Pair = tuple[tuple[Any, ...], Any]
+InputsAndTargets = tuple[tuple[Any, ...], Any]
 """What a model is called with, see `prunekit.utils.inputs.as_example`, and targets or None."""
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class LabeledBatch:
     """What a model is called with, and its labels, where there are any."""
 
     inputs: tuple[Any, ...]
@@ -57,7 +57,7 @@ class Batch:
 
 
 @dataclass(frozen=True, eq=False)
-class Pairs:
+class ModelBatches:
     """Batches of any data: examples that a model is called with, and targets or None.
 
     They can be gone through as often as the data itself.
@@ -82,7 +82,7 @@ class Pairs:
     size: int = BATCH
     count: int | None = None
 
-    def __iter__(self) -> Iterator[Pair]:
+    def __iter__(self) -> Iterator[InputsAndTargets]:
         task = None if self.task is None else get_task(self.task)
         for number, batch in enumerate(self._batches(task), 1):
             yield _apart(self.model, batch, task, f"{self.where}, batch {number}")
@@ -240,7 +240,7 @@ def _named(sample: Any, names: Set[str] | None, where: str) -> Any:
     return found
 
 
-def _apart(model: nn.Module, batch: Any, task: Task | None, where: str) -> Pair:
+def _apart(model: nn.Module, batch: Any, task: Task | None, where: str) -> InputsAndTargets:
     targets = None
     if task is not None:
         inputs, targets = task.unpacking(batch, where)

@@ -54,7 +54,7 @@ def pair(batch: Any) -> tuple[Any, Any]:
 
 
 @dataclass(frozen=True)
-class Unpacking:
+class BatchUnpacker:
     """What of a task takes batches apart; worker processes are given this, and nothing else of the task.
 
     Attributes:
@@ -119,9 +119,9 @@ class Task:
         return self.scores[0]
 
     @property
-    def unpacking(self) -> Unpacking:
+    def unpacking(self) -> BatchUnpacker:
         """`unpack` alone, with its checks."""
-        return Unpacking(self.name, self.unpack)
+        return BatchUnpacker(self.name, self.unpack)
 
     def score(self, counts: Any) -> dict[str, float]:
         """Every score of summed counts, (K,), by name, in percent."""

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from prunekit.errors import DataError
 from prunekit.hooks.owner import HookOwner
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.tasks.batches import Pairs
+from prunekit.tasks.batches import ModelBatches
 from prunekit.tasks.task import Task
 from prunekit.utils.context import device_of, training_mode
 from prunekit.utils.inputs import call, concatenate, described, running, sample_count, to_device
@@ -112,7 +112,7 @@ def recalibrate_batchnorm(
         stack.enter_context(_batch_statistics([owner.module for owner in moments.values()]))
         for owner in moments.values():
             stack.enter_context(owner)
-        _run(model, Pairs(model, batches, task, "BatchNorm recalibration"), place)
+        _run(model, ModelBatches(model, batches, task, "BatchNorm recalibration"), place)
     for owner in moments.values():
         owner.write()
     return tuple(name for name, owner in moments.items() if owner.calls)
@@ -132,7 +132,7 @@ def _batch_statistics(modules: Sequence[_BatchNorm]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _run(model: nn.Module, batches: Pairs, device: torch.device) -> None:
+def _run(model: nn.Module, batches: ModelBatches, device: torch.device) -> None:
     count, given = 0, _without_single(batches)
     for count, inputs in enumerate(tracked(given, "recalibration", total=length_hint(batches)), 1):
         with running(model, inputs):
@@ -145,7 +145,7 @@ def _run(model: nn.Module, batches: Pairs, device: torch.device) -> None:
         raise DataError("BatchNorm recalibration: expected at least one batch of samples, got none")
 
 
-def _without_single(batches: Pairs) -> Iterator[Any]:
+def _without_single(batches: ModelBatches) -> Iterator[Any]:
     held: Any = None
     for inputs, _ in batches:
         if held is not None and sample_count(inputs) > 1 and sample_count(held) > 1:

@@ -17,7 +17,7 @@ from prunekit.criteria.activation import ACTIVATIONS
 from prunekit.criteria.criterion import get_criterion
 from prunekit.criteria.scoring import score
 from prunekit.errors import NonFiniteError, UsageError
-from prunekit.statistics.collection import calibrate
+from prunekit.statistics.calibration import calibrate
 from prunekit.statistics.taylor_terms import TaylorTerms
 
 

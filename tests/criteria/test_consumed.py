@@ -16,7 +16,7 @@ from prunekit.channels.trace import trace
 from prunekit.criteria.reconstruction import NuclearNorm, inverse_factors
 from prunekit.criteria.scoring import score
 from prunekit.errors import NonFiniteError, UsageError
-from prunekit.statistics.collection import calibrate
+from prunekit.statistics.calibration import calibrate
 from prunekit.statistics.layers.patch_moments import CalibrationWarning
 from prunekit.statistics.taylor_terms import collect_gradients
 

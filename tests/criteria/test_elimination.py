@@ -11,7 +11,7 @@ from equivalence import image, randomized
 from torch import Tensor, nn
 
 from prunekit.channels.trace import trace
-from prunekit.criteria.elimination import AT_ONCE, Consumer, consumers_of, eliminate, eliminations
+from prunekit.criteria.elimination import AT_ONCE, LayerObjective, eliminate, eliminations, layer_objectives
 from prunekit.errors import NonFiniteError
 from prunekit.statistics.layers.output_error import RIDGE
 from prunekit.statistics.layers.patch_moments import collect_patches
@@ -19,15 +19,15 @@ from prunekit.statistics.layers.patch_moments import collect_patches
 CHANNELS, TAPS = 5, 2
 
 
-def consumer(seed: int) -> Consumer:
+def consumer(seed: int) -> LayerObjective:
     generator = torch.Generator().manual_seed(seed)
     wide = torch.randn(200, CHANNELS * TAPS, generator=generator, dtype=torch.float64)
     wide = torch.cat([wide @ torch.randn(10, 10, generator=generator, dtype=torch.float64) + 1, torch.ones(200, 1)], 1)
     weight = torch.randn(3, CHANNELS * TAPS, generator=generator, dtype=torch.float64)
-    return Consumer(wide.T @ wide / 200, weight, np.arange(1, CHANNELS + 1))
+    return LayerObjective(wide.T @ wide / 200, weight, np.arange(1, CHANNELS + 1))
 
 
-def refitted(consumer: Consumer, removed: list[int]) -> float:
+def refitted(consumer: LayerObjective, removed: list[int]) -> float:
     """Error of the ridge problem when all columns of the removed channels are zero."""
     columns = CHANNELS * TAPS
     ridge = RIDGE * consumer.gram.diagonal()[:-1].mean()
@@ -58,7 +58,7 @@ def test_a_redundant_channel_costs_nothing_and_goes_first() -> None:
     one = consumer(0)
     mixing = torch.eye(11, dtype=torch.float64)
     mixing[:, 4:6] = mixing[:, 0:2] * 3  # channel 2 is three times channel 0
-    found = eliminate(np.arange(1, 6), [Consumer(mixing.T @ one.gram @ mixing, one.weight, one.labels)])
+    found = eliminate(np.arange(1, 6), [LayerObjective(mixing.T @ one.gram @ mixing, one.weight, one.labels)])
     assert found.labels[0] in (1, 3)
     assert found.errors[0] < 0.05 * found.errors[1]
 
@@ -83,7 +83,7 @@ def test_consumers_are_found_by_labels_on_the_input_side() -> None:
     (group,) = [g for g in chart.groups if ("first.weight", 0) in g.slots]
     names = {moments.layer.weight for moments in stats.layers}
     assert names == {"first.weight", "left.weight", "right.weight"}
-    sizes = [len(each.gram) for each in consumers_of(group, model, chart, stats)]
+    sizes = [len(each.gram) for each in layer_objectives(group, model, chart, stats)]
     assert sizes[0] == 6 * 9 + 1
     found = eliminations(model, chart, stats)[group.name]
     assert sorted(found.labels) == sorted(group.labels)
@@ -130,7 +130,7 @@ def test_several_labels_of_a_wide_group_go_at_once() -> None:
     wide = torch.randn(2 * size, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     wide = torch.cat([wide, torch.ones(len(wide), 1, dtype=torch.float64)], 1)
     weight = torch.randn(4, size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    found = eliminate(np.arange(size), [Consumer(wide.T @ wide / len(wide), weight, np.arange(size))])
+    found = eliminate(np.arange(size), [LayerObjective(wide.T @ wide / len(wide), weight, np.arange(size))])
     assert sorted(found.labels) == list(range(size))
     assert (np.diff(found.errors) >= 0).all()
     outputs = weight @ (wide.T @ wide / len(wide))[:-1, :-1] @ weight.T

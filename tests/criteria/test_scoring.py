@@ -18,8 +18,8 @@ from prunekit.criteria.scoring import normalize, score
 from prunekit.errors import NonFiniteError, UsageError
 from prunekit.models.cifar import CifarResNet
 from prunekit.registries import CRITERIA
+from prunekit.statistics.calibration import calibrate
 from prunekit.statistics.channel_stats import ChannelStats
-from prunekit.statistics.collection import calibrate
 from prunekit.statistics.layer_stats import StatsKey
 from prunekit.statistics.layers.patch_moments import collect_patches
 from prunekit.statistics.taylor_terms import collect_gradients

@@ -16,7 +16,7 @@ from prunekit.repair.repair_model import repair
 from prunekit.repair.repair_report import RepairReport
 from prunekit.repair.validation import batches_of
 from prunekit.settings.calibration import RepairSettings
-from prunekit.statistics.layers.layer_graph import find_layers, survey
+from prunekit.statistics.layers.layer_graph import find_layer_graph, find_layers
 
 IMAGES = torch.randn(48, 4, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 ALL = RepairSettings(rows=10**6, held_out=0.25)
@@ -234,7 +234,7 @@ class Shared(nn.Module):
 def test_what_cannot_be_fitted_is_left_and_named() -> None:
     torch.manual_seed(0)
     model, tokens = randomized(Shared()).eval(), torch.randint(0, 7, (32, 5))
-    found = survey(model, tokens[:2])
+    found = find_layer_graph(model, tokens[:2])
     assert {layer.weight: layer.calls for layer in found.layers} == {
         "scaled.weight": 1, "wide.weight": 1, "words.weight": 2,
     }  # fmt: skip

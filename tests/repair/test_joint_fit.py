@@ -19,11 +19,11 @@ from prunekit.repair.repair_model import repair
 from prunekit.repair.validation import batches_of
 from prunekit.settings.calibration import RepairSettings
 from prunekit.statistics.layers.layer_graph import find_layers
-from prunekit.statistics.layers.patches import Reading
+from prunekit.statistics.layers.patches import PatchGeometry
 
 WINDOWS, COLUMNS, HIDDEN, OUTPUTS = 40, 3, 3, 2
-FIRST = Reading((3, 2), (2, 1), (0, 0), (1, 2))
-SECOND = Reading((2, 3), (1, 2), (0, 0), (2, 1))
+FIRST = PatchGeometry((3, 2), (2, 1), (0, 0), (1, 2))
+SECOND = PatchGeometry((2, 3), (1, 2), (0, 0), (2, 1))
 
 
 def drawn(*shape: int) -> Tensor:
@@ -48,7 +48,7 @@ def plain(made: Pair, first: Tensor, second: Tensor) -> Tensor:
     return made.rest + layer(made.second, hidden, second)
 
 
-def layer(reading: Reading, inputs: Tensor, weight: Tensor) -> Tensor:
+def layer(reading: PatchGeometry, inputs: Tensor, weight: Tensor) -> Tensor:
     """A convolution as a product with what it reads."""
     sizes = reading.spatial(inputs)
     patches = reading.patches(inputs, torch.arange(reading.rows_of(inputs)), sizes)

@@ -19,7 +19,7 @@ from prunekit.repair.layer_samples import Aim, Gathering, LayerPass, Sample
 from prunekit.repair.resumable_forward import DivergedError, ResumableRun
 from prunekit.repair.validation import batches_of
 from prunekit.statistics.layers.layer_graph import find_layers
-from prunekit.statistics.layers.linear_layers import Call
+from prunekit.statistics.layers.linear_layers import FunctionCall
 from prunekit.utils.tensors import gather
 
 
@@ -241,7 +241,7 @@ class Noted(ResumableRun):
         super().__init__(*args)
         self.results: dict[int, list[Tensor]] = {}
 
-    def after(self, call: Call, result: Any) -> None:
+    def after(self, call: FunctionCall, result: Any) -> None:
         tensors = gather(result)
         if not any(getattr(tensor, "_prunekit_place", (0, 0, None))[2] for tensor in tensors):
             self.results[call.number] = [tensor.detach().clone() for tensor in tensors]

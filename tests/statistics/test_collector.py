@@ -12,7 +12,7 @@ from torchvision import models
 
 from prunekit.errors import ModelError, UsageError
 from prunekit.hooks.hook import count_hooks
-from prunekit.statistics.collection import StatsCollector, calibrate
+from prunekit.statistics.calibration import StatsCollector, calibrate
 
 
 def small_net() -> nn.Sequential:

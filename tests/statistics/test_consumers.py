@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from torchvision import models
 
 from prunekit.hooks.hook import count_hooks
-from prunekit.statistics.collection import StatsCollector, calibrate
+from prunekit.statistics.calibration import StatsCollector, calibrate
 from prunekit.statistics.consumers import Consumer
-from prunekit.statistics.forward_passes import ReadHooks, find_consumers
+from prunekit.statistics.forward_passes import ConsumerHooks, find_consumers
 
 
 class Conv1D(nn.Module):
@@ -133,10 +133,10 @@ def test_watches_nest_and_leave_nothing_on_an_error() -> None:
                 raise RuntimeError("too many")
             return self.layer(x)  # type: ignore[no-any-return]
 
-    class Watch(ReadHooks):
-        def begin(self) -> None: ...
+    class Watch(ConsumerHooks):
+        def start_pass(self) -> None: ...
 
-        def keep(self) -> None: ...
+        def finish_pass(self) -> None: ...
 
     model = Fails()
     outer, inner = Watch(model), Watch(model)

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from prunekit.statistics import reductions as fused
-from prunekit.statistics.collection import StatsCollector, calibrate
+from prunekit.statistics import reductions
+from prunekit.statistics.calibration import StatsCollector, calibrate
 from prunekit.statistics.reductions import measure_eagerly, summarize
 
 COMPILER = os.environ.get("CXX", "g++")
@@ -31,16 +31,16 @@ def net() -> nn.Sequential:
 @needs_compiler
 @pytest.mark.parametrize("shapes", [SHAPES, FLAT], ids=["planes", "flat"])
 def test_one_kernel_serves_every_shape(shapes: list[tuple[int, ...]]) -> None:
-    measure = fused.Measure(True)
-    measure(torch.randn(shapes[0]))
+    reducer = reductions.Reducer(True)
+    reducer(torch.randn(shapes[0]))
     before = {name: dict(counter) for name, counter in counters.items()}
     for shape in shapes:
         values = torch.randn(shape)
-        torch.testing.assert_close(measure(values), measure_eagerly(values), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(reducer(values), measure_eagerly(values), rtol=1e-12, atol=1e-12)
     assert {name: dict(counter) for name, counter in counters.items()} == before  # nothing was compiled for them
-    assert len(measure._kernels) == 1
-    assert measure.form == "fused"
-    assert measure.compile_seconds > 0
+    assert len(reducer._kernels) == 1
+    assert reducer.form == "fused"
+    assert reducer.compile_seconds > 0
 
 
 @pytest.mark.slow
@@ -62,17 +62,17 @@ def test_the_kernel_does_not_depend_on_the_state_it_runs_in(guard: type) -> None
 @pytest.mark.slow
 @needs_compiler
 def test_compiling_waits_until_it_pays_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "PAYS_OFF", 100)
+    monkeypatch.setattr(reductions, "PAYS_OFF", 100)
     eagerly = []
     monkeypatch.setattr(
-        fused, "measure_eagerly", lambda values: eagerly.append(values.shape) or measure_eagerly(values)
+        reductions, "measure_eagerly", lambda values: eagerly.append(values.shape) or measure_eagerly(values)
     )
-    measure = fused.Measure(None)
+    reducer = reductions.Reducer(None)
     for values in (torch.randn(2, 3, 10), torch.randn(4, 10), torch.randn(2, 2, 10), torch.randn(1, 1, 2)):
-        measure(values)
-    assert measure.form == "eager, then fused"
+        reducer(values)
+    assert reducer.form == "eager, then fused"
     assert eagerly == [(2, 3, 10), (4, 10), (2, 2, 10)]
-    few = fused.Measure(None)
+    few = reductions.Reducer(None)
     few(torch.randn(4, 10))
     assert few.form == "eager (too few values for compiling to pay off)"
 
@@ -86,19 +86,19 @@ def test_what_no_kernel_is_for_is_measured_eagerly() -> None:
     class Wrapped(torch.Tensor):
         pass
 
-    assert fused.kind_of(torch.randn(2, 3).as_subclass(Wrapped)) is None
-    assert fused.kind_of(torch.empty(2, 3, device="meta")) is None
-    assert fused.kind_of(torch.zeros(1).expand(2, 2**30)) is None
+    assert reductions.kind_of(torch.randn(2, 3).as_subclass(Wrapped)) is None
+    assert reductions.kind_of(torch.empty(2, 3, device="meta")) is None
+    assert reductions.kind_of(torch.zeros(1).expand(2, 2**30)) is None
 
 
 WITHOUT = """
 import torch
-from prunekit.statistics import reductions as fused
-from prunekit.statistics.collection import calibrate
+from prunekit.statistics import reductions
+from prunekit.statistics.calibration import calibrate
 model, images = torch.nn.Conv2d(3, 4, 3), [torch.randn(2, 3, 8, 8)]
 found = [calibrate(model, images, fused=form) for form in (True, False, True)]
 assert all((stats[key].rows == found[1][key].rows).all() for stats in found for key in stats)
-assert fused.compiled.cache_info().misses == 1, fused.compiled.cache_info()
+assert reductions.compiled.cache_info().misses == 1, reductions.compiled.cache_info()
 print(found[2].provenance["reduction"])
 """
 
@@ -118,10 +118,10 @@ def test_without_a_compiler_the_eager_form_stays(tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_cuda(dtype: torch.dtype) -> None:
-    measure = fused.Measure(True)
+    reducer = reductions.Reducer(True)
     for shape in [(16, 64, 28, 28), (1, 6, 5, 10), (4, 1, 6, 5), (16, 512), (3, 7, 1, 1)]:
         activation = torch.randn(shape).to(dtype)
         expected = summarize(activation, 1)
-        np.testing.assert_allclose(summarize(activation.cuda(), 1, measure), expected, rtol=1e-11, atol=1e-12)
+        np.testing.assert_allclose(summarize(activation.cuda(), 1, reducer), expected, rtol=1e-11, atol=1e-12)
         np.testing.assert_allclose(summarize(activation.cuda(), 1), expected, rtol=1e-11, atol=1e-12)
-    assert measure.form == "fused"
+    assert reducer.form == "fused"

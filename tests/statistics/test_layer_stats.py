@@ -9,18 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from prunekit.statistics import reductions
 from prunekit.statistics.layer_stats import ARRAYS, LayerStats, combine
-from prunekit.statistics.reductions import Measure_fused as Measure
-from prunekit.statistics.reductions import eager_sums
-from prunekit.statistics.reductions import summarize as rows_of
+from prunekit.statistics.reductions import Reducer, eager_sums
 
 Summarize = Callable[[torch.Tensor, int], LayerStats]
 
 
 @pytest.fixture(params=[False, True], ids=["eager", "fused"])
 def summarize(request: pytest.FixtureRequest) -> Summarize:
-    measure = Measure(request.param)
-    return lambda activation, axis: LayerStats.from_rows(rows_of(activation, axis, measure))
+    reducer = Reducer(request.param)
+    return lambda activation, axis: LayerStats.from_rows(reductions.summarize(activation, axis, reducer))
 
 
 def reference(values: np.ndarray) -> dict[str, np.ndarray]:
@@ -154,7 +153,7 @@ def test_arrays_are_read_only(summarize: Summarize) -> None:
 )
 def test_merge_equals_one_pass_in_any_grouping(values: np.ndarray, cuts: list[int]) -> None:
     def summarized(part: np.ndarray) -> LayerStats:
-        return LayerStats.from_rows(rows_of(torch.from_numpy(part.copy()), 1))
+        return LayerStats.from_rows(reductions.summarize(torch.from_numpy(part.copy()), 1))
 
     whole, parts = summarized(values), [summarized(part) for part in np.split(values, sorted(cuts))]
     left = parts[0]

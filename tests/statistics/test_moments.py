@@ -14,8 +14,8 @@ from torchvision import models
 
 from prunekit.errors import ModelError, NonFiniteError, UsageError
 from prunekit.hooks.hook import count_hooks
+from prunekit.statistics.calibration import calibrate
 from prunekit.statistics.channel_stats import ChannelStats
-from prunekit.statistics.collection import calibrate
 from prunekit.statistics.forward_passes import find_consumers
 from prunekit.statistics.layers.patch_moments import collect_patches, dead_inputs, too_few_rows, with_raised_ridge
 from prunekit.statistics.moments import InputMoments, MomentsCollector

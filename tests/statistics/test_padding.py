@@ -15,7 +15,7 @@ from prunekit.jobs.stages.evidence import gathered
 from prunekit.settings.calibration import RepairSettings
 from prunekit.statistics.layers.output_error import with_gains
 from prunekit.statistics.layers.patch_moments import collect_patches
-from prunekit.statistics.layers.patches import sampled_rows
+from prunekit.statistics.layers.patches import sample_rows
 from prunekit.utils.inputs import Keywords, counted_positions
 
 LENGTHS = [3, 5, 8, 6, 2, 7, 4, 8, 5, 6, 8, 3, 7, 7, 4, 8]
@@ -193,10 +193,10 @@ def test_what_a_cache_holds_of_padding_judges_nothing() -> None:
 
 def test_rows_are_drawn_among_those_that_count() -> None:
     among = torch.tensor([1, 4, 6, 7, 11])
-    drawn = sampled_rows(12, 3, 0, among)
+    drawn = sample_rows(12, 3, 0, among)
     assert len(drawn) == 3
     assert set(drawn.tolist()) <= set(among.tolist())
-    assert sampled_rows(12, 9, 0, among).tolist() == among.tolist()
+    assert sample_rows(12, 9, 0, among).tolist() == among.tolist()
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from prunekit.statistics.layers.layer_graph import find_layers
-from prunekit.statistics.layers.patches import BLOCK, Reading, gram, gram_bytes, reading, sampled_rows
+from prunekit.statistics.layers.patches import BLOCK, PatchGeometry, geometry_of, gram, gram_bytes, sample_rows
 
 
 @pytest.mark.parametrize(("stride", "padding", "dilation"), [(1, 1, 1), (2, 0, 1), (2, 2, 2)])
 def test_patches_are_those_of_unfold(stride: int, padding: int, dilation: int) -> None:
     x, weight = torch.randn(3, 4, 9, 8, dtype=torch.float64), torch.randn(5, 4, 3, 2, dtype=torch.float64)
-    how = reading("conv2d", (x, weight, None, stride, padding, dilation), {})
+    how = geometry_of("conv2d", (x, weight, None, stride, padding, dilation), {})
     assert how is not None
     out = F.conv2d(x, weight, None, stride, padding, dilation)
     rows = torch.arange(how.rows(out))
@@ -26,13 +26,13 @@ def test_patches_are_those_of_unfold(stride: int, padding: int, dilation: int) -
 
 def test_patches_do_not_depend_on_the_memory_layout() -> None:
     x = torch.randn(2, 4, 6, 6).to(memory_format=torch.channels_last)
-    how, rows = Reading((3, 3), (1, 1), (0, 0), (1, 1)), torch.tensor([0, 5, 17])
+    how, rows = PatchGeometry((3, 3), (1, 1), (0, 0), (1, 1)), torch.tensor([0, 5, 17])
     assert torch.equal(how.patches(x, rows, (4, 4)), how.patches(x.contiguous(), rows, (4, 4)))
     assert torch.equal(how.centers(x, rows, (4, 4)), how.outputs(x[:, :, 1:5, 1:5], rows))
 
 
 def test_linear_rows_are_tokens() -> None:
-    x, how = torch.randn(2, 5, 3), reading("linear", (), {})
+    x, how = torch.randn(2, 5, 3), geometry_of("linear", (), {})
     assert how is not None
     assert torch.equal(how.patches(x, torch.tensor([0, 7]), ()), torch.stack([x[0, 0], x[1, 2]]))
 
@@ -60,10 +60,10 @@ def test_coarse_products_of_float32_are_not_used() -> None:
 
 
 def test_sampled_rows_are_distinct_and_repeatable() -> None:
-    rows = sampled_rows(1000, 100, 3)
+    rows = sample_rows(1000, 100, 3)
     assert len(rows.unique()) == 100
-    assert torch.equal(rows, sampled_rows(1000, 100, 3))
-    assert torch.equal(sampled_rows(5, 100, 3), torch.arange(5))
+    assert torch.equal(rows, sample_rows(1000, 100, 3))
+    assert torch.equal(sample_rows(5, 100, 3), torch.arange(5))
 
 
 class Block(nn.Module):
@@ -107,7 +107,7 @@ def test_what_others_read_too_is_no_part_of_the_chain() -> None:
 @pytest.mark.parametrize(("stride", "padding", "dilation"), [(1, 1, 1), (2, 0, 1), (2, 2, 2)])
 def test_places_are_what_unfolded_positions_say(stride: int, padding: int, dilation: int) -> None:
     x, weight = torch.randn(3, 1, 9, 8, dtype=torch.float64), torch.randn(1, 1, 3, 2, dtype=torch.float64)
-    how = reading("conv2d", (x, weight, None, stride, padding, dilation), {})
+    how = geometry_of("conv2d", (x, weight, None, stride, padding, dilation), {})
     assert how is not None
     number = torch.arange(1.0, x.numel() + 1, dtype=torch.float64).view_as(x)  # 0 is padding
     unfolded = F.unfold(number, (3, 2), dilation, padding, stride).transpose(1, 2).reshape(-1, 6)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from prunekit.statistics.layers.layer_graph import find_layers, pooled
-from prunekit.statistics.layers.output_error import Judge, with_gains
+from prunekit.statistics.layers.layer_graph import calls_by_weight, find_layers
+from prunekit.statistics.layers.output_error import OutputComparison, with_gains
 from prunekit.statistics.layers.patch_moments import PatchStats, collect_patches
 
 
@@ -98,7 +98,7 @@ def test_calls_of_a_weight_keep_what_they_have_in_common() -> None:
             one, other = (F.relu(self.norm(self.normed(each))) for each in (x, x + 1))
             return F.relu(self.mixed(one)) + (self.mixed(other) + one)  # type: ignore[no-any-return]
 
-    found = pooled(find_layers(Tower().eval(), torch.randn(2, 3, 4, 4)))
+    found = calls_by_weight(find_layers(Tower().eval(), torch.randn(2, 3, 4, 4)))
     assert [(each.norm, each.rectified, each.calls) for each in found["normed.weight"]] == [("norm", True, 2)] * 2
     assert [(each.total, each.rectified) for each in found["mixed.weight"]] == [(None, False)] * 2
 
@@ -106,8 +106,8 @@ def test_calls_of_a_weight_keep_what_they_have_in_common() -> None:
 def test_what_selects_by_values_is_judged_by_what_it_selects_from() -> None:
     torch.manual_seed(0)
     model, x = Pyramid().eval(), torch.randn(8, 3, 8, 8)
-    judge = Judge.of(model, (x,))
-    assert judge == Judge((), ("scores.weight", "offsets.weight"))
+    judge = OutputComparison.of(model, (x,))
+    assert judge == OutputComparison((), ("scores.weight", "offsets.weight"))
     values = judge.values(model, (x,))
     assert [(key, tuple(value.shape)) for key, value in values[:2]] == [
         ("scores.weight", (512, 1)),
@@ -142,7 +142,7 @@ def test_what_is_selected_stays_so_where_it_is_written_to_another_tensor() -> No
     torch.manual_seed(0)
     model, x = Cropped().eval(), torch.randn(9, 6)
     assert [layer.selected for layer in find_layers(model, x)] == [False, False, True]
-    assert Judge.of(model, (x,)) == Judge((), ("one.weight", "score.weight"))
+    assert OutputComparison.of(model, (x,)) == OutputComparison((), ("one.weight", "score.weight"))
 
 
 class Routed(nn.Module):
@@ -159,8 +159,8 @@ class Routed(nn.Module):
 
 
 def test_what_lies_as_the_samples_do_is_judged_behind_a_selection_too() -> None:
-    judge = Judge.of(Routed().eval(), (torch.randn(8, 6),))
-    assert judge == Judge((0,), ("one.weight", "score.weight"))
+    judge = OutputComparison.of(Routed().eval(), (torch.randn(8, 6),))
+    assert judge == OutputComparison((0,), ("one.weight", "score.weight"))
 
 
 class Several(nn.Module):
@@ -177,5 +177,5 @@ class Several(nn.Module):
 
 
 def test_all_outputs_are_judged_and_others_by_the_layers_that_make_them() -> None:
-    judge = Judge.of(Several().eval(), (torch.randn(8, 6),))
-    assert judge == Judge((0, 1), ("two.weight",))
+    judge = OutputComparison.of(Several().eval(), (torch.randn(8, 6),))
+    assert judge == OutputComparison((0, 1), ("two.weight",))

@@ -18,7 +18,7 @@ from prunekit.errors import DataError, UsageError
 from prunekit.measure.accuracy import evaluate
 from prunekit.measure.group_sensitivity import measure_sensitivity
 from prunekit.settings.calibration import RepairSettings
-from prunekit.tasks.batches import Pairs, joined_inputs
+from prunekit.tasks.batches import ModelBatches, joined_inputs
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import TASKS, get_task
 
@@ -185,7 +185,7 @@ def _labeled(data: Any) -> Any:
 
 
 def test_a_data_set_is_sampled_from_its_first_to_its_last_entry() -> None:
-    (inputs, targets), *rest = Pairs(net(), TensorDataset(LEFT, LABELS), count=4)
+    (inputs, targets), *rest = ModelBatches(net(), TensorDataset(LEFT, LABELS), count=4)
     assert torch.equal(inputs[0], LEFT[[0, 8, 15, 23]])
     assert torch.equal(targets, LABELS[[0, 8, 15, 23]])
     assert not rest
@@ -196,7 +196,7 @@ def test_a_required_argument_called_labels_is_an_input() -> None:
         def forward(self, x: Tensor, labels: Tensor) -> Tensor:
             return x + labels[:, None, None]
 
-    (((inputs,), targets),) = Pairs(Guided(), [{"labels": LABELS, "x": LEFT}])
+    (((inputs,), targets),) = ModelBatches(Guided(), [{"labels": LABELS, "x": LEFT}])
     assert [list(inputs), inputs["labels"] is LABELS, targets is LABELS] == [["x", "labels"], True, True]
 
 

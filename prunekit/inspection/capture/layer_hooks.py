@@ -19,21 +19,21 @@ from prunekit.hooks.gradient_hooks import GradientChange, InputGradients, Output
 from prunekit.hooks.hook import HookWarning, recomputing, refuse_compiled
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.inspection.capture.layer_selection import Layers, choose
-from prunekit.statistics.consumers import Consumer, ReadWatch, See
+from prunekit.statistics.consumers import Consumer, ConsumerCallback, ConsumerInterceptor
 from prunekit.statistics.forward_passes import PassHooks
-from prunekit.statistics.layers.linear_layers import Call
+from prunekit.statistics.layers.linear_layers import FunctionCall
 from prunekit.utils.tensors import gather, map_tensors
 
 _PARTS = frozenset({"split", "split_with_sizes", "chunk", "narrow", "__getitem__", "unbind"})
 
 
-class WeightUses(ReadWatch):
-    """As `ReadWatch`, and also where parts of a weight are used, in several calls.
+class WeightUses(ConsumerInterceptor):
+    """As `ConsumerInterceptor`, and also where parts of a weight are used, in several calls.
 
     So are the three projections of cross-attention, which are packed into one weight.
     """
 
-    def __init__(self, model: nn.Module, before: See, after: See) -> None:
+    def __init__(self, model: nn.Module, before: ConsumerCallback, after: ConsumerCallback) -> None:
         super().__init__(model, before, after)
         self._parts: dict[int, tuple[Tensor, str]] = {}
 
@@ -45,7 +45,7 @@ class WeightUses(ReadWatch):
     def _name_of(self, weight: Tensor) -> str | None:
         return super()._name_of(weight) or self._parts.get(id(weight), (weight, None))[1]
 
-    def _follow(self, call: Call, result: Any) -> None:
+    def _follow(self, call: FunctionCall, result: Any) -> None:
         super()._follow(call, result)
         name = self.names.get(id(call.args[0])) if call.name in _PARTS and call.args else None
         if name is not None:
@@ -132,17 +132,17 @@ class LayerHooks(PassHooks):
                 )
             warnings.warn(f"{self.purpose}: {why}", HookWarning, stacklevel=2)
 
-    def begin(self) -> None:
+    def start_pass(self) -> None:
         """A forward pass of the model begins."""
         self._begun += 1
         self._called.clear()
 
-    def watch(self) -> None:
+    def register_hooks(self) -> None:
         """Hooks the layers."""
         for path, module in self._chosen.modules.items():
             self._hook(path, module)
         if self._chosen.functional:
-            self.watch_reads(self._read, self._made, WeightUses)
+            self.intercept_consumers(self._read, self._made, WeightUses)
 
     def _hook(self, path: str, module: nn.Module) -> None:
         if path in self._chosen.functional:

@@ -100,13 +100,13 @@ class CorrelationCollector(LayerHooks):
         self._pass: dict[tuple[str, int], Products] = {}
         self._used: Counter[str] = Counter()
 
-    def begin(self) -> None:
+    def start_pass(self) -> None:
         """Forget what a pass that raised has left."""
-        super().begin()
+        super().start_pass()
         self._pass.clear()
         self._used.clear()
 
-    def keep(self) -> None:
+    def finish_pass(self) -> None:
         """Add what the finished pass showed."""
         self._found |= self._pass
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from prunekit.errors import DataError
 from prunekit.inspection.diagnosis.findings import BEFORE, Finding, check
 from prunekit.inspection.diagnosis.observation import DataSeen, Observation
-from prunekit.tasks.batches import Batch, Pair
+from prunekit.tasks.batches import InputsAndTargets, LabeledBatch
 from prunekit.utils.inputs import described
 from prunekit.utils.tensors import map_tensors
 
@@ -40,17 +40,17 @@ class Pool:
     total: int | None = None
 
 
-def batches_of(pairs: Iterable[Pair], where: str) -> list[Batch]:
+def batches_of(pairs: Iterable[InputsAndTargets], where: str) -> list[LabeledBatch]:
     """Return batches as `diagnose` takes them.
 
     Raises:
         DataError: labels are no tensor of as many, or some batches have them and others have none.
     """
-    found: list[Batch] = []
+    found: list[LabeledBatch] = []
     for number, (inputs, labels) in enumerate(pairs, 1):
         if labels is not None and not isinstance(labels, Tensor):
             raise DataError(f"{where}, batch {number}: expected labels in one tensor, got {described(labels)}")
-        batch = Batch(map_tensors(inputs, torch.Tensor.detach), labels)
+        batch = LabeledBatch(map_tensors(inputs, torch.Tensor.detach), labels)
         if labels is not None and (not labels.ndim or len(batch.images) != len(labels)):
             raise DataError(
                 f"{where}, batch {number}: expected as many labels as inputs, got {tuple(labels.shape)} for "
@@ -87,7 +87,7 @@ class DataWatch:
     _not_finite: int = 0
     _sums: list[np.ndarray[Any, Any]] = field(default_factory=list)
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: LabeledBatch) -> None:
         """Images and labels of one batch."""
         if batch.images.is_floating_point():
             self._measure(batch.images)

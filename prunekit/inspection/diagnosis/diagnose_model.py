@@ -26,7 +26,7 @@ from prunekit.inspection.diagnosis.data_checks import Pool, batches_of
 from prunekit.inspection.diagnosis.findings import CHECKS, Diagnosis, Finding
 from prunekit.inspection.diagnosis.observation import Observation, StepSize
 from prunekit.inspection.diagnosis.observer import Loss, observe
-from prunekit.tasks.batches import Pairs
+from prunekit.tasks.batches import ModelBatches
 from prunekit.tasks.task import Task, get_task
 
 _UNITS = frozenset({"dead_relu", "saturated_sigmoid", "constant_channels", "batchnorm_variance"})
@@ -122,12 +122,12 @@ def diagnose(
     model = unwrapped(model)
     require_kinds(ignore)
     task = None if task is None else get_task(task)
-    given = batches_of(Pairs(model, batches, task, "batches"), "batches")
+    given = batches_of(ModelBatches(model, batches, task, "batches"), "batches")
     if not given or not any(len(batch.images) for batch in given):
         raise DataError("batches: expected at least one batch with an input in it, got none")
     step = None if optimizer is None else step_size(optimizer)
     pool = pool or Pool()
-    more, held_out = Pairs(model, pool.more, task, "more"), Pairs(model, pool.held_out, task, "held_out")
+    more, held_out = ModelBatches(model, pool.more, task, "more"), ModelBatches(model, pool.held_out, task, "held_out")
     pool = replace(pool, more=more, held_out=held_out)
     seen = observe(model, given, loss or (None if task is None else task.loss), step, pool, seed)
     wanted = [each for kind, each in CHECKS.items() if kind not in ignore]

@@ -23,9 +23,9 @@ from prunekit.inspection.diagnosis.observation import (
     unchanged,
 )
 from prunekit.models.outputs import auxiliary, logits
+from prunekit.statistics.calibration import StatsCollector
 from prunekit.statistics.channel_stats import ChannelStats
-from prunekit.statistics.collection import StatsCollector
-from prunekit.tasks.batches import Batch
+from prunekit.tasks.batches import LabeledBatch
 from prunekit.utils.context import device_of, gradients_of, seeded, training_mode
 from prunekit.utils.inputs import call, select_samples, to_device
 
@@ -72,7 +72,7 @@ class Observer:
         self.missing: dict[str, str] = {}
         self.images = 0
 
-    def train(self, batches: Sequence[Batch], seen: DataWatch) -> ChannelStats:
+    def train(self, batches: Sequence[LabeledBatch], seen: DataWatch) -> ChannelStats:
         """Forward and backward, in train mode."""
         collector = StatsCollector(self.model, fused=False)
         with training_mode(self.model, True), collector, self.running, self.watched:
@@ -80,7 +80,7 @@ class Observer:
                 self._pass(batch, seen)
             return collector.stats()
 
-    def _pass(self, batch: Batch, seen: DataWatch) -> None:
+    def _pass(self, batch: LabeledBatch, seen: DataWatch) -> None:
         for watch in (self.running, self.units, self.watched):
             watch.begin()
         inputs = to_device(batch.inputs, self.device)
@@ -130,7 +130,7 @@ class Observer:
             return output, labels
         return output, in_range(labels, classes)
 
-    def evaluate(self, batches: Sequence[Batch]) -> ChannelStats:
+    def evaluate(self, batches: Sequence[LabeledBatch]) -> ChannelStats:
         """Forward in eval mode, on the first batch."""
         collector = StatsCollector(self.model, fused=False)
         with training_mode(self.model, False), torch.no_grad(), collector, self.running:
@@ -151,7 +151,9 @@ class Observer:
         inside = {path: norm for path, norm in self.outputs.items() if path}
         return Gradients(inside, self.outputs.get("", 0.0), self.parameters, self.watched.not_finite)
 
-    def curvature(self, batch: Batch, step: StepSize, classes: int | None) -> tuple[float | None, tuple[float, ...]]:
+    def curvature(
+        self, batch: LabeledBatch, step: StepSize, classes: int | None
+    ) -> tuple[float | None, tuple[float, ...]]:
         """Return the sharpness of the loss on the first batch, in train mode, and where it is too sharp for the step a
         trial.
 
@@ -189,7 +191,7 @@ def _classes(output: Any) -> int | None:
 
 
 def observe(
-    model: nn.Module, batches: Sequence[Batch], loss: Loss | None, step: StepSize | None, pool: Pool, seed: int
+    model: nn.Module, batches: Sequence[LabeledBatch], loss: Loss | None, step: StepSize | None, pool: Pool, seed: int
 ) -> Observation:
     """Run the model forward and backward in train mode, once in eval mode, and look at its curvature.
 

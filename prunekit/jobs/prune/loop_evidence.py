@@ -20,7 +20,7 @@ from prunekit.jobs.stages.schedule_stages import Evidence, Seen
 from prunekit.planning.schedules import Stage
 from prunekit.settings.prune import PruneSettings, prune_contradictions
 from prunekit.statistics.taylor_terms import Loss, StepGradients, collect_gradients
-from prunekit.tasks.batches import Pair, Pairs
+from prunekit.tasks.batches import InputsAndTargets, ModelBatches
 from prunekit.tasks.task import Task
 from prunekit.utils.context import seeded
 from prunekit.utils.inputs import to_device
@@ -42,7 +42,7 @@ class LoopEvidence(Evidence):
         settings: PruneSettings,
         channel_map: ChannelMap,
         samples: Any,
-        pairs: Sequence[Pair],
+        pairs: Sequence[InputsAndTargets],
         loss: Loss | None,
         *,
         seed: int,
@@ -140,10 +140,10 @@ def require_evidence(
     return second
 
 
-def labeled_batches(model: nn.Module, data: Any, task: Task | str | None, count: int) -> list[Pair]:
+def labeled_batches(model: nn.Module, data: Any, task: Task | str | None, count: int) -> list[InputsAndTargets]:
     """Return batches with targets, as many as have so many samples."""
-    device, found, seen = next(model.parameters()).device, list[Pair](), 0
-    for pair in Pairs(model, data, task, count=count):
+    device, found, seen = next(model.parameters()).device, list[InputsAndTargets](), 0
+    for pair in ModelBatches(model, data, task, count=count):
         found.append(to_device(pair, device))
         seen += next((len(tensor) for tensor in pair[0] if isinstance(tensor, Tensor)), 1)
         if seen >= count:

@@ -29,7 +29,7 @@ from prunekit.settings.calibration import RepairSettings
 from prunekit.settings.prune import PruneSettings, Scope, Target
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.layers.patch_moments import dead_inputs, too_few_rows
-from prunekit.statistics.layers.patches import pixel_by_pixel
+from prunekit.statistics.layers.patches import to_channels_last
 from prunekit.statistics.taylor_terms import TaylorTerms
 from prunekit.tasks.task import Task
 from prunekit.utils.context import device_of, training_mode
@@ -403,7 +403,7 @@ class Request:
         if self.calibration is not None:
             stage("read the samples")
             given = gathered(self.model, self.calibration, self.images, self.task)
-            self.samples = map_tensors(to_device(given, device_of(self.model)), pixel_by_pixel)
+            self.samples = map_tensors(to_device(given, device_of(self.model)), to_channels_last)
         example = self._example()
         more = tuple(as_example(self.model, one) for one in self.more_examples)
         if self.samples is not None:

@@ -15,7 +15,7 @@ from prunekit.channels.cut.model_match import require_model
 from prunekit.channels.trace import trace
 from prunekit.channels.trial.trial import settle, with_unseen_sizes
 from prunekit.criteria.criterion import get_criterion
-from prunekit.criteria.elimination import outputs_reading
+from prunekit.criteria.elimination import weighted_output_count
 from prunekit.criteria.scoring import normalize, score
 from prunekit.deploy.transform import AS_IT_IS, Transform
 from prunekit.errors import PlanError, UsageError
@@ -127,7 +127,7 @@ class Planned:
         chart = self.plan.channel_map
         groups = {group.name: group for group in chart.groups}
         return {
-            name: replace(curve, outputs=outputs_reading(groups[name], chart, patches))
+            name: replace(curve, outputs=weighted_output_count(groups[name], chart, patches))
             for name, curve in cumulative_curves(chart, self.scores).items()
         }
 

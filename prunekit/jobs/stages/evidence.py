@@ -16,12 +16,12 @@ from prunekit.criteria.criterion import get_criterion
 from prunekit.planning.candidates import labels_matching
 from prunekit.repair.repair_model import require_images
 from prunekit.settings.calibration import Moments, RepairSettings
+from prunekit.statistics.calibration import calibrate
 from prunekit.statistics.channel_stats import ChannelStats
-from prunekit.statistics.collection import calibrate
 from prunekit.statistics.layers.output_error import RIDGE, with_gains
 from prunekit.statistics.layers.patch_moments import ROWS, PatchStats, collect_patches, with_raised_ridge
-from prunekit.statistics.layers.patches import pixel_by_pixel
-from prunekit.tasks.batches import BATCH, Pairs, joined_inputs
+from prunekit.statistics.layers.patches import to_channels_last
+from prunekit.tasks.batches import BATCH, ModelBatches, joined_inputs
 from prunekit.tasks.task import Task
 from prunekit.utils.inputs import counted_positions, sample_count, select_samples
 from prunekit.utils.tensors import gather, map_tensors
@@ -46,7 +46,7 @@ def gathered(model: nn.Module, data: Any, count: int, task: Task | str | None = 
     """
     found: list[tuple[Any, ...]] = []
     whole = isinstance(data, (Tensor, Mapping))
-    for inputs, _ in Pairs(model, data, task, count=count):
+    for inputs, _ in ModelBatches(model, data, task, count=count):
         found.append(inputs)
         if not whole and sum(map(sample_count, found)) >= count:
             break
@@ -114,7 +114,7 @@ def patch_statistics(
         groups: those of the map whose readers are looked at; None: all.
         log: gets a line on the memory that the statistics take before they are collected.
     """
-    settings, images = settings or RepairSettings(), map_tensors(images, pixel_by_pixel)
+    settings, images = settings or RepairSettings(), map_tensors(images, to_channels_last)
     channel_map.require_plain_forward("the criterion 'elimination'")
     samples = sample_count(images)
     may_go = ~labels_matching(channel_map, ignore, "ignore")

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from prunekit.statistics.layers.linear_layers import Call, CallWatch, Layer, Operands
-from prunekit.statistics.layers.patches import laid_like, reading
+from prunekit.statistics.layers.linear_layers import CallInterceptor, FunctionCall, LayerCall, Operands
+from prunekit.statistics.layers.patches import geometry_of, with_strides_of
 from prunekit.utils.inputs import call
 from prunekit.utils.tensors import gather
 
@@ -46,7 +46,7 @@ RECTIFIED = "rectified"
 """Stage of what a ReLU makes of the end of a layer's chain."""
 
 
-class Mark(NamedTuple):
+class ChainMark(NamedTuple):
     """On a tensor: which call made its values, and the end of which layer's chain they are."""
 
     owner: object
@@ -56,7 +56,7 @@ class Mark(NamedTuple):
     stage: str
 
 
-class Flow(NamedTuple):
+class TensorOrigin(NamedTuple):
     """On a tensor: where what it is made of came from.
 
     Attributes:
@@ -73,7 +73,7 @@ class Flow(NamedTuple):
 
 
 @dataclass
-class Draft:
+class LayerChain:
     """A layer and the chain behind it, as far as it has been followed.
 
     Attributes:
@@ -85,7 +85,7 @@ class Draft:
         index: where each value of the output lies at the last stage, once it was moved.
     """
 
-    layer: Layer
+    layer: LayerCall
     shape: torch.Size
     stages: list[str] = field(default_factory=lambda: ["layer"])
     reads: Counter[str] = field(default_factory=Counter)
@@ -97,7 +97,7 @@ class Draft:
         """Return the same, before any move too."""
         return torch.arange(self.shape.numel()).view(self.shape) if self.index is None else self.index
 
-    def finished(self, calls: int) -> Layer:
+    def finished(self, calls: int) -> LayerCall:
         """Return the layer, with as much of the chain behind it as nothing else reads from."""
         alone = next((i for i, stage in enumerate(self.stages) if self.reads[stage] != 1), len(self.stages))
         stages = self.stages[: alone + 1]
@@ -117,13 +117,13 @@ class Draft:
         """(outputs,) what a tensor that broadcasts to the last stage multiplies each output by; None if it varies."""
         values = torch.full((self.shape.numel(),), torch.nan, dtype=torch.float64)
         values[self.places().flatten()] = factor.detach().double().cpu().expand(shape).flatten()
-        reading = self.layer.reading
-        by_row = reading.outputs(values.view(self.shape), torch.arange(reading.rows(values.view(self.shape))))
+        geometry = self.layer.geometry
+        by_row = geometry.outputs(values.view(self.shape), torch.arange(geometry.rows(values.view(self.shape))))
         least, most = by_row.nan_to_num(torch.inf).amin(0), by_row.nan_to_num(-torch.inf).amax(0)
         return least.to(factor.device) if torch.equal(least, most) else None
 
 
-class Finder(CallWatch):
+class LayerFinder(CallInterceptor):
     """Finds the layers of one forward pass after another, and who reads each parameter.
 
     Attributes:
@@ -138,7 +138,7 @@ class Finder(CallWatch):
         self._clear()
 
     def _clear(self) -> None:
-        self.drafts: list[Draft] = []
+        self.drafts: list[LayerChain] = []
         self.readers: dict[str, list[str]] = {}
         self.calls: list[str] = []
         self.boundary: set[int] = set()
@@ -151,7 +151,7 @@ class Finder(CallWatch):
         with super().watching():
             yield
 
-    def call(self, call: Call) -> Any:
+    def call(self, call: FunctionCall) -> Any:
         """Mark what a call gives."""
         inputs = gather((call.args, dict(call.named)))
         marks = [self.mark(tensor) for tensor in inputs]
@@ -168,7 +168,7 @@ class Finder(CallWatch):
         flow = self._flows(call, inputs)
         if isinstance(result, Tensor):
             layer, stage = self._role(call, inputs, marks, result)
-            found = Mark(self._owner, call.number, result._version, layer, stage)
+            found = ChainMark(self._owner, call.number, result._version, layer, stage)
             result._prunekit_mark = found  # type: ignore[attr-defined]
             if stage == "layer" and layer is not None:
                 flow = self._through(self.drafts[layer], flow)._replace(origins=frozenset({layer}))
@@ -177,17 +177,17 @@ class Finder(CallWatch):
             tensor._prunekit_flow = flow  # type: ignore[attr-defined]
         return iter(result) if call.name == "__iter__" else result
 
-    def mark(self, tensor: Tensor) -> Mark | None:
+    def mark(self, tensor: Tensor) -> ChainMark | None:
         """Return what this pass knows of a tensor that was not written to since."""
-        mark: Mark | None = getattr(tensor, "_prunekit_mark", None)
+        mark: ChainMark | None = getattr(tensor, "_prunekit_mark", None)
         return mark if mark is not None and (mark.owner, mark.version) == (self._owner, tensor._version) else None
 
-    def flow(self, tensor: Tensor) -> Flow:
+    def flow(self, tensor: Tensor) -> TensorOrigin:
         """Return where this pass has a tensor from."""
-        flow: Flow | None = getattr(tensor, "_prunekit_flow", None)
-        return flow if flow is not None and flow.owner is self._owner else Flow(self._owner)
+        flow: TensorOrigin | None = getattr(tensor, "_prunekit_flow", None)
+        return flow if flow is not None and flow.owner is self._owner else TensorOrigin(self._owner)
 
-    def _flows(self, call: Call, inputs: list[Tensor]) -> Flow:
+    def _flows(self, call: FunctionCall, inputs: list[Tensor]) -> TensorOrigin:
         """Return where a call's results come from."""
         flows = [self.flow(tensor) for tensor in inputs]
         origins = frozenset().union(*(flow.origins for flow in flows))
@@ -199,16 +199,16 @@ class Finder(CallWatch):
             selected = selected or any(flow.origins for flow in first)
         if selected:
             self.boundary.update(i for flow in flows if not flow.selected for i in flow.origins)
-        return Flow(self._owner, origins, selected, reduce(or_, (flow.behind for flow in flows), 0))
+        return TensorOrigin(self._owner, origins, selected, reduce(or_, (flow.behind for flow in flows), 0))
 
-    def _through(self, draft: Draft, flow: Flow) -> Flow:
+    def _through(self, draft: LayerChain, flow: TensorOrigin) -> TensorOrigin:
         """Return what a layer makes of what it reads."""
         own = 1 << self._bits.setdefault(draft.layer.weight, len(self._bits))
         draft.layer = replace(draft.layer, selected=flow.selected, recurrent=bool(flow.behind & own))
         return flow._replace(behind=flow.behind | own)
 
     def _role(
-        self, call: Call, inputs: list[Tensor], marks: list[Mark | None], result: Tensor
+        self, call: FunctionCall, inputs: list[Tensor], marks: list[ChainMark | None], result: Tensor
     ) -> tuple[int | None, str]:
         operands = self.operands(call)
         if operands is not None:
@@ -230,17 +230,17 @@ class Finder(CallWatch):
             return mark.layer, RECTIFIED
         return None, ""
 
-    def _layer(self, call: Call, operands: Operands, result: Tensor) -> tuple[int | None, str]:
-        how = reading(call.name, call.args, call.named)
+    def _layer(self, call: FunctionCall, operands: Operands, result: Tensor) -> tuple[int | None, str]:
+        how = geometry_of(call.name, call.args, call.named)
         if how is None:
             return None, ""
-        layer = Layer(operands.weight, operands.bias, call.number, how, transposed=operands.transposed)
+        layer = LayerCall(operands.weight, operands.bias, call.number, how, transposed=operands.transposed)
         read = self.mark(operands.inputs)
         source = read.layer if read is not None and read.stage == RECTIFIED else None
-        self.drafts.append(Draft(replace(layer, rows=how.rows(result)), result.shape, source=source))
+        self.drafts.append(LayerChain(replace(layer, rows=how.rows(result)), result.shape, source=source))
         return len(self.drafts) - 1, "layer"
 
-    def _norm(self, call: Call, mark: Mark, draft: Draft) -> tuple[int | None, str]:
+    def _norm(self, call: FunctionCall, mark: ChainMark, draft: LayerChain) -> tuple[int | None, str]:
         running = self.names.get(id(call.args[1]))
         training = call.argument(5, "training", False)
         if running is None or training:
@@ -249,16 +249,16 @@ class Finder(CallWatch):
         draft.stages.append("norm")
         return mark.layer, "norm"
 
-    def _move(self, call: Call, mark: Mark, draft: Draft) -> tuple[int | None, str]:
+    def _move(self, call: FunctionCall, mark: ChainMark, draft: LayerChain) -> tuple[int | None, str]:
         if mark.stage != draft.stages[-1] or mark.stage == "sum":
             return None, ""
-        draft.index = call.function(laid_like(draft.places(), call.args[0]), *call.args[1:], **call.named)
+        draft.index = call.function(with_strides_of(draft.places(), call.args[0]), *call.args[1:], **call.named)
         draft.layer = replace(draft.layer, moves=(*draft.layer.moves, call.number))
         draft.stages.append(f"move {call.number}")
         return mark.layer, draft.stages[-1]
 
     def _gain(
-        self, call: Call, inputs: list[Tensor], marks: list[Mark | None], result: Tensor
+        self, call: FunctionCall, inputs: list[Tensor], marks: list[ChainMark | None], result: Tensor
     ) -> tuple[int | None, str]:
         """Return a parameter multiplies a layer's outputs, each by one number."""
         ends = [i for i, mark in enumerate(marks) if mark is not None and mark.layer is not None]
@@ -276,10 +276,10 @@ class Finder(CallWatch):
         draft.stages.append(f"gain {call.number}")
         return mark.layer, draft.stages[-1]
 
-    def _factor(self, draft: Draft, factor: Tensor, shape: torch.Size) -> Tensor | None:
+    def _factor(self, draft: LayerChain, factor: Tensor, shape: torch.Size) -> Tensor | None:
         return draft.gain(factor, shape)
 
-    def _sum(self, call: Call, marks: list[Mark | None]) -> tuple[int | None, str]:
+    def _sum(self, call: FunctionCall, marks: list[ChainMark | None]) -> tuple[int | None, str]:
         summands = [argument for argument in call.args if isinstance(argument, Tensor)]
         if len(summands) != 2 or summands[0].shape != summands[1].shape or len(marks) != 2 or call.named:
             return None, ""
@@ -300,7 +300,7 @@ class Finder(CallWatch):
         return layer, "sum"
 
 
-class Survey(NamedTuple):
+class LayerGraph(NamedTuple):
     """What a forward pass of a model reads.
 
     Attributes:
@@ -309,12 +309,12 @@ class Survey(NamedTuple):
         calls: the names of all functions that were called.
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerCall, ...]
     readers: dict[str, list[str]]
     calls: tuple[str, ...]
 
 
-def survey(model: nn.Module, inputs: Tensor | tuple[Any, ...], norms: Iterable[str] = ()) -> Survey:
+def find_layer_graph(model: nn.Module, inputs: Tensor | tuple[Any, ...], norms: Iterable[str] = ()) -> LayerGraph:
     """Run a model in eval mode and find its layers, and who reads its parameters.
 
     Args:
@@ -322,7 +322,7 @@ def survey(model: nn.Module, inputs: Tensor | tuple[Any, ...], norms: Iterable[s
         inputs: a few samples: the first argument, or all positional ones.
         norms: paths of modules whose insides are not looked at: those of a channel map.
     """
-    finder = Finder(model, norms)
+    finder = LayerFinder(model, norms)
     with finder.watching():
         call(model, inputs if isinstance(inputs, tuple) else (inputs,))
     calls = {name: len(readers) for name, readers in finder.readers.items()}
@@ -331,29 +331,29 @@ def survey(model: nn.Module, inputs: Tensor | tuple[Any, ...], norms: Iterable[s
     alone = [of if plain[i] and draft.reads[RECTIFIED] == 1 else None for i, (draft, of) in enumerate(pairs)]
     sources = [None if draft.source is None or of.calls > 1 else alone[draft.source] for draft, of in pairs]
     layers = tuple(replace(layer, source=of) for (_, layer), of in zip(pairs, sources, strict=True))
-    return Survey(layers, finder.readers, tuple(finder.calls))
+    return LayerGraph(layers, finder.readers, tuple(finder.calls))
 
 
-def find_layers(model: nn.Module, inputs: Tensor | tuple[Any, ...], norms: Iterable[str] = ()) -> tuple[Layer, ...]:
-    """Return the convolutions and linear layers that a model calls, see `survey`."""
-    return survey(model, inputs, norms).layers
+def find_layers(model: nn.Module, inputs: Tensor | tuple[Any, ...], norms: Iterable[str] = ()) -> tuple[LayerCall, ...]:
+    """Return the convolutions and linear layers that a model calls, see `find_layer_graph`."""
+    return find_layer_graph(model, inputs, norms).layers
 
 
-def pooled(layers: Iterable[Layer]) -> dict[str, tuple[Layer, ...]]:
+def calls_by_weight(layers: Iterable[LayerCall]) -> dict[str, tuple[LayerCall, ...]]:
     """Return the calls of each weight, in order, each with as much of the chain behind it as all of them have."""
-    found: dict[str, list[Layer]] = {}
+    found: dict[str, list[LayerCall]] = {}
     for layer in layers:
         found.setdefault(layer.weight, []).append(layer)
     return {weight: _alike(calls) for weight, calls in found.items()}
 
 
-def merged(calls: Sequence[Layer]) -> Layer:
+def merge_calls(calls: Sequence[LayerCall]) -> LayerCall:
     """Return all calls of a weight as one layer: the first of them, with the rows of all."""
     selected, recurrent = any(call.selected for call in calls), any(call.recurrent for call in calls)
     return replace(calls[0], rows=sum(call.rows for call in calls), selected=selected, recurrent=recurrent)
 
 
-def _alike(calls: list[Layer]) -> tuple[Layer, ...]:
+def _alike(calls: list[LayerCall]) -> tuple[LayerCall, ...]:
     if len(calls) > 1 and (len({call.total is None for call in calls}) > 1 or not _same_gain(calls)):
         calls = [call if call.total is None else _unsummed(call) for call in calls]
     if len({call.norm for call in calls}) > 1:
@@ -362,7 +362,7 @@ def _alike(calls: list[Layer]) -> tuple[Layer, ...]:
     return tuple(replace(call, rectified=rectified) for call in calls)
 
 
-def _same_gain(calls: list[Layer]) -> bool:
+def _same_gain(calls: list[LayerCall]) -> bool:
     gains = [call.gain for call in calls]
     return all(
         (one is None and other is None) or (one is not None and other is not None and torch.equal(one, other))
@@ -370,10 +370,10 @@ def _same_gain(calls: list[Layer]) -> bool:
     )
 
 
-def _unsummed(layer: Layer, *, rectified: bool = False) -> Layer:
+def _unsummed(layer: LayerCall, *, rectified: bool = False) -> LayerCall:
     """Without the sum behind it."""
     return replace(layer, end=_plain_end(layer), total=None, other=None, moves=(), gain=None, rectified=rectified)
 
 
-def _plain_end(layer: Layer) -> str:
+def _plain_end(layer: LayerCall) -> str:
     return "layer" if layer.norm is None else "norm"

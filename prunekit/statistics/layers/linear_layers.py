@@ -18,20 +18,20 @@ from torch.overrides import TorchFunctionMode
 from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.tracing.storages import is_plain
 from prunekit.hooks.owner import HookOwner, after_forward, before_forward
-from prunekit.statistics.layers.patches import CONVOLUTIONS, Reading
+from prunekit.statistics.layers.patches import CONVOLUTIONS, PatchGeometry
 
 _LOOKS = frozenset({"__get__", "dim", "size", "stride", "is_contiguous", "is_floating_point", "_set_grad_enabled"})
 """Functions that compute nothing: asking for a shape is no reading of a value."""
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerCall:
     """One call of a convolution or a linear layer with parameters of the model.
 
     Attributes:
         weight, bias: names of its parameters.
         call: its number among all calls of torch's functions in one forward pass.
-        reading: how it reads its input.
+        geometry: of the patches of its input that it reads.
         norm: path of the BatchNorm in eval mode that alone reads its output.
         end: which call makes the end of the chain whose values are compared, before a ReLU: "layer", "norm" or "sum".
         total: number of the call that adds `other` to its output, or to the norm's.
@@ -45,14 +45,14 @@ class Layer:
         moves: numbers of the calls between the output, or the norm, and `total` that only move its values: views,
             permutations, slices.
         gain: (outputs,) what a parameter multiplies it by before `total`.
-        rows: of its output, see `Reading`, in the forward pass that found it.
+        rows: of its output, see `PatchGeometry`, in the forward pass that found it.
         source: the layer whose rectified end is all that this one reads, and which nothing else reads.
     """
 
     weight: str
     bias: str | None
     call: int
-    reading: Reading
+    geometry: PatchGeometry
     end: str = "layer"
     norm: str | None = None
     total: int | None = None
@@ -65,7 +65,7 @@ class Layer:
     moves: tuple[int, ...] = ()
     gain: Tensor | None = field(default=None, compare=False)
     rows: int = 0
-    source: Layer | None = None
+    source: LayerCall | None = None
 
     @property
     def axes(self) -> tuple[int, int]:
@@ -87,7 +87,7 @@ class Layer:
         return self.total if self.deferred and self.total is not None else self.call
 
 
-class Call(NamedTuple):
+class FunctionCall(NamedTuple):
     """A call of one of torch's functions; `compute` makes it."""
 
     number: int
@@ -105,7 +105,7 @@ class Call(NamedTuple):
         """Return an argument that may be given by its place or by its name."""
         return self.args[place] if len(self.args) > place else self.named.get(name, default)
 
-    def reading(self, place: int, name: str, value: Any) -> Call:
+    def with_argument(self, place: int, name: str, value: Any) -> FunctionCall:
         """Return the same call with another argument."""
         if len(self.args) > place:
             return self._replace(args=(*self.args[:place], value, *self.args[place + 1 :]))
@@ -134,7 +134,7 @@ _PLACES = dict.fromkeys(("linear", *CONVOLUTIONS), (0, 1, 2, False)) | {
 """Among a function's arguments: its input, its weight, its bias; and whether the weight lies as (inputs, outputs)."""
 
 
-class CallWatch(TorchFunctionMode):
+class CallInterceptor(TorchFunctionMode):
     """Numbers the calls of torch's functions in forward passes; those inside `norms` count as one each.
 
     Masked runs compute norms over several channels twice, so calls inside of these say nothing.
@@ -157,7 +157,7 @@ class CallWatch(TorchFunctionMode):
         with torch.no_grad(), self._norms, torch.compiler.set_stance("force_eager"), self:
             yield
 
-    def call(self, call: Call) -> Any:
+    def call(self, call: FunctionCall) -> Any:
         """Return what happens at a call; returns its result."""
         return call.run()
 
@@ -175,7 +175,7 @@ class CallWatch(TorchFunctionMode):
         if self._inside:
             return self.compute(name, function, *args, **named)
         self.number += 1
-        return self.call(Call(self.number, name, function, args, named, self.compute))
+        return self.call(FunctionCall(self.number, name, function, args, named, self.compute))
 
     def transformed(self) -> None:
         """What happens at a call within a transform of functions, such as vmap, where tensors aren't what they seem."""
@@ -198,9 +198,9 @@ class CallWatch(TorchFunctionMode):
         if not self._inside:
             self.number += 1
             with torch._C.DisableTorchFunction():  # as within any other call
-                self.call(Call(self.number, "", None, given, {}, lambda *_: result))
+                self.call(FunctionCall(self.number, "", None, given, {}, lambda *_: result))
 
-    def operands(self, call: Call) -> Operands | None:
+    def operands(self, call: FunctionCall) -> Operands | None:
         """Return what a linear layer is called with; None if it is none, or one whose weight or bias is no
         parameter.
         """
@@ -232,7 +232,7 @@ def _given(result: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 class _Insides(HookOwner):
-    def __init__(self, watch: CallWatch, modules: list[nn.Module]) -> None:
+    def __init__(self, watch: CallInterceptor, modules: list[nn.Module]) -> None:
         super().__init__()
         self._watch, self._modules = watch, modules
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from prunekit.channels.cut.model_copy import named_tensors, with_tensors
 from prunekit.channels.tracing.storages import plain_in
-from prunekit.statistics.layers.layer_graph import Finder
-from prunekit.statistics.layers.linear_layers import Call, CallWatch, Layer
+from prunekit.statistics.layers.layer_graph import LayerFinder
+from prunekit.statistics.layers.linear_layers import CallInterceptor, FunctionCall, LayerCall
 from prunekit.statistics.layers.patch_moments import LayerMoments, PatchStats
 from prunekit.utils.context import training_mode
 from prunekit.utils.inputs import call, counted_positions, inputs_as_example, rows_of, sample_count, select_samples
@@ -28,7 +28,7 @@ FEW = 2
 
 
 @dataclass(frozen=True)
-class Judge:
+class OutputComparison:
     """What of a model is compared with the dense one.
 
     All outputs that have samples first count. Of others the layers do that they are made of without another in between;
@@ -44,14 +44,14 @@ class Judge:
     weights: tuple[str, ...]
 
     @classmethod
-    def of(cls, model: nn.Module, inputs: tuple[Any, ...]) -> Judge:
+    def of(cls, model: nn.Module, inputs: tuple[Any, ...]) -> OutputComparison:
         """Return what can be compared of a model.
 
         Args:
             model: the dense one, in eval mode.
             inputs: at least three samples, if there are so many.
         """
-        finder = Finder(model, ())
+        finder = LayerFinder(model, ())
         few, more = (_returned(model, select_samples(inputs, slice(count)), finder) for count in (FEW, FEW + 1))
         counts = [sample_count(select_samples(inputs, slice(count))) for count in (FEW, FEW + 1)]
         outputs, made = list[int](), set(finder.boundary)
@@ -86,12 +86,12 @@ class Judge:
         return found + watch.found
 
 
-def _returned(model: nn.Module, inputs: tuple[Any, ...], finder: Finder) -> list[Tensor]:
+def _returned(model: nn.Module, inputs: tuple[Any, ...], finder: LayerFinder) -> list[Tensor]:
     with finder.watching():
         return plain_in(call(model, inputs))
 
 
-class _Outputs(CallWatch):
+class _Outputs(CallInterceptor):
     """Takes what some layers give."""
 
     def __init__(self, model: nn.Module, weights: frozenset[str], counted: Tensor | None) -> None:
@@ -100,7 +100,7 @@ class _Outputs(CallWatch):
         self.found: list[tuple[int | str, Tensor]] = []
         self._weights = weights
 
-    def call(self, call: Call) -> Any:
+    def call(self, call: FunctionCall) -> Any:
         operands = self.operands(call)
         result = call.run()
         if operands is not None and operands.weight in self._weights:
@@ -110,7 +110,7 @@ class _Outputs(CallWatch):
         return result
 
 
-class Spread:
+class RelativeError:
     """Sums over batches of how far a model is from the dense one, as a share of what that one varies by."""
 
     def __init__(self) -> None:
@@ -144,10 +144,10 @@ RIDGE = 1e-3
 def with_gains(model: nn.Module, stats: PatchStats, inputs: Any) -> PatchStats:
     """Measure what errors in each layer do to the model's output.
 
-    Every second input channel of a layer goes, the others take over what they can by least squares, and the model runs:
-    the gain is the mean squared change of what it returns, see `Judge`, over the error that the Gram matrix tells for
-    the layer, each output over its variance; relative to the median of all layers. Errors of some layers are averaged
-    away later, by pooling above all, and others grow.
+    Every second input channel of a layer is removed, the others make up for them by least squares, and the model runs:
+    the gain is the mean squared change of what it returns, see `OutputComparison`, over the layer's own error by its
+    Gram matrix, each output over its variance; relative to the median of all layers. Errors of some layers are
+    averaged away later, above all by pooling, and others grow.
 
     Args:
         model: the dense model; only read.
@@ -161,7 +161,7 @@ def with_gains(model: nn.Module, stats: PatchStats, inputs: Any) -> PatchStats:
     tensors, modules = dict(named_tensors(copy)), dict(copy.named_modules())
     with training_mode(copy, False), torch.no_grad():
         given = inputs_as_example(model, inputs)
-        judge, counted = Judge.of(copy, given), counted_positions(copy, given)
+        judge, counted = OutputComparison.of(copy, given), counted_positions(copy, given)
         run = partial(judge.values, copy, given, counted)
         dense = run()
         layers = tracked(stats.layers, "gains", unit="layer")
@@ -193,7 +193,7 @@ def _gain(
         shift[0].copy_(saved[1])
     if not error > 0 or [value.shape for _, value in got] != [value.shape for _, value in dense]:
         return None
-    spread = Spread()
+    spread = RelativeError()
     for (key, want), (_, value) in zip(dense, got, strict=True):
         spread.add(key, want, value)
     shares = list(spread.shares(0.0))
@@ -202,7 +202,7 @@ def _gain(
 
 
 def _shifted(
-    layer: Layer, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module]
+    layer: LayerCall, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module]
 ) -> tuple[Tensor, float] | None:
     """Return what is changed to add a constant to a layer's output, and its sign; None where there is nothing."""
     if layer.bias is not None:

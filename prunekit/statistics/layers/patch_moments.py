@@ -12,9 +12,16 @@ from torch import Tensor, nn
 
 from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.errors import NonFiniteError, UsageError
-from prunekit.statistics.layers.layer_graph import Draft, Finder, Mark, find_layers, merged, pooled
-from prunekit.statistics.layers.linear_layers import Call, Layer
-from prunekit.statistics.layers.patches import Reading, gram, gram_bytes, sampled_rows
+from prunekit.statistics.layers.layer_graph import (
+    ChainMark,
+    LayerChain,
+    LayerFinder,
+    calls_by_weight,
+    find_layers,
+    merge_calls,
+)
+from prunekit.statistics.layers.linear_layers import FunctionCall, LayerCall
+from prunekit.statistics.layers.patches import PatchGeometry, gram, gram_bytes, sample_rows
 from prunekit.statistics.moments import RAISED
 from prunekit.utils.context import training_mode
 from prunekit.utils.inputs import call, counted_positions, inputs_as_example, inputs_in, sample_count, select_samples
@@ -43,7 +50,7 @@ class LayerMoments:
         output_gain: what the model's output makes of an error here, 1 for a usual layer; see `gains.with_gains`.
     """
 
-    layer: Layer
+    layer: LayerCall
     grams: tuple[Tensor, ...]
     taps: int
     variance: Tensor
@@ -63,7 +70,7 @@ class PatchStats:
         return sum(matrix.nbytes for moments in self.layers for matrix in moments.grams)
 
 
-class _Collector(Finder):
+class _Collector(LayerFinder):
     """Adds up moments of layers over one forward pass after another, those of a weight over all of its calls.
 
     Another batch may make other calls: layers are known by their weights, and what lies behind them is found anew.
@@ -74,7 +81,12 @@ class _Collector(Finder):
     """
 
     def __init__(
-        self, model: nn.Module, layers: Iterable[Layer], norms: Iterable[str], columns: Mapping[str, int], samples: int
+        self,
+        model: nn.Module,
+        layers: Iterable[LayerCall],
+        norms: Iterable[str],
+        columns: Mapping[str, int],
+        samples: int,
     ) -> None:
         super().__init__(model, norms)
         self.found: dict[str, LayerMoments] = {}
@@ -95,7 +107,7 @@ class _Collector(Finder):
         with super().watching():
             yield
 
-    def call(self, call: Call) -> Any:
+    def call(self, call: FunctionCall) -> Any:
         """Take a layer's input as it is called, and the end of its chain as that is made."""
         operands = self.operands(call)
         result = super().call(call)
@@ -107,42 +119,42 @@ class _Collector(Finder):
             return result
         if mark.stage == "layer" and operands is not None:
             self._rows[mark.layer] = self._sampled(layer, mark.layer, result)
-            reading = self.drafts[mark.layer].layer.reading
-            self._add(layer, reading, operands.inputs, layer.matrix(operands.matrix), result, self._rows[mark.layer])
+            geometry = self.drafts[mark.layer].layer.geometry
+            self._add(layer, geometry, operands.inputs, layer.matrix(operands.matrix), result, self._rows[mark.layer])
         if mark.stage == layer.end:
             ends = self._ends.setdefault(layer.weight, [])
-            ends.append(layer.reading.outputs(result, self._rows[mark.layer]))
+            ends.append(layer.geometry.outputs(result, self._rows[mark.layer]))
         return result
 
-    def _move(self, call: Call, mark: Mark, draft: Draft) -> tuple[int | None, str]:
+    def _move(self, call: FunctionCall, mark: ChainMark, draft: LayerChain) -> tuple[int | None, str]:
         """Return where it is moved, a layer is compared as it lies."""
         return None, ""
 
-    def _factor(self, draft: Draft, factor: Tensor, shape: torch.Size) -> Tensor | None:
+    def _factor(self, draft: LayerChain, factor: Tensor, shape: torch.Size) -> Tensor | None:
         """Return what a parameter multiplies it by is known."""
         return factor
 
-    def _sampled(self, layer: Layer, place: int, output: Tensor) -> Tensor:
+    def _sampled(self, layer: LayerCall, place: int, output: Tensor) -> Tensor:
         """Return the rows of one call: its share of those of all calls of the weight."""
-        total, count = layer.reading.rows(output), self.batch_rows
+        total, count = layer.geometry.rows(output), self.batch_rows
         if layer.calls > 1:
             count = max(1, round(count * total * self._samples / (layer.rows * self.batch_samples)))
         earlier = sum(draft.layer.weight == layer.weight for draft in self.drafts[:place])
         seed = layer.call + 100_003 * self.batch + 1_000_003 * earlier
-        among = layer.reading.counted(layer.reading.positions(output), self.counted)
-        return sampled_rows(total, count, seed, among).to(output.device)
+        among = layer.geometry.counted(layer.geometry.positions(output), self.counted)
+        return sample_rows(total, count, seed, among).to(output.device)
 
     def _add(
-        self, layer: Layer, reading: Reading, inputs: Tensor, weight: Tensor, output: Tensor, rows: Tensor
+        self, layer: LayerCall, geometry: PatchGeometry, inputs: Tensor, weight: Tensor, output: Tensor, rows: Tensor
     ) -> None:
-        spatial = tuple(output.shape[2:]) if reading.kernel else ()
+        spatial = tuple(output.shape[2:]) if geometry.kernel else ()
         width = weight.shape[1]
         taps = self._columns[layer.weight] // width
-        read = reading.patches if taps == reading.taps else reading.centers
+        read = geometry.patches if taps == geometry.taps else geometry.centers
         parts = []
-        for group in range(reading.groups):
+        for group in range(geometry.groups):
             channels = torch.arange(group * width, (group + 1) * width, device=inputs.device)
-            parts.append(gram(read(reading.channels(inputs, channels), rows, spatial)) * len(rows))
+            parts.append(gram(read(geometry.channels(inputs, channels), rows, spatial)) * len(rows))
         known = self.found.get(layer.weight)
         sums = parts if known is None else [a.add_(b) for a, b in zip(known.grams, parts, strict=True)]
         count = len(rows) + (0 if known is None else known.rows)
@@ -162,26 +174,26 @@ class _Collector(Finder):
         )
 
 
-def _columns(layers: Iterable[Layer], tensors: Mapping[str, Tensor], limit: int) -> dict[str, int]:
+def _columns(layers: Iterable[LayerCall], tensors: Mapping[str, Tensor], limit: int) -> dict[str, int]:
     """Return the columns of each layer's Gram matrices by its weight: those of whole patches, or of the centers of
     the largest.
     """
     widths = {layer.weight: layer.matrix(tensors[layer.weight]).shape[1] for layer in layers}
-    found = {layer.weight: widths[layer.weight] * layer.reading.taps for layer in layers}
-    size = {layer.weight: layer.reading.groups * gram_bytes(found[layer.weight]) for layer in layers}
+    found = {layer.weight: widths[layer.weight] * layer.geometry.taps for layer in layers}
+    size = {layer.weight: layer.geometry.groups * gram_bytes(found[layer.weight]) for layer in layers}
     for layer in sorted(layers, key=lambda layer: size[layer.weight], reverse=True):
         if sum(size.values()) <= limit:
             break
         found[layer.weight] = widths[layer.weight]
-        size[layer.weight] = layer.reading.groups * gram_bytes(widths[layer.weight])
+        size[layer.weight] = layer.geometry.groups * gram_bytes(widths[layer.weight])
     return found
 
 
-def _stated(layers: Sequence[Layer], columns: Mapping[str, int]) -> str:
+def _stated(layers: Sequence[LayerCall], columns: Mapping[str, int]) -> str:
     """Return what the Gram matrices will take, in words."""
     if not layers:
         return "no layer that can be followed reads channels that may go"
-    sizes = [layer.reading.groups * gram_bytes(columns[layer.weight]) / 2**20 for layer in layers]
+    sizes = [layer.geometry.groups * gram_bytes(columns[layer.weight]) / 2**20 for layer in layers]
     largest = layers[sizes.index(max(sizes))]
     return (
         f"Gram matrices of the patches of {len(layers)} layers take {sum(sizes):,.0f} MiB, the largest "
@@ -227,7 +239,7 @@ def collect_patches(
             samples = sample_count(given)
             if collector is None:
                 few = select_samples(given, slice(2))
-                layers = [merged(calls) for calls in pooled(find_layers(model, few, norms)).values()]
+                layers = [merge_calls(calls) for calls in calls_by_weight(find_layers(model, few, norms)).values()]
                 wanted = tuple(x for x in layers if inputs is None or (x.weight, x.axes[1]) in inputs)
                 columns = _columns(wanted, dict(named_tensors(model)), memory_bytes)
                 if log is not None:

@@ -17,7 +17,7 @@ BLOCK = 4096
 
 
 @dataclass(frozen=True)
-class Reading:
+class PatchGeometry:
     """How a convolution or a linear layer reads its input; a row is one position of one sample of its output.
 
     Attributes:
@@ -139,10 +139,10 @@ class Reading:
         return 1 if self.kernel else -1
 
 
-def reading(name: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> Reading | None:
+def geometry_of(name: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> PatchGeometry | None:
     """Return how a call of a linear layer, or of `conv1d` to `conv3d`, reads; None where it cannot be followed."""
     if name not in CONVOLUTIONS:
-        return Reading()
+        return PatchGeometry()
     axes = CONVOLUTIONS[name]
     values = [
         args[i] if len(args) > i else named.get(key, default)
@@ -151,7 +151,7 @@ def reading(name: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> Readi
     if args[0].dim() != axes + 2 or isinstance(values[1], str):
         return None
     stride, padding, dilation = (_each(value, axes) for value in values[:3])
-    return Reading(tuple(args[1].shape[2:]), stride, padding, dilation, int(values[3]))
+    return PatchGeometry(tuple(args[1].shape[2:]), stride, padding, dilation, int(values[3]))
 
 
 def _each(value: int | tuple[int, ...], axes: int) -> tuple[int, ...]:
@@ -170,12 +170,12 @@ def with_constant(inputs: Tensor) -> Tensor:
 
 
 def gram(inputs: Tensor) -> Tensor:
-    """(d + 1, d + 1) mean of the products of all columns and a constant one, see `products`."""
+    """(d + 1, d + 1) mean of the products of all columns and a constant one, see `mean_products`."""
     wide = with_constant(inputs)
-    return products(wide, wide)
+    return mean_products(wide, wide)
 
 
-def products(left: Tensor, right: Tensor) -> Tensor:
+def mean_products(left: Tensor, right: Tensor) -> Tensor:
     """(N, d), (N, o) -> (d, o) mean over rows of the products of columns, summed in float64 block by block.
 
     Within a block float32 values are multiplied and summed as such, half the time of float64: after `BLOCK` rows that
@@ -187,12 +187,12 @@ def products(left: Tensor, right: Tensor) -> Tensor:
         rows = slice(start, start + BLOCK)
         total += left[rows].to(kind).T @ right[rows].to(kind)
     if kind == torch.float32 and not bool(total.isfinite().all()):  # beyond 1e19 squares are no float32 any more
-        return products(left.double(), right.double())
+        return mean_products(left.double(), right.double())
     return total / len(left)
 
 
-def applied(inputs: Tensor, weight: Tensor) -> Tensor:
-    """(N, d), (d, o) -> (N, o) in float64, multiplied as by `products`."""
+def apply_weight(inputs: Tensor, weight: Tensor) -> Tensor:
+    """(N, d), (d, o) -> (N, o) in float64, multiplied as by `mean_products`."""
     kind = summing_type(inputs)
     return (inputs.to(kind) @ weight.to(kind)).double()
 
@@ -205,21 +205,21 @@ def summing_type(values: Tensor) -> torch.dtype:
     return torch.float32 if plain and values.dtype == torch.float32 else torch.float64
 
 
-def sampled_rows(total: int, count: int, seed: int, among: Tensor | None = None) -> Tensor:
+def sample_rows(total: int, count: int, seed: int, among: Tensor | None = None) -> Tensor:
     """At most `count` of `total` rows, each at most once, ascending; the same for the same arguments.
 
     Args:
         among: (N,) those that may be drawn, ascending; None: all.
     """
     if among is not None:
-        return among[sampled_rows(len(among), count, seed)]
+        return among[sample_rows(len(among), count, seed)]
     generator = torch.Generator().manual_seed(seed)
     if count >= total:
         return torch.arange(total)
     return torch.randperm(total, generator=generator)[:count].sort().values
 
 
-def laid_like(index: Tensor, values: Tensor) -> Tensor:
+def with_strides_of(index: Tensor, values: Tensor) -> Tensor:
     """Return an index of values, as they lie in memory: so what asks for that (views, reshape) treats both alike."""
     if index.stride() == values.stride():
         return index
@@ -227,7 +227,7 @@ def laid_like(index: Tensor, values: Tensor) -> Tensor:
     return lying.copy_(index)
 
 
-def pixel_by_pixel(images: Tensor) -> Tensor:
+def to_channels_last(images: Tensor) -> Tensor:
     """Return images with all channels of a pixel together in memory, and so all that is computed from them.
 
     Gathering patches then takes half the time, and so do convolutions on CPU.

@@ -1,7 +1,4 @@
-"""Forward hooks that measure activations while a model runs.
-
-Calibration in one call: everything that is wanted, in the same forward passes.
-"""
+"""Calibration: a model runs over batches, and collectors measure its activations in the same forward passes."""
 
 from __future__ import annotations
 
@@ -21,12 +18,11 @@ from prunekit.settings.calibration import MOMENTS_LIMIT_MIB, Moments
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.consumers import Consumer
 from prunekit.statistics.feature_ranks import RankCollector
-from prunekit.statistics.forward_passes import PassHooks, ReadHooks, run_passes
+from prunekit.statistics.forward_passes import ConsumerHooks, PassHooks, run_passes
 from prunekit.statistics.layer_stats import ARRAYS, FloatArray, LayerStats, StatsKey, combine_rows
 from prunekit.statistics.moments import MomentsCollector
-from prunekit.statistics.reductions import Measure_fused as Measure
-from prunekit.statistics.reductions import summarize
-from prunekit.tasks.batches import Pairs
+from prunekit.statistics.reductions import Reducer, summarize
+from prunekit.tasks.batches import ModelBatches
 from prunekit.tasks.task import Task
 from prunekit.utils.context import device_of
 from prunekit.utils.globs import globs
@@ -41,7 +37,113 @@ PARTS = 16
 FIRST_NON_FINITE = ARRAYS.index("first_non_finite")
 
 
-class StatsCollector(ReadHooks):
+def calibrate(
+    model: nn.Module,
+    batches: Any,
+    *,
+    device: torch.device | str | None = None,
+    modules: Sequence[str] | None = None,
+    inputs: bool = True,
+    outputs: bool = True,
+    fused: bool | None = None,
+    moments: Moments = "none",
+    moments_ignore: Sequence[str] = (),
+    moments_limit_mib: int = MOMENTS_LIMIT_MIB,
+    moments_positions: int | None = None,
+    ranks: bool = False,
+    task: Task | str | None = None,
+    progress: bool | None = None,
+) -> ChannelStats:
+    """Run a model over batches, in eval mode without gradients, and return its channel statistics.
+
+    Args:
+        model: every module is afterwards in the mode it had.
+        batches: as `prunekit.prune` takes them: tensors, or mappings of them by the names of the model's arguments; or
+            tuples and lists whose first entry is that or a tuple of all arguments, such as (images, labels). Or all
+            samples as one tensor or one mapping of tensors, or a data set of them.
+        device: where the batches go; None: where the model's parameters are.
+        modules, inputs, outputs, fused: as for `StatsCollector`.
+        moments: "full": also the Gram matrix of every layer's input channels, as `MomentsCollector` collects them.
+        moments_ignore, moments_limit_mib, moments_positions: its `ignore`, `limit_mib` and `positions`.
+        ranks: whether to measure the ranks of feature maps too, as `RankCollector` does.
+        task: takes batches apart that come in another form; itself or its name.
+        progress: whether to show bars on stderr; None: on a terminal and in a notebook.
+
+    Raises:
+        UsageError: `batches` is empty, and as for the collectors.
+        DataError: a batch comes in a form that is not known; a `UsageError`.
+        NonFiniteError: as for `RankCollector`.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> stats = pk.calibrate(model, torch.randn(64, 4))  # or a loader, with or without labels
+        >>> print(stats)
+        Channel statistics: 6 activations, 70 channels, 0 of them dead
+        ...
+          module  side    channels  values  ...  zeros  dead  NaN or Inf
+          0       input          4     256  ...
+        ...
+        >>> plan = pk.plan(model, torch.randn(1, 4), macs=0.5, criterion="activation_rms", stats=stats)
+    """
+    model = unwrapped(model, offloaded=True)
+    place = device_of(model, device)
+    stats = StatsCollector(model, modules=modules, inputs=inputs, outputs=outputs, fused=fused)
+    second: MomentsCollector | None = None
+    pairs: Iterable[Any] = ModelBatches(model, batches, task)
+    if moments == "full":
+        few, pairs = few_samples(pairs)
+        second = MomentsCollector(
+            model,
+            to_device(few, place),
+            ignore=moments_ignore,
+            limit_mib=moments_limit_mib,
+            positions=moments_positions,
+        )
+    with reporting(progress, "calibrate"):
+        return Collectors(stats, second, RankCollector(model) if ranks else None).run(model, pairs, place)
+
+
+def few_samples(batches: Iterable[Any]) -> tuple[Any, Iterator[Any]]:
+    """Return the inputs of the first two samples, and the same batches.
+
+    Raises:
+        UsageError: there are none.
+    """
+    rest = iter(batches)
+    for first in rest:
+        return select_samples(inputs_in(first), slice(2)), chain([first], rest)
+    raise UsageError("calibration: expected at least one batch, got none")
+
+
+@dataclass(frozen=True, eq=False)
+class Collectors:
+    """What looks on while a model runs; `moments` and `ranks` where they are wanted."""
+
+    stats: StatsCollector
+    moments: MomentsCollector | None = None
+    ranks: RankCollector | None = None
+
+    @property
+    def _owners(self) -> list[PassHooks]:
+        return [owner for owner in (self.stats, self.moments, self.ranks) if owner is not None]
+
+    def dealt(self, rank: int, of: int) -> None:
+        """Say that what `run` is given is every `of`-th batch of a data set, from number `rank`."""
+        for owner in self._owners:
+            owner.dealt(rank, of)
+
+    def run(self, model: nn.Module, batches: Iterable[Any], device: torch.device) -> ChannelStats:
+        """Run the model as `collect` does, and return all that was seen so far."""
+        run_passes(model, batches, device, *self._owners)
+        return replace(
+            self.stats.stats(),
+            moments={} if self.moments is None else self.moments.moments(),
+            ranks={} if self.ranks is None else self.ranks.ranks(),
+        )
+
+
+class StatsCollector(ConsumerHooks):
     """Collects per-channel statistics of a model's activations, as a context manager of forward hooks.
 
     Also of what layers read and make whose weight is used without their module's being called, as attention does.
@@ -100,12 +202,12 @@ class StatsCollector(ReadHooks):
         self._called: set[str] = set()
         self._sides = {"input": inputs, "output": outputs}
         self._axes = _known(axes or {}, self._targets)
-        self._measure = Measure(fused)
+        self._reducer = Reducer(fused)
         self._parts: dict[StatsKey, list[FloatArray]] = {}
 
-    def watch(self) -> None:
+    def register_hooks(self) -> None:
         """Hooks the modules."""
-        super().watch()
+        super().register_hooks()
         for path, module in self._targets.items():
             if not never_called(module):  # seen where its weight is used
                 self._watch(path, module)
@@ -118,12 +220,12 @@ class StatsCollector(ReadHooks):
     @property
     def form(self) -> str:
         """How values were reduced: "fused"; or "eager", with the reason where it was not asked for."""
-        return self._measure.form
+        return self._reducer.form
 
     @property
     def compile_seconds(self) -> float:
         """What compiling took, once in this process."""
-        return self._measure.compile_seconds
+        return self._reducer.compile_seconds
 
     def stats(self) -> ChannelStats:
         """Return the statistics so far; keys are in the order in which activations were first met.
@@ -150,16 +252,16 @@ class StatsCollector(ReadHooks):
         if self._sides["output"]:
             self.own_forward(module, after, again=True)
 
-    def begin(self) -> None:
+    def start_pass(self) -> None:
         """Forget what a pass that raised has left."""
-        super().begin()
+        super().start_pass()
         self._called.clear()
 
-    def see(self, consumer: Consumer, values: Tensor, axis: int) -> None:
+    def on_input(self, consumer: Consumer, values: Tensor, axis: int) -> None:
         """Measure the input of a layer whose module is not called."""
         self._uncalled(consumer.path, "input", values, axis)
 
-    def made(self, consumer: Consumer, values: Tensor, axis: int) -> None:
+    def on_output(self, consumer: Consumer, values: Tensor, axis: int) -> None:
         """Measure the output of a layer whose module is not called."""
         self._uncalled(consumer.path, "output", values, axis)
 
@@ -183,7 +285,7 @@ class StatsCollector(ReadHooks):
             if found is not None:
                 self._running[key] = self._summarize(found[0], _checked_axis(*found, key))
 
-    def keep(self) -> None:
+    def finish_pass(self) -> None:
         """Add what the finished forward pass showed; one that failed half way counts for nothing."""
         for key, rows in self._running.items():
             parts = self._parts.setdefault(key, [])
@@ -201,7 +303,7 @@ class StatsCollector(ReadHooks):
         """Measure a tensor, or look it up."""
         rows: FloatArray | None = self._measured.get(tensor, axis)
         if rows is None:
-            rows = summarize(*self.without_padding(tensor, axis), self._measure)
+            rows = summarize(*self.without_padding(tensor, axis), self._reducer)
             rows[FIRST_NON_FINITE] *= self.number + 1
             self._measured.put(tensor, axis, rows)
         return rows
@@ -235,109 +337,3 @@ def _checked_axis(tensor: Tensor, axis: int, key: StatsKey) -> int:
     if not -tensor.ndim <= axis < tensor.ndim:
         raise UsageError(f"{key}: channel axis {axis} was asked for, but the shape is {tuple(tensor.shape)}")
     return axis % tensor.ndim
-
-
-@dataclass(frozen=True, eq=False)
-class Collectors:
-    """What looks on while a model runs; `moments` and `ranks` where they are wanted."""
-
-    stats: StatsCollector
-    moments: MomentsCollector | None = None
-    ranks: RankCollector | None = None
-
-    @property
-    def _owners(self) -> list[PassHooks]:
-        return [owner for owner in (self.stats, self.moments, self.ranks) if owner is not None]
-
-    def dealt(self, rank: int, of: int) -> None:
-        """Say that what `run` is given is every `of`-th batch of a data set, from number `rank`."""
-        for owner in self._owners:
-            owner.dealt(rank, of)
-
-    def run(self, model: nn.Module, batches: Iterable[Any], device: torch.device) -> ChannelStats:
-        """Run the model as `collect` does, and return all that was seen so far."""
-        run_passes(model, batches, device, *self._owners)
-        return replace(
-            self.stats.stats(),
-            moments={} if self.moments is None else self.moments.moments(),
-            ranks={} if self.ranks is None else self.ranks.ranks(),
-        )
-
-
-def calibrate(
-    model: nn.Module,
-    batches: Any,
-    *,
-    device: torch.device | str | None = None,
-    modules: Sequence[str] | None = None,
-    inputs: bool = True,
-    outputs: bool = True,
-    fused: bool | None = None,
-    moments: Moments = "none",
-    moments_ignore: Sequence[str] = (),
-    moments_limit_mib: int = MOMENTS_LIMIT_MIB,
-    moments_positions: int | None = None,
-    ranks: bool = False,
-    task: Task | str | None = None,
-    progress: bool | None = None,
-) -> ChannelStats:
-    """Run a model over batches, in eval mode without gradients, and return its channel statistics.
-
-    Args:
-        model: every module is afterwards in the mode it had.
-        batches: as `prunekit.prune` takes them: tensors, or mappings of them by the names of the model's arguments; or
-            tuples and lists whose first entry is that or a tuple of all arguments, such as (images, labels). Or all
-            samples as one tensor or one mapping of tensors, or a data set of them.
-        device: where the batches go; None: where the model's parameters are.
-        modules, inputs, outputs, fused: as for `StatsCollector`.
-        moments: "full": also the Gram matrix of every layer's input channels, as `MomentsCollector` collects them.
-        moments_ignore, moments_limit_mib, moments_positions: its `ignore`, `limit_mib` and `positions`.
-        ranks: whether to measure the ranks of feature maps too, as `RankCollector` does.
-        task: takes batches apart that come in another form; itself or its name.
-        progress: whether to show bars on stderr; None: on a terminal and in a notebook.
-
-    Raises:
-        UsageError: `batches` is empty, and as for the collectors.
-        DataError: a batch comes in a form that is not known; a `UsageError`.
-        NonFiniteError: as for `RankCollector`.
-
-    Example:
-        >>> import prunekit as pk, torch
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
-        >>> stats = pk.calibrate(model, torch.randn(64, 4))  # or a loader, with or without labels
-        >>> print(stats)
-        Channel statistics: 6 activations, 70 channels, 0 of them dead
-        ...
-          module  side    channels  values  ...  zeros  dead  NaN or Inf
-          0       input          4     256  ...
-        ...
-        >>> plan = pk.plan(model, torch.randn(1, 4), macs=0.5, criterion="activation_rms", stats=stats)
-    """
-    model = unwrapped(model, offloaded=True)
-    place = device_of(model, device)
-    stats = StatsCollector(model, modules=modules, inputs=inputs, outputs=outputs, fused=fused)
-    second: MomentsCollector | None = None
-    pairs: Iterable[Any] = Pairs(model, batches, task)
-    if moments == "full":
-        few, pairs = few_samples(pairs)
-        second = MomentsCollector(
-            model,
-            to_device(few, place),
-            ignore=moments_ignore,
-            limit_mib=moments_limit_mib,
-            positions=moments_positions,
-        )
-    with reporting(progress, "calibrate"):
-        return Collectors(stats, second, RankCollector(model) if ranks else None).run(model, pairs, place)
-
-
-def few_samples(batches: Iterable[Any]) -> tuple[Any, Iterator[Any]]:
-    """Return the inputs of the first two samples, and the same batches.
-
-    Raises:
-        UsageError: there are none.
-    """
-    rest = iter(batches)
-    for first in rest:
-        return select_samples(inputs_in(first), slice(2)), chain([first], rest)
-    raise UsageError("calibration: expected at least one batch, got none")
