@@ -22,7 +22,7 @@ from prunekit.jobs.prune.latency_profile import Profile
 from prunekit.jobs.prune.latency_target import LatencyTarget
 from prunekit.jobs.prune.plan_search import PlanSearch
 from prunekit.jobs.run.run_folder import environment
-from prunekit.measure.latency.machine import surroundings
+from prunekit.measure.latency.machine import describe_machine
 from prunekit.measure.runtimes.session import inputs_like
 from prunekit.settings.prune import PruneSettings, Target
 from prunekit.utils.context import seeded
@@ -134,7 +134,7 @@ def versions(runtime: str) -> str:
 def where() -> dict[str, Any]:
     """Versions and hardware, with the machine's clock and load."""
     installed = {name: _version(name) for name in TOOLS}
-    facts = {key: value for key, value in surroundings().items() if key not in ("cpu", "cores", "busy_processes")}
+    facts = {key: value for key, value in describe_machine().items() if key not in ("cpu", "cores", "busy_processes")}
     return {**environment(), **installed, **facts}
 
 

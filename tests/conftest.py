@@ -18,7 +18,7 @@ import pytest
 from efforts import HERE, LITTLE
 
 from prunekit.measure.effort import effort_of
-from prunekit.measure.latency.machine import cores, quota
+from prunekit.measure.latency.machine import cores, cpu_quota
 
 MOST = 4
 MEMORY = 3 << 30
@@ -57,7 +57,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """None for single files, which are done before a second process has imported torch."""
     if all(".py" in argument for argument in config.args):
         return 0
-    return max(1, min(MOST, cores(), math.ceil(quota() or MOST), psutil.virtual_memory().available // MEMORY))
+    return max(1, min(MOST, cores(), math.ceil(cpu_quota() or MOST), psutil.virtual_memory().available // MEMORY))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -18,7 +18,7 @@ import prunekit as pk
 from prunekit.channels.cut.model_copy import copied
 from prunekit.cli import cli
 from prunekit.errors import ModelError, UsageError
-from prunekit.measure.runtimes.onnx_runtime import exported
+from prunekit.measure.runtimes.onnx_files import onnx_source
 from prunekit.measure.runtimes.runtime import RUNTIMES
 from prunekit.measure.runtimes.session import Setting, Source, inputs_like
 from prunekit.repair.repair_model import repair
@@ -167,7 +167,7 @@ def test_runtimes_run_what_is_given_by_name(tmp_path: Path) -> None:
     for name in ("eager", "onnxruntime"):
         runtime, setting = RUNTIMES.get(name), Setting(name, "cpu", 2, 1)
         files = name == "onnxruntime"
-        source = exported(model, inputs, [(2, "float32")], tmp_path / "files") if files else Source(model)
+        source = onnx_source(model, inputs, [(2, "float32")], tmp_path / "files") if files else Source(model)
         with torch.inference_mode():
             session = runtime.open(source, sample, setting)
             (got,) = gather(session.tensors(session.run()))

@@ -30,8 +30,8 @@ from prunekit.jobs.run.run_folder import Log
 from prunekit.jobs.stages.activation_stage import masks
 from prunekit.masks.masked_model import ChangingMasks, masked
 from prunekit.masks.thresholds import ActivationThresholds, chosen_paths
-from prunekit.measure.latency.memory import RESOLUTION, PeakMemory
-from prunekit.measure.latency.worker_process import Died, Process
+from prunekit.measure.latency.peak_memory import RESOLUTION, PeakMemory
+from prunekit.measure.latency.worker_process import WorkerDied, WorkerProcess
 from prunekit.planning.plan import Plan
 from prunekit.planning.solver import feasible_plan
 from prunekit.settings.job import JobSettings
@@ -316,14 +316,14 @@ class _Apart(ExitStack):
         super().__init__()
         self._trying = Trying(job, own)
         self._folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
-        self._process: Process | None = None
+        self._process: WorkerProcess | None = None
 
     def __call__(self, batch: int) -> int | None:
         if self._process is None:
-            self._process = self.enter_context(Process(self._trying, self._folder))
+            self._process = self.enter_context(WorkerProcess(self._trying, self._folder))
         try:
             found: int | PrunekitError | None = self._process.ask(batch)
-        except Died:
+        except WorkerDied:
             self._process = None
             return None
         if isinstance(found, PrunekitError):

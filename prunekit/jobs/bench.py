@@ -13,8 +13,15 @@ from prunekit.errors import UsageError
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.run.model_sources import InputModel, probe
 from prunekit.jobs.run.run_folder import Log
-from prunekit.measure.latency.comparison import choose, measure_latency
-from prunekit.measure.latency.wording import computed, doubtful, failed, surroundings, unstable, where
+from prunekit.measure.latency.comparison import choose_settings, measure_latency
+from prunekit.measure.latency.row_text import (
+    dtype_text,
+    failure_lines,
+    machine_text,
+    setting_text,
+    unstable_lines,
+    unstable_mark,
+)
 from prunekit.measure.model_size import count_macs, count_parameters
 from prunekit.measure.runtimes.runtime import RUNTIMES
 from prunekit.settings.deployment import LatencySettings
@@ -88,13 +95,13 @@ class Benchmark(Displayed):
         first = next(iter(self.models), "")
         fastest = max(self.speedup, key=lambda row: float(row["median"]), default=None)
         best = "" if fastest is None else f"; {fastest['model']} {factor(fastest['median'])} as fast as {first}"
-        place = "" if fastest is None else f" ({where(fastest)})"
+        place = "" if fastest is None else f" ({setting_text(fastest)})"
         failed = f"; {len(self.failures)} not measured" if self.failures else ""
         return f"{plural(len(self.models), 'model')} in {plural(len(self._settings), 'setting')}{best}{place}{failed}"
 
     @property
     def _settings(self) -> set[str]:
-        return {where(row) for row in self.latency}
+        return {setting_text(row) for row in self.latency}
 
     def _parts(self) -> Iterator[str | Table]:
         yield f"Benchmark: {self._headline()}"
@@ -103,9 +110,9 @@ class Benchmark(Displayed):
             (
                 row["model"],
                 *(row[key] for key in WHERE),
-                computed(row),
+                dtype_text(row),
                 digits(row["median_ms"]),
-                interval(row["low_ms"], row["high_ms"]) + doubtful(row),
+                interval(row["low_ms"], row["high_ms"]) + unstable_mark(row),
                 *(digits(row[key]) for key in ("p10_ms", "p90_ms", "p99_ms")),
                 digits(row["samples_per_s"]),
                 size(row["peak_memory_bytes"]),
@@ -119,18 +126,18 @@ class Benchmark(Displayed):
             (
                 row["model"],
                 *(row[key] for key in WHERE),
-                computed(row),
+                dtype_text(row),
                 factor(row["median"]),
-                interval(row["low"], row["high"]) + doubtful(row),
+                interval(row["low"], row["high"]) + unstable_mark(row),
             )
             for row in self.speedup
         ]
         if speedups:
             against = ("against the first", *WHERE, "dtype", "speedup", "95 % interval")
             yield Table(against, speedups, text=text, most=20)
-        machine = surroundings(self.machine, self.latency)
-        failures = [f"not measured: {line}" for line in failed(self.failures)]
-        remarks = [*unstable(self.latency, self.speedup), *self.notes, *failures, machine]
+        machine = machine_text(self.machine, self.latency)
+        failures = [f"not measured: {line}" for line in failure_lines(self.failures)]
+        remarks = [*unstable_lines(self.latency, self.speedup), *self.notes, *failures, machine]
         yield "\n".join(remarks)
 
 
@@ -270,7 +277,7 @@ def devices(names: str, settings: LatencySettings) -> list[torch.device]:
         UsageError: a device does not exist on this machine, or a runtime is not installed or cannot do what is asked.
     """
     found = _named(names, settings)
-    choose(settings, found)
+    choose_settings(settings, found)
     return found
 
 

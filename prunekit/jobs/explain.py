@@ -28,7 +28,7 @@ from prunekit.measure.causes import widths as widths_module
 from prunekit.measure.causes.breakdown import Breakdown, OperatorRow, Side, break_down
 from prunekit.measure.causes.cause import Cause
 from prunekit.measure.causes.operator_times import Layer
-from prunekit.measure.latency.timing import Estimate, beside, oversubscribed
+from prunekit.measure.latency.timing import Estimate, oversubscribed, time_pair
 from prunekit.measure.operator_costs import subnormals
 from prunekit.measure.runtimes.session import Inputs, inputs_of
 from prunekit.report.pages.explain_page import operator_cells
@@ -126,7 +126,7 @@ def _norms(search: Search) -> Iterator[Cause | None]:
     except PrunekitError:  # what cannot be folded has its time alone
         yield shown
         return
-    gain = beside(lambda: call(search.pruned, search.inputs), lambda: call(folded, search.inputs), search.device)
+    gain = time_pair(lambda: call(search.pruned, search.inputs), lambda: call(folded, search.inputs), search.device)
     yield operators.unfused_norms(found.rows, found.pruned_ms, gain)
 
 

@@ -31,8 +31,8 @@ from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own
 from prunekit.jobs.run.resume import run_recipe
 from prunekit.jobs.run.run_folder import Finish, Log, environment, run_folder, write_report
 from prunekit.measure.effort import Effort, current_effort
-from prunekit.measure.latency.comparison import choose
-from prunekit.measure.latency.machine import clock_mhz, surroundings
+from prunekit.measure.latency.comparison import choose_settings
+from prunekit.measure.latency.machine import clock_mhz, describe_machine
 from prunekit.measure.latency_profile.layer_times import cache_folder
 from prunekit.measure.latency_profile.networks import Network, has_layer_clock, kept_times, sampled, time_networks
 from prunekit.measure.latency_profile.staircase_fit import Sample, fit
@@ -180,7 +180,7 @@ def setting_of(target: Target) -> Setting:
         UsageError: the runtime is not installed, the device is not there, or they do not go together.
     """
     settings = as_latency(target)
-    found, _ = choose(settings, devices(target.device, settings))
+    found, _ = choose_settings(settings, devices(target.device, settings))
     return found[0]
 
 
@@ -301,7 +301,7 @@ def profile_job(
     inputs_like(example)  # what cannot be timed is refused before anything is written
     transform = transform_of(prepared.model, example, job.deploy)
     with run_folder(job.output / job.name, "profile", log, text, finish) as run:
-        machine = surroundings()
+        machine = describe_machine()
         result = profile(
             prepared.model,
             example,

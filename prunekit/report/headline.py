@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from prunekit.measure.latency.wording import doubtful
+from prunekit.measure.latency.row_text import unstable_mark
 from prunekit.settings.prune import facts_from
 from prunekit.utils import display as numbers
 from prunekit.utils.display import Table
@@ -105,7 +105,7 @@ def _accuracy_tile(metrics: Mapping[str, Any]) -> Iterator[Tile]:
 def _speedup_tile(metrics: Mapping[str, Any]) -> Iterator[Tile]:
     if (row := speedup(metrics)) is not None:
         interval = numbers.interval(row.get("low"), row.get("high"))
-        where = f"{row.get('device')}, batch {row.get('batch')}, 95 %: {interval}{doubtful(row)}"
+        where = f"{row.get('device')}, batch {row.get('batch')}, 95 %: {interval}{unstable_mark(row)}"
         yield Tile("Speedup", numbers.factor(row["median"]), where)
 
 
@@ -206,7 +206,7 @@ def on_time(metrics: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"{asked} asked for, {speedup} and {numbers.digits(final['ms'])} ms delivered: "
             f"{numbers.share(found['excess'], 1)} of the time asked for ({where}; measured last, after "
-            f"{len(found['attempts'])} attempts{both}){doubtful(final)}"
+            f"{len(found['attempts'])} attempts{both}){unstable_mark(final)}"
         )
 
 

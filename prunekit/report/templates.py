@@ -19,7 +19,7 @@ from urllib.parse import quote
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from prunekit.measure.latency import wording
+from prunekit.measure.latency import row_text
 from prunekit.utils import display as numbers
 from prunekit.utils.files import write_text
 
@@ -219,7 +219,7 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )
     found.filters.update({name: getattr(numbers, name) for name in FILTERS})
-    found.filters.update({"doubtful": wording.doubtful, "computed": wording.computed, "how": how})
+    found.filters.update({"doubtful": row_text.unstable_mark, "computed": row_text.dtype_text, "how": how})
     found.globals["missing"] = lambda what: MISSING.format(what)
     # The only script that a page's policy lets run is this one, by its hash.
     script = "".join(files("prunekit.report").joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS)

@@ -29,7 +29,7 @@ from prunekit.jobs.run.job_inputs import Own
 from prunekit.jobs.run.model_sources import InputModel
 from prunekit.jobs.run.results import RunResult
 from prunekit.jobs.run.run_folder import Finish, write_report
-from prunekit.measure.latency import worker_process as measuring
+from prunekit.measure.latency import timing_job
 from prunekit.recipe.loading import load
 from prunekit.settings.job import JobSettings, dump
 from prunekit.statistics.channel_stats import ChannelStats
@@ -315,7 +315,7 @@ def test_bench_passes_a_model_that_is_fast_enough(own_model: str) -> None:
 def test_a_runtime_that_computes_something_else_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, own_model: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(measuring, "TOLERANCES", dict.fromkeys(measuring.TOLERANCES, -1.0))
+    monkeypatch.setattr(timing_job, "TOLERANCES", dict.fromkeys(timing_job.TOLERANCES, -1.0))
     arguments = ["--input-shape", "1x3x8x8", "--device", "cpu", "--batch", "1", "--repeats", "5"]
     result = run("bench", "--model", own_model, *arguments, "--max-latency-ms", "1e6")
     assert result.exit_code == 1

@@ -17,7 +17,7 @@ from prunekit.jobs import batch_size
 from prunekit.jobs.batch_size import CLOSE, ROUNDS, Rehearsal, Search, find_batch_size
 from prunekit.jobs.run.dense_model import prepare
 from prunekit.jobs.run.job_inputs import Own
-from prunekit.measure.latency.memory import PeakMemory
+from prunekit.measure.latency.peak_memory import PeakMemory
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings

@@ -9,7 +9,7 @@ import pytest
 from prunekit.measure.causes import operators, overheads, widths
 from prunekit.measure.causes.breakdown import Breakdown, OperatorRow, Side, joined
 from prunekit.measure.causes.widths import KernelTimes, WidthTimes, rounded
-from prunekit.measure.latency.timing import Beside, Contention, Estimate
+from prunekit.measure.latency.timing import Contention, Estimate, PairedTiming
 
 PRUNED_MS = 10.0
 
@@ -22,9 +22,9 @@ def rows(pruned: dict[tuple[str, str], Side], dense: dict[tuple[str, str], Side]
     return joined(dense, pruned, 2.0, PRUNED_MS)
 
 
-def beside(now: float, other: float, spread: float = 0.02) -> Beside:
+def beside(now: float, other: float, spread: float = 0.02) -> PairedTiming:
     gain = now / other
-    return Beside(now, other, Estimate(gain, gain * (1 - spread), gain * (1 + spread)))
+    return PairedTiming(now, other, Estimate(gain, gain * (1 - spread), gain * (1 + spread)))
 
 
 NET = rows(

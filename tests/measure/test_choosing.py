@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from prunekit.errors import UsageError
-from prunekit.measure.latency.comparison import choose
+from prunekit.measure.latency.comparison import choose_settings
 from prunekit.measure.runtimes import runtime as registry
 from prunekit.measure.runtimes.runtime import RUNTIMES
 from prunekit.measure.runtimes.session import Session
@@ -35,7 +35,7 @@ def test_the_product_is_timed_as_far_as_it_goes_together() -> None:
         (1, 8), (1, 2), runtimes=("eager", "onnxruntime"), dtypes=("fp32", "bf16"),
         memory_formats=("contiguous", "channels_last"),
     )  # fmt: skip
-    found, notes = choose(settings, [CPU])
+    found, notes = choose_settings(settings, [CPU])
     eager = [setting for setting in found if setting.runtime == "eager"]
     assert len(eager) == len(set(eager)) == 2**4
     rest = [(setting.batch, setting.threads) for setting in found if setting.runtime == "onnxruntime"]
@@ -45,7 +45,7 @@ def test_the_product_is_timed_as_far_as_it_goes_together() -> None:
 
 
 def test_threads_are_of_the_cpu() -> None:
-    found, _ = choose(LatencySettings((1,), (1, 2)), [CPU, CUDA])
+    found, _ = choose_settings(LatencySettings((1,), (1, 2)), [CPU, CUDA])
     assert [(setting.device, setting.threads) for setting in found] == [("cpu", 1), ("cpu", 2), ("cuda:0", 1)]
 
 
@@ -63,7 +63,7 @@ def test_what_is_named_and_timed_nowhere_is_refused(
     named: dict[str, tuple[str, ...]], devices: list[torch.device], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
-        choose(LatencySettings((1,), **named), devices)  # type: ignore[arg-type]
+        choose_settings(LatencySettings((1,), **named), devices)  # type: ignore[arg-type]
 
 
 def test_a_runtime_that_is_not_installed_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,4 +73,4 @@ def test_a_runtime_that_is_not_installed_names_its_extra(monkeypatch: pytest.Mon
     monkeypatch.setattr(registry, "find_spec", without)
     for name, extra in (("onnxruntime", "export"), ("openvino", "openvino"), ("tensorrt", "tensorrt")):
         with pytest.raises(UsageError, match=rf"needs {name}, not installed here: pip install 'prunekit\[{extra}\]'"):
-            choose(LatencySettings((1,), runtimes=("eager", name)), [CPU])  # type: ignore[arg-type]
+            choose_settings(LatencySettings((1,), runtimes=("eager", name)), [CPU])  # type: ignore[arg-type]

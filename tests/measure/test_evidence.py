@@ -69,7 +69,7 @@ def test_threads_need_a_free_core_each(threads: int, cores: int, others: float, 
 
 
 @pytest.mark.parametrize(
-    ("threads", "quota", "held_back", "said"),
+    ("threads", "quota", "throttled", "said"),
     [
         (
             4,
@@ -94,7 +94,7 @@ def test_threads_need_a_free_core_each(threads: int, cores: int, others: float, 
         (16, 2.0, 0.0, ""),
     ],
 )
-def test_a_quota_that_is_used_up_voids_what_is_timed(threads: int, quota: float, held_back: float, said: str) -> None:
-    found = doubts(QUIET, Contention(threads, 64, 30.0, quota, held_back))
+def test_a_quota_that_is_used_up_voids_what_is_timed(threads: int, quota: float, throttled: float, said: str) -> None:
+    found = doubts(QUIET, Contention(threads, 64, 30.0, quota, throttled))
     assert len(found) == bool(said)
     assert not found or (found[0].startswith("threads oversubscribed, which voids") and said in found[0])

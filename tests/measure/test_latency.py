@@ -13,8 +13,7 @@ from torch.nn.utils import prune as torch_prune
 
 from prunekit.measure.effort import Effort
 from prunekit.measure.latency import comparison as latency
-from prunekit.measure.latency import machine, timing
-from prunekit.measure.latency import worker_process as measuring
+from prunekit.measure.latency import machine, timing, timing_job
 from prunekit.measure.latency.comparison import measure_latency
 from prunekit.measure.latency.timing import alternate, paired_ratio, warm_up
 from prunekit.settings.deployment import LatencySettings
@@ -135,9 +134,9 @@ def test_models_that_python_does_not_copy_are_timed_with_the_outputs_they_have(m
     normed, halved = nn.utils.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4)
     torch_prune.l1_unstructured(halved, "weight", 0.5)
     models = {"complex": Turned(), "normed": normed, "halved": halved}
-    jobs: list[measuring.Job] = []
-    apart = latency.measure_apart
-    monkeypatch.setattr(latency, "measure_apart", lambda job, folder: (jobs.append(job), apart(job, folder))[1])
+    jobs: list[timing_job.TimingJob] = []
+    apart = latency.run_job_apart
+    monkeypatch.setattr(latency, "run_job_apart", lambda job, folder: (jobs.append(job), apart(job, folder))[1])
     report = measure_latency(models, (4,), LatencySettings(batches=(2,), repeats=5), [CPU])
     assert [row["model"] for row in report.rows] == list(models)
     x = jobs[0].inputs.sample(2)

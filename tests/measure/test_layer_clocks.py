@@ -18,8 +18,9 @@ from prunekit.measure.effort import Effort, effort_of
 from prunekit.measure.latency_profile import networks
 from prunekit.measure.latency_profile.layer_times import LayerTimes
 from prunekit.measure.latency_profile.networks import Network, time_networks
-from prunekit.measure.runtimes.onnx_runtime import Places, by_module, exported
-from prunekit.measure.runtimes.openvino import undisturbed
+from prunekit.measure.runtimes.onnx_files import NodeModules, onnx_source
+from prunekit.measure.runtimes.onnx_runtime import times_by_module
+from prunekit.measure.runtimes.openvino import undisturbed_means
 from prunekit.measure.runtimes.runtime import RUNTIMES
 from prunekit.measure.runtimes.session import Inputs, LayerClock, Setting, Source, inputs_of
 
@@ -90,7 +91,7 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Export:
         wanted = sorted(keys)
         key = (str(model), str(inputs.described()), *wanted)
         if key not in made:
-            made[key] = exported(model, inputs, wanted, folder / str(len(made)))
+            made[key] = onnx_source(model, inputs, wanted, folder / str(len(made)))
         return made[key]
 
     return once
@@ -135,7 +136,7 @@ def require_times_of_layers(model: nn.Module, times: LayerTimes, runtime: str) -
 @pytest.mark.parametrize("name", MODELS)
 def test_a_node_belongs_to_the_module_whose_weight_it_reads(name: str, file_of: Callable[[str], Path]) -> None:
     model, file = settled(MODELS[name]), file_of(name)
-    places, owners = Places(file), dict(model.named_parameters())
+    places, owners = NodeModules(file), dict(model.named_parameters())
     checked = set()
     for node in onnx.load(file).graph.node:
         for parameter in set(node.input) & set(owners):
@@ -150,7 +151,7 @@ def test_a_node_belongs_to_the_module_whose_weight_it_reads(name: str, file_of: 
 
 @pytest.mark.slow
 def test_names_of_runtimes_lead_back_to_the_file(file_of: Callable[[str], Path]) -> None:
-    places = Places(file_of("odd"))
+    places = NodeModules(file_of("odd"))
     nodes = {node.output[0]: node for node in onnx.load(file_of("odd")).graph.node}
     stem, relu = (next(node for node in nodes.values() if node.op_type == kind) for kind in ("Conv", "Relu"))
     assert relu.input[0] == stem.output[0]
@@ -165,7 +166,7 @@ def test_names_of_runtimes_lead_back_to_the_file(file_of: Callable[[str], Path])
 def clock_of(runtime: str, model: nn.Module, folder: Path) -> LayerClock:
     setting, shape = Setting(runtime, "cpu", 1, 1), (3, 12, 12)
     module = RUNTIMES.get(runtime).carrier == "module"
-    source = Source(model) if module else exported(model, inputs_of(shape), [(1, "float32")], folder / "files")
+    source = Source(model) if module else onnx_source(model, inputs_of(shape), [(1, "float32")], folder / "files")
     session = RUNTIMES.get(runtime).open(source, inputs_of(shape).sample(1), setting)
     assert session.layers is not None
     return session.layers()
@@ -186,7 +187,7 @@ def test_passes_are_the_last_ones(runtime: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_onnx_runtime_counts_each_forward_by_itself(file_of: Callable[[str], Path]) -> None:
-    places = Places(file_of("odd"))
+    places = NodeModules(file_of("odd"))
     (stem, *_) = [name for name, place in places.of_nodes.items() if place == "stem"]
 
     def event(name: str, us: int, kind: str = "Conv") -> Mapping[str, object]:
@@ -195,7 +196,7 @@ def test_onnx_runtime_counts_each_forward_by_itself(file_of: Callable[[str], Pat
     whole = event("model_run", 9)
     first = [event("session_initialization", 70), event(f"{stem}_kernel_time", 2), whole]
     second = [event(f"{stem}_kernel_time", 4), event("ReorderOutput_kernel_time", 6, "ReorderOutput"), whole]
-    found = by_module([*first, *second], places)
+    found = times_by_module([*first, *second], places)
     assert found == [{"stem": pytest.approx(0.0025)}, {"stem": pytest.approx(0.0045), None: pytest.approx(0.0065)}]
 
 
@@ -207,4 +208,4 @@ def test_running_means_are_taken_apart(spike: float) -> None:
     each[:10] *= 3  # the warm-up
     each[22, 1] += spike
     means = np.floor(np.cumsum(each, axis=0) / np.arange(1, 31)[:, None])
-    assert undisturbed(means, 20) == pytest.approx(true, abs=3.5, rel=0.01)
+    assert undisturbed_means(means, 20) == pytest.approx(true, abs=3.5, rel=0.01)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from prunekit.measure.latency import machine
-from prunekit.measure.latency.memory import PeakMemory
-from prunekit.measure.latency.wording import surroundings
+from prunekit.measure.latency.peak_memory import PeakMemory
+from prunekit.measure.latency.row_text import machine_text
 
 
 def test_others_are_what_the_system_took_beyond_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,13 +40,13 @@ def test_cores_that_this_process_may_not_use_make_no_load(monkeypatch: pytest.Mo
 
 
 def test_this_machine_is_described() -> None:
-    found = machine.surroundings()
+    found = machine.describe_machine()
     assert json.loads(json.dumps(found)) == found
     assert found["cores"] >= 1
     assert 0 <= found["other_busy_cores"] <= found["cores"] + 1
-    text = surroundings(found | {"clock_mhz_after": None})
+    text = machine_text(found | {"clock_mhz_after": None})
     assert found["cpu"] in text
-    assert surroundings({}) == ""
+    assert machine_text({}) == ""
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_a_clock_that_a_driver_does_not_tell_is_unknown(nvidia_smi: Path, says: 
 def test_clocks_of_gpus_are_said_of_each() -> None:
     clocks = [("cpu", 2600.0), ("cuda:0", 1980.0), ("cuda:0", 1755.0), ("cuda:1", 1410.0), ("cuda:2", None)]
     rows = [{"device": device, "clock_mhz": clock} for device, clock in clocks]
-    text = surroundings(machine.surroundings() | {"clock_mhz_after": None}, [*rows, {"device": "cuda:3"}])
+    text = machine_text(machine.describe_machine() | {"clock_mhz_after": None}, [*rows, {"device": "cuda:3"}])
     assert text.endswith("; cuda:0 at 1755 to 1980 MHz right after timing; cuda:1 at 1410 MHz right after timing")
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from prunekit.measure.effort import effort_of
 from prunekit.measure.latency.comparison import measure_latency
-from prunekit.measure.latency.memory import Placement, placements
+from prunekit.measure.latency.memory_layout import WeightMover, weight_movers
 from prunekit.measure.latency.timing import alternate
 from prunekit.measure.runtimes.runtime import RUNTIMES
 from prunekit.measure.runtimes.session import Setting, Source
@@ -43,7 +43,7 @@ def test_all_lies_elsewhere_and_computes_the_same(inference: bool) -> None:
     with torch.inference_mode(inference):
         net = copy.deepcopy(Net()).eval()
         expected, before, strides = net(X), addresses(net), net.conv.weight.stride()
-        move = Placement(net)
+        move = WeightMover(net)
         seen, gaps = [before], set()
         for _ in range(5):
             move()
@@ -61,7 +61,7 @@ def test_models_of_the_caller_are_back_in_their_place_in_the_end() -> None:
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     before, held = addresses(net), net.state_dict()
-    with placements(net, net) as moves:
+    with weight_movers(net, net) as moves:
         for move in moves:
             move()
         assert addresses(net) != before
@@ -86,9 +86,9 @@ def test_models_are_moved_before_every_other_round() -> None:
 @pytest.mark.parametrize(("runtime", "moves"), [("eager", True), ("onnxruntime", False)])
 def test_runtimes_that_lay_weights_out_themselves_are_left_alone(runtime: str, moves: bool) -> None:
     calls: list[None] = []
-    before = Placement.__call__
+    before = WeightMover.__call__
     with effort_of(HERE), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Placement, "__call__", lambda self: (calls.append(None), before(self)))
+        patch.setattr(WeightMover, "__call__", lambda self: (calls.append(None), before(self)))
         settings = LatencySettings(runtimes=(runtime,), batches=(2,), repeats=6)  # type: ignore[arg-type]
         report = measure_latency({"dense": Net(), "pruned": Net()}, (3, 8, 8), settings, [torch.device("cpu")])
     assert not report.failures

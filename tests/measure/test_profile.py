@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from prunekit.errors import RunError, UsageError
 from prunekit.measure.effort import Effort, effort_of
-from prunekit.measure.latency.worker_process import Failed
+from prunekit.measure.latency.timing_job import SettingFailure
 from prunekit.measure.latency_profile import networks
 from prunekit.measure.latency_profile.layer_times import LayerTimes, cache_folder, load, store, structure
 from prunekit.measure.latency_profile.networks import Network, Pair, Ready, has_layer_clock, time_networks
@@ -42,7 +42,7 @@ class Spy:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[str] = []
-        monkeypatch.setattr(networks, "Process", self.process)
+        monkeypatch.setattr(networks, "WorkerProcess", self.process)
 
     def process(self, pair: Pair, folder: Path) -> Spy:
         return self
@@ -53,7 +53,7 @@ class Spy:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def ask(self, network: Ready) -> LayerTimes | Failed:
+    def ask(self, network: Ready) -> LayerTimes | SettingFailure:
         self.asked.append(network.name)
         return LayerTimes(float(len(self.asked)), 9.0, {"0": 0.25, "": 0.5}, 0.125, ("a doubt",))
 
@@ -120,7 +120,7 @@ def test_nothing_is_started_where_all_was_measured_before(tmp_path: Path, monkey
     with monkeypatch.context() as patched:
         Spy(patched)
         before = profile((4,), tmp_path)
-    monkeypatch.setattr(networks, "Process", None)
+    monkeypatch.setattr(networks, "WorkerProcess", None)
     assert profile((4,), tmp_path) == before
 
     def never() -> nn.Module:
@@ -236,7 +236,7 @@ def test_outputs_are_checked_against_eager() -> None:
     expected = [net(4)(x).detach()]
     pair = Pair(RUNTIMES.get("eager"), Ready("dense", Source(net(4)), expected), inputs_of((3, 6, 6)), EAGER, 5)
     other = pair(Ready("b", Source(net(5)), expected))
-    assert isinstance(other, Failed)
+    assert isinstance(other, SettingFailure)
     assert other.reason.startswith("b computes something else than in eager float32")
 
 

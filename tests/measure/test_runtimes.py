@@ -19,10 +19,11 @@ from prunekit.export.onnx import export_onnx
 from prunekit.measure.effort import Effort, effort_of
 from prunekit.measure.latency import comparison as latency
 from prunekit.measure.latency.comparison import measure_latency
-from prunekit.measure.latency.worker_process import Failed, Job, Timed, measure, plain_tensors
-from prunekit.measure.runtimes.onnx_runtime import exported, open_session
+from prunekit.measure.latency.timing_job import SettingFailure, SettingTimes, TimingJob, output_tensors, run_job
+from prunekit.measure.runtimes.onnx_files import onnx_source
+from prunekit.measure.runtimes.onnx_runtime import open_session
 from prunekit.measure.runtimes.runtime import RUNTIMES
-from prunekit.measure.runtimes.session import Inputs, Setting, Source, inputs_like, inputs_of, sample_of
+from prunekit.measure.runtimes.session import Inputs, Setting, Source, inputs_like, inputs_of
 from prunekit.registries import DtypeName
 from prunekit.settings.deployment import LatencySettings
 
@@ -45,19 +46,22 @@ def flat(width: int = 8) -> nn.Module:
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("onnx")
     return {
-        name: export_onnx(net(width), sample_of(SHAPE, 2), folder / f"{name}.onnx")
+        name: export_onnx(net(width), inputs_of(SHAPE).sample(2)[0], folder / f"{name}.onnx")
         for name, width in (("dense", 8), ("pruned", 4))
     }
 
 
-def job(setting: Setting, sources: dict[str, Source], expected: nn.Module | None = None) -> Job:
+def job(setting: Setting, sources: dict[str, Source], expected: nn.Module | None = None) -> TimingJob:
     with torch.inference_mode():
         widths = {"dense": 8, "pruned": 4}
-        outputs = {(name, 2): plain_tensors((expected or net(widths[name]))(sample_of(SHAPE, 2))) for name in sources}
-    return Job(RUNTIMES.get(setting.runtime), (setting,), sources, outputs, inputs_of(SHAPE), 6)
+        outputs = {
+            (name, 2): output_tensors((expected or net(widths[name]))(inputs_of(SHAPE).sample(2)[0]))
+            for name in sources
+        }
+    return TimingJob(RUNTIMES.get(setting.runtime), (setting,), sources, outputs, inputs_of(SHAPE), 6)
 
 
-def only(found: Iterator[Timed | Failed]) -> Timed | Failed:
+def only(found: Iterator[SettingTimes | SettingFailure]) -> SettingTimes | SettingFailure:
     (outcome,) = found
     return outcome
 
@@ -65,13 +69,13 @@ def only(found: Iterator[Timed | Failed]) -> Timed | Failed:
 @pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
 def test_runtimes_of_onnx_files_compute_the_same(runtime: str, files: dict[str, Path]) -> None:
     sources = {name: Source(files={(2, "float32"): file}) for name, file in files.items()}
-    found = only(measure(job(Setting(runtime, "cpu", 2, 1), sources), own_process=False))
-    assert isinstance(found, Timed)
+    found = only(run_job(job(Setting(runtime, "cpu", 2, 1), sources), own_process=False))
+    assert isinstance(found, SettingTimes)
     assert found.times.shape == (2, 6)
     assert (found.times > 0).all()
     swapped = {"dense": sources["pruned"]}
-    refused = only(measure(job(Setting(runtime, "cpu", 2, 1), swapped), own_process=False))
-    assert isinstance(refused, Failed)
+    refused = only(run_job(job(Setting(runtime, "cpu", 2, 1), swapped), own_process=False))
+    assert isinstance(refused, SettingFailure)
     assert "dense computes something else than in eager float32: outputs differ by " in refused.reason
     assert "of the largest value, expected at most 0.001" in refused.reason
 
@@ -83,17 +87,17 @@ def test_a_file_has_the_dtype_that_a_runtime_computes_in(tmp_path: Path) -> None
     keys = [RUNTIMES.get(name).file_key(setting) for name in ("tensorrt", "openvino")]
     assert keys == [(2, "float16"), (2, "float32")]
     model = net()
-    files = exported(model, inputs_of(SHAPE), keys, tmp_path / "files").files
+    files = onnx_source(model, inputs_of(SHAPE), keys, tmp_path / "files").files
     assert list(files) == sorted(keys)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     halves = onnx.load(files[2, "float16"])
     types = {value.type.tensor_type.elem_type for value in (*halves.graph.input, *halves.graph.output)}
     weights = {weight.data_type for weight in halves.graph.initializer} - {onnx.TensorProto.INT64}  # shapes
     assert types | weights == {onnx.TensorProto.FLOAT16}
-    feed = {halves.graph.input[0].name: sample_of(SHAPE, 2).half().numpy()}
+    feed = {halves.graph.input[0].name: inputs_of(SHAPE).sample(2)[0].half().numpy()}
     found = open_session(files[2, "float16"], 1).run(None, feed)
     with torch.inference_mode():
-        wanted = model(sample_of(SHAPE, 2))
+        wanted = model(inputs_of(SHAPE).sample(2)[0])
     assert (torch.from_numpy(found[0]).float() - wanted).abs().max() < 0.02 * wanted.abs().max()
 
 
@@ -132,13 +136,13 @@ def test_openvino_frees_no_stack_that_signals_are_handled_on(files: dict[str, Pa
 def test_eager_is_checked_in_every_dtype_and_layout(dtype: str, memory_format: str) -> None:
     setting = Setting("eager", "cpu", 2, 1, dtype, memory_format)
     model = net()
-    assert isinstance(only(measure(job(setting, {"dense": Source(model)}), own_process=False)), Timed)
+    assert isinstance(only(run_job(job(setting, {"dense": Source(model)}), own_process=False)), SettingTimes)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     other = copy.deepcopy(model)
     with torch.no_grad():
         other[0].weight *= 1.5  # type: ignore[index, operator]
-    refused = only(measure(job(setting, {"dense": Source(other)}, model), own_process=False))
-    assert isinstance(refused, Failed)
+    refused = only(run_job(job(setting, {"dense": Source(other)}, model), own_process=False))
+    assert isinstance(refused, SettingFailure)
     assert "expected at most" in refused.reason
 
 
@@ -146,8 +150,8 @@ def test_what_a_runtime_raises_is_the_reason(tmp_path: Path) -> None:
     (tmp_path / "broken.onnx").write_bytes(b"no model")
     sources = {"dense": Source(files={(2, "float32"): tmp_path / "broken.onnx"})}
     for runtime in ("onnxruntime", "openvino"):
-        found = only(measure(job(Setting(runtime, "cpu", 2, 1), sources), own_process=False))
-        assert isinstance(found, Failed)
+        found = only(run_job(job(Setting(runtime, "cpu", 2, 1), sources), own_process=False))
+        assert isinstance(found, SettingFailure)
         assert found.reason
 
 
@@ -173,11 +177,11 @@ def test_what_is_measured_again_is_exported_once(monkeypatch: pytest.MonkeyPatch
     def counted(model: nn.Module, inputs: Inputs, keys: Iterable[tuple[int, str]], folder: Path) -> Source:
         wanted = list(keys)
         made.extend(wanted)
-        return exported(model, inputs, wanted, folder)
+        return onnx_source(model, inputs, wanted, folder)
 
     monkeypatch.setattr(latency, "exported", counted)
     settings = LatencySettings((2,), (1,), 5, ("onnxruntime", "openvino"))
-    with latency.ready({"dense": flat(), "pruned": flat(4)}, SHAPE, settings, [CPU]) as measured:
+    with latency.prepared_latency({"dense": flat(), "pruned": flat(4)}, SHAPE, settings, [CPU]) as measured:
         reports = [measured(repeats) for repeats in (5, 6)]
     assert made == [(2, "float32"), (2, "float32")]
     assert [[row["repeats"] for row in report.rows] for report in reports] == [[5] * 4, [6] * 4]

@@ -128,11 +128,11 @@ def _conclude(
     failures: list[Any], gates: list[tuple[dict[str, Any], bool]], max_latency_ms: float | None, console: Console
 ) -> None:
     """Say what was not measured, and of each setting that was whether the model keeps the limit there."""
-    from prunekit.measure.latency.wording import failed, where
+    from prunekit.measure.latency.row_text import failure_lines, setting_text
 
-    for line in failed(failures):
+    for line in failure_lines(failures):
         console.log(f"prunekit: error: not measured: {line}")
     for row, fast in gates:
         doubt = "" if row["stable"] else f", unstable: 95 % up to {row['high_ms']:.3g} ms"
         found = f"{row['median_ms']:.3g} ms{doubt}; the limit is {max_latency_ms:g} ms"
-        console.log(f"prunekit: {'fast enough' if fast else 'too slow'}: {row['model']} ({where(row)}): {found}")
+        console.log(f"prunekit: {'fast enough' if fast else 'too slow'}: {row['model']} ({setting_text(row)}): {found}")

@@ -24,8 +24,8 @@ from prunekit.jobs.prune.latency_target import (
 )
 from prunekit.jobs.run.run_folder import Log
 from prunekit.measure.effort import current_effort
-from prunekit.measure.latency.comparison import LatencyReport, ready
-from prunekit.measure.latency.wording import failed
+from prunekit.measure.latency.comparison import LatencyReport, prepared_latency
+from prunekit.measure.latency.row_text import failure_lines
 from prunekit.measure.runtimes.session import Inputs
 from prunekit.planning.plan import Plan
 from prunekit.settings.prune import PruneSettings, facts_of
@@ -172,7 +172,7 @@ def time_pair(
     """
     effort = current_effort()
     wanted, models = as_latency(settings.target), {"dense": model, "pruned": compact}
-    with ready(models, inputs, wanted, devices(settings.target.device, wanted)) as measured:
+    with prepared_latency(models, inputs, wanted, devices(settings.target.device, wanted)) as measured:
         for tried in range(effort.tries):
             each: list[Timing] = []
             while len(each) < effort.processes or (len(each) < most and _uncertainty(each, settings) > CERTAIN):
@@ -219,7 +219,7 @@ def _median(found: Sequence[Timing], uncertainty: float = 0.0) -> Timing:
 
 def _timing(found: LatencyReport) -> Timing:
     if found.failures:
-        raise RunError(f"latency not measured: {'; '.join(failed(found.failures))}")
+        raise RunError(f"latency not measured: {'; '.join(failure_lines(found.failures))}")
     row, ratio = found.rows[1], found.speedup[0]
     doubts = tuple(dict.fromkeys([*row["doubts"], *ratio["doubts"]]))
     ms = (row["median_ms"], row["low_ms"], row["high_ms"])

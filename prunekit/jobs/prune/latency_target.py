@@ -19,8 +19,8 @@ from prunekit.errors import PlanError
 from prunekit.jobs.bench import devices
 from prunekit.jobs.profile import as_latency, in_blocks
 from prunekit.jobs.prune.latency_profile import Profile
-from prunekit.measure.latency.comparison import LatencyReport, choose
-from prunekit.measure.latency.wording import where
+from prunekit.measure.latency.comparison import LatencyReport, choose_settings
+from prunekit.measure.latency.row_text import setting_text
 from prunekit.measure.runtimes.session import Inputs
 from prunekit.planning.feasibility import conflicting_limits, least_possible
 from prunekit.planning.latency_table import LatencyTable
@@ -265,7 +265,7 @@ class LatencyResult:
         """
         target = self.target.settings.target
         asked = as_latency(target)
-        (setting,) = choose(asked, devices(target.device, asked))[0]
+        (setting,) = choose_settings(asked, devices(target.device, asked))[0]
         # Layouts are as models have them, not as they were asked for.
         same = {key: value for key, value in asdict(setting).items() if key != "memory_format"}
         final, notes = self.final, list(report.notes)
@@ -278,7 +278,7 @@ class LatencyResult:
             if row["model"] != model or any(row[key] != value for key, value in same.items()):
                 return dict(row)
             notes.append(
-                f"speedup of {model} ({where(row)}): the figure of the budget of time, the median over as many "
+                f"speedup of {model} ({setting_text(row)}): the figure of the budget of time, the median over as many "
                 f"processes as it took ({final.processes}); times in ms are of one process each"
             )
             return {**row, **figures}

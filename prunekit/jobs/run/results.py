@@ -28,7 +28,7 @@ from prunekit.jobs.stages.deployment_stage import FOLDER
 from prunekit.masks.masked_model import Sparsity
 from prunekit.measure.accuracy import Scores, evaluate
 from prunekit.measure.latency.comparison import LatencyReport, measure_latency
-from prunekit.measure.latency.wording import doubtful, failed, unstable, where
+from prunekit.measure.latency.row_text import failure_lines, setting_text, unstable_lines, unstable_mark
 from prunekit.measure.model_size import count_bytes, count_macs, count_memory, count_parameters, size_bytes
 from prunekit.measure.runtimes.session import inputs_like
 from prunekit.measure.verification import Verification
@@ -150,9 +150,9 @@ def measure(
         write_csv(run.path / "latency_samples.csv", list(latency.sample_rows()))
     write_csv(run.path / "results.csv", [{"model": name, **row} for name, row in figures.items()])
     for row in latency.speedup:
-        interval = f"[{row['low']:.2f}, {row['high']:.2f}]{doubtful(row)}"
-        log(f"latency: {row['model']}: {row['median']:.2f}x the dense model's speed {interval} ({where(row)})")
-    for note in [*unstable(latency.rows, latency.speedup), *latency.notes]:
+        interval = f"[{row['low']:.2f}, {row['high']:.2f}]{unstable_mark(row)}"
+        log(f"latency: {row['model']}: {row['median']:.2f}x the dense model's speed {interval} ({setting_text(row)})")
+    for note in [*unstable_lines(latency.rows, latency.speedup), *latency.notes]:
         log(f"latency: {note}")
     explanation = explain_job(dense, pruned, inputs, settings, log)
     return Measured(figures, accuracies, latency, explanation=explanation)
@@ -244,8 +244,8 @@ def shortfalls(measured: Measured, share: Sparsity, job: JobSettings, label: str
     found += _chances(measured.accuracies, label)
     for row in measured.latency.speedup:
         if row["high"] < 1 and row["stable"]:
-            found.append(f"the {row['model']} model is slower ({where(row)}): {row['median']:.2f}x")
-    found += [f"latency not measured: {text}" for text in failed(measured.latency.failures)]
+            found.append(f"the {row['model']} model is slower ({setting_text(row)}): {row['median']:.2f}x")
+    found += [f"latency not measured: {text}" for text in failure_lines(measured.latency.failures)]
     found += measured.failures
     return found + missed_targets(measured.activations)
 

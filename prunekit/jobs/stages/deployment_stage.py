@@ -16,7 +16,7 @@ from prunekit.deploy.transform import channels_last
 from prunekit.errors import UsageError
 from prunekit.jobs.run.job_inputs import Prepared
 from prunekit.jobs.run.run_folder import RunFolder
-from prunekit.measure.latency.worker_process import TOLERANCES
+from prunekit.measure.latency.timing_job import TOLERANCES
 from prunekit.measure.verification import compare_outputs
 from prunekit.planning.plan import Plan
 from prunekit.utils.inputs import inputs_as_example, sample_count

@@ -12,7 +12,7 @@ from torch import nn
 
 from prunekit.measure.causes.operator_times import Key, OperatorCalls, OperatorTimer, floor, record
 from prunekit.measure.latency.machine import Load
-from prunekit.measure.latency.memory import placements
+from prunekit.measure.latency.memory_layout import weight_movers
 from prunekit.measure.latency.timing import Contention, Estimate, Timer, alternate, paired_ratio, warm_up
 from prunekit.utils.inputs import call
 
@@ -126,7 +126,7 @@ def break_down(
         for clock in clocks:
             clock.passes.clear()
         load = Load()
-        with load.watched(), placements(dense, pruned) as moves:
+        with load.watched(), weight_movers(dense, pruned) as moves:
             times = alternate(runs, rounds, [*moves, *forwards] if device.type == "cpu" else [])
     sides = [_sides(found, clock.passes, batch) for found, clock in zip(calls, clocks, strict=True)]
     dense_ms, pruned_ms = (float(np.median(row)) for row in times[:2])

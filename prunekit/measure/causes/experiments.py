@@ -16,7 +16,7 @@ from prunekit.channels.cut.model_copy import copied
 from prunekit.hooks.hook import HOOK_TABLES, is_ours
 from prunekit.measure.causes.operator_times import Layer, Widths
 from prunekit.measure.causes.widths import KernelTimes, WidthTimes, rounded, size
-from prunekit.measure.latency.timing import Beside, alternately, beside, paired_ratio
+from prunekit.measure.latency.timing import PairedTiming, paired_ratio, time_pair, time_runs
 from prunekit.utils.context import threads as with_threads
 from prunekit.utils.inputs import call
 from prunekit.utils.tensors import gather, map_tensors
@@ -35,7 +35,7 @@ def copy_times(device: torch.device) -> Callable[[float], float]:
     for moved in COPIED:
         source = torch.ones(moved // 8, device=device)
         target = torch.empty_like(source)
-        times.append(float(alternately([partial(target.copy_, source)], device).min()))
+        times.append(float(time_runs([partial(target.copy_, source)], device).min()))
     sizes, logs = np.log(COPIED), np.log(times)
 
     def milliseconds(moved: float) -> float:
@@ -45,16 +45,16 @@ def copy_times(device: torch.device) -> Callable[[float], float]:
     return milliseconds
 
 
-def with_channels_last(model: nn.Module, inputs: tuple[Any, ...], device: torch.device) -> Beside | None:
+def with_channels_last(model: nn.Module, inputs: tuple[Any, ...], device: torch.device) -> PairedTiming | None:
     """Return the model beside a copy with channels last; None where no image or no kernel has channels to put last."""
     if not any(tensor.dim() == 4 for tensor in gather(inputs)) or all(p.dim() != 4 for p in model.parameters()):
         return None
     other = copied(model).to(memory_format=torch.channels_last)
     images = map_tensors(inputs, lambda x: x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x)
-    return beside(lambda: call(model, inputs), lambda: call(other, images), device)
+    return time_pair(lambda: call(model, inputs), lambda: call(other, images), device)
 
 
-def with_flushing(model: nn.Module, inputs: tuple[Any, ...]) -> Beside | None:
+def with_flushing(model: nn.Module, inputs: tuple[Any, ...]) -> PairedTiming | None:
     """Return the model on one CPU thread, subnormal numbers as they are beside taken as 0; None where that cannot be
     set.
     """
@@ -66,7 +66,7 @@ def with_flushing(model: nn.Module, inputs: tuple[Any, ...]) -> Beside | None:
     with _flushing_restored() as possible, with_threads(1):
         if not possible:
             return None
-        return beside(lambda: run(False), lambda: run(True), torch.device("cpu"))
+        return time_pair(lambda: run(False), lambda: run(True), torch.device("cpu"))
 
 
 @contextmanager
@@ -79,7 +79,9 @@ def _flushing_restored() -> Iterator[bool]:
         torch.set_flush_denormal(before)
 
 
-def with_threads_of(counts: Sequence[int], model: nn.Module, inputs: tuple[Any, ...], now: int) -> dict[int, Beside]:
+def with_threads_of(
+    counts: Sequence[int], model: nn.Module, inputs: tuple[Any, ...], now: int
+) -> dict[int, PairedTiming]:
     """The model with `now` CPU threads beside each of some other counts."""
 
     def run(count: int) -> None:
@@ -87,15 +89,15 @@ def with_threads_of(counts: Sequence[int], model: nn.Module, inputs: tuple[Any, 
         call(model, inputs)
 
     with with_threads(now):
-        return {count: beside(partial(run, now), partial(run, count), torch.device("cpu")) for count in counts}
+        return {count: time_pair(partial(run, now), partial(run, count), torch.device("cpu")) for count in counts}
 
 
 def with_larger_batch(
     dense: nn.Module, pruned: nn.Module, inputs: tuple[Any, ...], times: int, device: torch.device
-) -> Beside:
+) -> PairedTiming:
     """Return the dense beside the pruned model on `times` as many samples; the gain is the speedup."""
     more = map_tensors(inputs, lambda tensor: torch.cat([tensor] * times) if tensor.dim() else tensor)
-    return beside(lambda: dense(*more), lambda: pruned(*more), device)
+    return time_pair(lambda: dense(*more), lambda: pruned(*more), device)
 
 
 def mask_hooks(model: nn.Module) -> int:
@@ -108,7 +110,7 @@ def _masks(hook: object) -> bool:
     return isinstance(hook, torch_prune.BasePruningMethod) or (is_ours(hook) and not getattr(hook, "inert", False))
 
 
-def without_masks(model: nn.Module, inputs: tuple[Any, ...], device: torch.device) -> Beside:
+def without_masks(model: nn.Module, inputs: tuple[Any, ...], device: torch.device) -> PairedTiming:
     """Return the model beside a copy that has the same weights and no hooks of masks."""
     bare = copied(model)
     for module in bare.modules():
@@ -118,7 +120,7 @@ def without_masks(model: nn.Module, inputs: tuple[Any, ...], device: torch.devic
         for table in (getattr(module, name) for name in HOOK_TABLES):
             for key in [key for key, hook in table.items() if is_ours(hook)]:
                 del table[key]
-    return beside(lambda: call(model, inputs), lambda: call(bare, inputs), device)
+    return time_pair(lambda: call(model, inputs), lambda: call(bare, inputs), device)
 
 
 def width_times(module: str, row_ms: float, layer: Layer, dense: Widths, device: torch.device) -> Iterator[WidthTimes]:
@@ -128,7 +130,7 @@ def width_times(module: str, row_ms: float, layer: Layer, dense: Widths, device:
     if not found:
         return
     widths = [layer.widths, *(one for _, pair in found for one in pair)]
-    times = alternately([layer.build(pair) for pair in widths], device)
+    times = time_runs([layer.build(pair) for pair in widths], device)
     now, medians = times[0], np.median(times, axis=1)
     for index, (step, (down, up)) in enumerate(found):
         below, above = 1 + 2 * index, 2 + 2 * index
@@ -144,7 +146,7 @@ def kernel_times(module: str, row_ms: float, layer: Layer, dense: Widths, device
     """
     if layer.widths == dense:
         return None
-    now, whole = alternately([layer.build(layer.widths), layer.build(dense)], device)
+    now, whole = time_runs([layer.build(layer.widths), layer.build(dense)], device)
     more = size(dense, tied=layer.tied) / size(layer.widths, tied=layer.tied)
     medians = float(np.median(now)), float(np.median(whole))
     return KernelTimes(module, row_ms, layer.widths, dense, more, *medians, paired_ratio(whole, now))
@@ -152,7 +154,7 @@ def kernel_times(module: str, row_ms: float, layer: Layer, dense: Widths, device
 
 def share_without(layer: Layer, widths: Widths, device: torch.device) -> float:
     """Return the share of a layer's time that it would not take at smaller widths; 0 where noise would explain it."""
-    found = beside(layer.build(layer.widths), layer.build(widths), device)
+    found = time_pair(layer.build(layer.widths), layer.build(widths), device)
     return found.saved_ms / found.now_ms
 
 

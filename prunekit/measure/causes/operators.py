@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 from prunekit.measure.causes.breakdown import OperatorRow, Side
 from prunekit.measure.causes.cause import LEAST, Cause, Ran, some
-from prunekit.measure.latency.timing import Beside
+from prunekit.measure.latency.timing import PairedTiming
 from prunekit.utils.display import plural
 
 COPIES = frozenset({"clone", "contiguous", "_to_copy", "copy_", "_reshape_copy", "permute_copy", "transpose_copy"})
@@ -39,7 +39,7 @@ def copying(rows: Iterable[OperatorRow], pruned_ms: float) -> Cause | None:
     )
 
 
-def other_layout(channels_last: Beside | None) -> Cause | None:
+def other_layout(channels_last: PairedTiming | None) -> Cause | None:
     """Convolutions that are faster with channels last.
 
     Args:
@@ -117,7 +117,7 @@ NORMS = frozenset(
 )
 
 
-def unfused_norms(rows: Iterable[OperatorRow], pruned_ms: float, folded: Beside | None) -> Cause | None:
+def unfused_norms(rows: Iterable[OperatorRow], pruned_ms: float, folded: PairedTiming | None) -> Cause | None:
     """BatchNorm takes time that would be none inside the layer before it.
 
     Args:
@@ -142,7 +142,7 @@ def unfused_norms(rows: Iterable[OperatorRow], pruned_ms: float, folded: Beside 
     )
 
 
-def _effect(folded: Beside | None) -> str:
+def _effect(folded: PairedTiming | None) -> str:
     if folded is None:
         return ""
     gain = folded.gain

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from prunekit.measure.causes.breakdown import Breakdown
 from prunekit.measure.causes.cause import LEAST, Cause, some
-from prunekit.measure.latency.timing import Beside, Contention, Estimate
+from prunekit.measure.latency.timing import Contention, Estimate, PairedTiming
 from prunekit.utils.display import plural
 
 MUCH = 0.15
@@ -56,7 +56,7 @@ def _starts(found: Breakdown, *, pruned: bool) -> float:
     return sum(min(side.ms, side.calls * found.floor_ms) for side in sides if side is not None)
 
 
-def too_many_threads(contention: Contention, fewer: Mapping[int, Beside]) -> Cause | None:
+def too_many_threads(contention: Contention, fewer: Mapping[int, PairedTiming]) -> Cause | None:
     """The pruned model is faster with fewer threads.
 
     Args:
@@ -82,7 +82,7 @@ def too_many_threads(contention: Contention, fewer: Mapping[int, Beside]) -> Cau
     )
 
 
-def small_batch(now: Estimate, pruned_ms: float, larger: Beside, batch: int, larger_batch: int) -> Cause | None:
+def small_batch(now: Estimate, pruned_ms: float, larger: PairedTiming, batch: int, larger_batch: int) -> Cause | None:
     """The pruned model is more times faster than the dense one at a larger batch.
 
     Args:
@@ -109,7 +109,7 @@ def small_batch(now: Estimate, pruned_ms: float, larger: Beside, batch: int, lar
 def masks_attached(
     hooks: int,
     zero_channels: Mapping[str, tuple[int, int]],
-    bare: Beside | None,
+    bare: PairedTiming | None,
     zeros_ms: float,
     pruned_ms: float,
 ) -> Cause | None:
@@ -144,7 +144,7 @@ def masks_attached(
 
 
 def subnormal_numbers(
-    weights: Mapping[str, int], activations: Mapping[str, int], flushed: Beside | None
+    weights: Mapping[str, int], activations: Mapping[str, int], flushed: PairedTiming | None
 ) -> Cause | None:
     """Return weights or activations below the smallest number of full precision, and the time without them.
 

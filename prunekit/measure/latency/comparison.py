@@ -1,7 +1,4 @@
-"""Latency of models beside each other: timed alternately, so that what slows the machine slows all of them.
-
-From what is asked for to the settings that can be timed.
-"""
+"""Latency of several models, timed time_runs, so that what slows the machine slows all of them."""
 
 from __future__ import annotations
 
@@ -19,11 +16,18 @@ from torch import nn
 
 from prunekit.channels.cut.model_copy import copied
 from prunekit.errors import RunError, UsageError
-from prunekit.measure.latency.machine import clock_mhz, surroundings
+from prunekit.measure.latency.machine import clock_mhz, describe_machine
 from prunekit.measure.latency.timing import doubts, median_interval, paired_ratio
-from prunekit.measure.latency.worker_process import Failed, Job, Outcome, Timed, measure_apart, plain_tensors
+from prunekit.measure.latency.timing_job import (
+    Outcome,
+    SettingFailure,
+    SettingTimes,
+    TimingJob,
+    output_tensors,
+    run_job_apart,
+)
 from prunekit.measure.runtimes.eager import layout_of
-from prunekit.measure.runtimes.onnx_runtime import exported
+from prunekit.measure.runtimes.onnx_files import onnx_source
 from prunekit.measure.runtimes.runtime import RUNTIMES
 from prunekit.measure.runtimes.session import FileKey, Inputs, Setting, Source, inputs_of
 from prunekit.registries import DTYPES
@@ -32,84 +36,29 @@ from prunekit.utils.context import set_mode
 from prunekit.utils.display import plural
 from prunekit.utils.inputs import call
 
-
-def require_runtimes(names: Sequence[str]) -> None:
-    """Checks that what the runtimes need is installed.
-
-    Raises:
-        UsageError: it is not, and the message says what brings it; or there is no such runtime.
-    """
-    for name in names:
-        if missing := RUNTIMES.get(name).missing():
-            raise UsageError(f"runtime {name!r} {missing}")
-
-
-def choose(settings: LatencySettings, devices: Sequence[torch.device]) -> tuple[list[Setting], list[str]]:
-    """Return every setting that can be timed, runtime by runtime, and what was left out, with the reason.
-
-    Runtimes, devices, dtypes and memory formats are combined as far as they go together. Threads apply to the CPU;
-    another device is timed with the first thread count alone.
-
-    Raises:
-        UsageError: a runtime is not installed, or something that was named goes with nothing else that was.
-    """
-    require_runtimes(settings.runtimes)
-    found, left_out = [], []
-    for way in product(settings.runtimes, devices, settings.dtypes, settings.memory_formats):
-        runtime, device, dtype, memory_format = way
-        setting = Setting(runtime, str(device), 1, 1, DTYPES[dtype], memory_format)
-        reason = _refusal(setting, device.type)
-        if reason:
-            left_out.append((way, f"{runtime} on {device}, {setting.dtype}, {memory_format}: not timed: {reason}"))
-        else:
-            found += [(way, each) for each in _sizes(setting, settings, device)]
-    _all_used([way for way, _ in found], left_out)
-    return [setting for _, setting in found], [text for _, text in left_out]
-
-
-def _refusal(setting: Setting, kind: str) -> str:
-    runtime = RUNTIMES.get(setting.runtime)
-    return runtime.refuse(setting) if kind in runtime.devices else f"it runs on {' and '.join(runtime.devices)} here"
-
-
-def _sizes(setting: Setting, settings: LatencySettings, device: torch.device) -> Iterator[Setting]:
-    threads = settings.threads if device.type == "cpu" else settings.threads[:1]
-    for count, batch in product(threads, settings.batches):
-        yield Setting(setting.runtime, setting.device, batch, count, setting.dtype, setting.memory_format)
-
-
-def _all_used(used: Sequence[tuple[object, ...]], left_out: Sequence[tuple[tuple[object, ...], str]]) -> None:
-    """What is named and timed nowhere is a mistake; the rest of a product is left out with a note."""
-    for position in range(4):
-        timed = {way[position] for way in used}
-        for way, text in left_out:
-            if way[position] not in timed:
-                raise UsageError(f"{text}; nothing was measured")
-
-
 Row = dict[str, Any]
 Log = Callable[[str], object]
 
 
 @dataclass(frozen=True)
 class LatencyReport:
-    """What was timed.
+    """The latency of models in several settings.
 
-    Every row has the keys of its setting: runtime, device, batch, threads, dtype, memory_format (that of the model in
-    torch's own runtimes, where its kernels lie channels last); and `stable`, with the reasons in `doubts` where it is
-    not: such a figure supports no claim.
+    Every row has the keys of its setting: runtime, device, batch, threads, dtype, memory_format (in torch's own
+    runtimes that of the model, if its weights are channels last); and `stable`: if it is not, the figure supports no
+    claim, for the reasons in `doubts`.
 
     Attributes:
         rows: one per model and setting, with the milliseconds of one forward of the whole batch: median_ms with its
             95 % interval low_ms to high_ms, p10_ms, p90_ms, p99_ms; samples_per_s; peak_memory_bytes of the model
-            (None where it cannot be had); repeats, and warm_up calls before them; clock_mhz of the device right after
-            (None where the system does not tell).
+            (None if unknown); repeats, and warm_up calls before them; clock_mhz of the device right after (None if
+            unknown).
         speedup: one per setting and model after the first: how many times faster than the first: median of the paired
             ratios, low and high of its 95 % interval.
         samples: the milliseconds behind each row, in the order they were taken; `samples[i]` belongs to `rows[i]`.
-        notes: what could not be measured here.
-        failures: settings of which nothing is reported, because outputs differ or something failed, with a `reason`.
-        machine: what it was measured on: see `machine.surroundings`, and `clock_mhz_after`.
+        notes: on what could not be measured here.
+        failures: settings in which outputs differ or something failed, with a `reason`.
+        machine: that of `describe_machine`, and `clock_mhz_after`.
         not_apart: those of the notes that say that a runtime had no process of its own.
     """
 
@@ -139,24 +88,24 @@ def measure_latency(
     """Time copies of the models in eval and inference mode, on random input, each runtime in a process of its own.
 
     In each setting every model is checked against its own outputs in eager float32, then warmed up until its times are
-    stable; then each round times every model once, in an order that is turned round each time.
+    stable; then each round times every model once, in reversed order every other round.
 
     Args:
-        models: name -> model; the first is what the others' speedup is relative to.
-        inputs: what the models take: the shape of one input without the batch, such as (3, 224, 224), or `Inputs`.
-        settings: runtimes, batches, CPU threads, dtypes, memory formats, and how many rounds.
+        models: by name; speedups are relative to the first.
+        inputs: of the models: the shape of one input without the batch, such as (3, 224, 224), or `Inputs`.
+        settings: runtimes, batches, CPU threads, dtypes, memory formats, and the number of rounds.
         devices: where to time; CUDA is timed with its own events, every run synchronized.
-        log: is told what is exported and timed next.
+        log: called with what is exported and timed next.
 
     Raises:
-        UsageError: a runtime is not installed, or cannot do anything of what is asked; nothing was measured.
+        UsageError: a runtime is not installed, or cannot run in any of the settings; nothing was measured.
     """
-    with ready(models, inputs, settings, devices, log=log) as measured:
+    with prepared_latency(models, inputs, settings, devices, log=log) as measured:
         return measured(settings.repeats)
 
 
 @contextmanager
-def ready(
+def prepared_latency(
     models: Mapping[str, nn.Module],
     inputs: Sequence[int] | Inputs,
     settings: LatencySettings,
@@ -164,37 +113,37 @@ def ready(
     *,
     log: Log = lambda text: None,
 ) -> Iterator[Callable[[int], LatencyReport]]:
-    """As `measure_latency`, for models that are measured several times: copied, exported and run in eager only once.
+    """Prepare models to be measured several times: they are copied, exported and run in eager only once.
 
     Yields:
-        What measures, with as many rounds as it is given, in new processes each time.
+        A function that measures with the given number of rounds, in new processes each time; see `measure_latency`.
     """
     taken = inputs_of(inputs)
-    chosen, notes = choose(settings, devices)
+    chosen, notes = choose_settings(settings, devices)
     copies = {name: set_mode(copied(model, "cpu", torch.float32), False) for name, model in models.items()}
     with TemporaryDirectory(prefix="prunekit-") as place:
-        folder, parts = Path(place), list[Job | list[Outcome]]()
-        carriers = _Carriers(copies, taken, folder, log)
+        folder, parts = Path(place), list[TimingJob | list[Outcome]]()
+        all_sources = _ModelSources(copies, taken, folder, log)
         with torch.inference_mode():
             expected = {
-                (name, batch): plain_tensors(call(model, taken.sample(batch)))
+                (name, batch): output_tensors(call(model, taken.sample(batch)))
                 for batch in settings.batches
                 for name, model in copies.items()
             }
             for name, group in groupby(chosen, lambda setting: setting.runtime):
-                sources, able, failed = carriers.of(list(group))
+                sources, able, failed = all_sources.of(list(group))
                 parts += [failed] if failed else []
                 runtime = RUNTIMES.get(name)
-                parts += [Job(runtime, tuple(able), sources, expected, taken, settings.repeats)] if able else []
+                parts += [TimingJob(runtime, tuple(able), sources, expected, taken, settings.repeats)] if able else []
 
         def measured(repeats: int) -> LatencyReport:
-            def apart(job: Job) -> tuple[list[Outcome], str]:
+            def apart(job: TimingJob) -> tuple[list[Outcome], str]:
                 what = f"{plural(len(job.sources), 'model')} in {plural(len(job.settings), 'setting')}"
                 log(f"latency: {job.settings[0].runtime}: timing {what}")
-                return measure_apart(replace(job, repeats=repeats), folder)
+                return run_job_apart(replace(job, repeats=repeats), folder)
 
-            machine = surroundings()
-            found = [apart(part) if isinstance(part, Job) else (part, "") for part in parts]
+            machine = describe_machine()
+            found = [apart(part) if isinstance(part, TimingJob) else (part, "") for part in parts]
             not_apart = tuple(note for _, note in found if note)
             said = [*notes, *not_apart, *_cuda_note(devices)]
             outcomes = [outcome for some, _ in found for outcome in some]
@@ -204,47 +153,102 @@ def ready(
         yield measured
 
 
+def choose_settings(settings: LatencySettings, devices: Sequence[torch.device]) -> tuple[list[Setting], list[str]]:
+    """Return every setting that can be timed, runtime by runtime, and notes on those that cannot.
+
+    Runtimes, devices, dtypes and memory formats are combined wherever a runtime can run the combination. Threads apply
+    to the CPU; other devices are timed with the first thread count alone.
+
+    Raises:
+        UsageError: a runtime is not installed, or a runtime, device, dtype or memory format is in no setting.
+    """
+    require_runtimes(settings.runtimes)
+    found, left_out = [], []
+    for way in product(settings.runtimes, devices, settings.dtypes, settings.memory_formats):
+        runtime, device, dtype, memory_format = way
+        setting = Setting(runtime, str(device), 1, 1, DTYPES[dtype], memory_format)
+        reason = _refusal(setting, device.type)
+        if reason:
+            left_out.append((way, f"{runtime} on {device}, {setting.dtype}, {memory_format}: not timed: {reason}"))
+        else:
+            found += [(way, each) for each in _sizes(setting, settings, device)]
+    _require_all_used([way for way, _ in found], left_out)
+    return [setting for _, setting in found], [text for _, text in left_out]
+
+
+def require_runtimes(names: Sequence[str]) -> None:
+    """Raise a UsageError if a runtime is unknown or not installed; the message says how to install it."""
+    for name in names:
+        if missing := RUNTIMES.get(name).missing():
+            raise UsageError(f"runtime {name!r} {missing}")
+
+
+def _refusal(setting: Setting, kind: str) -> str:
+    runtime = RUNTIMES.get(setting.runtime)
+    return runtime.refuse(setting) if kind in runtime.devices else f"it runs on {' and '.join(runtime.devices)} here"
+
+
+def _sizes(setting: Setting, settings: LatencySettings, device: torch.device) -> Iterator[Setting]:
+    threads = settings.threads if device.type == "cpu" else settings.threads[:1]
+    for count, batch in product(threads, settings.batches):
+        yield Setting(setting.runtime, setting.device, batch, count, setting.dtype, setting.memory_format)
+
+
+def _require_all_used(used: Sequence[tuple[object, ...]], left_out: Sequence[tuple[tuple[object, ...], str]]) -> None:
+    """Raise a UsageError if something is in no setting; a combination that is left out is only noted."""
+    for position in range(4):
+        timed = {way[position] for way in used}
+        for way, text in left_out:
+            if way[position] not in timed:
+                raise UsageError(f"{text}; nothing was measured")
+
+
 @dataclass
-class _Carriers:
-    """The models in the forms that runtimes take, each made once: runtimes share ONNX files."""
+class _ModelSources:
+    """The models in the forms that runtimes take, each made once: runtimes share ONNX files.
+
+    Attributes:
+        files: ONNX files by model and key.
+        errors: of the export, by key.
+    """
 
     models: Mapping[str, nn.Module]
     inputs: Inputs
     folder: Path
     log: Log
     files: dict[str, dict[FileKey, Path]] = field(default_factory=dict)
-    refused: dict[FileKey, str] = field(default_factory=dict)
+    errors: dict[FileKey, str] = field(default_factory=dict)
 
     def of(self, settings: Sequence[Setting]) -> tuple[Mapping[str, Source], list[Setting], list[Outcome]]:
-        """Return what a runtime takes, the settings that it can be had in, and those that it cannot, each with the
-        reason.
-        """
+        """Return the sources for a runtime, the settings that they exist for, and failures for the others."""
         runtime = RUNTIMES.get(settings[0].runtime)
         if runtime.carrier == "module":
             return {name: Source(model) for name, model in self.models.items()}, list(settings), []
         keys = [runtime.file_key(setting) for setting in settings]
         for key in dict.fromkeys(keys):
             self._export(key)
-        reasons = [self.refused.get(key) for key in keys]
+        reasons = [self.errors.get(key) for key in keys]
         able = [setting for setting, reason in zip(settings, reasons, strict=True) if reason is None]
-        failed = [Failed(setting, why) for setting, why in zip(settings, reasons, strict=True) if why is not None]
+        failed = [
+            SettingFailure(setting, why) for setting, why in zip(settings, reasons, strict=True) if why is not None
+        ]
         return {name: Source(files=files) for name, files in self.files.items()}, able, list(failed)
 
     def _export(self, key: FileKey) -> None:
-        """Every model for a batch and dtype, unless one was refused before."""
+        """Export every model for a batch and dtype, unless one failed before."""
         for index, (name, model) in enumerate(self.models.items()):
             files = self.files.setdefault(name, {})
-            if key not in files and key not in self.refused:
+            if key not in files and key not in self.errors:
                 self.log(f"latency: exporting {name}, batch {key[0]}, {key[1]}")
                 try:
-                    files |= exported(model, self.inputs, [key], self.folder / str(index)).files
+                    files |= onnx_source(model, self.inputs, [key], self.folder / str(index)).files
                 except RunError as error:
-                    self.refused[key] = str(error)
+                    self.errors[key] = str(error)
 
 
 def _report(models: Mapping[str, nn.Module], outcomes: list[Outcome], notes: list[str], machine: Row) -> LatencyReport:
-    timed = [outcome for outcome in outcomes if isinstance(outcome, Timed)]
-    failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
+    timed = [outcome for outcome in outcomes if isinstance(outcome, SettingTimes)]
+    failed = [outcome for outcome in outcomes if isinstance(outcome, SettingFailure)]
     return LatencyReport(
         rows=tuple(row for found in timed for row in _rows(models, found)),
         speedup=tuple(row for found in timed for row in _speedups(models, found)),
@@ -255,14 +259,14 @@ def _report(models: Mapping[str, nn.Module], outcomes: list[Outcome], notes: lis
     )
 
 
-def _setting(models: Mapping[str, nn.Module], name: str, found: Timed) -> Row:
+def _setting(models: Mapping[str, nn.Module], name: str, found: SettingTimes) -> Row:
     row = {"model": name} | asdict(found.setting)
     if RUNTIMES.get(found.setting.runtime).carrier == "module":
         row["memory_format"] = layout_of(models[name], found.setting.memory_format)
     return row
 
 
-def _rows(models: Mapping[str, nn.Module], found: Timed) -> Iterator[Row]:
+def _rows(models: Mapping[str, nn.Module], found: SettingTimes) -> Iterator[Row]:
     for name, times, calls, memory in zip(models, found.times, found.warm_up, found.memory, strict=True):
         median, low, high = median_interval(times)
         p10, p90, p99 = np.percentile(times, (10, 90, 99)).tolist()
@@ -273,7 +277,7 @@ def _rows(models: Mapping[str, nn.Module], found: Timed) -> Iterator[Row]:
         yield _setting(models, name, found) | figures | {"stable": not reasons, "doubts": reasons}
 
 
-def _speedups(models: Mapping[str, nn.Module], found: Timed) -> Iterator[Row]:
+def _speedups(models: Mapping[str, nn.Module], found: SettingTimes) -> Iterator[Row]:
     for name, times in zip(list(models)[1:], found.times[1:], strict=True):
         median, low, high = paired_ratio(found.times[0], times)
         reasons = doubts(found.times[0] / times, found.contention)

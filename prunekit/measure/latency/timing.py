@@ -1,8 +1,6 @@
-"""Timing one forward at a time, on the clock that is right for the device.
+"""Timing of forward passes: one model, several that take turns, and what their times support.
 
-What repeated times support: a median, its interval, and the reasons to doubt it. Pure functions of the samples.
-
-Two ways of running a model timed beside each other, and what the difference supports.
+A figure is a median with its interval, and the reasons to doubt it.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from prunekit.measure.effort import current_effort
 from prunekit.utils.context import paused_garbage_collection
 from prunekit.utils.display import plural
 
+Times = np.ndarray[Any, Any]
 WINDOW = 5  # calls in each of the two windows that the warm-up compares
 TOLERANCE = 0.05
 WARM_UP_MS = 3000.0
@@ -28,12 +27,13 @@ STEADY_S = {"cuda": 1.0}
 
 
 class Timer:
-    """Calling it runs one forward and gives its time in milliseconds."""
+    """A clock for one model: calling it runs a forward pass and returns its milliseconds."""
 
     def __init__(self, forward: Callable[[], object], device: torch.device) -> None:
         self.forward, self.device = forward, device
 
     def __call__(self) -> float:
+        """Run one forward pass and return its milliseconds."""
         return self._events() if self.device.type == "cuda" else self._clock()
 
     def _clock(self) -> float:
@@ -59,14 +59,14 @@ def _event() -> torch.cuda.Event:
 
 
 def warm_up(run: Callable[[], float], kind: str = "cpu") -> int:
-    """Run until the median time of five calls is within 5 % of the five before, for at most 3 seconds and as many
-    calls as the effort allows.
+    """Run until the times are stable, and return the number of calls.
+
+    They are once the median of five calls is within 5 % of the five before; 3 seconds and the calls that the effort
+    allows are the limit.
 
     Args:
-        kind: of device, as `torch.device.type` has it. It has work until its clock is steady before any call counts.
-
-    Returns:
-        How many calls it took.
+        run: returns the milliseconds of a call.
+        kind: the type of the device, as in `torch.device.type`. A GPU first gets work until its clock is steady.
     """
     over, calls = time.perf_counter() + STEADY_S.get(kind, 0.0), 0
     while time.perf_counter() < over:
@@ -82,16 +82,15 @@ def warm_up(run: Callable[[], float], kind: str = "cpu") -> int:
     return calls + len(times)
 
 
-def alternate(
-    runs: Sequence[Callable[[], float]], rounds: int, moves: Sequence[Callable[[], object]] = ()
-) -> np.ndarray[Any, Any]:
-    """Run each once a round, the order turned round every time, with the garbage collector off.
+def alternate(runs: Sequence[Callable[[], float]], rounds: int, moves: Sequence[Callable[[], object]] = ()) -> Times:
+    """Return the milliseconds (runs, rounds) of runs that take turns, in reversed order every other round.
+
+    The garbage collector is off meanwhile.
 
     Args:
-        moves: are called before every other round, in order: they lay out models anew, and make them warm again.
-
-    Returns:
-        Milliseconds, (runs, rounds).
+        runs: each returns the milliseconds of a call.
+        rounds: how often each is called.
+        moves: called in order before every other round: they move the weights of models, and warm the models up again.
     """
     times = np.empty((len(runs), rounds))
     with paused_garbage_collection():
@@ -105,16 +104,61 @@ def alternate(
     return times
 
 
-Times = np.ndarray[Any, Any]
+ROUNDS, FEWER_ROUNDS, LONG_MS = 9, 5, 400.0
+"""Rounds; fewer where one takes longer than this."""
+CALLS_BEFORE, BEFORE_MS = 3, 200.0
+"""Calls before a run is timed; fewer where they take longer."""
+
+
+@dataclass(frozen=True)
+class PairedTiming:
+    """A model timed as it is and run another way, alternately.
+
+    Attributes:
+        now_ms, other_ms: medians.
+        gain: now over other: above 1 the other way is faster.
+    """
+
+    now_ms: float
+    other_ms: float
+    gain: Estimate
+
+    @property
+    def saved_ms(self) -> float:
+        """What the other way saves; 0 unless the interval of the gain lies above 1."""
+        return max(0.0, self.now_ms - self.other_ms) if self.gain.low > 1 else 0.0
+
+    def __str__(self) -> str:
+        return f"{self.other_ms:.3g} ms in place of {self.now_ms:.3g} ms: {self.gain.factor}"
+
+
+def time_pair(now: Callable[[], object], other: Callable[[], object], device: torch.device) -> PairedTiming:
+    """Time a model as it is and another way of running it."""
+    return paired_timing(*time_runs([now, other], device))
+
+
+def time_runs(runs: Sequence[Callable[[], object]], device: torch.device) -> Times:
+    """Return milliseconds (runs, rounds) of runs that take turns, after a few calls of each."""
+    with torch.no_grad():
+        timers = [Timer(run, device) for run in runs]
+        round_ms = sum(warm_up_briefly(one) for one in timers)
+        return alternate(timers, ROUNDS if round_ms <= LONG_MS else FEWER_ROUNDS)
+
+
+def warm_up_briefly(run: Callable[[], float]) -> float:
+    """Run a few times, in a process that other models have warmed up; return the milliseconds of the last call."""
+    times: list[float] = []
+    while len(times) < CALLS_BEFORE and sum(times) < BEFORE_MS:
+        times.append(run())
+    return times[-1]
+
+
+def paired_timing(now: Times, other: Times) -> PairedTiming:
+    """Return the summary of (N,) paired times."""
+    return PairedTiming(float(np.median(now)), float(np.median(other)), paired_ratio(now, other))
+
+
 RESAMPLES = 2000
-WIDTH = 0.10
-"""Widest 95 % interval, as a share of the median, of a figure that is called stable."""
-DRIFT = 0.05
-"""Most that the medians of the first and the second half may differ by, where their intervals do not overlap."""
-HELD_BACK = 0.05
-"""Largest share of time slices in which a process was stopped that a median does not feel."""
-SLACK = 0.25
-"""Cores: what a machine's own housekeeping takes, and what its counters of CPU time are wrong by."""
 
 
 class Estimate(NamedTuple):
@@ -126,49 +170,13 @@ class Estimate(NamedTuple):
 
     @property
     def width(self) -> float:
-        """Of the interval, as a share of the median."""
+        """Width of the interval, as a share of the median."""
         return (self.high - self.low) / self.median
 
-
-@dataclass(frozen=True)
-class Contention:
-    """What else ran while a model was timed on the CPU.
-
-    Attributes:
-        threads: that the model was given.
-        cores: logical cores that this process may use.
-        others: cores that other processes kept busy meanwhile.
-        quota: cores that the process's container is given.
-        held_back: share of the time slices in which this quota was used up, and the process stopped.
-    """
-
-    threads: int
-    cores: int
-    others: float
-    quota: float = math.inf
-    held_back: float = 0.0
-
     @property
-    def free(self) -> float:
-        """Cores that were left, as far as counters of CPU time can tell."""
-        left = self.cores - self.others + SLACK
-        return min(left, self.quota, self.threads - 1) if self.stopped else left
-
-    @property
-    def oversubscribed(self) -> bool:
-        """Whether threads had to wait for a core, which voids a measurement."""
-        return self.threads > self.free
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a quota stopped the process too often for a median not to feel it."""
-        return self.held_back > HELD_BACK
-
-    def __str__(self) -> str:
-        if self.stopped:
-            share, given = 100 * self.held_back, f"{self.quota:.3g} core{'s'[: self.quota != 1]}"
-            return f"{self.threads} on a CPU quota of {given}, which was used up in {share:.0f} % of the time slices"
-        return f"{self.threads} on {self.cores} cores, of which other processes kept {self.others:.1f} busy"
+    def factor(self) -> str:
+        """A ratio of times as text, e.g. "1.25× [1.20, 1.31]"."""
+        return f"{self.median:.2f}× [{self.low:.2f}, {self.high:.2f}]"
 
 
 def median_interval(values: Times) -> Estimate:
@@ -183,29 +191,80 @@ def paired_ratio(reference: Times, other: Times) -> Estimate:
 
     Args:
         reference: (N,) times.
-        other: (N,) times, each taken right beside the one in `reference`.
+        other: (N,) times, each taken right after or before the one in `reference`.
     """
     return median_interval(reference / other)
 
 
+WIDTH = 0.10
+"""Widest 95 % interval of a stable figure, as a share of its median."""
+DRIFT = 0.05
+"""Largest difference of the medians of the first and the second half whose intervals do not overlap."""
+THROTTLED = 0.05
+"""Largest share of periods with throttling that does not affect a median."""
+SLACK = 0.25
+"""Cores that the system's own housekeeping takes, and by which counters of CPU time are wrong."""
+
+
+@dataclass(frozen=True)
+class Contention:
+    """Contention for the CPU while a model was timed.
+
+    Attributes:
+        threads: of the model.
+        cores: logical cores that this process may use.
+        others: cores that other processes kept busy.
+        quota: cores that the process's container may keep busy.
+        throttled: share of the quota's periods in which it was used up, and the process stopped.
+    """
+
+    threads: int
+    cores: int
+    others: float
+    quota: float = math.inf
+    throttled: float = 0.0
+
+    @property
+    def free(self) -> float:
+        """Cores that were left for the model, as far as counters of CPU time tell."""
+        left = self.cores - self.others + SLACK
+        return min(left, self.quota, self.threads - 1) if self.often_throttled else left
+
+    @property
+    def oversubscribed(self) -> bool:
+        """Whether threads had to wait for a core, which voids a measurement."""
+        return self.threads > self.free
+
+    @property
+    def often_throttled(self) -> bool:
+        """Whether the quota stopped the process so often that a median is affected."""
+        return self.throttled > THROTTLED
+
+    def __str__(self) -> str:
+        if self.often_throttled:
+            share, given = 100 * self.throttled, f"{self.quota:.3g} core{'s'[: self.quota != 1]}"
+            return f"{self.threads} on a CPU quota of {given}, which was used up in {share:.0f} % of the time slices"
+        return f"{self.threads} on {self.cores} cores, of which other processes kept {self.others:.1f} busy"
+
+
 def doubts(values: Times, contention: Contention | None) -> list[str]:
-    """Return why a median does not support a claim, each with what would settle it; empty where it does.
+    """Return the reasons why a median supports no claim, each with a remedy; empty if it does.
 
     Args:
         values: (N,) times or ratios, in the order in which they were taken.
-        contention: what else ran; None where it does not matter.
+        contention: for the CPU; None where it does not matter.
     """
     void = oversubscribed(contention)
-    found = [void] if void else [_wide(values), _drift(values)]  # what is void needs no other reason
+    found = [void] if void else [_wide(values), _drift(values)]  # a void measurement needs no other reason
     return [reason for reason in found if reason]
 
 
 def oversubscribed(found: Contention | None) -> str:
-    """That threads had to wait for a core, with what would settle it; empty where they had not."""
+    """Return a message that threads had to wait for a core, with a remedy; empty if they had not."""
     if found is None or not found.oversubscribed:
         return ""
     fewer = math.floor(found.free)
-    other = "a larger quota (docker run --cpus, Kubernetes' limits.cpu)" if found.stopped else "an idle machine"
+    other = "a larger quota (docker run --cpus, Kubernetes' limits.cpu)" if found.often_throttled else "an idle machine"
     cure = f"at most {plural(fewer, 'thread')} here, or {other}" if fewer >= 1 else other
     return f"threads oversubscribed, which voids a measurement: {found}; to settle it: {cure}"
 
@@ -230,56 +289,3 @@ def _drift(values: Times) -> str:
         f"the median of the second half is {100 * change:+.0f} % off that of the first, as clock or load changed; to "
         "settle it: the same again once both are steady"
     )
-
-
-Run = Callable[[], object]
-ROUNDS, FEWER_ROUNDS, LONG_MS = 9, 5, 400.0
-"""How often each way is timed; less often where a round of all of them takes longer."""
-CALLS_BEFORE, BEFORE_MS = 3, 200.0
-"""Calls of each way before it is timed; fewer where they take longer."""
-
-
-@dataclass(frozen=True)
-class Beside:
-    """A model as it is and run another way.
-
-    Attributes:
-        now_ms, other_ms: medians.
-        gain: now over other: above 1 the other way is faster.
-    """
-
-    now_ms: float
-    other_ms: float
-    gain: Estimate
-
-    @property
-    def saved_ms(self) -> float:
-        """What the other way saves; 0 where the interval of the gain does not lie above 1."""
-        return max(0.0, self.now_ms - self.other_ms) if self.gain.low > 1 else 0.0
-
-
-def alternately(runs: Sequence[Run], device: torch.device) -> Times:
-    """Return milliseconds (runs, rounds) of several ways of running what is warm already, after a few calls of each."""
-    with torch.no_grad():
-        timers = [Timer(run, device) for run in runs]
-        round_ms = sum(ready(one) for one in timers)
-        return alternate(timers, ROUNDS if round_ms <= LONG_MS else FEWER_ROUNDS)
-
-
-def ready(run: Callable[[], float]) -> float:
-    """Call a few times what other models have warmed the process up for; the milliseconds of the last call."""
-    times: list[float] = []
-    while len(times) < CALLS_BEFORE and sum(times) < BEFORE_MS:
-        times.append(run())
-    return times[-1]
-
-
-def beside(now: Run, other: Run, device: torch.device) -> Beside:
-    """Time two ways alternately."""
-    times = alternately([now, other], device)
-    return compared(times[0], times[1])
-
-
-def compared(now: Times, other: Times) -> Beside:
-    """Return what (N,) paired times of two ways say."""
-    return Beside(float(np.median(now)), float(np.median(other)), paired_ratio(now, other))

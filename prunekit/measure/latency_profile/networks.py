@@ -27,19 +27,11 @@ from prunekit.errors import RunError, UsageError
 from prunekit.measure.effort import current_effort
 from prunekit.measure.latency.comparison import Log
 from prunekit.measure.latency.machine import Load
-from prunekit.measure.latency.timing import Contention, Timer, Times, alternate, doubts, ready, warm_up
-from prunekit.measure.latency.worker_process import (
-    Died,
-    Failed,
-    NotHandedOver,
-    Process,
-    check,
-    laid_out_anew,
-    line_of,
-    plain_tensors,
-)
+from prunekit.measure.latency.timing import Contention, Timer, Times, alternate, doubts, warm_up, warm_up_briefly
+from prunekit.measure.latency.timing_job import SettingFailure, check_outputs, error_line, output_tensors, weight_moves
+from prunekit.measure.latency.worker_process import UnpicklableError, WorkerDied, WorkerProcess
 from prunekit.measure.latency_profile.layer_times import LayerTimes, conditions, key_of, load, store, structure
-from prunekit.measure.runtimes.onnx_runtime import exported
+from prunekit.measure.runtimes.onnx_files import onnx_source
 from prunekit.measure.runtimes.runtime import RUNTIMES, Runtime
 from prunekit.measure.runtimes.session import Inputs, Session, Setting, Source, inputs_of
 from prunekit.planning.candidates import GroupPart
@@ -75,13 +67,13 @@ class Pair:
     least_ms: float = 0.0
     dense_session: Session | None = None
 
-    def __call__(self, network: Ready) -> LayerTimes | Failed:
+    def __call__(self, network: Ready) -> LayerTimes | SettingFailure:
         """Return the network's times, or what it failed of."""
         try:
             with with_threads(self.setting.threads), on_device(self.setting.device), torch.inference_mode():
                 return self._measure(network)
         except Exception as error:  # a runtime's own errors, and whatever a model's code raises
-            return Failed(self.setting, line_of(error))
+            return SettingFailure(self.setting, error_line(error))
         finally:
             gc.collect()
 
@@ -95,18 +87,18 @@ class Pair:
         clock = session.layers()
         timers = [Timer(run, device) for run in (self.dense_session.run, session.run, clock.run)]
         for timer in timers[1:]:
-            ready(timer)
+            warm_up_briefly(timer)
         rounds = max(self.repeats, ceil(self.least_ms / sum(timer() for timer in timers)))
         load = Load()
         with load.watched():
-            times = alternate(timers, rounds, laid_out_anew(self.dense_session, session))
+            times = alternate(timers, rounds, weight_moves(self.dense_session, session))
         contention = load.contention(self.setting.threads) if self.setting.device == "cpu" else None
         return _together(times, clock.passes(rounds), contention)
 
     def _open(self, network: Ready) -> Session:
         sample = self.inputs.sample(self.setting.batch)
         session = self.runtime.open(network.source, sample, self.setting)
-        check(network.name, session, self.setting, network.expected)
+        check_outputs(network.name, session, self.setting, network.expected)
         return session
 
 
@@ -223,7 +215,7 @@ class _Bench(ExitStack):
         super().__init__()
         self.dense, self.inputs, self.setting, self.repeats, self.log = dense, inputs, setting, repeats, log
         self.runtime = RUNTIMES.get(setting.runtime)
-        self.ask: Callable[[Ready], LayerTimes | Failed] | None = None
+        self.ask: Callable[[Ready], LayerTimes | SettingFailure] | None = None
 
     def measure(self, name: str, network: nn.Module) -> LayerTimes:
         if self.ask is None:
@@ -234,28 +226,28 @@ class _Bench(ExitStack):
             self.ask = self._start() if current_effort().own_process else self.pair
         try:
             found = self._asked(self._ready(name, network, "network"))
-        except Died as error:
+        except WorkerDied as error:
             raise RunError(f"{name}: not measured in {self.setting.runtime}: {error}") from error
         shutil.rmtree(self.folder / "network", ignore_errors=True)
-        if isinstance(found, Failed):
+        if isinstance(found, SettingFailure):
             raise RunError(f"{name}: not measured in {self.setting.runtime}: {found.reason}")
         return found
 
-    def _start(self) -> Callable[[Ready], LayerTimes | Failed]:
+    def _start(self) -> Callable[[Ready], LayerTimes | SettingFailure]:
         try:
-            return self.enter_context(Process(self.pair, self.folder)).ask
-        except NotHandedOver as error:
+            return self.enter_context(WorkerProcess(self.pair, self.folder)).ask
+        except UnpicklableError as error:
             return self._here(error)
 
-    def _asked(self, network: Ready) -> LayerTimes | Failed:
+    def _asked(self, network: Ready) -> LayerTimes | SettingFailure:
         assert self.ask is not None
         try:
             return self.ask(network)
-        except NotHandedOver as error:
+        except UnpicklableError as error:
             self.ask = self._here(error)
             return self.ask(network)
 
-    def _here(self, error: NotHandedOver) -> Pair:
+    def _here(self, error: UnpicklableError) -> Pair:
         self.log(f"{self.setting.runtime}: timed in this process, not in one of its own: {error}")
         return self.pair
 
@@ -263,13 +255,13 @@ class _Bench(ExitStack):
         plain = set_mode(copied(model, "cpu", torch.float32), False)
         try:
             with torch.inference_mode():
-                expected = plain_tensors(call(plain, self.inputs.sample(self.setting.batch)))
+                expected = output_tensors(call(plain, self.inputs.sample(self.setting.batch)))
         except Exception as error:  # the model's own code, at another batch or other widths than it was tried at
-            raise RunError(f"{name}: does not run in eager: {line_of(error)}") from error
+            raise RunError(f"{name}: does not run in eager: {error_line(error)}") from error
         if self.runtime.carrier == "module":
             return Ready(name, Source(plain), expected)
         keys = [self.runtime.file_key(self.setting)]
-        return Ready(name, exported(plain, self.inputs, keys, self.folder / folder), expected)
+        return Ready(name, onnx_source(plain, self.inputs, keys, self.folder / folder), expected)
 
 
 LEAST, SPREAD = 0.1, 0.25

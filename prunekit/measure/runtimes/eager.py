@@ -1,11 +1,4 @@
-"""Where runtimes of torch itself run a module: on the setting's device, in its dtype and memory format.
-
-The module as it is; its layers by their ATen operators.
-
-`torch.compile` with its defaults and fixed shapes.
-
-The eager kernels of one forward, captured as a CUDA graph and replayed.
-"""
+"""PyTorch's own runtimes: eager, `torch.compile` with fixed shapes, and CUDA graphs of the eager kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +9,7 @@ import torch
 from torch import nn
 
 from prunekit.channels.cut.model_copy import copied
-from prunekit.measure.latency.memory import Placement
+from prunekit.measure.latency.memory_layout import WeightMover
 from prunekit.measure.runtimes.runtime import register_runtime
 from prunekit.measure.runtimes.session import LayerClock, Sample, Session, Setting, Source, in_dtype
 from prunekit.utils.context import set_mode
@@ -27,17 +20,17 @@ FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channel
 
 
 def layout_of(module: nn.Module, asked: str) -> str:
-    """Return the memory format that a module is run in: what is asked for, but a model with channels last stays so."""
+    """Return the memory format that a module is run in: that of the setting, unless its weights are channels last."""
     return "channels_last" if lies_channels_last(module) else asked
 
 
 def placed(source: Source, sample: Sample, setting: Setting) -> tuple[nn.Module, Sample]:
-    """Return a copy of the module in eval mode and the sample, as a setting asks for them."""
+    """Return a copy of the module in eval mode and the sample, in the device, dtype and format of a setting."""
     assert source.module is not None
     form = FORMATS[layout_of(source.module, setting.memory_format)]
     device, dtype = torch.device(setting.device), setting.torch_dtype
     module = set_mode(copied(source.module, device, dtype).to(memory_format=form), False)
-    # channels-last is a layout of images: other inputs stay as they are, as the parameters of other layers do
+    # channels-last is a layout of images: other inputs stay as they are, like the parameters of other layers
     return module, map_tensors(
         in_dtype(sample, dtype),
         lambda one: one.to(device, memory_format=form if one.dim() == 4 else torch.preserve_format),
@@ -45,13 +38,13 @@ def placed(source: Source, sample: Sample, setting: Setting) -> tuple[nn.Module,
 
 
 def on_cpu(setting: Setting) -> bool:
-    """Return whether a setting is one of the CPU, where modules are laid out anew while they are timed."""
+    """Return whether a setting is on the CPU, where weights are moved in memory while they are timed."""
     return setting.device == "cpu"
 
 
-def move(module: nn.Module, setting: Setting) -> Placement | None:
-    """Return what moves the weights of a module in a setting; None on another device than the CPU."""
-    return Placement(module) if on_cpu(setting) else None
+def weight_mover(module: nn.Module, setting: Setting) -> WeightMover | None:
+    """Return the mover of a module's weights; None on devices other than the CPU."""
+    return WeightMover(module) if on_cpu(setting) else None
 
 
 @register_runtime(
@@ -64,11 +57,12 @@ def move(module: nn.Module, setting: Setting) -> Placement | None:
 def eager(source: Source, sample: Sample, setting: Setting) -> Session:
     """Call the module."""
     module, inputs = placed(source, sample, setting)
-    return Session(lambda: call(module, inputs), layers=lambda: _layers(module, inputs), move=move(module, setting))
+    mover = weight_mover(module, setting)
+    return Session(lambda: call(module, inputs), layers=lambda: _layer_clock(module, inputs), move=mover)
 
 
-def _layers(module: nn.Module, inputs: Sample) -> LayerClock:
-    from prunekit.measure.causes.operator_times import OperatorTimer, floor  # which other measurements start without
+def _layer_clock(module: nn.Module, inputs: Sample) -> LayerClock:
+    from prunekit.measure.causes.operator_times import OperatorTimer, floor  # which other measurements do not need
 
     device = gather(inputs)[0].device
     timer = OperatorTimer(module, inputs, device, floor(device).clock_ms)
@@ -87,7 +81,7 @@ def _by_module(times: Mapping[tuple[str, str], float]) -> dict[str | None, float
 
 
 MOST_MODELS = 64
-"""Of one class that are compiled beside each other."""
+"""Models of one class that are compiled in one process."""
 
 
 @register_runtime(
@@ -105,14 +99,14 @@ def compiled(source: Source, sample: Sample, setting: Setting) -> Session:
     # Each model is a recompilation of the same code, and past a limit torch goes back to eager without an error.
     with torch._dynamo.config.patch(recompile_limit=MOST_MODELS, fail_on_recompile_limit_hit=True):
         call(compiled, inputs)
-    return Session(lambda: call(compiled, inputs), move=move(module, setting))
+    return Session(lambda: call(compiled, inputs), move=weight_mover(module, setting))
 
 
 CAPTURE_RUNS = 3
 """Forwards on a side stream before a graph is captured, as torch's notes on CUDA graphs ask for."""
 
 
-# Activations lie in the graph's pool from when it is captured: a replay allocates nothing that could be counted.
+# Activations are in the graph's pool since its capture: a replay allocates nothing that could be counted.
 @register_runtime(
     "cudagraphs",
     about="the eager kernels of one forward, captured as a CUDA graph and replayed",
@@ -120,7 +114,7 @@ CAPTURE_RUNS = 3
     measures_memory=False,
 )
 def cuda_graphs(source: Source, sample: Sample, setting: Setting) -> Session:
-    """Capture one forward and replays it."""
+    """Capture one forward and replay it."""
     module, inputs = placed(source, sample, setting)
     device = gather(inputs)[0].device
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

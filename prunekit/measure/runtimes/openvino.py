@@ -12,7 +12,7 @@ import torch
 
 from prunekit.errors import RunError
 from prunekit.measure.latency.timing import Times
-from prunekit.measure.runtimes.onnx_runtime import Places
+from prunekit.measure.runtimes.onnx_files import NodeModules
 from prunekit.measure.runtimes.runtime import register_runtime
 from prunekit.measure.runtimes.session import LayerClock, Sample, Session, Setting, Source
 from prunekit.utils.tensors import gather
@@ -20,17 +20,17 @@ from prunekit.utils.tensors import gather
 HINTS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 CAPABILITIES = {"float32": "FP32", "bfloat16": "BF16", "float16": "FP16"}
 
-CUT_OFF_US = 0.5
-"""The counters cut off fractions of microseconds."""
+ROUNDING_US = 0.5
+"""Mean of the fractions of microseconds that the counters cut off."""
 
 
 @cache
 def _core() -> Any:
-    """OpenVINO, kept until the process ends.
+    """Return OpenVINO's core, which lives until the process ends.
 
-    Its CPU plug-in gives the thread that loads it a stack for signals, and frees it when the last one goes: if a
-    garbage collection in another thread lets go of that, the next signal (a worker of a data loader that ends) kills
-    the process.
+    Its CPU plug-in gives the thread that loads it a stack for signals, and frees it with the last reference: if a
+    garbage collection in another thread does that, the next signal (a worker of a data loader that ends) kills the
+    process.
     """
     import openvino
 
@@ -62,7 +62,7 @@ def open_vino(source: Source, sample: Sample, setting: Setting) -> Session:
     return Session(
         lambda: request.infer(arrays, share_inputs=True, share_outputs=True),
         lambda found: [torch.from_numpy(found[output].copy()) for output in compiled.outputs],
-        lambda: _Layers(_compile(file, setting, PERF_COUNT=True), Places(file), arrays).clock(),
+        lambda: _LayerCounters(_compile(file, setting, PERF_COUNT=True), NodeModules(file), arrays).clock(),
     )
 
 
@@ -75,17 +75,17 @@ def _compile(file: Path, setting: Setting, **others: Any) -> Any:
     }
     compiled = core.compile_model(core.read_model(file), "CPU", options | others)
     used = compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
-    if used != hint:  # it takes another where it has no kernels, without a word
+    if used != hint:  # without kernels for the hint, it silently takes another
         raise RunError(f"openvino: asked for {hint}, and its kernels compute in {used}")
     return compiled
 
 
-class _Layers:
+class _LayerCounters:
     """The counters of OpenVINO's operators: means over all forwards so far, in whole microseconds."""
 
-    def __init__(self, compiled: Any, places: Places, arrays: list[Any]) -> None:
+    def __init__(self, compiled: Any, modules: NodeModules, arrays: list[Any]) -> None:
         self.request, self.arrays = compiled.create_infer_request(), arrays
-        self.place_of = _places_of(compiled.get_runtime_model(), places)
+        self.module_of = _modules_of(compiled.get_runtime_model(), modules)
         self.means_us: list[list[float]] = []
 
     def clock(self) -> LayerClock:
@@ -96,41 +96,41 @@ class _Layers:
         self.means_us.append([node.real_time.total_seconds() * 1e6 for node in self.request.profiling_info])
 
     def passes(self, count: int) -> list[dict[str | None, float]]:
-        last_us = undisturbed(np.array(self.means_us), count)
+        last_us = undisturbed_means(np.array(self.means_us), count)
         times: dict[str | None, float] = defaultdict(float)
         for node, us in zip(self.request.profiling_info, last_us, strict=True):
             if node.status == node.Status.EXECUTED:
-                times[self.place_of.get(node.node_name)] += float(us) / 1000
+                times[self.module_of.get(node.node_name)] += float(us) / 1000
         return [dict(times)]
 
 
-def undisturbed(means: Times, count: int) -> Times:
-    """Return what each operator takes, from running means that are cut off to whole numbers.
+def undisturbed_means(means: Times, count: int) -> Times:
+    """Return the time of each operator, from running means that are cut off to whole numbers.
 
-    One forward is the difference of two sums and as coarse as the number of all forwards before; the mean over several
-    is finer. Those that another process disturbed are left out of it.
+    The time of one forward is the difference of two sums, and as coarse as the number of forwards before; the mean
+    over several is finer. Forwards that another process disturbed are left out.
 
     Args:
         means: (forwards, operators), each over all forwards so far.
-        count: of the last forwards, that are asked for.
+        count: number of the last forwards to take the mean of.
 
     Returns:
         (operators,) means over the last forwards.
     """
     total = len(means)
-    sums = np.vstack([np.zeros_like(means[:1]), (means + CUT_OFF_US) * np.arange(1, total + 1)[:, None]])
+    sums = np.vstack([np.zeros_like(means[:1]), (means + ROUNDING_US) * np.arange(1, total + 1)[:, None]])
     each = np.diff(sums, axis=0)[-count:]
     kept = each <= 2 * np.median(each, axis=0) + 4 * total
     found: Times = np.maximum(0.0, np.mean(each, axis=0, where=kept))
     return found
 
 
-def _places_of(executed: Any, places: Places) -> dict[str, str]:
-    """Return the module of every operator that OpenVINO executes: of the first in the file that it was made of."""
+def _modules_of(executed: Any, modules: NodeModules) -> dict[str, str]:
+    """Return the module of every operator that OpenVINO executes: that of the first node that it was made of."""
     found: dict[str, str] = {}
     for node in executed.get_ordered_ops():
         info = node.get_rt_info()
         names = info["originalLayersNames"].astype(str).split(",") if "originalLayersNames" in info else []
-        known = [place for place in map(places.of, filter(None, names)) if place is not None]
+        known = [path for path in map(modules.of, filter(None, names)) if path is not None]
         found |= {node.get_friendly_name(): known[0]} if known else {}
     return found

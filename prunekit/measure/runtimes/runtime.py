@@ -1,4 +1,4 @@
-"""The runtimes by name: what each needs and runs on, and the function that registers one."""
+"""Runtimes by name: what each needs and runs on, and the function that registers one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from prunekit.measure.runtimes.session import FileKey, Sample, Session, Setting,
 from prunekit.utils.registry import Registry
 
 RUNTIMES: Registry[Runtime] = registries.RUNTIMES
-"""What runs models, by the name that rows of results have."""
+"""Runtimes by the name that recipes and rows of results have."""
 
 Open = Callable[[Source, Sample, Setting], Session]
 AVAILABLE: dict[str, Callable[[], bool]] = {
     "cuda": lambda: torch.cuda.is_available(),
     "mps": lambda: torch.backends.mps.is_available(),
 }
-"""Whether there is a device of a kind; there is always a CPU."""
+"""Whether there is a device of a type; there is always a CPU."""
 
 
 def _takes_all(setting: Setting) -> str:
@@ -34,14 +34,14 @@ def _moves_none(setting: Setting) -> bool:
 
 
 def _keeps_nothing() -> None:
-    """Nothing is to be dropped."""
+    pass
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """Something that runs models; see `register_runtime` for what the attributes mean.
+    """A runtime of models; `register_runtime` describes the attributes.
 
-    It is handed to the process that measures: its functions are found there by their modules, as pickle does.
+    It is pickled for the process that measures, where its functions are imported from their modules.
     """
 
     name: str
@@ -59,21 +59,21 @@ class Runtime:
     forget: Callable[[], object] = _keeps_nothing
 
     def file_key(self, setting: Setting) -> FileKey:
-        """Return the file that a session in this setting is made from."""
+        """Return the key of the file that a session in this setting is made from."""
         return setting.batch, setting.dtype if self.typed_files else "float32"
 
     def missing(self) -> str:
-        """Return which of its packages are not installed here, and how to install them; empty where all are."""
+        """Return which of its packages are not installed, and how to install them; empty if all are."""
         missing = [package for package in self.packages if find_spec(package.partition(".")[0]) is None]
         install = self.install or f"pip install {' '.join(missing)}"
         return f"needs {', '.join(missing)}, not installed here: {install}" if missing else ""
 
     def unusable(self) -> str:
-        """Return why it runs nothing at all here, and what would help; empty where it is usable."""
+        """Return why it runs nothing at all on this machine, and what would help; empty if it is usable."""
         if missing := self.missing():
             return missing
-        there = any(AVAILABLE.get(kind, lambda: True)() for kind in self.devices)
-        return "" if there else f"runs on {' and '.join(self.devices)}, and there is none here"
+        available = any(AVAILABLE.get(kind, lambda: True)() for kind in self.devices)
+        return "" if available else f"runs on {' and '.join(self.devices)}, and there is none here"
 
 
 def register_runtime(
@@ -93,26 +93,26 @@ def register_runtime(
 ) -> Callable[[Open], Open]:
     """Register a runtime: something that runs models and is timed, by `bench`, in recipes and as the target of plans.
 
-    What it decorates makes a session from a source, a sample and a setting. It is called, and its sessions run, with
-    the setting's number of torch threads, in inference mode, with its device as the current one, in a process of its
-    own. What sessions compute is checked against the model in eager float32 before anything is timed.
+    The decorated function makes a session from a source, a sample and a setting. It is called, and its sessions run,
+    with the setting's number of torch threads, in inference mode, with its device as the current one, in a process of
+    its own. The outputs of sessions are checked against the model in eager float32 before anything is timed.
 
     Args:
-        name: as recipes, `--runtime` and rows of results call it.
-        about: what it is, in one line.
+        name: for recipes, `--runtime` and rows of results.
+        about: a description in one line.
         carrier: what it makes sessions from: the module itself, or the ONNX file that it is exported to.
-        devices: kinds of device that it runs on: "cpu", "cuda", "mps".
-        packages: that it imports, besides torch.
-        install: the command that brings them; `pip install` with their names where it is left out.
-        refuse: why it cannot run a setting on these devices; empty where it can.
+        devices: types of device that it runs on: "cpu", "cuda", "mps".
+        packages: those that it imports, besides torch.
+        install: the command that installs them; by default `pip install` with their names.
+        refuse: returns why it cannot run a setting on these devices; empty if it can.
         times_layers: whether its sessions have a layer clock; plans for the others are made from eager's layers.
         moves_weights: whether its sessions in a setting have a `move`.
-        measures_memory: whether the growth of the process is the model's: not where building leaves more behind.
-        typed_files: whether it computes in the dtype of its file; others take files in float32.
-        forget: drops what is kept of sessions, once a setting is done.
+        measures_memory: whether the growth of the process is the model's memory: not if building leaves more behind.
+        typed_files: whether it computes in the dtype of its file; the others take files in float32.
+        forget: called once a setting is done, to drop what is cached of its sessions.
 
     Returns:
-        A decorator that returns the function as it is.
+        A decorator that returns the function unchanged.
 
     Raises:
         ValueError: the name is taken.
@@ -140,11 +140,10 @@ def register_runtime(
 
 
 def accept(reference: str, found: Any) -> Runtime:
-    """Return the runtime of an object that `file.py:object` names: one that it registers, or a function that opens
-    sessions.
+    """Return the runtime for an object that `file.py:object` refers to: registered there, or made of a function.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: it is neither a runtime nor a function.
     """
     if isinstance(found, Runtime):
         return found

@@ -1,4 +1,4 @@
-"""What a runtime is asked for and what it gives: a setting, what to run, and a session that runs it."""
+"""Sessions of runtimes: the setting, inputs and source that one is made from, and how it runs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from prunekit.utils.tensors import map_tensors
 
 @dataclass(frozen=True)
 class Setting:
-    """One way of running a model, in the words of a row of results.
+    """One way of running a model, in the terms of a row of results.
+
+    `prunekit.measure.latency.comparison.choose_settings` makes all of them, and turns a recipe's "fp32" into "float32".
 
     Attributes:
         device: "cpu", "cuda" or "cuda:n".
         threads: of the CPU.
-        dtype: that the model computes in: "float32", "bfloat16" or "float16".
+        dtype: of the model's computations, by torch's name: "float32", "bfloat16" or "float16".
         memory_format: "contiguous" or "channels_last".
     """
 
@@ -36,7 +38,7 @@ class Setting:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """`dtype` as torch has it."""
+        """The dtype as an object of torch."""
         found: torch.dtype = getattr(torch, self.dtype)
         return found
 
@@ -46,20 +48,20 @@ Sample = tuple[Any, ...]
 
 
 def in_dtype(sample: Sample, dtype: torch.dtype) -> Sample:
-    """Return the same with its floating-point numbers in a dtype; the rest stays."""
+    """Return a sample with its floating-point tensors in a dtype."""
     found: Sample = map_tensors(sample, lambda one: one.to(dtype) if one.is_floating_point() else one)
     return found
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What a model takes, one tensor for each argument of `forward`, with the batch on its first axis.
+    """The inputs of a model: one tensor for each argument of `forward`, with the batch on its first axis.
 
     Attributes:
         shapes: without the batch.
-        values: (1, ...) of each argument that is not of floating-point numbers, such as token ids, which cannot be
+        values: (1, ...) for each argument that is not of floating-point numbers, such as token ids, and so cannot be
             drawn at random; None for the others.
-        names: of the last arguments, those that are given by name.
+        names: of the last arguments, which are given by name.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -67,7 +69,7 @@ class Inputs:
     names: tuple[str, ...] = ()
 
     def sample(self, batch: int) -> Sample:
-        """Standard normal numbers, the same at each call; what cannot be random is repeated over the batch."""
+        """Return standard normal numbers, the same at each call; values that cannot be random are repeated."""
         generator = torch.Generator().manual_seed(0)
         tensors = tuple(
             torch.randn(batch, *shape, generator=generator) if value is None else value.repeat_interleave(batch, 0)
@@ -78,7 +80,7 @@ class Inputs:
         return (*tensors[:positional], named) if named else tensors
 
     def described(self) -> list[Any]:
-        """As plain data, equal for inputs that are equal: a shape where there is one, else a list for each."""
+        """Return plain data that is equal for equal inputs: a shape if there is only one, else a list for each."""
         if self.values == (None,) and not self.names:
             return list(self.shapes[0])
         found: list[Any] = [
@@ -89,14 +91,12 @@ class Inputs:
 
 
 def inputs_of(given: Sequence[int] | Inputs) -> Inputs:
-    """Return what a model of one floating-point input takes, by the shape of that without the batch; `Inputs` as
-    they are.
-    """
+    """Return the inputs of a model with one floating-point input, from its shape without the batch, or `Inputs`."""
     return given if isinstance(given, Inputs) else Inputs((tuple(given),), (None,))
 
 
 def inputs_like(example: tuple[Any, ...]) -> Inputs:
-    """Return what a model takes, by an example.
+    """Return the inputs of a model from an example.
 
     Args:
         example: see `prunekit.utils.inputs.as_example`.
@@ -122,12 +122,12 @@ def inputs_like(example: tuple[Any, ...]) -> Inputs:
 
 
 FileKey = tuple[int, str]
-"""Batch, and dtype as in `Setting`."""
+"""Batch, and the dtype of `Setting`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A model as it reaches a runtime: the module itself, or ONNX files by batch and dtype of the numbers in them."""
+    """A model in the form that a runtime takes: the module itself, or ONNX files by batch and dtype."""
 
     module: nn.Module | None = None
     files: Mapping[FileKey, Path] = field(default_factory=dict)
@@ -139,8 +139,8 @@ class LayerClock:
 
     Attributes:
         run: runs one forward.
-        passes: of the last so many forwards, in order, the milliseconds by path of the innermost module ("" the model's
-            own code), and under None what the runtime does for no module; it is asked once, when all have run.
+        passes: returns for each of the last forwards, as many as it is given, the milliseconds by path of the innermost
+            module ("" the model's own code), and under None those of no module; it is called once, when all have run.
     """
 
     run: Callable[[], object]
@@ -153,9 +153,9 @@ class Session:
 
     Attributes:
         run: runs one forward.
-        tensors: what a forward returned, as tensors nested as the model nests them; outside the timed part.
-        layers: the same model on the same sample, timed layer by layer; None where the runtime cannot tell.
-        move: lays its weights elsewhere in memory, see `placing`; None where the runtime lays them out itself.
+        tensors: turns what `run` returned into tensors, nested as the model nests them; is not timed.
+        layers: opens the same model on the same sample, timed layer by layer; None if the runtime cannot.
+        move: moves its weights elsewhere in memory, see `prunekit.measure.latency.memory_layout`; None if it cannot.
 
     Example:
         >>> import prunekit as pk, torch
@@ -169,11 +169,3 @@ class Session:
     tensors: Callable[[Any], Any] = lambda output: output
     layers: Callable[[], LayerClock] | None = None
     move: Callable[[], object] | None = None
-
-
-def sample_of(shape: tuple[int, ...], batch: int) -> Tensor:
-    """Return the input of a model of one: standard normal, float32 on the CPU, (batch, *shape), the same at each
-    call.
-    """
-    found: Tensor = inputs_of(shape).sample(batch)[0]
-    return found

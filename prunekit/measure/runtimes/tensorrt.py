@@ -42,13 +42,13 @@ def tensor_rt(source: Source, sample: Sample, setting: Setting) -> Session:
 
 
 class _Engine:
-    """An engine with the tensors that it reads and writes. What it is made from is kept as long as it is."""
+    """An engine with the tensors that it reads and writes, and the objects that must live as long as it does."""
 
     def __init__(self, file: Path, device: torch.device) -> None:
         import tensorrt
 
         class Logger(tensorrt.ILogger):  # type: ignore[misc]
-            """Keeps what goes wrong, for the message: a process of its own has no terminal."""
+            """Collects errors for the message: a process of its own has no terminal."""
 
             def __init__(self) -> None:
                 tensorrt.ILogger.__init__(self)
@@ -95,13 +95,13 @@ class _Engine:
         return torch.empty(shape, dtype=dtypes[self.engine.get_tensor_dtype(name)], device=device)
 
     def bind(self, inputs: list[Tensor]) -> None:
-        """Read these from now on."""
+        """Make the engine read these tensors."""
         self.inputs = [one.contiguous() for one in inputs]
         for name, one in zip(self.input_names, self.inputs, strict=True):
             self.context.set_tensor_address(name, one.data_ptr())
 
     def run(self) -> None:
-        """One forward, between what is before it and after it on the stream that is current."""
+        """Run one forward, in order with the work on the current stream."""
         around = torch.cuda.current_stream(self.stream.device)
         self.stream.wait_stream(around)
         if not self.context.execute_async_v3(self.stream.cuda_stream):

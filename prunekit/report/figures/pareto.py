@@ -14,7 +14,7 @@ from markupsafe import Markup
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from prunekit.measure.latency.wording import where
+from prunekit.measure.latency.row_text import setting_text
 from prunekit.report.figures.charts import COLORS, INK, SPARE_COLORS, canvas, svg
 from prunekit.report.headline import model, scores
 from prunekit.report.pages.run_page import recipe_of
@@ -106,8 +106,8 @@ def _side(name: str, run: Run) -> Side:
 
 def settings(found: Sequence[Side]) -> list[str]:
     """Return where anything was timed, in words; those of most runs first."""
-    names = [{where(row) for row in side.run.metrics.get("latency", [])} for side in found]
-    order = dict.fromkeys(where(row) for side in found for row in side.run.metrics.get("latency", []))
+    names = [{setting_text(row) for row in side.run.metrics.get("latency", [])} for side in found]
+    order = dict.fromkeys(setting_text(row) for side in found for row in side.run.metrics.get("latency", []))
     return sorted(order, key=lambda name: -sum(name in one for one in names))
 
 
@@ -132,7 +132,7 @@ def by_latency(found: Sequence[Side], setting: str) -> list[Point]:
 
 
 def _timed(side: Side, setting: str) -> Iterator[Point]:
-    rows = {row.get("model"): row for row in side.run.metrics.get("latency", []) if where(row) == setting}
+    rows = {row.get("model"): row for row in side.run.metrics.get("latency", []) if setting_text(row) == setting}
     for kind in ("dense", "control", "pruned", "deployed"):
         row, model = rows.get("dense" if kind == "control" else kind), side.model(kind)
         if row is None or not is_number(row.get("median_ms")) or not is_number(model.get(side.score[0])):

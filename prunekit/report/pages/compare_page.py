@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from prunekit.errors import UsageError
-from prunekit.measure.latency.wording import computed, doubtful, where
+from prunekit.measure.latency.row_text import dtype_text, setting_text, unstable_mark
 from prunekit.report.figures.pareto import (
     MACHINE_KEYS,
     MAX_PANELS,
@@ -179,23 +179,23 @@ def _run(side: Side) -> dict[str, Any]:
 
 def _latency(side: Side) -> Iterator[dict[str, Any]]:
     rows = side.run.metrics.get("latency", [])
-    dense = {where(row): row for row in rows if row.get("model") == "dense"}
-    speedups = {(row.get("model", "pruned"), where(row)): row for row in side.run.metrics.get("speedup", [])}
+    dense = {setting_text(row): row for row in rows if row.get("model") == "dense"}
+    speedups = {(row.get("model", "pruned"), setting_text(row)): row for row in side.run.metrics.get("speedup", [])}
     for row in rows:
         if row.get("model") == "dense":
             continue
-        before, speedup = dense.get(where(row), {}), speedups.get((row.get("model"), where(row)), {})
+        before, speedup = dense.get(setting_text(row), {}), speedups.get((row.get("model"), setting_text(row)), {})
         yield {
             "letter": side.letter,
             **{key: row.get(key) for key in ("model", "device", "runtime", "batch", "threads", "low_ms", "high_ms")},
-            "dtype": computed(row),
+            "dtype": dtype_text(row),
             "ms": row.get("median_ms"),
             "dense_ms": before.get("median_ms"),
             "speedup": speedup.get("median"),
             "speedup_low": speedup.get("low"),
             "speedup_high": speedup.get("high"),
-            "doubtful": doubtful(row),
-            "speedup_doubtful": doubtful(speedup),
+            "doubtful": unstable_mark(row),
+            "speedup_doubtful": unstable_mark(speedup),
         }
 
 

@@ -16,7 +16,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.ticker import FixedLocator, MaxNLocator
 from numpy.typing import NDArray
 
-from prunekit.measure.latency import wording
+from prunekit.measure.latency import row_text
 from prunekit.planning.latency_table import round_up
 from prunekit.report.figures import charts as figures
 from prunekit.report.figures.charts import COLORS, GRAY, INK, canvas, shortened, svg
@@ -32,10 +32,10 @@ def values(run: Run) -> dict[str, Any]:
     return {
         "facts": facts,
         "tiles": _tiles(facts) if facts else [],
-        "where": wording.where(facts["setting"]) if facts else "",
+        "where": row_text.setting_text(facts["setting"]) if facts else "",
         "layers": layers(run.fits["layers"]) if drawn else None,
         "predictions": figures.figure_or_none(lambda rows: predictions(records(rows) or []), run.networks),
-        "machine": wording.surroundings(facts.get("machine", {})),
+        "machine": row_text.machine_text(facts.get("machine", {})),
     }
 
 
@@ -46,7 +46,7 @@ def _tiles(facts: Mapping[str, Any]) -> list[Tile]:
     tiles = [
         Tile("Median error of the prediction", share(facts["error"]), held_out),
         Tile("Largest error", share(max(errors)), "on the same networks"),
-        Tile("Dense model", f"{digits(facts['dense_ms'])} ms", wording.where(facts["setting"])),
+        Tile("Dense model", f"{digits(facts['dense_ms'])} ms", row_text.setting_text(facts["setting"])),
     ]
     if facts["layers"]:
         first = facts["layers"][0]

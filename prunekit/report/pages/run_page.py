@@ -19,7 +19,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from prunekit.errors import ArtifactError
-from prunekit.measure.latency.wording import doubtful
+from prunekit.measure.latency.row_text import unstable_mark
 from prunekit.report.headline import capital, guessing, reference, scores, speedup, tiles
 from prunekit.report.run_data import Run, read_run
 from prunekit.report.sections.section import SECTIONS, Section, ordered
@@ -71,7 +71,7 @@ def _speed(row: Mapping[str, Any]) -> str:
     ratio, device = row["median"], row.get("device", "cpu")
     where = "on this CPU" if device == "cpu" else f"on {device}"
     change = f"{numbers.factor(ratio)} faster" if ratio >= 1 else f"{numbers.factor(1 / ratio)} slower"
-    unstable = f",{doubtful(row)}" if doubtful(row) else ""
+    unstable = f",{unstable_mark(row)}" if unstable_mark(row) else ""
     return f"{change} {where} ({row.get('runtime', 'eager')}, batch {row.get('batch', '–')}{unstable})"
 
 

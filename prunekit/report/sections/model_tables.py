@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from prunekit.measure.latency import wording
+from prunekit.measure.latency import row_text
 from prunekit.report import headline
 from prunekit.report.figures import charts as figures
 from prunekit.report.pages.explain_page import explained
@@ -52,15 +52,15 @@ class Latency:
             "sections/latency.html",
             metrics=run.metrics,
             latencies=figures.figure_or_none(figures.latencies, run.latency_samples),
-            unstable=wording.unstable(run.metrics.get("latency", []), run.metrics.get("speedup", [])),
-            machine=wording.surroundings(run.metrics.get("machine", {}), run.metrics.get("latency", [])),
+            unstable=row_text.unstable_lines(run.metrics.get("latency", []), run.metrics.get("speedup", [])),
+            machine=row_text.machine_text(run.metrics.get("machine", {}), run.metrics.get("latency", [])),
         )
 
     def text(self, run: Run) -> Iterator[str]:
         """Yield the speedups."""
         for row in run.metrics.get("speedup", []):
-            found = f"{factor(row['median'])} {interval(row['low'], row['high'])}{wording.doubtful(row)}"
-            yield f"Speedup of {row['model']} ({wording.where(row)}): {found}"
+            found = f"{factor(row['median'])} {interval(row['low'], row['high'])}{row_text.unstable_mark(row)}"
+            yield f"Speedup of {row['model']} ({row_text.setting_text(row)}): {found}"
 
 
 @register_section("explanation", about="what keeps the pruned model from its ideal speed", order=30)

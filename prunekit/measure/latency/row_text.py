@@ -1,6 +1,6 @@
-"""Rows of latency in words: where something was timed, why a figure is unstable, why there is none.
+"""Text for the rows of a latency report: the setting of a row, unstable figures, failures, the machine.
 
-Rows of runs by an earlier prunekit have no memory format and nothing about their stability.
+Rows of runs by earlier versions have no memory format and nothing about their stability.
 """
 
 from __future__ import annotations
@@ -13,45 +13,44 @@ from prunekit.utils.display import plural
 Row = Mapping[str, Any]
 
 
-def computed(row: Row) -> str:
-    """Return the dtype, and the memory format where it is not torch's usual one."""
+def dtype_text(row: Row) -> str:
+    """Return the dtype, and the memory format if it is not contiguous."""
     layout = row.get("memory_format", "contiguous")
     return str(row.get("dtype", "–")) + ("" if layout == "contiguous" else f" {layout}")
 
 
-def where(row: Row) -> str:
+def setting_text(row: Row) -> str:
     """Return a row's setting, e.g. "eager, cpu, batch 1, 2 threads, float32"."""
     threads = plural(row["threads"], "thread")
-    return f"{row['runtime']}, {row['device']}, batch {row['batch']}, {threads}, {computed(row)}"
+    return f"{row['runtime']}, {row['device']}, batch {row['batch']}, {threads}, {dtype_text(row)}"
 
 
-def doubtful(row: Row) -> str:
-    """Return what stands behind a figure's interval where it supports no claim."""
+def unstable_mark(row: Row) -> str:
+    """Return what to write behind the interval of a figure that supports no claim; empty for the others."""
     return "" if row.get("stable", True) else " unstable"
 
 
-def unstable(latency: Iterable[Row], speedup: Iterable[Row]) -> list[str]:
-    """Return a line for figures that support no claim, with the reasons: one for those that share setting and
-    reasons.
-    """
-    named = [(f"latency of {row['model']}", row) for row in latency if doubtful(row)]
-    named += [(f"speedup of {row['model']}", row) for row in speedup if doubtful(row)]
+def unstable_lines(latency: Iterable[Row], speedup: Iterable[Row]) -> list[str]:
+    """Return the figures that support no claim with the reasons, a line for each setting and its reasons."""
+    named = [(f"latency of {row['model']}", row) for row in latency if unstable_mark(row)]
+    named += [(f"speedup of {row['model']}", row) for row in speedup if unstable_mark(row)]
     together: dict[tuple[str, str], list[str]] = {}
     for name, row in named:
-        together.setdefault((where(row), "; ".join(row["doubts"])), []).append(name)
+        together.setdefault((setting_text(row), "; ".join(row["doubts"])), []).append(name)
     return [f"unstable ({place}): {', '.join(names)}: {why}" for (place, why), names in together.items()]
 
 
-def failed(failures: Iterable[Row]) -> list[str]:
+def failure_lines(failures: Iterable[Row]) -> list[str]:
     """Return a line for each setting that was not measured, with the reason."""
-    return [f"{where(row)}: {row['reason']}" for row in failures]
+    return [f"{setting_text(row)}: {row['reason']}" for row in failures]
 
 
-def surroundings(machine: Row, latency: Iterable[Row] = ()) -> str:
-    """Return the machine that was measured on, its clocks and what else ran, in a line; empty where nothing is known.
+def machine_text(machine: Row, latency: Iterable[Row] = ()) -> str:
+    """Return the machine that was measured on, its clocks and load, in a line; empty if unknown.
 
     Args:
-        latency: rows, of which those of other devices than the CPU have the clock of these.
+        machine: as from `describe_machine`, with `clock_mhz_after`.
+        latency: rows, for the clocks of devices other than the CPU.
     """
     if not machine:
         return ""

@@ -1,0 +1,186 @@
+"""Timing of models in all settings of one runtime, in a process of its own.
+
+A runtime's threads, caches and memory arena must not affect the next. In the process, sessions are built, checked
+against the model in eager float32, warmed up, and timed alternately.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prunekit.channels.tracing.storages import plain_in
+from prunekit.errors import VerificationError
+from prunekit.measure.effort import current_effort
+from prunekit.measure.latency.machine import Load, clock_mhz
+from prunekit.measure.latency.peak_memory import PeakMemory
+from prunekit.measure.latency.timing import Contention, Timer, Times, alternate, warm_up
+from prunekit.measure.latency.worker_process import UnpicklableError, WorkerDied, WorkerProcess
+from prunekit.measure.runtimes.runtime import Runtime
+from prunekit.measure.runtimes.session import Inputs, Session, Setting, Source
+from prunekit.measure.verification import largest_difference
+from prunekit.utils.context import on_device
+from prunekit.utils.context import threads as with_threads
+
+TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}
+"""Largest relative difference from the eager float32 model that counts as rounding, by the dtype computed in.
+
+Kernels of one dtype differ in the order of their sums, TF32 on CUDA included; bfloat16 keeps 8 bits, float16 11.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class TimingJob:
+    """The work of one process: models to time in all settings of one runtime.
+
+    Attributes:
+        sources: models by name.
+        expected: tensors that each model returns in eager float32, by name and batch.
+        inputs: of the models.
+    """
+
+    runtime: Runtime
+    settings: tuple[Setting, ...]
+    sources: Mapping[str, Source]
+    expected: Mapping[tuple[str, int], list[Tensor]]
+    inputs: Inputs
+    repeats: int
+
+
+@dataclass(frozen=True, eq=False)
+class SettingTimes:
+    """The times of models in one setting.
+
+    Attributes:
+        times: milliseconds, (models, repeats).
+        warm_up: number of calls before them, by model.
+        memory: peak bytes by model, None if unknown.
+        contention: for the CPU; None on other devices.
+        clock_mhz: of the device, right after; None if unknown.
+    """
+
+    setting: Setting
+    times: Times
+    warm_up: tuple[int, ...]
+    memory: tuple[int | None, ...]
+    contention: Contention | None
+    clock_mhz: float | None
+
+
+@dataclass(frozen=True)
+class SettingFailure:
+    """A setting in which nothing could be timed, and why."""
+
+    setting: Setting
+    reason: str
+
+
+Outcome = SettingTimes | SettingFailure
+
+
+def run_job_apart(job: TimingJob, folder: Path) -> tuple[list[Outcome], str]:
+    """Run a job in a process of its own; in this one if its models cannot be pickled, or the effort says so.
+
+    Args:
+        job: what to time.
+        folder: exists, and is the caller's own; files between the processes are written there.
+
+    Returns:
+        An outcome for each setting, and a note; the note is empty if it was in a process of its own as wanted.
+
+    Raises:
+        RunError: the process cannot be started.
+    """
+    if not current_effort().own_process:
+        return list(run_job(job, own_process=False)), ""
+    runtime = job.settings[0].runtime
+    try:
+        with WorkerProcess(_outcomes, folder) as process:
+            found: list[Outcome] = process.ask(job)
+            return found, ""
+    except WorkerDied as error:
+        return [SettingFailure(setting, str(error)) for setting in job.settings], ""
+    except UnpicklableError as error:
+        note = f"{runtime}: timed in this process, not in one of its own, without memory: {error}"
+        return list(run_job(job, own_process=False)), note
+
+
+def _outcomes(job: TimingJob) -> list[Outcome]:
+    return list(run_job(job, own_process=True))
+
+
+def run_job(job: TimingJob, *, own_process: bool) -> Iterator[Outcome]:
+    """Yield the outcome of every setting; memory is only measured in a process that does nothing else."""
+    memory = own_process and job.runtime.measures_memory
+    if memory:
+        _load_libraries(job)
+    for setting in job.settings:
+        try:
+            with with_threads(setting.threads), on_device(setting.device), torch.inference_mode():
+                yield _timed(job, setting, memory)
+        except Exception as error:  # a runtime's own errors, and whatever a model's code makes of another dtype
+            yield SettingFailure(setting, error_line(error))
+        job.runtime.forget()
+        gc.collect()
+
+
+def _load_libraries(job: TimingJob) -> None:
+    """Build and run one session, as the memory for what a library loads on first use belongs to no model."""
+    setting = job.settings[0]
+    try:
+        with with_threads(setting.threads), on_device(setting.device), torch.inference_mode():
+            source = next(iter(job.sources.values()))
+            job.runtime.open(source, job.inputs.sample(setting.batch), setting).run()
+    except Exception:  # happens again where it is reported
+        return
+
+
+def _timed(job: TimingJob, setting: Setting, memory: bool) -> SettingTimes:
+    sample = job.inputs.sample(setting.batch)
+    sessions, taken = [], []
+    for name, source in job.sources.items():
+        peak = PeakMemory(setting.device) if memory else None
+        session = job.runtime.open(source, sample, setting)
+        check_outputs(name, session, setting, job.expected[name, setting.batch])
+        sessions.append(session)
+        taken.append(peak.of(session.run) if peak is not None else None)
+    timers = [Timer(session.run, torch.device(setting.device)) for session in sessions]
+    calls = tuple(warm_up(timer, timer.device.type) for timer in timers)
+    load = Load()
+    with load.watched():
+        times = alternate(timers, job.repeats, weight_moves(*sessions))
+        clock = clock_mhz(setting.device)
+    contention = load.contention(setting.threads) if setting.device == "cpu" else None
+    return SettingTimes(setting, times, calls, tuple(taken), contention, clock)
+
+
+def weight_moves(*sessions: Session) -> list[Callable[[], object]]:
+    """Return the calls that move the weights of sessions, where these can be moved, and warm them up again."""
+    return [step for session in sessions if session.move is not None for step in (session.move, session.run)]
+
+
+def check_outputs(name: str, session: Session, setting: Setting, expected: list[Tensor]) -> None:
+    """Raise a VerificationError if a session's outputs are not those of the model in eager float32."""
+    difference, reason = largest_difference(expected, output_tensors(session.tensors(session.run())))
+    tolerance = TOLERANCES[setting.dtype]
+    if not difference <= tolerance:
+        raise VerificationError(
+            f"{name} computes something else than in eager float32: {reason} value, expected at most {tolerance:g}"
+        )
+
+
+def output_tensors(output: Any) -> list[Tensor]:
+    """Return every tensor of a model's output, on the CPU, floating-point ones in float32."""
+    return [tensor.cpu().float() if tensor.is_floating_point() else tensor.cpu() for tensor in plain_in(output)]
+
+
+def error_line(error: Exception) -> str:
+    """Return why a setting failed, in one line."""
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return text if isinstance(error, VerificationError) else f"{type(error).__name__}: {text}"
