@@ -1,7 +1,4 @@
-"""Compaction: masked channels are taken out for good.
-
-The way back: a compact model's weights at their places in the dense-sized model, exact zeros everywhere else.
-"""
+"""Compact models: masked channels are removed, and the weights can be written back into the dense model."""
 
 from __future__ import annotations
 
@@ -23,18 +20,18 @@ def compact(model: nn.Module, plan: Plan) -> nn.Module:
     """Return a new, smaller model of the same class without the channels that a plan removes.
 
     Args:
-        model: the masked model, in its dense size; not changed. What it holds at removed places is not looked at:
-            `prunekit.measure.verification` tells whether it was zero.
+        model: the masked model, in its dense size; not changed. Its values at removed entries are not checked:
+            `prunekit.measure.verification` tells whether they were zero.
         plan: made for this model.
 
     Returns:
         A model of the same class, in the same train or eval mode and on the same device, each of its parameters
-        trainable or frozen as in the model given. What Accelerate or torch put around a method of an instance, such as
-        autocast, is left behind: prepare the compact model anew.
+        trainable or frozen as in the model given. Methods of an instance that Accelerate or torch wrapped, as in
+        autocast, are not wrapped in the compact model: prepare it again.
 
     Raises:
-        UsageError: the plan is none.
-        PlanError: the plan is that of another model; names the first tensor that does not fit.
+        UsageError: the plan is no `Plan`.
+        PlanError: the plan is that of another model; the message names the first tensor that does not fit.
 
     Example:
         >>> import prunekit as pk, torch
@@ -49,37 +46,35 @@ def compact(model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def remarks(small: nn.Module) -> tuple[str, ...]:
-    """Return what to say of a compact model as it is handed over: its classes that are not the user's, and if it is
-    frozen.
-    """
+    """Return remarks on a compact model for its user: which classes are not the user's, and whether it is frozen."""
     classes = {type(module) for module in small.modules()}
-    again = sorted({original_of(cls).__name__ for cls in classes if original_of(cls) is not cls})
+    recompiled = sorted({original_of(cls).__name__ for cls in classes if original_of(cls) is not cls})
     ours = sorted(cls.__name__ for cls in classes if issubclass(cls, SizedAttention))
-    said = []
-    if again or ours:
-        parts = [f"methods compiled again with explicit sizes: {', '.join(again)}"] if again else []
+    found = []
+    if recompiled or ours:
+        parts = [f"methods compiled again with explicit sizes: {', '.join(recompiled)}"] if recompiled else []
         parts += (
             [f"modules with explicit sizes in place of torch's or the model's own: {', '.join(ours)}"] if ours else []
         )
-        said.append(
+        found.append(
             f"{'; '.join(parts)}. Pickled, as by torch.save(model), it loads where prunekit is installed; "
             "plain_classes=True keeps all classes as they are, and prunes less"
         )
     count = sum(1 for _ in small.parameters())
     if count and is_frozen(small):
-        said.append(
+        found.append(
             f"all {count} parameters are frozen (requires_grad=False), as in the model that was given; call "
             "model.requires_grad_(True) before fine-tuning"
         )
-    return tuple(said)
+    return tuple(found)
 
 
 @torch.no_grad()
 def spread_(model: nn.Module, small: nn.Module, plan: Plan) -> None:
     """Write a compact model's parameters and buffers into the model that it was cut from, in place.
 
-    Afterwards `compact(model, plan)` is `small`, value by value, and the model is masked: what the plan prunes is 0.0,
-    but for variances of BatchNorms, which stay what they were.
+    Afterwards `compact(model, plan)` equals `small`, value by value, and the model is masked: pruned entries are 0.0,
+    except for variances of BatchNorms, which stay as they were.
 
     Args:
         model: in its dense size.
@@ -90,21 +85,21 @@ def spread_(model: nn.Module, small: nn.Module, plan: Plan) -> None:
         PlanError: they do not belong together; nothing was changed.
     """
     require_plan(plan, model)
-    found = dict(named_tensors(small))
+    compact_tensors = dict(named_tensors(small))
     places = {}
     for name, tensor in named_tensors(model):
         axes = plan.kept_indices.get(name, (None,) * tensor.ndim)
         kept = [np.arange(size) if index is None else index for size, index in zip(tensor.shape, axes, strict=True)]
         wanted = tuple(map(len, kept))
-        there = found.pop(name, None)
+        there = compact_tensors.pop(name, None)
         if there is None or tuple(there.shape) != wanted:
             got = "no such tensor" if there is None else f"the shape {tuple(there.shape)}"
             raise PlanError(
                 f"{name}: expected {wanted} in the compact model, got {got}; make it from this model and plan"
             )
         places[name] = tensor, there, kept, name in plan.kept_indices
-    if found:
-        raise PlanError(f"{next(iter(found))}: the compact model has it and the dense one has no place for it")
+    if compact_tensors:
+        raise PlanError(f"{next(iter(compact_tensors))}: in the compact model, but not in the dense one")
     for name, (tensor, there, kept, shrinks) in places.items():
         if name in plan.masked_indices and tensor.is_floating_point() and not is_variance(name):
             blank(tensor, plan.masked_indices[name])

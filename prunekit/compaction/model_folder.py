@@ -1,12 +1,8 @@
-"""The model folder: `model.safetensors` and `prunekit.json`; tensors and text, no pickle, no code.
-
-What is left of a BatchNorm whose scale and shift are in the layer before it, and how a model folder says so.
-"""
+"""The model folder: `model.safetensors` and `prunekit.json`; tensors and text, no pickle, no code."""
 
 from __future__ import annotations
 
 import platform
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from inspect import signature
@@ -19,7 +15,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from prunekit.channels.cut.model_copy import foreign_methods, named_tensors, with_tensors
@@ -29,6 +24,7 @@ from prunekit.channels.labels import Labels
 from prunekit.channels.rewrite.rewriter import attribute_values, set_attributes
 from prunekit.channels.rewrite.substitutes import Heads, heads_of, set_heads
 from prunekit.channels.tracing.storages import from_parts, is_plain, parts_of
+from prunekit.compaction.folded_norms import folds_of, with_folded_biases, with_folds
 from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.hooks.wrappers import require_values, unwrapped
 from prunekit.models.zoo import build_model
@@ -39,79 +35,6 @@ from prunekit.utils.files import StrPath, atomic_folder, folder_at, read_json, r
 from prunekit.utils.inputs import InputSpec
 from prunekit.utils.tensors import lies_channels_last, with_channels_last
 
-Folds = Mapping[str, str]
-"""Path of a BatchNorm -> path of the convolution or linear layer that does its work."""
-
-
-class FoldedNorm(nn.Sequential):
-    """In place of a BatchNorm: the modules that it ran behind its own work, usually none.
-
-    Attributes:
-        layer: path of the module that holds its scale and shift.
-    """
-
-    def __init__(self, norm: nn.Module, layer: str) -> None:
-        super().__init__(OrderedDict(norm.named_children()))
-        self.layer = layer
-        self.training = norm.training
-
-
-def folds_of(model: nn.Module) -> dict[str, str]:
-    """Return the folded norms of a model by their path, with the paths of the layers that hold them."""
-    return {path: module.layer for path, module in model.named_modules() if isinstance(module, FoldedNorm)}
-
-
-def set_folds(model: nn.Module, folds: Folds) -> None:
-    """Take norms out of a model's structure in place, and give the layers before them a bias; its values are 0.
-
-    Raises:
-        AttributeError: there is no module at a path.
-        ValueError: what is there is no BatchNorm, or no layer with a weight and a place for a bias.
-    """
-    for path, layer in folds.items():
-        norm, before = model.get_submodule(path), model.get_submodule(layer)
-        weight = before._parameters.get("weight")
-        if not isinstance(norm, _BatchNorm) or norm.running_mean is None:
-            raise ValueError(f"{path}: expected a BatchNorm with running statistics, got {type(norm).__name__}")
-        if weight is None or "bias" not in before._parameters:
-            raise ValueError(f"{layer}: expected a layer with a weight and a bias, got {type(before).__name__}")
-        if before.bias is None:
-            zeros = torch.zeros(norm.num_features, dtype=weight.dtype, device=weight.device)
-            before.bias = nn.Parameter(zeros, requires_grad=weight.requires_grad)
-        rest = FoldedNorm(norm, layer)
-        for parent in list(model.modules()):
-            for name, child in parent._modules.items():
-                if child is norm:
-                    parent._modules[name] = rest
-
-
-def with_folds(model: nn.Module, folds: Any) -> nn.Module:
-    """Return a model with norms taken out; its own tensors, no copies of them, and the given model is not changed.
-
-    Raises:
-        AttributeError, TypeError, ValueError: see `set_folds`, or `folds` is no mapping of paths.
-    """
-    if not folds:
-        return model
-    if not isinstance(folds, dict) or not all(isinstance(text, str) for pair in folds.items() for text in pair):
-        raise TypeError("expected a mapping of module paths to module paths")
-    twin = with_tensors(model, {name: tensor.detach() for name, tensor in named_tensors(model)})
-    set_folds(twin, folds)
-    return twin
-
-
-def kept_of_folded(kept: Mapping[str, Any], folds: Folds) -> dict[str, Any]:
-    """Kept indices by tensor: those of a folded norm are those of the bias that it left."""
-    result = dict(kept)
-    for path, layer in folds.items():
-        biased = result.get(f"{path}.running_mean")
-        for name in ("weight", "bias", "running_mean", "running_var"):
-            result.pop(f"{path}.{name}", None)
-        if biased is not None:
-            result[f"{layer}.bias"] = biased
-    return result
-
-
 FORMAT = 1
 SLOW_TO_START = {("torchvision", "googlenet"), ("torchvision", "inception_v3")}
 """Models whose own initialization takes seconds, for weights that are replaced at once."""
@@ -120,37 +43,42 @@ MANIFEST = "prunekit.json"
 FILES = frozenset({WEIGHTS, MANIFEST, "plan.json", "plan.safetensors"})
 
 
-class Result(Protocol):
+class ModelWithPlan(Protocol):
     """A compact model with its plan, such as `prunekit.prune` returns."""
 
     @property
-    def model(self) -> nn.Module: ...
+    def model(self) -> nn.Module:
+        """The compact model."""
+        ...
+
     @property
-    def plan(self) -> Plan: ...
+    def plan(self) -> Plan:
+        """The plan that it was made by."""
+        ...
 
 
 def save(
-    result: nn.Module | Result,
+    result: nn.Module | ModelWithPlan,
     folder: StrPath,
     plan: Plan | None = None,
     *,
     build: ModelSettings | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a compact model and its plan as a folder, whole or not at all.
+    """Write a compact model and its plan as a folder, complete or not at all.
 
     Args:
-        result: the compact model, its norms folded or not; or what `prunekit.prune` returned, which has its plan.
-        folder: made, or replaced once the new one is whole, unless it has other files, which would be lost;
+        result: the compact model, its norms folded or not; or the result of `prunekit.prune`, which has its plan.
+        folder: made, or replaced once the new one is complete, unless it has other files, which would be lost;
             `prunekit.load` reads the model from it, and `prunekit.load_plan` the plan.
-        plan: what the model was compacted with.
-        build: how the dense model is built; None when only the caller's own code can do it, who then hands the
-            dense model to `load`.
+        plan: that the model was compacted with.
+        build: how the dense model is built; None if only the caller's own code can do it, and gives the dense model
+            to `load`.
         extra: further facts for readers of the manifest (classes, data settings), as JSON values.
 
     Raises:
-        UsageError: it is no compact model with its plan, or the folder is one of other things; says what to give.
-        PlanError: the model is not what the plan leaves of its own one; nothing is written.
+        UsageError: it is no compact model with its plan, or the folder has other files; the message says what to give.
+        PlanError: the model is not the one that the plan makes; nothing is written.
 
     Example:
         >>> import prunekit as pk, torch
@@ -165,10 +93,10 @@ def save(
     require_replaceable(folder, FILES)
     require_values(model, "a file")
     folds = folds_of(model)
-    indices = kept_of_folded(plan.kept_indices, folds)
+    indices = with_folded_biases(plan.kept_indices, folds)
     kept = {name: [None if index is None else index.tolist() for index in axes] for name, axes in indices.items()}
-    shapes = kept_of_folded(plan.channel_map.shapes, folds)
-    require_compact(plan.channel_map, model, kept_of_folded(plan.narrow_shapes, folds))
+    shapes = with_folded_biases(plan.channel_map.shapes, folds)
+    require_compact(plan.channel_map, model, with_folded_biases(plan.narrow_shapes, folds))
     with atomic_folder(folder) as temporary:
         own = {name: tensor.detach().cpu() for name, tensor in named_tensors(model)}
         sparse = {name: tensor for name, tensor in own.items() if not is_plain(tensor)}
@@ -222,7 +150,7 @@ def _parts(result: Any, plan: Any) -> tuple[nn.Module, Plan]:
 
 
 def _example(inputs: tuple[InputSpec, ...]) -> dict[str, Any]:
-    """Return what the manifest says of the example; of one positional float32 tensor the shape alone."""
+    """Return the manifest's entry for the example; for one positional float32 tensor the shape alone."""
     known: dict[str, Any] = {"shapes": [list(one.shape) for one in inputs]}
     if [(one.dtype, one.name) for one in inputs] != [("float32", None)]:
         known["dtypes"] = [one.dtype for one in inputs]
@@ -256,8 +184,8 @@ def read_manifest(folder: StrPath) -> dict[str, Any]:
 def load(folder: StrPath, model: nn.Module | Callable[[], nn.Module] | None = None) -> nn.Module:
     """Load a compact model from its folder, in eval mode on the CPU.
 
-    The dense model is built without allocating its weights, takes on the folder's structure and its weights. Nothing
-    that the folder names is imported or executed except a constructor from a known zoo.
+    The dense model is built without allocating its weights, and gets the folder's structure and weights. No code that
+    the folder names is imported or executed, except a constructor from a known zoo.
 
     Args:
         folder: written by prunekit.
@@ -336,7 +264,7 @@ def _dense(
 
 @contextmanager
 def _empty_weights() -> Iterator[None]:
-    """Within, parameters that modules are given take no memory; buffers are real."""
+    """Make parameters that modules are given take no memory in this context; buffers are real."""
     handle = register_module_parameter_registration_hook(_empty)  # type: ignore[arg-type]  # torch's is too narrow
     try:
         yield
@@ -353,7 +281,7 @@ def _empty(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Paramete
 
 
 def _folded(folder: Path, manifest: dict[str, Any], dense: nn.Module) -> nn.Module:
-    """Return the dense model without the norms that were folded."""
+    """Return the dense model with its norms folded as in the folder."""
     try:
         return with_folds(dense, manifest.get("folded_norms"))
     except (AttributeError, TypeError, ValueError) as error:
@@ -379,7 +307,7 @@ def _construct(folder: Path, manifest: dict[str, Any], model: Callable[[], nn.Mo
 
 
 def _called(factory: Callable[[], Any]) -> Any:
-    """Return what a user's function returns, which is called without arguments."""
+    """Call a user's function without arguments."""
     try:
         signature(factory).bind()
     except TypeError as error:
@@ -387,7 +315,7 @@ def _called(factory: Callable[[], Any]) -> Any:
         raise ModelError(
             f"model: expected a function without arguments, and {name} needs some ({error}): model=lambda: {name}(...)"
         ) from None
-    except ValueError:  # has no signature that Python could read
+    except ValueError:  # it has no signature that Python can read
         pass
     return factory()
 
@@ -403,7 +331,7 @@ def _weights(folder: Path, manifest: dict[str, Any]) -> dict[str, torch.Tensor]:
     if sha256(path) != manifest["sha256"].get(WEIGHTS):
         raise ArtifactError(f"{path}: its checksum is not the one in {MANIFEST}; the file is damaged or was exchanged")
     try:
-        # copies: the file's own layout is not aligned, which changes the last bit of what CPU kernels compute
+        # copies: the file's own layout is not aligned, which changes the last bit of results of CPU kernels
         copied = with_channels_last if manifest.get("channels_last") is True else torch.clone
         tensors = {name: copied(tensor) for name, tensor in load_file(path).items()}
     except SafetensorError as error:
@@ -429,9 +357,9 @@ def _with_sparse(tensors: dict[str, torch.Tensor], sparse: dict[str, Any]) -> di
 
 
 def _check(folder: Path, manifest: dict[str, Any], dense: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Every tensor of the dense model is there, with the shape that the kept indices say; and its replaced methods.
+    """Raise unless every tensor of the dense model is there, as are its replaced methods, and has the kept shape.
 
-    But for a model's own buffers of which nothing is pruned: `forward` may make them anew for the size of its input.
+    A model's own buffers may differ where nothing of them is pruned: `forward` may make them for the size of its input.
     """
     problems = [
         f"{name} was set on the saved model itself and is not in its class, nor set on this one"

@@ -20,7 +20,7 @@ from prunekit.channels.cut.model_copy import copied, named_tensors, with_tensors
 from prunekit.channels.tolerance import TOLERANCE
 from prunekit.channels.tracing.execution import plain_attention
 from prunekit.channels.trial.float64 import doubled, to_double
-from prunekit.compaction.model_folder import FoldedNorm, set_folds
+from prunekit.compaction.folded_norms import FoldedNorm, set_folds
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.measure.operator_costs import is_subnormal
 from prunekit.measure.verification import compare_outputs

@@ -1,10 +1,8 @@
-"""The in-place guard: gradients of a module's inputs and results, whatever is written to in place.
+"""Gradient hooks on a module's inputs and results, which may be overwritten in place later.
 
-A full-backward hook of PyTorch's wraps inputs and results in views that autograd then refuses to let anybody
-overwrite ("BackwardHookFunction is a view and is being modified inplace"), as a later in-place ReLU or
-`out += identity` does. Hooks on the tensors themselves see the same gradients and refuse nothing.
-
-Gradients of tensors that may be overwritten, and inputs as one module reads them.
+PyTorch's full-backward hooks wrap inputs and results in views, and autograd raises if these are overwritten
+("BackwardHookFunction is a view and is being modified inplace"), as by a later in-place ReLU or `out += identity`.
+Hooks on the tensors themselves see the same gradients and allow it.
 """
 
 from __future__ import annotations
@@ -17,36 +15,43 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.hooks.hook import Active, not_traced
+from prunekit.hooks.hook import Owner, not_traced
 from prunekit.utils.tensors import map_tensors, tensors_in
 
-Change = Callable[[Tensor], Tensor | None]
+TensorHook = Callable[[Tensor], Tensor | None]
+"""Takes a gradient; returns the one to use in its place, or None."""
+GradientChange = Callable[[Tensor, int], Tensor | None]
+"""Takes a gradient and which tensor it belongs to (0 is the first); returns the one to use in its place, or None."""
+ValueCheck = Callable[[Any], object]
+"""Takes the results of a module, or its arguments, and raises if their gradients cannot be hooked."""
+TracedChange = Callable[[Tensor], Tensor]
+"""Takes a module's first result; returns the same values with another backward pass, made of operators alone."""
 
 
-def catch(tensor: Tensor, change: Change) -> None:
-    """Pass the gradient of a tensor through `change`, whether it is overwritten later or not.
+def hook_gradient(tensor: Tensor, hook: TensorHook) -> None:
+    """Pass the gradient of a tensor through a hook, whether the tensor is overwritten later or not.
 
-    A hook stays with the values that a tensor had when it was registered, and that is all there is to do, unless the
-    tensor is a view: whoever overwrites a view writes to its base, and the graph leads from there straight to what
-    the base was before. There the gradient is caught then, all of it.
+    PyTorch's hook stays with the values that a tensor had when it was registered, which is enough unless the tensor is
+    a view: overwriting a view writes to its base, and the graph leads from there straight to the earlier base. Then
+    the gradient is taken from that of the whole base.
     """
     base = tensor._base if tensor._is_view() else None
     if base is None or base.grad_fn is None:  # nobody may overwrite a leaf, or a view of one
-        tensor.register_hook(change)  # type: ignore[no-untyped-call]
+        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         return
-    part = _Part(base, tensor, change)
+    part = _ViewHook(base, tensor, hook)
     tensor.register_hook(part.at_view)  # type: ignore[no-untyped-call]
     base.grad_fn.register_prehook(part.at_base)
 
 
-class _Part:
-    """A view, and what it is a part of. Holds no tensor with a graph: the graph holds this."""
+class _ViewHook:
+    """Hooks on a view and on its base, of which one runs. Holds no tensor with a graph: the graph holds this."""
 
-    def __init__(self, base: Tensor, view: Tensor, change: Change) -> None:
-        self._change = change
+    def __init__(self, base: Tensor, view: Tensor, hook: TensorHook) -> None:
+        self._hook = hook
         self._output = base.output_nr
         self._base = base.shape, base.stride()
-        self._place = view.shape, view.stride(), int(view.storage_offset() - base.storage_offset())
+        self._region = view.shape, view.stride(), int(view.storage_offset() - base.storage_offset())
         self._values, self._version = view.detach(), view._version  # shares the version counter
 
     @property
@@ -54,17 +59,17 @@ class _Part:
         return self._values._version != self._version
 
     def at_view(self, gradient: Tensor) -> Tensor | None:
-        return None if self._overwritten else self._change(gradient)
+        return None if self._overwritten else self._hook(gradient)
 
     def at_base(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         gradient = gradients[self._output]
         if gradient is None or not self._overwritten:
             return None
-        # In the layout of the values: what is a part of them is the same part of their gradient.
+        # In the layout of the values, so that the view is the same region of their gradient.
         shape, strides = self._base
         whole = torch.empty_strided(shape, strides, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
-        part = whole.as_strided(*self._place)
-        changed = self._change(part.clone())
+        part = whole.as_strided(*self._region)
+        changed = self._hook(part.clone())
         if changed is None:
             return None
         part.copy_(changed)
@@ -72,71 +77,62 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class Read:
-    """One module's reading of one input: a view of its own, whose gradient is what this reader sends back."""
+class InputView:
+    """A view of an input that one module reads; its gradient is what this module sends back."""
 
     reader: nn.Module
     view: Tensor
 
 
-class _Mark:
-    """On such a view, what it is: a second owner hooks the same view, behind the first. Does not keep it alive."""
+class _ViewMark:
+    """An attribute of such a view, so that a second owner hooks the same view. Does not keep it alive."""
 
-    def __init__(self, read: Read | None) -> None:
+    def __init__(self, read: InputView | None) -> None:
         self._read = None if read is None else weakref.ref(read)
 
-    def by(self, module: nn.Module) -> Read | None:
-        """Return the reading, if it is this module's."""
+    def by(self, module: nn.Module) -> InputView | None:
+        """Return the view, if it is this module's."""
         read = None if self._read is None else self._read()
         return read if read is not None and read.reader is module else None
 
-    def __reduce__(self) -> tuple[type[_Mark], tuple[None]]:
-        return _Mark, (None,)  # a tensor takes its attributes along when it is saved or copied
+    def __reduce__(self) -> tuple[type[_ViewMark], tuple[None]]:
+        return _ViewMark, (None,)  # a tensor takes its attributes along when it is saved or copied
 
 
 _MARK = "_prunekit_read"
 
 
-def read_by(module: nn.Module, tensor: Tensor) -> Read:
-    """Give a module its own view of a tensor."""
-    mark: _Mark | None = getattr(tensor, _MARK, None)
+def view_read_by(module: nn.Module, tensor: Tensor) -> InputView:
+    """Return a module's own view of a tensor, made once."""
+    mark: _ViewMark | None = getattr(tensor, _MARK, None)
     read = None if mark is None else mark.by(module)
     if read is None:
-        read = Read(module, tensor.view_as(tensor))
-        setattr(read.view, _MARK, _Mark(read))
+        read = InputView(module, tensor.view_as(tensor))
+        setattr(read.view, _MARK, _ViewMark(read))
     return read
 
 
-GradientChange = Callable[[Tensor, int], Tensor | None]
-"""Takes a gradient and which tensor it belongs to (0 is the first); returns the one to use in its place, or None."""
-
-
-Check = Callable[[Any], object]
-"""Looks at what a module returned, or was given, and raises if that is not what its gradients were meant of."""
-
-
-Traced = Callable[[Tensor], Tensor]
-"""Takes a module's first result, and returns the same values with another way back; of operators alone."""
-
-
 class OutputGradients:
-    """A forward hook that catches the gradients of a module's results, while its owner is active.
+    """A forward hook that passes the gradients of a module's results through a change, while its owner is active.
 
     Args:
-        change: called in each call of the module whose results get gradients, returns what these go through.
+        owner: of the hook.
+        change: called whenever the module's results get gradients; returns the change of these.
+        check: gets each result first, and raises if it won't do.
+        traced: takes the place of the change under `torch.compile`.
     """
 
     def __init__(
         self,
-        owner: Active,
+        owner: Owner,
         change: Callable[[], GradientChange],
-        check: Check | None = None,
-        traced: Traced | None = None,
+        check: ValueCheck | None = None,
+        traced: TracedChange | None = None,
     ) -> None:
         self._owner, self._change, self._check, self._traced = owner, change, check, traced
 
     def after(self, module: nn.Module, arguments: Any, named: Any, result: Any) -> Any:
-        """Hooks the tensors of a result; a single one, as nearly always, without looking for others."""
+        """Register hooks on the tensors of a result; a single tensor, as nearly always, without a search for others."""
         if self._check is not None:
             self._check(result)
         if torch.compiler.is_compiling():
@@ -144,18 +140,18 @@ class OutputGradients:
                 return _first_replaced(result, self._traced)
             not_traced(f"{type(self._owner).__name__}: gradients go through Python while the backward pass runs")
         if isinstance(result, Tensor):
-            if result.grad_fn is not None:  # a leaf is not this module's result, and would keep the hook
-                catch(result, at(self._owner, self._change(), 0))
+            if result.grad_fn is not None:  # a leaf was not made by this module, and would keep the hook
+                hook_gradient(result, tensor_hook(self._owner, self._change(), 0))
             return None
         found = [(index, tensor) for index, tensor in differentiable(result) if tensor.grad_fn is not None]
         if found:
             change = self._change()
             for index, tensor in found:
-                catch(tensor, at(self._owner, change, index))
+                hook_gradient(tensor, tensor_hook(self._owner, change, index))
         return None
 
 
-def _first_replaced(result: Any, traced: Traced) -> Any:
+def _first_replaced(result: Any, traced: TracedChange) -> Any:
     if isinstance(result, Tensor):
         return traced(result)
     first = next(iter(tensors_in(result)), None)
@@ -163,7 +159,7 @@ def _first_replaced(result: Any, traced: Traced) -> Any:
 
 
 def differentiable(value: Any) -> Iterator[tuple[int, Tensor]]:
-    """Yield tensors that get a gradient, each once, with their position among all tensors of a nested value."""
+    """Yield the tensors that get a gradient, each once, with their position among all tensors of a nested value."""
     seen: set[int] = set()
     for index, tensor in enumerate(tensors_in(value)):
         if tensor.requires_grad and id(tensor) not in seen:
@@ -171,40 +167,40 @@ def differentiable(value: Any) -> Iterator[tuple[int, Tensor]]:
             yield index, tensor
 
 
-def at(owner: Active, change: GradientChange, index: int) -> Change:
-    """Return a tensor hook for the tensor at a position, which does nothing any more once its owner has left."""
+def tensor_hook(owner: Owner, change: GradientChange, index: int) -> TensorHook:
+    """Return a hook for the tensor at a position, which does nothing once its owner has left."""
     return lambda gradient: change(gradient, index) if owner.active else None
 
 
 class InputGradients:
-    """A forward-pre and a forward hook that catch the gradients of a module's inputs.
+    """A forward-pre and a forward hook that pass the gradients of a module's inputs through a change.
 
-    The module reads a view of each input: the gradient of that view is what this module sends back, where the input
-    itself would give the sum over all its readers. See `OutputGradients`.
+    The module reads a view of each input: the gradient of that view comes from this module alone, where that of the
+    input itself is the sum over all its readers. For the arguments see `OutputGradients`.
     """
 
-    def __init__(self, owner: Active, change: Callable[[], GradientChange], check: Check | None = None) -> None:
+    def __init__(self, owner: Owner, change: Callable[[], GradientChange], check: ValueCheck | None = None) -> None:
         self._owner, self._change, self._check = owner, change, check
-        self._running: list[list[Read]] = []  # a module may call itself
+        self._running: list[list[InputView]] = []  # a module may call itself
 
     def before(self, module: nn.Module, arguments: Any, named: Any) -> Any:
-        """Exchange the inputs."""
+        """Replace the inputs by views."""
         if self._check is not None:
             self._check((arguments, named))
         not_traced(f"{type(self._owner).__name__}: gradients go through Python while the backward pass runs")
-        reads: dict[int, Read] = {}
+        reads: dict[int, InputView] = {}
         found = list(differentiable((arguments, named))) if torch.is_grad_enabled() else []
         if found:
             change = self._change()
             for index, tensor in found:
-                read = reads[id(tensor)] = read_by(module, tensor)
-                catch(read.view, at(self._owner, change, index))
+                read = reads[id(tensor)] = view_read_by(module, tensor)
+                hook_gradient(read.view, tensor_hook(self._owner, change, index))
         self._running.append(list(reads.values()))  # known to other owners while the module runs
         if not reads:
             return None
         return map_tensors((arguments, named), lambda t: reads[id(t)].view if id(t) in reads else t)
 
     def after(self, module: nn.Module, arguments: Any, named: Any, result: Any) -> None:
-        """Let the views go."""
+        """Forget the views."""
         if self._running:
             self._running.pop()

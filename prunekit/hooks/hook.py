@@ -1,7 +1,4 @@
-"""A hook that belongs to its owner: it acts while the owner is active, and a copy of it never does.
-
-Where hooks are, and where they would never run.
-"""
+"""A hook that belongs to an owner, and checks of where hooks run: compiled, recomputed and never called modules."""
 
 from __future__ import annotations
 
@@ -31,13 +28,77 @@ HOOK_TABLES = (
 
 
 class HookWarning(UserWarning):
-    """A hook will not do what one expects of it: it never runs, or runs twice."""
+    """A hook never runs, or runs twice."""
+
+
+class Owner(Protocol):
+    """The owner of a hook.
+
+    Attributes:
+        called: set whenever a hook runs.
+    """
+
+    called: bool
+
+    @property
+    def active(self) -> bool:
+        """Whether its hooks are registered now."""
+        ...
+
+
+class OwnedHook:
+    """A hook that calls a function while its owner is active, and does nothing otherwise.
+
+    `copy.deepcopy(model)` and pickling copy a module's hooks; these copies are inert, so that a copied model is neither
+    masked nor counted, whatever becomes of the owner.
+    """
+
+    def __init__(self, owner: Owner | None, function: Callable[..., Any], *, again: bool = True) -> None:
+        self._owner, self._function, self._again = owner, function, again
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Call the function if the owner is active."""
+        if self._owner is None or not self._owner.active:
+            return None
+        self._owner.called = True
+        if not self._again and recomputing():
+            self._again = True  # warn once
+            warnings.warn(
+                f"{type(self._owner).__name__}: a forward hook runs a second time for one batch, because activation "
+                "checkpointing recomputes the forward pass; count batches and not calls "
+                "(prunekit.hooks.hook.recomputing)",
+                HookWarning,
+                stacklevel=2,
+            )
+        return self._function(*arguments, **named)
+
+    def acts_for(self, kind: type) -> bool:
+        """Return whether its owner is an instance of a class, and active."""
+        owner = self._owner
+        return owner is not None and isinstance(owner, kind) and owner.active
+
+    @property
+    def inert(self) -> bool:
+        """Whether this is the copy of a hook."""
+        return self._owner is None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnedHook:
+        return _inert()
+
+    def __reduce__(self) -> tuple[Callable[[], OwnedHook], tuple[()]]:
+        return _inert, ()
+
+
+def _inert() -> OwnedHook:
+    return OwnedHook(None, _nothing)
+
+
+def _nothing(*arguments: Any, **named: Any) -> None:
+    return None
 
 
 def recomputing() -> bool:
-    """Return whether a backward pass is running now: a forward pass inside it is activation checkpointing's second
-    one.
-    """
+    """Return whether a backward pass is running: a forward pass inside it is recomputed by activation checkpointing."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
@@ -53,7 +114,7 @@ def called_leaves(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def warn_if_ignored(module: nn.Module, owner: str) -> None:
-    """Warn of a hook on a module whose forward never runs, or whose hooks `torch.compile` may not see."""
+    """Warn if a module's forward never runs, or `torch.compile` may leave out its hooks."""
     if never_called(module):
         problem = (
             "hooks on nn.MultiheadAttention's out_proj never run, because attention uses its weight functionally; "
@@ -70,7 +131,7 @@ def warn_if_ignored(module: nn.Module, owner: str) -> None:
 
 
 def refuse_compiled(model: nn.Module, owner: str) -> None:
-    """Refuse a model that `torch.compile` has already compiled: it silently ignores hooks that come later.
+    """Raise if `torch.compile` has already compiled a model: hooks that are added later are silently ignored.
 
     Raises:
         ModelError: the model, or a module in it, is compiled.
@@ -84,16 +145,16 @@ def refuse_compiled(model: nn.Module, owner: str) -> None:
 
 
 def not_traced(what: str) -> None:
-    """Has `torch.compile` leave what follows out of its graph, and say why where it must be one; otherwise nothing."""
+    """Break the graph of `torch.compile` here, with a reason; does nothing outside it."""
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break(msg=what)
 
 
 def require_not_compiled(model: nn.Module, owner: str) -> None:
-    """Checks that `torch.compile` has compiled no code that this model runs, of this model or another of its class.
+    """Raise if `torch.compile` has compiled code that this model runs, of this model or another of its class.
 
     Raises:
-        ModelError: it has, and hooks that came later were left out of a forward pass.
+        ModelError: hooks that were added later were left out of a forward pass.
     """
     path = compiled_code(model)
     if path is not None:
@@ -105,7 +166,7 @@ def require_not_compiled(model: nn.Module, owner: str) -> None:
 
 
 def compiled_code(model: nn.Module) -> str | None:
-    """Return the path of the first module whose class's forward `torch.compile` has compiled; None without any."""
+    """Return the path of the first module whose class's forward `torch.compile` has compiled, or None."""
     if "torch._dynamo" not in sys.modules:
         return None
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
@@ -118,16 +179,16 @@ def compiled_code(model: nn.Module) -> str | None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether a module was compiled in place, by its forward, or is the wrapper that `torch.compile` returns."""
+    """Return whether a module, or its forward, was compiled in place, or is the wrapper of `torch.compile`."""
     forward = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
     return getattr(module, "_compiled_call_impl", None) is not None or forward or "_orig_mod" in module._modules
 
 
 def refuse_nested(tensor: Tensor, where: str) -> None:
-    """Refuse a nested tensor, which has no axes to speak of.
+    """Raise if a tensor is a nested one, which has no regular axes.
 
     Raises:
-        ModelError: it is one.
+        ModelError: the message begins with `where`.
     """
     if tensor.is_nested:
         raise ModelError(
@@ -137,14 +198,14 @@ def refuse_nested(tensor: Tensor, where: str) -> None:
 
 
 def is_ours(hook: object) -> bool:
-    """Return whether an owner of this package registered a hook: it belongs to its model and is not copied with it."""
+    """Return whether a hook is this package's, so that it is not copied with its model."""
     return str(getattr(hook, "__module__", "")).startswith("prunekit.")
 
 
 def count_hooks(model: nn.Module) -> int:
-    """Return the number of hooks registered on a model: on its modules, and on its parameters' gradients.
+    """Return the number of hooks on a model: on its modules, and on its parameters' gradients.
 
-    What a copy left of another model's hooks does nothing and does not count.
+    Inert copies of another model's hooks do not count.
     """
     tables = (getattr(module, table, {}) for module in model.modules() for table in HOOK_TABLES)
     modules = sum(not getattr(hook, "inert", False) for table in tables for hook in table.values())
@@ -153,66 +214,3 @@ def count_hooks(model: nn.Module) -> int:
 
 def _count_tensor_hooks(tensor: Tensor) -> int:
     return sum(len(getattr(tensor, table, None) or ()) for table in ("_backward_hooks", "_post_accumulate_grad_hooks"))
-
-
-class Active(Protocol):
-    """What a hook asks of its owner, and tells it.
-
-    Attributes:
-        called: set whenever a hook runs.
-    """
-
-    called: bool
-
-    @property
-    def active(self) -> bool: ...
-
-
-class OwnedHook:
-    """Calls a function while its owner is active, and does nothing otherwise.
-
-    `copy.deepcopy(model)` and pickling take a module's hooks along: what arrives there is inert, so that a copy is
-    neither masked nor counted, whatever becomes of the owner.
-    """
-
-    def __init__(self, owner: Active | None, function: Callable[..., Any], *, again: bool = True) -> None:
-        self._owner, self._function, self._again = owner, function, again
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        if self._owner is None or not self._owner.active:
-            return None
-        self._owner.called = True
-        if not self._again and recomputing():
-            self._again = True  # said once
-            warnings.warn(
-                f"{type(self._owner).__name__}: a forward hook runs a second time for one batch, because activation "
-                "checkpointing recomputes the forward pass; count batches and not calls "
-                "(prunekit.hooks.hook.recomputing)",
-                HookWarning,
-                stacklevel=2,
-            )
-        return self._function(*arguments, **named)
-
-    def acts_for(self, kind: type) -> bool:
-        """Return whether its owner is of a kind, and active."""
-        owner = self._owner
-        return owner is not None and isinstance(owner, kind) and owner.active
-
-    @property
-    def inert(self) -> bool:
-        """Whether this is what a copy left of a hook."""
-        return self._owner is None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OwnedHook:
-        return _inert()
-
-    def __reduce__(self) -> tuple[Callable[[], OwnedHook], tuple[()]]:
-        return _inert, ()
-
-
-def _inert() -> OwnedHook:
-    return OwnedHook(None, _nothing)
-
-
-def _nothing(*arguments: Any, **named: Any) -> None:
-    return None

@@ -1,4 +1,4 @@
-"""Hooks come and go with their owner: registered on enter, removed on exit, also on an error."""
+"""The owner of hooks: a context manager that registers them on enter and removes them on exit, also on an error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from typing import Any, Protocol, Self
 
 from torch import Tensor, nn
 
-from prunekit.hooks.gradient_hooks import Check, GradientChange, InputGradients, OutputGradients, Traced, at
+from prunekit.hooks.gradient_hooks import (
+    GradientChange,
+    InputGradients,
+    OutputGradients,
+    TracedChange,
+    ValueCheck,
+    tensor_hook,
+)
 from prunekit.hooks.hook import OwnedHook, require_not_compiled, warn_if_ignored
 
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[Any, Any] | None]
@@ -29,18 +36,21 @@ def after_forward(module: nn.Module, hook: Any, **settings: Any) -> Removable:
 
 
 class Removable(Protocol):
-    """Anything that `remove()` takes away again, and a second `remove()` does no harm."""
+    """Anything with a `remove()` that may be called twice."""
 
-    def remove(self) -> object: ...
+    def remove(self) -> object:
+        """Remove it."""
 
 
 class _Undo:
+    """A call on exit, as a handle."""
+
     def __init__(self, remove: Callable[[], object]) -> None:
         self.remove = remove
 
 
 class HookOwner:
-    """Base of everything that registers hooks. Subclasses override `register` and call the `own` methods in it.
+    """Base of all classes that register hooks. Subclasses override `register` and call the `own` methods in it.
 
     Owners nest and compose: each removes its own handles only, last in first out, and exactly once; the hooks of
     several owners run in the order in which they were registered. Hooks do nothing once their owner has left, also in
@@ -52,7 +62,7 @@ class HookOwner:
 
     def __init__(self) -> None:
         self._handles: list[Removable] = []
-        self._active = False  # its own, for torch.compile, which cannot ask lists of handles
+        self._active = False  # an attribute of its own, as torch.compile cannot read lists of handles
         self._forward = False  # whether there are hooks that forward passes run
         self.called = False
 
@@ -61,7 +71,7 @@ class HookOwner:
         raise NotImplementedError
 
     def own(self, handle: Removable) -> None:
-        """Take charge of a handle: it is removed when this owner exits."""
+        """Remove a handle when this owner exits."""
         self._handles.append(handle)
         self._active = True
 
@@ -72,7 +82,7 @@ class HookOwner:
         self.own_undo(stack.close)
 
     def own_undo(self, undo: Callable[[], object]) -> None:
-        """Have something undone when this owner exits."""
+        """Call a function when this owner exits."""
         self.own(_Undo(undo))
 
     def own_forward_pre(self, module: nn.Module, hook: Before, *, again: bool = False, first: bool = False) -> None:
@@ -81,9 +91,9 @@ class HookOwner:
         Args:
             module: a module that is called, as `module(...)`.
             hook: see `Before`.
-            again: whether the hook is meant to run again when activation checkpointing recomputes; without this the
-                second run is warned of.
-            first: whether it runs before the hooks that are there already.
+            again: whether the hook is meant to run again when activation checkpointing recomputes; otherwise the second
+                run warns.
+            first: whether it runs before hooks that were registered earlier.
         """
         warn_if_ignored(module, type(self).__name__)
         self._forward = True
@@ -96,10 +106,11 @@ class HookOwner:
         """Run a hook after a module's forward; it may change the result.
 
         Args:
-            module, again: as for `own_forward_pre`.
+            module: as for `own_forward_pre`.
             hook: see `After`.
+            again: as for `own_forward_pre`.
             always: whether it runs also when the forward raised; the result is then None.
-            first: whether it runs before the hooks that are there already, so that they see what it returns.
+            first: whether it runs before hooks that were registered earlier, so that they get its result.
         """
         warn_if_ignored(module, type(self).__name__)
         self._forward = True
@@ -107,52 +118,56 @@ class HookOwner:
         self.own(after_forward(module, owned, prepend=first, with_kwargs=True, always_call=always))
 
     def own_output_gradients(
-        self, module: nn.Module, change: GradientChange, check: Check | None = None, traced: Traced | None = None
+        self,
+        module: nn.Module,
+        change: GradientChange,
+        check: ValueCheck | None = None,
+        traced: TracedChange | None = None,
     ) -> None:
         """Pass the gradients of a module's results through `change`, before its own backward sees them.
 
-        What a full-backward pre-hook does, for every module: see `prunekit.hooks.gradient_hooks`. A tensor that a
-        module hands through unchanged has one gradient, the sum over all its readers.
+        Like a full-backward pre-hook, but for every module: see `prunekit.hooks.gradient_hooks`. A tensor that a module
+        returns unchanged has one gradient, the sum over all its readers.
 
         Args:
             module: its result may be a tensor, or tensors nested in tuples, lists and dictionaries.
             change: see `GradientChange`.
             check: gets each result first, and raises if it won't do.
-            traced: what a graph of `torch.compile` has in the place of `change`; None: that goes through Python.
+            traced: takes the place of `change` in a graph of `torch.compile`; None: `change` runs in Python.
         """
         self.own_forward(module, OutputGradients(self, lambda: change, check, traced).after, again=True)
 
-    def own_input_gradients(self, module: nn.Module, change: GradientChange, check: Check | None = None) -> None:
+    def own_input_gradients(self, module: nn.Module, change: GradientChange, check: ValueCheck | None = None) -> None:
         """Pass the gradients that a module sends back to its inputs through `change`.
 
-        What a full-backward hook does to `grad_input`, for every module: see `prunekit.hooks.gradient_hooks`. Gradients
+        Like a full-backward hook on `grad_input`, but for every module: see `prunekit.hooks.gradient_hooks`. Gradients
         of the module's parameters are not affected.
 
         Args:
             module: its arguments may be tensors, or tensors nested in tuples, lists and dictionaries.
             change: see `GradientChange`.
-            check: gets a pair of the arguments and the named ones first, and raises if they won't do.
+            check: gets the positional and the named arguments first, as a pair, and raises if they won't do.
         """
         inputs = InputGradients(self, lambda: change, check)
         self.own_forward_pre(module, inputs.before, again=True)
         self.own_forward(module, inputs.after, again=True, always=True)
 
     def own_tensor_gradient(self, tensor: Tensor, change: GradientChange) -> None:
-        """Pass the gradient of one tensor through `change`; for a parameter, each batch's before it is added up."""
-        self.own(tensor.register_hook(at(self, change, 0)))  # type: ignore[no-untyped-call]
+        """Pass the gradient of one tensor through `change`; that of a parameter before it is added to `.grad`."""
+        self.own(tensor.register_hook(tensor_hook(self, change, 0)))  # type: ignore[no-untyped-call]
 
     def own_parameter_gradient(self, parameter: Tensor, hook: Callable[[Tensor], None]) -> None:
-        """Run a hook on a parameter each time its `.grad` has been added to; it may write to that."""
+        """Run a hook on a parameter each time a gradient was added to its `.grad`, which it may overwrite."""
         self.own(parameter.register_post_accumulate_grad_hook(OwnedHook(self, hook)))  # type: ignore[no-untyped-call]
 
-    def own_hearing(self, model: nn.Module) -> None:
-        """Has forward passes of a model fail that leave this owner's hooks on its modules out; call it after these.
+    def own_compile_check(self, model: nn.Module) -> None:
+        """Make forward passes of a model fail that leave out this owner's hooks on its modules; call it after these.
 
-        `torch.compile` compiles once for what it does not know to have changed, and hooks that come later are no such
-        change to it, also where only a model of the same class was compiled.
+        `torch.compile` does not compile again when hooks are added later, and may leave them out even where only
+        another model of the same class was compiled.
         """
         if self._forward:
-            self.own_context(Hearing(self, model))
+            self.own_context(_CompileCheck(self, model))
 
     @property
     def active(self) -> bool:
@@ -181,11 +196,11 @@ class HookOwner:
         self.remove()
 
 
-class Hearing(HookOwner):
-    """Looks whether the hooks of another owner run.
+class _CompileCheck(HookOwner):
+    """A check that hooks of another owner run.
 
     Raises:
-        ModelError: in a forward pass, when none did, and code of the model is compiled.
+        ModelError: in a forward pass, when none ran and code of the model is compiled.
     """
 
     def __init__(self, owner: HookOwner, model: nn.Module) -> None:
@@ -193,6 +208,7 @@ class Hearing(HookOwner):
         self._owner, self._model = owner, model
 
     def register(self) -> None:
+        """Register the hooks on the model."""
         self.own_forward_pre(self._model, self._begin, again=True)
         self.own_forward(self._model, self._end, again=True)
 

@@ -1,4 +1,4 @@
-"""The model inside what a public function is given: out of the wrappers that run it, and surely one to work on."""
+"""Wrappers of models: the model inside them, and a check that it can be worked on."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ WRAPPERS: dict[type[nn.Module], str] = {
     DistributedDataParallel: "module",
     AveragedModel: "module",
 }
-"""Modules that compute what one of them computes, elsewhere or of other weights, and where that one is."""
+"""Classes of wrappers, by the attribute that holds the model."""
 
 
 def unwrapped(model: Any, *, offloaded: bool = False, compiled: bool = True) -> nn.Module:
     """Return the model itself, out of `torch.compile`, `DistributedDataParallel`, `DataParallel` and `AveragedModel`.
 
     Args:
-        model: what a caller takes for a model.
-        offloaded: whether its weights may lie on the disk or elsewhere between their uses: enough to run it.
-        compiled: whether it is taken out of `torch.compile` too, which whoever calls what is given himself goes by.
+        model: given by a caller.
+        offloaded: whether Accelerate may keep its weights elsewhere, as on the disk: enough to run it.
+        compiled: whether it is taken out of `torch.compile` too; False where the caller runs the compiled model.
 
     Raises:
-        UsageError: it is no module; names what to give.
-        ModelError: its parameters are not made yet, flattened, or offloaded, or its Python is gone.
+        UsageError: it is no module; the message says what to give.
+        ModelError: its parameters are lazy, flattened, or offloaded, or it is TorchScript.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"model: expected a torch.nn.Module, got {_instead(model)}")
@@ -55,10 +55,10 @@ def unwrapped(model: Any, *, offloaded: bool = False, compiled: bool = True) -> 
 
 
 def unwrapped_for_hooks(model: Any, owner: str) -> nn.Module:
-    """As `unwrapped`, for hooks that must run in what is given, which the caller calls himself.
+    """Return the model itself, as `unwrapped` does, for hooks that must run when the caller calls the given model.
 
     Raises:
-        ModelError: it is compiled already: hooks added later are silently left out.
+        ModelError: it is compiled already, and leaves out hooks that are added later.
     """
     inner, compiled = unwrapped(model), False
     while isinstance(model, nn.Module) and (inside := _inside(model)) is not None:
@@ -73,10 +73,11 @@ def unwrapped_for_hooks(model: Any, owner: str) -> nn.Module:
 
 
 def require_values(model: nn.Module, what: str) -> None:
-    """Checks that a model's weights have values.
+    """Raise if a model's weights have no values.
 
     Args:
-        what: needs them.
+        model: in its dense size or compact.
+        what: needs the values, for the message.
 
     Raises:
         ModelError: some are on the meta device.
@@ -90,14 +91,14 @@ def require_values(model: nn.Module, what: str) -> None:
 
 
 def _inside(model: nn.Module) -> nn.Module | None:
-    if "_orig_mod" in model._modules:  # torch.compile's, asked without an import of the compiler
+    if "_orig_mod" in model._modules:  # of torch.compile; this does not import the compiler
         return model._modules["_orig_mod"]
     attribute = next((name for wrapper, name in WRAPPERS.items() if isinstance(model, wrapper)), None)
     return None if attribute is None else model._modules[attribute]
 
 
 def _instead(given: Any) -> str:
-    """Return what came in the place of a module, and what to do about it."""
+    """Return what was given in place of a module, and what to do about it."""
     if isinstance(given, type) and issubclass(given, nn.Module):
         return f"the class {given.__name__}; make one: {given.__name__}(...)"
     if inspect.isroutine(given):
@@ -116,7 +117,7 @@ def _instead(given: Any) -> str:
 
 
 def _refuse_flattened(model: nn.Module) -> None:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever wraps with it has imported it
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # imported wherever a model is wrapped with it
     if fsdp is None:
         return
     for path, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Activation masks: values below a threshold are zero, wherever a module's activations are read."""
+"""Activation masks: values of modules' activations below a threshold are zero."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from prunekit.errors import ModelError, UsageError
 from prunekit.hooks.hook import recomputing, refuse_compiled, refuse_nested
 from prunekit.hooks.owner import HookOwner
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.masks.mask_targets import BITS
 from prunekit.masks.module_values import Tally, count_zeros, leaf_paths, module_paths, numbers_by_path, one_of
+from prunekit.masks.pruned_entries import BITS
 from prunekit.utils.tensors import gather, map_tensors
 
 Side = Literal["input", "output"]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""What `hardshrink` takes."""
+"""The types that `hardshrink` takes."""
 
 
 @dataclass(frozen=True)
 class ActivationSparsity:
-    """Exact zeros among the values of activations, as they left their masks.
+    """Exact zeros among the values of activations behind their masks.
 
     Attributes:
         zeros: how many, by module path.
-        values: of how many; over all forward passes, calls and tensors of a module.
+        values: how many were counted, over all forward passes, calls and tensors of a module.
     """
 
     zeros: Mapping[str, int]
@@ -47,26 +47,26 @@ class ActivationSparsity:
 
 
 class ActivationMasks(HookOwner):
-    """Zeroes every activation with |x| below a threshold, as a context manager of forward hooks.
+    """Masks that zero every activation with |x| below a threshold, as a context manager of forward hooks.
 
     x stays where |x| >= threshold, and the gradient passes there alone; NaN stays NaN. Every floating-point tensor of
     a module's result (or arguments) is masked, also inside tuples, lists, dicts and dataclasses, in its own precision,
-    and into a new tensor: nothing is overwritten. What reads a result past its module, as a caller does who ignores
-    what an in-place ReLU returns, reads it unmasked.
+    and into a new tensor: nothing is overwritten. Code that ignores what a module returns, such as an in-place ReLU,
+    and reads the tensor itself, reads it unmasked.
 
     Args:
         model: not compiled.
         thresholds: one for every module without children, or glob over module paths -> threshold (the last that
             matches decides), such as `calibrate_thresholds` returns. 0 leaves values as they are, and counts them.
-        side: whether what a module returns is masked, or what it is given; None: the side that the thresholds were
-            found for, and `output` for plain numbers.
+        side: whether a module's outputs or its inputs are masked; None: the side that the thresholds were found for,
+            and `output` for plain numbers.
         count: whether zeros are counted for `sparsity()`; counting costs about as much as masking.
 
     Raises:
         UsageError: a threshold is negative, a glob matches nothing, or the side is not that of the thresholds.
         ModelError: on enter, when the model is compiled, and in a forward pass that leaves these hooks out, because it
-            was; in a hook, when a module that was chosen by its path has no
-            floating-point tensor there; others that have none are passed over.
+            was compiled before; in a hook, when a module that was chosen by its path has no floating-point tensor
+            there (others without one are skipped).
 
     Example:
         >>> import prunekit as pk, torch
@@ -91,16 +91,16 @@ class ActivationMasks(HookOwner):
         self._zeros = Tally() if count else None
 
     def register(self) -> None:
-        """Hooks the modules."""
+        """Register hooks on the modules."""
         refuse_compiled(self._model, type(self).__name__)
         for path, threshold in self._thresholds.items():
             change_activations(
                 self, self._model, path, self._side, self._mask(path, threshold), chosen=path in self._chosen
             )
-        self.own_hearing(self._model)
+        self.own_compile_check(self._model)
 
     def sparsity(self) -> ActivationSparsity:
-        """Return what was counted since this was made; the recomputation of activation checkpointing counts once.
+        """Return the zeros that were counted so far; the recomputation of activation checkpointing counts once.
 
         Raises:
             UsageError: nothing was counted.
@@ -122,12 +122,12 @@ class ActivationMasks(HookOwner):
         return mask
 
 
-def _side(asked: Side | None, found_for: Side | None) -> Side:
-    if asked is not None:
-        one_of(asked, get_args(Side), "side")
-    if None not in (asked, found_for) and asked != found_for:
-        raise UsageError(f"side: the thresholds were found for {found_for!r}, got {asked!r}; leave `side` out")
-    return asked or found_for or "output"
+def _side(given: Side | None, found_for: Side | None) -> Side:
+    if given is not None:
+        one_of(given, get_args(Side), "side")
+    if None not in (given, found_for) and given != found_for:
+        raise UsageError(f"side: the thresholds were found for {found_for!r}, got {given!r}; leave `side` out")
+    return given or found_for or "output"
 
 
 def change_activations(
@@ -139,13 +139,18 @@ def change_activations(
     *,
     chosen: bool = True,
 ) -> None:
-    """Has an owner pass every floating-point tensor on one side of a module through `change`.
+    """Register a hook that passes every floating-point tensor on one side of a module through `change`.
 
     Args:
-        chosen: whether the module was chosen by its path, and is not one among many.
+        owner: of the hook.
+        model: that has the module.
+        path: of the module.
+        side: whether its outputs or its inputs pass through.
+        change: returns the tensor to use.
+        chosen: see `require_floating`.
 
     Raises:
-        ModelError: in the hook, when there is none at a module that was chosen.
+        ModelError: in the hook, see `require_floating`.
     """
     module, where = model.get_submodule(path), f"{side} of {path}"
 
@@ -167,14 +172,16 @@ def change_activations(
 
 
 def require_floating(value: Any, where: str, *, chosen: bool = True) -> None:
-    """Checks that there are plain floating-point tensors in a value.
+    """Raise if there are no plain floating-point tensors in a value.
 
     Args:
-        chosen: whether its module was chosen by its path; of one among many, such as an optional norm that is given
-            None, a value without any is passed over.
+        value: arguments or results of a module.
+        where: begins the message.
+        chosen: whether the module was chosen by its path. A module that is one of many, such as an optional norm that
+            is given None, may have a value without any.
 
     Raises:
-        ModelError: there are none, or one is a nested tensor; the message says what came.
+        ModelError: there are none, or one is a nested tensor; the message says what came instead.
     """
     if isinstance(value, Tensor) and value.is_floating_point() and not value.is_nested:
         return

@@ -1,7 +1,4 @@
-"""Gradient clamps: of activations while backward runs, and of weights before the step.
-
-A gradient held below a limit, by value or by norm.
-"""
+"""Gradient clamps: of activations while backward runs, and of weights before the step."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from prunekit.distributed.process_group import is_shard, local_part, total_of
 from prunekit.errors import UsageError
 from prunekit.hooks.gradient_hooks import GradientChange
 from prunekit.hooks.hook import OwnedHook, refuse_compiled
-from prunekit.hooks.optimizer_step import with_gradients
+from prunekit.hooks.optimizer_step import inner_optimizer, with_gradients
 from prunekit.hooks.owner import HookOwner
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.masks.activation_masks import Side, require_floating
@@ -33,28 +30,27 @@ from prunekit.masks.module_values import (
     one_of,
     scratch_for,
 )
-from prunekit.masks.weight_masks import inner_optimizer
 from prunekit.utils.tensors import as_it_lies
 
 By = Literal["value", "norm"]
 LossScale = float | Tensor | torch.amp.GradScaler | Callable[[], float | Tensor]
-"""What the loss was multiplied by, or who knows it."""
+"""The factor of the loss, or an object that knows it."""
 
 
 def limited(gradient: Tensor, limit: float | Tensor, by: By, *, inplace: bool = False) -> tuple[Tensor | None, Count]:
-    """Return a gradient with no value, or no l2 norm, beyond a limit; of a shard the norm is that of the whole.
+    """Return a gradient with no value, or no l2 norm, beyond a limit; a shard has the norm of the whole gradient.
 
     By value, Inf becomes the limit and NaN stays NaN. By norm, a gradient whose norm is not finite stays as it is.
 
     Args:
         gradient: changed only where `inplace` is set.
-        limit: a number on the CPU; on another device also a tensor there, which nothing waits for.
-        by: what is limited.
+        limit: a number; on another device than the CPU also a tensor there, so that nothing waits for the device.
+        by: whether values or the norm are limited.
         inplace: whether the result is written into `gradient`.
 
     Returns:
-        The result (None: `gradient` as it was), and how many values (by norm: gradients, 0 or 1) were beyond. Of a
-        shard this process's part of both.
+        The result (None: `gradient` as it was), and how many values (by norm: gradients, 0 or 1) were beyond; both for
+        this process's part of a shard.
     """
     part = local_part(gradient)
     if by == "value":
@@ -90,7 +86,7 @@ def _by_value(gradient: Tensor, limit: float | Tensor, inplace: bool) -> tuple[T
     flat = as_it_lies(gradient)
     scratch, beyond = None, 0
     for block in torch.split(flat, BLOCK) if len(flat) > BLOCK else (flat,):
-        if not _within(block, bound):  # what this brought into the cache is counted and clamped there
+        if not _within(block, bound):  # the block is in the cache now, and is counted and clamped there
             scratch = scratch_for(flat) if scratch is None else scratch
             beyond += count_beyond(block, bound, scratch)
             block.clamp_(-bound, bound)
@@ -122,7 +118,7 @@ def _by_norm(gradient: Tensor, norm: Tensor, limit: float | Tensor, inplace: boo
 
 
 class GradientClamp(HookOwner):
-    """What the two clamps have in common: limits by module path, and how often they were needed.
+    """Base of the two clamps: limits by module path, and how often they were exceeded.
 
     Attributes:
         limits: by module path, for unscaled gradients.
@@ -135,22 +131,20 @@ class GradientClamp(HookOwner):
         self._beyond = Tally()
 
     def shares(self) -> dict[str, float]:
-        """Return the share of the values (by norm: of the gradients) that were beyond the limit so far, by module
-        path, 0..1.
-        """
+        """Return the share of values (by norm: of gradients) that were beyond the limit so far, 0..1 by module path."""
         return self._beyond.shares()
 
     def counts(self) -> dict[str, tuple[int, int]]:
-        """Return how many of how many were beyond the limit so far, by module path."""
+        """Return by path how many values (by norm: gradients) were beyond the limit so far, and how many there were."""
         totals = self._beyond.totals()
         return {path: (count, totals[path]) for path, count in self._beyond.counts().items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how often it was needed so far."""
+        """Return the counts so far."""
         return self._beyond.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Counts on from a state."""
+        """Continue from the counts of a state."""
         self._beyond.load_state_dict(state)
 
     def _limited(self, path: str, gradient: Tensor, scale: LossScale | None, *, inplace: bool) -> Tensor | None:
@@ -161,7 +155,7 @@ class GradientClamp(HookOwner):
 
 
 class ActivationGradientClamp(GradientClamp):
-    """See `clamp_activation_grad`."""
+    """The clamp that `clamp_activation_grad` returns."""
 
     def __init__(
         self,
@@ -176,7 +170,7 @@ class ActivationGradientClamp(GradientClamp):
         self._model, self._side, self._scale, self._chosen = model, side, loss_scale, chosen
 
     def register(self) -> None:
-        """Hooks the modules' gradients."""
+        """Register hooks on the modules' gradients."""
         refuse_compiled(self._model, "clamp_activation_grad")
         own = self.own_output_gradients if self._side == "output" else self.own_input_gradients
         for path in self.limits:
@@ -192,14 +186,14 @@ class ActivationGradientClamp(GradientClamp):
 
 
 class WeightGradientClamp(GradientClamp):
-    """See `clamp_weight_grad`."""
+    """The clamp that `clamp_weight_grad` returns."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, limits: Mapping[str, float], by: By) -> None:
         super().__init__(limits, by)
         self._model, self._optimizer = model, inner_optimizer(optimizer)
 
     def register(self) -> None:
-        """Hooks the optimizer's step."""
+        """Register a hook on the optimizer's step."""
         theirs = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
         modules = [self._model.get_submodule(path) for path in self.limits]
         if not any(id(p) in theirs for module in modules for p in module.parameters(recurse=False)):
@@ -221,7 +215,7 @@ class WeightGradientClamp(GradientClamp):
                 if parameter is None or parameter.grad is None or id(parameter) not in left:
                     continue
                 left.discard(id(parameter))  # a parameter that modules share is clamped once
-                if parameter.grad.is_sparse:  # one value for each entry, and those are what is limited
+                if parameter.grad.is_sparse:  # one value for each entry, and those are limited
                     parameter.grad = parameter.grad.coalesce()
                     self._limited(path, parameter.grad.values(), scale, inplace=True)
                 else:
@@ -236,24 +230,24 @@ def clamp_activation_grad(
     side: Side = "output",
     loss_scale: LossScale | None = None,
 ) -> ActivationGradientClamp:
-    """Clamps the gradients of activations while they flow back, as a context manager.
+    """Clamp the gradients of activations while they flow back, as a context manager.
 
-    What a module's backward computes from a clamped gradient, for its weights and for what comes before, is computed
-    from the clamped one. NaN stays NaN. Inf becomes the limit by value: in float16 it is what a value beyond the limit
-    became; by norm a gradient with Inf or NaN stays as it is, so that a GradScaler sees it.
+    A module's backward computes from the clamped gradient, for its weights and for earlier modules. NaN stays NaN. By
+    value, Inf becomes the limit: in float16 a value beyond the range became Inf. By norm, a gradient with Inf or NaN
+    stays as it is, so that a GradScaler sees it.
 
     Args:
-        model: not compiled; may write in place wherever it likes.
+        model: not compiled; may write in place anywhere.
         limits: one for every module without children, or glob over module paths -> limit (the last that matches
             decides); at least 0.
         by: `value` limits each value to -limit..limit, `norm` the l2 norm of each gradient tensor of each call.
         side: gradients of a module's results (`grad_output`) or of its inputs (`grad_input`).
-        loss_scale: what the loss was multiplied by; limits are multiplied by it too.
+        loss_scale: the factor of the loss; limits are multiplied by it too.
 
     Raises:
         UsageError: a limit is negative, a glob matches nothing, or `by` or `side` is something else.
         ModelError: on enter, when the model is compiled; in a hook, when a module that was chosen by its path
-            has no floating-point tensor there; others that have none are passed over.
+            has no floating-point tensor there (others without one are skipped).
 
     Example:
         >>> import prunekit as pk, torch
@@ -274,15 +268,14 @@ def clamp_activation_grad(
 def clamp_weight_grad(
     model: nn.Module, optimizer: Optimizer, limits: float | Mapping[str, float], *, by: By = "value"
 ) -> WeightGradientClamp:
-    """Clamps the gradients of weights right before each optimizer step, as a context manager.
+    """Clamp the gradients of weights right before each optimizer step, as a context manager.
 
-    The gradient is the whole one: summed over micro-batches, reduced over processes, and unscaled (fused optimizers
-    under a GradScaler unscale in their step: then the limit is scaled instead). NaN and Inf: as for
-    `clamp_activation_grad`.
+    The gradient is complete: summed over micro-batches, reduced over processes, and unscaled (fused optimizers under a
+    GradScaler unscale in their step: then the limit is scaled instead). NaN and Inf: as for `clamp_activation_grad`.
 
     Args:
-        model: the modules whose own parameters are meant; those without a gradient, such as frozen ones, are left.
-        optimizer: the optimizer in use, or a wrapper that keeps it in `.optimizer`; parameters of others are left.
+        model: has the parameters; those without a gradient, such as frozen ones, are skipped.
+        optimizer: the optimizer in use, or a wrapper that keeps it in `.optimizer`; its parameters alone are clamped.
         limits: one for all modules with parameters of their own, or glob over the paths of these -> limit.
         by: `value` limits each value to -limit..limit, `norm` the l2 norm of each parameter's gradient by itself.
 

@@ -1,4 +1,4 @@
-"""Gradient masks: no gradient reaches what a plan prunes."""
+"""Gradient masks: the gradients of pruned entries are exactly zero."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prunekit.channels.tracing.tracer import channel_axis
 from prunekit.errors import PlanError
 from prunekit.hooks.hook import OwnedHook, never_called, refuse_compiled
 from prunekit.hooks.owner import HookOwner
-from prunekit.masks.mask_targets import BITS, Entries, MaskedTensor, all_or_no_bits, masked_tensors, widest_masks
+from prunekit.masks.pruned_entries import BITS, Entries, MaskedTensor, all_or_no_bits, masked_tensors, widest_masks
 from prunekit.planning.plan import Plan
 
 SMALL = 64
@@ -21,18 +21,18 @@ SMALL = 64
 
 
 class GradientMasks(HookOwner):
-    """Keeps gradients of pruned entries at exactly 0.0, as a context manager.
+    """Masks that keep the gradients of pruned entries at exactly 0.0, as a context manager.
 
     Two kinds of hooks: on each module that owns pruned parameters, the gradient of its output is masked along the
     pruned output channels before its own backward runs, whatever is written to in place later; and each pruned
-    parameter's gradient is masked when it has been accumulated, which is exact on every axis. The first keeps what
-    comes back through a pruned channel, NaN and Inf too, from spreading; the second is what an optimizer sees.
-    Gradients that were there on enter are masked by the next backward.
+    parameter's gradient is masked when it has been accumulated, which is exact on every axis. The first keeps gradients
+    of a pruned channel, NaN and Inf too, from spreading; the second gives an optimizer masked gradients. Gradients that
+    were there on enter are masked by the next backward.
 
-    A module that keeps every channel to itself, as BatchNorm does, has none of the first kind where what it reads was
-    made by modules that have: nothing can spread in it, and behind it the gradient is masked all the same.
+    A module that treats every channel by itself, as BatchNorm does, has no hook of the first kind if its inputs come
+    from modules that have one: nothing can spread in it, and behind it the gradient is masked all the same.
 
-    Under `torch.compile` what the first kind do is part of the graph.
+    Under `torch.compile` hooks of the first kind are part of the graph.
 
     Args:
         model: its parameters are not changed.
@@ -44,7 +44,7 @@ class GradientMasks(HookOwner):
     Raises:
         PlanError: the plan does not fit the model.
         ModelError: on enter, when the model is compiled, and in a forward pass that leaves these hooks out, because it
-            was: hooks added after `torch.compile` are silently ignored.
+            was compiled before: hooks added after `torch.compile` are silently ignored.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, *, entries: Entries | None = None, changing: bool = False) -> None:
@@ -52,17 +52,17 @@ class GradientMasks(HookOwner):
         self._model, self._changing = model, changing
         self._entries: Entries = {} if entries is None else entries
         self._shared = entries is not None
-        self._channels: dict[str, _Channels] = {}
+        self._channel_masks: dict[str, _ChannelMask] = {}
         found = masked_tensors(model, plan, self._entries, buffers=False)
         self._plan, self._masked = plan, widest_masks(model, plan) if changing else found
 
     def register(self) -> None:
-        """Hooks the modules' output gradients and the parameters' gradients."""
+        """Register hooks on the modules' output gradients and the parameters' gradients."""
         refuse_compiled(self._model, type(self).__name__)
-        self._apart = self._channels_apart()
+        self._unhooked = self._unhooked_modules()
         for path in self._masked:
             self._hook(path)
-        self.own_hearing(self._model)
+        self.own_compile_check(self._model)
 
     def update(self, plan: Plan) -> None:
         """Put another plan in force, between two steps; the hooks stay where they are.
@@ -77,33 +77,35 @@ class GradientMasks(HookOwner):
         if not self._shared:
             self._entries.clear()
         masked_tensors(self._model, plan, self._entries, buffers=False)
-        for path, channels in self._channels.items():
+        for path, channels in self._channel_masks.items():
             channels.use(_dropped_outputs(path, plan))
 
     def _hook(self, path: str) -> None:
         module, masked = self._masked[path]
         dropped = _dropped_outputs(path, self._plan)
-        if (dropped is not None or self._changing) and not never_called(module) and path not in self._apart:
-            self._channels[path] = channels = _Channels(path, module, dropped)
+        if (dropped is not None or self._changing) and not never_called(module) and path not in self._unhooked:
+            self._channel_masks[path] = channels = _ChannelMask(path, module, dropped)
             self.own_output_gradients(module, channels.change, traced=channels.traced)
         for tensor in masked:
             if tensor.attribute in module._parameters:
-                self._watch(module, tensor)
+                self._mask_parameter(module, tensor)
 
-    def _channels_apart(self) -> set[str]:
-        """Return modules that keep every channel to itself, and read only what others made whose outputs are hooked."""
+    def _unhooked_modules(self) -> set[str]:
+        """Return channelwise modules whose inputs all come from modules with hooks on their outputs."""
         chart = self._plan.channel_map
-        apart = {path for path, (module, _) in self._masked.items() if path not in chart.norms and _is_apart(module)}
-        others = self._masked.keys() - apart
+        channelwise = {
+            path for path, (mod, _) in self._masked.items() if path not in chart.norms and _is_channelwise(mod)
+        }
+        others = self._masked.keys() - channelwise
         made = [labels for (path, side, _), labels in chart.activations.items() if side == "output" and path in others]
         known = np.unique(np.concatenate([np.zeros(1, np.int64), *made]))  # 0: locked
-        read: dict[str, list[bool]] = {path: [] for path in apart}
+        read: dict[str, list[bool]] = {path: [] for path in channelwise}
         for (path, side, _), labels in chart.activations.items():
-            if side == "input" and path in apart:
+            if side == "input" and path in channelwise:
                 read[path].append(bool(np.isin(labels, known).all()))
         return {path for path, calls in read.items() if calls and all(calls)}
 
-    def _watch(self, module: nn.Module, masked: MaskedTensor) -> None:
+    def _mask_parameter(self, module: nn.Module, masked: MaskedTensor) -> None:
         hooked: weakref.ref[Tensor] | None = None
 
         def zero(parameter: Tensor) -> None:
@@ -123,13 +125,13 @@ class GradientMasks(HookOwner):
         self.own(nn.Module.register_load_state_dict_post_hook(module, OwnedHook(self, watch)))  # type: ignore[no-untyped-call]
 
 
-def _is_apart(module: nn.Module) -> bool:
-    """Return whether all that a module has of its own is one number for each channel."""
+def _is_channelwise(module: nn.Module) -> bool:
+    """Return whether all parameters of a module are one number for each channel."""
     return not any(True for _ in module.children()) and all(p.ndim == 1 for p in module.parameters())
 
 
 def _dropped_outputs(path: str, plan: Plan) -> Tensor | None:
-    """Bool (channels,), True where a module's output channel is pruned in each of its calls; None if nowhere."""
+    """Return bool (channels,), True where a module's output channel is pruned in each of its calls; None if nowhere."""
     calls = [labels for key, labels in plan.channel_map.activations.items() if key[:2] == (path, "output")]
     if not calls or any(labels.shape != calls[0].shape for labels in calls):
         return None
@@ -137,8 +139,8 @@ def _dropped_outputs(path: str, plan: Plan) -> Tensor | None:
     return torch.from_numpy(dropped) if dropped.any() else None
 
 
-class _Channels:
-    """Masks the gradient of a module's first result along its pruned channels.
+class _ChannelMask:
+    """A mask of the gradient of a module's first result, along its pruned channels.
 
     Args:
         dropped: bool (channels,); None where none is pruned.
@@ -149,14 +151,14 @@ class _Channels:
         self.use(dropped)
 
     def use(self, dropped: Tensor | None) -> None:
-        """Masks other channels from now on."""
+        """Mask these channels from now on."""
         self._dropped = dropped
         self._masks: dict[tuple[torch.device, torch.dtype, int | torch.Size], tuple[int, Tensor]] = {}
         device = next(self._module.parameters()).device
         self._kept = None if dropped is None else ~dropped.to(device)
 
     def change(self, gradient: Tensor, index: int) -> Tensor | None:
-        """Return a `GradientChange`."""
+        """Return the masked gradient; a `GradientChange`."""
         dropped = self._dropped
         if index or dropped is None:  # the plan knows the channels of a module's first result
             return None
@@ -177,7 +179,7 @@ class _Channels:
         return gradient.view(mask.dtype).bitwise_and(mask).view(gradient.dtype)
 
     def traced(self, result: Tensor) -> Tensor:
-        """Return the result as it is; what comes back to the pruned channels does not get past here."""
+        """Return the result with pruned channels detached, so that their gradients stop here."""
         kept = self._kept
         if kept is None or not result.requires_grad:
             return result

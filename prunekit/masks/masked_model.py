@@ -1,4 +1,4 @@
-"""Weight and gradient masks together, and how much they remove."""
+"""The masked model: weight and gradient masks together, and the sparsity that they reach."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from prunekit.hooks.hook import HookWarning
 from prunekit.hooks.owner import HookOwner
 from prunekit.hooks.wrappers import unwrapped_for_hooks
 from prunekit.masks.gradient_masks import GradientMasks
-from prunekit.masks.weight_masks import HeldValues, WeightMasks
+from prunekit.masks.weight_masks import PrunedValues, WeightMasks
 from prunekit.models.outputs import is_frozen
 from prunekit.planning.plan import Plan, require_plan
 
@@ -27,13 +27,15 @@ def masked(
 ) -> Iterator[nn.Module]:
     """Run with a plan's weight masks and gradient masks; yield the model.
 
-    Inside, what the plan prunes is exactly 0, whatever the optimizer does. On leaving, these places get back what they
-    held before, so that the model is not pruned behind its owner's back; what was trained of the others stays.
-    `compact(model, plan)` makes the same small model before and after.
+    Inside, pruned entries are exactly 0, whatever the optimizer does. On leaving they get back the values that they had
+    before, so that the caller's model stays unpruned; kept weights stay as they were trained. `compact(model, plan)`
+    makes the same small model before and after.
 
     Args:
-        model, plan, optimizer: as for `WeightMasks`. A `HookWarning` says if the optimizer has nothing to change,
-            because the whole model is frozen.
+        model: changed in place.
+        plan: which entries are pruned.
+        optimizer: as for `WeightMasks`. A `HookWarning` says if it has nothing to change, because the whole model is
+            frozen.
         restore: False: leaving keeps the zeros.
 
     Raises:
@@ -66,15 +68,15 @@ def masked(
 
 
 class ChangingMasks(HookOwner):
-    """As `masked`, for plans that change while a model is trained.
+    """Masks as of `masked`, whose plan may change while a model is trained.
 
     Args:
         model: changed in place.
         plan: the first.
         optimizer: as for `WeightMasks`.
-        restore: whether leaving brings back what was pruned last; False: it keeps the zeros.
-        gradients: whether gradients are masked too. Without that pruned weights are zero all the same, but what
-            gradients they have counts where gradients are clipped by norm, and goes into the optimizer's momentum.
+        restore: whether leaving brings back the values of the entries that are pruned then; False: it keeps the zeros.
+        gradients: whether gradients are masked too. Without that pruned weights are zero all the same, but their
+            gradients count where gradients are clipped by norm, and enter the optimizer's momentum.
 
     Example:
         >>> import prunekit as pk, torch
@@ -118,25 +120,25 @@ class ChangingMasks(HookOwner):
         self.plan = plan
 
     @property
-    def held(self) -> HeldValues:
+    def held(self) -> PrunedValues:
         """The values that pruned entries had when they were pruned."""
         return self._weights.held
 
 
 @dataclass(frozen=True)
 class Sparsity:
-    """How much of a model is gone."""
+    """The shares of a model that a plan removes."""
 
     weights: float
     """Share of exact zeros among the entries of all weights with two or more axes, in 0..1."""
     channels: float
-    """Share of the prunable channels that the plan removes, in 0..1; channels that go together count once."""
+    """Share of the prunable channels that the plan removes, in 0..1; coupled channels count once."""
 
 
 def sparsity(model: nn.Module, plan: Plan) -> Sparsity:
     """Measure the sparsity of a masked model.
 
-    Biases and the parameters of norms are left out of `weights`: fresh ones are zero without being pruned.
+    Biases and the parameters of norms are left out of `weights`: new ones are zero without being pruned.
     """
     require_plan(plan)
     weights = [parameter.detach() for parameter in model.parameters() if parameter.ndim >= 2]

@@ -1,7 +1,4 @@
-"""One number for each of some modules: for all alike, or by glob.
-
-Counts of values by module path, added up where the values are: nothing waits for a device.
-"""
+"""Numbers by module path: given for all modules alike or by glob, or counted while a model runs."""
 
 from __future__ import annotations
 
@@ -27,17 +24,17 @@ def leaf_paths(model: nn.Module) -> list[str]:
 
 
 def one_of(value: str, choices: tuple[str, ...], key: str) -> None:
-    """Check a choice.
+    """Raise if a value is not one of the choices.
 
     Raises:
-        UsageError: it is none of those that there are.
+        UsageError: the message begins with `key`.
     """
     if value not in choices:
         raise UsageError(f"{key}: expected {' or '.join(map(repr, choices))}, got {value!r}")
 
 
 def paths_matching(model: nn.Module, patterns: Iterable[str], key: str) -> list[str]:
-    """Module paths that one of the globs matches, in the order of `named_modules()`.
+    """Return the module paths that one of the globs matches, in the order of `named_modules()`.
 
     Raises:
         UsageError: a glob matches nothing; the message begins with `key`.
@@ -50,16 +47,16 @@ def paths_matching(model: nn.Module, patterns: Iterable[str], key: str) -> list[
 def numbers_by_path(
     numbers: float | Mapping[str, float], key: str, *, paths: Iterable[str], alike: Iterable[str]
 ) -> dict[str, float]:
-    """Module path -> number, in the order of `paths`.
+    """Return numbers by module path, in the order of `paths`.
 
     Args:
         numbers: one for all, or glob -> number, where the last glob that matches a path decides.
         key: what the numbers are; messages begin with it.
-        paths: what globs may match.
-        alike: the paths that one number alone is meant for.
+        paths: that globs may match.
+        alike: the paths that get a number given for all.
 
     Raises:
-        UsageError: a number is negative or is none, or a glob matches nothing.
+        UsageError: a number is negative or not a number, or a glob matches nothing.
     """
     if not isinstance(numbers, Mapping):
         return dict.fromkeys(alike, _checked(numbers, key))
@@ -77,13 +74,13 @@ def _checked(number: float, key: str) -> float:
 
 
 Count = Tensor | int
-"""How many; on another device than the CPU a tensor without axes, which is read at the end."""
+"""A number of values; on another device than the CPU a tensor without axes, so that nothing waits for the device."""
 BLOCK = 2**18
-"""Values counted at a time on the CPU: they stay in the cache, and their number is exact in float32."""
+"""Values counted at a time on the CPU: they stay in the cache, and the count is exact in float32."""
 
 
 class Tally:
-    """Shares by path: how many of how many."""
+    """Counts by module path: how many values meet a condition, and how many there are."""
 
     def __init__(self) -> None:
         self._counts: dict[str, Count] = {}
@@ -95,28 +92,28 @@ class Tally:
         self._totals[path] = self._totals.get(path, 0) + total
 
     def counts(self) -> dict[str, int]:
-        """Return how many so far."""
+        """Return the counts so far."""
         return {path: int(count) for path, count in self._counts.items()}
 
     def totals(self) -> dict[str, int]:
-        """Of how many."""
+        """Return how many values there were."""
         return dict(self._totals)
 
     def state_dict(self) -> dict[str, dict[str, int]]:
-        """The counts so far."""
+        """Return counts and totals."""
         return {"counts": self.counts(), "totals": self.totals()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, int]]) -> None:
-        """Go on from counts."""
+        """Continue from counts and totals."""
         self._counts, self._totals = dict(state["counts"]), dict(state["totals"])
 
     def shares(self) -> dict[str, float]:
-        """Return each count by its total, 0..1; without paths that have no total."""
+        """Return each count divided by its total, 0..1; without paths whose total is 0."""
         return {path: count / self._totals[path] for path, count in self.counts().items() if self._totals[path]}
 
 
 def scratch_for(values: Tensor) -> Tensor:
-    """Room for one block's comparisons: made once, because to make it costs more than to compare."""
+    """Return memory for one block's comparisons; made once, because that takes longer than comparing."""
     return torch.empty(min(BLOCK, values.numel()), dtype=torch.promote_types(values.dtype, torch.float32))
 
 
@@ -126,14 +123,12 @@ def count_zeros(tensor: Tensor) -> Count:
         return tensor.numel() - torch.count_nonzero(tensor.detach())
     flat = as_it_lies(tensor)
     scratch = scratch_for(flat)
-    # Ones and zeros as float32 are made and summed several times faster than bools, or than count_nonzero.
+    # Comparing to float32 and summing is several times faster than with bools, or than count_nonzero.
     return sum([int(torch.eq(block, 0, out=scratch[: len(block)]).sum()) for block in torch.split(flat, BLOCK)])
 
 
 def count_beyond(values: Tensor, limit: float, scratch: Tensor) -> int:
-    """Return how many of a block's values, (n,) with n at most `BLOCK`, are above `limit` or below `-limit`; not
-    NaN.
-    """
+    """Return how many of a block's values, (n,) up to `BLOCK`, are above `limit` or below `-limit`; NaN is neither."""
     room = scratch[: len(values)]
     magnitudes = torch.abs(values, out=room) if values.dtype == room.dtype else room.copy_(values).abs_()
     return int(torch.gt(magnitudes, limit, out=room).sum())

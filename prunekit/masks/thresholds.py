@@ -28,20 +28,20 @@ from prunekit.utils.inputs import call, running, to_device
 from prunekit.utils.progress import reporting, stage, tracked
 
 ROUNDS = 20
-"""Passes over the calibration data at most."""
+"""The most passes over the calibration data."""
 NEAR = 0.001
-"""How near the target, as a share of the values, ends the search for a layer."""
+"""Distance from the target, as a share of the values, at which the search for a layer ends."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ActivationThresholds(Displayed, Mapping[str, float]):
-    """Thresholds by module path, and what they reach; `ActivationMasks` takes this as it is.
+    """Thresholds by module path, and the sparsity that they reach; `ActivationMasks` takes this as it is.
 
     Attributes:
         thresholds: by module path.
-        reached: share of zeros behind the masks on the calibration data, all masks in force, by module path.
-        target: what was asked for; None of thresholds that were not searched.
-        side: which activations are meant.
+        reached: share of zeros behind the masks on the calibration data, with all masks active, by module path.
+        target: share of zeros to reach; None if the thresholds were not searched.
+        side: whether outputs or inputs are masked.
         rounds: passes over the data that the search took.
 
     Example:
@@ -74,7 +74,7 @@ class ActivationThresholds(Displayed, Mapping[str, float]):
         return len(self.thresholds)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return every module: its threshold, and the share of zeros that it reaches, None where that is not known."""
+        """Return a row for every module: its threshold, and the share of zeros that it reaches, None if unknown."""
         return [
             {"module": path, "threshold": float(value), "zeros": self.reached.get(path)}
             for path, value in self.thresholds.items()
@@ -91,8 +91,9 @@ class ActivationThresholds(Displayed, Mapping[str, float]):
         yield Table(("module", "threshold", "zeros"), cells)
 
     def off_target(self, tolerance: float = 0.01) -> dict[str, float]:
-        """Return layers that do not reach the target, with what they reach: zeros alone exceed it (then the
-        threshold is 0), many values are equal, or the search ended early.
+        """Return layers that miss the target, with the share that they reach.
+
+        Zeros alone exceed it (then the threshold is 0), many values are equal, or the search ended early.
         """
         target = self.target
         return {path: share for path, share in self.reached.items() if target and abs(share - target) > tolerance}
@@ -135,7 +136,7 @@ _VALID: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def chosen_paths(model: nn.Module, settings: ActivationSettings) -> list[str]:
-    """Return the paths of the modules that settings mean.
+    """Return the paths of the modules that the settings select.
 
     Raises:
         UsageError: a glob matches nothing, or not exactly one of threshold and target is given.
@@ -156,25 +157,25 @@ def calibrate_thresholds(
     task: Task | str | None = None,
     progress: bool | None = None,
 ) -> ActivationThresholds:
-    """Find for each layer the threshold below which a share of its activations lies, with all masks in force.
+    """Find for each layer the threshold below which a share of its activations lies, with all masks active.
 
-    A mask changes what comes after it, so the data is gone through several times: each time under the thresholds found
-    before, until what every layer measures is within 0.1 points of the target. Where zeros alone, as behind a ReLU,
-    exceed the target, the threshold is 0 and `reached` says what they come to.
+    A mask changes the activations of later layers, so the search takes several passes over the data: each under the
+    thresholds found before, until every layer is within 0.1 points of the target. Where zeros alone, as behind a ReLU,
+    exceed the target, the threshold is 0 and `reached` gives their share.
 
     Args:
         model: run in eval mode, without gradients; moved to `device` where one is given.
-        batches: gone through several times: as `prunekit.calibrate` takes them.
+        batches: as `prunekit.calibrate` takes them; read several times.
         modules: globs over module paths.
         target: share of zeros behind each mask, above 0 and below 1.
         side: which activations of the modules.
         device: where it runs; None: where the model's parameters are.
-        task: takes batches apart that come in another form; itself or its name.
+        task: splits batches that come in another form; a task or its name.
         progress: whether to show bars on stderr; None: on a terminal and in a notebook.
 
     Raises:
-        UsageError: the target is out of range, a glob matches nothing, or `batches` can be gone through only once.
-        DataError: there are no batches, or one comes in a form that is not known.
+        UsageError: the target is out of range, a glob matches nothing, or `batches` can be read only once.
+        DataError: there are no batches, or one has an unknown form.
         ModelError: a module does not run, or has no floating-point activation.
         NonFiniteError: an activation is NaN or Inf; names layer, batch and channel.
 
@@ -193,9 +194,7 @@ def calibrate_thresholds(
         raise UsageError(f"target: expected a share of zeros above 0 and below 1, got {target!r}")
     paths = paths_matching(model, modules, "modules")
     if isinstance(batches, Iterator):
-        raise UsageError(
-            "batches: the search goes through them several times; expected a list or a loader, got an iterator"
-        )
+        raise UsageError("batches: the search reads them several times; expected a list or a loader, got an iterator")
     pairs = ModelBatches(model, batches, task, "threshold search")
     place = device_of(model, device)
     if device is not None:
@@ -206,7 +205,7 @@ def calibrate_thresholds(
             rounds += 1
             stage(f"threshold search: pass {rounds}, {ROUNDS} at most")
             sketches, reached = _measure(model, pairs, place, thresholds, side)
-            # A layer that is near stays as it is, so that what comes after it can settle.
+            # A layer that is near keeps its threshold, so that later layers can settle.
             far = {path: sketches[path].quantile(target) for path in paths if abs(reached[path] - target) > NEAR}
             if far.items() <= thresholds.items() or rounds == ROUNDS:
                 return ActivationThresholds(thresholds, reached, target, side, rounds)
@@ -216,7 +215,7 @@ def calibrate_thresholds(
 def _measure(
     model: nn.Module, pairs: ModelBatches, device: torch.device, thresholds: Mapping[str, float], side: Side
 ) -> tuple[dict[str, MagnitudeSketch], dict[str, float]]:
-    """Sketches of what reaches each mask, and the share of zeros behind it."""
+    """Return sketches of the activations in front of each mask, and the share of zeros behind it."""
     sketches, masks = _Sketches(model, thresholds, side), ActivationMasks(model, thresholds, side=side)
     with training_mode(model, False), torch.no_grad(), sketches, masks:
         for inputs, _ in tracked(pairs, "threshold search"):
@@ -232,7 +231,7 @@ def _measure(
 
 
 class _Sketches(HookOwner):
-    """Sketches activations; entered before the masks, it sees what these are given."""
+    """Hooks that sketch activations; entered before the masks, they see values that are not masked yet."""
 
     def __init__(self, model: nn.Module, paths: Iterable[str], side: Side) -> None:
         super().__init__()

@@ -1,16 +1,14 @@
-"""Weight masks: what a plan prunes is exactly zero, whoever writes to it.
-
-What pruned entries held when they were pruned.
-"""
+"""Weight masks: pruned entries are exactly zero, after an optimizer's step and whoever else writes to them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
@@ -19,67 +17,38 @@ from torch.optim.optimizer import (
 
 from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.distributed.process_group import is_sharded
-from prunekit.errors import ArtifactError, ModelError, UsageError
+from prunekit.errors import ArtifactError, ModelError
 from prunekit.hooks.hook import OwnedHook, never_called, refuse_compiled
+from prunekit.hooks.optimizer_step import optimizer_of
 from prunekit.hooks.owner import HookOwner
-from prunekit.masks.mask_targets import Entries, MaskedTensor, masked_tensors, widest_masks
-from prunekit.masks.write_detection import FIXED_AT_ZERO, MaskedModule
+from prunekit.masks.pruned_entries import Entries, MaskedTensor, masked_tensors, widest_masks
+from prunekit.masks.write_detection import OptimizerZeros, WriteDetector
 from prunekit.planning.plan import Plan, require_plan
 
-
-class HeldValues:
-    """The values at all pruned entries of a model's parameters and buffers, taken when it is made.
-
-    The variances of BatchNorms are among them: the masks leave them, but a channel that is zero has none, and they
-    would be next to nothing when it comes back.
-    """
-
-    def __init__(self, model: nn.Module, plan: Plan) -> None:
-        self._tensors: dict[str, tuple[nn.Module, MaskedTensor]] = {}
-        self.values: dict[str, Tensor] = {}
-        """By tensor name: (pruned entries,), in the order of their indices."""
-        for module, tensors in masked_tensors(model, plan, {}, buffers=True, variances=True).values():
-            for tensor in tensors:
-                whole = tensor.of(module).detach()
-                self._tensors[tensor.name] = module, tensor
-                self.values[tensor.name] = whole[tensor.entries.dropped(whole)]
-
-    def write_back(self) -> None:
-        """Write the values to where they were."""
-        with torch.no_grad():
-            for name, (module, tensor) in self._tensors.items():
-                whole = tensor.of(module).detach()
-                whole[tensor.entries.dropped(whole)] = self.values[name].to(whole.device, whole.dtype)
-
-    def load(self, values: Mapping[str, Tensor]) -> None:
-        """Hold other values of the same entries, as a run that is resumed does.
-
-        Raises:
-            ArtifactError: they are not of these entries.
-        """
-        if {name: value.shape for name, value in values.items()} != {n: v.shape for n, v in self.values.items()}:
-            raise ArtifactError("held values: expected those of what the plan prunes; were they of another plan?")
-        self.values = {name: value.to(self.values[name].device) for name, value in values.items()}
+ZERO_PRESERVING = (SGD, Adam, AdamW)
+"""Exactly these, no subclass: each entry's step depends on that entry alone, and is +0.0 where the weight, its gradient
+and its state are."""
 
 
 class WeightMasks(HookOwner):
-    """Keeps the pruned entries of a model's parameters and buffers at exactly 0.0, as a context manager.
+    """Masks that keep the pruned entries of a model's weights and buffers at exactly 0.0, as a context manager.
 
     They are zeroed on enter, after every step of `optimizer`, after `load_state_dict`, and before every forward of the
-    model, or of a module that is called by itself, if they may have been written to since (see `Untouched`): by another
-    optimizer, by `.data` and EMA writes, by whoever. Where nothing was, a forward pass on the CPU costs nearly what it
-    costs without masks; on other devices every forward writes. With `GradientMasks` that share their `entries`, as in
-    `masked`, steps of torch's SGD and Adam write zeros there themselves, and are followed by a look (see `Resting`).
+    model, or of a module that is called by itself, if they may have been written to since (see `WriteDetector`): by
+    another optimizer, by `.data` and EMA writes, by anything. Where nothing was written, a forward pass on the CPU
+    costs nearly what it costs without masks; on other devices every forward writes. With `GradientMasks` that share
+    their `entries`, as in `masked`, steps of torch's SGD and Adam leave zeros there themselves, and are followed by a
+    check (see `OptimizerZeros`).
 
     Buffers count too: `running_mean` is 0 where a channel is pruned, `running_var` is left as it is.
 
     Norms over several channels (LayerNorm, GroupNorm, RMSNorm) see only the kept ones, as in the compact model: see
     `NarrowNorms`. Each of them that loses channels runs twice.
 
-    Of a model that `fully_shard` has spread over processes, each zeroes its own shards; then it is the whole model
-    that is to be called, and the values of pruned entries cannot be held.
+    Each process zeroes its own shards of a model that `fully_shard` has spread over processes; then the whole model has
+    to be called, and the values of pruned entries cannot be held.
 
-    Leaving the masks removes the hooks and leaves the zeros, unless `restore` is set. A model with such norms then
+    Leaving the masks removes the hooks and keeps the zeros, unless `restore` is set. A model with such norms then
     computes something else: its norms average over the zeros too.
 
     Args:
@@ -88,10 +57,10 @@ class WeightMasks(HookOwner):
         optimizer: the optimizer in use, or a wrapper with an `optimizer` attribute such as Accelerate's. Without it
             the entries are zero in every forward pass, but not between a step and the next one.
         restore: whether leaving brings back the values that the pruned entries had on enter, and the variances of
-            their BatchNorms. What was trained meanwhile stays.
+            their BatchNorms. Kept weights stay as they were trained meanwhile.
         changing: whether `update` will put other plans in force. Then the hooks are on every module that some plan may
-            prune, so that their order among all hooks stays, and what is pruned is held (see `update`),
-            which takes as much memory as it took in the model.
+            prune, so that their order among all hooks stays, and the pruned values are held (see `update`), which
+            takes as much memory as they took in the model.
 
     Raises:
         PlanError: the plan does not fit the model.
@@ -118,18 +87,18 @@ class WeightMasks(HookOwner):
             for path, (module, _) in (widest_masks(model, plan) if changing else found).items()
         }
         self._restore, self._changing = restore, changing
-        self._held: HeldValues | None = None
+        self._held: PrunedValues | None = None
         self._norms = NarrowNorms(model, plan.channel_map, plan.keep)
 
     def register(self) -> None:
-        """Zero the pruned entries and register what keeps them so."""
+        """Zero the pruned entries and register the hooks that keep them zero."""
         refuse_compiled(self._model, type(self).__name__)
         sharded = is_sharded(self._model)
         if sharded and (self._restore or self._changing):
             raise ModelError("WeightMasks: a sharded model's pruned values cannot be held; give restore=False")
         if self._restore or self._changing:
-            self._held = HeldValues(self._model, self._plan)
-            self.own_undo(self._let_go)
+            self._held = PrunedValues(self._model, self._plan)
+            self.own_undo(self._restore_values)
         self.own_context(self._norms)
         self._running = 0
         if sharded:  # before shards are put together: what is written to the whole is lost
@@ -137,22 +106,22 @@ class WeightMasks(HookOwner):
         else:
             self.own_forward_pre(self._model, self._begin, again=True)
             for path, masked in self._masked.items():
-                self._watch(path, masked)
+                self._zero_before_forward(path, masked)
             self.own_forward(self._model, self._end, again=True, always=True)
         if self._optimizer is not None:
-            known = type(self._optimizer) in FIXED_AT_ZERO and not sharded
-            if known:
+            preserving = type(self._optimizer) in ZERO_PRESERVING and not sharded
+            if preserving:
                 self.own(self._optimizer.register_step_pre_hook(OwnedHook(self, self._before_step)))
-            after = self._after_step if known else self.zero_
+            after = self._zero_after_step if preserving else self.zero_
             self.own(self._optimizer.register_step_post_hook(OwnedHook(self, after)))
-        self.own(register_optimizer_step_post_hook(OwnedHook(self, self._after_any_step)))
+        self.own(register_optimizer_step_post_hook(OwnedHook(self, self._after_other_step)))
         self.zero_()
 
     def update(self, plan: Plan) -> None:
         """Put another plan in force, between two steps; the hooks stay where they are.
 
-        What the plan before pruned and this one keeps comes back with the values that it had when it was pruned, as in
-        Zhu & Gupta 2017 and Sanh et al. 2020; its gradients were zero meanwhile, and so nothing else has moved it.
+        Entries that the plan before pruned and this one keeps come back with the values that they had when they were
+        pruned, as in Zhu & Gupta 2017 and Sanh et al. 2020; their gradients were zero meanwhile.
 
         Args:
             plan: of the same channel map.
@@ -173,22 +142,22 @@ class WeightMasks(HookOwner):
         self._norms.remove()
         self._norms = NarrowNorms(self._model, plan.channel_map, plan.keep)
         self.own_context(self._norms)
-        self._held = HeldValues(self._model, plan)
+        self._held = PrunedValues(self._model, plan)
         self.zero_()
 
     @property
-    def held(self) -> HeldValues:
+    def held(self) -> PrunedValues:
         """The values that pruned entries had when they were pruned.
 
         Raises:
-            RuntimeError: the masks are not active, or hold nothing.
+            RuntimeError: the masks are not active, or were made with neither `restore` nor `changing`.
         """
         if self._held is None:
             raise RuntimeError(f"{type(self).__name__}.held: expected active masks made with restore or changing")
         return self._held
 
-    def _let_go(self) -> None:
-        """Write back what is held when the masks are left, if they were asked to."""
+    def _restore_values(self) -> None:
+        """Write the held values back when the masks are left, if `restore` is set."""
         held, self._held = self._held, None
         if held is not None and self._restore:
             held.write_back()
@@ -198,13 +167,13 @@ class WeightMasks(HookOwner):
         # as long, because nothing is in the cache any more.
         if self._running == 0:
             for masked in self._masked.values():
-                masked.zero_if_touched_()
+                masked.zero_if_written_()
         self._running += 1  # a model may call itself
 
     def _end(self, *_: Any) -> None:
         self._running = max(0, self._running - 1)  # the masks may have been entered while the model ran
 
-    def _after_any_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
+    def _after_other_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
         if optimizer is not self._optimizer:
             written = _written_by(optimizer)
             for masked in self._masked.values():
@@ -214,20 +183,20 @@ class WeightMasks(HookOwner):
         for masked in self._masked.values():
             masked.before_step(optimizer)
 
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _zero_after_step(self, optimizer: Optimizer, *_: Any) -> None:
         alone = _steps_alone(optimizer)
         for masked in self._masked.values():
-            masked.zero_moved_(optimizer, alone=alone)
+            masked.zero_after_step_(optimizer, alone=alone)
 
     def zero_(self, *_: Any) -> None:
-        """Write exact zeros to all that is pruned, now."""
+        """Write exact zeros into all pruned entries."""
         for masked in self._masked.values():
             masked.zero_()
 
-    def _watch(self, path: str, masked: MaskedModule) -> None:
+    def _zero_before_forward(self, path: str, masked: MaskedModule) -> None:
         def before(*_: Any) -> None:
             if self._running == 0:  # called by itself, or recomputed by activation checkpointing
-                masked.zero_if_touched_()
+                masked.zero_if_written_()
 
         # A module that is only read from, as attention reads its output projection, is masked before its parent runs.
         unread = never_called(masked.module)
@@ -236,16 +205,127 @@ class WeightMasks(HookOwner):
         self.own(nn.Module.register_load_state_dict_post_hook(masked.module, OwnedHook(self, masked.zero_)))  # type: ignore[no-untyped-call]
 
 
+@dataclass(slots=True)
+class _WatchedTensor:
+    """One masked tensor of a module, and what is known of writes to it."""
+
+    tensor: MaskedTensor
+    writes: WriteDetector
+    state: OptimizerZeros
+    unwritten: bool = False  # before the step that is running, its optimizer's state included
+
+
+class MaskedModule:
+    """A module whose own tensors have pruned entries; writes the zeros there, and skips writes that are not needed."""
+
+    def __init__(self, module: nn.Module, tensors: list[MaskedTensor]) -> None:
+        self.module = module
+        self.replace(tensors)
+
+    def replace(self, tensors: list[MaskedTensor]) -> None:
+        """Mask these tensors from now on, as another plan does."""
+        self._watched = [
+            _WatchedTensor(tensor, WriteDetector(tensor.entries), OptimizerZeros(tensor.entries)) for tensor in tensors
+        ]
+
+    def zero_(self, *_: Any) -> None:
+        """Write exact zeros into the pruned entries."""
+        for watched in self._watched:
+            watched.writes.zero_(watched.tensor.of(self.module))
+
+    def zero_if_written_(self) -> None:
+        """Write the zeros if anything may have been written to since, and always while `torch.compile` traces."""
+        if torch.compiler.is_compiling():
+            self.zero_()
+            return
+        module = self.module
+        for watched in self._watched:
+            if not watched.writes.unwritten(watched.tensor.of(module)):
+                self.zero_()
+                return
+
+    def forget(self, written: frozenset[int] | None) -> None:
+        """Count every tensor in a storage at one of these addresses as written to; None: every tensor."""
+        for watched in self._watched:
+            watched.writes.forget(written)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Look at what a step of a `ZERO_PRESERVING` optimizer finds; not while `torch.compile` traces it."""
+        if torch.compiler.is_compiling():
+            return
+        for watched in self._watched:
+            tensor = watched.tensor.of(self.module)
+            watched.unwritten = watched.state.unwritten(optimizer, tensor) and watched.writes.unwritten(tensor)
+
+    def zero_after_step_(self, optimizer: Optimizer, *, alone: bool) -> None:
+        """Write the zeros after such a step, unless it left them (see `OptimizerZeros`).
+
+        Args:
+            optimizer: that stepped.
+            alone: whether nothing but the step can have written.
+        """
+        if torch.compiler.is_compiling():
+            self.zero_()
+            return
+        for watched in self._watched:
+            tensor, writes, state = watched.tensor.of(self.module), watched.writes, watched.state
+            masked = alone and state.gradient_masked(tensor)
+            if masked and watched.unwritten and writes.survived(tensor):
+                state.renew(optimizer, tensor)
+            else:
+                writes.zero_(tensor)
+                state.forget()
+                if masked and writes.unwritten(tensor):
+                    state.search(optimizer, tensor)
+            watched.unwritten = False
+
+
+class PrunedValues:
+    """The values at all pruned entries of a model's parameters and buffers when this is made.
+
+    The variances of BatchNorms are among them: the masks do not change them, but the variance of a channel that is zero
+    falls to almost nothing by the time it comes back.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self._tensors: dict[str, tuple[nn.Module, MaskedTensor]] = {}
+        self.values: dict[str, Tensor] = {}
+        """By tensor name: (pruned entries,), in the order of their indices."""
+        for module, tensors in masked_tensors(model, plan, {}, buffers=True, variances=True).values():
+            for tensor in tensors:
+                whole = tensor.of(module).detach()
+                self._tensors[tensor.name] = module, tensor
+                self.values[tensor.name] = whole[tensor.entries.dropped(whole)]
+
+    def write_back(self) -> None:
+        """Write the values to where they were."""
+        with torch.no_grad():
+            for name, (module, tensor) in self._tensors.items():
+                whole = tensor.of(module).detach()
+                whole[tensor.entries.dropped(whole)] = self.values[name].to(whole.device, whole.dtype)
+
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """Hold other values of the same entries, as a run that is resumed does.
+
+        Raises:
+            ArtifactError: they are not of these entries.
+        """
+        if {name: value.shape for name, value in values.items()} != {n: v.shape for n, v in self.values.items()}:
+            raise ArtifactError("held values: expected those of the plan's pruned entries; are they of another plan?")
+        self.values = {name: value.to(self.values[name].device) for name, value in values.items()}
+
+
 def _steps_alone(optimizer: Optimizer) -> bool:
-    """Return whether no hook of somebody else's may have written to weights around a step."""
+    """Return whether all hooks around a step are this package's, so that none may have written to weights."""
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     tables = *own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks
     return all(isinstance(hook, OwnedHook) for table in tables for hook in table.values())
 
 
 def _written_by(optimizer: Optimizer) -> frozenset[int] | None:
-    """Return the addresses of the storages that a step may have written to; None: anything, as of an optimizer not
-    torch's own.
+    """Return the addresses of the storages that a step may have written to.
+
+    None stands for any, as for an optimizer that is not torch's own.
     """
     if not type(optimizer).__module__.startswith("torch.optim.") or not _steps_alone(optimizer):
         return None
@@ -253,31 +333,3 @@ def _written_by(optimizer: Optimizer) -> frozenset[int] | None:
     if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
         return None
     return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
-
-
-def optimizer_of(model: nn.Module, optimizer: Any) -> Optimizer:
-    """Return the optimizer that really steps, which has to be one of the model's.
-
-    Raises:
-        UsageError: it is none, or has none of the model's parameters.
-    """
-    inner = inner_optimizer(optimizer)
-    if not isinstance(inner, Optimizer):
-        raise UsageError(
-            "optimizer: expected a torch.optim.Optimizer, or a wrapper that keeps one in `.optimizer`, got "
-            f"{type(optimizer).__name__}"
-        )
-    own = {id(parameter) for parameter in model.parameters()}
-    if own and not any(id(parameter) in own for group in inner.param_groups for parameter in group["params"]):
-        raise UsageError(
-            f"optimizer: expected one of this {type(model).__name__}'s parameters, but this {type(inner).__name__} has "
-            "none of them; make it from model.parameters(), after the model was moved or given other parameters"
-        )
-    return inner
-
-
-def inner_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that really steps, inside wrappers that keep it in `.optimizer`."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = inner
-    return optimizer

@@ -29,7 +29,7 @@ from prunekit.data.loader import Batch, Batches, batches
 from prunekit.data.sources import Splits
 from prunekit.distributed.process_group import is_main, rank, size, total, wait_for_all
 from prunekit.errors import NonFiniteError
-from prunekit.masks.weight_masks import inner_optimizer
+from prunekit.hooks.optimizer_step import inner_optimizer
 from prunekit.models.outputs import require_trainable
 from prunekit.registries import DtypeName
 from prunekit.settings.inputs import Workers

@@ -19,7 +19,7 @@ import prunekit
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.trace import trace
 from prunekit.compaction.compact_model import compact
-from prunekit.compaction.model_folder import FoldedNorm
+from prunekit.compaction.folded_norms import FoldedNorm
 from prunekit.deploy.transform import transform_of
 from prunekit.errors import PlanError, UsageError
 from prunekit.jobs import profile as profiling

@@ -14,7 +14,7 @@ from efforts import LITTLE
 from torch import nn
 
 from prunekit.channels.trace import trace
-from prunekit.compaction.model_folder import folds_of
+from prunekit.compaction.folded_norms import folds_of
 from prunekit.errors import PlanError, UsageError
 from prunekit.jobs.finetune import dry_run, prune_job
 from prunekit.jobs.profile import profile_job

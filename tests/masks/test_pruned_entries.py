@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from prunekit.masks.mask_targets import PrunedEntries, evenly
+from prunekit.masks.pruned_entries import PrunedEntries, evenly
 
 
 @st.composite

@@ -58,7 +58,7 @@ class NarrowNorms(HookOwner):
                 set_bare_widths(copy, {"": widths[path]})
             narrow = _KeptOnly(copy, own, _kept_of(norm.inputs, self._keep), _kept_of(norm.outputs, self._keep))
             self.own_forward(module, narrow.run, again=True, first=True)
-        self.own_hearing(self._model)
+        self.own_compile_check(self._model)
 
     def _kept_axes(self, name: str) -> list[_Kept]:
         axes = enumerate(self._map.labels[name])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from prunekit.channels.tracing.tracer import channel_axis
 from prunekit.errors import UsageError, nearest
-from prunekit.hooks.gradient_hooks import GradientChange, InputGradients, OutputGradients, at, catch
+from prunekit.hooks.gradient_hooks import GradientChange, InputGradients, OutputGradients, hook_gradient, tensor_hook
 from prunekit.hooks.hook import HookWarning, recomputing, refuse_compiled
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.inspection.capture.layer_selection import Layers, choose
@@ -209,7 +209,7 @@ class LayerHooks(PassHooks):
             read = values if where is None else _first(self.seen(where, values, axis), values)
         if "grad_input" in self.what and read.requires_grad:
             read = read.view_as(read)  # what this reader alone sends back
-            catch(read, at(self, self.gradients(consumer.path, "grad_input", axis), 0))
+            hook_gradient(read, tensor_hook(self, self.gradients(consumer.path, "grad_input", axis), 0))
         return None if read is values else read
 
     def _made(self, consumer: Consumer, values: Tensor, axis: int) -> Tensor | None:
@@ -220,7 +220,7 @@ class LayerHooks(PassHooks):
             where = self._next(consumer.path, "output")
             made = values if where is None else _first(self.seen(where, values, axis), values)
         if "grad_output" in self.what and made.grad_fn is not None:
-            catch(made, at(self, self.gradients(consumer.path, "grad_output", axis), 0))
+            hook_gradient(made, tensor_hook(self, self.gradients(consumer.path, "grad_output", axis), 0))
         return None if made is values else made
 
     def _alone(self, consumer: Consumer) -> bool:

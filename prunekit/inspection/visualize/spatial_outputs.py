@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from prunekit.errors import ModelError, nearest
-from prunekit.hooks.gradient_hooks import at, catch
+from prunekit.hooks.gradient_hooks import hook_gradient, tensor_hook
 from prunekit.hooks.hook import never_called, recomputing, refuse_compiled
 from prunekit.hooks.owner import HookOwner
 from prunekit.utils.context import is_reentrant, own_gradients
@@ -233,7 +233,7 @@ class SpatialActivations(HookOwner):
         call = Call(path, output, layout, layout.maps(output.detach().clone()), output._version)
         if output.grad_fn is not None:
             call.stop = _below(output)
-            catch(output, at(self, call.note, 0))
+            hook_gradient(output, tensor_hook(self, call.note, 0))
         return call
 
     def _linear(self, module: nn.Module, arguments: Any, named: Any, result: Any) -> None:

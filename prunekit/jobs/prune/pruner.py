@@ -19,6 +19,7 @@ from prunekit.compaction.compact_model import compact
 from prunekit.distributed.process_group import is_main, is_sharded
 from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.hooks.hook import OwnedHook
+from prunekit.hooks.optimizer_step import optimizer_of
 from prunekit.hooks.owner import HookOwner
 from prunekit.hooks.wrappers import require_values, unwrapped, unwrapped_for_hooks
 from prunekit.jobs.prune.loop_evidence import LoopEvidence, labeled_batches, require_evidence
@@ -29,7 +30,7 @@ from prunekit.masks.gradient_clamps import GradientClamp
 from prunekit.masks.gradient_clamps import clamp_activation_grad as clamp_activations
 from prunekit.masks.gradient_clamps import clamp_weight_grad as clamp_weights
 from prunekit.masks.masked_model import Sparsity, sparsity
-from prunekit.masks.weight_masks import WeightMasks, optimizer_of
+from prunekit.masks.weight_masks import WeightMasks
 from prunekit.measure.verification import Verification, verify
 from prunekit.planning.keywords import Where, prune_settings
 from prunekit.planning.plan import Plan

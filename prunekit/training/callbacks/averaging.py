@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from prunekit.channels.cut.model_copy import copied, has_gradients
 from prunekit.data.loader import Batches
-from prunekit.masks.mask_targets import MaskedTensor, masked_tensors
+from prunekit.masks.pruned_entries import MaskedTensor, masked_tensors
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import AverageSettings
 from prunekit.training.batchnorm_statistics import recalibrate_batchnorm

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from prunekit.errors import ArtifactError
 from prunekit.masks.masked_model import ChangingMasks, sparsity
-from prunekit.masks.weight_masks import HeldValues
+from prunekit.masks.weight_masks import PrunedValues
 from prunekit.planning.plan import Plan
 from prunekit.planning.schedules import Stage, Timeline, timeline
 from prunekit.settings.prune import ScheduleSettings
@@ -134,7 +134,7 @@ class ScheduledMasks:
         return None if self.settled else self.stages[self._done]
 
     @property
-    def held(self) -> HeldValues:
+    def held(self) -> PrunedValues:
         """The values that pruned entries had when they were pruned."""
         return self._masks.held
 

@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from prunekit.masks.weight_masks import WeightMasks
-from prunekit.masks.write_detection import Untouched
+from prunekit.masks.write_detection import WriteDetector
 from prunekit.planning.plan import Plan
 
 
@@ -39,8 +39,8 @@ def test_an_optimizer_that_nobody_told_of_cannot_bring_weights_back(kind: type[O
 def written(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Tensors into which zeros are written from now on."""
     found: list[Tensor] = []
-    real = Untouched.zero_
-    monkeypatch.setattr(Untouched, "zero_", lambda self, tensor: (found.append(tensor), real(self, tensor)))
+    real = WriteDetector.zero_
+    monkeypatch.setattr(WriteDetector, "zero_", lambda self, tensor: (found.append(tensor), real(self, tensor)))
     return found
 
 

@@ -1,7 +1,4 @@
-"""What of a model a plan masks: parameters and buffers by the modules that own them.
-
-A tensor as it was when it was last looked at.
-"""
+"""Pruned entries of a model's parameters and buffers, and the bit masks that zero them."""
 
 from __future__ import annotations
 
@@ -18,8 +15,8 @@ from prunekit.errors import ModelError
 from prunekit.planning.plan import Plan, require_plan
 
 
-class LastSeen:
-    """Which tensor, in which memory, at which version counter; it keeps none of them alive.
+class TensorVersion:
+    """The identity of a tensor, its memory, and its version counter; keeps none of them alive.
 
     Writes through `.data` and fused optimizers move no version counter.
     """
@@ -29,20 +26,20 @@ class LastSeen:
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._address, self._version = weakref.ref(tensor), tensor.data_ptr(), tensor._version
 
-    def is_still(self, tensor: Tensor) -> bool:
+    def same_memory(self, tensor: Tensor) -> bool:
         """Return whether this is the same tensor in the same memory."""
         return self._tensor() is tensor and tensor.data_ptr() == self._address
 
     def unwritten(self, tensor: Tensor) -> bool:
-        """Return whether it is, and its version counter has not moved."""
-        return self.is_still(tensor) and tensor._version == self._version
+        """Return whether this is the same tensor, whose version counter has not moved."""
+        return self.same_memory(tensor) and tensor._version == self._version
 
-    def again(self, tensor: Tensor) -> None:
-        """Take the version that it has now."""
+    def renew(self, tensor: Tensor) -> None:
+        """Take the version that the tensor has now."""
         self._version = tensor._version
 
     def forget(self) -> None:
-        """Take it that it was written to."""
+        """Count the tensor as written to."""
         self._version = -1
 
 
@@ -68,12 +65,12 @@ def is_transformed(tensor: Tensor) -> bool:
 
 
 def evenly(count: int, length: int) -> Tensor:
-    """`count` positions from 0 to `length - 1`, evenly spread; in whole numbers, which have no rounding."""
+    """Return `count` positions from 0 to `length - 1`, evenly spread; in integers, which have no rounding."""
     return torch.arange(count) * (length - 1) // max(count - 1, 1)
 
 
 Masks = tuple[Tensor, ...]
-"""What `bitwise_and` zeroes pruned entries with, one after the other."""
+"""Masks that `bitwise_and` zeroes pruned entries with, one after the other."""
 
 
 def zero_bits_(bits: Tensor, masks: Masks) -> None:
@@ -83,7 +80,7 @@ def zero_bits_(bits: Tensor, masks: Masks) -> None:
 
 
 class PrunedEntries:
-    """Where one tensor is pruned; writes exact zeros there, in a shard into this process's part of it.
+    """The entries of one tensor that are pruned; writes exact zeros there, in a shard into this process's part of it.
 
     Args:
         keep: bool, broadcastable to the tensor.
@@ -92,38 +89,36 @@ class PrunedEntries:
     def __init__(self, keep: Tensor) -> None:
         self._keep = keep
         self._masks: dict[tuple[torch.device, torch.dtype, bool], Masks] = {}
-        self._gradient: LastSeen | None = None
+        self._gradient: TensorVersion | None = None
 
     def zero_(self, tensor: Tensor) -> None:
         """Overwrite the pruned entries with +0.0, whatever they were (NaN too).
 
-        It goes around the autograd version counter, on purpose: the write repeats what is there already, so graphs
-        that were recorded before stay valid, and a module may be called twice in one forward pass.
+        The write does not move the autograd version counter, on purpose: it repeats values that are there already, so
+        graphs that were recorded before stay valid, and a module may be called twice in one forward pass.
 
         Raises:
             ModelError: the tensor is one of torch.func's, which has no memory to write to.
         """
         if is_transformed(tensor):
             raise ModelError(
-                "masks write to the weights, and cannot to what torch.func's transforms put in their place; leave the "
-                "masks first (the zeros stay), or transform the compact model"
+                "masks write to the weights, and cannot write to the tensors that torch.func puts in their place; "
+                "leave the masks first (the zeros stay), or transform the compact model"
             )
         self._write(tensor)
 
     def zero_gradient_(self, tensor: Tensor) -> None:
-        """The same for a tensor that is known to have memory: what autograd adds gradients up in."""
+        """Overwrite the pruned entries of a gradient with +0.0; it is known to have memory."""
         if type(tensor) is Tensor and not tensor.is_sparse and not tensor.is_inference():
             masks = self.masks(tensor)
             zero_bits_(tensor.data.view(masks[0].dtype), masks)
-            self._gradient = LastSeen(tensor)
+            self._gradient = TensorVersion(tensor)
         else:
             self._write(tensor)
             self._gradient = None
 
     def is_masked(self, gradient: Tensor) -> bool:
-        """Return whether this is the gradient that was zeroed last, and no counted operation has written to it
-        since.
-        """
+        """Return whether this gradient was zeroed last, and no counted operation has written to it since."""
         return self._gradient is not None and self._gradient.unwritten(gradient)
 
     def any_in(self, tensor: Tensor) -> bool:
@@ -142,13 +137,11 @@ class PrunedEntries:
             zero_bits_(local_part(tensor).data.view(masks[0].dtype), masks)
 
     def dropped(self, tensor: Tensor) -> Tensor:
-        """Bool, in the tensor's shape and on its device: True where it is pruned."""
+        """Return a bool tensor of the same shape on the same device, True where the tensor is pruned."""
         return ~self._keep.to(tensor.device).expand(tensor.shape)
 
     def some(self, count: int, shape: torch.Size) -> list[tuple[int, ...]]:
-        """Return the indices of `count` pruned entries of a tensor of this shape, spread over it: over a kernel's
-        taps too.
-        """
+        """Return the indices of `count` pruned entries, spread over a tensor of this shape, a kernel's taps too."""
         found = (~self._keep).nonzero()
         picked = found[evenly(count, len(found))]
         spread = torch.arange(count)
@@ -158,10 +151,10 @@ class PrunedEntries:
         return sorted({tuple(index) for index in picked.tolist()})
 
     def masks(self, tensor: Tensor) -> Masks:
-        """For `zero_bits_`, of tensors of this one's type and device; of a shard, for this process's part of it.
+        """Return masks for `zero_bits_` of tensors of this type and device; of a shard, for this process's part of it.
 
-        On the CPU what prunes whole slices along the first axis, and the same of each other slice, is two masks: they
-        stay in the cache, where one of the tensor's size would be read from memory each time, and have to lie there.
+        On the CPU entries that are whole slices along the first axis, and the same ones in every other slice, have two
+        masks: small ones that stay in the cache, where one of the tensor's size would be read from memory each time.
         """
         sharded = is_shard(tensor)
         key = tensor.device, tensor.dtype, sharded
@@ -170,14 +163,17 @@ class PrunedEntries:
             if sharded:
                 keeps = (local_part(shard_like(self._keep.expand(tensor.shape), tensor)),)
             elif tensor.device.type == "cpu":
-                keeps = _short(self._keep, tensor.shape)
+                keeps = _short_masks(self._keep, tensor.shape)
             bits = BITS[tensor.element_size()]
             self._masks[key] = tuple(all_or_no_bits(keep, tensor.device, bits) for keep in keeps)
         return self._masks[key]
 
 
-def _short(keep: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
-    """Return what all together keeps the same, of inner loops that are long: a kernel's few taps take twice as long."""
+def _short_masks(keep: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
+    """Return small masks that together keep the same entries, or the mask itself.
+
+    Their inner loops are long: over a kernel's few taps alone, masking takes twice as long.
+    """
     if keep.ndim == len(shape) > 1 and shape[1:].numel() >= LONG:
         slices, inside = keep.flatten(1).any(1).view(-1, *[1] * (keep.ndim - 1)), keep.any(0, keepdim=True)
         if torch.equal(keep, slices & inside):
@@ -188,7 +184,7 @@ def _short(keep: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class MaskedTensor:
-    """A parameter or buffer that a plan prunes, as an attribute of a module.
+    """A parameter or buffer with pruned entries, as an attribute of a module.
 
     It is looked up by name each time: `load_state_dict(assign=True)` and `.to()` may put another tensor there.
     """
@@ -207,28 +203,31 @@ class MaskedTensor:
         tensor = next((table[self.attribute] for table in tables if self.attribute in table), None)
         if tensor is None:
             raise ModelError(
-                f"{self.name} is no longer a parameter or buffer of its module, so its mask cannot hold; register "
+                f"{self.name} is no longer a parameter or buffer of its module, so it cannot be masked; register "
                 "parametrizations and weight norms before the model is traced and planned"
             )
         return tensor
 
 
 Entries = dict[str, PrunedEntries | None]
-"""What is pruned of each tensor, by name; None of those that stay whole. Owners with the same plan share it."""
+"""Pruned entries of each tensor, by name; None for tensors that stay whole. Masks of one plan share it."""
+MaskedModules = dict[str, tuple[nn.Module, list[MaskedTensor]]]
+"""By module path: the module, and those of its own tensors that have pruned entries."""
 
 
-Found = dict[str, tuple[nn.Module, list[MaskedTensor]]]
-"""By module path: the module, and what of its own tensors a plan prunes."""
+def masked_tensors(
+    model: nn.Module, plan: Plan, entries: Entries, *, buffers: bool, variances: bool = False
+) -> MaskedModules:
+    """Return the tensors with pruned entries, by the modules that own them.
 
-
-def masked_tensors(model: nn.Module, plan: Plan, entries: Entries, *, buffers: bool, variances: bool = False) -> Found:
-    """Return what of each module's own tensors the plan prunes.
-
-    A tensor that several modules share is listed at each of them. Of buffers only floating-point ones count, and not
-    running variances, see `is_variance`. What is not in `entries` yet is added.
+    A tensor that several modules share is listed at each of them.
 
     Args:
-        variances: lists `running_var` as well, for those who do not write zeros.
+        model: the dense model.
+        plan: which entries are pruned.
+        entries: of the plan's tensors; those that are missing are added.
+        buffers: whether floating-point buffers are listed as well, but for running variances, see `is_variance`.
+        variances: whether those are listed too, for callers that do not write zeros.
 
     Raises:
         PlanError: the plan was made for another model.
@@ -243,7 +242,8 @@ def masked_tensors(model: nn.Module, plan: Plan, entries: Entries, *, buffers: b
                 continue
             name = canonical[id(tensor)]
             if name not in entries:
-                entries[name] = _entries(name, plan)
+                keep = plan.mask(name)
+                entries[name] = None if keep is None else PrunedEntries(keep)
             if (pruned := entries[name]) is not None:
                 masked.append(MaskedTensor(name, attribute, pruned))
         if masked:
@@ -251,10 +251,8 @@ def masked_tensors(model: nn.Module, plan: Plan, entries: Entries, *, buffers: b
     return found
 
 
-def widest_masks(model: nn.Module, plan: Plan) -> Found:
-    """Return all parameters and buffers that any plan of the same channel map may prune, and its masks of single
-    weights.
-    """
+def widest_masks(model: nn.Module, plan: Plan) -> MaskedModules:
+    """Return all tensors that any plan of the same channel map may prune, also by masks of single weights."""
     keep = np.ones(plan.channel_map.n_labels, dtype=bool)
     for group in plan.channel_map.groups:
         keep[group.labels] = False
@@ -268,8 +266,3 @@ def _owned(module: nn.Module, *, buffers: bool) -> dict[str, Tensor]:
     if buffers:
         owned |= module._buffers.items()
     return {name: tensor for name, tensor in owned.items() if tensor is not None and tensor.is_floating_point()}
-
-
-def _entries(name: str, plan: Plan) -> PrunedEntries | None:
-    keep = plan.mask(name)
-    return None if keep is None else PrunedEntries(keep)

@@ -15,7 +15,7 @@ from torchvision import models
 
 from prunekit.channels.trace import trace
 from prunekit.masks.masked_model import ChangingMasks, masked
-from prunekit.masks.write_detection import Untouched
+from prunekit.masks.write_detection import WriteDetector
 from prunekit.planning.plan import Plan
 
 KINDS: dict[str, Callable[[Any], Optimizer]] = {
@@ -32,14 +32,14 @@ KINDS: dict[str, Callable[[Any], Optimizer]] = {
 def written(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Parameters that zeros are written to."""
     found: list[Tensor] = []
-    real = Untouched.zero_
+    real = WriteDetector.zero_
 
-    def zero_(self: Untouched, tensor: Tensor) -> None:
+    def zero_(self: WriteDetector, tensor: Tensor) -> None:
         if isinstance(tensor, nn.Parameter):
             found.append(tensor)
         real(self, tensor)
 
-    monkeypatch.setattr(Untouched, "zero_", zero_)
+    monkeypatch.setattr(WriteDetector, "zero_", zero_)
     return found
 
 
@@ -64,7 +64,7 @@ def test_training_is_the_same_to_the_bit_with_every_step_followed_by_a_write(mon
     plan, images = random_plan(trace(dense, (torch.randn(1, 3, 32, 32),))), torch.randn(4, 3, 32, 32)
     found = []
     for rests in (True, False):
-        monkeypatch.setattr("prunekit.masks.weight_masks.FIXED_AT_ZERO", (SGD,) if rests else ())
+        monkeypatch.setattr("prunekit.masks.weight_masks.ZERO_PRESERVING", (SGD,) if rests else ())
         model = copy.deepcopy(dense)
         optimizer = SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=1e-2, fused=True)
         with masked(model, plan, optimizer):
