@@ -16,6 +16,7 @@ from training_models import CPU, splits
 import prunekit
 from prunekit.compaction.compact_model import spread_
 from prunekit.errors import PlanError
+from prunekit.measure.verification import verify
 from prunekit.planning.plan import Plan
 from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import AverageSettings, CheckpointSettings, DistillSettings, FeatureSettings, TrainSettings
@@ -167,9 +168,7 @@ def test_a_compact_models_weights_go_back_to_their_places(plan: Plan) -> None:
         assert mask is None or not (parameter * ~mask).any()
     gone = ~plan.keep[plan.channel_map.labels["norm.running_var"][0]]
     assert torch.equal(model.norm.running_var[torch.from_numpy(gone)], variance[torch.from_numpy(gone)])
-    assert (
-        prunekit.measure.verify.verify(model, small, plan, [(torch.rand(2, 3, 8, 8),)]).max_relative_difference < 1e-12
-    )
+    assert verify(model, small, plan, [(torch.rand(2, 3, 8, 8),)]).max_relative_difference < 1e-12
 
 
 def test_models_that_do_not_belong_together_are_refused_and_nothing_changes(plan: Plan) -> None:
