@@ -18,7 +18,7 @@ from zoo_cases import Case, randomize
 import prunekit
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.labels import MacTerm
-from prunekit.channels.tolerance import TOLERANCE
+from prunekit.channels.trial.tolerance import TOLERANCE
 from prunekit.errors import PrunekitError
 from prunekit.utils.tensors import gather
 

@@ -16,7 +16,7 @@ from prunekit.channels.channel_map import ChannelMap, Keep
 from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.channels.labels import Labels
 from prunekit.channels.trace import trace
-from prunekit.channels.trial.trial import settle
+from prunekit.channels.trial.trial import run_trial
 from prunekit.compaction.compact_model import compact
 from prunekit.planning.plan import Plan
 
@@ -154,7 +154,7 @@ def heads_and_positions(kept: Labels, depth: int) -> tuple[list[int], list[int]]
 
 def settled_plan(model: nn.Module, example: tuple[Any, ...], seed: int = 0, share: float = 1 / 3) -> Plan:
     """A random plan that passed its trial."""
-    settled = settle(model, trace(model, example), lambda chart: random_keep(chart, seed, share), [example])
+    settled = run_trial(model, trace(model, example), lambda chart: random_keep(chart, seed, share), [example])
     return Plan(settled.channel_map, settled.keep)
 
 

@@ -11,9 +11,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from prunekit.channels.constraints import NOT_JOINT, EqualParts, LockRecord, deciders
+from prunekit.channels.constraints import EqualParts, LockRecord
+from prunekit.channels.joint_labels import NOT_JOINT, deciders
 from prunekit.channels.labels import Field, Labels, MacTerm, Stored
-from prunekit.channels.tracing.operators import Norm
+from prunekit.channels.tracing.channel_norms import ChannelNorm
 from prunekit.channels.tracing.tracer import ActivationKey, Trace
 from prunekit.errors import ModelError
 from prunekit.utils.display import NOTHING, Displayed, Table, count, plural
@@ -37,8 +38,8 @@ class Lock:
 class ChannelGroup:
     """Labels that lie on exactly the same parameter axes.
 
-    `name` is a module path, the first that produces the channels; where one produces those of several groups, they
-    are told apart as in `stem`, `stem#2`.
+    `name` is the path of the first module that makes the channels; where one makes those of several groups, they are
+    named `stem`, `stem#2`.
     """
 
     name: str
@@ -55,8 +56,8 @@ class ChannelGroup:
 class SizeAttribute:
     """An integer attribute of a module that is the size of a labeled axis, or one element of a list or tuple of such.
 
-    `labels` has a row for each position of the axis, (size, n): a position is left if any of its labels is. Where
-    `order` is given, (size,), what is meant is no size but from which position each one comes.
+    `labels` has a row for each position of the axis, (size, n): a position is kept if any of its labels is. With an
+    `order`, (size,), the attribute is no size, but says from which position each one comes.
     """
 
     module: str
@@ -67,23 +68,23 @@ class SizeAttribute:
 
     def kept(self, keep: Keep) -> int:
         """Return the size under a plan."""
-        return int(np.count_nonzero(self._left(keep)))
+        return int(np.count_nonzero(self._kept_positions(keep)))
 
     def value(self, keep: Keep) -> int | list[int]:
-        """Return the size, or the order of what is left."""
+        """Return the size, or the order of the kept positions."""
         if self.order is None:
             return self.kept(keep)
-        left = self._left(keep)
+        left = self._kept_positions(keep)
         return (np.cumsum(left) - 1)[self.order[left[self.order]]].tolist()  # type: ignore[no-any-return]
 
-    def _left(self, keep: Keep) -> Keep:
-        left: Keep = np.any(keep[self.labels], axis=1)
-        return left
+    def _kept_positions(self, keep: Keep) -> Keep:
+        kept: Keep = np.any(keep[self.labels], axis=1)
+        return kept
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ChannelMap(Displayed):
-    """Labels of every parameter and buffer axis; the one thing that knows how channels hang together.
+    """Labels of every parameter and buffer axis: which channels are coupled, which are locked, and what they cost.
 
     Attributes:
         labels: name -> one entry for each axis: int64 labels of shape (size,), 0 is locked; None for an axis of size 1.
@@ -92,14 +93,16 @@ class ChannelMap(Displayed):
         groups: free labels by the set of axes they lie on, in the order of the model's parameters.
         locks: why the locked ones are locked.
         activations: (module path, "input" or "output", call) -> labels along that activation's channel axis.
+        mac_terms: multiply-accumulates of every operator, as products of widths.
+        source: what the map was built from; None if it was read from a file.
+        norms: module path -> the labels over which the module takes statistics; in masked runs it sees kept ones only.
         sizes: attributes of modules that a trial found to be sizes.
-        norms: module path -> over which labels the module takes statistics; masked runs let it see kept ones only.
-        joint: labels that two others decide on, which lie on the same axes: (n, 3), rows of the label itself, that of
-            its whole head, and that of its position in all heads; it is kept if both are. They are in no group.
+        joint: labels that two others decide on, (n, 3): rows of the label itself, that of its whole head, and that of
+            its position in all heads; it is kept if both are. They are in no group.
         stored: name -> how the model's file holds the tensor.
         divided: axes of tensors along which removed entries keep their values in a masked model: it divides by their
             norm, and multiplies by a factor that is zero.
-        inputs: the tensors of the example that the model was traced on, the first of several.
+        inputs: the tensors of the first example that the model was traced on.
 
     Example:
         >>> import prunekit as pk, torch
@@ -124,8 +127,8 @@ class ChannelMap(Displayed):
     locks: tuple[Lock, ...]
     activations: Mapping[ActivationKey, Labels]
     mac_terms: tuple[MacTerm, ...]
-    source: Resolved | None
-    norms: Mapping[str, Norm] = field(default_factory=dict)
+    source: MapSource | None
+    norms: Mapping[str, ChannelNorm] = field(default_factory=dict)
     sizes: tuple[SizeAttribute, ...] = ()
     joint: Labels = field(default_factory=NOT_JOINT.copy)
     stored: Mapping[str, Stored] = field(default_factory=dict)
@@ -133,18 +136,15 @@ class ChannelMap(Displayed):
     inputs: tuple[InputSpec, ...] = ()
 
     def completed(self, keep: Keep) -> Keep:
-        """Return a choice among the labels of the groups, bool (n_labels,), with what follows from it for joint
-        labels.
-        """
+        """Return a choice among the labels of the groups, bool (n_labels,), with the joint labels set to match."""
         result = keep.copy()
         result[self.joint[:, 0]] = keep[self.joint[:, 1]] & keep[self.joint[:, 2]]
         return result
 
     def deciding(self, labels: Labels) -> list[Labels]:
-        """Return the labels of the groups that decide on given ones: one array in their shape, or two where some are
-        joint.
+        """Return the labels of the groups that decide on given ones, in their shape.
 
-        0 in the second for labels that one decides on.
+        There are two arrays where some are joint; the second has 0 for labels that one decides on.
         """
         first, second = (choice[labels] for choice in self._choices)
         return [first, second] if second.any() else [first]
@@ -154,7 +154,7 @@ class ChannelMap(Displayed):
         return deciders(self.n_labels, self.joint)
 
     def macs(self, keep: Keep | None = None) -> int:
-        """Multiply-accumulates for one sample with the labels in `keep` (bool, (n_labels,)); dense without."""
+        """Return multiply-accumulates for one sample with the labels in `keep`, bool (n_labels,); all without it."""
         return round(sum(self._term(term, keep) for term in self.mac_terms))
 
     def layer_macs(self, keep: Keep | None = None) -> dict[str, int]:
@@ -202,8 +202,8 @@ class ChannelMap(Displayed):
         return result
 
     @property
-    def traced(self) -> Resolved:
-        """What the map was made from.
+    def traced(self) -> MapSource:
+        """The trace that the map was built from, with what trials added.
 
         Raises:
             ValueError: the map was read from a file.
@@ -213,13 +213,13 @@ class ChannelMap(Displayed):
         return self.source
 
     def require_plain_forward(self, what: str) -> None:
-        """Checks that forward takes no gradients itself, as it does of forces.
+        """Raise if forward itself takes gradients, as it does to compute forces.
 
         Args:
-            what: runs it without recording gradients, in pieces.
+            what: the method that runs forward in pieces, without recording gradients.
 
         Raises:
-            ModelError: it does.
+            ModelError: forward takes gradients.
         """
         if self.source is not None and any(run.gradients for run in self.source.trace.runs):
             raise ModelError(
@@ -228,12 +228,13 @@ class ChannelMap(Displayed):
             )
 
     def resolve(self, field: Field) -> Labels:
-        """Final labels of a field that the trace recorded."""
+        """Return the map's labels of a field that the trace recorded."""
         return self.traced.final[field.labels]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return every channel group, in the order of the model's parameters: its name, how many channels, which
-        layers make them, and which read them; those inside a layer, such as heads, are both.
+        """Return every channel group: its name, its number of channels, and the layers that make and read them.
+
+        In the order of the model's parameters. For channels inside a layer, such as heads, it is both.
         """
         made, read, inside = self._users("output"), self._users("input"), defaultdict[int, list[str]](list)
         for term in self.mac_terms:
@@ -251,7 +252,7 @@ class ChannelMap(Displayed):
         ]
 
     def _users(self, side: Literal["input", "output"]) -> defaultdict[int, list[str]]:
-        """By a group's index the layers that have multiply-accumulates, and the group on a side."""
+        """Return by the index of a group the layers with multiply-accumulates that have the group on a side."""
         found = defaultdict[int, list[str]](list)
         for module in dict.fromkeys(term.module for term in self.mac_terms):
             if (module, side, 0) in self.activations:
@@ -283,17 +284,23 @@ class ChannelMap(Displayed):
 
 
 @dataclass(frozen=True, eq=False)
-class Resolved:
-    """What a map was made from: the trace, what trials added in its numbering, and trace label -> final label.
+class MapSource:
+    """The trace that a map was built from, with what trials added.
 
-    `ties` says that all constraints must hold; `stated` that some do not, as sizes and orders are told instead.
+    Attributes:
+        trace: the trace.
+        extra: further locks and constraints, in the trace's numbering.
+        sizes: attributes that trials found to be sizes, in the trace's numbering.
+        final: the label in the map of each label of the trace.
+        all_constraints: whether no constraint may be left out.
+        stated: whether some are left out, because sizes and orders are stated in a module's Python instead.
     """
 
     trace: Trace
     extra: tuple[LockRecord | EqualParts, ...]
     sizes: tuple[SizeAttribute, ...]
     final: Labels
-    ties: bool = False
+    all_constraints: bool = False
     stated: bool = False
 
 
@@ -302,7 +309,7 @@ def group_labels(
 ) -> tuple[ChannelGroup, ...]:
     """Group free labels by the set of (name, axis) on which they lie, by partition refinement.
 
-    Where a label is joint, those that decide on it lie there, whole heads apart from positions in them.
+    In place of a joint label count the two that decide on it, whole heads and positions in them in separate groups.
     """
     alike: dict[bytes, tuple[Labels, list[Slot]]] = {}
     for name, axes in labels.items():
@@ -333,11 +340,11 @@ def group_labels(
 
 
 def _few(modules: list[str]) -> str:
-    """Return the first of several modules, and how many more there are."""
+    """Return the first of several modules and the number of the others, in words."""
     return (modules[0] if modules else NOTHING) + (f", {len(modules) - 1} more" if len(modules) > 1 else "")
 
 
 def _group_name(slots: tuple[Slot, ...]) -> str:
-    """Return the first module that produces the group's channels; else the first that carries them."""
+    """Return the first module that makes the group's channels, else the first that has them."""
     producers = [name for name, axis in slots if axis == 0] or [slots[0][0]]
     return producers[0].rpartition(".")[0] or producers[0]

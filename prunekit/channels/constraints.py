@@ -1,29 +1,25 @@
-"""What a trace leaves for the resolution: labels that are locked, and choices that depend on what hangs together.
+"""Constraints that a trace leaves: locked labels, and choices that depend on which labels are coupled in the end.
 
-Labels that two others decide on: what two ways of resolving one trace have in common.
-
-Attention can lose whole heads, or positions in all of its heads, and either leaves a model that runs. So it can lose
-both: an entry stays if its head stays and its position does.
+`prunekit.channels.constraint_solver` solves them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
-from prunekit.channels.labels import Labels, LabelUnion
+from prunekit.channels.labels import Labels
 from prunekit.channels.tracing.execution import ModuleCall
 
 NOT_ZERO = "sums over values that are not exactly zero where the channel is removed"
-"""Why channels are locked that a layer adds up."""
+"""The reason of locks on channels that a layer sums over."""
 
 
 @dataclass(frozen=True, eq=False)
 class LockRecord:
-    """Labels that must stay, and why; with `positions`, whole heads of them may go, but no position in the heads.
+    """Labels that must stay, and why.
 
-    `call` is the module's call in which they were met; None where it is no call in particular.
+    With `positions`, whole heads of them may be removed, but no positions in the heads. `call` is the call of the
+    module in which they were met, None if it is no call in particular.
     """
 
     reason: str
@@ -36,7 +32,7 @@ class LockRecord:
 
 @dataclass(frozen=True, eq=False)
 class Rectangle:
-    """A labeled axis was viewed as rows x columns: what is kept must be whole rows or whole columns."""
+    """A labeled axis was viewed as rows x columns: only whole rows or whole columns can be kept."""
 
     labels: Labels  # (rows, columns)
 
@@ -50,7 +46,7 @@ class EqualParts:
 
 @dataclass(frozen=True, eq=False)
 class Crossed:
-    """Two labeled axes became one: an entry there is removed by either, which one label cannot say; one is locked."""
+    """Two labeled axes became one: removing from either removes entries, which one label cannot say."""
 
     first: LockRecord
     second: LockRecord
@@ -58,11 +54,11 @@ class Crossed:
 
 @dataclass(frozen=True, eq=False)
 class Flattened:
-    """An axis that several became met an axis that has one label for each entry, as a flattened kernel meets a vector.
+    """An axis made of several met one with a label for each entry, as a flattened kernel meets a vector.
 
     Attributes:
         factors: labels of each of the axes that became one, repeated along it.
-        whole: of what they met.
+        whole: labels of the axis that they met.
     """
 
     factors: tuple[Labels, ...]
@@ -71,14 +67,14 @@ class Flattened:
 
 @dataclass(frozen=True, eq=False)
 class Nested:
-    """A field met another on part of its axes: it has one label along them, or it goes with the other.
+    """A field met another on part of its axes: it has one label along them, or it is coupled with the other.
 
-    So query heads, each with one label, leave the table of a rotary embedding alone, which then stays.
+    Query heads, each with one label, leave the table of a rotary embedding as it is, which is then locked.
 
     Attributes:
         labels: of the wider field, (others, shared).
-        part: of the narrower one, (shared,).
-        matched: whether the narrower one has a partner on just its axes.
+        part: of the narrower field, (shared,).
+        matched: whether the narrower field has a partner on exactly its axes.
     """
 
     labels: Labels
@@ -90,13 +86,13 @@ class Nested:
 class Contracted:
     """A field was summed over some of its axes, as queries and keys are over the positions in each head.
 
-    A head goes with all its labels, and then what is left of it goes too; or a position goes, in all heads.
+    Either a head is removed with all its labels and with what is left of it, or a position is removed in all heads.
 
     Attributes:
         labels: (positions, heads).
-        part: what is left, (heads,): labels of its own.
-        zero: whether what is removed is exactly zero; else no position may go.
-        module: where.
+        part: labels of the sum, (heads,).
+        zero: whether removed entries are exactly zero; if not, no position may be removed.
+        module: path of the module that computes the sum.
     """
 
     labels: Labels
@@ -107,11 +103,11 @@ class Contracted:
 
 @dataclass(frozen=True, eq=False)
 class Padded:
-    """Positions were added to every head: they go with it where it goes whole, and else stay.
+    """Positions were added to every head: they are removed with a whole head, and stay otherwise.
 
     Attributes:
         labels: (positions, heads).
-        part: of what was added, (heads,): labels of its own.
+        part: labels of the added positions, (heads,).
     """
 
     labels: Labels
@@ -126,7 +122,7 @@ class Grouped:
         inputs: (groups, channels of each).
         outputs: (groups, channels of each).
         columns: of the weight, (channels of each group,).
-        module: the convolution.
+        module: path of the convolution.
     """
 
     inputs: Labels
@@ -136,84 +132,3 @@ class Grouped:
 
 
 Constraint = Rectangle | EqualParts | Crossed | Flattened | Nested | Contracted | Padded | Grouped
-
-
-NOT_JOINT: Labels = np.zeros((0, 3), dtype=np.int64)
-
-
-def deciders(n_labels: int, joint: Labels) -> tuple[Labels, Labels]:
-    """For each label which one decides on it, itself or the first of two; and the second of two or 0.
-
-    Args:
-        joint: (n, 3), rows of a label and the two that decide on it.
-    """
-    first, second = np.arange(n_labels), np.zeros(n_labels, dtype=np.int64)
-    first[joint[:, 0]], second[joint[:, 0]] = joint[:, 1], joint[:, 2]
-    return first, second
-
-
-@dataclass(frozen=True, eq=False)
-class Numbering:
-    """Labels of a trace as labels of a map, 0 .. n_labels - 1.
-
-    Attributes:
-        final: for each label of the trace.
-        joint: (n, 3), see `deciders`.
-    """
-
-    final: Labels
-    joint: Labels
-    n_labels: int
-
-
-def numbered(heads: Labels, positions: Labels, on_axes: Labels) -> Numbering:
-    """Return numbers the classes of two resolutions in the order of the trace; one class where both say the same.
-
-    Args:
-        heads: class of each label of a trace where whole heads go, 0 for locked ones.
-        positions: the same where positions in all heads go; the same array where there is no choice.
-        on_axes: the labels that lie on parameter axes; no others count.
-    """
-    used = np.zeros(heads.size, dtype=bool)
-    used[heads[on_axes]] = True
-    first = np.where(used[heads], heads, 0)
-    second = np.zeros_like(first) if positions is heads else _where_free(heads, positions, on_axes)
-    # In the order of the trace, and a head before a position that begins with the same label.
-    classes = np.zeros((heads.size, 2), dtype=bool)
-    classes[first, 0] = classes[second, 1] = True
-    classes[0] = True, False
-    number = (np.cumsum(classes.reshape(-1)) - 1).reshape(-1, 2)
-    final = np.where(first > 0, number[first, 0], number[second, 1])
-    both = np.flatnonzero((first > 0) & (second > 0))
-    deciding = number[first[both], 0], number[second[both], 1]
-    count = int(classes.sum())
-    pairs, index = np.unique(deciding[0] * count + deciding[1], return_inverse=True)
-    final[both] = count + index
-    joint = np.stack([count + np.arange(pairs.size), pairs // count, pairs % count], axis=1)
-    return Numbering(np.where((first > 0) | (second > 0), final, 0), joint, count + pairs.size)
-
-
-def _where_free(heads: Labels, positions: Labels, on_axes: Labels) -> Labels:
-    """Return the classes of positions where these are a choice of their own: every head has every one of several;
-    else 0.
-    """
-    free = np.zeros(heads.size, dtype=bool)
-    free[positions[on_axes[heads[on_axes] == 0]]] = True
-    pairs = np.unique(heads[on_axes] * heads.size + positions[on_axes])
-    a, b = pairs // heads.size, pairs % heads.size
-    a, b = a[(a != 0) & (b != 0)], b[(a != 0) & (b != 0)]
-    together = LabelUnion()
-    together.new(2 * heads.size)
-    together.merge(a, b + heads.size)
-    which = together.find(a)
-    n_heads, n_positions = (_classes(which, classes, heads.size) for classes in (a, b))
-    n_pairs = np.bincount(which, minlength=heads.size)
-    complete = (n_positions > 1) & (n_heads * n_positions == n_pairs)
-    free[b[complete[which]]] = True
-    free[0] = False
-    return np.where(free[positions], positions, 0)
-
-
-def _classes(which: Labels, classes: Labels, size: int) -> Labels:
-    """Return how many classes each component has, (size,)."""
-    return np.bincount(np.unique(which * size + classes) // size, minlength=size)

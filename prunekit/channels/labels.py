@@ -1,7 +1,4 @@
-"""Channel labels: integers that must be kept or removed together, merged by union-find; label 0 is locked.
-
-What an operator costs, and a tensor takes up, by the labels that it depends on.
-"""
+"""Channel labels: integers for what must be kept or removed together, merged by union-find; label 0 is locked."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ class LabelUnion:
         return len(self._root)
 
     def copy(self) -> LabelUnion:
-        """Return a union with the classes that this one has now; what either merges later, the other does not see."""
+        """Return an independent union with the classes that this one has now."""
         self._flush()
         twin = LabelUnion()
         twin._root = self._root.copy()
@@ -74,9 +71,7 @@ class LabelUnion:
         return left is right or np.array_equal(left, right) or np.array_equal(self.find(left), self.find(right))
 
     def _flush(self) -> None:
-        """Min-hooking and pointer jumping over all pending edges until every edge joins equal roots."""
-        if len(self._root) < self.size:
-            self._root = np.concatenate([self._root, np.arange(len(self._root), self.size, dtype=np.int64)])
+        """Merge all pending edges by min-hooking and pointer jumping, until every edge joins equal roots."""
         if not self._pending:
             return
         left = np.concatenate([edge[0] for edge in self._pending])
@@ -119,16 +114,14 @@ class Field:
 
 
 def along(labels: Labels, axis: int, ndim: int) -> Labels:
-    """Return shapes a vector of labels so that it lies on one axis of an `ndim`-dimensional tensor."""
+    """Return a vector of labels shaped to lie on one axis of an `ndim`-dimensional tensor."""
     shape = [1] * ndim
     shape[axis] = labels.size
     return labels.reshape(shape)
 
 
 def apart(fields: Iterable[Field]) -> tuple[tuple[Labels, ...], set[int]]:
-    """Return the labels, flat, of those fields of one tensor that lie on other axes than the ones before; and their
-    axes.
-    """
+    """Return the flat labels of the fields of one tensor that share no axis with an earlier one, and their axes."""
     covered: set[int] = set()
     factors = []
     for field in fields:

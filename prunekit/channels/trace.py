@@ -1,18 +1,19 @@
-"""Channel labels: how the channels of a model hang together, found by running it once.
+"""The trace of a model: which of its channels are coupled, found by running it once; and how to add operator rules.
 
 **What a trace knows.** Every index of every parameter axis has a label, an integer. While the model runs once, a
 `Field` on each tensor says which label every index of an axis carries: the output of a convolution has the labels of
-its weight's axis 0 on axis 1. Labels that must go together are merged, labels that must stay are locked, with a reason.
+its weight's axis 0 on axis 1. Labels of channels that must be removed together are merged; labels of channels that must
+stay are locked, with a reason.
 
 **How to add a rule.** An operator without a rule locks what flows into it: that is always right, and prunes less. A
 rule says what an operator really does to its labels, from any package, registered before the model is traced:
 
     from prunekit.channels.labels import Field, along
-    from prunekit.channels.rules.rule import Call, register_rule
-    from prunekit.channels.tracing.flow import Flow
+    from prunekit.channels.rules.rule import OperatorCall, register_rule
+    from prunekit.channels.tracing.label_flow import LabelFlow
 
     @register_rule("mylib.channel_scale")  # the operator's name: torch.ops.mylib.channel_scale(x, scale)
-    def channel_scale(flow: Flow, call: Call) -> None:
+    def channel_scale(flow: LabelFlow, call: OperatorCall) -> None:
         x, scale = call.args
         left, x_zero = flow.on_axis(x, 1, "channel_scale: channels mixed with other axes")
         right, scale_zero = flow.on_axis(scale, 0, "channel_scale: a scale with more than one axis")
@@ -20,18 +21,19 @@ rule says what an operator really does to its labels, from any package, register
         if labels is not None:
             flow.set(call.out, [Field(along(labels, 1, call.out.dim()), zero=x_zero or scale_zero)])
 
-- `flow.on_axis(tensor, axis, reason)` gives the labels along one axis, or None where the tensor has none there; what is
-  spread over several axes is locked with the reason. `flow.fields(tensor)` gives everything.
-- `flow.join` merges two vectors: index i of one goes if and only if index i of the other does. Where only one side has
+- `flow.on_axis(tensor, axis, reason)` returns the labels along one axis, or None if the tensor has none there; labels
+  that are spread over several axes are locked with the reason. `flow.fields(tensor)` returns all fields.
+- `flow.join` merges two vectors: index i of one is removed if and only if index i of the other is. If only one side has
   labels it locks them, because the other cannot shrink.
 - `zero` says whether the entries of a removed channel are exactly 0 in the masked model. Only then may a later operator
-  sum over them. When in doubt say False: that locks, where True would be wrong.
+  sum over them. When in doubt, say False: that locks more, where a wrong True would prune wrongly.
 - A pointwise operator f(x) with f(0) = 0 is `flow.set(call.out, flow.fields(call.args[0]))`; an einsum is
-  `flow.contract(left, right, "bmk", "bkn", "bmn")`; `flow.lock(fields, reason)` keeps what a rule cannot follow.
+  `flow.contract(left, right, "bmk", "bkn", "bmn")`; `flow.lock(fields, reason)` locks what a rule cannot follow.
 
-The trial keeps a wrong rule from doing harm: it compares masked and compact model after every operator, and locks what
-differs. Operators that look at values only (comparisons, random numbers) need no care beyond `zero=False`. A custom
-operator needs a fake implementation (`register_fake`) to be traced on meta tensors; without one the trace computes.
+The trial keeps a wrong rule from doing harm: it compares masked and compact model after every operator, and locks the
+channels where they differ. Operators that only look at values (comparisons, random numbers) need no care beyond
+`zero=False`. A custom operator needs a fake implementation (`register_fake`) to be traced on meta tensors; without one
+the trace runs on real values.
 """
 
 from __future__ import annotations
@@ -40,13 +42,9 @@ from typing import Any
 
 from torch import nn
 
-from prunekit.channels.channel_map import ChannelGroup, ChannelMap, Lock
-from prunekit.channels.labels import Field, along
-from prunekit.channels.resolution import channel_map
-from prunekit.channels.rewrite.substitutes import SizedMultiheadAttention
-from prunekit.channels.rules.rule import Call, register_rule
-from prunekit.channels.tracing.flow import Flow
-from prunekit.channels.tracing.tracer import channel_axis, trace_model
+from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.map_builder import build_map
+from prunekit.channels.tracing.tracer import trace_model
 from prunekit.distributed.process_group import is_sharded
 from prunekit.errors import ModelError
 from prunekit.hooks.wrappers import unwrapped
@@ -57,9 +55,9 @@ def trace(model: nn.Module, example: Any, *more_examples: Any) -> ChannelMap:
     """Run a model on an example and return its channel map; the model is not changed.
 
     Args:
-        model: any module; traced in eval mode, and once more in train mode if its code asks which of the two it is in.
-        example: what it is called with: a tensor, a tuple of positional arguments or a mapping of arguments by name.
-        more_examples: further ones, for branches that the first does not take.
+        model: any module; traced in eval mode, and again in train mode if its code reads which of the two it is in.
+        example: its input: a tensor, a tuple of positional arguments or a mapping of arguments by name.
+        more_examples: further inputs, for branches that the first does not take.
 
     Raises:
         UsageError: an example is none of these.
@@ -83,22 +81,7 @@ def trace(model: nn.Module, example: Any, *more_examples: Any) -> ChannelMap:
     if is_sharded(model):
         raise ModelError(
             f"{type(model).__name__}: each process has only its shards; trace and prune the whole model, and call "
-            "fully_shard on what comes out"
+            "fully_shard on the result"
         )
     examples = [as_example(model, one) for one in (example, *more_examples)]
-    return channel_map(model, trace_model(model, examples))
-
-
-__all__ = [
-    "Call",
-    "ChannelGroup",
-    "ChannelMap",
-    "Field",
-    "Flow",
-    "Lock",
-    "SizedMultiheadAttention",
-    "along",
-    "channel_axis",
-    "register_rule",
-    "trace",
-]
+    return build_map(model, trace_model(model, examples))

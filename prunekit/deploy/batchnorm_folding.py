@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from prunekit.channels.cut.model_copy import copied, named_tensors, with_tensors
-from prunekit.channels.tolerance import TOLERANCE
 from prunekit.channels.tracing.execution import plain_attention
-from prunekit.channels.trial.float64 import doubled, to_double
+from prunekit.channels.trial.float64 import float64_copy, to_double
+from prunekit.channels.trial.tolerance import TOLERANCE
 from prunekit.compaction.folded_norms import FoldedNorm, set_folds
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.measure.operator_costs import is_subnormal
@@ -208,7 +208,7 @@ def fold_batchnorm(model: nn.Module, example: Any, *, tolerance: float = TOLERAN
     model = unwrapped(model)
     given = as_example(model, example)
     found = to_fold(model, given)
-    double = _folded(doubled(model, to_double), found.pairs)
+    double = _folded(float64_copy(model, to_double), found.pairs)
     narrow = folded(model, found.pairs)
     difference = compare_outputs(model, double, given, tolerance=tolerance, narrow=narrow)
     return Folded(narrow, {pair.norm: pair.layer for pair in found.pairs}, found.kept, difference)

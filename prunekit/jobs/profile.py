@@ -19,7 +19,7 @@ from torch import nn
 from prunekit.channels.channel_map import ChannelMap, Keep
 from prunekit.channels.cut.model_copy import named_tensors, with_tensors
 from prunekit.channels.trace import trace
-from prunekit.channels.trial.trial import settle
+from prunekit.channels.trial.trial import run_trial
 from prunekit.compaction.compact_model import compact
 from prunekit.deploy.transform import AS_IT_IS, Transform, transform_of
 from prunekit.errors import NotMeasuredError
@@ -214,7 +214,7 @@ def _tried(
         return narrow
 
     with paused_garbage_collection():
-        return settle(model, channel_map, choose, list(examples), plain=wanted.plain_classes).channel_map
+        return run_trial(model, channel_map, choose, list(examples), plain=wanted.plain_classes).channel_map
 
 
 def _networks(

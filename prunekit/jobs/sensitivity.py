@@ -19,7 +19,7 @@ from torch import nn
 from prunekit.channels.channel_map import ChannelGroup, ChannelMap, Keep
 from prunekit.channels.labels import Labels
 from prunekit.channels.trace import trace
-from prunekit.channels.trial.trial import settle
+from prunekit.channels.trial.trial import run_trial
 from prunekit.criteria.elimination import eliminations
 from prunekit.criteria.scoring import score
 from prunekit.data.datasets import describe_corrupt
@@ -231,7 +231,7 @@ def analyze_sensitivity(
     with paused_garbage_collection():
         chart = trace(model, *examples)
         chosen_groups(chart, groups)
-        chart = settle(model, chart, _halved, examples).channel_map
+        chart = run_trial(model, chart, _halved, examples).channel_map
     chosen = chosen_groups(chart, groups)
     about = f"sensitivity: {len(chosen)} channel groups, {sample_count(calibration)} samples"
     stats = patch_statistics(model, calibration, chart, groups=chosen, log=lambda line: log(f"{about}; {line}"))

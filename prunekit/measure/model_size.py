@@ -13,9 +13,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from prunekit.channels.cut.model_copy import fused_away, is_inside, named_tensors
+from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.tracing.execution import ModuleStack, plain_attention
-from prunekit.channels.tracing.memory import record
+from prunekit.channels.tracing.fused_modules import fused_away, is_inside
+from prunekit.channels.tracing.memory_table import record_memory
 from prunekit.channels.tracing.storages import parts_of, plain_in, shape_of, storage_of
 from prunekit.hooks.hook import refuse_compiled
 from prunekit.measure.operator_costs import FlopCounter
@@ -78,7 +79,7 @@ def count_memory(model: nn.Module, example_inputs: tuple[Any, ...], batch: int =
     """Return bytes at the peak of a forward pass: parameters, buffers, inputs, and all results of operators that are
     alive.
 
-    See `record` for what is counted. What a runtime takes is more: kernels have workspaces, and what is freed is kept.
+    See `record_memory` for what is counted. A runtime takes more: kernels have workspaces, and freed memory is kept.
 
     Args:
         model: not changed.
@@ -88,7 +89,7 @@ def count_memory(model: nn.Module, example_inputs: tuple[Any, ...], batch: int =
     Raises:
         ModelError: the model does not run on that.
     """
-    return record(model, example_inputs, batch, dtype).peak_bytes
+    return record_memory(model, example_inputs, batch, dtype).peak_bytes
 
 
 def size_bytes(path: StrPath) -> int:

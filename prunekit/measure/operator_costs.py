@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from prunekit.channels.tracing.dispatch_modes import OperatorMode, run_operator
+from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator
 from prunekit.utils.tensors import gather
 
 aten = torch.ops.aten

@@ -17,12 +17,12 @@ from torch import nn
 from prunekit.channels.cut.model_copy import has_gradients, named_tensors
 from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.channels.cut.slicing import cut, is_variance
-from prunekit.channels.tolerance import ROUNDING, TOLERANCE, rounding
-from prunekit.channels.tracing.dispatch_modes import OperatorMode, run_operator
 from prunekit.channels.tracing.execution import plain_attention
+from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator
 from prunekit.channels.tracing.storages import plain_in
-from prunekit.channels.trial.comparison import check, following, record
-from prunekit.channels.trial.float64 import WAYS, Way, doubled
+from prunekit.channels.trial.comparison import compare, output_with_decisions, record_reference
+from prunekit.channels.trial.float64 import RUN_PRECISIONS, RunPrecision, float64_copy
+from prunekit.channels.trial.tolerance import ROUNDING, TOLERANCE, rounding
 from prunekit.errors import ModelError, UsageError, VerificationError, reason_of
 from prunekit.hooks.wrappers import require_values, unwrapped
 from prunekit.planning.plan import Plan, require_plan
@@ -156,8 +156,8 @@ def verify(
     if not isinstance(tolerance, (int, float)) or not tolerance >= 0:
         raise UsageError(f"tolerance: expected a relative difference of at least 0, got {tolerance!r}")
     masked_in, compact_in = _Twins(masked, None if strict else plan), _Twins(compact)
-    misplaced_in: dict[Way, str] = {}
-    worst, seen, coarsest, ways = 0.0, 0, TOLERANCE, WAYS
+    misplaced_in: dict[RunPrecision, str] = {}
+    worst, seen, coarsest, ways = 0.0, 0, TOLERANCE, RUN_PRECISIONS
     for example in as_examples(masked, examples):
         expected = _expected(masked_in, example, ways, lambda twin: NarrowNorms(twin, plan.channel_map, plan.keep))
         way, allowed = expected.way, max(tolerance, expected.rounding)
@@ -224,20 +224,20 @@ def compare_outputs(
 class _Expected:
     """What a model computes; `rounding` is how far it may be off by the coarsest numbers that it computes with."""
 
-    way: Way
+    way: RunPrecision
     output: Any
     rounding: float
 
 
-class _Twins(dict[Way, nn.Module]):
+class _Twins(dict[RunPrecision, nn.Module]):
     """Copies of a model by the way in which they run, made when they are asked for; masked, where a plan is given."""
 
     def __init__(self, model: nn.Module, plan: Plan | None = None) -> None:
         super().__init__()
         self.model, self.plan = model, plan
 
-    def __missing__(self, way: Way) -> nn.Module:
-        self[way] = doubled(self.model, way.convert)
+    def __missing__(self, way: RunPrecision) -> nn.Module:
+        self[way] = float64_copy(self.model, way.convert)
         if self.plan is not None:
             self.plan.zero(self[way])
         return self[way]
@@ -246,7 +246,7 @@ class _Twins(dict[Way, nn.Module]):
 def _expected(
     twins: _Twins,
     example: tuple[Any, ...],
-    ways: Sequence[Way] = WAYS,
+    ways: Sequence[RunPrecision] = RUN_PRECISIONS,
     around: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext,
 ) -> _Expected:
     """Return the output in the first way of running a model that its code lets through."""
@@ -280,23 +280,23 @@ class _Rounding(OperatorMode):
         return out
 
 
-def _run(model: nn.Module, inputs: tuple[Any, ...], way: Way) -> Any:
+def _run(model: nn.Module, inputs: tuple[Any, ...], way: RunPrecision) -> Any:
     with same_draws(model), training_mode(model, False), plain_attention(), way.precision():
         return without_gradients(lambda: call(model, inputs))
 
 
 def _by_operator(
-    masked: nn.Module, compact: nn.Module, plan: Plan, inputs: tuple[Any, ...], way: Way, reason: str
+    masked: nn.Module, compact: nn.Module, plan: Plan, inputs: tuple[Any, ...], way: RunPrecision, reason: str
 ) -> tuple[float, str]:
     """Return where two models first part; nowhere if only equal scores came in another order, see `Decision`."""
     if plan.channel_map.source is None:
         return inf, f"{reason}; the plan was read from a file: trace the model again to find the operator"
     run = plan.channel_map.traced.trace.runs[0]
-    reference = record(masked, plan.channel_map, plan.keep, inputs, run, way.precision)
-    divergence = check(reference, compact, inputs, run, way.tolerance)[1]
+    reference = record_reference(masked, plan.channel_map, plan.keep, inputs, run, way.precision)
+    divergence = compare(reference, compact, inputs, run, way.tolerance)[1]
     if divergence is not None:
         return inf, f"first at {divergence}"
-    difference, reason = largest_difference(reference.outputs, following(reference, compact, inputs, run))
+    difference, reason = largest_difference(reference.outputs, output_with_decisions(reference, compact, inputs, run))
     return difference, f"{reason}; no operator before shows it"
 
 

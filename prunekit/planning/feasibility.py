@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.labels import Labels
-from prunekit.channels.tracing.tracer import there
+from prunekit.channels.tracing.tracer import hint_at_child
 from prunekit.errors import PlanError, UsageError
 from prunekit.planning.budgets.limits import Budgets, budgets_of
 from prunekit.planning.candidates import UNBOUNDED, GroupPart, PlanBounds, Scores, free_parts
@@ -70,7 +70,7 @@ def calls_no_own_module(channel_map: ChannelMap) -> str:
     trace = channel_map.source.trace
     model = trace.model()
     holders = {path for path, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))}
-    inside = there(model)
+    inside = hint_at_child(model)
     if not inside or holders & trace.ran:
         return ""
     return f"{type(model).__name__} calls no module of its own that has parameters, on the example{inside}"

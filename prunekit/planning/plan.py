@@ -19,12 +19,12 @@ from safetensors.numpy import load_file, save_file
 from torch import nn
 
 from prunekit.channels.channel_map import ChannelMap, Keep, Lock, SizeAttribute, group_labels
-from prunekit.channels.constraints import NOT_JOINT
 from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.cut.model_match import require_model
 from prunekit.channels.cut.slicing import blank, is_variance, kept_indices, masked_indices
+from prunekit.channels.joint_labels import NOT_JOINT
 from prunekit.channels.labels import Labels, MacTerm, Stored
-from prunekit.channels.tracing.operators import Norm
+from prunekit.channels.tracing.channel_norms import ChannelNorm
 from prunekit.errors import ArtifactError, PlanError, UsageError
 from prunekit.settings.prune import facts_from
 from prunekit.utils.display import Displayed, Table, changes, count, plural, share
@@ -388,6 +388,6 @@ def _read_map(text: dict[str, Any], tensors: dict[str, Labels]) -> ChannelMap:
     )
 
 
-def _read_norm(inputs: list[int], outputs: list[int], labels: list[Labels]) -> Norm:
+def _read_norm(inputs: list[int], outputs: list[int], labels: list[Labels]) -> ChannelNorm:
     axes = tuple(zip([*inputs, *outputs], labels, strict=True))
-    return Norm(axes[: len(inputs)], axes[len(inputs) :])
+    return ChannelNorm(axes[: len(inputs)], axes[len(inputs) :])

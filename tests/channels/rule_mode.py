@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prunekit.channels.rules.rule import RULES, Call
-from prunekit.channels.tracing.flow import Flow
-from prunekit.channels.tracing.operators import NormWatch
+from prunekit.channels.rules.rule import RULES, OperatorCall
+from prunekit.channels.tracing.channel_norms import NormFinder
+from prunekit.channels.tracing.label_flow import LabelFlow
 
 
 class RuleMode(TorchDispatchMode):
     """Runs an operator for real, then its rule where any of its inputs has fields."""
 
-    def __init__(self, flow: Flow) -> None:
+    def __init__(self, flow: LabelFlow) -> None:
         super().__init__()
         self.flow = flow
 
@@ -25,8 +25,8 @@ class RuleMode(TorchDispatchMode):
         flat, _ = torch.utils._pytree.tree_flatten((args, kwargs))
         fields = [field for value in flat for field in self.flow.fields(value)]
         if fields and name in RULES:
-            RULES[name](self.flow, Call(name, args, kwargs or {}, out))
-            NormWatch(self.flow).abandon()  # there is no module that could be a norm
+            RULES[name](self.flow, OperatorCall(name, args, kwargs or {}, out))
+            NormFinder(self.flow).abandon()  # there is no module that could be a norm
         else:
             self.flow.lock(fields, "no rule")
         return out

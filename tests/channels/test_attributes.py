@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from prunekit.channels.rewrite.rewriter import attribute_values, set_attributes
 from prunekit.channels.trace import trace
-from prunekit.channels.trial.size_search import BatchAxes, Scales, SizeSearch
+from prunekit.channels.trial.size_search import BatchAxes, ScaleSearch, SizeSearch
 from prunekit.compaction.compact_model import compact
 from prunekit.planning.plan import load_plan
 
@@ -286,7 +286,7 @@ def test_sizes_that_follow_from_a_layers_own_tensors_are_not_searched() -> None:
     net = randomized(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))).eval()
     plan = settled_plan(net, EXAMPLE)
     batches = BatchAxes(net, plan.channel_map.traced.trace, [EXAMPLE])
-    known = (plan.channel_map, plan.keep, batches, Scales(net, [EXAMPLE]))
+    known = (plan.channel_map, plan.keep, batches, ScaleSearch(net, [EXAMPLE]))
     search = SizeSearch(net, compact(net, plan), *known, lambda: (0.0, None))
     operators = [o for o in plan.channel_map.traced.trace.runs[0].operators if o.module == "0"]
     assert operators

@@ -9,9 +9,9 @@ import torch
 from equivalence import Net, image, random_keep, randomized
 from torch import Tensor, nn
 
-from prunekit.channels.tolerance import Decision, decision
 from prunekit.channels.trace import trace
-from prunekit.channels.trial.trial import settle
+from prunekit.channels.trial.comparison import Decision, decision
+from prunekit.channels.trial.trial import run_trial
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import VerificationError
 from prunekit.masks.masked_model import masked
@@ -82,7 +82,7 @@ def ranking(step: float) -> nn.Module:
 def test_a_trial_goes_on_behind_equal_scores_and_so_does_the_proof() -> None:
     model, example = ranking(1e-13), image()
     chart = trace(model, example)
-    settled = settle(model, chart, random_keep, [example])
+    settled = run_trial(model, chart, random_keep, [example])
     assert settled.channel_map.locks == chart.locks
     plan = Plan(settled.channel_map, settled.keep)
     assert plan.removed
@@ -98,5 +98,5 @@ def test_a_trial_goes_on_behind_equal_scores_and_so_does_the_proof() -> None:
 def test_a_trial_stops_at_scores_that_differ() -> None:
     """The operators just before have labels too, but none that is free: locking those would help nothing."""
     model, example = ranking(1e-3), image()
-    settled = settle(model, trace(model, example), random_keep, [example])
+    settled = run_trial(model, trace(model, example), random_keep, [example])
     assert not (~settled.keep).any()

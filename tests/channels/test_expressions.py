@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from nets_stated import CLASSES, WIDTH, Batched, Looping, Quotient, ReadOffAPart, Unscaled
 from torch import nn
 
-from prunekit.channels.rewrite.call_sites import Place, attribute_read, definition, slice_of_axis
+from prunekit.channels.rewrite.call_sites import CodePlace, attribute_read, definition, slice_of_axis
 from prunekit.channels.rewrite.rewriter import attribute_values, set_expressions
 from prunekit.compaction.compact_model import compact
 from prunekit.compaction.model_folder import load, save
@@ -37,7 +37,7 @@ def uneven_plan(net: nn.Module) -> Plan:
     plan = next(
         plan for seed in range(20) if (plan := settled_plan(net, EXAMPLE, seed, 0.4)).kept("0.weight", 0).size % 3
     )
-    assert any(Place.named(size.name) for size in plan.channel_map.sizes)
+    assert any(CodePlace.named(size.name) for size in plan.channel_map.sizes)
     return plan
 
 
@@ -140,15 +140,15 @@ def test_an_error_in_a_method_still_names_its_own_line() -> None:
 def test_a_size_that_is_none_or_an_expression_that_is_not_there_is_refused(tmp_path: Path) -> None:
     module = Quotient()
     net = around(Quotient())
-    name = next(size.name for size in uneven_plan(net).channel_map.sizes if Place.named(size.name))
+    name = next(size.name for size in uneven_plan(net).channel_map.sizes if CodePlace.named(size.name))
     for value in (-1, 2.0, "2", True, None, [1, "2"]):
         with pytest.raises(ValueError, match="is no size"):
             set_expressions(module, {name: value})
-    place = Place.named(name)
+    place = CodePlace.named(name)
     assert place is not None
-    moved = Place(place.function, place.line + 1, place.column, place.text)
-    other = Place(place.function, place.line, place.column, "len(x)")
-    for wrong in (moved, other, Place("backward", 0, 0, "x"), Place("num_heads", 0, 0, "x")):
+    moved = CodePlace(place.function, place.line + 1, place.column, place.text)
+    other = CodePlace(place.function, place.line, place.column, "len(x)")
+    for wrong in (moved, other, CodePlace("backward", 0, 0, "x"), CodePlace("num_heads", 0, 0, "x")):
         with pytest.raises(KeyError):
             set_expressions(module, {str(wrong): 2})
     assert type(module) is Quotient
@@ -187,9 +187,9 @@ def test_which_slice_is_of_an_axis(text: str, axis: int, axes: int, found: str |
 
 
 def test_names_of_places_are_read_back() -> None:
-    place = Place("forward", 3, 14, "C // self.num_heads")
-    assert Place.named(str(place)) == place
-    assert Place.named("num_heads") is None
+    place = CodePlace("forward", 3, 14, "C // self.num_heads")
+    assert CodePlace.named(str(place)) == place
+    assert CodePlace.named("num_heads") is None
 
 
 def test_a_width_read_off_a_part_is_set_there() -> None:

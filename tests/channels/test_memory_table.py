@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from prunekit.channels.channel_map import ChannelMap, Keep
 from prunekit.channels.trace import trace
-from prunekit.channels.tracing.memory import memory_table, record, undominated
+from prunekit.channels.tracing.memory_table import memory_table, record_memory, undominated
 from prunekit.compaction.compact_model import compact
 from prunekit.planning.plan import Plan
 
@@ -99,7 +99,7 @@ def test_memory_by_widths_is_that_of_the_compact_model(name: str, seed: int, bat
     keep = whole_heads(chart, keep) if name == "transformer" else keep
     small = compact(model, Plan(chart, keep))
     assume(not any(type(module) is nn.MultiheadAttention for module in small.modules()))  # it runs other operators
-    assert predicted(chart, keep, batch) == record(small, example, batch).peak_bytes
+    assert predicted(chart, keep, batch) == record_memory(small, example, batch).peak_bytes
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -107,7 +107,7 @@ def test_half_precision_takes_half(dtype: str) -> None:
     model, chart, example = model_and_chart("resnet18")
     keep = chart.completed(random_keep(chart))
     found = predicted(chart, keep, 2, dtype)
-    assert found == record(compact(model, Plan(chart, keep)), example, 2, dtype).peak_bytes
+    assert found == record_memory(compact(model, Plan(chart, keep)), example, 2, dtype).peak_bytes
     assert 0.5 < found / predicted(chart, keep, 2) < 0.55, "counters of batches and positions of maxima are integers"
 
 
@@ -117,7 +117,7 @@ def test_the_trace_may_have_been_of_another_batch_and_the_model_gone() -> None:
     keep = np.ones(chart.n_labels, dtype=bool)
     model, example = build().eval(), (torch.zeros(1, *shape),)
     for batch in (1, 2, 5):
-        assert predicted(chart, keep, batch) == record(model, example, batch).peak_bytes
+        assert predicted(chart, keep, batch) == record_memory(model, example, batch).peak_bytes
 
 
 def test_a_model_that_looks_at_values_is_recorded_while_it_computes() -> None:
@@ -130,7 +130,7 @@ def test_a_model_that_looks_at_values_is_recorded_while_it_computes() -> None:
     keep = np.ones(chart.n_labels, dtype=bool)
     keep[chart.groups[0].labels[:3]] = False
     small = compact(model, Plan(chart, keep))
-    assert predicted(chart, keep, 4) == record(small, (torch.ones(2, 3, 8, 8),), 4).peak_bytes
+    assert predicted(chart, keep, 4) == record_memory(small, (torch.ones(2, 3, 8, 8),), 4).peak_bytes
 
 
 def test_moments_that_are_never_the_peak_are_left_out() -> None:

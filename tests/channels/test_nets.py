@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from prunekit.channels.trace import trace
-from prunekit.channels.trial.trial import settle
+from prunekit.channels.trial.trial import run_trial
 from prunekit.compaction.compact_model import compact
 from prunekit.hooks.hook import count_hooks
 from prunekit.measure.model_size import count_macs
@@ -136,7 +136,7 @@ def test_the_trial_leaves_nothing_behind_in_the_compact_model() -> None:
     model = randomized(Remembering())
     example = (torch.randn(1, 3, 6, 6),)
     chart = trace(model, example)
-    settled = settle(model, chart, random_keep, [example])
+    settled = run_trial(model, chart, random_keep, [example])
     assert not [lock for lock in settled.channel_map.locks if lock not in chart.locks]
     assert settled.compact.scale is None
     assert model.scale is None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchvision.models.convnext import LayerNorm2d
 
 from prunekit.channels.trace import trace
-from prunekit.channels.trial.trial import settle
+from prunekit.channels.trial.trial import run_trial
 from prunekit.compaction.compact_model import compact
 from prunekit.compaction.model_folder import load, save
 from prunekit.hooks.hook import count_hooks
@@ -113,7 +113,7 @@ def test_masked_and_compact_are_the_model_written_by_hand(make: Make, kept: list
         assert torch.equal(dense(x), other), "a norm is as it was when the masks are gone"
     assert count_hooks(dense) == 0
     assert repr(small) == repr(hand), "what modules say of themselves"
-    settled = settle(dense, plan.channel_map, lambda chart: plan.keep, [(x,)])
+    settled = run_trial(dense, plan.channel_map, lambda chart: plan.keep, [(x,)])
     assert settled.channel_map.locks == plan.channel_map.locks
 
 
@@ -311,6 +311,6 @@ class Sized(RootMeanSquare):
 
 def test_a_norm_with_a_size_in_its_code_is_locked_by_the_trial() -> None:
     model, x = randomized(stack(Sized, 8, first=False)), example(first=False)
-    settled = settle(model, trace(model, (x,)), random_keep, [(x,)])
+    settled = run_trial(model, trace(model, (x,)), random_keep, [(x,)])
     assert [lock.module for lock in settled.channel_map.locks if lock.reason.startswith("the trial")] == ["1"]
     assert settled.keep.all()

@@ -15,7 +15,7 @@ from nets_shuffled import WIDTH, HalvedUnit, Unit, UnitOfModules, channel_shuffl
 from torch import Tensor, nn
 
 from prunekit.channels.channel_map import SizeAttribute
-from prunekit.channels.rewrite.call_sites import Place
+from prunekit.channels.rewrite.call_sites import CodePlace
 from prunekit.channels.rewrite.rewriter import attribute_values, set_expressions
 from prunekit.channels.rewrite.size_expressions import avoidable
 from prunekit.channels.trace import trace
@@ -30,7 +30,7 @@ MANY = 5
 
 
 def orders(plan: Plan) -> list[tuple[str, str]]:
-    places = [(size.module, Place.named(size.name)) for size in plan.channel_map.sizes]
+    places = [(size.module, CodePlace.named(size.name)) for size in plan.channel_map.sizes]
     return [(module, place.text) for module, place in places if place is not None and place.axis is not None]
 
 
@@ -45,7 +45,7 @@ def test_the_order_of_a_shuffle_is_found(cls: type[Unit]) -> None:
     assert [size.module for size in found] == owners
     for size in found:
         assert np.array_equal(size.order, moved)  # type: ignore[arg-type]
-        assert Place.named(size.name).axis == 1  # type: ignore[union-attr]
+        assert CodePlace.named(size.name).axis == 1  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("cls", [Unit, UnitOfModules])
@@ -155,7 +155,7 @@ def test_an_order_that_is_none_is_refused() -> None:
     unit: Any = Unit()
     _, found = avoidable(trace_model(nn.Sequential(nn.Conv2d(3, WIDTH, 1), unit), [EXAMPLE]).runs)
     (order,) = found.sizes
-    assert str(Place.named(order.name)) == order.name
+    assert str(CodePlace.named(order.name)) == order.name
     for value in ([0, -1], [0, "1"], "01", [1.0]):
         with pytest.raises(ValueError, match="is no size"):
             set_expressions(unit, {order.name: value})

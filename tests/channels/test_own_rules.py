@@ -1,4 +1,4 @@
-"""A rule for an operator of somebody else's, written as the guide in `prunekit.channels` says."""
+"""A rule for an operator of somebody else's, written as the guide in `prunekit.channels.trace` says."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import prunekit
 from prunekit.channels import trace
 from prunekit.channels.rules import rule
 from prunekit.channels.rules.rule import RULES
-from prunekit.channels.tracing import flow as flow_module
+from prunekit.channels.tracing.label_flow import LabelFlow
 
 
 @torch.library.custom_op("mylib::channel_scale", mutates_args=())
@@ -84,7 +84,7 @@ def test_an_installed_package_teaches_it(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_rule_that_claims_too_much_is_caught_by_the_trial() -> None:
     @rule.register_rule("mylib.channel_scale")
-    def careless(flow: flow_module.Flow, call: rule.Call) -> None:
+    def careless(flow: LabelFlow, call: rule.OperatorCall) -> None:
         flow.set(call.out, flow.fields(call.args[0]))  # forgets the scale
 
     try:

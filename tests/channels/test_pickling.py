@@ -19,7 +19,7 @@ from torch import nn
 
 from prunekit.channels.rewrite.rewriter import original_of, sized_class
 from prunekit.channels.trace import trace
-from prunekit.channels.trial.trial import settle
+from prunekit.channels.trial.trial import run_trial
 from prunekit.compaction.compact_model import compact, remarks
 from prunekit.errors import ArtifactError
 from prunekit.hooks.hook import HookWarning
@@ -158,9 +158,9 @@ def test_plain_classes_prune_what_needs_no_other_class(cls: Any) -> None:
     inner = nn.TransformerEncoderLayer(WIDTH, 3, 16, batch_first=True) if cls is nn.MultiheadAttention else cls()
     net = randomized(nn.Sequential(nn.Linear(6, 9), nn.Linear(9, WIDTH), inner, nn.Linear(WIDTH, 4))).eval()
     chart = trace(net, EXAMPLE)
-    free = settle(net, chart, partial(random_keep, seed=1, share=0.5), [EXAMPLE])
+    free = run_trial(net, chart, partial(random_keep, seed=1, share=0.5), [EXAMPLE])
     for start in (chart, free.channel_map):  # also where a trial has settled on other classes already
-        settled = settle(net, start, partial(random_keep, seed=1, share=0.5), [EXAMPLE], plain=True)
+        settled = run_trial(net, start, partial(random_keep, seed=1, share=0.5), [EXAMPLE], plain=True)
         plan = Plan(settled.channel_map, settled.keep)
         small = compact(net, plan)
         assert [type(module) for module in small.modules()] == [type(module) for module in net.modules()]

@@ -16,7 +16,7 @@ from random_nets import SIZE, STEPS, RandomNet
 
 import prunekit
 from prunekit.channels.trace import trace
-from prunekit.channels.trial.trial import settle
+from prunekit.channels.trial.trial import run_trial
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import PlanError
 from prunekit.measure.model_size import count_macs
@@ -41,7 +41,7 @@ def test_masked_equals_compact(program: Program, seed: int, share: float, dtype:
     if not any(name == "spectrum" for name, _, _ in program):  # of other numbers torch has no transform on a CPU
         model, example = model.to(dtype), (example[0].to(dtype),)
     first = trace(model, example)
-    settled = settle(model, first, lambda chart: random_keep(chart, seed, share), [example])
+    settled = run_trial(model, first, lambda chart: random_keep(chart, seed, share), [example])
     if not any(name == "shuffle" for name, _, _ in program):  # its two rows are a number in the code: the trial's
         assert settled.channel_map.locks == first.locks, "the rules let something pass that the trial had to lock"
     plan = Plan(settled.channel_map, settled.keep)

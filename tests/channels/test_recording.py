@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prunekit.channels.tracing.execution import without_fast_path
-from prunekit.channels.tracing.memory import record
+from prunekit.channels.tracing.memory_table import record_memory
 from prunekit.errors import ModelError
 
 
@@ -58,14 +58,14 @@ def real_peak(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
 def test_equal_to_the_byte_on_real_models(name: str, batch: int, dtype: str) -> None:
     model = torchvision.models.get_model(name, weights=None)
     kind = torch.bfloat16 if dtype == "bf16" else torch.float32
-    found = record(model, (torch.zeros(1, 3, 64, 64),), batch, dtype)
+    found = record_memory(model, (torch.zeros(1, 3, 64, 64),), batch, dtype)
     assert found.peak_bytes == real_peak(model.to(kind), (torch.zeros(batch, 3, 64, 64, dtype=kind),))
 
 
 def test_attention_is_counted_with_its_fused_kernel() -> None:
     model = torchvision.models.VisionTransformer(32, 4, 2, 4, 32, 64, num_classes=5)
     inputs = (torch.zeros(2, 3, 32, 32),)
-    found = record(model, inputs, 2)
+    found = record_memory(model, inputs, 2)
     assert found.peak_bytes == real_peak(model, inputs)
     assert any("flash_attention" in step.name for step in found.steps)
     assert all(piece.shape != (2, 4, 65, 65) for piece in found.pieces), "scores of all pairs of tokens"
@@ -104,7 +104,7 @@ def test_pieces_live_as_long_as_anything_reads_them(function: Callable[..., Any]
     )
     before, training = snapshot(net), [module.training for module in net.modules()]
     inputs = image(size=16, batch=2)
-    assert record(net, inputs, 2).peak_bytes == real_peak(net, inputs)
+    assert record_memory(net, inputs, 2).peak_bytes == real_peak(net, inputs)
     assert_unchanged(net, before)
     assert training == [True] * 4
 
@@ -112,7 +112,7 @@ def test_pieces_live_as_long_as_anything_reads_them(function: Callable[..., Any]
 def test_the_peak_by_hand() -> None:
     """Two linear layers and a ReLU: input, weights, and the two widest of what lies beside each other."""
     net = nn.Sequential(nn.Linear(4, 10, bias=False), nn.ReLU(), nn.Linear(10, 2, bias=False))
-    found = record(net, (torch.zeros(1, 4),), 8)
+    found = record_memory(net, (torch.zeros(1, 4),), 8)
     assert found.given_bytes == 4 * (40 + 20 + 8 * 4)
     assert found.inputs_bytes == 4 * 8 * 4
     assert [(piece.shape, piece.bytes) for piece in found.pieces] == [
@@ -121,7 +121,7 @@ def test_the_peak_by_hand() -> None:
         ((8, 2), 64),
     ]
     assert found.peak_bytes == found.given_bytes + 640
-    assert record(net, (torch.zeros(1, 4),), 8, "fp16").peak_bytes == found.peak_bytes / 2
+    assert record_memory(net, (torch.zeros(1, 4),), 8, "fp16").peak_bytes == found.peak_bytes / 2
 
 
 def test_what_is_no_batch_keeps_its_size() -> None:
@@ -129,7 +129,7 @@ def test_what_is_no_batch_keeps_its_size() -> None:
         def forward(self, x: Tensor, table: Tensor) -> Tensor:
             return x @ table
 
-    found = record(Table(), (torch.zeros(2, 3), torch.zeros(3, 5)), 7)
+    found = record_memory(Table(), (torch.zeros(2, 3), torch.zeros(3, 5)), 7)
     assert found.inputs_bytes == 4 * (7 * 3 + 3 * 5)
     assert [piece.shape for piece in found.pieces] == [(7, 5)]
 
@@ -137,9 +137,9 @@ def test_what_is_no_batch_keeps_its_size() -> None:
 def test_a_tied_weight_counts_once() -> None:
     net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     net[1].weight = net[0].weight
-    assert record(net, (torch.zeros(1, 6),)).given_bytes == 4 * (36 + 6 + 6 + 6)
+    assert record_memory(net, (torch.zeros(1, 6),)).given_bytes == 4 * (36 + 6 + 6 + 6)
 
 
 def test_a_model_that_does_not_run_is_named() -> None:
     with pytest.raises(ModelError, match=r"Linear: the memory .* does not run on a batch of 3 in fp32 on the CPU: R"):
-        record(nn.Linear(4, 2), (torch.zeros(1, 5),), 3)
+        record_memory(nn.Linear(4, 2), (torch.zeros(1, 5),), 3)

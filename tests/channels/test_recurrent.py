@@ -10,7 +10,7 @@ from net_registry import tokens
 from torch import Tensor, nn
 
 from prunekit.channels.trace import trace
-from prunekit.channels.trial.trial import settle
+from prunekit.channels.trial.trial import run_trial
 from prunekit.compaction.compact_model import compact
 from prunekit.planning.plan import Plan
 
@@ -53,7 +53,7 @@ def test_a_state_of_a_number_in_the_code_is_locked_where_it_is_made() -> None:
         return net.out(net.layer(net.a(x), torch.zeros(1, x.shape[1], 6, dtype=x.dtype))[0])
 
     model = randomized(Net(forward, a=nn.Linear(6, 8), layer=nn.GRU(8, 6), out=nn.Linear(6, 3))).eval()
-    settled = settle(model, trace(model, tokens()), random_keep, [tokens()])
+    settled = run_trial(model, trace(model, tokens()), random_keep, [tokens()])
     (lock,) = (lock for lock in settled.channel_map.locks if lock.operator == "aten.zeros")
     assert "net.layer(net.a(x), torch.zeros(1, x.shape[1], 6" in lock.reason
     assert settled.compact.layer.hidden_size == 6

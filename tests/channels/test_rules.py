@@ -13,7 +13,7 @@ from torch import Tensor
 from prunekit.channels.labels import Field, along
 from prunekit.channels.rules.pointwise import KEEPS_ZERO
 from prunekit.channels.rules.rule import RULES, register_rule
-from prunekit.channels.tracing.flow import Flow
+from prunekit.channels.tracing.label_flow import LabelFlow
 
 Operator = Callable[[Tensor], Tensor]
 SIZE = 6
@@ -137,7 +137,7 @@ POINTWISE: dict[str, Operator] = {
 }
 
 
-def with_fields(tensor: Tensor, flow: Flow, axis: int = 1) -> Tensor:
+def with_fields(tensor: Tensor, flow: LabelFlow, axis: int = 1) -> Tensor:
     """Gives a tensor labels on one axis, with the promise that removed entries are zero."""
     labels = flow.union.new(tensor.shape[axis])
     flow.set(tensor, [Field(along(labels, axis, tensor.dim()), True)])
@@ -146,7 +146,7 @@ def with_fields(tensor: Tensor, flow: Flow, axis: int = 1) -> Tensor:
 
 @pytest.mark.parametrize("name", POINTWISE)
 def test_a_zero_that_is_promised_is_zero(name: str) -> None:
-    flow = Flow()
+    flow = LabelFlow()
     removed = with_fields(torch.zeros(2, SIZE, dtype=torch.float64), flow)
     mode = RuleMode(flow)
     with mode:
@@ -171,7 +171,7 @@ USED_AS_CONV_INPUT = [
 
 @pytest.mark.parametrize("name", USED_AS_CONV_INPUT)
 def test_the_usual_activations_promise_zero(name: str) -> None:
-    flow = Flow()
+    flow = LabelFlow()
     removed = with_fields(torch.zeros(2, SIZE, dtype=torch.float64), flow)
     with RuleMode(flow):
         out = POINTWISE[name](removed)
@@ -202,7 +202,7 @@ def test_a_second_rule_for_an_operator_is_refused() -> None:
 
 @pytest.mark.parametrize("operator", ["add", "mul"])
 def test_operands_of_one_size_are_merged(operator: str) -> None:
-    flow = Flow()
+    flow = LabelFlow()
     a, b = (with_fields(torch.zeros(2, SIZE), flow) for _ in range(2))
     with RuleMode(flow):
         getattr(torch, operator)(a, b)
@@ -210,7 +210,7 @@ def test_operands_of_one_size_are_merged(operator: str) -> None:
 
 
 def test_a_fixed_operand_locks_and_a_broadcast_one_does_not() -> None:
-    flow = Flow()
+    flow = LabelFlow()
     a, b = (with_fields(torch.zeros(2, SIZE), flow) for _ in range(2))
     with RuleMode(flow):
         a * torch.ones(2, 1)
@@ -220,7 +220,7 @@ def test_a_fixed_operand_locks_and_a_broadcast_one_does_not() -> None:
 
 
 def test_a_sum_is_zero_only_where_all_operands_are() -> None:
-    flow = Flow()
+    flow = LabelFlow()
     a, b = (with_fields(torch.zeros(2, SIZE), flow) for _ in range(2))
     with RuleMode(flow):
         both, product = a + b, a.sigmoid() * b
@@ -232,7 +232,7 @@ def test_a_sum_is_zero_only_where_all_operands_are() -> None:
 
 @pytest.mark.parametrize("reduce", ["mean", "amax", "amin", "prod", "var", "std", "argmax", "logsumexp", "softmax"])
 def test_reducing_over_the_labels_locks(reduce: str) -> None:
-    flow = Flow()
+    flow = LabelFlow()
     tensor = with_fields(torch.ones(2, SIZE), flow)
     with RuleMode(flow):
         getattr(torch, reduce)(tensor, 1)
@@ -240,7 +240,7 @@ def test_reducing_over_the_labels_locks(reduce: str) -> None:
 
 
 def test_a_sum_over_zeros_is_harmless_and_over_anything_else_locks() -> None:
-    flow = Flow()
+    flow = LabelFlow()
     zeros, other = (with_fields(torch.zeros(2, SIZE), flow) for _ in range(2))
     with RuleMode(flow):
         assert flow.fields(zeros.sum(1)) == ()
@@ -251,7 +251,7 @@ def test_a_sum_over_zeros_is_harmless_and_over_anything_else_locks() -> None:
 
 @pytest.mark.parametrize("order", [2, 1, 3.5, 0, float("inf")])
 def test_a_norm_of_zeros_is_harmless(order: float) -> None:
-    flow = Flow()
+    flow = LabelFlow()
     values, zeros = torch.tensor([[-2.0, 3.0, 0.5]]), torch.zeros(1, 3)
     kept, removed, other = with_fields(values, flow), with_fields(zeros, flow), with_fields(values.clone(), flow)
     with RuleMode(flow):
@@ -265,7 +265,7 @@ def test_a_norm_of_zeros_is_harmless(order: float) -> None:
 
 @pytest.mark.parametrize("order", [-1, float("-inf")])
 def test_a_norm_that_zeros_change_locks(order: float) -> None:
-    flow = Flow()
+    flow = LabelFlow()
     tensor = with_fields(torch.ones(2, SIZE), flow)
     with RuleMode(flow):
         torch.linalg.vector_norm(tensor, order, dim=1)
@@ -273,7 +273,7 @@ def test_a_norm_that_zeros_change_locks(order: float) -> None:
 
 
 def test_contraction_over_what_is_not_zero_locks() -> None:
-    flow = Flow()
+    flow = LabelFlow()
     left = with_fields(torch.zeros(2, SIZE), flow)
     weight = with_fields(torch.zeros(SIZE, 3), flow, axis=0)
     with RuleMode(flow):
@@ -282,7 +282,7 @@ def test_contraction_over_what_is_not_zero_locks() -> None:
 
 
 def test_glu_ties_both_halves() -> None:
-    flow = Flow()
+    flow = LabelFlow()
     tensor = with_fields(torch.zeros(2, SIZE, 3), flow)
     with RuleMode(flow):
         out = F.glu(tensor, 1)
@@ -293,7 +293,7 @@ def test_glu_ties_both_halves() -> None:
 
 
 def test_batch_norm_promises_zero_only_where_its_affine_is() -> None:
-    flow = Flow()
+    flow = LabelFlow()
     x = with_fields(torch.zeros(2, SIZE, 3), flow)
     mean, variance, weight, bias = (with_fields(torch.zeros(SIZE), flow, axis=0) for _ in range(4))
     with RuleMode(flow):

@@ -10,7 +10,7 @@ from equivalence import TOLERANCE, parity, randomized, settled_plan
 from nets_stated import WIDTH, Correlation, ScaleOfAWidth
 from torch import Tensor, nn
 
-from prunekit.channels.rewrite.call_sites import Place
+from prunekit.channels.rewrite.call_sites import CodePlace
 from prunekit.compaction.compact_model import compact
 
 EXAMPLE = (torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64),)
@@ -19,7 +19,7 @@ EXAMPLE = (torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(3), 
 def numbers(plan: Any) -> set[tuple[str, str, int]]:
     """Module, expression and value of all sizes that no plan changes."""
     fixed = [size for size in plan.channel_map.sizes if not size.labels.any()]
-    places = [Place.named(size.name) for size in fixed]
+    places = [CodePlace.named(size.name) for size in fixed]
     return {(size.module, place.text, len(size.labels)) for size, place in zip(fixed, places, strict=True) if place}
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from prunekit.channels.constraints import EqualParts, Rectangle
 from prunekit.channels.labels import Field, along
 from prunekit.channels.rules.shape import axis_groups, reshape_labels
-from prunekit.channels.tracing.flow import Flow
+from prunekit.channels.tracing.label_flow import LabelFlow
 
 
 @st.composite
@@ -103,7 +103,7 @@ SHAPE_OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", SHAPE_OPERATORS)
 def test_shape_operators_are_replayed(name: str) -> None:
-    flow = Flow()
+    flow = LabelFlow()
     labels = flow.union.new(6)
     tensor = torch.from_numpy(along(labels, 1, 4)).double().expand(2, 6, 2, 2).contiguous()
     flow.set(tensor, [Field(along(labels, 1, 4), True)])
@@ -134,7 +134,7 @@ LOCKING: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", LOCKING)
 def test_positions_picked_by_number_lock(name: str) -> None:
-    flow = Flow()
+    flow = LabelFlow()
     labels = flow.union.new(6)
     tensor = torch.zeros(2, 6, 2, 2)
     flow.set(tensor, [Field(along(labels, 1, 4), True)])
@@ -156,7 +156,7 @@ PASSING: dict[str, tuple[Callable[[Tensor], Tensor], list[int]]] = {
 
 @pytest.mark.parametrize("name", PASSING)
 def test_parts_of_a_labeled_axis_keep_their_labels(name: str) -> None:
-    flow = Flow()
+    flow = LabelFlow()
     tensor = torch.zeros(2, 6, 2, 2)
     flow.set(tensor, [Field(along(flow.union.new(6), 1, 4), True)])
     with RuleMode(flow):
@@ -167,7 +167,7 @@ def test_parts_of_a_labeled_axis_keep_their_labels(name: str) -> None:
 
 
 def test_the_only_position_of_a_part_stays() -> None:
-    flow = Flow()
+    flow = LabelFlow()
     labels = flow.union.new(6)
     tensor = torch.zeros(2, 6, 2, 2)
     flow.set(tensor, [Field(along(labels, 1, 4), True)])
@@ -177,7 +177,7 @@ def test_the_only_position_of_a_part_stays() -> None:
 
 
 def test_padding_with_a_value_is_not_zero() -> None:
-    flow = Flow()
+    flow = LabelFlow()
     tensor = torch.zeros(2, 6, 2, 2)
     flow.set(tensor, [Field(along(flow.union.new(6), 1, 4), True)])
     with RuleMode(flow):
@@ -187,7 +187,7 @@ def test_padding_with_a_value_is_not_zero() -> None:
 
 
 def test_cat_puts_labels_in_a_row_and_locks_what_has_none() -> None:
-    flow = Flow()
+    flow = LabelFlow()
     a, b, plain = torch.zeros(2, 3), torch.zeros(2, 2), torch.zeros(2, 2)
     first, second = flow.union.new(3), flow.union.new(2)
     flow.set(a, [Field(along(first, 1, 2), True)])
@@ -201,7 +201,7 @@ def test_cat_puts_labels_in_a_row_and_locks_what_has_none() -> None:
 
 @pytest.mark.parametrize("parts", [2, 3, 6])
 def test_chunk_takes_its_part_and_leaves_a_constraint(parts: int) -> None:
-    flow = Flow()
+    flow = LabelFlow()
     labels = flow.union.new(6)
     tensor = torch.zeros(2, 6, 2)
     flow.set(tensor, [Field(along(labels, 1, 3), True)])
@@ -216,7 +216,7 @@ def test_chunk_takes_its_part_and_leaves_a_constraint(parts: int) -> None:
 
 
 def test_a_view_into_factors_leaves_rectangles() -> None:
-    flow = Flow()
+    flow = LabelFlow()
     labels = flow.union.new(12)
     tensor = torch.zeros(2, 12)
     flow.set(tensor, [Field(along(labels, 1, 2), True)])
@@ -230,7 +230,7 @@ def test_a_view_into_factors_leaves_rectangles() -> None:
 @pytest.mark.parametrize("operator", [lambda x: x[..., :2], lambda x: x.roll(1, -1), lambda x: x[..., 1]])
 def test_what_is_cut_on_one_axis_of_joint_labels_is_tied_along_it(operator: Callable[[Tensor], Tensor]) -> None:
     """Halves of every head, as rotary embeddings take them: whole heads stay prunable."""
-    flow = Flow()
+    flow = LabelFlow()
     labels = flow.union.new(12)
     heads = torch.zeros(2, 3, 4)
     flow.set(heads, [Field(labels.reshape(1, 3, 4), True)])
@@ -245,7 +245,7 @@ def test_what_is_cut_on_one_axis_of_joint_labels_is_tied_along_it(operator: Call
 
 @pytest.mark.parametrize("written", [torch.tensor([1, 0]), torch.tensor([True, False, True])])
 def test_rows_written_by_number_leave_their_channels_on_what_had_none(written: Tensor) -> None:
-    flow = Flow()
+    flow = LabelFlow()
     target, rows = torch.zeros(3, 4, 2), torch.zeros(2, 4, 2)
     flow.set(rows, [Field(along(flow.union.new(4), 1, 3), True)])
     with RuleMode(flow):
@@ -257,7 +257,7 @@ def test_rows_written_by_number_leave_their_channels_on_what_had_none(written: T
 
 
 def test_rows_written_by_number_merge_with_what_was_there() -> None:
-    flow = Flow()
+    flow = LabelFlow()
     target, row = torch.zeros(2, 4, 3), torch.zeros(4)
     labels = flow.union.new(8)
     flow.set(target, [Field(along(labels[:4], 1, 3), True)])
@@ -279,7 +279,7 @@ def test_rows_written_by_number_merge_with_what_was_there() -> None:
     ids=["written over", "by a mask of several axes", "onto positions picked by number"],
 )
 def test_channels_among_which_some_are_picked_to_write_are_locked(write: Callable[[Tensor], Tensor]) -> None:
-    flow = Flow()
+    flow = LabelFlow()
     labels = flow.union.new(4)
     target = torch.zeros(2, 4)
     flow.set(target, [Field(along(labels, 1, 2), True)])

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prunekit.channels.tracing.tracer import SHORTCUTS, run_on_meta
+from prunekit.channels.tracing.meta_shapes import SHORTCUTS, run_on_meta
 from prunekit.utils.tensors import gather, map_tensors
 
 aten: Any = torch.ops.aten

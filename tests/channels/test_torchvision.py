@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.trace import trace
 from prunekit.channels.tracing.execution import mode_for_trace
-from prunekit.channels.trial.trial import settle
+from prunekit.channels.trial.trial import run_trial
 from prunekit.compaction.compact_model import compact
 from prunekit.measure.model_size import count_macs, count_parameters
 from prunekit.planning.plan import Plan
@@ -188,7 +188,7 @@ def test_auxiliary_heads_are_pruned_with_the_rest() -> None:
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5", "googlenet"])
 def test_the_trial_finds_nothing_to_lock(name: str) -> None:
     example, first = (small_images(batch=1),), chart(name)
-    settled = settle(family(name), first, lambda found: random_keep(found, seed=5), [example])
+    settled = run_trial(family(name), first, lambda found: random_keep(found, seed=5), [example])
     assert settled.channel_map.locks == first.locks
     assert 0 < settled.difference <= 1e-9
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 import prunekit
 from prunekit.channels.channel_map import ChannelMap, group_labels
 from prunekit.channels.constraints import LockRecord
-from prunekit.channels.resolution import with_locks
+from prunekit.channels.map_builder import with_extra
 from prunekit.channels.trace import trace
-from prunekit.channels.trial.trial import settle
+from prunekit.channels.trial.trial import run_trial
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import ModelError, PlanError, PrunekitError
 from prunekit.hooks.hook import count_hooks
@@ -148,7 +148,7 @@ def test_what_the_trial_hands_back_is_the_compact_model(dtype: torch.dtype) -> N
     """It ran in float64 while it was tried; nothing of that is left."""
     model, example = plain().to(dtype).train(), (image()[0].to(dtype),)
     model[0].weight.requires_grad_(False)
-    settled = settle(model, trace(model, example), random_keep, [example])
+    settled = run_trial(model, trace(model, example), random_keep, [example])
     wanted = compact(model, Plan(settled.channel_map, settled.keep))
     assert_unchanged(settled.compact, snapshot(wanted))
     assert [type(p) for p in settled.compact.parameters()] == [nn.Parameter] * 8
@@ -176,10 +176,10 @@ def test_a_map_is_not_changed_by_locks_in_another() -> None:
     first = trace(model, example)
     rows = first.traced.trace.labels["0.weight"][0]
     assert rows is not None
-    locked = with_locks(first, [LockRecord("for the test", "0", "", rows)])
+    locked = with_extra(first, [LockRecord("for the test", "0", "", rows)])
     assert locked.n_labels == first.n_labels - 8
     assert "for the test" in {lock.reason for lock in locked.locks}
-    again = with_locks(first, [])
+    again = with_extra(first, [])
     assert again.n_labels == first.n_labels
     assert again.locks == first.locks
     for name, axes in first.labels.items():
@@ -306,7 +306,7 @@ def test_a_second_example_shows_another_branch() -> None:
     alone, chart = trace(model, both[0]), trace(model, *both)
     assert any(lock.module == "c" and "not used" in lock.reason for lock in alone.locks)
     assert not any("not used" in lock.reason for lock in chart.locks)
-    settled = settle(model, chart, random_keep, list(both))
+    settled = run_trial(model, chart, random_keep, list(both))
     plan = Plan(settled.channel_map, settled.keep)
     assert plan.kept("c.weight", 1).size < 8
     assert max(parity(model, plan, example) for example in both) <= 1e-9
@@ -318,7 +318,7 @@ def test_locked_where_only_the_second_example_fixes_a_size() -> None:
         return net.b(y) if x.shape[0] == 2 else net.b(y / y.shape[1])
 
     model = randomized(Net(forward, **two_layers()))
-    settled = settle(model, trace(model, (torch.ones(2, 4),), (torch.ones(3, 4),)), random_keep,
+    settled = run_trial(model, trace(model, (torch.ones(2, 4),), (torch.ones(3, 4),)), random_keep,
                      [(torch.ones(2, 4),), (torch.ones(3, 4),)])  # fmt: skip
     assert not settled.channel_map.groups
     assert any("the trial found" in lock.reason for lock in settled.channel_map.locks)
@@ -435,7 +435,7 @@ def test_locks_that_change_nothing_end_the_search(monkeypatch: pytest.MonkeyPatc
             raise ValueError("too narrow")
         return torch.as_tensor(net.b(y))
 
-    monkeypatch.setattr("prunekit.channels.trial.trial.with_locks", lambda channel_map, records: channel_map)
+    monkeypatch.setattr("prunekit.channels.trial.trial.with_extra", lambda channel_map, records: channel_map)
     with pytest.raises(
         PlanError, match="further locks change nothing; the last to differ was the Python code in the top"
     ):

@@ -11,7 +11,7 @@ from equivalence import TOLERANCE, difference, doubled, parity, random_keep, ran
 from torch import Tensor, nn
 
 from prunekit.channels.trace import trace
-from prunekit.channels.trial.trial import Settled, settle, with_unseen_sizes
+from prunekit.channels.trial.trial import TrialResult, run_trial, with_untraced_sizes
 from prunekit.compaction.compact_model import compact
 from prunekit.compaction.model_folder import load, save
 from prunekit.jobs.prune.one_shot import prune
@@ -22,10 +22,10 @@ from prunekit.settings.prune import BudgetSettings, PruneSettings
 EXAMPLE = (torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(3)),)
 
 
-def settled(net: nn.Module, example: Any = EXAMPLE) -> tuple[Plan, Settled, tuple[str, ...]]:
-    found = settle(net, trace(net, example), lambda chart: random_keep(chart, 2, 0.4), [example])
+def settled(net: nn.Module, example: Any = EXAMPLE) -> tuple[Plan, TrialResult, tuple[str, ...]]:
+    found = run_trial(net, trace(net, example), lambda chart: random_keep(chart, 2, 0.4), [example])
     before = torch.get_rng_state()
-    after, notes = with_unseen_sizes(net, found, [example])
+    after, notes = with_untraced_sizes(net, found, [example])
     assert torch.equal(torch.get_rng_state(), before)
     return Plan(after.channel_map, after.keep), after, notes
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.labels import Labels
 from prunekit.channels.trace import trace
-from prunekit.channels.tracing.memory import record
+from prunekit.channels.tracing.memory_table import record_memory
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import ModelError, PlanError, UsageError
 from prunekit.planning.budgets.limits import budgets_of
@@ -76,8 +76,8 @@ def test_within_one_percent_of_the_best_plan_for_memory(
     plan = make_plan(chart, scores, budget)
     assert 0.99 * best <= kept(plan, scores) <= best * (1 + 1e-12)
     found = plan.provenance["budgets"]["memory_mb"]
-    assert found["left"] == record(compact(model, plan), EXAMPLE, batch).peak_bytes / 1e6 <= found["asked"]
-    assert found["dense"] == record(model, EXAMPLE, batch).peak_bytes / 1e6
+    assert found["left"] == record_memory(compact(model, plan), EXAMPLE, batch).peak_bytes / 1e6 <= found["asked"]
+    assert found["dense"] == record_memory(model, EXAMPLE, batch).peak_bytes / 1e6
 
 
 @cache
@@ -90,9 +90,9 @@ def resnet() -> tuple[torch.nn.Module, ChannelMap, Scores]:
 @pytest.mark.parametrize("scope", ["uniform", "global", "per_mac", "capacity"])
 def test_resnet18_uses_its_memory_up(scope: str) -> None:
     model, chart, scores = resnet()
-    half = record(model, EXAMPLE, 8).peak_bytes / 2e6
+    half = record_memory(model, EXAMPLE, 8).peak_bytes / 2e6
     plan = make_plan(chart, scores, wanted(8, memory_mb=half, macs=0.9, scope=scope))
-    taken = record(compact(model, plan), (torch.zeros(1, 3, 64, 64),), 8).peak_bytes / 1e6
+    taken = record_memory(compact(model, plan), (torch.zeros(1, 3, 64, 64),), 8).peak_bytes / 1e6
     asked = plan.provenance["budgets"]["memory_mb"]["asked"]
     assert 0.99 * asked < taken <= asked == half
     assert plan.provenance["binding"] == "memory_mb"

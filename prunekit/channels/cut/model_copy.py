@@ -10,7 +10,6 @@ What a model's own `fuse()` takes out: heads that only training needs, and that 
 from __future__ import annotations
 
 import copy
-import inspect
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
@@ -404,42 +403,3 @@ def _function_rebound(function: FunctionType, memo: dict[int, Any]) -> FunctionT
     twin.__module__, twin.__qualname__, twin.__doc__ = function.__module__, function.__qualname__, function.__doc__
     vars(twin).update({key: _rebound(item, memo) for key, item in vars(function).items()})
     return twin
-
-
-def fused_away(model: nn.Module) -> tuple[str, ...]:
-    """Return the paths of the modules that `model.fuse()` takes out of a copy and puts nothing in the place of.
-
-    A part whose class or children are others afterwards was merged, not taken out. None where the model has no such
-    method, or it does not work on a copy.
-    """
-    fuse = getattr(model, "fuse", None)
-    if not inspect.ismethod(fuse) or any(_required(one) for one in inspect.signature(fuse).parameters.values()):
-        return ()
-    try:
-        fused = with_tensors(model, {})
-        quiet = {"verbose": False} if "verbose" in inspect.signature(fuse).parameters else {}
-        fused.fuse(**quiet)  # type: ignore[operator]
-    except Exception:  # a method of that name that is something else, or not for copies
-        return ()
-    before, after = dict(model.named_modules()), dict(fused.named_modules())
-    found = []
-    for path, module in before.items():
-        around, other = before[_around(path)], after.get(_around(path))
-        merged = other is not None and (type(other) is not type(around) or set(other._modules) - set(around._modules))
-        if path and path not in after and other is not None and not merged and any(True for _ in module.parameters()):
-            found.append(path)
-    return tuple(found)
-
-
-def is_inside(path: str, parts: Iterable[str]) -> bool:
-    """Return whether a module is one of some parts, or in one of them."""
-    return any(path == part or path.startswith(f"{part}.") for part in parts)
-
-
-def _around(path: str) -> str:
-    return path.rpartition(".")[0]
-
-
-def _required(parameter: inspect.Parameter) -> bool:
-    varied = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    return parameter.default is parameter.empty and not varied

@@ -347,7 +347,7 @@ _MOVES = (
 
 
 @dataclass(frozen=True)
-class Place:
+class CodePlace:
     """An expression in a method: its line, counted from the method's first, its column and its text.
 
     With an `axis` it is no size, but puts the positions of that axis in another order.
@@ -374,7 +374,7 @@ class Place:
         return self.text.isdecimal()
 
     @classmethod
-    def named(cls, name: str) -> Place | None:
+    def named(cls, name: str) -> CodePlace | None:
         """Return the place that a name stands for; None where it is the name of a plain attribute."""
         match = re.fullmatch(r"(\w+)\+(\d+)\.(\d+)(?: order of axis (\d+))?: (.+)", name, re.DOTALL)
         axis = None if match is None or match[4] is None else int(match[4])
@@ -382,13 +382,13 @@ class Place:
 
 
 @lru_cache(maxsize=4096)
-def place_of(code: CodeType, expression: ast.expr) -> Place | None:
+def place_of(code: CodeType, expression: ast.expr) -> CodePlace | None:
     """Return where an expression stands in a method, given by its code; None where the source cannot be read."""
     found = definition(code)
     if found is None:
         return None
     text = ast.get_source_segment(found[1], expression) or ""
-    return Place(code.co_name, expression.lineno - found[0].lineno, expression.col_offset, text)
+    return CodePlace(code.co_name, expression.lineno - found[0].lineno, expression.col_offset, text)
 
 
 @lru_cache(maxsize=4096)

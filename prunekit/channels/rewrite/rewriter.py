@@ -23,7 +23,7 @@ from torch import nn
 
 from prunekit.channels.channel_map import ChannelMap, Keep, SizeAttribute
 from prunekit.channels.rewrite.call_sites import (
-    Place,
+    CodePlace,
     definition,
     is_chunk,
     is_of_torch,
@@ -46,7 +46,7 @@ def set_expressions(module: nn.Module, sizes: dict[str, Any]) -> None:
     """
     places = {}
     for name, value in sizes.items():
-        place = Place.named(name)
+        place = CodePlace.named(name)
         if place is None:
             raise KeyError(name)
         if not all(type(size) is int and size >= 0 for size in (value if isinstance(value, list) else [value])):
@@ -67,12 +67,12 @@ def original_of(cls: type) -> type:
     return cls.__bases__[0] if _places(cls) else cls
 
 
-def _places(cls: type) -> frozenset[Place]:
-    found: frozenset[Place] = vars(cls).get("_prunekit_places", frozenset())
+def _places(cls: type) -> frozenset[CodePlace]:
+    found: frozenset[CodePlace] = vars(cls).get("_prunekit_places", frozenset())
     return found
 
 
-_SIZED: dict[tuple[type, frozenset[Place]], type] = {}
+_SIZED: dict[tuple[type, frozenset[CodePlace]], type] = {}
 _KINDS: dict[type, type] = {}
 
 
@@ -80,7 +80,7 @@ _ORDERED = "_prunekit_ordered"
 """What a recompiled method calls `_ordered`, which its module need not know."""
 
 
-def _with_sizes(cls: type, places: frozenset[Place]) -> type:
+def _with_sizes(cls: type, places: frozenset[CodePlace]) -> type:
     if (cls, places) not in _SIZED:
         methods: dict[str, Any] = {
             name: _compiled(cls, name, [place for place in places if place.function == name])
@@ -113,7 +113,7 @@ def sized_class(cls: type, names: list[str]) -> type:
     Raises:
         ArtifactError: the Python of the class is not what it was, or cannot be read.
     """
-    places = [Place.named(name) for name in names]
+    places = [CodePlace.named(name) for name in names]
     try:
         return _with_sizes(cls, frozenset(place for place in places if place is not None))
     except KeyError as error:
@@ -152,7 +152,7 @@ def _as_sized(cls: type, sizes: dict[str, Any], function: Callable[..., Any], ar
     return made
 
 
-def _compiled(cls: type, name: str, places: list[Place]) -> FunctionType:
+def _compiled(cls: type, name: str, places: list[CodePlace]) -> FunctionType:
     """Return a method from its own source, with attributes in the place of expressions."""
     method = method_of(cls, name)
     found = method and definition(method[1].__code__)
@@ -188,7 +188,7 @@ def _code_named(code: CodeType, name: str) -> CodeType:
 class _Exchange(ast.NodeTransformer):
     """Puts an attribute of the first argument where each of some expressions stands."""
 
-    def __init__(self, node: ast.FunctionDef, source: str, places: list[Place]) -> None:
+    def __init__(self, node: ast.FunctionDef, source: str, places: list[CodePlace]) -> None:
         self.owner = [*node.args.posonlyargs, *node.args.args][0].arg
         self.first, self.source = node.lineno, source
         self.left = list(places)
@@ -210,7 +210,7 @@ class _Exchange(ast.NodeTransformer):
             return _in_parts(node, size)
         return size
 
-    def _place(self, node: ast.expr) -> Place | None:
+    def _place(self, node: ast.expr) -> CodePlace | None:
         for place in self.left:
             there = (node.lineno - self.first, node.col_offset) == (place.line, place.column)
             if there and ast.get_source_segment(self.source, node) == place.text:
@@ -273,7 +273,7 @@ def set_attributes(model: nn.Module, values: Mapping[str, Mapping[str, Any]]) ->
     """
     modules = dict(model.named_modules())
     for path, named in values.items():
-        expressions = {name: value for name, value in named.items() if Place.named(name)}
+        expressions = {name: value for name, value in named.items() if CodePlace.named(name)}
         if expressions:
             set_expressions(modules[path], expressions)
         own = modules[path].__dict__

@@ -24,7 +24,7 @@ from prunekit.channels.channel_map import ChannelMap, Keep, SizeAttribute
 from prunekit.channels.constraints import Constraint, EqualParts, Rectangle
 from prunekit.channels.labels import Field, Labels, rows_along
 from prunekit.channels.rewrite.call_sites import (
-    Place,
+    CodePlace,
     attribute_read,
     expression_at,
     is_chunk,
@@ -36,7 +36,7 @@ from prunekit.channels.rewrite.call_sites import (
 )
 from prunekit.channels.rewrite.rewriter import integers
 from prunekit.channels.rules.shape import axis_groups
-from prunekit.channels.tracing.operators import Operator, Run
+from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,14 +47,14 @@ class SizeExpression:
     `decides` go. `reads` is the attribute that it reads, as in `part.width`.
     """
 
-    place: Place
+    place: CodePlace
     position: int | None
     labels: Labels  # (size, n), as in `SizeAttribute`
     decides: Labels
     reads: str | None = None
 
 
-def size_expressions(operator: Operator, varying: Container[int]) -> Iterator[SizeExpression]:
+def size_expressions(operator: TracedOperator, varying: Container[int]) -> Iterator[SizeExpression]:
     """Yield the sizes in the expression that called an operator, where it stands in a method of a module.
 
     Args:
@@ -83,7 +83,7 @@ def size_expressions(operator: Operator, varying: Container[int]) -> Iterator[Si
 Sized = tuple[int, ast.expr, int | None, Labels]
 
 
-def _of_shape(operator: Operator, node: ast.expr) -> Iterator[Sized]:
+def _of_shape(operator: TracedOperator, node: ast.expr) -> Iterator[Sized]:
     """Yield the sizes of axes that are labeled, or that came of one that is: heads are, and with them their width."""
     old, new = operator.call[0][0], operator.call[2][0]
     linked = set()
@@ -98,7 +98,7 @@ def _of_shape(operator: Operator, node: ast.expr) -> Iterator[Sized]:
             yield axis, expression, position, rows
 
 
-def _of_split(operator: Operator, node: ast.expr, *, equal: bool = False) -> Iterator[Sized]:
+def _of_split(operator: TracedOperator, node: ast.expr, *, equal: bool = False) -> Iterator[Sized]:
     expression = node if is_chunk(node) else parts_argument(node)
     axis = _axis(operator, 2)
     rows = [_rows(fields, axis) for fields in operator.outputs]
@@ -114,7 +114,7 @@ def _of_split(operator: Operator, node: ast.expr, *, equal: bool = False) -> Ite
         yield from ((axis, expression, position, part) for position, part in enumerate(rows))  # type: ignore[misc]
 
 
-def part_sizes(operator: Operator) -> list[SizeAttribute]:
+def part_sizes(operator: TracedOperator) -> list[SizeAttribute]:
     """Return the sizes of equal parts into which an expression cuts an axis, where it can be told one for each.
 
     But for the first axis, which may grow with the batch.
@@ -128,7 +128,7 @@ def part_sizes(operator: Operator) -> list[SizeAttribute]:
     return [SizeAttribute(operator.owner, str(place), position, labels) for axis, _, position, labels in found if axis]
 
 
-def _of_scale(operator: Operator, node: ast.expr) -> Iterator[Sized]:
+def _of_scale(operator: TracedOperator, node: ast.expr) -> Iterator[Sized]:
     """Attention multiplies by a power of the width of a head unless it is told a scale: it keeps the dense one."""
     axis = len(operator.call[2][0]) - 1
     rows = _rows(operator.inputs, axis)
@@ -136,7 +136,7 @@ def _of_scale(operator: Operator, node: ast.expr) -> Iterator[Sized]:
         yield axis, node, None, rows
 
 
-def _of_slice(operator: Operator, node: ast.expr) -> Iterator[Sized]:
+def _of_slice(operator: TracedOperator, node: ast.expr) -> Iterator[Sized]:
     shape, *given = operator.call[0]
     axis = _axis(operator, 1)
     bounds = slice_of_axis(node, axis, len(shape))
@@ -149,7 +149,7 @@ def _of_slice(operator: Operator, node: ast.expr) -> Iterator[Sized]:
             yield axis, expression, None, rows[:position]
 
 
-def _axis(operator: Operator, argument: int) -> int:
+def _axis(operator: TracedOperator, argument: int) -> int:
     args, named, outs = operator.call
     axis = args[argument] if len(args) > argument else named.get("dim", 0)
     return int(axis) % len(outs[0])
@@ -169,22 +169,24 @@ def _is_rest(node: ast.expr) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Avoidable:
+class AvoidableConstraints:
     """Constraints that are none if a compact model is told sizes or an order in place of an expression."""
 
     sizes: tuple[SizeAttribute, ...]
     constraints: tuple[Constraint, ...]
 
 
-def avoidable(runs: Iterable[Run]) -> list[Avoidable]:
+def avoidable(runs: Iterable[TracedRun]) -> list[AvoidableConstraints]:
     """Return what equal parts and shuffles ask for, by the expressions that make them, where these always do the
     same.
     """
-    found: dict[tuple[str, str], list[Avoidable]] = {}
+    found: dict[tuple[str, str], list[AvoidableConstraints]] = {}
     for run in runs:
         for index, operator in enumerate(run.operators):
             if any(isinstance(constraint, EqualParts) for constraint in operator.constraints):
-                one: Avoidable | None = Avoidable(tuple(part_sizes(operator)), operator.constraints)
+                one: AvoidableConstraints | None = AvoidableConstraints(
+                    tuple(part_sizes(operator)), operator.constraints
+                )
             elif any(isinstance(constraint, Rectangle) for constraint in operator.constraints):
                 one = next(_rearranged(list(_chain(run.operators, index))), None)
             else:
@@ -194,11 +196,11 @@ def avoidable(runs: Iterable[Run]) -> list[Avoidable]:
     return [_together(every) for every in found.values() if all(_alike(one, every[0]) for one in every)]
 
 
-def _together(every: Sequence[Avoidable]) -> Avoidable:
-    return Avoidable(every[0].sizes, tuple(constraint for one in every for constraint in one.constraints))
+def _together(every: Sequence[AvoidableConstraints]) -> AvoidableConstraints:
+    return AvoidableConstraints(every[0].sizes, tuple(constraint for one in every for constraint in one.constraints))
 
 
-def _alike(left: Avoidable, right: Avoidable) -> bool:
+def _alike(left: AvoidableConstraints, right: AvoidableConstraints) -> bool:
     pairs = list(zip(left.sizes, right.sizes, strict=False))
     same = all(np.array_equal(a.labels, b.labels) and np.array_equal(_order(a), _order(b)) for a, b in pairs)
     return same and len(left.sizes) == len(right.sizes)
@@ -213,7 +215,7 @@ _MOVES = frozenset(
 )
 
 
-def _chain(operators: Sequence[Operator], start: int) -> Iterator[Operator]:
+def _chain(operators: Sequence[TracedOperator], start: int) -> Iterator[TracedOperator]:
     """Yield operators that move what the one before them moved, and nothing else."""
     yield operators[start]
     for before, operator in zip(operators[start:], operators[start + 1 :], strict=False):
@@ -223,7 +225,7 @@ def _chain(operators: Sequence[Operator], start: int) -> Iterator[Operator]:
         yield operator
 
 
-def _rearranged(chain: Sequence[Operator]) -> Iterator[Avoidable]:
+def _rearranged(chain: Sequence[TracedOperator]) -> Iterator[AvoidableConstraints]:
     """Yield what the chain does up to each end at which the channels are on their axis again."""
     first = chain[0]
     for end, last in enumerate(chain[1:], 1):
@@ -240,10 +242,10 @@ def _rearranged(chain: Sequence[Operator]) -> Iterator[Avoidable]:
         order = np.argsort(labels)[np.searchsorted(np.sort(labels), moved)]
         where = replace(place, axis=before.span[0])
         left = tuple(constraint for operator in chain[: end + 1] for constraint in operator.constraints)
-        yield Avoidable((SizeAttribute(first.owner, str(where), None, labels[:, None], order),), left)
+        yield AvoidableConstraints((SizeAttribute(first.owner, str(where), None, labels[:, None], order),), left)
 
 
-def _expression(first: Operator, last: Operator) -> tuple[CodeType, ast.expr] | None:
+def _expression(first: TracedOperator, last: TracedOperator) -> tuple[CodeType, ast.expr] | None:
     """Return the call of a function in which both ran, or the chain of methods from one to the other; with its
     method.
     """

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from prunekit.channels.labels import Field
 from prunekit.channels.rules.pointwise import aligned
-from prunekit.channels.rules.rule import Call, aten, register_rule
-
-if TYPE_CHECKING:
-    from prunekit.channels.tracing.flow import Flow
-
+from prunekit.channels.rules.rule import OperatorCall, aten, register_rule
+from prunekit.channels.tracing.label_flow import LabelFlow
 
 _EINSUM = {
     "aten.mm": ("mk", "kn", "mn"),
@@ -30,13 +27,13 @@ COUNTED = frozenset(
 
 
 @register_rule(*_EINSUM)
-def matrix_product(flow: Flow, call: Call) -> None:
+def matrix_product(flow: LabelFlow, call: OperatorCall) -> None:
     """Merge along the contracted axis."""
     flow.set(call.out, flow.contract(call.args[0], call.args[1], *_EINSUM[call.name]))
 
 
 @register_rule("aten.addmm", "aten._sparse_addmm", "aten.baddbmm")
-def added_matrix_product(flow: Flow, call: Call) -> None:
+def added_matrix_product(flow: LabelFlow, call: OperatorCall) -> None:
     """A matrix product plus a broadcast bias; torch adds zeros of the whole size to that of a sparse matrix."""
     axes = _EINSUM["aten.bmm" if call.name == "aten.baddbmm" else "aten.mm"]
     product = flow.contract(call.args[1], call.args[2], *axes)
@@ -58,7 +55,7 @@ _SPATIAL |= {f"aten.{name}{suffix}": n for name, n in (
 
 
 @register_rule(*_SPATIAL)
-def spatial(flow: Flow, call: Call) -> None:
+def spatial(flow: LabelFlow, call: OperatorCall) -> None:
     """Pooling and interpolation work on each channel by itself."""
     source = call.args[0]
     slid = set(range(source.dim() - _SPATIAL[call.name], source.dim()))
@@ -73,7 +70,7 @@ _STATISTICS = frozenset(aten("sum mean amax amin max min var std var_mean std_me
 
 
 @register_rule(*_STATISTICS, *aten("prod all any argmax argmin"))
-def reduction(flow: Flow, call: Call) -> None:
+def reduction(flow: LabelFlow, call: OperatorCall) -> None:
     """Axes that stay keep their labels. A sum or a p-norm over a removed zero is harmless; anything else locks.
 
     Unless the module is a norm, which its end tells.
@@ -109,7 +106,7 @@ def reduction(flow: Flow, call: Call) -> None:
         flow.set(out, [Field(np.squeeze(field.labels, axes), field.zero and stays) for field in kept])
 
 
-def _adds_nothing(call: Call) -> bool:
+def _adds_nothing(call: OperatorCall) -> bool:
     """Return whether a reduction's result is the same with further zeros among its values."""
     if "norm" not in call.name:
         return call.name in ("aten.sum", "aten.any")
@@ -118,16 +115,16 @@ def _adds_nothing(call: Call) -> bool:
 
 
 @register_rule(*aten("_softmax _safe_softmax _log_softmax softmax log_softmax cumsum"))
-def along_axis(flow: Flow, call: Call) -> None:
+def along_axis(flow: LabelFlow, call: OperatorCall) -> None:
     """Mix all positions of one axis: that axis is locked, or tied where it is labeled jointly with others."""
     source = call.args[0]
     axis = call.arg(1, "dim", -1) % max(source.dim(), 1)
-    tied = flow.alike_along(axis, flow.fields(source), f"{call.name} mixes these channels")
+    tied = flow.tied_along(axis, flow.fields(source), f"{call.name} mixes these channels")
     flow.set(call.out, [Field(field.labels, zero=False) for field in tied])
 
 
 @register_rule("aten.glu")
-def gated(flow: Flow, call: Call) -> None:
+def gated(flow: LabelFlow, call: OperatorCall) -> None:
     """The first half of an axis times the sigmoid of the second: what meets goes together."""
     source = call.args[0]
     axis = call.arg(1, "dim", -1) % source.dim()

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from torch.nn.modules.conv import _ConvNd
 
 from prunekit.channels.constraints import NOT_ZERO, Grouped
 from prunekit.channels.labels import Field, Labels, along
-from prunekit.channels.rules.rule import Call, register_rule
-
-if TYPE_CHECKING:
-    from prunekit.channels.tracing.flow import Flow
+from prunekit.channels.rules.rule import OperatorCall, register_rule
+from prunekit.channels.tracing.label_flow import LabelFlow
 
 FIXED_PARTNER = "reads channels whose number no parameter decides, such as those of the input"
 
@@ -26,7 +22,7 @@ def whole_groups(groups: int, channels_per_group: int) -> bool:
 
 
 @register_rule("aten.convolution", "aten._convolution", "aten.convolution_overrideable")
-def convolution(flow: Flow, call: Call) -> None:
+def convolution(flow: LabelFlow, call: OperatorCall) -> None:
     """Plain, grouped, depthwise and transposed convolution in any number of spatial axes."""
     source, weight, bias = call.args[0], call.args[1], call.arg(2, "bias")
     transposed, groups = bool(call.arg(6, "transposed", False)), int(call.arg(8, "groups", 1))
@@ -71,7 +67,7 @@ def convolution(flow: Flow, call: Call) -> None:
     ])  # fmt: skip
 
 
-def _stands_still(call: Call, index: int) -> bool:
+def _stands_still(call: OperatorCall, index: int) -> bool:
     """Return whether a convolution leaves an axis alone: its kernel has one position there, and it neither skips nor
     pads.
     """
@@ -80,7 +76,7 @@ def _stands_still(call: Call, index: int) -> bool:
     return bool(call.args[1].shape[2 + index] == 1 and step == 1 and added == 0)
 
 
-def _whole_rows(flow: Flow, source: torch.Tensor) -> list[Field]:
+def _whole_rows(flow: LabelFlow, source: torch.Tensor) -> list[Field]:
     """Return fields on the batch axis, as heads that were merged with it: each row of the batch is computed by itself.
 
     Those that lie on channels too are tied along them, so that whole rows go.
@@ -94,7 +90,7 @@ def _whole_rows(flow: Flow, source: torch.Tensor) -> list[Field]:
 
 
 def _by_whole_groups(
-    flow: Flow, x: Labels | None, first: Labels | None, groups: int, out_channels: int, *, transposed: bool
+    flow: LabelFlow, x: Labels | None, first: Labels | None, groups: int, out_channels: int, *, transposed: bool
 ) -> Labels | None:
     """Return one label for each group: its inputs, its outputs and its slice of the weight."""
     if x is None or first is None:
@@ -106,7 +102,7 @@ def _by_whole_groups(
 
 
 def _by_columns(
-    flow: Flow, x: Labels | None, first: Labels | None, second: Labels | None, groups: int, *, transposed: bool
+    flow: LabelFlow, x: Labels | None, first: Labels | None, second: Labels | None, groups: int, *, transposed: bool
 ) -> Labels | None:
     """Return the same columns in every group, so that the number of groups stays; or whole groups that hang
     together.
@@ -124,6 +120,6 @@ def _by_columns(
     return first
 
 
-def _remembers_groups(flow: Flow) -> bool:
+def _remembers_groups(flow: LabelFlow) -> bool:
     """Return whether what runs is a module of torch, whose number of groups can be set."""
     return flow.model is not None and isinstance(flow.model.get_submodule(flow.module), _ConvNd)

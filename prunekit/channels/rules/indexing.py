@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,23 +15,21 @@ import torch
 from prunekit.channels.constraints import EqualParts, Rectangle
 from prunekit.channels.labels import Field, Labels, along
 from prunekit.channels.rules.pointwise import aligned
-from prunekit.channels.rules.rule import Call, register_rule
+from prunekit.channels.rules.rule import OperatorCall, register_rule
 from prunekit.channels.rules.shape import PICKED, part, replay
-
-if TYPE_CHECKING:
-    from prunekit.channels.tracing.flow import Flow
+from prunekit.channels.tracing.label_flow import LabelFlow
 
 
-def _without(flow: Flow, fields: Sequence[Field], axis: int, reason: str) -> list[Field]:
+def _without(flow: LabelFlow, fields: Sequence[Field], axis: int, reason: str) -> list[Field]:
     """Return fields without an axis whose every position stays: those along it alone lock, joint ones are tied.
 
     So queries, keys and values on an axis of size 3 lose the same heads.
     """
-    return [field.with_labels(np.squeeze(field.labels, axis)) for field in flow.alike_along(axis, fields, reason)]
+    return [field.with_labels(np.squeeze(field.labels, axis)) for field in flow.tied_along(axis, fields, reason)]
 
 
 @register_rule("aten.select")
-def select(flow: Flow, call: Call) -> None:
+def select(flow: LabelFlow, call: OperatorCall) -> None:
     """One position of an axis."""
     axis = call.args[1] % call.args[0].dim()
     flow.set(call.out, _without(flow, flow.fields(call.args[0]), axis, "one position of this axis is picked by number"))
@@ -40,7 +38,7 @@ def select(flow: Flow, call: Call) -> None:
 @register_rule(
     "aten.split", "aten.split_with_sizes", "aten.chunk", "aten.unbind", "aten.unsafe_split", "aten.unsafe_chunk"
 )
-def split(flow: Flow, call: Call) -> None:
+def split(flow: LabelFlow, call: OperatorCall) -> None:
     """Equal parts of a labeled axis must stay equal; the trial tells whether sizes of unequal ones can be set."""
     source = call.args[0]
     position = 1 if call.name == "aten.unbind" else 2
@@ -65,7 +63,7 @@ def split(flow: Flow, call: Call) -> None:
 
 
 @register_rule("aten.cat", "aten.stack")
-def concatenate(flow: Flow, call: Call) -> None:
+def concatenate(flow: LabelFlow, call: OperatorCall) -> None:
     """Concatenate labels; a part without labels on that axis counts as locked positions."""
     tensors: list[Any] = [tensor for tensor in call.args[0] if tensor.dim() > 1 or tensor.numel()]
     axis = call.arg(1, "dim", 0) % call.out.dim()
@@ -78,7 +76,7 @@ def concatenate(flow: Flow, call: Call) -> None:
     joint = _joint(flow, tensors, axis)
     for tensor in tensors:
         reason = "concatenated along an axis that shares its channels with another"
-        labels, is_zero = flow.on_axis(tensor, axis, reason, beside=joint)
+        labels, is_zero = flow.on_axis(tensor, axis, reason, except_spans=joint)
         columns.append(np.zeros(tensor.shape[axis], dtype=np.int64) if labels is None else labels)
         zero = zero and (is_zero or labels is None)
     shape = [1] * call.out.dim()
@@ -89,7 +87,7 @@ def concatenate(flow: Flow, call: Call) -> None:
     flow.set(call.out, [*([joined] if joined.labels.any() else []), *joint.values(), *_common(flow, one, others)])
 
 
-def _joint(flow: Flow, tensors: Sequence[Any], axis: int) -> dict[tuple[int, ...], Field]:
+def _joint(flow: LabelFlow, tensors: Sequence[Any], axis: int) -> dict[tuple[int, ...], Field]:
     """By span the fields that lie on an axis and on others in all of the tensors: concatenated like the values."""
     parts = [
         {field.span: field for field in flow.fields(t) if axis in field.span and len(field.span) > 1} for t in tensors
@@ -104,14 +102,14 @@ def _joint(flow: Flow, tensors: Sequence[Any], axis: int) -> dict[tuple[int, ...
     return result
 
 
-def _common(flow: Flow, shapes: list[tuple[int, ...]], others: list[list[Field]]) -> list[Field]:
+def _common(flow: LabelFlow, shapes: list[tuple[int, ...]], others: list[list[Field]]) -> list[Field]:
     if not any(others):
         return []
     return flow.pointwise(list(zip(shapes, others, strict=True)), product=False)
 
 
 @register_rule("aten.unfold")
-def windows(flow: Flow, call: Call) -> None:
+def windows(flow: LabelFlow, call: OperatorCall) -> None:
     """Windows that slide along one axis: that axis is locked, others pass."""
     axis, fields = call.args[1] % call.args[0].dim(), flow.fields(call.args[0])
     flow.lock([field for field in fields if axis in field.span], "windows slide over these channels")
@@ -119,7 +117,7 @@ def windows(flow: Flow, call: Call) -> None:
 
 
 @register_rule("aten.index_select", "aten.gather", "aten.index", "aten.as_strided")
-def pick(flow: Flow, call: Call) -> None:
+def pick(flow: LabelFlow, call: OperatorCall) -> None:
     """Positions picked by numbers: an axis that may change is locked."""
     if call.name == "aten.index_select":
         axis = call.args[1] % call.args[0].dim()
@@ -130,7 +128,7 @@ def pick(flow: Flow, call: Call) -> None:
     flow.lock(flow.fields(call.args[0]), f"{call.name} picks positions by number")
 
 
-def _index_rows(flow: Flow, call: Call) -> bool:
+def _index_rows(flow: LabelFlow, call: OperatorCall) -> bool:
     """Looked up by integers or a mask of one axis: the axes picked from go, those of the integers come, others pass."""
     picked = _picked(flow, call)
     if picked is None:
@@ -161,7 +159,7 @@ class _Picked:
         return tuple(rest)
 
 
-def _picked(flow: Flow, call: Call) -> _Picked | None:
+def _picked(flow: LabelFlow, call: OperatorCall) -> _Picked | None:
     """Return how an operator picks positions of its first argument; locks the labels there, and those that decide on
     it.
     """
@@ -179,7 +177,7 @@ def _picked(flow: Flow, call: Call) -> _Picked | None:
 
 
 @register_rule("aten.index_put", "aten.index_put_", "aten._index_put_impl_")
-def put(flow: Flow, call: Call) -> None:
+def put(flow: LabelFlow, call: OperatorCall) -> None:
     """Values written to positions picked by integers or a mask: labels on other axes are those of both."""
     target, values = call.args[0], call.args[2]
     picked = _picked(flow, call)
@@ -203,7 +201,7 @@ def put(flow: Flow, call: Call) -> None:
 
 
 @register_rule("aten.embedding", "aten._embedding_bag", "aten._embedding_bag_forward_only")
-def embedding(flow: Flow, call: Call) -> None:
+def embedding(flow: LabelFlow, call: OperatorCall) -> None:
     """Rows of a table, or sums, means and maxima of them: the rows stay, the columns are the output's last axis."""
     table = call.args[0]
     flow.fix(flow.on_axis(table, 0, "channels that are spread over both rows and columns of a table")[0])
@@ -226,7 +224,7 @@ _ORDERED = {
 
 
 @register_rule(*_ORDERED)
-def ordered(flow: Flow, call: Call) -> None:
+def ordered(flow: LabelFlow, call: OperatorCall) -> None:
     """Positions of one axis compared with each other: that axis is locked, others pass."""
     source, outs = call.args[0], call.outs
     axis = call.arg(_ORDERED[call.name], "dim", -1) % max(source.dim(), 1)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.labels import Field, along
-from prunekit.channels.rules.rule import Call, register_rule
-
-if TYPE_CHECKING:
-    from prunekit.channels.tracing.flow import Flow, Shape
+from prunekit.channels.rules.rule import OperatorCall, register_rule
+from prunekit.channels.tracing.label_flow import LabelFlow, Shape
 
 Tensor = torch.Tensor | None
 
@@ -28,7 +25,7 @@ TOGETHER = "a norm takes its statistics over these channels together"
     "aten.cudnn_batch_norm",
     "aten.batch_norm",
 )
-def batch_norm(flow: Flow, call: Call) -> None:
+def batch_norm(flow: LabelFlow, call: OperatorCall) -> None:
     """Normalize each channel by itself: merges the channel's parameters and statistics with the input's labels."""
     source = call.args[0]
     tensors = [argument if isinstance(argument, torch.Tensor) else None for argument in call.args[1:5]]
@@ -41,7 +38,7 @@ def batch_norm(flow: Flow, call: Call) -> None:
 
 
 def _each_channel(
-    flow: Flow, call: Call, weight: Tensor, bias: Tensor, mean: Tensor = None, variance: Tensor = None
+    flow: LabelFlow, call: OperatorCall, weight: Tensor, bias: Tensor, mean: Tensor = None, variance: Tensor = None
 ) -> list[Field]:
     """Merge what a channel has; it stays exactly zero where neither the statistics nor the affine move it."""
     source = call.args[0]
@@ -53,12 +50,12 @@ def _each_channel(
     return fields
 
 
-def _is_zero(flow: Flow, tensor: Tensor) -> bool:
+def _is_zero(flow: LabelFlow, tensor: Tensor) -> bool:
     return any(field.zero for field in flow.fields(tensor))
 
 
 @register_rule("aten.native_layer_norm", "aten._fused_rms_norm", "aten.rms_norm")
-def layer_norm(flow: Flow, call: Call) -> None:
+def layer_norm(flow: LabelFlow, call: OperatorCall) -> None:
     """Normalize over the last axes together: their labels pass if the running module is a norm."""
     source, shape, *affine = call.args[:4]
     vectors = [argument for argument in affine if isinstance(argument, torch.Tensor)]
@@ -74,7 +71,7 @@ def layer_norm(flow: Flow, call: Call) -> None:
         flow.set(statistic, [Field(field.labels, zero=False) for field in rows])
 
 
-def _whole_rows(flow: Flow, field: Field, together: set[int]) -> Field:
+def _whole_rows(flow: LabelFlow, field: Field, together: set[int]) -> Field:
     """Return a field that lies on other axes too, such as heads, tied so that whole rows go: what is left has all of
     them.
     """
@@ -83,7 +80,7 @@ def _whole_rows(flow: Flow, field: Field, together: set[int]) -> Field:
 
 
 @register_rule("aten.native_group_norm")
-def group_norm(flow: Flow, call: Call) -> None:
+def group_norm(flow: LabelFlow, call: OperatorCall) -> None:
     """Normalize over equal groups of channels: each loses the same positions, so that their number stays."""
     source, weight, bias = call.args[:3]
     groups = int(call.args[6])
@@ -101,7 +98,7 @@ def group_norm(flow: Flow, call: Call) -> None:
     _normalized(flow, call, [_lifted(flow, source, 0, source.dim()), *vectors], {1})
 
 
-def _lifted(flow: Flow, tensor: torch.Tensor, lead: int, ndim: int) -> tuple[Shape, list[Field]]:
+def _lifted(flow: LabelFlow, tensor: torch.Tensor, lead: int, ndim: int) -> tuple[Shape, list[Field]]:
     """Return the shape and fields of a tensor as if it had `lead` axes before its own and `ndim` in all."""
 
     def shaped(shape: Sequence[int]) -> tuple[int, ...]:
@@ -110,13 +107,15 @@ def _lifted(flow: Flow, tensor: torch.Tensor, lead: int, ndim: int) -> tuple[Sha
     return shaped(tensor.shape), [f.with_labels(f.labels.reshape(shaped(f.labels.shape))) for f in flow.fields(tensor)]
 
 
-def _normalized(flow: Flow, call: Call, operands: list[tuple[Shape, list[Field]]], together: set[int]) -> None:
+def _normalized(
+    flow: LabelFlow, call: OperatorCall, operands: list[tuple[Shape, list[Field]]], together: set[int]
+) -> None:
     fields = flow.pointwise(operands, product=False)
     _take_statistics(flow, fields, together)
     flow.set(call.outs[0], [Field(field.labels, zero=False) for field in fields])
 
 
-def _take_statistics(flow: Flow, fields: Sequence[Field], together: set[int]) -> None:
+def _take_statistics(flow: LabelFlow, fields: Sequence[Field], together: set[int]) -> None:
     for field in fields:
         if set(field.span) <= together:
             flow.take_statistics(field, TOGETHER)
@@ -131,7 +130,7 @@ DIVIDED = (
 
 
 @register_rule("aten._weight_norm_interface")
-def weight_norm(flow: Flow, call: Call) -> None:
+def weight_norm(flow: LabelFlow, call: OperatorCall) -> None:
     """A length for each row times the row over its norm: a removed one has no length, and stays to be divided by.
 
     Other axes lose exact zeros, which the norms do not see.

@@ -6,16 +6,13 @@ Tensors of one number that a forward pass makes, such as the first state of a re
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from prunekit.channels.labels import Field, along
-from prunekit.channels.rules.rule import Call, aten, register_rule
-
-if TYPE_CHECKING:
-    from prunekit.channels.tracing.flow import Flow, Shape
-
+from prunekit.channels.rules.rule import OperatorCall, aten, register_rule
+from prunekit.channels.tracing.label_flow import LabelFlow, Shape
 
 KEEPS_ZERO = (
     "relu relu6 hardswish silu gelu elu selu celu leaky_relu tanh sin tan asin atan sinh asinh neg abs sign "
@@ -39,7 +36,7 @@ FRESH = frozenset({"new_ones", "new_empty", "new_empty_strided", "new_full"})
 IN_PLACE = ("", "_")
 
 
-def aligned(flow: Flow, tensor: torch.Tensor, ndim: int) -> tuple[Shape, list[Field]]:
+def aligned(flow: LabelFlow, tensor: torch.Tensor, ndim: int) -> tuple[Shape, list[Field]]:
     """Return the shape and fields of a tensor with leading axes of size 1 added up to `ndim`.
 
     What was expanded along an axis counts as one value there: `expand_as` takes the size of whatever is kept.
@@ -52,7 +49,7 @@ def aligned(flow: Flow, tensor: torch.Tensor, ndim: int) -> tuple[Shape, list[Fi
     return tuple(shape), fields
 
 
-def broadcast(flow: Flow, operands: Sequence[Any], *, product: bool) -> list[Field]:
+def broadcast(flow: LabelFlow, operands: Sequence[Any], *, product: bool) -> list[Field]:
     """Return the fields of an elementwise operator over tensors and numbers."""
     tensors = [operand for operand in operands if isinstance(operand, torch.Tensor)]
     numbers = [operand for operand in operands if isinstance(operand, (int, float, bool, complex))]
@@ -65,13 +62,13 @@ def broadcast(flow: Flow, operands: Sequence[Any], *, product: bool) -> list[Fie
 
 
 @register_rule(*aten(KEEPS_ZERO, IN_PLACE))
-def keeps_zero(flow: Flow, call: Call) -> None:
+def keeps_zero(flow: LabelFlow, call: OperatorCall) -> None:
     """f(0) = 0: fields and their zeros pass."""
     flow.set(call.outs[0], flow.fields(call.args[0]))
 
 
 @register_rule(*aten(MOVES_ZERO, IN_PLACE))
-def moves_zero(flow: Flow, call: Call) -> None:
+def moves_zero(flow: LabelFlow, call: OperatorCall) -> None:
     """f(0) need not be 0: fields pass, but removed entries are no longer known to be zero."""
     if call.name.removeprefix("aten.") in FRESH and call.out.shape != call.args[0].shape:
         return
@@ -81,7 +78,7 @@ def moves_zero(flow: Flow, call: Call) -> None:
 
 
 @register_rule(*aten("clamp clamp_min clamp_max hardtanh", IN_PLACE))
-def clamps(flow: Flow, call: Call) -> None:
+def clamps(flow: LabelFlow, call: OperatorCall) -> None:
     """0 stays 0 where the bounds are numbers with 0 between them."""
     limits = (-1, 1) if "hardtanh" in call.name else (None, None)
     low = call.arg(1, "max" if "clamp_max" in call.name else "min_val" if "hardtanh" in call.name else "min", limits[0])
@@ -96,7 +93,7 @@ def clamps(flow: Flow, call: Call) -> None:
 
 
 @register_rule("aten.pow", "aten.pow_")
-def power(flow: Flow, call: Call) -> None:
+def power(flow: LabelFlow, call: OperatorCall) -> None:
     """0 stays 0 under a positive number as exponent."""
     exponent = call.args[1]
     positive = isinstance(exponent, (int, float)) and exponent > 0
@@ -104,13 +101,13 @@ def power(flow: Flow, call: Call) -> None:
 
 
 @register_rule(*aten(SUMS, IN_PLACE))
-def sums(flow: Flow, call: Call) -> None:
+def sums(flow: LabelFlow, call: OperatorCall) -> None:
     """Zero only where every operand is zero. `alpha` scales and does not matter."""
     flow.set(call.out, broadcast(flow, call.args[:2] if "lerp" not in call.name else call.args[:3], product=False))
 
 
 @register_rule(*aten(PRODUCTS, IN_PLACE))
-def products(flow: Flow, call: Call) -> None:
+def products(flow: LabelFlow, call: OperatorCall) -> None:
     """Zero where any factor is zero; of a quotient, where the numerator is and the denominator is not."""
     fields = broadcast(flow, call.args[:2], product=True)
     if "mul" not in call.name:
@@ -121,7 +118,7 @@ def products(flow: Flow, call: Call) -> None:
 
 
 @register_rule(*aten(SLOPES, IN_PLACE))
-def slopes(flow: Flow, call: Call) -> None:
+def slopes(flow: LabelFlow, call: OperatorCall) -> None:
     """The backward pass of a pointwise function: a gradient times the slope there, zero where the gradient is."""
     tensors = [argument for argument in call.args if isinstance(argument, torch.Tensor)]
     fields = broadcast(flow, tensors, product=False)
@@ -129,7 +126,7 @@ def slopes(flow: Flow, call: Call) -> None:
     flow.set(call.out, [Field(field.labels, field.span in zero) for field in fields])
 
 
-def _zero_spans(flow: Flow, operand: Any, ndim: int) -> set[tuple[int, ...]]:
+def _zero_spans(flow: LabelFlow, operand: Any, ndim: int) -> set[tuple[int, ...]]:
     if not isinstance(operand, torch.Tensor):
         return set()
     return {field.span for field in aligned(flow, operand, ndim)[1] if field.zero}
@@ -138,7 +135,7 @@ def _zero_spans(flow: Flow, operand: Any, ndim: int) -> set[tuple[int, ...]]:
 @register_rule(
     "aten.addcmul", "aten.addcmul_", "aten.where", "aten.masked_fill", "aten.masked_fill_", "aten._prelu_kernel"
 )
-def ternary(flow: Flow, call: Call) -> None:
+def ternary(flow: LabelFlow, call: OperatorCall) -> None:
     """Merge whatever meets; zeros survive only in PReLU, whose kernel maps 0 to 0."""
     fields = broadcast(flow, [argument for argument in call.args if isinstance(argument, torch.Tensor)], product=False)
     kept = [field.span for field in flow.fields(call.args[0]) if field.zero] if "prelu" in call.name else []
@@ -146,7 +143,7 @@ def ternary(flow: Flow, call: Call) -> None:
 
 
 @register_rule("aten.copy_")
-def copy(flow: Flow, call: Call) -> None:
+def copy(flow: LabelFlow, call: OperatorCall) -> None:
     """What is written replaces what was there; a broadcast source leaves its axes without labels."""
     target, source = call.args[:2]
     written = (
@@ -163,7 +160,7 @@ MADE = frozenset({"aten.zeros", "aten.full", "aten.new_zeros"})
 
 
 @register_rule("aten.zeros", "aten.full")
-def made(flow: Flow, call: Call) -> None:
+def made(flow: LabelFlow, call: OperatorCall) -> None:
     """Labels of its own for an axis as long as a number that the running module, or a part of it, remembers.
 
     So a state of `hidden_size` zeros goes with what it meets. Whether that size really follows, the trial tells.
@@ -174,7 +171,7 @@ def made(flow: Flow, call: Call) -> None:
     flow.set(call.out, [Field(along(flow.union.new(call.out.shape[axis]), axis, ndim), zero) for axis in axes])
 
 
-def _remembered(flow: Flow) -> set[int]:
+def _remembered(flow: LabelFlow) -> set[int]:
     if flow.model is None:
         return set()
     module = flow.model.get_submodule(flow.module)
@@ -182,12 +179,12 @@ def _remembered(flow: Flow) -> set[int]:
 
 
 @register_rule("aten.new_zeros")
-def made_beside(flow: Flow, call: Call) -> None:
+def made_beside(flow: LabelFlow, call: OperatorCall) -> None:
     """Zeros beside a tensor: of its shape with its labels, else with labels of their own."""
     (zeros if call.out.shape == call.args[0].shape else made)(flow, call)
 
 
 @register_rule("aten.zeros_like", "aten.zero", "aten.zero_")
-def zeros(flow: Flow, call: Call) -> None:
+def zeros(flow: LabelFlow, call: OperatorCall) -> None:
     """Zeros in the shape of a tensor, with its labels."""
     flow.set(call.out, [Field(field.labels, zero=True) for field in flow.fields(call.args[0])])

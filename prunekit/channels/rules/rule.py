@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from prunekit.channels.tracing.flow import Flow
+from prunekit.channels.tracing.label_flow import LabelFlow
 
-Rule = Callable[["Flow", "Call"], None]
+Rule = Callable[[LabelFlow, "OperatorCall"], None]
 
 
-class Call:
+class OperatorCall:
     """One operator call as a rule sees it: its name, what went in and what came out."""
 
     __slots__ = ("args", "kwargs", "name", "out")

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from prunekit.channels.constraints import Crossed, Padded, Rectangle
 from prunekit.channels.labels import Field, Labels, collapse, rows_along
-from prunekit.channels.rules.rule import Call, register_rule
-
-if TYPE_CHECKING:
-    from prunekit.channels.tracing.flow import Flow
+from prunekit.channels.rules.rule import OperatorCall, register_rule
+from prunekit.channels.tracing.label_flow import LabelFlow
 
 
 def axis_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
@@ -65,7 +62,7 @@ def reshape_labels(labels: Labels, old: Sequence[int], new: Sequence[int]) -> tu
     "aten.unsqueeze_",
     "aten.squeeze_",
 )
-def view(flow: Flow, call: Call) -> None:
+def view(flow: LabelFlow, call: OperatorCall) -> None:
     """Merging axes repeats labels; splitting one leaves a rectangle constraint for each pair of factors."""
     source, out = call.args[0], call.out
     if call.name.endswith("_") and source is out:  # the shape is changed already; nothing is known of the old one
@@ -91,7 +88,7 @@ def view(flow: Flow, call: Call) -> None:
     flow.set(out, fields)
 
 
-def _constrain(flow: Flow, labels: Labels, axes: list[int]) -> None:
+def _constrain(flow: LabelFlow, labels: Labels, axes: list[int]) -> None:
     grid = np.moveaxis(labels, axes, range(labels.ndim - len(axes), labels.ndim))
     sizes = grid.shape[labels.ndim - len(axes) :]
     grid = grid.reshape(-1, int(np.prod(sizes)))
@@ -102,7 +99,7 @@ def _constrain(flow: Flow, labels: Labels, axes: list[int]) -> None:
 
 
 @register_rule("aten.permute", "aten.transpose", "aten.t", "aten.movedim", "aten.transpose_", "aten.t_")
-def permute(flow: Flow, call: Call) -> None:
+def permute(flow: LabelFlow, call: OperatorCall) -> None:
     """Reorder axes."""
     ndim = call.args[0].dim()
     order = list(range(ndim))
@@ -117,7 +114,7 @@ def permute(flow: Flow, call: Call) -> None:
 
 
 @register_rule("aten.as_strided_")
-def layout(flow: Flow, call: Call) -> None:
+def layout(flow: LabelFlow, call: OperatorCall) -> None:
     """Pooling to one position writes other strides for its axes of size 1 in place; anything more locks."""
     fields, shape = flow.fields(call.out), call.out.shape
     fits = all(f.labels.ndim == len(shape) and all(f.labels.shape[a] == shape[a] for a in f.span) for f in fields)
@@ -126,13 +123,13 @@ def layout(flow: Flow, call: Call) -> None:
 
 
 @register_rule("aten.expand")
-def expand(flow: Flow, call: Call) -> None:
+def expand(flow: LabelFlow, call: OperatorCall) -> None:
     """Repeat axes of size 1: the labels do not depend on them."""
     lead = (1,) * (call.out.dim() - call.args[0].dim())
     flow.set(call.out, [f.with_labels(f.labels.reshape(lead + f.labels.shape)) for f in flow.fields(call.args[0])])
 
 
-def replay(flow: Flow, call: Call, axes: Sequence[int], reason: str, *, zero: bool = True) -> None:
+def replay(flow: LabelFlow, call: OperatorCall, axes: Sequence[int], reason: str, *, zero: bool = True) -> None:
     """Fields wholly on `axes`, whose positions the operator changes, lock; those that go beyond are tied along them."""
     passing = []
     for field in flow.fields(call.args[0]):
@@ -150,7 +147,7 @@ BY_POSITION = "cut, padded or rolled by positions that the model's code fixes"
 
 
 @register_rule("aten.slice", "aten.narrow")
-def cut(flow: Flow, call: Call) -> None:
+def cut(flow: LabelFlow, call: OperatorCall) -> None:
     """Labels are cut like the values; the trial tells whether the positions can be set to what is left.
 
     Those of a part of every head are tied along it, so that whole heads go.
@@ -171,7 +168,7 @@ def cut(flow: Flow, call: Call) -> None:
         flow.set(call.out, part(flow, alone, axis, first, first + size))
 
 
-def part(flow: Flow, fields: Sequence[Field], axis: int, start: int, stop: int) -> list[Field]:
+def part(flow: LabelFlow, fields: Sequence[Field], axis: int, start: int, stop: int) -> list[Field]:
     """Return the fields of some positions of an axis; a single one stays, as nothing would be left of it."""
     if stop - start == 1:
         flow.lock([np.take(f.labels, [start], axis=axis) for f in fields if f.span == (axis,)], PICKED)
@@ -180,7 +177,7 @@ def part(flow: Flow, fields: Sequence[Field], axis: int, start: int, stop: int) 
 
 
 @register_rule("aten.roll")
-def roll(flow: Flow, call: Call) -> None:
+def roll(flow: LabelFlow, call: OperatorCall) -> None:
     """Move positions along axes: a labeled axis is locked."""
     dims = call.arg(2, "dims") or range(call.out.dim())
     replay(flow, call, [axis % call.out.dim() for axis in dims], BY_POSITION)
@@ -189,7 +186,7 @@ def roll(flow: Flow, call: Call) -> None:
 @register_rule(
     "aten.constant_pad_nd", *[f"aten.{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)]
 )
-def pad(flow: Flow, call: Call) -> None:
+def pad(flow: LabelFlow, call: OperatorCall) -> None:
     """Positions that are added to a labeled axis stay; where others go, or labeled ones are copied, it locks."""
     amounts, last = call.args[1], call.out.dim() - 1
     changed = {last - i // 2: amounts[i - i % 2 : i - i % 2 + 2] for i, amount in enumerate(amounts) if amount}
@@ -200,7 +197,7 @@ def pad(flow: Flow, call: Call) -> None:
         replay(flow, call, list(changed), BY_POSITION, zero=False)
 
 
-def _padded(flow: Flow, field: Field, changed: dict[int, Sequence[int]], filled: bool) -> Field:
+def _padded(flow: LabelFlow, field: Field, changed: dict[int, Sequence[int]], filled: bool) -> Field:
     """Return what is added stays, or goes with what it was added to; zeros are as good as zero on other axes of a
     field.
     """
@@ -218,14 +215,14 @@ def _padded(flow: Flow, field: Field, changed: dict[int, Sequence[int]], filled:
 
 
 @register_rule("aten.flip")
-def flip(flow: Flow, call: Call) -> None:
+def flip(flow: LabelFlow, call: OperatorCall) -> None:
     """Reverse labels together with the values."""
     axes = tuple(int(axis) % call.out.dim() for axis in call.args[1])
     flow.set(call.out, [field.with_labels(np.flip(field.labels, axes)) for field in flow.fields(call.args[0])])
 
 
 @register_rule("aten.repeat")
-def repeat(flow: Flow, call: Call) -> None:
+def repeat(flow: LabelFlow, call: OperatorCall) -> None:
     """Repeat labels together with the values."""
     fields = []
     for field in flow.fields(call.args[0]):

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from prunekit.channels.labels import Field, Labels, along
-from prunekit.channels.rules.rule import Call, register_rule
-
-if TYPE_CHECKING:
-    from prunekit.channels.tracing.flow import Flow
+from prunekit.channels.rules.rule import OperatorCall, register_rule
+from prunekit.channels.tracing.label_flow import LabelFlow
 
 SAMPLED = "sampled between places along these channels"
 
 
-def _channels(flow: Flow, tensor: Any, axis: int) -> tuple[Labels | None, bool]:
+def _channels(flow: LabelFlow, tensor: Any, axis: int) -> tuple[Labels | None, bool]:
     """Return labels along the axis of channels and their zero flag; fields on the axes of positions are locked."""
     flow.lock([f for f in flow.fields(tensor) if any(a > axis for a in f.span)], SAMPLED)
     return flow.on_axis(tensor, axis, "channels that are spread over the batch as well")
 
 
-def _set(flow: Flow, out: Any, labels: Labels | None, axis: int, zero: bool) -> None:
+def _set(flow: LabelFlow, out: Any, labels: Labels | None, axis: int, zero: bool) -> None:
     if labels is not None:
         flow.set(out, [Field(along(labels, axis, out.dim()), zero)])
 
 
 @register_rule("aten.pixel_shuffle", "aten.col2im")
-def gathered(flow: Flow, call: Call) -> None:
+def gathered(flow: LabelFlow, call: OperatorCall) -> None:
     """Several channels become positions of one: those go together."""
     axis = call.out.dim() - 3
     labels, zero = _channels(flow, call.args[0], axis)
@@ -37,7 +35,7 @@ def gathered(flow: Flow, call: Call) -> None:
 
 
 @register_rule("aten.pixel_unshuffle", "aten.im2col")
-def scattered(flow: Flow, call: Call) -> None:
+def scattered(flow: LabelFlow, call: OperatorCall) -> None:
     """Positions of one channel become several channels."""
     axis = call.args[0].dim() - 3
     labels, zero = _channels(flow, call.args[0], axis)
@@ -47,7 +45,7 @@ def scattered(flow: Flow, call: Call) -> None:
 
 
 @register_rule("aten.channel_shuffle", "aten.native_channel_shuffle")
-def channel_shuffle(flow: Flow, call: Call) -> None:
+def channel_shuffle(flow: LabelFlow, call: OperatorCall) -> None:
     """Channels of several groups dealt out in turn: the same ones of every group go together."""
     labels, zero = _channels(flow, call.args[0], 1)
     if labels is not None:
@@ -56,7 +54,7 @@ def channel_shuffle(flow: Flow, call: Call) -> None:
 
 
 @register_rule("aten.grid_sampler_2d", "aten.grid_sampler_3d", "torchvision.roi_align", "torchvision.roi_pool")
-def sampled(flow: Flow, call: Call) -> None:
+def sampled(flow: LabelFlow, call: OperatorCall) -> None:
     """Each channel sampled at places that another tensor names; the batch becomes another one."""
     flow.lock([field for argument in call.args[1:] for field in flow.fields(argument)], "says where to sample")
     labels, zero = _channels(flow, call.args[0], 1)

@@ -1,4 +1,4 @@
-"""How a forward pass is run for a trace or a trial: its modes, and which module runs at each moment."""
+"""How a forward pass runs in a trace or a trial: in which modes, and which module runs at each moment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from prunekit.hooks.owner import HookOwner, after_forward, before_forward
 
 
 class ModuleCall(NamedTuple):
-    """Which call of a module it is in a forward pass, from 1, and the line of the model's Python that makes it."""
+    """The number of a call of a module in a forward pass, from 1, and the line of the model's Python that makes it."""
 
     number: int
     file: str
@@ -31,11 +31,12 @@ class ModuleCall(NamedTuple):
 
 
 class ModuleStack(HookOwner):
-    """Knows at every operator which module is running, and tells when one begins and ends.
+    """The stack of modules that are running, with callbacks for when one begins and ends.
 
     Args:
-        on_enter: gets path, module, and its arguments and named arguments.
-        on_exit: the same and the result.
+        model: the model that runs.
+        on_enter: is called with path, module, and a pair of its positional and named arguments.
+        on_exit: is called with the same, and the result.
 
     Attributes:
         counts: how often each module was called, or a copy of it that took its hooks along.
@@ -63,7 +64,7 @@ class ModuleStack(HookOwner):
 
     @property
     def call(self) -> ModuleCall | None:
-        """Which call of that module it is; None in the top-level forward."""
+        """The call of that module; None in the top-level forward."""
         return self._calls[-1]
 
     def path_of(self, module: Any) -> str:
@@ -101,7 +102,7 @@ class ModuleStack(HookOwner):
 
 @contextmanager
 def mode_for_trace(model: nn.Module, training: bool) -> Iterator[None]:
-    """Train or eval mode for everything that has children; leaves (norms, dropout) always in eval mode."""
+    """Set train or eval mode on modules that have children, and eval mode on leaves such as norms and dropout."""
     before = [(module, module.training) for module in model.modules()]
     changed = []
     for module, was in before:
@@ -117,16 +118,16 @@ def mode_for_trace(model: nn.Module, training: bool) -> Iterator[None]:
 
 
 class TrainModeWatch:
-    """Finds out whether the forward pass of a model depends on the train mode of any module that has children.
+    """Detects whether the forward pass of a model depends on the train mode of any module that has children.
 
     A module's own Python can only behave differently in train mode if it reads `self.training`. While the watch is
-    active each such module has a subclass of its class, on which `training` is a property that notes the reading.
+    active each such module has a subclass of its class, on which `training` is a property that sets `was_read`.
     """
 
     def __init__(self, model: nn.Module) -> None:
         parents = [module for module in model.modules() if next(module.children(), None) is not None]
         self._modules = [module for module in parents if not isinstance(module, torch.jit.ScriptModule)]
-        self.asked = len(self._modules) < len(parents)  # what a scripted module reads is not seen
+        self.was_read = len(self._modules) < len(parents)  # unknown for a scripted module
         self._twins: dict[type, type] = {}
 
     def __enter__(self) -> TrainModeWatch:
@@ -134,15 +135,15 @@ class TrainModeWatch:
         for module, cls in zip(self._modules, self._classes, strict=True):
             try:
                 module.__class__ = self._twin(cls)
-            except TypeError:  # a class whose instances cannot change theirs: nothing is known
-                self.asked = True
+            except TypeError:  # instances of this class cannot change it
+                self.was_read = True
         return self
 
     def _twin(self, cls: type) -> type:
         if cls not in self._twins:
 
             def read(module: nn.Module) -> bool:
-                self.asked = True
+                self.was_read = True
                 return bool(module.__dict__["training"])
 
             def write(module: nn.Module, value: bool) -> None:
@@ -163,14 +164,14 @@ class TrainModeWatch:
 
 @contextmanager
 def plain_attention() -> Iterator[None]:
-    """Attention's fast path and fused kernels off: they would hide the projections and the scores from the trace."""
+    """Turn off attention's fast path and fused kernels, which would hide its projections and scores from the trace."""
     with without_fast_path(), sdpa_kernel(SDPBackend.MATH):
         yield
 
 
 @contextmanager
 def without_fast_path() -> Iterator[None]:
-    """Attention as the operators that its fast path stands for, fused kernels among them."""
+    """Turn off attention's fast path, so that the operators run that it replaces, fused kernels among them."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -186,14 +187,14 @@ _AROUND_MODELS = tuple(
 
 
 def _call(number: int, frame: FrameType | None) -> ModuleCall | None:
-    """Return a call that the innermost frame outside of torch's own code makes."""
+    """Return the call of a module with the line, outside of torch's own code, that makes it."""
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
     return None if frame is None else ModuleCall(number, frame.f_code.co_filename, frame.f_lineno)
 
 
 def line_of(error: BaseException) -> str:
-    """Return the innermost line of a model's own code, else of torch's modules, from which an error came."""
+    """Return the innermost line of a model's own code that raised an error, else that of torch's modules."""
     frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
     outside = [frame for frame in frames if not frame.filename.startswith(str(Path(__file__).parents[1]))]
     models = [frame for frame in outside if not frame.filename.startswith(_TORCH)]
@@ -203,7 +204,7 @@ def line_of(error: BaseException) -> str:
 
 
 def innermost_module(error: BaseException) -> nn.Module | None:
-    """Return the module in whose method an error was raised."""
+    """Return the module in whose method an error was raised; None if it was in none."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for frame in reversed(frames):
         first = frame.f_code.co_varnames[:1] if frame.f_code.co_argcount else ()

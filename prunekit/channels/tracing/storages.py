@@ -1,4 +1,4 @@
-"""Which tensors of a traced run lie in one piece of memory, and which operator made each."""
+"""Storages: which tensors of a run share memory, which operator made each, and the tensors inside sparse ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prunekit.utils.tensors import gather
 
 
 class Storages:
-    """Notes every operator of a run; its tensors are held, so that no piece of memory is taken for another."""
+    """The storages of a run. It keeps all tensors alive, so that no freed memory is mistaken for another tensor's."""
 
     def __init__(self) -> None:
         self._shared: set[int] = set()
@@ -20,13 +20,15 @@ class Storages:
         self._alive: list[torch.Tensor] = []
 
     def note(self, operator: Any, target: Any, inputs: list[torch.Tensor], outs: tuple[torch.Tensor, ...]) -> None:
-        """Called behind an operator.
+        """Record the tensors of an operator that ran.
 
         Args:
-            operator: how the run remembers it.
-            target: the tensor it wrote in place, None if there is none.
+            operator: its record.
+            target: the tensor that it wrote in place, None if there is none.
+            inputs: the tensors that it read.
+            outs: the tensors that it returned.
         """
-        # what torch makes of nothing it hands out detached, only because it is held here: nobody else has the first
+        # torch hands out a detached alias of a tensor that it creates, and nobody else has the first
         handed_out = operator.name == "aten.detach" and inputs[0] is self._made
         if target is None and not handed_out:
             sources = {memory_of(tensor) for tensor in inputs}
@@ -37,27 +39,25 @@ class Storages:
         self._alive.extend(outs)
 
     def shared(self, tensor: torch.Tensor) -> bool:
-        """Return whether there are views of a tensor's memory, as far as anybody knows."""
+        """Return whether a tensor's memory has other views, or may have."""
         return storage_of(tensor) is None or memory_of(tensor) in self._shared
 
     def maker(self, tensor: torch.Tensor) -> Any:
-        """Return the operator whose only result a tensor was at first, None if there is none."""
+        """Return the operator that made a tensor as its only result, None if there is none."""
         return self._makers.get(memory_of(tensor))
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Return the memory that a tensor lies in; None for one that has none of its own.
+    """Return the memory of a tensor; None if it has none of its own.
 
-    Sparse tensors and those of oneDNN have others inside, and within a transform of functions, such as vmap, a tensor
-    stands for a part of another.
+    Sparse tensors and those of oneDNN have others inside, and within a function transform such as vmap a tensor is a
+    part of another.
     """
     return tensor.untyped_storage() if torch._C._has_storage(tensor) else None
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Return a number for a tensor's memory while it lives: tensors that share it have the same; one without has its
-    own.
-    """
+    """Return a number for a tensor's memory, the same for tensors that share it, valid while it lives."""
     storage = storage_of(tensor)
     return -id(tensor) if storage is None else int(storage._cdata)
 
@@ -71,9 +71,7 @@ _INDICES = {
 
 
 def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the plain tensors that a sparse or nested one consists of, or what one of oneDNN holds; of any other
-    itself.
-    """
+    """Return the plain tensors inside a sparse, nested or oneDNN tensor, or the tensor itself."""
     if tensor.is_nested:
         return tuple(tensor.unbind())
     if tensor.layout == torch.sparse_coo:
@@ -84,10 +82,10 @@ def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def from_parts(layout: str, shape: Sequence[int], parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a sparse tensor of a layout, by its name, made of what `parts_of` gave.
+    """Return a sparse tensor of a layout, given by name, made of what `parts_of` returned.
 
     Raises:
-        ValueError: there is no such layout, or the parts make none of that shape.
+        ValueError: there is no such layout, or the parts do not make a tensor of that shape.
     """
     known = {str(kind).removeprefix("torch."): kind for kind in (torch.sparse_coo, *_INDICES)}
     if layout not in known:
@@ -108,7 +106,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def inner_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that a wrapper was made around: no operator shows that it was."""
+    """Return the tensors inside a wrapper, which no operator reads to make it."""
     return [item for item in vars(tensor).values() if isinstance(item, torch.Tensor)] if _wraps(tensor) else []
 
 
@@ -117,10 +115,10 @@ def _wraps(tensor: torch.Tensor) -> bool:
 
 
 def plain_in(value: Any) -> list[torch.Tensor]:
-    """Return the parts of every tensor inside nested outputs: what can be compared, and counted."""
+    """Return the plain parts of every tensor inside nested outputs, which can be compared and counted."""
     return [part for tensor in gather(value) for part in parts_of(tensor)]
 
 
 def shape_of(tensor: torch.Tensor) -> torch.Size:
-    """Return a tensor's shape; that of a nested one, whose parts have several, is empty."""
+    """Return a tensor's shape; an empty one for a nested tensor, whose parts have several."""
     return torch.Size() if tensor.is_nested else tensor.shape

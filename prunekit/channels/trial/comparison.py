@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
@@ -14,19 +14,21 @@ import torch
 from torch import nn
 
 from prunekit.channels.channel_map import ChannelMap, Keep
+from prunekit.channels.cut.model_copy import has_gradients
 from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.channels.cut.slicing import take
-from prunekit.channels.tolerance import TOLERANCE, Decision, decision, relative_difference, rounding, without_chance
-from prunekit.channels.tracing.dispatch_modes import AS_DOUBLE, OWN, OperatorMode, Precision, run_operator
 from prunekit.channels.tracing.execution import ModuleStack, innermost_module, line_of, mode_for_trace, plain_attention
-from prunekit.channels.tracing.operators import Operator, Run, is_counted
+from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator, without_randomness
 from prunekit.channels.tracing.storages import is_plain, plain_in
+from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun, is_counted
+from prunekit.channels.trial.float64 import AS_DOUBLE, OWN, Precision
+from prunekit.channels.trial.tolerance import TOLERANCE, relative_difference, rounding
 from prunekit.errors import ModelError, reason_of
 from prunekit.utils.context import same_draws
 from prunekit.utils.inputs import call
-from prunekit.utils.tensors import gather
+from prunekit.utils.tensors import gather, map_tensors, tensors_in
 
-Key = tuple[str, str, int]
+OperatorKey = tuple[str, str, int]
 """A module path, an operator, and the how-manieth call of it directly in that module: stable where order is not."""
 
 
@@ -40,7 +42,7 @@ class Divergence:
 
     module: str
     operator: str
-    key: Key
+    key: OperatorKey
     difference: float
     detail: str
     line: str = ""
@@ -52,14 +54,14 @@ class Divergence:
         return f"{self.operator or 'the Python code'} in {where}: {self.detail}{self.line and f' at {self.line}'}"
 
 
-See = Callable[[Key, str, Any, list[torch.Tensor]], None]
+OnOperator = Callable[[OperatorKey, str, Any, list[torch.Tensor]], None]
 """Gets an operator's key, its name, its arguments with named ones, and the tensors of its result."""
 
 
-class _Watch(OperatorMode):
+class _OperatorWatch(OperatorMode):
     """Counts operators by module and hands each, with its key, to `see`."""
 
-    def __init__(self, stack: ModuleStack, see: See) -> None:
+    def __init__(self, stack: ModuleStack, see: OnOperator) -> None:
         super().__init__()
         self.stack, self.see = stack, see
         self.counts: dict[tuple[str, str], int] = {}
@@ -67,7 +69,7 @@ class _Watch(OperatorMode):
 
     def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = str(func._schema.name).replace("::", ".")
-        out = without_chance(name, run_operator(func, args, kwargs))
+        out = without_randomness(name, run_operator(func, args, kwargs))
         self.total += 1
         if is_counted(func, name):
             outs = gather(out)
@@ -78,7 +80,7 @@ class _Watch(OperatorMode):
         return out
 
 
-def keyed(run: Run) -> dict[Key, Operator]:
+def operators_by_key(run: TracedRun) -> dict[OperatorKey, TracedOperator]:
     """The operators of a traced run by key."""
     counts: dict[tuple[str, str], int] = {}
     result = {}
@@ -90,7 +92,9 @@ def keyed(run: Run) -> dict[Key, Operator]:
     return result
 
 
-def kept_entries(tensor: torch.Tensor, operator: Operator, output: int, channel_map: ChannelMap, keep: Keep) -> Any:
+def kept_entries(
+    tensor: torch.Tensor, operator: TracedOperator, output: int, channel_map: ChannelMap, keep: Keep
+) -> Any:
     """Return the entries of a masked tensor that the compact model has too; None if the trace saw another shape
     here.
     """
@@ -119,19 +123,19 @@ class Reference:
     narrow copy of one of its norms raised.
     """
 
-    values: dict[Key, tuple[str, list[Any]]]
+    values: dict[OperatorKey, tuple[str, list[Any]]]
     outputs: list[torch.Tensor]
-    decisions: dict[Key, Decision]
+    decisions: dict[OperatorKey, Decision]
     precision: Precision = OWN
     failed: Divergence | None = None
 
 
-def record(
+def record_reference(
     masked: nn.Module,
     channel_map: ChannelMap,
     keep: Keep,
     example: tuple[Any, ...],
-    run: Run,
+    run: TracedRun,
     precision: Precision = OWN,
 ) -> Reference:
     """Run the masked model on one input, its norms over channels on kept ones (see `NarrowNorms`).
@@ -141,11 +145,13 @@ def record(
     Raises:
         ModelError: it does not run.
     """
-    operators = {key: operator for key, operator in keyed(run).items() if not _inside(key[0], channel_map.norms)}
-    values: dict[Key, tuple[str, list[Any]]] = {}
-    decisions: dict[Key, Decision] = {}
+    operators = {
+        key: operator for key, operator in operators_by_key(run).items() if not _inside(key[0], channel_map.norms)
+    }
+    values: dict[OperatorKey, tuple[str, list[Any]]] = {}
+    decisions: dict[OperatorKey, Decision] = {}
 
-    def see(key: Key, name: str, arguments: Any, outs: list[torch.Tensor]) -> None:
+    def see(key: OperatorKey, name: str, arguments: Any, outs: list[torch.Tensor]) -> None:
         operator = operators.get(key)
         if operator is None or operator.name != name:
             return
@@ -160,14 +166,14 @@ def record(
         with NarrowNorms(masked, channel_map, keep):
             outputs = _forward(masked, example, run, see, precision)
         return Reference(values, outputs, decisions, precision)
-    except _Parted as parted:
+    except _Diverged as parted:
         if parted.divergence.module in channel_map.norms:
             return Reference(values, [], decisions, precision, parted.divergence)
         raise ModelError(f"the masked model does not run in the trial: {parted.divergence}") from None
 
 
-def check(
-    reference: Reference, compact: nn.Module, example: tuple[Any, ...], run: Run, tolerance: float = TOLERANCE
+def compare(
+    reference: Reference, compact: nn.Module, example: tuple[Any, ...], run: TracedRun, tolerance: float = TOLERANCE
 ) -> tuple[float, Divergence | None]:
     """Run the compact model on the same input and compare every operator's entries with the masked model's.
 
@@ -179,7 +185,7 @@ def check(
     worst = peak = 0.0
     own = reference.precision is OWN  # a model that rounds: what is computed from coarse numbers is as coarse
 
-    def see(key: Key, name: str, arguments: Any, outs: list[torch.Tensor]) -> None:
+    def see(key: OperatorKey, name: str, arguments: Any, outs: list[torch.Tensor]) -> None:
         nonlocal worst, peak, tolerance
         tolerance = max(tolerance, rounding(outs)) if own else tolerance
         expected = reference.values.get(key)
@@ -191,11 +197,11 @@ def check(
             difference, detail, peak = relative_difference(want, got, peak)
             worst = max(worst, difference)
             if not difference <= tolerance:
-                raise _Parted(Divergence(key[0], name, key, difference, detail))
+                raise _Diverged(Divergence(key[0], name, key, difference, detail))
 
     try:
         outputs = _forward(compact, example, run, see, reference.precision)
-    except _Parted as parted:
+    except _Diverged as parted:
         return parted.divergence.difference, replace(parted.divergence, line=line_of(parted))
     for want, got in zip_longest(reference.outputs, outputs):
         difference, detail = float("inf"), f"{len(outputs)} tensors in the output, expected {len(reference.outputs)}"
@@ -208,19 +214,21 @@ def check(
     return worst, None
 
 
-def following(reference: Reference, compact: nn.Module, example: tuple[Any, ...], run: Run) -> list[torch.Tensor]:
+def output_with_decisions(
+    reference: Reference, compact: nn.Module, example: tuple[Any, ...], run: TracedRun
+) -> list[torch.Tensor]:
     """Return the tensors of the compact model's output when rounding decides in it as it did in the masked model."""
 
-    def see(key: Key, name: str, arguments: Any, outs: list[torch.Tensor]) -> None:
+    def see(key: OperatorKey, name: str, arguments: Any, outs: list[torch.Tensor]) -> None:
         if key in reference.decisions:
             reference.decisions[key].follow(arguments, outs, TOLERANCE, 0.0)
 
     return _forward(compact, example, run, see, reference.precision)
 
 
-def watch(model: nn.Module, example: tuple[Any, ...], run: Run, see: See) -> None:
+def watch_operators(model: nn.Module, example: tuple[Any, ...], run: TracedRun, see: OnOperator) -> None:
     """Hand a model's operators to `see`, as far as it runs."""
-    with suppress(_Parted):
+    with suppress(_Diverged):
         _forward(model, example, run, see, AS_DOUBLE[0])
 
 
@@ -229,29 +237,71 @@ def _inside(path: str, norms: Container[str]) -> bool:
     return any(prefix in norms for prefix in accumulate(path.split("."), "{}.{}".format))
 
 
-class _Parted(Exception):
+class _Diverged(Exception):
     def __init__(self, divergence: Divergence) -> None:
         super().__init__(str(divergence))
         self.divergence = divergence
 
 
 def _forward(
-    model: nn.Module, example: tuple[Any, ...], run: Run, see: See, precision: Precision
+    model: nn.Module, example: tuple[Any, ...], run: TracedRun, see: OnOperator, precision: Precision
 ) -> list[torch.Tensor]:
     """Run a model with every operator seen, and return the tensors of its output."""
     stack = ModuleStack(model)
-    watch = _Watch(stack, see)
+    watch = _OperatorWatch(stack, see)
     gradients = torch.set_grad_enabled(run.gradients)
     with same_draws(model), mode_for_trace(model, run.training), stack, gradients, plain_attention(), precision():
         try:
             with watch:
                 output = call(model, example)
-        except _Parted as parted:
+        except _Diverged as parted:
             parted.divergence = replace(parted.divergence, after=watch.total)
             raise
         except Exception as error:
             module, reason = stack.current, reason_of(error)
             owner = stack.path_of(innermost_module(error))
             where = Divergence(module, "", (module, "", -1), float("inf"), reason, after=watch.total, owner=owner)
-            raise _Parted(where) from error
+            raise _Diverged(where) from error
     return [tensor.detach() for tensor in plain_in(output)]
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """One call that made whole numbers or booleans of floating-point values: a sort, a comparison, a suppression.
+
+    What it says may jump when its arguments differ by rounding alone, and everything behind it with it.
+    """
+
+    tensors: list[torch.Tensor]
+    settings: Any
+    outs: list[torch.Tensor]
+
+    def follow(self, arguments: Any, outs: Sequence[torch.Tensor], tolerance: float, peak: float) -> None:
+        """Write these results over another call's where that had the same arguments to the tolerance.
+
+        Args:
+            arguments: positional and named ones of the other call.
+            outs: its results, written in place.
+            peak: the largest value met so far in the run, see `relative_difference`.
+        """
+        if all(map(torch.equal, self.outs, outs)) or settings(arguments) != self.settings:
+            return
+        pairs = zip(self.tensors, tensors_in(arguments), strict=True)
+        if all(relative_difference(want, got, peak)[0] <= tolerance for want, got in pairs):
+            for want, got in zip(self.outs, outs, strict=True):
+                if not has_gradients(want):
+                    got.resize_(want.shape).copy_(want)
+
+
+def settings(arguments: Any) -> Any:
+    """Return the arguments with nothing left of their tensors but that they are some."""
+    return map_tensors(arguments, lambda tensor: torch.Tensor)  # type: ignore[arg-type, return-value]
+
+
+def decision(name: str, arguments: Any, outs: Sequence[torch.Tensor]) -> Decision | None:
+    """Return a call as a decision; None where its results do not jump, or where it wrote over what it was given."""
+    tensors = list(tensors_in(arguments))
+    jumps = any(map(has_gradients, tensors)) and not all(map(has_gradients, outs))
+    if not jumps or name.endswith("_") or any(tensor.is_meta for tensor in [*tensors, *outs]):
+        return None
+    return Decision([tensor.clone() for tensor in tensors], settings(arguments), [out.clone() for out in outs])

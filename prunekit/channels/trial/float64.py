@@ -3,19 +3,88 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from prunekit.channels.cut.model_copy import has_gradients, named_tensors, with_tensors
 from prunekit.channels.cut.slicing import KeptIndices, blank
-from prunekit.channels.tolerance import ROUNDING, TOLERANCE
-from prunekit.channels.tracing.dispatch_modes import AS_DOUBLE, OWN, Precision
+from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator
+from prunekit.channels.trial.tolerance import ROUNDING, TOLERANCE
 from prunekit.hooks.owner import HookOwner, after_forward, before_forward
 from prunekit.utils.tensors import map_tensors
+
+WIDE = {
+    torch.float32: torch.float64,
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.complex64: torch.complex128,
+}
+
+
+NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64}
+
+
+class _Widened(OperatorMode):
+    """Every operator that takes or makes narrower floats does it in float64.
+
+    So `x.float()` of a norm that computes in float32 does not round what is compared, and masks and grids made in
+    float32 do not meet float64 where torch wants one type.
+    """
+
+    def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        name = func._schema.name
+        if func.is_view and name != "aten::lift_fresh":  # the same memory: whoever computes with it widens it
+            return func(*args, **kwargs)
+        if name.endswith("_") and isinstance(args[0], torch.Tensor) and args[0].dtype in WIDE:
+            own = {WIDE[args[0].dtype]: args[0].dtype}
+            return func(args[0], *_changed(args[1:], own), **kwargs)
+        out = run_operator(func, _changed(args, WIDE), _changed(kwargs, WIDE))
+        return out if func._schema.is_mutable else _changed(out, WIDE)
+
+
+def _changed(value: Any, dtypes: dict[torch.dtype, torch.dtype]) -> Any:
+    """Return an operator's arguments or results with other types in place of some."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtypes[value.dtype]) if value.dtype in dtypes else value
+    if isinstance(value, torch.dtype):
+        return dtypes.get(value, value)
+    if isinstance(value, (tuple, list)):
+        return type(value)([_changed(item, dtypes) for item in value])
+    if isinstance(value, dict):
+        return {key: _changed(item, dtypes) for key, item in value.items()}
+    return value
+
+
+class _ReportedNarrow(TorchFunctionMode):
+    """Tensors in float64 say that they are float32, to code that asks for just that."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return NARROW.get(result, result) if isinstance(result, torch.dtype) else result
+
+
+@contextmanager
+def _reported_narrow() -> Iterator[None]:
+    with _Widened(), _ReportedNarrow():
+        yield
+
+
+Precision = Callable[[], AbstractContextManager[Any]]
+
+
+AS_DOUBLE: tuple[Precision, ...] = (_Widened, _reported_narrow)
+"""Ways to run a model in float64 that has its tensors and inputs in it, to be tried in this order."""
+
+
+OWN: Precision = nullcontext
+"""A model's own precision, whatever that is: operators that take float32 or bfloat16 alone run in no other."""
+
 
 Convert = Callable[[str, torch.Tensor], torch.Tensor]
 
@@ -41,12 +110,12 @@ def with_zeros(convert: Convert, kept: KeptIndices) -> Convert:
     return masked
 
 
-def doubled(model: nn.Module, convert: Convert) -> nn.Module:
+def float64_copy(model: nn.Module, convert: Convert) -> nn.Module:
     """Return a float64 copy of a model, with all its tensors converted at once."""
     return with_tensors(model, {name: convert(name, tensor) for name, tensor in named_tensors(model)})
 
 
-def as_double(
+def float64_inputs(
     example: tuple[Any, ...], dtype: torch.dtype | None = torch.float64, *, noise: bool = True
 ) -> tuple[Any, ...]:
     """Return the example in float64, or in its own precision with None; constant tensors, which hide much, become
@@ -66,7 +135,7 @@ def as_double(
 
 
 @dataclass(frozen=True)
-class Way:
+class RunPrecision:
     """One way to run two models that are compared.
 
     Attributes:
@@ -80,8 +149,8 @@ class Way:
     precision: Precision
 
     def inputs(self, example: tuple[Any, ...], *, noise: bool = True) -> tuple[Any, ...]:
-        """Return an example in this precision, see `as_double`."""
-        return as_double(example, self.dtype, noise=noise)
+        """Return an example in this precision, see `float64_inputs`."""
+        return float64_inputs(example, self.dtype, noise=noise)
 
     @property
     def tolerance(self) -> float:
@@ -89,15 +158,18 @@ class Way:
         return ROUNDING[torch.float32] if self.dtype is None else TOLERANCE
 
 
-WAYS = (*(Way(to_double, torch.float64, precision) for precision in AS_DOUBLE), Way(as_it_is, None, OWN))
+RUN_PRECISIONS = (
+    *(RunPrecision(to_double, torch.float64, precision) for precision in AS_DOUBLE),
+    RunPrecision(as_it_is, None, OWN),
+)
 """In the order in which they are to be tried: float64, and only for code that does not run in it what the model has."""
 
 
-class DoubledWhileRunning(HookOwner):
+class Float64WhileRunning(HookOwner):
     """Converts a module's own tensors when its forward begins and drops them when it ends.
 
     Memory stays that of the largest module, and stays warm. Tensors that another module than their owner uses are not
-    converted unless they are named: such a model fails or differs, and is then run from `doubled`.
+    converted unless they are named: such a model fails or differs, and is then run from `float64_copy`.
 
     Args:
         model: not changed: its structure is copied, without its weights.

@@ -31,7 +31,7 @@ from prunekit.channels.channel_map import ChannelMap, Keep, SizeAttribute
 from prunekit.channels.constraints import EqualParts
 from prunekit.channels.labels import Field, rows_along
 from prunekit.channels.rewrite.call_sites import (
-    Place,
+    CodePlace,
     Site,
     definition,
     frame_here,
@@ -42,10 +42,10 @@ from prunekit.channels.rewrite.call_sites import (
 )
 from prunekit.channels.rewrite.rewriter import integers, set_attributes, values_of
 from prunekit.channels.rewrite.size_expressions import StatedSizes, size_expressions
-from prunekit.channels.tracing.operators import Operator, Run
+from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
 from prunekit.channels.tracing.tracer import Trace, trace_model
-from prunekit.channels.trial.comparison import Divergence, Key, watch
-from prunekit.channels.trial.float64 import DoubledWhileRunning, as_double, to_double
+from prunekit.channels.trial.comparison import Divergence, OperatorKey, watch_operators
+from prunekit.channels.trial.float64 import Float64WhileRunning, float64_inputs, to_double
 from prunekit.errors import ModelError
 from prunekit.utils.inputs import batch_size_of
 from prunekit.utils.tensors import map_tensors
@@ -57,21 +57,23 @@ class BatchAxes:
     def __init__(self, model: nn.Module, trace: Trace, examples: list[tuple[Any, ...]]) -> None:
         self._model, self._trace, self._examples = model, trace, examples
 
-    def of(self, operator: Operator) -> frozenset[int]:
+    def of(self, operator: TracedOperator) -> frozenset[int]:
         """Return the axes of an operator's first result; the first one where a larger batch does not run."""
         return self._known.get(operator, frozenset([0]))
 
     @cached_property
-    def _known(self) -> dict[Operator, frozenset[int]]:
+    def _known(self) -> dict[TracedOperator, frozenset[int]]:
         try:
             both_modes = not all(run.repeats for run in self._trace.runs if run.training)
-            larger = trace_model(self._model, [twice(one) for one in self._examples], both_modes=both_modes)
+            larger = trace_model(
+                self._model, [with_doubled_batch(one) for one in self._examples], both_modes=both_modes
+            )
         except (ModelError, RuntimeError):
             return {}
         return dict(_compared(self._trace, larger))
 
 
-def _compared(trace: Trace, larger: Trace) -> Iterator[tuple[Operator, frozenset[int]]]:
+def _compared(trace: Trace, larger: Trace) -> Iterator[tuple[TracedOperator, frozenset[int]]]:
     """By place and how often it ran before: a larger batch needs other copies in between."""
     others = {(run.example, run.training): run for run in larger.runs}
     for run in trace.runs:
@@ -85,7 +87,7 @@ def _compared(trace: Trace, larger: Trace) -> Iterator[tuple[Operator, frozenset
                 yield operator, frozenset(axis for axis, (size, more) in axes if size != more)
 
 
-def _by_place(run: Run) -> Iterator[tuple[Any, Operator]]:
+def _by_place(run: TracedRun) -> Iterator[tuple[Any, TracedOperator]]:
     counts: Counter[Any] = Counter()
     for operator in run.operators:
         if operator.site is not None:
@@ -94,7 +96,7 @@ def _by_place(run: Run) -> Iterator[tuple[Any, Operator]]:
             counts[place] += 1
 
 
-def twice(example: tuple[Any, ...]) -> Any:
+def with_doubled_batch(example: tuple[Any, ...]) -> Any:
     """Return an example input with its batch twice."""
     batch = batch_size_of(example)
 
@@ -104,28 +106,28 @@ def twice(example: tuple[Any, ...]) -> Any:
     return map_tensors(example, larger)
 
 
-Numbers = dict[tuple[str, Place], int]
+Numbers = dict[tuple[str, CodePlace], int]
 """Path of a module and a place in one of its methods -> the number there."""
 
 
-class Scales:
+class ScaleSearch:
     """Compares the numbers in a model's Python with those in the Python of a compact one."""
 
     def __init__(self, model: nn.Module, examples: list[tuple[Any, ...]]) -> None:
         self._model, self._examples = model, examples
 
-    def at(self, divergence: Divergence, run: Run, compact: nn.Module) -> list[SizeAttribute]:
+    def at(self, divergence: Divergence, run: TracedRun, compact: nn.Module) -> list[SizeAttribute]:
         """Return numbers that other widths changed where values part, as sizes that no plan changes.
 
         In all modules of the class that computes with them.
         """
-        example = as_double(self._examples[run.example])
+        example = float64_inputs(self._examples[run.example])
         small = self._numbers(compact, example, run, divergence.key) if divergence.operator else {}
         dense = self._numbers(self._model, example, run) if small else {}
         changed = {key for key, value in small.items() if dense.get(key, value) != value}
         if not changed:
             return []
-        larger = self._numbers(self._model, twice(example), run)
+        larger = self._numbers(self._model, with_doubled_batch(example), run)
         classes = {type(self._model.get_submodule(path)) for path, _ in changed}
         places = {place for _, place in changed}
         return [
@@ -135,13 +137,15 @@ class Scales:
             if larger.get((path, place)) == value
         ]
 
-    def _numbers(self, model: nn.Module, example: tuple[Any, ...], run: Run, at: Key | None = None) -> Numbers:
+    def _numbers(
+        self, model: nn.Module, example: tuple[Any, ...], run: TracedRun, at: OperatorKey | None = None
+    ) -> Numbers:
         """Return what a forward pass computes with, at one operator or at all of them, as far as the model runs."""
-        with DoubledWhileRunning(model, to_double, borrowed=run.borrowed) as running:
+        with Float64WhileRunning(model, to_double, borrowed=run.borrowed) as running:
             paths = {module: path for path, module in running.model.named_modules()}
             numbers: Numbers = {}
 
-            def see(key: Key, *_: Any) -> None:
+            def see(key: OperatorKey, *_: Any) -> None:
                 found = frame_here(sys._getframe(3)) if at in (None, key) else None
                 if found is not None:
                     frame, method, owner = found
@@ -149,11 +153,11 @@ class Scales:
                         for place, value in _numbers_in(node, method, frame.f_locals):
                             numbers[paths[owner], place] = value
 
-            watch(running.model, example, run, see)
+            watch_operators(running.model, example, run, see)
         return numbers
 
 
-def _numbers_in(node: ast.expr, method: CodeType, names: Mapping[str, Any]) -> Iterator[tuple[Place, int]]:
+def _numbers_in(node: ast.expr, method: CodeType, names: Mapping[str, Any]) -> Iterator[tuple[CodePlace, int]]:
     """Whole numbers that an expression reads off variables and shapes; a variable's own expression where it is none."""
     for part in ast.walk(node):
         value = _value(part, names)
@@ -182,7 +186,7 @@ def _value(node: ast.AST, names: Mapping[str, Any]) -> Any:
 
 
 @dataclass(frozen=True)
-class Option:
+class SizeOption:
     """An attribute, and the axis it may be the size of: of a field at an operator, both counted within the module."""
 
     name: str
@@ -192,8 +196,8 @@ class Option:
     axis: int
 
 
-Failure = tuple[Divergence, Run]
-Trial = tuple[float, Failure | None]
+Failure = tuple[Divergence, TracedRun]
+Outcome = tuple[float, Failure | None]
 Found = tuple[list[SizeAttribute], Failure | None]
 """Attributes, and where the models part with them."""
 
@@ -220,8 +224,8 @@ class SizeSearch:
     channel_map: ChannelMap
     keep: Keep
     batches: BatchAxes
-    scales: Scales
-    attempt: Callable[[], Trial]
+    scales: ScaleSearch
+    attempt: Callable[[], Outcome]
     plain: bool = False
     withheld: bool = False
     difference: float | None = None
@@ -240,7 +244,7 @@ class SizeSearch:
         elif numbers and self._helps(failed, numbers):
             return numbers
         path = failed[0].module
-        operators: dict[str, list[Operator]] = {}
+        operators: dict[str, list[TracedOperator]] = {}
         for operator in failed[1].operators:
             operators.setdefault(operator.module, []).append(operator)
         while True:
@@ -249,7 +253,9 @@ class SizeSearch:
                 return found
             path = path.rpartition(".")[0]
 
-    def _unstated(self, path: str, failed: Failure, operators: Mapping[str, list[Operator]]) -> list[SizeAttribute]:
+    def _unstated(
+        self, path: str, failed: Failure, operators: Mapping[str, list[TracedOperator]]
+    ) -> list[SizeAttribute]:
         """Return attributes whose meaning no expression tells, alone or together with what expressions tell."""
         if self.equal:
             return []
@@ -257,7 +263,7 @@ class SizeSearch:
         passed = reached is None or reached[0].module not in (path, failed[0].module)
         return found if passed else self._stated(path, failed, found) if found else []
 
-    def _within(self, path: str, failed: Failure, operators: Mapping[str, list[Operator]]) -> Found:
+    def _within(self, path: str, failed: Failure, operators: Mapping[str, list[TracedOperator]]) -> Found:
         """Take one attribute after the other, each time the one that gets furthest, until the module is passed."""
         if path == failed[0].module and path not in operators:  # it only looks at sizes before it calls its parts
             operators = {**operators, path: within(path, failed[1])}
@@ -291,7 +297,7 @@ class SizeSearch:
         self.equal = stated.equal if new else []
         choices = [stated.as_attributes(self.model), new] if new and (self.plain or not self.equal) else []
         if self.plain:
-            allowed = [choice for choice in choices if all(Place.named(size.name) is None for size in choice)]
+            allowed = [choice for choice in choices if all(CodePlace.named(size.name) is None for size in choice)]
             self.equal, self.withheld = (), self.withheld or len(allowed) < len(choices)
             choices = allowed
         for choice in choices:
@@ -336,7 +342,7 @@ class SizeSearch:
         self.difference = difference if failure is None else None
         return failure
 
-    def _options(self, path: str, operators: Sequence[Operator]) -> Iterator[Option]:
+    def _options(self, path: str, operators: Sequence[TracedOperator]) -> Iterator[SizeOption]:
         """Yield every integer of a module that equals the old size of a resized axis, once for each new size."""
         known = {(size.module, size.name, size.position) for size in self.channel_map.sizes}
         for name, value in vars(self.model.get_submodule(path)).items():
@@ -352,16 +358,20 @@ class SizeSearch:
         dense, compact = (vars(model.get_submodule(path)) for model in (self.model, self.compact))
         return bool(integers(dense.get(name)) is None or compact.get(name) == dense.get(name))
 
-    def _meanings(self, name: str, position: int | None, old: int, operators: Sequence[Operator]) -> Iterator[Option]:
+    def _meanings(
+        self, name: str, position: int | None, old: int, operators: Sequence[TracedOperator]
+    ) -> Iterator[SizeOption]:
         seen = {old}
         for i, j, labeled, axis in axes_of_size(operators, old):
             labels = self.channel_map.resolve(labeled)
             new = SizeAttribute("", name, position, rows_along(labels, axis)).kept(self.keep)
             if new not in seen:
                 seen.add(new)
-                yield Option(name, position, i, j, axis)
+                yield SizeOption(name, position, i, j, axis)
 
-    def _everywhere(self, path: str, option: Option, operators: Mapping[str, list[Operator]]) -> list[SizeAttribute]:
+    def _everywhere(
+        self, path: str, option: SizeOption, operators: Mapping[str, list[TracedOperator]]
+    ) -> list[SizeAttribute]:
         """Return an option for a module and for all others of its class that have the same value on the same axis."""
         cls, found = type(self.model.get_submodule(path)), []
         for other, module in self.model.named_modules():
@@ -377,18 +387,18 @@ class SizeSearch:
         return found
 
 
-def within(path: str, run: Run) -> list[Operator]:
+def within(path: str, run: TracedRun) -> list[TracedOperator]:
     """Return the operators of a module and of all its parts."""
     return [operator for operator in run.operators if f"{operator.module}.".startswith(f"{path}." if path else "")]
 
 
-def axes_of_size(operators: Iterable[Operator], size: int) -> Iterator[tuple[int, int, Field, int]]:
+def axes_of_size(operators: Iterable[TracedOperator], size: int) -> Iterator[tuple[int, int, Field, int]]:
     """Yield labeled axes of a size: the number of the operator, that of the field there, the field, and the axis."""
     for i, operator in enumerate(operators):
         for j, labeled in enumerate(fields_at(operator)):
             yield from ((i, j, labeled, axis) for axis in labeled.span if labeled.labels.shape[axis] == size)
 
 
-def fields_at(operator: Operator) -> list[Field]:
+def fields_at(operator: TracedOperator) -> list[Field]:
     """Return the fields of what an operator took and gave."""
     return [*operator.inputs, *(one for fields in operator.outputs for one in fields)]

@@ -28,12 +28,18 @@ from prunekit.channels.cut.slicing import KeptIndices
 from prunekit.channels.labels import rows_along
 from prunekit.channels.rewrite.call_sites import definition, nodes_of_sizes
 from prunekit.channels.rewrite.rewriter import integers, original_of, set_attributes, values_of
-from prunekit.channels.tolerance import TOLERANCE, relative_difference
-from prunekit.channels.tracing.dispatch_modes import AS_DOUBLE
 from prunekit.channels.tracing.execution import ModuleStack, mode_for_trace, plain_attention
-from prunekit.channels.tracing.operators import Operator, Run
-from prunekit.channels.trial.float64 import WAYS, DoubledWhileRunning, as_double, doubled, to_double
+from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
+from prunekit.channels.trial.float64 import (
+    AS_DOUBLE,
+    RUN_PRECISIONS,
+    Float64WhileRunning,
+    float64_copy,
+    float64_inputs,
+    to_double,
+)
 from prunekit.channels.trial.size_search import axes_of_size, within
+from prunekit.channels.trial.tolerance import TOLERANCE, relative_difference
 from prunekit.utils.context import seeded, training_mode
 from prunekit.utils.display import listed
 from prunekit.utils.inputs import call
@@ -48,7 +54,7 @@ Holder = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Unseen:
+class UntracedSizes:
     """What methods that the examples don't run need.
 
     Attributes:
@@ -60,14 +66,14 @@ class Unseen:
     notes: tuple[str, ...] = ()
 
 
-def unseen_sizes(
+def untraced_sizes(
     model: nn.Module,
     compact: nn.Module,
     channel_map: ChannelMap,
     keep: Keep,
     kept: KeptIndices,
     examples: list[tuple[Any, ...]],
-) -> Unseen:
+) -> UntracedSizes:
     """Look through the methods of a compact model's own classes that its trial didn't run.
 
     Args:
@@ -76,12 +82,12 @@ def unseen_sizes(
         kept: as made by `kept_indices`.
         examples: inputs as for the trace.
     """
-    search = _Search(model, compact, channel_map, keep, kept, examples)
-    return search.result() if search.found else Unseen()
+    search = _UntracedSearch(model, compact, channel_map, keep, kept, examples)
+    return search.result() if search.found else UntracedSizes()
 
 
 @dataclass(eq=False)
-class _Search:
+class _UntracedSearch:
     model: nn.Module
     compact: nn.Module
     channel_map: ChannelMap
@@ -110,7 +116,7 @@ class _Search:
                     self.found.setdefault(path, {})[name] = method
                     others.add((type(module), name))
 
-    def result(self) -> Unseen:
+    def result(self) -> UntracedSizes:
         """Run what can be run, and names the rest."""
         lines = self._lines_run()
         self._read = {
@@ -135,7 +141,7 @@ class _Search:
             for name, method in methods.items():
                 if (path, name) not in settled:
                     self._note_reads(path, name, method, lines.get(method.__code__, set()), follow)
-        return Unseen(tuple(self._known.values()), tuple(_in_words(self._notes)))
+        return UntracedSizes(tuple(self._known.values()), tuple(_in_words(self._notes)))
 
     def _holders(self, path: str, method: FunctionType) -> list[Holder]:
         """Return attributes that a method, or one that it calls, reads and that may hold a size of a resized axis."""
@@ -163,7 +169,9 @@ class _Search:
             self._values[holder, path] = [sizes for sizes in every if sizes]
         return [] if holder in self._read else self._values[holder, path]
 
-    def _sizes(self, holder: Holder, position: int | None, old: int, where: list[Operator]) -> list[SizeAttribute]:
+    def _sizes(
+        self, holder: Holder, position: int | None, old: int, where: list[TracedOperator]
+    ) -> list[SizeAttribute]:
         found: dict[int, SizeAttribute] = {}
         for *_, labeled, axis in axes_of_size(where, old):
             size = SizeAttribute(*holder, position, rows_along(labeled.labels, axis))
@@ -188,8 +196,8 @@ class _Search:
 
         before = sys.gettrace()
         for run in self.channel_map.traced.trace.runs:
-            for way in (WAYS[-1], WAYS[0]):
-                running, example = doubled(self.compact, way.convert), way.inputs(self.examples[run.example])
+            for way in (RUN_PRECISIONS[-1], RUN_PRECISIONS[0]):
+                running, example = float64_copy(self.compact, way.convert), way.inputs(self.examples[run.example])
                 modes = mode_for_trace(running, run.training), torch.no_grad(), plain_attention(), way.precision()
                 with ExitStack() as stack, suppress(Exception):  # of a model whose code asks for the other precision
                     for mode in (seeded(0), *modes):
@@ -212,18 +220,18 @@ class _Search:
                 if isinstance(own, FunctionType) and own.__code__ is not method.__code__:
                     yield method, own.__code__
 
-    def _proven(self, missed: Mapping[str, Mapping[str, FunctionType]], run: Run) -> Iterator[tuple[str, str]]:
+    def _proven(self, missed: Mapping[str, Mapping[str, FunctionType]], run: TracedRun) -> Iterator[tuple[str, str]]:
         """Yield methods that do what forward does in the dense model; takes in the sizes that this takes in the compact
         one.
 
         Parts come before what they are parts of, whose methods call theirs.
         """
-        called = _calls(self.model, missed, as_double(self.examples[run.example]), run)
-        again = _calls(self.compact, called, as_double(self.examples[run.example]), run)
+        called = _calls(self.model, missed, float64_inputs(self.examples[run.example]), run)
+        again = _calls(self.compact, called, float64_inputs(self.examples[run.example]), run)
         for path, name in sorted(_pairs(again, missed), key=lambda pair: -pair[0].count(".")):
             method, module = missed[path][name], self.model.get_submodule(path)
             changes = _way_to_run(module, method) is True
-            if not _does_the_same(doubled(module, to_double), name, called[path], changes=changes):
+            if not _does_the_same(float64_copy(module, to_double), name, called[path], changes=changes):
                 continue
             for choice in self._choices(path, method):
                 if _does_the_same(self._with(path, choice), name, again[path], changes=changes):
@@ -248,7 +256,7 @@ class _Search:
 
     def _with(self, path: str, choice: list[SizeAttribute]) -> nn.Module:
         """Return a copy of a module of the compact model in float64, with other values of attributes in it."""
-        twin = doubled(self.compact.get_submodule(path), to_double)
+        twin = float64_copy(self.compact.get_submodule(path), to_double)
         final = self.channel_map.traced.final
         inside = len(path) + 1 if path else 0
         before = [size for size in self._known.values() if f"{size.module}.".startswith(f"{path}." if path else "")]
@@ -351,7 +359,7 @@ def _changes_its_module(function: ast.FunctionDef) -> bool:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _ForwardCall:
     """One call of a module: what it got, and what it gave."""
 
     arguments: tuple[Any, ...]
@@ -359,10 +367,10 @@ class _Call:
     outputs: list[torch.Tensor]
 
 
-def _calls(model: nn.Module, paths: Iterable[str], example: tuple[Any, ...], run: Run) -> dict[str, _Call]:
+def _calls(model: nn.Module, paths: Iterable[str], example: tuple[Any, ...], run: TracedRun) -> dict[str, _ForwardCall]:
     """Return the first call of each of some modules in a forward pass in eval mode and float64."""
     given: dict[str, Any] = {}
-    found: dict[str, _Call] = {}
+    found: dict[str, _ForwardCall] = {}
     wanted = set(paths)
 
     def enter(path: str, module: nn.Module, inputs: Any) -> None:
@@ -372,9 +380,9 @@ def _calls(model: nn.Module, paths: Iterable[str], example: tuple[Any, ...], run
     def leave(path: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if path in given and path not in found:
             outputs = [tensor.clone() for tensor in gather(output)]
-            found[path] = _Call(given[path][0], given[path][1], outputs)
+            found[path] = _ForwardCall(given[path][0], given[path][1], outputs)
 
-    with seeded(0), DoubledWhileRunning(model, to_double, borrowed=run.borrowed) as running:
+    with seeded(0), Float64WhileRunning(model, to_double, borrowed=run.borrowed) as running:
         stack = ModuleStack(running.model, enter, leave)
         with suppress(Exception), _evaluating(running.model), stack:  # of a model that does not run in float64
             call(running.model, example)
@@ -387,7 +395,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _does_the_same(twin: nn.Module, name: str, call: _Call, *, changes: bool) -> bool:
+def _does_the_same(twin: nn.Module, name: str, call: _ForwardCall, *, changes: bool) -> bool:
     """Return whether a method gives what forward gave, or leaves a module behind that does; it may change the
     module.
     """

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.tracing.dispatch_modes import OperatorMode, run_operator
 from prunekit.channels.tracing.execution import ModuleStack
+from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator
 from prunekit.channels.tracing.tracer import channel_axis
 from prunekit.hooks.hook import never_called
 from prunekit.hooks.owner import HookOwner

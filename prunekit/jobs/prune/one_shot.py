@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.channels.channel_map import ChannelMap
-from prunekit.channels.tracing.dispatch_modes import HALF
+from prunekit.channels.tracing.tracer import HALF
 from prunekit.compaction.compact_model import compact, remarks
 from prunekit.criteria.criterion import get_criterion
 from prunekit.deploy.subnormals import Flushed, without_subnormals

@@ -10,10 +10,10 @@ from typing import Any, Self
 from torch import nn
 
 from prunekit.channels.channel_map import ChannelMap, Keep
-from prunekit.channels.cut.model_copy import is_inside
 from prunekit.channels.cut.model_match import require_model
 from prunekit.channels.trace import trace
-from prunekit.channels.trial.trial import settle, with_unseen_sizes
+from prunekit.channels.tracing.fused_modules import is_inside
+from prunekit.channels.trial.trial import run_trial, with_untraced_sizes
 from prunekit.criteria.criterion import get_criterion
 from prunekit.criteria.elimination import weighted_output_count
 from prunekit.criteria.scoring import normalize, score
@@ -335,8 +335,10 @@ class PlanSearch:
         """
         draft = _Draft(self, settings, inputs)
         with paused_garbage_collection():
-            settled = settle(self.model, channel_map, draft.choose, list(self.examples), plain=settings.plain_classes)
-            settled, unseen = with_unseen_sizes(self.model, settled, list(self.examples))
+            settled = run_trial(
+                self.model, channel_map, draft.choose, list(self.examples), plain=settings.plain_classes
+            )
+            settled, unseen = with_untraced_sizes(self.model, settled, list(self.examples))
         chart, known = settled.channel_map, set(self.channel_map.locks)
         added = tuple(f"{lock.module} ({lock.operator}): {lock.reason}" for lock in chart.locks if lock not in known)
         plan = replace(draft.plan, channel_map=chart)  # which also knows what the last trial found out

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.tracing.dispatch_modes import OperatorMode, run_operator
 from prunekit.channels.tracing.execution import ModuleStack
+from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator
 from prunekit.measure.latency.timing import Timer
 from prunekit.measure.operator_costs import bytes_moved, is_idle, macs_of, subnormals
 from prunekit.utils.inputs import call

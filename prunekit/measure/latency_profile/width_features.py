@@ -11,7 +11,7 @@ import torch
 
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.labels import Labels, apart
-from prunekit.channels.tracing.operators import Operator
+from prunekit.channels.tracing.traced_run import TracedOperator
 
 MOST = 8
 """Products of a module that are told apart; those of one with more are added up by their number of factors."""
@@ -107,7 +107,7 @@ def _added_up(products: list[Product]) -> Iterator[Product]:
         yield Product(tuple(one.weights[0] for one in alike), tuple(one.factors[0] for one in alike))
 
 
-def _written(operator: Operator) -> Iterator[tuple[float, tuple[Labels, ...]]]:
+def _written(operator: TracedOperator) -> Iterator[tuple[float, tuple[Labels, ...]]]:
     """Yield the elements of every result: a constant, and labels of each width."""
     for shape, fields in zip(operator.call[2], operator.outputs, strict=True):
         factors, covered = apart(fields)

@@ -23,26 +23,26 @@ from prunekit import registries as vocabulary
 from prunekit.channels.cut.model_copy import named_tensors, with_tensors
 from prunekit.channels.labels import Field, Labels, apart
 from prunekit.channels.rewrite.substitutes import substitute_all
-from prunekit.channels.tracing.dispatch_modes import OperatorMode, run_operator
 from prunekit.channels.tracing.execution import ModuleStack, without_fast_path
-from prunekit.channels.tracing.operators import Operator
+from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator
 from prunekit.channels.tracing.storages import memory_of, parts_of, shape_of, storage_of
+from prunekit.channels.tracing.traced_run import TracedOperator
 from prunekit.channels.tracing.tracer import Trace
 from prunekit.errors import ModelError, reason_of
 from prunekit.utils.context import paused_garbage_collection, seeded, training_mode
 from prunekit.utils.inputs import batch_size_of, call
 from prunekit.utils.tensors import gather, map_tensors
 
-Place = tuple[int, int]
+TensorId = tuple[int, int]
 """A tensor: the number of the operator that returned it, and which of its results it is."""
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, full) for name, full in vocabulary.DTYPES.items()}
 
 
 @dataclass(eq=False, slots=True)
-class Piece:
+class Allocation:
     """A piece of memory, alive while operators `made[0]` to `last` run; `shape` is that of its first tensor."""
 
-    made: Place
+    made: TensorId
     shape: tuple[int, ...]
     element_bytes: int
     bytes: int
@@ -50,12 +50,12 @@ class Piece:
 
 
 @dataclass(eq=False, slots=True)
-class Step:
+class RecordedOperator:
     """One call of an operator that returned tensors."""
 
     name: str
     module: str
-    inputs: tuple[Place | None, ...]  # None: of the model itself, or given to it
+    inputs: tuple[TensorId | None, ...]  # None: of the model itself, or given to it
     shapes: tuple[tuple[int, ...], ...]
 
 
@@ -71,8 +71,8 @@ class Recording:
 
     given_bytes: int = 0
     inputs_bytes: int = 0
-    steps: list[Step] = field(default_factory=list)
-    pieces: list[Piece] = field(default_factory=list)
+    steps: list[RecordedOperator] = field(default_factory=list)
+    pieces: list[Allocation] = field(default_factory=list)
 
     @property
     def alive(self) -> NDArray[np.bool_]:
@@ -89,14 +89,14 @@ class Recording:
         return self.given_bytes + int((self.alive @ sizes).max(initial=0))
 
 
-class _Recorder(OperatorMode):
+class _MemoryRecorder(OperatorMode):
     """Notes every operator that runs inside it, and is told when a piece of memory is let go."""
 
     def __init__(self, recording: Recording, stack: ModuleStack, given: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.recording, self.stack = recording, stack
         self._given = {memory_of(tensor) for tensor in given}
-        self._alive: dict[int, tuple[Piece, Any]] = {}
+        self._alive: dict[int, tuple[Allocation, Any]] = {}
 
     def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         out = run_operator(func, args, kwargs)
@@ -111,17 +111,17 @@ class _Recorder(OperatorMode):
             steps = self.recording.steps
             known = tuple(getattr(tensor, "_prunekit_place", None) for tensor in inputs)
             shapes = tuple(tuple(shape_of(tensor)) for tensor in outs)
-            steps.append(Step(name, self.stack.current, known, shapes))
+            steps.append(RecordedOperator(name, self.stack.current, known, shapes))
             for index, tensor in enumerate(outs):
                 place = tensor._prunekit_place = (len(steps) - 1, index)  # type: ignore[attr-defined]
                 for part in parts_of(tensor):
                     self._note(part, place)
 
-    def _note(self, tensor: torch.Tensor, place: Place) -> None:
+    def _note(self, tensor: torch.Tensor, place: TensorId) -> None:
         storage, key = storage_of(tensor), memory_of(tensor)
         if storage is None or key in self._given or key in self._alive:
             return
-        piece = Piece(place, tuple(tensor.shape), tensor.element_size(), storage.nbytes(), -1)
+        piece = Allocation(place, tuple(tensor.shape), tensor.element_size(), storage.nbytes(), -1)
         self.recording.pieces.append(piece)
         self._alive[key] = piece, weakref.ref(storage, self._let_go(key))
 
@@ -139,7 +139,7 @@ class _Recorder(OperatorMode):
         self._alive.clear()
 
 
-def record(
+def record_memory(
     model: nn.Module,
     example: tuple[Any, ...],
     batch: int = 1,
@@ -209,7 +209,7 @@ def _recorded(model: nn.Module, example: tuple[Any, ...], wanted: _Wanted, *, fa
     own, taken = [tensor for _, tensor in named_tensors(clone)], gather(inputs)
     recording = Recording(_bytes([*own, *taken]), _bytes(taken))
     stack = ModuleStack(clone)
-    recorder = _Recorder(recording, stack, [*own, *taken])
+    recorder = _MemoryRecorder(recording, stack, [*own, *taken])
     with training_mode(clone, False), stack, mode if fake else torch.no_grad(), recorder:
         output = call(clone, inputs)
     recorder.finish()
@@ -227,7 +227,7 @@ Shape = Sequence[int]
 Fields = tuple[Field, ...]
 
 
-def recognized(trace: Trace, recording: Recording, batch: int) -> dict[Place, Fields]:
+def fields_of_recording(trace: Trace, recording: Recording, batch: int) -> dict[TensorId, Fields]:
     """Return the fields of every tensor, in the numbering of the trace; none where they are not known.
 
     The trace saw attention without its fused kernels, and another batch, which may need other copies in between. What
@@ -238,7 +238,7 @@ def recognized(trace: Trace, recording: Recording, batch: int) -> dict[Place, Fi
     """
     first = batch_size_of(trace.example)
     traced = [operator for operator in trace.runs[0].operators if operator.call[2]]
-    found: dict[Place, Fields] = {}
+    found: dict[TensorId, Fields] = {}
     ours = [(operator.module, operator.name, *map(len, operator.call[2])) for operator in traced]
     theirs = [(step.module, step.name, *map(len, step.shapes)) for step in recording.steps]
     for tag, begin, end, start, stop in SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes():
@@ -257,7 +257,7 @@ def _fits(field: Field, shape: Shape) -> bool:
     return field.labels.ndim == len(shape) and all(field.labels.shape[axis] == shape[axis] for axis in field.span)
 
 
-def _in_its_place(operators: Sequence[Operator], shape: Shape, batches: tuple[int, int]) -> Fields:
+def _in_its_place(operators: Sequence[TracedOperator], shape: Shape, batches: tuple[int, int]) -> Fields:
     """Return the fields of the last tensor of that shape; or of one that has one more axis, along which they do not
     differ.
     """
@@ -279,7 +279,7 @@ def _alike(traced: Shape, shape: Shape, batches: tuple[int, int]) -> bool:
     return all(a == b or a * batch == b * first for a, b in zip(traced, shape, strict=True))
 
 
-def _passed_on(step: Step, shape: Shape, found: dict[Place, Fields]) -> Fields:
+def _passed_on(step: RecordedOperator, shape: Shape, found: dict[TensorId, Fields]) -> Fields:
     """Return the fields of an input that they fit: of a copy."""
     for place in step.inputs:
         fields = found.get(place, ()) if place is not None else ()
@@ -319,7 +319,7 @@ def memory_table(trace: Trace, batch: int, dtype: str) -> MemoryTable:
     It is counted once, and remembered with the trace.
 
     Args:
-        batch, dtype: as for `record`.
+        batch, dtype: as for `record_memory`.
 
     Raises:
         ModelError: the model does not run on that.
@@ -331,7 +331,7 @@ def memory_table(trace: Trace, batch: int, dtype: str) -> MemoryTable:
 
 
 def _table(trace: Trace, batch: int, dtype: str) -> MemoryTable:
-    recording = record(trace.model(), trace.example, batch, dtype, prepare=substitute_all)
+    recording = record_memory(trace.model(), trace.example, batch, dtype, prepare=substitute_all)
     union = trace.flow.union
     column: dict[tuple[bytes, ...], int] = {}
     factors: list[tuple[Labels, ...]] = []
@@ -357,7 +357,7 @@ def _given(trace: Trace, recording: Recording, dtype: str) -> Iterator[_Sized]:
 
 
 def _made(trace: Trace, recording: Recording, batch: int) -> Iterator[_Sized]:
-    fields = recognized(trace, recording, batch)
+    fields = fields_of_recording(trace, recording, batch)
     for piece, alive in zip(recording.pieces, recording.alive.T, strict=True):
         factors, covered = apart(fields[piece.made])
         rest = np.prod([piece.shape[axis] for axis in covered], dtype=np.float64)

@@ -1,6 +1,7 @@
-"""How labels flow: what happens to fields that meet, element by element or along an axis that is summed over.
+"""Label flow: the labels on every tensor of a traced run, and what happens to them where tensors meet.
 
-What a trace knows while labels flow: the fields of every tensor, merges and locks, constraints and costs.
+Every rule is given the one `LabelFlow` of its trace: it reads the fields of what goes into an operator, and sets those
+of what comes out; on the way it merges and locks labels, leaves constraints, and counts multiply-accumulates.
 """
 
 from __future__ import annotations
@@ -16,20 +17,30 @@ from prunekit.channels.constraints import NOT_ZERO, Constraint, Contracted, Flat
 from prunekit.channels.labels import LOCKED, Field, Labels, LabelUnion, MacTerm, apart
 from prunekit.channels.tracing.execution import ModuleCall
 
+Shape = tuple[int, ...]
+Operand = tuple[Shape, Sequence[Field]]
+Fields = set[Field]
+MEETS_FIXED = "meets an axis whose size no parameter decides, such as one of the input"
 
-class FlowState:
-    """State of one trace, handed to every rule.
+
+class LabelFlow:
+    """The state of one trace, and the operations that rules share.
 
     Fields are kept on the tensors themselves, so they live exactly as long as the tensor does.
 
     Attributes:
-        owner: what marks fields of this trace.
-        model: the one that is traced, with the sizes that its modules remember.
+        model: the traced model, with the sizes that its modules remember.
+        owner: marks the fields of this trace.
+        union: which labels are merged, and which are locked.
         first_made: labels from here on are of tensors that the forward pass made, not of parameters.
-        substituted: paths of modules whose equivalents are followed: the operators of the model's own are others.
-        divided: of axes of parameters that are divided by the norm of what lies on each of their labels: it must not
-            be zero, and need not, because a factor beside it is.
-        module, operator: what runs now.
+        locks: every lock with its reason.
+        constraints: those that are solved once the trace is complete.
+        statistics: by module path, reductions over labeled axes in modules that may be norms.
+        macs: multiply-accumulates of every operator.
+        substituted: paths of modules whose equivalents run in their place.
+        divided: labels of axes of parameters whose slices are divided by their own norm: it must not be zero where a
+            channel is removed, and need not be, because a factor of the result is.
+        module, operator: which module and operator run now.
         call: which of the calls of that module it is.
     """
 
@@ -51,19 +62,17 @@ class FlowState:
         self.call: ModuleCall | None = None
 
     def fields(self, tensor: Any) -> tuple[Field, ...]:
-        """Return the fields of a tensor; none for anything else, and none that another trace left on a tensor that
-        stayed.
-        """
+        """Return the fields of a tensor that this trace set; none for anything but a tensor."""
         owner, found = getattr(tensor, "_prunekit_fields", (None, ()))
         return found if owner is self.owner else ()
 
     def set(self, tensor: torch.Tensor, fields: Iterable[Field]) -> None:
-        """Give a tensor its fields; those without any span are dropped."""
+        """Set the fields of a tensor, without those that lie on no axis."""
         kept = tuple([field for field in fields if field.labels.size > 1])
         tensor._prunekit_fields = self.owner, kept  # type: ignore[attr-defined]
 
     def lock(self, fields: Iterable[Field | Labels | None], reason: str) -> None:
-        """Locks every label of some fields and remembers why and where."""
+        """Lock every label of some fields, with the reason and the running operator."""
         for field in fields:
             labels = field.labels if isinstance(field, Field) else field
             if labels is not None and labels.size:
@@ -72,14 +81,14 @@ class FlowState:
                 self.union.lock(labels)
 
     def _only_made(self, labels: Labels) -> bool:
-        """Return whether no parameter has any of these labels: their lock means nothing to a user."""
+        """Return whether no parameter has any of these labels: a user need not know of their lock."""
         if self.first_made is None or labels.min() < self.first_made:
             return False
         roots = self.union.find(labels)
         return bool(((roots >= self.first_made) | (roots == LOCKED)).all())
 
     def is_made(self, field: Field) -> bool:
-        """Return whether a field has only labels of tensors that the forward pass made: it takes on any other axis."""
+        """Return whether a field has only labels of tensors that the forward pass made: it may meet any other axis."""
         return self.first_made is not None and bool(field.labels.min() >= self.first_made)
 
     def record(self, labels: Labels, reason: str) -> LockRecord:
@@ -87,39 +96,42 @@ class FlowState:
         return LockRecord(reason, self.module, self.operator, labels.reshape(-1), call=self.call)
 
     def lock_if_read(self, tensor: torch.Tensor, labels: Labels, reason: str) -> None:
-        """Locks labels once an operator or the model's output takes a tensor, which few callers of attention do."""
+        """Lock labels once an operator or the model's output reads a tensor: few callers read attention's weights."""
         tensor._prunekit_unread = self.record(labels, reason)  # type: ignore[attr-defined]
 
     def read(self, tensor: torch.Tensor) -> None:
-        """Notes that something takes a tensor."""
+        """Take note that an operator or the model's output reads a tensor."""
         record = getattr(tensor, "_prunekit_unread", None)
         if record is not None:
             self.union.lock(record.labels)
             self.locks.append(record)
 
     def take_statistics(self, field: Field, reason: str | None) -> None:
-        """Notes that the running module reduces over all of a labeled axis: its end decides, see `NormWatch`.
+        """Take note that the running module reduces over all of a labeled axis; see `NormFinder` for what follows.
 
         Args:
-            reason: for the lock if the module is not a norm; None where removed zeros do no harm then.
+            field: lies on that axis.
+            reason: of the lock if the module turns out to be no norm; None if removed zeros do no harm then.
         """
         taken = self.statistics.setdefault(self.module, [])
         if reason is not None:
             taken.append(self.record(field.labels, reason))
 
     def fix(self, labels: Labels | None) -> None:
-        """Locks labels that no user would expect to prune, such as a kernel's height: not reported."""
+        """Lock labels that no user expects to prune, such as a kernel's height, without a report."""
         if labels is not None:
             self.union.lock(labels)
 
     def on_axis(
-        self, tensor: Any, axis: int, reason: str, *, beside: Container[tuple[int, ...]] = ()
+        self, tensor: Any, axis: int, reason: str, *, except_spans: Container[Shape] = ()
     ) -> tuple[Labels | None, bool]:
-        """Return the labels along one axis as a vector with their zero flag; fields that mix it with other axes are
-        locked.
+        """Return the labels along one axis as a vector, with their zero flag; lock fields that mix it with others.
 
         Args:
-            beside: spans of fields that the caller follows itself.
+            tensor: the tensor.
+            axis: counted from 0.
+            reason: of the lock.
+            except_spans: spans of fields that the caller follows itself.
         """
         found: Labels | None = None
         zero = False
@@ -129,27 +141,24 @@ class FlowState:
                 if found is not None:
                     self.union.merge(found, labels)
                 found, zero = labels, zero or field.zero
-            elif axis in field.span and field.span not in beside:
+            elif axis in field.span and field.span not in except_spans:
                 self.lock([field], reason)
         return found, zero
 
-    def alike_along(self, axis: int, fields: Iterable[Field], reason: str) -> list[Field]:
-        """Lock the fields that lie along an axis alone, and tie along it those that lie on others too."""
+    def tied_along(self, axis: int, fields: Iterable[Field], reason: str) -> list[Field]:
+        """Lock the fields that lie on an axis alone, and return the others, tied along it."""
         every = list(fields)
         self.lock([field for field in every if field.span == (axis,)], reason)
         rest = [field for field in every if field.span != (axis,)]
         return [f.with_labels(self.union.tie(f.labels, [axis])) if axis in f.span else f for f in rest]
 
     def join(self, left: Labels | None, right: Labels | None, reason: str) -> Labels | None:
-        """Merge two label vectors of one axis; where only one side is labeled, it is locked."""
-        if left is None or right is None:
+        """Merge two label vectors of one axis; lock them if only one side is labeled, or the sizes differ."""
+        if left is None or right is None or left.shape != right.shape:
             self.lock([left, right], reason)
             return None
-        if left.shape == right.shape:
-            self.union.merge(left, right)
-            return left
-        self.lock([left, right], reason)
-        return None
+        self.union.merge(left, right)
+        return left
 
     def add_macs(self, constant: float, factors: Iterable[Labels | None]) -> None:
         """Count an operator's multiply-accumulates, given for the whole batch."""
@@ -157,23 +166,13 @@ class FlowState:
             labels = tuple(factor for factor in factors if factor is not None)
             self.macs.append(MacTerm(self.module, self.operator, constant / self.batch, labels))
 
-
-Shape = tuple[int, ...]
-Operand = tuple[Shape, Sequence[Field]]
-Fields = set[Field]
-MEETS_FIXED = "meets an axis whose size no parameter decides, such as one of the input"
-
-
-class Flow(FlowState):
-    """Handed to every rule: the state of one trace, and what several rules do with it."""
-
     def pointwise(self, operands: Sequence[Operand], *, product: bool, others_zero: bool = True) -> list[Field]:
-        """Broadcast the fields of several operands against each other and merge them elementwise.
+        """Return the fields of several operands broadcast against each other, merged elementwise.
 
         Args:
             operands: shape and fields of each tensor operand, all with the same number of axes.
-            product: whether a zero in one operand makes the result zero (multiplication), or only zeros in all.
-            others_zero: False when something that is not a tensor (a number) is added as well.
+            product: whether the result is zero where one operand is (multiplication), or only where all are.
+            others_zero: False if a number other than zero is added as well.
         """
         shape = np.broadcast_shapes(*[shape for shape, _ in operands])
         done: set[Field] = set()
@@ -197,9 +196,9 @@ class Flow(FlowState):
         return result
 
     def _meet(self, field: Field, own: Operand, other: Operand, shape: Shape, *, forward: bool) -> Fields:
-        """Merge a field with those of another operand, or locks it where that has none.
+        """Merge a field with those of another operand, or lock it if that has none.
 
-        Returns fields that say nothing more: locked ones, and those of the other that this one says all about.
+        Returns the fields that can be dropped: locked ones, and those of the other operand that this one covers.
         """
         full = tuple(axis for axis in field.span if other[0][axis] == shape[axis])
         if not full:
@@ -217,33 +216,33 @@ class Flow(FlowState):
     def _match(
         self, field: Field, own: Operand, overlapping: Sequence[Field], full: Sequence[int], *, forward: bool
     ) -> Fields:
-        """Of two fields the wider one decides, whichever operand it is on; else the first operand's."""
-        alike = [match for match in overlapping if match.span == field.span]
-        beside = [one for one in own[1] if one.span == field.span]
-        if forward and alike:
-            self._merge_alike(field, beside, alike)
+        """Merge a field with overlapping ones of another operand: the wider one decides, else the first operand's."""
+        theirs = [match for match in overlapping if match.span == field.span]
+        ours = [one for one in own[1] if one.span == field.span]
+        if forward and theirs:
+            self._merge_same_span(field, ours, theirs)
         covered = {axis for match in overlapping for axis in match.span} >= set(full)
         nested: set[Field] = set()
         for match in overlapping:
             wider = set(field.span) > set(match.span)
             if wider and covered:
-                matched = any(beside.span == match.span for beside in own[1])
+                matched = any(one.span == match.span for one in own[1])
                 self._nest(field, match, matched=matched)
                 nested |= set() if matched else {match}
             elif wider or (forward and not set(field.span) <= set(match.span)):
                 self.union.merge(field.labels, match.labels)
         return nested
 
-    def _merge_alike(self, field: Field, beside: Sequence[Field], alike: Sequence[Field]) -> None:
-        """Merge a field with those of the same span; a flattened kernel has several: itself and those `beside` it."""
-        if len(alike) == len(beside) == 1:
-            self.union.merge(field.labels, alike[0].labels)
-        elif 1 in (len(alike), len(beside)):
-            whole, factors = (field, alike) if len(beside) == 1 else (alike[0], beside)
-            if field is beside[0]:
+    def _merge_same_span(self, field: Field, ours: Sequence[Field], theirs: Sequence[Field]) -> None:
+        """Merge one of our fields with those of the same span; a flattened kernel has several on one axis."""
+        if len(theirs) == len(ours) == 1:
+            self.union.merge(field.labels, theirs[0].labels)
+        elif 1 in (len(theirs), len(ours)):
+            whole, factors = (field, theirs) if len(ours) == 1 else (theirs[0], ours)
+            if field is ours[0]:
                 self.constraints.append(Flattened(tuple([factor.labels for factor in factors]), whole.labels))
-        elif not any(self.union.equal(field.labels, match.labels) for match in alike):
-            for match in [alike[beside.index(field)]] if len(alike) == len(beside) else alike:
+        elif not any(self.union.equal(field.labels, match.labels) for match in theirs):
+            for match in [theirs[ours.index(field)]] if len(theirs) == len(ours) else theirs:
                 self.union.merge(field.labels, match.labels)
 
     def _nest(self, wide: Field, part: Field, *, matched: bool) -> None:
@@ -256,9 +255,9 @@ class Flow(FlowState):
     def contract(
         self, left: torch.Tensor, right: torch.Tensor, left_axes: str, right_axes: str, out_axes: str
     ) -> list[Field]:
-        """Return an einsum of two tensors: a product in the joint space, then contracted axes are dropped or tied.
+        """Return the fields of an einsum of two tensors, whose axes are named by letters as in `torch.einsum`.
 
-        Axes are named by letters as in `torch.einsum`; returns the fields of the result.
+        It is a product in the joint space, whose contracted axes are then dropped or tied.
         """
         joint = "".join(dict.fromkeys(left_axes + right_axes))
         operands = [self._lift(tensor, axes, joint) for tensor, axes in ((left, left_axes), (right, right_axes))]
@@ -279,10 +278,7 @@ class Flow(FlowState):
         return kept
 
     def _summed(self, field: Field, axes: Sequence[int]) -> Labels:
-        """Return the labels of what is left of a field summed over some of its axes, with those reduced to size 1.
-
-        Heads whose positions hang together already are summed over no axis that the field has.
-        """
+        """Return labels of the sum of a field over some of its axes, which are reduced to size 1."""
         first = field.labels[tuple(slice(1) if axis in axes else slice(None) for axis in range(field.labels.ndim))]
         values, index = np.unique(first, return_inverse=True)
         part = self.union.new(values.size)[index].reshape(first.shape)

@@ -1,0 +1,229 @@
+"""The constraint solver: merges and locks labels, as few as it takes, until every constraint of a trace holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from prunekit.channels.constraints import (
+    Constraint,
+    Contracted,
+    Crossed,
+    EqualParts,
+    Flattened,
+    Grouped,
+    LockRecord,
+    Nested,
+    Padded,
+    Rectangle,
+)
+from prunekit.channels.labels import Labels, LabelUnion
+from prunekit.channels.tracing.tracer import Trace
+
+WHOLE_AXIS = "all channels of this axis are coupled: none can be removed alone"
+
+
+class LabeledAxes:
+    """All labeled parameter axes end to end, so that one NumPy call looks at all of them."""
+
+    def __init__(self, trace: Trace) -> None:
+        pairs = [(name, axis) for name, axes in trace.labels.items() for axis in axes if axis is not None]
+        self.modules = [name.rpartition(".")[0] for name, _ in pairs]
+        self.axes = [axis for _, axis in pairs]
+        sizes = [axis.size for axis in self.axes]
+        self.starts = np.cumsum([0, *sizes[:-1]])
+        self.all: Labels = np.concatenate([np.zeros(0, dtype=np.int64), *self.axes])
+
+
+def solve(
+    trace: Trace,
+    extra: Sequence[LockRecord | EqualParts],
+    axes: LabeledAxes,
+    constraints: Sequence[Constraint],
+    *,
+    whole_heads: bool = True,
+) -> tuple[Labels, list[LockRecord]]:
+    """Return the class of every label with all constraints solved, 0 for locked ones; and all locks.
+
+    Args:
+        trace: left as it is: it serves several maps, and the locks of one map are not those of another.
+        extra: locks and constraints that trials added.
+        axes: the labeled axes of the trace.
+        constraints: those of the trace that have to hold.
+        whole_heads: whether a sum over the positions in each head leads to the removal of whole heads; otherwise of
+            the same positions in all heads.
+    """
+    union = trace.flow.union.copy()
+    records = [*trace.flow.locks, *(record for record in extra if isinstance(record, LockRecord))]
+    for record in records:
+        if not (whole_heads and record.positions):
+            union.lock(record.labels)
+    for constraint in constraints:
+        if isinstance(constraint, Contracted):
+            _solve_contracted(union, constraint, whole_heads=whole_heads)
+    records += _lock_unused(trace, axes, union)
+    equal = [part for part in extra if isinstance(part, EqualParts)]
+    # First the constraints that say what is coupled, last those that only follow it.
+    ordered = sorted([*constraints, *equal], key=lambda constraint: _RANK.get(type(constraint), 3))
+    while True:
+        before = union.find(np.arange(union.size))
+        for constraint in ordered:
+            records += _SOLVERS[type(constraint)](union, constraint)
+        records += _lock_full_axes(axes, union)
+        after = union.find(np.arange(union.size))
+        if np.array_equal(before, after):
+            return after, records
+
+
+def _lock_unused(trace: Trace, axes: LabeledAxes, union: LabelUnion) -> list[LockRecord]:
+    """Lock parameters that no operator read: they belong to branches that the examples do not take."""
+    read = np.zeros(union.size, dtype=bool)
+    inputs = [f.labels.reshape(-1) for run in trace.runs for operator in run.operators for f in operator.inputs]
+    if inputs:
+        read[np.concatenate(inputs)] = True
+    records = []
+    for index in np.flatnonzero(~np.logical_or.reduceat(read[axes.all], axes.starts)) if axes.axes else ():
+        union.lock(axes.axes[index])
+        records.append(LockRecord("not used by the example inputs", axes.modules[index], "", axes.axes[index]))
+    return records
+
+
+def _lock_full_axes(axes: LabeledAxes, union: LabelUnion) -> list[LockRecord]:
+    """Lock every class that fills a whole axis: without it nothing would be left there."""
+    if not axes.axes:
+        return []
+    roots = union.find(axes.all)
+    least, most = np.minimum.reduceat(roots, axes.starts), np.maximum.reduceat(roots, axes.starts)
+    records = []
+    for index in np.flatnonzero((least == most) & (least != 0)):
+        union.lock(axes.axes[index][:1])
+        records.append(LockRecord(WHOLE_AXIS, axes.modules[index], "", axes.axes[index]))
+    return records
+
+
+def _solve_contracted(union: LabelUnion, contracted: Contracted, *, whole_heads: bool) -> None:
+    """Make a head one class with what is left of it; or a position one class in all heads, and lock what is left."""
+    if whole_heads:
+        union.merge(contracted.labels, contracted.part[None])
+    else:
+        union.tie(contracted.labels, [1])
+        union.lock(contracted.part)
+        if not contracted.zero:
+            union.lock(contracted.labels)
+
+
+# Each of the following solves one constraint for the classes as they are now, and returns the locks to report.
+
+
+def _solve_nested(union: LabelUnion, nested: Nested) -> Iterable[LockRecord]:
+    """Leave whole rows as they are, and lock what they met unless it has a partner; otherwise merge whole columns.
+
+    Where what they met is locked, only rows can be removed.
+    """
+    roots = union.find(nested.labels)
+    whole_rows = (roots == roots[:, :1]).all() and (roots != roots[0, 0]).any()
+    free = union.find(nested.part.labels).any()
+    if not whole_rows and free:
+        union.merge(nested.labels, nested.part.labels[None])
+    elif not whole_rows:
+        union.tie(nested.labels, [1])
+    elif free and not nested.matched:
+        union.lock(nested.part.labels)
+        return [nested.part]
+    return []
+
+
+def _solve_rectangle(union: LabelUnion, rectangle: Rectangle) -> Iterable[LockRecord]:
+    """Keep whole rows where every row is one class already (attention heads), else whole columns (channel shuffle)."""
+    roots = union.find(rectangle.labels)
+    if not (roots == roots[:, :1]).all():
+        union.merge(rectangle.labels, rectangle.labels[:1])
+    return []
+
+
+def _solve_crossed(union: LabelUnion, crossed: Crossed) -> Iterable[LockRecord]:
+    """Lock both axes, unless one is locked already, as the positions of a kernel are."""
+    both = [crossed.first, crossed.second]
+    if not all(union.find(record.labels).any() for record in both):
+        return []
+    for record in both:
+        union.lock(record.labels)
+    return both
+
+
+def _solve_flattened(union: LabelUnion, flattened: Flattened) -> Iterable[LockRecord]:
+    """Merge the entries with the one axis that loses anything; their place on the others, as in a kernel, is the same.
+
+    Where several axes could lose entries, nothing tells them apart.
+    """
+    able = [labels for labels in flattened.factors if union.find(labels).any()]
+    for labels in able:
+        union.merge(labels, flattened.whole)
+    if not able:
+        union.lock(flattened.whole)
+    return []
+
+
+def _solve_equal_parts(union: LabelUnion, equal: EqualParts) -> Iterable[LockRecord]:
+    """Tie labels across parts, as few as it takes: a class that every part holds equally often needs no tie.
+
+    The rest is matched by how often a class occurs, so that classes of one size meet.
+    """
+    roots = union.find(equal.labels)
+    parts = [np.unique(row, return_index=True, return_counts=True) for row in roots]
+    if all(np.array_equal(parts[0][0], p[0]) and np.array_equal(parts[0][2], p[2]) for p in parts[1:]):
+        return []
+    common: dict[int, int] = {}
+    for label in set.intersection(*(set(part[0].tolist()) for part in parts)):
+        common[label] = min(int(part[2][part[0] == label][0]) for part in parts)
+    rows = []
+    for values, first, counts in parts:
+        left = [(count - common.get(v, 0), at, v) for v, at, count in
+                zip(values.tolist(), first.tolist(), counts.tolist(), strict=True)]  # fmt: skip
+        left.sort(key=lambda item: (-item[0], item[1]))
+        rows.append(np.array([v for count, _, v in left for _ in range(count)], dtype=np.int64))
+    for row in rows[1:]:
+        union.merge(rows[0], row)
+    return []
+
+
+def _solve_padded(union: LabelUnion, padded: Padded) -> Iterable[LockRecord]:
+    """Merge what was added to a head with the head where that is removed as a whole, else lock it."""
+    roots = union.find(padded.labels)
+    if (roots == roots[:1]).all():
+        union.merge(padded.part, padded.labels[0])
+    else:
+        union.lock(padded.part)
+    return []
+
+
+def _solve_grouped(union: LabelUnion, grouped: Grouped) -> Iterable[LockRecord]:
+    """Couple whole groups if the channels of each are coupled already, as those of a head, else columns of each."""
+    if any(_in_whole_rows(union.find(labels)) for labels in (grouped.inputs, grouped.outputs)):
+        union.tie(grouped.inputs, [1])
+        union.merge(grouped.outputs, grouped.inputs[:, :1])
+        union.lock(grouped.columns)
+    else:
+        union.merge(grouped.inputs, grouped.columns[None])
+        union.tie(grouped.outputs, [0])
+    return []
+
+
+def _in_whole_rows(roots: Labels) -> bool:
+    """Return whether every row is one class, and there are several."""
+    return bool(roots.shape[1] > 1 and (roots == roots[:, :1]).all() and (roots != roots[0, 0]).any())
+
+
+_SOLVERS: dict[type, Callable[[LabelUnion, Any], Iterable[LockRecord]]] = {
+    Contracted: lambda union, contracted: (),  # solved once, before all others
+    Nested: _solve_nested,
+    Rectangle: _solve_rectangle,
+    Crossed: _solve_crossed,
+    Flattened: _solve_flattened,
+    EqualParts: _solve_equal_parts,
+    Padded: _solve_padded,
+    Grouped: _solve_grouped,
+}
+_RANK = {Contracted: 0, Flattened: 1, Nested: 1, Grouped: 2, Padded: 4}

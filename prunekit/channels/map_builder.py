@@ -1,0 +1,153 @@
+"""The channel map builder: a trace with its constraints solved, and maps that trials made stricter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from prunekit.channels.channel_map import ChannelMap, Lock, MapSource, SizeAttribute, group_labels
+from prunekit.channels.constraint_solver import WHOLE_AXIS, LabeledAxes, solve
+from prunekit.channels.constraints import Constraint, Contracted, EqualParts, Grouped, LockRecord
+from prunekit.channels.cut.model_copy import named_tensors
+from prunekit.channels.joint_labels import numbered
+from prunekit.channels.labels import Labels, MacTerm, Stored
+from prunekit.channels.rewrite.call_sites import CodePlace
+from prunekit.channels.rewrite.size_expressions import avoidable
+from prunekit.channels.tracing.channel_norms import renumbered_norms
+from prunekit.channels.tracing.fused_modules import is_inside
+from prunekit.channels.tracing.tracer import Trace
+from prunekit.utils.display import listed
+
+CALLS_NAMED = 3
+"""How many calls of a module the reason of a lock names."""
+
+
+def build_map(model: nn.Module, trace: Trace) -> ChannelMap:
+    """Return the channel map of a traced model."""
+    tensors = dict(named_tensors(model))
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    stored = {name: Stored(t.element_size(), isinstance(t, nn.Parameter)) for name, t in tensors.items()}
+    return _built(MapSource(trace, (), (), np.zeros(0, dtype=np.int64)), shapes, stored)
+
+
+def with_extra(channel_map: ChannelMap, extra: Iterable[LockRecord | EqualParts]) -> ChannelMap:
+    """Return a new map with further locks and constraints, whose labels are in the trace's own numbering."""
+    return _rebuilt(channel_map, extra=(*channel_map.traced.extra, *extra))
+
+
+def with_all_constraints(channel_map: ChannelMap) -> ChannelMap:
+    """Return a new map that leaves no constraint out."""
+    return _rebuilt(channel_map, all_constraints=True)
+
+
+def without_expressions(channel_map: ChannelMap) -> ChannelMap:
+    """Return a new map that states no size and no order in a module's Python."""
+    sizes = tuple(size for size in channel_map.traced.sizes if CodePlace.named(size.name) is None)
+    return _rebuilt(channel_map, all_constraints=True, sizes=sizes)
+
+
+def with_sizes(channel_map: ChannelMap, sizes: Iterable[SizeAttribute]) -> ChannelMap:
+    """Return a new map with further sizes of modules, whose labels are in the trace's own numbering."""
+    source, new = channel_map.traced, tuple(sizes)
+    known = (*channel_map.sizes, *_renumbered(new, source.final))
+    return replace(channel_map, sizes=known, source=replace(source, sizes=(*source.sizes, *new)))
+
+
+def _rebuilt(channel_map: ChannelMap, **changes: Any) -> ChannelMap:
+    return _built(replace(channel_map.traced, **changes), channel_map.shapes, channel_map.stored)
+
+
+def _built(source: MapSource, shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, Stored]) -> ChannelMap:
+    """Solve the constraints, number the classes of labels and group them; sets `source.final` and `source.stated`."""
+    trace = source.trace
+    axes = LabeledAxes(trace)
+    constraints, sizes, heads, records = _least_locked(source, axes)
+    positions = heads
+    if any(isinstance(constraint, Contracted) for constraint in constraints):
+        positions, _ = solve(trace, source.extra, axes, constraints, whole_heads=False)
+    numbers = numbered(heads, positions, axes.all)
+    final = numbers.final
+    labels = {name: tuple(None if a is None else final[a] for a in axes) for name, axes in trace.labels.items()}
+    return ChannelMap(
+        labels=labels,
+        shapes=shapes,
+        n_labels=numbers.n_labels,
+        groups=group_labels(labels, numbers.n_labels, numbers.joint),
+        joint=numbers.joint,
+        locks=tuple(_locks(records, trace.calls)),
+        activations={key: final[axis] for key, axis in trace.activations.items()},
+        mac_terms=tuple(
+            MacTerm(term.module, term.operator, term.constant, tuple(final[f] for f in term.factors))
+            for term in trace.flow.macs
+            if not is_inside(term.module, trace.fused_away)
+        ),
+        source=replace(source, final=final, stated=bool(sizes)),
+        norms=renumbered_norms(trace.norms.norms, final),
+        sizes=_renumbered([*_sizes_of_groups(trace, final), *sizes, *source.sizes], final),
+        stored=stored,
+        inputs=trace.inputs,
+        divided=frozenset(
+            (name, index)
+            for name, axes in trace.labels.items()
+            for index, axis in enumerate(axes)
+            if axis is not None and any(np.array_equal(axis, one) for one in trace.flow.divided)
+        ),
+    )
+
+
+def _renumbered(sizes: Iterable[SizeAttribute], final: Labels) -> tuple[SizeAttribute, ...]:
+    return tuple(replace(size, labels=final[size.labels]) for size in sizes)
+
+
+def _least_locked(
+    source: MapSource, axes: LabeledAxes
+) -> tuple[list[Constraint], list[SizeAttribute], Labels, list[LockRecord]]:
+    """Return the constraints to hold, the sizes stated in place of others, and the solution: classes and locks.
+
+    With all constraints the model's Python runs as it is, so one is left out only if they lock a whole axis.
+    """
+    trace, every = source.trace, source.trace.flow.constraints
+    heads, records = solve(trace, source.extra, axes, every)
+    locked = not source.all_constraints and any(record.reason == WHOLE_AXIS for record in records)
+    found = avoidable(trace.runs) if locked else []
+    if found:
+        needless = {constraint for one in found for constraint in one.constraints}
+        needed = [constraint for constraint in every if constraint not in needless]
+        free, others = solve(trace, source.extra, axes, needed)
+        if np.count_nonzero(free[axes.all]) > np.count_nonzero(heads[axes.all]):
+            return needed, [size for one in found for size in one.sizes], free, others
+    return every, [], heads, records
+
+
+def _sizes_of_groups(trace: Trace, final: Labels) -> Iterator[SizeAttribute]:
+    """Yield the sizes that convolutions remember of groups that may be removed."""
+    for grouped in trace.flow.constraints:
+        if isinstance(grouped, Grouped):
+            rows = np.sort(final[grouped.inputs], axis=1)
+            if not (rows == rows[0]).all():
+                yield SizeAttribute(grouped.module, "groups", None, grouped.inputs)
+                yield SizeAttribute(grouped.module, "in_channels", None, grouped.inputs.reshape(-1, 1))
+
+
+def _locks(records: Iterable[LockRecord], calls: Mapping[str, int]) -> list[Lock]:
+    """Return one lock for each reason and place."""
+    places: dict[tuple[str, str, str], list[LockRecord]] = {}
+    for record in records:
+        places.setdefault((record.reason, record.module, record.operator), []).append(record)
+    return [
+        Lock(reason + _calls(alike, calls.get(module, 0)), module, operator, max(int(one.labels.size) for one in alike))
+        for (reason, module, operator), alike in places.items()
+    ]
+
+
+def _calls(records: Iterable[LockRecord], count: int) -> str:
+    """Return which of a module's calls locked something, in words; empty if all did."""
+    found = {record.call.number: record.call for record in records if record.call is not None}
+    if len(found) == count or not found:
+        return ""
+    named = listed((f"{number} at {call}" for number, call in sorted(found.items())), CALLS_NAMED)
+    return f" (of {count} calls of this module, number {named})"

@@ -1,0 +1,144 @@
+"""Norms over channels, found while a trace runs: their labels pass, because masked runs normalize over kept ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from prunekit.channels.constraints import LockRecord
+from prunekit.channels.labels import Field, Labels
+from prunekit.channels.tracing.label_flow import LabelFlow
+from prunekit.utils.tensors import gather
+
+Axes = tuple[tuple[int, Labels], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class ChannelNorm:
+    """A module that takes statistics over channels: under masks its narrow copy runs on the kept channels.
+
+    Attributes:
+        inputs: every labeled axis of its one input tensor with the labels (size,) along it; the last axis is -1.
+        outputs: the same of its one output tensor.
+    """
+
+    inputs: Axes
+    outputs: Axes
+
+    @property
+    def axes(self) -> Axes:
+        """Labeled axes of input and output."""
+        return self.inputs + self.outputs
+
+    def alike(self, other: ChannelNorm) -> bool:
+        """Return whether another call has its labels on the same axes."""
+        return [(axis, labels.shape) for axis, labels in self.axes] == [(a, b.shape) for a, b in other.axes]
+
+
+class NormFinder:
+    """Decides whether each module that takes statistics over channels is a norm, and locks the channels if not.
+
+    A module is a norm if it can run by itself on the kept channels of one tensor. In every call it has one input and
+    one output tensor with labels on single axes. All its tensors are parameters, and those of its children are not of
+    these channels: they work on the statistics, as in spatial attention.
+    """
+
+    def __init__(self, flow: LabelFlow) -> None:
+        self.flow = flow
+        self.norms: dict[str, ChannelNorm] = {}
+        self._others: set[str] = set()
+        self._zeroed: dict[Field, Field] = {}
+
+    def leave(self, path: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Decide on a module whose forward ends, given its arguments and its result."""
+        taken, known = self.flow.statistics.pop(path, None), self.norms.get(path)
+        if taken is None and known is None:
+            self._others.add(path)
+            return
+        found = "it also runs on other tensors" if path in self._others else norm_of(module, self.flow, inputs, output)
+        if isinstance(found, ChannelNorm) and known is not None and not known.alike(found):
+            found = "it runs on tensors of several shapes"
+        if isinstance(found, str):
+            self._refuse(path, found, taken or [])
+            return
+        if path not in self.norms:
+            self.norms[path] = found
+            self.flow.lock(_labels_of_children(module, self.flow), "works on statistics over channels")
+        for (_, labels), (_, others) in zip(self.norms[path].axes, found.axes, strict=True):
+            self.flow.union.merge(labels, others)
+        result = gather(output)[0]
+        self.flow.set(result, [self._with_zeros(field) for field in self.flow.fields(result)])
+
+    def abandon(self) -> None:
+        """Lock the channels of modules that took statistics and will never end."""
+        for path in list(self.flow.statistics):
+            self._refuse(path, "its module did not end", self.flow.statistics.pop(path))
+
+    def _refuse(self, path: str, why: str, taken: Iterable[LockRecord]) -> None:
+        self._others.add(path)
+        for record in taken:
+            self.flow.locks.append(replace(record, reason=f"{record.reason}; {why}", module=path))
+            self.flow.union.lock(record.labels)
+        known = self.norms.pop(path, None)
+        for _, labels in known.axes if known is not None else ():
+            self.flow.locks.append(LockRecord(f"statistics over these channels; {why}", path, "", labels))
+            self.flow.union.lock(labels)
+
+    def _with_zeros(self, field: Field) -> Field:
+        """Return the field with exact zeros for removed channels; one object for each, so that runs can repeat."""
+        return field if field.zero else self._zeroed.setdefault(field, Field(field.labels, zero=True))
+
+
+def norm_of(module: nn.Module, flow: LabelFlow, inputs: Any, output: Any) -> ChannelNorm | str:
+    """Return a call of a module as a norm, or the reason why it is none."""
+    name = type(module).__name__
+    if any(True for _ in module.buffers()):
+        return f"{name} does more than normalize: it has buffers"
+    sources, results = gather(inputs), gather(output)
+    if len(sources) != 1 or len(results) != 1:
+        return f"{name} takes {len(sources)} tensors and returns {len(results)}, where a norm has one of each"
+    before, after = (_axes(flow, tensor) for tensor in (*sources, *results))
+    if not before or after is None:
+        return f"{name} has no labels, or joint ones over several axes, on its input or its output"
+    norm = ChannelNorm(before, after)
+    channels, parts = (_classes(flow, part) for part in ([a for _, a in norm.axes], _labels_of_children(module, flow)))
+    if np.intersect1d(channels, parts).any():
+        return f"{name} does more than normalize: it has modules with parameters of these channels"
+    return norm
+
+
+def _labels_of_children(module: nn.Module, flow: LabelFlow) -> list[Labels]:
+    """Return the labels of all parameters of a module's children."""
+    parameters = (parameter for child in module.children() for parameter in child.parameters())
+    return [field.labels.reshape(-1) for parameter in parameters for field in flow.fields(parameter)]
+
+
+def _classes(flow: LabelFlow, labels: Iterable[Labels]) -> Labels:
+    return flow.union.find(np.concatenate([np.zeros(1, dtype=np.int64), *labels]))
+
+
+def _axes(flow: LabelFlow, tensor: torch.Tensor) -> Axes | None:
+    """Return the labels by axis; None if a field lies on several axes jointly."""
+    found: dict[int, Labels] = {}
+    for one in flow.fields(tensor):
+        if len(one.span) != 1:
+            return None
+        axis = -1 if one.span[0] == tensor.dim() - 1 else one.span[0]
+        labels = one.labels.reshape(-1)
+        flow.union.merge(found.setdefault(axis, labels), labels)
+    return tuple(found.items())
+
+
+def renumbered_norms(norms: dict[str, ChannelNorm], final: Labels) -> dict[str, ChannelNorm]:
+    """Return norms with the labels of a map, without those that have no free label."""
+
+    def renumbered(axes: Axes) -> Axes:
+        return tuple((axis, final[labels]) for axis, labels in axes)
+
+    numbered = {path: ChannelNorm(renumbered(norm.inputs), renumbered(norm.outputs)) for path, norm in norms.items()}
+    return {path: norm for path, norm in numbered.items() if any(np.any(labels) for _, labels in norm.axes)}

@@ -1,0 +1,74 @@
+"""A traced run: the operators of one forward pass, as a trace records them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from prunekit.channels.constraints import Constraint
+from prunekit.channels.labels import Field
+from prunekit.channels.rewrite.call_sites import Site
+from prunekit.channels.tracing.execution import ModuleCall
+from prunekit.channels.tracing.storages import shape_of
+
+
+@dataclass(eq=False, slots=True)
+class TracedOperator:
+    """One operator call of a run: where it ran, its arguments, and the fields of its inputs and outputs."""
+
+    name: str
+    module: str
+    outputs: tuple[tuple[Field, ...], ...]
+    inputs: tuple[Field, ...]
+    counted: bool  # not a view or plain copy, which may depend on the widths; not in a substitute
+    call: tuple[Any, ...]  # shapes of its tensors, and all other arguments
+    site: Site | None = None  # where the model's Python gave it sizes
+    owner: str = ""  # the module whose method that was
+    caller: Site | None = None  # where a method called the plain function in which it ran
+    constraints: tuple[Constraint, ...] = ()  # those that its rule left
+    module_call: ModuleCall | None = None  # the call of its module in which it ran
+    reads: tuple[int, ...] = ()  # the numbers of the operators whose results it read; -1: the model's inputs
+
+
+_SAME_VALUES = frozenset(f"aten.{name}" for name in ("clone", "_to_copy", "contiguous", "_unsafe_view", "as_strided_"))
+
+
+def is_counted(func: Any, name: str) -> bool:
+    """Return whether the trial numbers an operator: not views and plain copies."""
+    return not func.is_view and name not in _SAME_VALUES
+
+
+def signature(args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+    """Return everything but the labels that decides how labels flow through a call."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return shape_of(value)
+        return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    return [plain(arg) for arg in args], {k: plain(v) for k, v in kwargs.items()}, [shape_of(out) for out in outs]
+
+
+@dataclass(eq=False)
+class TracedRun:
+    """The operators of one forward pass, in order.
+
+    Attributes:
+        example: number of the example.
+        training: whether it ran in train mode.
+        repeats: whether it did exactly what the run before it did, label for label.
+        gradients: whether gradients were recorded, because forward itself takes some.
+        uses_own: whether an operator read a parameter or buffer of the model.
+        operators: every operator call.
+        borrowed: paths of modules that read a tensor of another module, each with the path of that owner.
+    """
+
+    example: int
+    training: bool
+    repeats: bool = False
+    gradients: bool = False
+    uses_own: bool = False
+    operators: list[TracedOperator] = field(default_factory=list)
+    borrowed: set[tuple[str, str]] = field(default_factory=set)
