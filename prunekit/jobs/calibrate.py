@@ -17,9 +17,10 @@ from prunekit.channels.channel_map import ChannelMap
 from prunekit.criteria.criterion import get_criterion
 from prunekit.data.datasets import describe_corrupt
 from prunekit.data.loader import Batches
-from prunekit.distributed.process_group import from_main, gather_on_main, is_main, rank, size
+from prunekit.distributed.process_group import gather_on_main, is_main, rank, size
 from prunekit.errors import ArtifactError
 from prunekit.jobs.prune.plan_search import CriterionInputs
+from prunekit.jobs.run.agreement import main_has, main_process_only
 from prunekit.jobs.run.dense_model import prepare, train_baseline
 from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, Prepared, chosen_batches
 from prunekit.jobs.run.run_folder import Log, digest, weights_digest
@@ -80,18 +81,14 @@ def calibrate_model(prepared: Prepared, model: nn.Module, *, log: Log) -> Calibr
         "calibration": digest(_settings(job, prepared.device)),
     }
     path = job.output / job.name / "calibration" / f"{digest(facts)}.safetensors"
-    known = _known(path, facts, log) if is_main() else None
-    if from_main(lambda: known is not None):
+    known = _known(path, facts, log)
+    if main_has(known):
         return CalibrationResult(known or ChannelStats({}), path, path.with_suffix(".csv"), reused=True)
-    collected = _collected(prepared, model, log)
-    if not is_main():
-        return CalibrationResult(collected, path, path.with_suffix(".csv"), reused=False)
-    collected.require_finite()
-    _log_too_few(collected, log)
-    stats = replace(collected, provenance={**collected.provenance, **facts})
-    return CalibrationResult(stats, stats.save(path), path.with_suffix(".csv"), reused=False)
+    stats = _saved(_collected(prepared, model, log), path, facts, log)
+    return CalibrationResult(ChannelStats({}) if stats is None else stats, path, path.with_suffix(".csv"), reused=False)
 
 
+@main_process_only
 def _known(path: Path, facts: dict[str, str], log: Log) -> ChannelStats | None:
     """Return statistics that are there already."""
     if path.is_file():
@@ -104,6 +101,15 @@ def _known(path: Path, facts: dict[str, str], log: Log) -> ChannelStats | None:
         except ArtifactError as error:
             log(f"calibration: {error}; collecting again")
     return None
+
+
+@main_process_only
+def _saved(collected: ChannelStats, path: Path, facts: dict[str, str], log: Log) -> ChannelStats:
+    collected.require_finite()
+    _log_too_few(collected, log)
+    stats = replace(collected, provenance={**collected.provenance, **facts})
+    stats.save(path)
+    return stats
 
 
 def _collected(prepared: Prepared, model: nn.Module, log: Log) -> ChannelStats:
@@ -206,6 +212,7 @@ def gradients_of_all(prepared: Prepared, model: nn.Module, images: Batches) -> T
     return reduce(TaylorTerms.merge, parts) if parts else None
 
 
+@main_process_only
 def job_patches(prepared: Prepared, model: nn.Module, chart: ChannelMap, *, log: Log) -> PatchStats | None:
     """Patch statistics on the job's calibration images; None where its criterion needs none.
 
@@ -251,7 +258,7 @@ def criterion_inputs(
     if with_stats or needs_activations(job.prune.criterion):
         stats = calibrate_model(prepared, model, log=log).stats
     gradients = loss_gradients(prepared, model, log=log)
-    patches = job_patches(prepared, model, chart, log=log) if is_main() else None
+    patches = job_patches(prepared, model, chart, log=log)
     return CriterionInputs(stats, gradients, patches, job.seed)
 
 

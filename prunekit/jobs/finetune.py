@@ -1,13 +1,12 @@
-"""Whole jobs: from a recipe's settings to a smaller, faster, proven model and a folder full of evidence.
+"""Whole jobs: from the settings of a recipe to a smaller, faster, verified model and a folder with all figures.
 
-The stages of a job, in order: dense model, calibration, plan, repair, fine-tuning, proof, measurement.
-
-What a job would do: the plan it makes before anything is trained.
+`finetune` sets a run up; `FinetuneRun` then runs its stages in order: baseline, sparsify, calibrate, plan, repair,
+fine-tune, compact, control, deploy and measure. The report is written when the run's folder is closed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,17 +19,14 @@ from prunekit.compaction.model_folder import load, save
 from prunekit.data.datasets import describe_corrupt
 from prunekit.data.loader import batches
 from prunekit.deploy.subnormals import without_subnormals
-from prunekit.deploy.transform import transform_of
-from prunekit.distributed.process_group import from_main, is_main, one_for_all, wait_for_all
-from prunekit.errors import NotMeasuredError, UsageError
+from prunekit.distributed.process_group import from_main, one_for_all, wait_for_all
 from prunekit.jobs.bench import devices
 from prunekit.jobs.calibrate import criterion_inputs
-from prunekit.jobs.profile import in_blocks
 from prunekit.jobs.prune.latency_target import LatencyResult
-from prunekit.jobs.prune.plan_search import DOUBT, Planned, PlanSearch
+from prunekit.jobs.prune.plan_search import CriterionInputs, Planned, PlanSearch
 from prunekit.jobs.run import results
-from prunekit.jobs.run.agreement import require_same_plan, share_plan
-from prunekit.jobs.run.dense_model import cached_baseline, prepare, save_weights, train_baseline
+from prunekit.jobs.run.agreement import computed_by_main, main_has, main_process_only, require_same_plan, share_plan
+from prunekit.jobs.run.dense_model import prepare, save_weights, train_baseline
 from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, Prepared, require_optimizer
 from prunekit.jobs.run.results import RunResult
 from prunekit.jobs.run.resume import find_run, identity_of, note, run_recipe
@@ -38,19 +34,17 @@ from prunekit.jobs.run.run_folder import Finish, Log, RunFolder, as_raised, run_
 from prunekit.jobs.run.stage_cache import Clock, keep_plan, kept_plan
 from prunekit.jobs.run.tables import CURVE_COLUMNS, coupling_rows, curve_rows, layer_rows, lock_rows, score_rows
 from prunekit.jobs.stages.activation_stage import find_thresholds, measure_masks
-from prunekit.jobs.stages.deployment_stage import FOLDER, deploy, require_deployable
+from prunekit.jobs.stages.deployment_stage import FOLDER, Deployed, deploy, require_deployable
 from prunekit.jobs.stages.repair_stage import repair_model, repair_summary
-from prunekit.jobs.stages.schedule_stages import JobSchedule, require_schedule, schedule_rows
+from prunekit.jobs.stages.schedule_stages import JobSchedule, require_schedule
 from prunekit.jobs.stages.tensorboard_log import watching, write_summary
 from prunekit.jobs.stages.training_stage import Finetuning, OnEpoch, Trainings, checkpoints_of, told
 from prunekit.masks.masked_model import sparsity
-from prunekit.measure.effort import current_effort
 from prunekit.measure.verification import Verification, verify
 from prunekit.planning.plan import Plan
 from prunekit.repair.repair_report import RepairReport
 from prunekit.report.writers import require_report
 from prunekit.settings.job import JobSettings
-from prunekit.settings.prune import PruneSettings, facts_of
 from prunekit.training.callbacks.selection import needs_plan
 from prunekit.utils.context import threads
 from prunekit.utils.files import StrPath, write_csv, write_json
@@ -61,30 +55,86 @@ PROOF_IMAGES = 512
 """Held-out images that masked and compact model are compared on at the end, in float64."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Trained:
-    """What a run has trained, and how."""
+@as_raised()
+def finetune(
+    job: JobSettings,
+    *,
+    log: Log = stage,
+    progress: bool | None = None,
+    finish: Finish | None = write_report,
+    own: Own = RECIPE_ONLY,
+    resume: StrPath | None = None,
+    on_epoch: OnEpoch | None = None,
+    training: bool = True,
+) -> RunResult:
+    """Train or load the dense model, calibrate, plan, repair, fine-tune under masks, compact, verify and measure.
 
-    dense: nn.Module
-    control: nn.Module | None
-    pruned: nn.Module
-    trainings: Trainings
-    report: RepairReport | None
-    schedule: JobSchedule | None
-    early: dict[str, Any] | None
+    Where `prune.schedule` is given, channels are removed while the model is fine-tuned. All processes of a group
+    (`prunekit.distributed`) call this: they calibrate and train together; the main one does the rest, and alone writes.
+
+    Args:
+        job: the settings.
+        log, progress, own, resume, on_epoch: as for `prunekit.finetune`. A run that is resumed on the CPU, with the
+            same threads and number of processes, ends with the same weights as one without a break.
+        finish: called with the run's folder at the end, before the run counts as finished: writes the report.
+        training: whether to fine-tune. If not, the pruned model is repaired as the job's `repair` says, and that is
+            all; the dense model is trained only if it has no weights and the job has a `baseline`. Labels are read to
+            measure scores, and by criteria that need them.
+
+    Raises:
+        UsageError: data, model or budget do not fit; nothing was written.
+        ResumeError: the run to resume is of another recipe, plan or version, still runs, or has finished.
+        RunError: the run failed; its folder says so.
+    """
+    require_report()
+    devices("auto", job.latency)  # raises if a runtime is missing, before hours of work
+    require_optimizer(job, own)
+    text = run_recipe(job, own)
+    prepared = prepare(job, own)
+    require_deployable(prepared)
+    require_schedule(prepared, training=training)
+    identity = identity_of(prepared, training=training)
+    search = PlanSearch.trace(prepared.model, prepared.example_inputs, job.prune, log=log)
+    resumed = None
+    with one_for_all():
+        if resume is not None:
+            resumed = main_process_only(find_run)(resume, job.output / job.name, identity, log)
+        search = _profiled(search, job) or search
+        wait_for_all()
+        with run_folder(job.output, job.name, log, text, finish, resumed) as run, one_for_all(), threads(job.threads):
+            note(run, identity)
+            stages = FinetuneRun(prepared, search, run, progress=wanted(progress), training=training, on_epoch=on_epoch)
+            metrics = stages.run()
+            folder = from_main(lambda: run.path)
+        wait_for_all()  # until the report is written
+    return RunResult(folder, metrics, own)
 
 
-class Journey:
+prune_job = partial(finetune, training=False)
+"""`finetune` without fine-tuning."""
+
+
+@main_process_only
+def _profiled(search: PlanSearch, job: JobSettings) -> PlanSearch:
+    """Return the search with a profile of the target, once its budgets are known to be within reach."""
+    search = search.with_profile(job.deploy)
+    search.require_reachable()
+    return search
+
+
+class FinetuneRun:
     """The stages of one run, in order.
 
     Args:
-        prepared: what it works on.
-        search: for the plan, with its model traced, and profiled where a budget is one of time.
+        prepared: the job with its data and dense model.
+        search: for the plan; traced, and profiled where a budget is one of time.
         run: where it writes.
-        progress: shows bars on stderr.
-        training: whether to fine-tune, the pruned model and a dense one for comparison.
-        on_epoch: told of each epoch.
+        progress: whether to show bars on stderr.
+        training: whether to fine-tune the pruned model, and a dense one for comparison.
+        on_epoch: called after each epoch.
     """
+
+    trainings: Trainings
 
     def __init__(
         self,
@@ -96,95 +146,87 @@ class Journey:
         training: bool,
         on_epoch: OnEpoch | None = None,
     ) -> None:
-        self.prepared, self.search, self.run = prepared, replace(search, log=run.log), run
+        self.prepared, self.search, self.folder = prepared, replace(search, log=run.log), run
         self.progress, self.training, self.on_epoch = progress, training, on_epoch
         self.job, self.log = prepared.job, run.log
         self.clock = Clock(run.resume / "seconds.json")
+        self.schedule: JobSchedule | None = None
+        self.repaired: RepairReport | None = None
+        self.compacted_early: dict[str, Any] | None = None
 
-    def travel(self) -> dict[str, Any]:
-        """Run every stage and return the metrics; the processes of a group go together."""
+    def run(self) -> dict[str, Any]:
+        """Run every stage and return the metrics; all processes of a group call this."""
+        dense = self.baseline()
+        sparse = self.sparsify(dense)
+        planned = self.plan(sparse)
+        plan = share_plan(None if planned is None else planned.plan)
+        sparse = self.sparsify(sparse, plan)
+        pruned = self.repair(sparse, planned, plan)
+        pruned = self.finetune(pruned, plan)
+        planned, plan = self.final_plan(planned, plan)
+        compacted = self.compact(pruned, dense, plan)
+        control = self.control(dense)
+        return self.measure(dense, control, pruned, planned, compacted)
+
+    def baseline(self) -> nn.Module:
+        """Return the dense model with its weights, trained first where it has none."""
         with self.clock.stage("baseline"):
-            checkpoints = checkpoints_of(self.run, self.job, "baseline")
             baseline = train_baseline(
                 self.prepared,
                 log=self.log,
                 progress=self.progress,
-                checkpoints=checkpoints,
-                watch=watching(self.run, self.job, "baseline"),
+                checkpoints=checkpoints_of(self.folder, self.job, "baseline"),
+                watch=watching(self.folder, self.job, "baseline"),
                 on_epoch=told(self.on_epoch, "baseline", self.job.baseline),
             )
-        dense = baseline.model
         if self.job.sparsify is not None and not self.training:
             self.log("sparsify: left out, because it is training")
         if self.job.prune.compact_early and not self.training:
             self.log("compact early: without effect, because nothing is fine-tuned")
-        trainings = Trainings(self.prepared, self.run, baseline, progress=self.progress, on_epoch=self.on_epoch)
-        sparse = self._sparsified(dense, None, trainings)
-        planned = self._plan(sparse)
-        plan = share_plan(None if planned is None else planned.plan)
-        sparse = self._sparsified(sparse, plan, trainings)
-        report = schedule = early = None
-        if self.job.prune.schedule is not None:
-            scores = None if planned is None else planned.scores
-            schedule, pruned = JobSchedule(self.prepared, plan, scores, self.run), copied(sparse)
-        else:
-            with self.clock.stage("repair"):
-                pruned, report = repair_model(self.prepared, sparse, plan, self.run, training=self.training)
-        if self.training:
-            with self.clock.stage("fine-tune"):
-                pruned, early = Finetuning(self.prepared, self.run, trainings, schedule).tune(pruned, plan)
-        if schedule is not None:
-            plan = schedule.in_force()
-            if planned is not None:
-                planned = schedule.finished(planned)
-                self._write_plan(planned)
-        require_same_plan(plan, "after training")
-        compacted = self._compact(pruned, dense, plan) if is_main() else None
-        control = None
-        if self.training and not self.job.control:
-            self.log("control: left out, as the recipe asks; scores are compared with the dense model as it was")
-        elif self.training:
-            with self.clock.stage("control"):
-                control = trainings.control(dense)
+        self.trainings = Trainings(self.prepared, self.folder, baseline, progress=self.progress, on_epoch=self.on_epoch)
+        return baseline.model
 
-        def measured() -> dict[str, Any]:
-            assert planned is not None
-            assert compacted is not None
-            trained = _Trained(dense, control, pruned, trainings, report, schedule, early)
-            return self._measure(trained, planned, *compacted)
+    def sparsify(self, dense: nn.Module, plan: Plan | None = None) -> nn.Module:
+        """Return the dense model after the job's `sparsify`, which runs before there is a plan, or with it."""
+        settings = self.job.sparsify
+        if settings is None or not self.training or needs_plan(settings) != (plan is not None):
+            return dense
+        chart = self.search.channel_map if plan is None else plan.channel_map
+        self.log(f"sparsify: {settings.regularize and settings.regularize.method}, epochs: {settings.epochs}")
+        with self.clock.stage("sparsify"):
+            return self.trainings.train("sparsified", copied(dense), settings, chart=chart, removed=plan)
 
-        return from_main(measured)
-
-    def _plan(self, dense: nn.Module) -> Planned | None:
-        """Return the plan within the job's budgets, written into the run's folder or read there; in the main process
-        alone.
-
-        All processes collect statistics together.
-        """
-        run, self.search = self.run, self.search.with_weights(dense)
-        known = kept_plan(run, dense) if is_main() else None
-        if from_main(lambda: known is not None):
+    def plan(self, dense: nn.Module) -> Planned | None:
+        """Return the plan within the budgets, or the one of the run that is resumed; None outside the main process."""
+        self.search = self.search.with_weights(dense)
+        known = kept_plan(self.folder, dense)
+        if main_has(known):
             return known
+        return self._search_plan(self._calibrate(dense))
+
+    def _calibrate(self, dense: nn.Module) -> CriterionInputs:
+        """Return what the criterion reads, collected by all processes together."""
         chart = self.search.channel_map
         with self.clock.stage("calibrate"):
-            inputs = criterion_inputs(self.prepared, dense, chart, with_stats=self.training, log=self.log)
-            if not is_main():
-                return None
-            if inputs.stats is not None:  # for fine-tuning as well
-                inputs.stats.save(run.path / "statistics")
+            return criterion_inputs(self.prepared, dense, chart, with_stats=self.training, log=self.log)
+
+    @main_process_only
+    def _search_plan(self, inputs: CriterionInputs) -> Planned:
         with self.clock.stage("plan"):
+            if inputs.stats is not None:
+                inputs.stats.save(self.folder.path / "statistics")
             planned = self.search.find(inputs)
             self._write_plan(planned)
             self._log_plan(planned)
             if inputs.patches is not None:
                 rows = curve_rows(planned.plan.channel_map, planned.curves(inputs.patches))
-                write_csv(run.path / "sensitivity.csv", rows, CURVE_COLUMNS)
-            keep_plan(run, planned)
+                write_csv(self.folder.path / "sensitivity.csv", rows, CURVE_COLUMNS)
+            keep_plan(self.folder, planned)
         return planned
 
     def _write_plan(self, planned: Planned) -> None:
         """Write a plan into the run's folder, with its scores, locks and groups."""
-        folder, plan = self.run.path, planned.plan
+        folder, plan = self.folder.path, planned.plan
         plan.save(folder)
         write_csv(folder / "scores.csv", score_rows(plan, planned.scores), results.SCORE_COLUMNS)
         write_csv(folder / "locks.csv", lock_rows(plan), results.LOCK_COLUMNS)
@@ -202,70 +244,38 @@ class Journey:
         for text in planned.unseen:
             self.log(f"plan: {text}")
 
-    def _measure(self, trained: _Trained, planned: Planned, small: nn.Module, proof: Verification) -> dict[str, Any]:
-        """Return the stages after training, and the metrics."""
-        dense, plan, schedule = trained.dense, planned.plan, trained.schedule
-        save_weights(self.run.path / "checkpoints" / "dense.safetensors", dense)
-        with self.clock.stage("deploy"):
-            deployed = deploy(self.prepared, self.run, dense, plan)
-        with self.clock.stage("measure"):
-            share = sparsity(trained.pruned, plan)
-            ready = None if deployed is None else deployed.model
-            attempt = results.Attempts(self.log)
-            target = self.search.latency
-            final = None if target is None else attempt("time", lambda: self._deliver(dense, planned))
-            models = dense, trained.control, ready
-            measured = results.measure(self.prepared, self.run, *models, attempt=attempt, final=final)
-            masks = attempt("activation masks", lambda: self._measure_activations(small))
-            measured = replace(measured, activations=masks, failures=tuple(attempt.failures))
-        metrics = results.metrics(measured, planned, proof, share, self.prepared, self.clock.stages)
-        metrics |= {**trained.trainings.summary(), "corrupt_images": self.prepared.splits.corrupt}
-        metrics |= {
-            "fine_tuned": self.training,
-            "repair": repair_summary(trained.report),
-            "resumed": len(self.run.resumed),
-            "compacted_early": trained.early,
-        }
-        metrics |= {"schedule": None if schedule is None else schedule.summary()}
-        metrics |= {"deployment": None if deployed is None else deployed.figures()}
-        if target is not None and final is not None:
-            metrics |= {"profile": target.profile.summary(), "delivered": final.summary()}
-            metrics["shortfalls"] += final.shortfalls
-        write_json(self.run.path / "metrics.json", metrics)
-        write_summary(self.run, self.job, self.search.channel_map, plan, (dense, small), metrics)
-        if metrics["corrupt_images"]:
-            self.log(f"data: {describe_corrupt(metrics['corrupt_images'])}")
-        for shortfall in metrics["shortfalls"]:
-            self.log(f"shortfall: {shortfall}")
-        return metrics
+    def repair(self, dense: nn.Module, planned: Planned | None, plan: Plan) -> nn.Module:
+        """Return the masked model, repaired as the job says; under a schedule a copy that nothing is masked in yet."""
+        if self.job.prune.schedule is not None:
+            scores = None if planned is None else planned.scores
+            self.schedule = JobSchedule(self.prepared, plan, scores, self.folder)
+            return copied(dense)
+        with self.clock.stage("repair"):
+            masked, self.repaired = repair_model(self.prepared, dense, plan, self.folder, training=self.training)
+        return masked
 
-    def _sparsified(self, dense: nn.Module, plan: Plan | None, trainings: Trainings) -> nn.Module:
-        """Return the dense model after the job's `sparsify`: asked for before there is a plan, and again with it."""
-        settings = self.job.sparsify
-        if settings is None or not self.training or needs_plan(settings) != (plan is not None):
-            return dense
-        chart = self.search.channel_map if plan is None else plan.channel_map
-        self.log(f"sparsify: {settings.regularize and settings.regularize.method}, epochs: {settings.epochs}")
-        with self.clock.stage("sparsify"):
-            return trainings.train("sparsified", copied(dense), settings, chart=chart, removed=plan)
+    def finetune(self, pruned: nn.Module, plan: Plan) -> nn.Module:
+        """Return the masked model after its fine-tuning, if there is any."""
+        if not self.training:
+            return pruned
+        with self.clock.stage("fine-tune"):
+            finetuning = Finetuning(self.prepared, self.folder, self.trainings, self.schedule)
+            pruned, self.compacted_early = finetuning.tune(pruned, plan)
+        return pruned
 
-    def _deliver(self, dense: nn.Module, planned: Planned) -> LatencyResult:
-        """Return what counts for budgets of time: the model as its folder gives it, the deployed one where there is
-        one.
-        """
-        folder = FOLDER if self.job.deploy.wanted else "model"
-        handed_over = load(self.run.path / folder, None if self.prepared.build else dense)
-        return self.search.deliver(planned, handed_over)
+    def final_plan(self, planned: Planned | None, plan: Plan) -> tuple[Planned | None, Plan]:
+        """Return the plan after training, which a schedule has changed; the same in all processes."""
+        if self.schedule is not None:
+            plan = self.schedule.in_force()
+            if planned is not None:
+                planned = self.schedule.finished(planned)
+                self._write_plan(planned)
+        require_same_plan(plan, "after training")
+        return planned, plan
 
-    def _measure_activations(self, small: nn.Module) -> dict[str, Any] | None:
-        """With thresholds found anew: training has changed what they were found for."""
-        thresholds = find_thresholds(self.prepared, small, log=self.log)
-        if thresholds is None:
-            return None
-        thresholds.save(self.run.path / "activation_thresholds.json")
-        return measure_masks(self.prepared, small, thresholds, log=self.log)
-
-    def _compact(self, pruned: nn.Module, dense: nn.Module, plan: Plan) -> tuple[nn.Module, Verification]:
+    @main_process_only
+    def compact(self, pruned: nn.Module, dense: nn.Module, plan: Plan) -> tuple[nn.Module, Verification]:
+        """Return the compact model, saved in the run's folder, and the proof that it equals the masked one."""
         cut = compact(pruned, plan)
         validation = self.prepared.splits.validation
         spread = torch.linspace(0, len(validation) - 1, min(PROOF_IMAGES, len(validation))).long()
@@ -279,186 +289,80 @@ class Journey:
         small = flushed.model
         for remark in (*flushed.notes, *remarks(small)):
             self.log(f"compact: {remark}")
-        save(
-            small,
-            self.run.path / "model",
-            plan,
-            build=self.prepared.build,
-            extra={"classes": list(self.prepared.splits.classes)},
-        )
-        write_csv(self.run.path / "layers.csv", layer_rows(dense, small, plan))
+        classes = {"classes": list(self.prepared.splits.classes)}
+        save(small, self.folder.path / "model", plan, build=self.prepared.build, extra=classes)
+        write_csv(self.folder.path / "layers.csv", layer_rows(dense, small, plan))
         return small, proof
 
+    def control(self, dense: nn.Module) -> nn.Module | None:
+        """Return the dense model after as much training as the pruned one had, if the job wants one."""
+        if not self.training:
+            return None
+        if not self.job.control:
+            self.log("control: left out, as the recipe asks; scores are compared with the dense model as it was")
+            return None
+        with self.clock.stage("control"):
+            return self.trainings.control(dense)
 
-@as_raised()
-def finetune(
-    job: JobSettings,
-    *,
-    log: Log = stage,
-    progress: bool | None = None,
-    finish: Finish | None = write_report,
-    own: Own = RECIPE_ONLY,
-    resume: StrPath | None = None,
-    on_epoch: OnEpoch | None = None,
-    training: bool = True,
-) -> RunResult:
-    """Train or load the dense model, calibrates, plans, fine-tunes under masks, compacts, verify and measure.
+    @computed_by_main
+    def measure(
+        self,
+        dense: nn.Module,
+        control: nn.Module | None,
+        pruned: nn.Module,
+        planned: Planned | None,
+        compacted: tuple[nn.Module, Verification] | None,
+    ) -> dict[str, Any]:
+        """Deploy and measure the models, and return the metrics, written into the run's folder."""
+        assert planned is not None
+        assert compacted is not None
+        (small, proof), plan, folder = compacted, planned.plan, self.folder
+        save_weights(folder.path / "checkpoints" / "dense.safetensors", dense)
+        with self.clock.stage("deploy"):
+            deployed = deploy(self.prepared, folder, dense, plan)
+        with self.clock.stage("measure"):
+            share, attempt, target = sparsity(pruned, plan), results.Attempts(self.log), self.search.latency
+            final = None if target is None else attempt("time", lambda: self._deliver(dense, planned))
+            models = dense, control, None if deployed is None else deployed.model
+            measured = results.measure(self.prepared, folder, *models, attempt=attempt, final=final)
+            masks = attempt("activation masks", lambda: self._measure_activations(small))
+            measured = replace(measured, activations=masks, failures=tuple(attempt.failures))
+        metrics = results.metrics(measured, planned, proof, share, self.prepared, self.clock.stages)
+        metrics |= self._stage_metrics(deployed)
+        if target is not None and final is not None:
+            metrics |= {"profile": target.profile.summary(), "delivered": final.summary()}
+            metrics["shortfalls"] += final.shortfalls
+        write_json(folder.path / "metrics.json", metrics)
+        write_summary(folder, self.job, self.search.channel_map, plan, (dense, small), metrics)
+        if metrics["corrupt_images"]:
+            self.log(f"data: {describe_corrupt(metrics['corrupt_images'])}")
+        for shortfall in metrics["shortfalls"]:
+            self.log(f"shortfall: {shortfall}")
+        return metrics
 
-    What the job's `repair` says is repaired before fine-tuning. Where `prune.schedule` is given, channels go while the
-    model is fine-tuned. The processes of a group (`prunekit.distributed`) call this alike: they calibrate and train
-    together, the rest is the main one's, which alone writes.
+    def _deliver(self, dense: nn.Module, planned: Planned) -> LatencyResult:
+        """Return the time of the final model, loaded from its folder: the deployed one, if there is one."""
+        folder = FOLDER if self.job.deploy.wanted else "model"
+        model = load(self.folder.path / folder, None if self.prepared.build else dense)
+        return self.search.deliver(planned, model)
 
-    Args:
-        job: the settings.
-        log, progress, own, resume, on_epoch: as for `prunekit.finetune`. Resumed on the CPU, with the same threads and
-            as many processes, a run ends with the weights that it would have ended with at once.
-        finish: called with the run's folder at the end, before the run counts as finished: writes the report.
-        training: whether to fine-tune. If not, what is left is repaired as the job's `repair` says, and that is all;
-            the dense model is trained only if it has no weights and the job says how. Labels are looked at to measure
-            scores, and by criteria that need them.
+    def _measure_activations(self, small: nn.Module) -> dict[str, Any] | None:
+        """Return figures of the activation masks, with thresholds found again, because training has changed them."""
+        thresholds = find_thresholds(self.prepared, small, log=self.log)
+        if thresholds is None:
+            return None
+        thresholds.save(self.folder.path / "activation_thresholds.json")
+        return measure_masks(self.prepared, small, thresholds, log=self.log)
 
-    Raises:
-        UsageError: data, model or budget do not fit; nothing was written.
-        ResumeError: the run to resume is of another recipe, plan or version, still runs, or has finished.
-        RunError: the run failed; its folder says so.
-    """
-    require_report()
-    devices("auto", job.latency)  # a runtime that is not there is refused before hours of work
-    require_optimizer(job, own)
-    text = run_recipe(job, own)
-    prepared = prepare(job, own)
-    require_deployable(prepared)
-    require_schedule(prepared, training=training)
-    identity = identity_of(prepared, training=training)
-    # Of the structure alone: training does not change it.
-    search = PlanSearch.trace(prepared.model, prepared.example_inputs, job.prune, log=log)
-    again = None
-    with one_for_all():
-        if is_main():
-            again = None if resume is None else find_run(resume, job.output / job.name, identity, log)
-            search = search.with_profile(transform_of(search.model, search.examples[0], job.deploy))
-            search.require_reachable()
-        wait_for_all()
-        with run_folder(job.output, job.name, log, text, finish, again) as run, one_for_all(), threads(job.threads):
-            note(run, identity)
-            journey = Journey(prepared, search, run, progress=wanted(progress), training=training, on_epoch=on_epoch)
-            metrics = journey.travel()
-            folder = from_main(lambda: run.path)
-        wait_for_all()  # until the report is written
-    return RunResult(folder, metrics, own)
-
-
-prune_job = partial(finetune, training=False)
-"""`finetune` without fine-tuning."""
-
-
-MEASURES = (
-    "dry run: a budget of time is planned for by a profile of the target: what of its {} networks is not in the cache "
-    "is timed now, which takes minutes; --no-measure (measure=False) predicts instead"
-)
-BY_MACS = (
-    "the speedup is taken for one of multiply-accumulates, because the target was not profiled: that is off by up to a "
-    "factor of two, mostly to the slow side (small layers, memory, fixed costs); `prunekit profile RECIPE` measures it"
-)
-
-
-def dry_run(job: JobSettings, *, log: Log = stage, own: Own = RECIPE_ONLY, measure: bool = True) -> dict[str, Any]:
-    """Plan a job without training: data, model, budget and globs are checked, and the widths shown.
-
-    Budgets of time are predicted from a profile, which is measured unless it is in the cache; what is predicted to be
-    out of reach, or only just within it, is measured before it is refused, as a run does. `time` of the result says how
-    they were predicted; None without such a budget.
-
-    Args:
-        job: the settings.
-        log: gets a line for each stage; the first says so where something will be timed.
-        own: the user's own code, where the job's model or data is their own.
-        measure: whether anything may be timed; else a profile of the cache is used, and without one a speedup is
-            predicted from multiply-accumulates.
-
-    Without weights and without a cached baseline the scores are those of random weights, which the result says; under
-    scope `uniform` the widths do not depend on them.
-
-    Raises:
-        UsageError: data, model or budget do not fit; or milliseconds are asked for that nothing predicts.
-    """
-    timely = job.prune.budget.measured
-    if timely and measure:
-        log(MEASURES.format(current_effort().networks))
-    devices("auto", job.latency)
-    prepared = prepare(job, own)
-    require_deployable(prepared)
-    line = require_schedule(prepared, training=True)
-    search = PlanSearch.trace(prepared.model, prepared.example_inputs, job.prune, log=log)
-    search = _within_reach(search, prepared) if measure or not timely else _predicted(search, prepared)
-    profile = None if search.latency is None else search.latency.profile
-    known = None if profile is None else "; ".join([profile.accuracy, *profile.notes])
-    time = known or (BY_MACS if timely else None)
-    if time is not None and not measure:
-        log(f"dry run: nothing is measured: {time}")
-    trained = job.model.weights is not None or cached_baseline(prepared) is not None
-    if job.sparsify is not None:
-        log("dry run: scores are those before `sparsify`, which is training")
-    if not trained:
-        log("dry run: no trained weights yet, so scores are those of random ones")
-    planned = search.predict(criterion_inputs(prepared, prepared.model, search.channel_map, log=log))
-    settled = planned.plan.channel_map
-    return {
-        "trained": trained,
-        "macs_before": settled.macs(),
-        "macs_after": settled.macs(planned.plan.keep),
-        "budgets": planned.plan.provenance["budgets"],
-        "time": time,
-        "binding": planned.plan.provenance["binding"],
-        "schedule": None if line is None else schedule_rows(job.prune, line, planned.plan),
-        "channels_removed": planned.plan.removed,
-        "groups": len(settled.groups),
-        "locks": len(settled.locks),
-        "max_relative_difference": planned.max_relative_difference,
-        "widths": layer_rows(prepared.model, planned.compact, planned.plan),
-    }
-
-
-def _within_reach(search: PlanSearch, prepared: Prepared) -> PlanSearch:
-    """Return the search with a profile of the target, once its budgets are known to be within reach."""
-    search = search.with_profile(transform_of(search.model, search.examples[0], prepared.job.deploy))
-    search.require_reachable()
-    return search
-
-
-def _predicted(search: PlanSearch, prepared: Prepared) -> PlanSearch:
-    """Return the search with what was profiled before, else with a budget of MACs in the place of a speedup.
-
-    Measures nothing, and refuses nothing: what is out of reach is said to be so by prediction.
-    """
-    transform = transform_of(search.model, search.examples[0], prepared.job.deploy)
-    try:
-        search = search.with_profile(transform, measure=False)
-    except NotMeasuredError as error:
-        search.log(f"profile: {error}")
-        return replace(search, settings=by_macs(search.settings))
-    target = search.latency
-    if target is not None and target.least_share > 1 - DOUBT:
-        fastest = f"the fastest plan is predicted to take {target.least_share:.2f} of the time asked for"
-        search.log(f"latency: budget {target.in_words}: {fastest}; a run measures whether it can be had")
-    return search
-
-
-def by_macs(settings: PruneSettings) -> PruneSettings:
-    """Return settings with a budget of multiply-accumulates in the place of a speedup: as if time fell as they do.
-
-    Raises:
-        UsageError: milliseconds are asked for, of which they say nothing.
-    """
-    budget = settings.budget
-    for name, value in budget.given.items():
-        facts = facts_of(name)
-        if facts.measured and not facts.share:
-            raise UsageError(
-                f"budget {name} {value:g}: without a measurement nothing says what this model takes; run `prunekit "
-                "profile RECIPE` first (minutes), or leave out --no-measure"
-            )
-        if facts.measured:
-            macs = min(facts.as_cost(value), 1.0 if budget.macs is None else budget.macs)
-            budget = budget.changed(macs=macs, **{name: None})
-    return replace(in_blocks(settings), budget=budget)
+    def _stage_metrics(self, deployed: Deployed | None) -> dict[str, Any]:
+        """Return what `metrics.json` holds of each stage before the measurement."""
+        return {
+            **self.trainings.summary(),
+            "corrupt_images": self.prepared.splits.corrupt,
+            "fine_tuned": self.training,
+            "repair": repair_summary(self.repaired),
+            "resumed": len(self.folder.resumed),
+            "compacted_early": self.compacted_early,
+            "schedule": None if self.schedule is None else self.schedule.summary(),
+            "deployment": None if deployed is None else deployed.figures(),
+        }

@@ -24,6 +24,7 @@ from prunekit.jobs import finetune as finetune_module
 from prunekit.jobs import finetune as jobs_finetune
 from prunekit.jobs.batch_size import LargestBatch, Tried
 from prunekit.jobs.calibrate import CalibrationResult
+from prunekit.jobs.prune import dry_run as dry_run_module
 from prunekit.jobs.run import model_sources as targets
 from prunekit.jobs.run.job_inputs import Own
 from prunekit.jobs.run.model_sources import InputModel
@@ -238,7 +239,7 @@ def test_dry_run_prints_the_resolved_recipe_and_the_plan(monkeypatch: pytest.Mon
     }
     stages = [{"step": 16, "epoch": 0.5, "macs": 0.75}, {"step": 32, "epoch": 1.0, "macs": 0.5}]
     plan |= {"schedule": {"kind": "linear", "steps_per_epoch": 32, "stages": stages}}
-    monkeypatch.setattr(finetune_module, "dry_run", lambda job, *, log, own: plan)
+    monkeypatch.setattr(dry_run_module, "dry_run", lambda job, *, log, own: plan)
     text = run("finetune", recipe, "--dry-run").stdout
     assert "name: small\n" in text
     assert "Schedule linear, 32 steps an epoch" in text
@@ -251,11 +252,11 @@ def test_dry_run_prints_the_resolved_recipe_and_the_plan(monkeypatch: pytest.Mon
     assert "Budget size_mb: 1.49 MB left, at most 1.50 MB asked for, of 3.00 MB, the one that binds\n" in text
     assert "features.0  Conv2d  3 -> 3  64 -> 31  2.00 k -> 990  1.79 k -> 868" in text
     assert "features.1" not in text
-    monkeypatch.setattr(finetune_module, "dry_run", lambda job, *, log, own, measure: plan | {"time": "by a guess"})
+    monkeypatch.setattr(dry_run_module, "dry_run", lambda job, *, log, own, measure: plan | {"time": "by a guess"})
     assert "Time, predicted: by a guess\n" in run("prune", recipe, "--dry-run", "--no-measure").stdout
     refused = run("finetune", recipe, "--no-measure")
     assert (refused.exit_code, "--no-measure goes with --dry-run" in refused.stderr) == (2, True)
-    monkeypatch.setattr(finetune_module, "dry_run", lambda job, *, log, own: plan)
+    monkeypatch.setattr(dry_run_module, "dry_run", lambda job, *, log, own: plan)
     payload = json.loads(run("finetune", recipe, "--dry-run", "--json").stdout)
     assert payload["plan"] == plan
     assert payload["recipe"]["model"]["name"] == "squeezenet1_1"

@@ -15,7 +15,7 @@ import prunekit
 from prunekit.criteria.criterion import get_criterion
 from prunekit.criteria.scoring import normalize, score
 from prunekit.errors import UsageError
-from prunekit.jobs.finetune import dry_run
+from prunekit.jobs.prune.dry_run import dry_run
 from prunekit.jobs.prune.plan_search import WEIGHTS_ALONE, importance
 from prunekit.registries import CRITERIA
 from prunekit.settings.calibration import CalibrationSettings

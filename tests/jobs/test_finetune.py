@@ -29,7 +29,8 @@ from prunekit.errors import ModelError, NonFiniteError, PlanError, UsageError
 from prunekit.hooks.hook import count_hooks
 from prunekit.jobs.calibrate import calibrate
 from prunekit.jobs.explain import explain_job
-from prunekit.jobs.finetune import dry_run, finetune
+from prunekit.jobs.finetune import finetune
+from prunekit.jobs.prune.dry_run import dry_run
 from prunekit.jobs.run.dense_model import Baseline, prepare, train_baseline
 from prunekit.jobs.run.results import Measured, shortfalls
 from prunekit.jobs.run.run_folder import RunFolder

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 import prunekit
 from prunekit.errors import PlanError
-from prunekit.jobs.finetune import dry_run, prune_job
+from prunekit.jobs.finetune import prune_job
+from prunekit.jobs.prune.dry_run import dry_run
 from prunekit.jobs.prune.plan_search import ATTEMPTS, Planned, PlanSearch
 from prunekit.measure.model_size import count_memory
 from prunekit.settings.calibration import CalibrationSettings

@@ -14,7 +14,8 @@ import prunekit
 from prunekit.compaction.model_folder import read_manifest
 from prunekit.errors import DataError, ModelError, UsageError
 from prunekit.jobs.calibrate import calibrate
-from prunekit.jobs.finetune import dry_run, finetune
+from prunekit.jobs.finetune import finetune
+from prunekit.jobs.prune.dry_run import dry_run
 from prunekit.jobs.run.job_inputs import Own
 from prunekit.jobs.run.model_sources import resolve, trained_target
 from prunekit.models.zoo import load_factory

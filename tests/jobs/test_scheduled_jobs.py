@@ -14,7 +14,8 @@ import torch
 
 import prunekit
 from prunekit.errors import UsageError
-from prunekit.jobs.finetune import dry_run, finetune, prune_job
+from prunekit.jobs.finetune import finetune, prune_job
+from prunekit.jobs.prune.dry_run import dry_run
 from prunekit.report.pages.run_page import write_report
 from prunekit.settings.calibration import CalibrationSettings, RepairSettings
 from prunekit.settings.deployment import LatencySettings

@@ -304,7 +304,7 @@ def test_what_is_timed_is_deployed_the_dense_model_too(monkeypatch: pytest.Monke
     monkeypatch.setattr(latency_search, "time_pair", machine)
     wanted = PruneSettings(BudgetSettings(speedup=2.0), target=ONE_BY_ONE)
     transform = transform_of(model, EXAMPLE, deploy)
-    search = PlanSearch.trace(model, EXAMPLE, wanted, channel_map=channel_map).with_profile(transform)
+    search = PlanSearch.trace(model, EXAMPLE, wanted, channel_map=channel_map).with_profile(deploy)
     assert search.latency is not None
     profiled = search.latency.profile
     assert "norm" not in {layer["module"] for layer in profiled.rows()}  # it takes no time of its own

@@ -16,9 +16,10 @@ from torch import nn
 from prunekit.channels.trace import trace
 from prunekit.compaction.folded_norms import folds_of
 from prunekit.errors import PlanError, UsageError
-from prunekit.jobs.finetune import dry_run, prune_job
+from prunekit.jobs.finetune import prune_job
 from prunekit.jobs.profile import profile_job
 from prunekit.jobs.prune import latency_search
+from prunekit.jobs.prune.dry_run import dry_run
 from prunekit.jobs.prune.latency_target import LatencyResult, Timing
 from prunekit.jobs.prune.plan_search import Planned, PlanSearch
 from prunekit.jobs.run.dense_model import prepare

@@ -28,7 +28,7 @@ import prunekit as pk
 from prunekit.errors import ArtifactError, ModelError, PlanError, UsageError
 from prunekit.hooks.hook import count_hooks
 from prunekit.jobs.prune.one_shot import Request
-from prunekit.jobs.prune.plan_search import Planned
+from prunekit.jobs.prune.plan_search import Planned, PlanSearch
 from prunekit.jobs.prune.pruner import Pruner
 from prunekit.jobs.stages.schedule_stages import Evidence, StagePlanner
 from prunekit.planning.plan import Plan
@@ -160,7 +160,7 @@ def test_plans_and_weights_are_those_of_the_built_in_loop(schedule: ScheduleSett
         scope="global",
         schedule=ScheduleSettings(schedule.kind, unit="step", begin=1, end=6, rounds=schedule.rounds),
     )
-    planned = pk.workflow.PlanSearch.trace(model, (torch.zeros(2, 3, 8, 8),), asked).find()
+    planned = PlanSearch.trace(model, (torch.zeros(2, 3, 8, 8),), asked).find()
     assert asked.schedule is not None
     dense = Plan(planned.plan.channel_map, planned.plan.keep | True)
     planner = StagePlanner(asked, planned.plan, planned.scores, Evidence(), seed=0)

@@ -1,4 +1,8 @@
-"""The search for a plan: trace, score, plan and try it, then count its memory and measure its time, and plan again."""
+"""The search for a plan: trace, score, plan and try it, count its memory, measure its time, and plan again.
+
+Dry run, `prunekit.prune`, `Pruner` and jobs all search with `PlanSearch`, whose methods stand in the order of their
+use: `trace`, `with_profile`, `require_reachable`, `find` (or `predict`), and `deliver`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from prunekit.channels.trial.trial import run_trial, with_untraced_sizes
 from prunekit.criteria.criterion import get_criterion
 from prunekit.criteria.elimination import weighted_output_count
 from prunekit.criteria.scoring import normalize, score
-from prunekit.deploy.transform import AS_IT_IS, Transform
+from prunekit.deploy.transform import transform_of
 from prunekit.errors import PlanError, UsageError
 from prunekit.hooks.wrappers import require_values, unwrapped
 from prunekit.jobs.profile import in_blocks, profile
@@ -31,6 +35,7 @@ from prunekit.planning.feasibility import require_unmeasured_met
 from prunekit.planning.plan import Plan
 from prunekit.planning.sensitivity_curves import SensitivityCurve, cumulative_curves
 from prunekit.planning.solver import feasible_plan, make_plan
+from prunekit.settings.deployment import DeploySettings
 from prunekit.settings.prune import PruneSettings, facts_of
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.layers.patch_moments import CalibrationWarning, PatchStats
@@ -43,14 +48,14 @@ MEMORY = facts_of("memory_mb")
 ATTEMPTS = 6
 """How many plans are made for a budget of memory, at most."""
 NEAR = 0.005
-"""Of the budget of memory: to take so much less is no reason for another plan."""
+"""Share of the budget of memory: a plan that leaves at most this much unused is not improved on."""
 DOUBT = 0.05
-"""How wrong a latency table may be: what is predicted to be possible by less is measured before it is promised."""
+"""How wrong a latency table may be: a budget that is predicted to be met by less than this is measured first."""
 
 
 @dataclass(frozen=True, eq=False)
 class CriterionInputs:
-    """What a criterion looks at beside the weights: what it does not need is None.
+    """What a criterion reads besides the weights; None for what it does not need.
 
     Attributes:
         stats: channel statistics.
@@ -66,88 +71,24 @@ class CriterionInputs:
 
 
 WEIGHTS_ALONE = CriterionInputs()
-
-
-def raw_importance(
-    model: nn.Module, channel_map: ChannelMap, settings: PruneSettings, inputs: CriterionInputs
-) -> Scores:
-    """Return the scores of the criterion as it gives them."""
-    with warnings.catch_warnings():  # the log of a job and `Pruned.notes` say it
-        warnings.simplefilter("ignore", CalibrationWarning)
-        return score(
-            settings.criterion,
-            model,
-            channel_map,
-            stats=inputs.stats,
-            gradients=inputs.gradients,
-            patches=inputs.patches,
-            seed=inputs.seed,
-        )
-
-
-def ranked(scores: Scores, channel_map: ChannelMap, settings: PruneSettings) -> Scores:
-    """Return scores as plans rank them: but for scope `uniform` normalized within groups, unless comparable already."""
-    as_it_is = settings.scope == "uniform" or get_criterion(settings.criterion).comparable
-    return scores if as_it_is else normalize(scores, channel_map)
-
-
-def importance(model: nn.Module, channel_map: ChannelMap, settings: PruneSettings, inputs: CriterionInputs) -> Scores:
-    """Return the scores of the criterion as plans rank them."""
-    return ranked(raw_importance(model, channel_map, settings, inputs), channel_map, settings)
-
-
-@dataclass(frozen=True, eq=False)
-class Planned:
-    """A plan that passed its trial.
-
-    Attributes:
-        plan: what stays.
-        scores: importance of every label, float (n_labels,).
-        compact: the model as planned, without any fine-tuning.
-        max_relative_difference: largest difference of any operator between masked and compact model (float64).
-        locked_by_trial: locks that the trial added, as text.
-        unseen: what methods that no example runs may need, and which MACs no budget counts, in sentences.
-        attempts: the plans that were measured on the way, in order, where a budget is one of time.
-    """
-
-    plan: Plan
-    scores: Scores
-    compact: nn.Module
-    max_relative_difference: float
-    locked_by_trial: tuple[str, ...]
-    unseen: tuple[str, ...] = ()
-    attempts: tuple[Attempt, ...] = ()
-
-    def curves(self, patches: PatchStats) -> dict[str, SensitivityCurve]:
-        """Return the curves that elimination planned by, by a group's name: the lower convex hulls of the errors.
-
-        Args:
-            patches: that the plan was made with.
-        """
-        chart = self.plan.channel_map
-        groups = {group.name: group for group in chart.groups}
-        return {
-            name: replace(curve, outputs=weighted_output_count(groups[name], chart, patches))
-            for name, curve in cumulative_curves(chart, self.scores).items()
-        }
+AS_IT_IS = DeploySettings()
 
 
 @dataclass(frozen=True, eq=False)
 class PlanSearch:
     """The search for a plan that passes its trial and is within all budgets.
 
-    Begins with `trace`, goes on `with_profile` where a budget may be one of time, and ends with `find`. Each step
-    returns a new search.
+    `trace` makes one, `with_profile` and `with_weights` return a new one, and `find` returns the plan.
 
     Attributes:
         model: the dense model; not changed.
-        examples: inputs, see `prunekit.utils.inputs.as_example`. Memory and time are those of the first; others take
-            branches that it does not take.
+        examples: inputs, see `prunekit.utils.inputs.as_example`. Memory and time are measured on the first; the others run
+            branches of the model that the first does not.
         settings: criterion, scope, budgets and limits.
         channel_map: of the model.
-        latency: what plans are predicted and timed by; None where no budget is one of time.
+        latency: predicts and measures the time of plans; None without a budget of time.
         log: gets a line for each network of a profile and each plan that is timed.
-        log_plans: whether it also gets a line for each plan that is made for a time.
+        log_plans: whether the log also gets a line for each plan that is made.
     """
 
     model: nn.Module
@@ -170,10 +111,9 @@ class PlanSearch:
         log: Log = stage,
         log_plans: bool = False,
     ) -> Self:
-        """Trace a model.
+        """Begin a search: trace the model, unless its channel map is given.
 
-        Args:
-            channel_map: of this model, where it has been traced already, on the same examples in the same order.
+        That was then traced on the same examples in the same order. The other arguments become attributes.
 
         Raises:
             PlanError: the channel map is that of another model.
@@ -190,21 +130,22 @@ class PlanSearch:
             raise UsageError(f"channel_map: traced on {traced} examples, got {len(examples)}; give the others too")
         return cls(model, examples, settings, channel_map, log=log, log_plans=log_plans)
 
-    def with_profile(self, transform: Transform = AS_IT_IS, *, measure: bool = True) -> Self:
-        """Profile the model on the target of the settings, where a budget is one of time.
+    def with_profile(self, deploy: DeploySettings = AS_IT_IS, *, measure: bool = True) -> Self:
+        """Return the search with a latency profile of the target, where a budget is one of time.
 
         Args:
-            transform: what is done to the dense model and to every compact one before they are timed.
-            measure: whether what the cache of profiles does not have is measured.
+            deploy: what is done to the dense model and to every compact one before they are timed.
+            measure: whether networks that are not in the cache of profiles are measured.
 
         Raises:
-            NotMeasuredError: nothing is to be measured, and the cache has too little.
+            NotMeasuredError: nothing may be measured, and the cache has too few networks.
             UsageError: the model takes something else than tensors with a batch, or as for `profile`.
-            PlanError: a budget that is not one of time cannot be met: nothing is measured then.
+            PlanError: a budget that is not one of time cannot be met; nothing was measured.
         """
         timed = [name for name in self.settings.budget.given if facts_of(name).measured]
         if not timed:
             return self
+        transform = transform_of(self.model, self.examples[0], deploy)
         try:
             inputs = inputs_like(self.examples[0])
         except UsageError as error:
@@ -228,17 +169,17 @@ class PlanSearch:
         return replace(self, latency=target)
 
     def with_weights(self, model: nn.Module) -> Self:
-        """Return the search for a plan of the same network with other weights: training changes no structure."""
+        """Return the search for the same network with other weights, as training changes no structure."""
         target = self.latency
         return replace(self, model=model, latency=None if target is None else replace(target, model=model))
 
     def require_reachable(self) -> None:
         """Raise if the budgets cannot be met, before anything is trained.
 
-        Where that is predicted for budgets of time, or nearly, the fastest plan is measured.
+        If a budget of time is predicted to be missed or only just met, the fastest plan is measured.
 
         Raises:
-            PlanError: they cannot be met; with the best that can be had.
+            PlanError: the budgets cannot be met; names the best that is possible.
         """
         target = self.latency
         if target is None:
@@ -254,13 +195,10 @@ class PlanSearch:
             feasible_plan(self.channel_map, in_blocks(self.settings), target.table)
 
     def find(self, inputs: CriterionInputs = WEIGHTS_ALONE) -> Planned:
-        """Plan until all budgets are met: those of time by what was measured.
-
-        Args:
-            inputs: what the criterion looks at beside the weights.
+        """Return a plan within all budgets; budgets of time are met by measurement.
 
         Raises:
-            PlanError: a budget cannot be met, with the best that can be had; or nothing would be removed.
+            PlanError: a budget cannot be met (names the best that is possible), or nothing would be removed.
             RunError: the target cannot run the model.
         """
         if self.latency is None:
@@ -276,18 +214,18 @@ class PlanSearch:
         return replace(self._as_asked(planned, self.latency.asked_figures), attempts=tuple(timed.attempts))
 
     def predict(self, inputs: CriterionInputs = WEIGHTS_ALONE) -> Planned:
-        """Plan without measuring: budgets of time are met by prediction, or with the fastest plan that is predicted."""
+        """Return a plan without measuring it: within budgets of time by prediction, or else the fastest one."""
         if self.latency is None:
             return self.within_memory(inputs)
         aim = self.latency.aim(self.latency.first_share)
         return self._as_asked(replace(self, settings=aim).within_memory(inputs), self.latency.asked_figures)
 
     def within_memory(self, inputs: CriterionInputs = WEIGHTS_ALONE) -> Planned:
-        """Plan until the compact model, counted by itself, takes no more memory than the budget, if there is one.
+        """Return a plan whose compact model takes no more memory than the budget, if there is one, when it runs.
 
-        What is predicted is what is counted, unless the compact model runs other operators than the dense one:
-        attention of its original class where that is whole, with one head, which needs no copies, or without a fused
-        kernel where queries and values differ in width. The aim is corrected then.
+        The prediction is exact unless the compact model runs other operators than the dense one: attention in its
+        original class because all of its heads are kept, attention with one head, which needs no copies, or attention
+        without a fused kernel because queries and values differ in width. Then the aim is corrected.
 
         Raises:
             PlanError: the budgets cannot be met.
@@ -299,7 +237,7 @@ class PlanSearch:
         if asked is None:
             return self.try_plan(settings, channel_map, inputs)
         aim, best, most = asked, None, 0.0
-        low, high = 0.0, float("inf")  # aims that led within the budget, and that did not
+        low, high = 0.0, float("inf")  # aims whose plans were within the budget, and were not
         for _ in range(ATTEMPTS):
             try:
                 aimed = replace(settings, budget=replace(settings.budget, memory_mb=aim))
@@ -317,7 +255,7 @@ class PlanSearch:
             low, high = (max(low, aim), high) if counted <= asked else (low, min(high, aim))
             aim *= asked / counted * (1 - 1e-6)
             aim = aim if low < aim < high else (low + high) / 2
-            channel_map = planned.plan.channel_map  # the trial's locks hold for the next attempt as well
+            channel_map = planned.plan.channel_map  # the trial's locks hold for the next attempt too
         if best is None:
             raise PlanError(
                 f"budget memory_mb: at most {MEMORY.in_words(asked)} was asked for, but the narrowest plan that was "
@@ -331,26 +269,31 @@ class PlanSearch:
 
         Args:
             settings: of the search, with the budgets that are aimed at.
-            channel_map: of the search, with what was locked since.
+            channel_map: of the search, with the locks that earlier trials added.
+            inputs: what the criterion reads.
         """
-        draft = _Draft(self, settings, inputs)
+        table, made = None if self.latency is None else self.latency.table, list[tuple[Plan, Scores]]()
+
+        def choose(chart: ChannelMap) -> Keep:
+            scores = importance(self.model, chart, settings, inputs)
+            made.append((make_plan(chart, scores, settings, seed=inputs.seed, latency=table), scores))
+            return made[-1][0].keep
+
         with paused_garbage_collection():
-            settled = run_trial(
-                self.model, channel_map, draft.choose, list(self.examples), plain=settings.plain_classes
-            )
+            settled = run_trial(self.model, channel_map, choose, list(self.examples), plain=settings.plain_classes)
             settled, unseen = with_untraced_sizes(self.model, settled, list(self.examples))
         chart, known = settled.channel_map, set(self.channel_map.locks)
         added = tuple(f"{lock.module} ({lock.operator}): {lock.reason}" for lock in chart.locks if lock not in known)
-        plan = replace(draft.plan, channel_map=chart)  # which also knows what the last trial found out
-        unseen += _uncounted(self.channel_map)
-        return Planned(plan, draft.scores, settled.compact, settled.difference, added, unseen)
+        plan, scores = made[-1]
+        plan = replace(plan, channel_map=chart)  # with the locks of the last trial
+        return Planned(plan, scores, settled.compact, settled.difference, added, unseen + _uncounted(self.channel_map))
 
     def deliver(self, planned: Planned, model: nn.Module) -> LatencyResult:
-        """Measure the model that is handed over beside the dense one in fresh processes.
+        """Measure the final model beside the dense one in fresh processes.
 
         Args:
-            planned: what `find` found.
-            model: compacted by that plan, and transformed as the profile was.
+            planned: the result of `find`.
+            model: compacted by that plan, and deployed as the profiled networks were.
 
         Raises:
             RunError: the target cannot run it.
@@ -366,35 +309,77 @@ class PlanSearch:
         return count_memory(model, self.examples[0], target.batch, target.dtype) / MEMORY.per_unit
 
     def _as_asked(self, planned: Planned, figures: Mapping[str, Mapping[str, float]]) -> Planned:
-        """Return the plan with settings and figures of budgets as they were given, not as they were aimed at."""
+        """Return the plan with settings and budgets as they were given, not as they were aimed at."""
         origin = planned.plan.provenance
         budgets = {name: {**found, **figures.get(name, {})} for name, found in origin["budgets"].items()}
         provenance = {**origin, "prune": json_values(asdict(self.settings)), "budgets": budgets}
         return replace(planned, plan=replace(planned.plan, provenance=provenance))
 
 
-class _Draft:
-    """A plan in the making: scored and made again for each channel map that its trial comes to."""
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A plan that passed its trial.
+
+    Attributes:
+        plan: which channels are kept.
+        scores: importance of every label, float (n_labels,).
+        compact: the compact model, not fine-tuned.
+        max_relative_difference: largest difference of any operator between masked and compact model (float64).
+        locked_by_trial: locks that the trial added, as text.
+        unseen: in sentences, sizes that methods which no example runs may need, and MACs that no budget counts.
+        attempts: the plans that were measured, in order, where a budget is one of time.
+    """
 
     plan: Plan
     scores: Scores
+    compact: nn.Module
+    max_relative_difference: float
+    locked_by_trial: tuple[str, ...]
+    unseen: tuple[str, ...] = ()
+    attempts: tuple[Attempt, ...] = ()
 
-    def __init__(self, search: PlanSearch, settings: PruneSettings, inputs: CriterionInputs) -> None:
-        self._search, self._settings, self._inputs = search, settings, inputs
-
-    def choose(self, channel_map: ChannelMap) -> Keep:
-        """Return what the plan keeps, bool (n_labels,)."""
-        search, settings, inputs = self._search, self._settings, self._inputs
-        table = None if search.latency is None else search.latency.table
-        self.scores = importance(search.model, channel_map, settings, inputs)
-        self.plan = make_plan(channel_map, self.scores, settings, seed=inputs.seed, latency=table)
-        return self.plan.keep
+    def curves(self, patches: PatchStats) -> dict[str, SensitivityCurve]:
+        """Return the curves of `elimination` by group, convex hulls of its errors, from the plan's patches."""
+        chart = self.plan.channel_map
+        groups = {group.name: group for group in chart.groups}
+        return {
+            name: replace(curve, outputs=weighted_output_count(groups[name], chart, patches))
+            for name, curve in cumulative_curves(chart, self.scores).items()
+        }
 
 
 def _uncounted(channel_map: ChannelMap) -> tuple[str, ...]:
-    """Return which multiply-accumulates of the pass in eval mode no budget counts, in a sentence."""
+    """Return a sentence on the multiply-accumulates of the traced pass that no budget counts, if there are any."""
     trace = channel_map.traced.trace
     parts = [part for part in trace.fused_away if any(is_inside(term.module, [part]) for term in trace.flow.macs)]
     if not parts:
         return ()
     return (f"MACs do not count {', '.join(parts)}: the model's own fuse() takes them out of the deployed model",)
+
+
+def raw_importance(
+    model: nn.Module, channel_map: ChannelMap, settings: PruneSettings, inputs: CriterionInputs
+) -> Scores:
+    """Return the scores of the criterion, not normalized."""
+    with warnings.catch_warnings():  # the log of a job and `Pruned.notes` say it
+        warnings.simplefilter("ignore", CalibrationWarning)
+        return score(
+            settings.criterion,
+            model,
+            channel_map,
+            stats=inputs.stats,
+            gradients=inputs.gradients,
+            patches=inputs.patches,
+            seed=inputs.seed,
+        )
+
+
+def ranked(scores: Scores, channel_map: ChannelMap, settings: PruneSettings) -> Scores:
+    """Return scores as plans rank them: normalized within groups, unless that changes no rank."""
+    as_it_is = settings.scope == "uniform" or get_criterion(settings.criterion).comparable
+    return scores if as_it_is else normalize(scores, channel_map)
+
+
+def importance(model: nn.Module, channel_map: ChannelMap, settings: PruneSettings, inputs: CriterionInputs) -> Scores:
+    """Return the scores of the criterion as plans rank them."""
+    return ranked(raw_importance(model, channel_map, settings, inputs), channel_map, settings)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from prunekit.compaction.compact_model import compact
-from prunekit.distributed.process_group import is_main, is_sharded
+from prunekit.distributed.process_group import is_sharded
 from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.hooks.hook import OwnedHook
 from prunekit.hooks.optimizer_step import optimizer_of
@@ -24,7 +24,7 @@ from prunekit.hooks.owner import HookOwner
 from prunekit.hooks.wrappers import require_values, unwrapped, unwrapped_for_hooks
 from prunekit.jobs.prune.loop_evidence import LoopEvidence, labeled_batches, require_evidence
 from prunekit.jobs.prune.one_shot import IMAGES, Calibration, Request
-from prunekit.jobs.run.agreement import share_plan
+from prunekit.jobs.run.agreement import main_process_only, share_plan
 from prunekit.jobs.stages.schedule_stages import StagePlanner, rescored
 from prunekit.masks.gradient_clamps import GradientClamp
 from prunekit.masks.gradient_clamps import clamp_activation_grad as clamp_activations
@@ -408,9 +408,13 @@ class Pruner(Displayed):
     def _changed(self) -> None:
         if self._averaged is not None:
             self._averaged.update(self.plan)
-        if self.done and is_main():  # before anything is trained under it
-            small = compact(self._model, self.plan)
-            self.verification = verify(self._model, small, self.plan, [self._example], strict=True)
+        if self.done:  # before anything is trained under it
+            self.verification = self._verified()
+
+    @main_process_only
+    def _verified(self) -> Verification:
+        small = compact(self._model, self.plan)
+        return verify(self._model, small, self.plan, [self._example], strict=True)
 
     def _asked(self) -> str:
         """Return what a state has to have in common with the pruner that goes on from it."""

@@ -1,10 +1,11 @@
-"""What the processes of a run must agree on: the model and its images, and the plan in every phase."""
+"""The processes of a run: what the main one does for all of them, and what all must agree on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 
@@ -12,9 +13,41 @@ from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.distributed.process_group import from_main, is_main, require_equal, share_tensors, size, wait_for_all
 from prunekit.planning.plan import Plan
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def main_process_only(function: Callable[P, T]) -> Callable[P, T | None]:
+    """Make a function run in the main process alone; in the others it returns None at once."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        return function(*args, **kwargs) if is_main() else None
+
+    return run
+
+
+def computed_by_main(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a function run in the main process alone; the others wait for it, and return what it returned there.
+
+    It raises in the main process what the function raises, and `PeerError` in the others.
+    """
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        return from_main(lambda: function(*args, **kwargs))
+
+    return run
+
+
+@computed_by_main
+def main_has(value: object) -> bool:
+    """Return whether the main process has a value, such as a cached result, that is not None."""
+    return value is not None
+
 
 def share_model(model: nn.Module, what: str) -> None:
-    """Give every process the main one's weights and buffers, when that has them.
+    """Give every process the main one's weights and buffers, once the main one has them.
 
     Raises:
         RunError: the models differ in more than their values.
@@ -24,19 +57,20 @@ def share_model(model: nn.Module, what: str) -> None:
 
 
 def share_plan(plan: Plan | None) -> Plan:
-    """Return the main process's plan in every process; those others need give none.
+    """Return the main process's plan in every process; the others need not give one.
 
     Raises:
-        RunError: it did not arrive as it is.
+        RunError: the plan did not arrive unchanged.
     """
 
-    def bare() -> Plan:
+    @computed_by_main
+    def without_trace() -> Plan:
         assert plan is not None
-        return replace(plan, channel_map=replace(plan.channel_map, source=None))  # what a saved plan has
+        return replace(plan, channel_map=replace(plan.channel_map, source=None))  # as a saved plan is
 
     if size() == 1 and plan is not None:
         return plan
-    received = from_main(bare)
+    received = without_trace()
     result = plan if is_main() and plan is not None else received
     require_same_plan(result, "as it was made")
     return result
@@ -51,26 +85,27 @@ def share_stage(make: Callable[[], Plan], before: Plan) -> Plan:
 
     Raises:
         Whatever `make` raises, as `from_main` does.
-        RunError: it did not arrive as it is.
+        RunError: the plan did not arrive unchanged.
     """
     if size() == 1:
         return make()
-    made: list[Plan] = []
+    made = main_process_only(make)()
 
-    def parts() -> tuple[Any, ...]:
-        made.append(make())
-        return made[0].keep, dict(made[0].provenance), dict(made[0].element_masks)
+    @computed_by_main
+    def parts() -> tuple[Any, ...]:  # without the channel map, which all processes have
+        assert made is not None
+        return made.keep, dict(made.provenance), dict(made.element_masks)
 
-    received = from_main(parts)  # without the channel map, which they have
-    plan = made[0] if made else Plan(before.channel_map, *received)
+    received = parts()
+    plan = made or Plan(before.channel_map, *received)
     require_same_plan(plan, "at a stage of the schedule")
     return plan
 
 
 def require_same_plan(plan: Plan, when: str) -> None:
-    """Checks that every process has the same plan, by its hash.
+    """Raise unless every process has the same plan, by its hash.
 
     Raises:
-        RunError: they differ; names the processes.
+        RunError: the plans differ; names the processes.
     """
     require_equal(plan.digest, f"the plan {when}")

@@ -13,9 +13,9 @@ from torch import nn
 
 from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.trace import trace
-from prunekit.distributed.process_group import from_main, in_turn, is_main, require_equal, size
+from prunekit.distributed.process_group import in_turn, require_equal, size
 from prunekit.errors import PrunekitError, UsageError
-from prunekit.jobs.run.agreement import share_model
+from prunekit.jobs.run.agreement import main_has, main_process_only, share_model
 from prunekit.jobs.run.job_inputs import (
     RECIPE_ONLY,
     Own,
@@ -42,7 +42,7 @@ from prunekit.training.callbacks.distillation import feature_paths
 from prunekit.training.callbacks.selection import Sources, asked_parts, needs_plan, task_loss
 from prunekit.training.checkpoints import Checkpoints
 from prunekit.training.checks import check_fits
-from prunekit.training.history import ClampRow, Compilation, EpochRow
+from prunekit.training.history import ClampRow, Compilation, EpochRow, History
 from prunekit.training.loop import fit
 from prunekit.utils.context import resolve_device, threads
 from prunekit.utils.files import atomic_file, read_json, write_json
@@ -139,8 +139,8 @@ def train_baseline(
     if job.model.weights is not None or job.baseline is None:
         return Baseline(prepared.model, (), (), reused=False)
     path = _baseline_path(prepared)
-    cached = _read_baseline(prepared, path) if is_main() else None
-    if from_main(lambda: cached is not None):
+    cached = main_process_only(_read_baseline)(prepared, path)
+    if main_has(cached):
         share_model(prepared.model, "the dense model")
         log(f"baseline: reused {path} (same model, data, settings and seed)")
         return cached or Baseline(prepared.model, (), (), reused=True)
@@ -166,10 +166,14 @@ def train_baseline(
             checkpoints=checkpoints,
         )
     prepared.model.cpu()
-    if is_main():
-        save_weights(path, prepared.model)
-        write_json(path.with_suffix(".json"), asdict(history))
+    _save_baseline(path, prepared.model, history)
     return Baseline(prepared.model, history.rows, history.clamps, reused=False, compilation=history.compilation)
+
+
+@main_process_only
+def _save_baseline(path: Path, model: nn.Module, history: History) -> None:
+    save_weights(path, model)
+    write_json(path.with_suffix(".json"), asdict(history))
 
 
 def cached_baseline(prepared: Prepared) -> Baseline | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -216,9 +217,9 @@ class Prepared:
         """Return the user's own optimizer where a section asks for it."""
         return self.own_optimizer if settings.optimizer == "own" else None
 
-    @property
+    @cached_property
     def example_inputs(self) -> tuple[Any, ...]:
-        """The inputs of one real training sample as a batch."""
+        """The inputs of one training sample as a batch."""
         return example_of(self.model, self.splits)
 
     @property

@@ -18,6 +18,7 @@ from prunekit.errors import ArtifactError, ResumeError
 from prunekit.jobs.prune.latency_search import time_binds
 from prunekit.jobs.prune.latency_target import Attempt, Timing
 from prunekit.jobs.prune.plan_search import Planned
+from prunekit.jobs.run.agreement import main_process_only
 from prunekit.jobs.run.run_folder import RunFolder
 from prunekit.planning.plan import load_plan
 from prunekit.repair.repair_report import LayerRepair, RepairMemory, RepairReport
@@ -67,6 +68,7 @@ def keep_plan(run: RunFolder, planned: Planned) -> None:
     )
 
 
+@main_process_only
 def kept_plan(run: RunFolder, dense: nn.Module) -> Planned | None:
     """Return what `keep_plan` kept; None where the run had not come so far.
 

@@ -9,9 +9,8 @@ from typing import Any
 from torch import nn
 
 from prunekit.channels.cut.model_copy import copied
-from prunekit.distributed.process_group import is_main
 from prunekit.jobs.calibrate import calibration_batches, calibration_images
-from prunekit.jobs.run.agreement import share_model
+from prunekit.jobs.run.agreement import main_process_only, share_model
 from prunekit.jobs.run.job_inputs import Prepared
 from prunekit.jobs.run.run_folder import RunFolder
 from prunekit.jobs.run.stage_cache import keep_repair, kept_repair
@@ -40,14 +39,20 @@ def repair_model(
         DataError: fewer than 8 calibration images.
         NonFiniteError: a layer computes NaN or Inf; names the layer.
     """
-    if not is_main():
-        model = copied(dense)
-        share_model(model, "the masked model")
-        return model, None
-    if (kept := kept_repair(run, dense)) is None:
+    model, report = _repaired_once(prepared, dense, plan, run, training) or (copied(dense), None)
+    share_model(model, "the masked model")
+    return model, report
+
+
+@main_process_only
+def _repaired_once(
+    prepared: Prepared, dense: nn.Module, plan: Plan, run: RunFolder, training: bool
+) -> tuple[nn.Module, RepairReport | None]:
+    """Return the repaired model of the run that is resumed, or repair it now."""
+    kept = kept_repair(run, dense)
+    if kept is None:
         kept = _repaired(prepared, dense, plan, run, training)
         keep_repair(run, *kept)
-    share_model(kept[0], "the masked model")
     return kept
 
 

@@ -20,12 +20,11 @@ from prunekit.channels.channel_map import ChannelMap
 from prunekit.compaction.compact_model import compact
 from prunekit.criteria.criterion import get_criterion
 from prunekit.criteria.gradient import Movement
-from prunekit.distributed.process_group import from_main
 from prunekit.errors import UsageError
 from prunekit.jobs.calibrate import calibrate_again
 from prunekit.jobs.profile import in_blocks
 from prunekit.jobs.prune.plan_search import CriterionInputs, Planned, ranked, raw_importance
-from prunekit.jobs.run.agreement import share_stage
+from prunekit.jobs.run.agreement import computed_by_main, share_stage
 from prunekit.jobs.run.job_inputs import Prepared
 from prunekit.jobs.run.run_folder import Log, RunFolder
 from prunekit.measure.verification import verify
@@ -266,11 +265,9 @@ class JobSchedule:
         """Return the plan that masks the model now."""
         return self.part.plan
 
+    @computed_by_main
     def _changed(self, part: PruningSchedule) -> None:
-        from_main(lambda: self._note(part))
-
-    def _note(self, part: PruningSchedule) -> None:
-        """Note a change; the final masks are proven at once, before anything is trained under them."""
+        """Write a change of the plan down; final masks are verified at once, before anything is trained under them."""
         steps = part.timeline.steps
         rows = [row for change in part.changes for row in change_rows(change, steps)]
         write_csv(self._run.path / "schedule.csv", rows, COLUMNS)

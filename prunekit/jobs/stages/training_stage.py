@@ -18,7 +18,8 @@ from prunekit.channels.cut.model_copy import copied
 from prunekit.channels.trace import trace
 from prunekit.compaction.compact_model import compact, spread_
 from prunekit.data.loader import batches
-from prunekit.distributed.process_group import from_main, is_main, is_sharded
+from prunekit.distributed.process_group import is_main, is_sharded
+from prunekit.jobs.run.agreement import computed_by_main
 from prunekit.jobs.run.dense_model import Baseline
 from prunekit.jobs.run.job_inputs import Prepared
 from prunekit.jobs.run.run_folder import RunFolder, StoppedByCaller
@@ -235,7 +236,7 @@ class Finetuning:
         schedule, early = self._schedule, self._job.prune.compact_early
         model = model.to(self._prepared.device)
         first = plan if schedule is None else schedule.start
-        thresholds = from_main(lambda: self._thresholds(compact(model, first)))
+        thresholds = self._thresholds(model, first)
         share, epochs = sparsity(model, first), self._job.finetune.epochs
         if schedule is not None:
             self._log(f"fine-tune: channels go while training, {schedule.settings.kind}, epochs: {epochs}")
@@ -280,7 +281,7 @@ class Finetuning:
             left: the training so far; None: it has not begun.
         """
         small = compact(model, plan)
-        found = from_main(lambda: self._proof(model, small, plan))
+        found = self._proof(model, small, plan)
         at = 0.0 if left is None else left.state["position"]["step"] / self._steps()
         self._log(f"compact early: epoch {at:.2f}: masked == compact to {found:.1e}; training goes on with the latter")
         chart = None if self._job.finetune.regularize is None else trace(small, self._prepared.example_inputs)
@@ -294,18 +295,20 @@ class Finetuning:
         assert self._schedule is not None
         return self._schedule.part.timeline.steps
 
+    @computed_by_main
     def _proof(self, model: nn.Module, small: nn.Module, plan: Plan) -> float:
         """Return the largest relative difference of outputs in float64, and of what is in the models."""
         some = batches(self._prepared.splits.validation, 32, shuffle_seed=None)
         held_out = (inputs_as_example(model, inputs) for inputs, _ in islice(some, PROOF_IMAGES // 32))
         return verify(model, small, plan, held_out, strict=True).max_relative_difference
 
-    def _thresholds(self, small: nn.Module) -> ActivationThresholds | None:
-        """Return those to train under, found once in a run."""
+    @computed_by_main
+    def _thresholds(self, model: nn.Module, plan: Plan) -> ActivationThresholds | None:
+        """Return the activation thresholds to train under, found once in a run."""
         path = self._run.resume / "activation_thresholds.json"
         if path.exists():
             return ActivationThresholds.load(path)
-        thresholds = find_thresholds(self._prepared, small, log=self._log)
+        thresholds = find_thresholds(self._prepared, compact(model, plan), log=self._log)
         if thresholds is not None:
             thresholds.save(path)
         return thresholds
