@@ -82,8 +82,8 @@ class PlanSearch:
 
     Attributes:
         model: the dense model; not changed.
-        examples: inputs, see `prunekit.utils.inputs.as_example`. Memory and time are measured on the first; the others run
-            branches of the model that the first does not.
+        examples: inputs, see `prunekit.utils.inputs.as_example`. Memory and time are measured on the first; the others
+            run branches of the model that the first does not.
         settings: criterion, scope, budgets and limits.
         channel_map: of the model.
         latency: predicts and measures the time of plans; None without a budget of time.
