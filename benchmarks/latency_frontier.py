@@ -42,7 +42,7 @@ from prunekit.compaction.compact_model import compact
 from prunekit.data.local_files import read_npz
 from prunekit.errors import DataError, PlanError, PrunekitError
 from prunekit.jobs.prune.plan_search import WEIGHTS_ALONE, CriterionInputs, Planned, PlanSearch, importance
-from prunekit.jobs.stages.evidence import patch_statistics
+from prunekit.jobs.stages.sample_statistics import patch_statistics
 from prunekit.measure.effort import Effort
 from prunekit.models.cifar import DEPTHS
 from prunekit.models.zoo import build_model

@@ -20,7 +20,7 @@ from prunekit.inspection.capture.recorder import capture
 from prunekit.inspection.diagnosis.findings import Diagnosis, Finding
 from prunekit.jobs.bench import Benchmark, bench
 from prunekit.jobs.explain import Explanation
-from prunekit.jobs.prune.latency_profile import Check, Profile
+from prunekit.jobs.prune.latency_profile import NetworkPrediction, Profile
 from prunekit.jobs.prune.latency_target import LatencyResult, LatencyTarget, Timing
 from prunekit.jobs.prune.one_shot import Pruned
 from prunekit.jobs.prune.plan_search import PlanSearch
@@ -245,7 +245,7 @@ def test_a_profile_has_the_slowest_module_first(chart: ChannelMap) -> None:
         "runtime": "eager", "device": "cpu", "batch": 1, "threads": 1, "dtype": "float32", "memory_format": "contiguous"
     }  # fmt: skip
     table = SimpleNamespace(layers=layers, dense_ms=20.0, setting=setting)
-    checks = (Check(20.0, 20.0, 1.0, False), Check(10.0, 11.0, 0.5, True))
+    checks = (NetworkPrediction(20.0, 20.0, 1.0, False), NetworkPrediction(10.0, 11.0, 0.5, True))
     sample = SimpleNamespace(times=SimpleNamespace(modules_ms=times, dense_ms=20.0))
     found = Profile(chart, table, checks, (sample,) * 2, ("a note",), 12.0)  # type: ignore[arg-type]
     check(found)

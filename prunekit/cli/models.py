@@ -28,7 +28,7 @@ from prunekit.cli.output import Console, check_folder
 from prunekit.errors import UsageError
 
 if TYPE_CHECKING:
-    from prunekit.jobs.run.model_pair import Sides
+    from prunekit.jobs.run.model_pair import ModelPair
     from prunekit.jobs.run.model_sources import InputModel
     from prunekit.settings.inputs import ModelSettings
     from prunekit.settings.job import JobSettings
@@ -210,7 +210,7 @@ def groups_option(function: Decorated) -> Decorated:
     )(function)
 
 
-def find_sides(arguments: Sequence[str], options: ModelOptions, console: Console) -> Sides:
+def find_sides(arguments: Sequence[str], options: ModelOptions, console: Console) -> ModelPair:
     """Return the models that a command line names: a pruned one beside its dense one where a folder is named.
 
     Raises:
@@ -227,17 +227,17 @@ def find_sides(arguments: Sequence[str], options: ModelOptions, console: Console
         return _single(names, overrides, options, console)
     if options.weights or options.input_shape or options.zoo:
         raise UsageError(f"{folder}: a folder says what its models are; leave out --weights, --input-shape and --zoo")
-    recipe = sides.recipe_beside(folder)
+    recipe = sides.recipe_of_run(folder)
     refuse_idle_overrides(overrides, [None if recipe is None else str(recipe)])
     job = None if recipe is None else job_to_read(str(recipe), overrides, options, data=options.data)
     data = None if job is None else job.data
-    found = replace(sides.both_sides(folder, data, factory=options.factory, own_data=options.data), job=job)
+    found = replace(sides.load_model_pair(folder, data, factory=options.factory, own_data=options.data), job=job)
     for note in found.notes:
         console.log(note)
     return found
 
 
-def pictures_folder(sides: Sides, output: Path | None, name: str) -> Path:
+def pictures_folder(sides: ModelPair, output: Path | None, name: str) -> Path:
     """Return where pictures go: the folder asked for, or one of this name, for a run in its own folder.
 
     Raises:
@@ -248,26 +248,26 @@ def pictures_folder(sides: Sides, output: Path | None, name: str) -> Path:
     return folder
 
 
-def report_of(sides: Sides, folder: Path, name: str) -> list[Path]:
+def report_of(sides: ModelPair, folder: Path, name: str) -> list[Path]:
     """Write the report of a run again where pictures that it shows have come into its folder; the page, if so."""
     from prunekit.report.pages.run_page import write_report
 
     return [write_report(sides.run)] if sides.run is not None and folder == sides.run / name else []
 
 
-def _single(names: Sequence[str], overrides: Sequence[str], options: ModelOptions, console: Console) -> Sides:
+def _single(names: Sequence[str], overrides: Sequence[str], options: ModelOptions, console: Console) -> ModelPair:
     from prunekit.jobs.run.job_inputs import Own
-    from prunekit.jobs.run.model_pair import sides_of
-    from prunekit.jobs.run.model_sources import trained_target
+    from prunekit.jobs.run.model_pair import single_model
+    from prunekit.jobs.run.model_sources import trained_model
 
     if len(names) != 1 or not is_recipe(names[0]):
-        found = sides_of(one_target(names, overrides, options))
+        found = single_model(one_target(names, overrides, options))
     else:
         code = {"factory": options.factory, "data": options.data}
         job = job_to_read(names[0], overrides, options, **code, seed=options.seed)
         own = Own(options.factory, options.data)
-        target = trained_target(job, log=console.log, progress=console.progress, own=own)
-        found = replace(sides_of(target, job.data, options.data), job=job)
+        target = trained_model(job, log=console.log, progress=console.progress, own=own)
+        found = replace(single_model(target, job.data, options.data), job=job)
     for note in found.notes:
         console.log(note)
     return found

@@ -157,7 +157,7 @@ CGROUPS = (
 
 
 @dataclass(frozen=True)
-class Tried:
+class TriedBatch:
     """A batch that was trained on.
 
     Attributes:
@@ -189,7 +189,7 @@ class LargestBatch:
     device: str
     available: int
     by: str
-    tried: tuple[Tried, ...]
+    tried: tuple[TriedBatch, ...]
 
 
 def find_batch_size(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY) -> LargestBatch:
@@ -216,12 +216,14 @@ def find_batch_size(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY) -> La
     rehearsal = Rehearsal(prepared)
     if device.type == "cuda":
         available = torch.cuda.mem_get_info(device)[0]
-        search = Search(rehearsal.most, available, lambda batch: _on_cuda(rehearsal, device, batch), log, exact=True)
+        search = BatchSizeSearch(
+            rehearsal.most, available, lambda batch: _on_cuda(rehearsal, device, batch), log, exact=True
+        )
         batch = search.run()
     elif device.type == "cpu":
         available = int((1 - LEFT) * free_memory())
-        with _Apart(job, own) as measure:
-            search = Search(rehearsal.most, available, measure, log)
+        with _MeasuringProcess(job, own) as measure:
+            search = BatchSizeSearch(rehearsal.most, available, measure, log)
             batch = search.run()
     else:
         raise UsageError(f"--find-batch-size: expected device cpu or cuda, got {device.type}, which tells no memory")
@@ -236,7 +238,7 @@ def find_batch_size(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY) -> La
     return LargestBatch(batch, taken, str(device), available, by, tuple(search.tried))
 
 
-class Search:
+class BatchSizeSearch:
     """Looks for the largest batch that fits.
 
     Args:
@@ -252,7 +254,7 @@ class Search:
         self, most: int, available: int, measure: Callable[[int], int | None], log: Log, *, exact: bool = False
     ) -> None:
         self._most, self._available, self._measure, self._log, self._exact = most, available, measure, log, exact
-        self.tried: list[Tried] = []
+        self.tried: list[TriedBatch] = []
 
     def run(self) -> int:
         """Return the batch; 0 where not even the smallest fits."""
@@ -260,7 +262,7 @@ class Search:
         batch = min(SMALLEST, self._most)
         while self._exact or len(self.tried) < ROUNDS:
             taken = self._measure(batch)
-            self.tried.append(Tried(batch, taken))
+            self.tried.append(TriedBatch(batch, taken))
             fits = taken is not None and (self._exact or taken <= self._available)
             self._log(f"batch size: {self.tried[-1]}{'' if fits or taken is None else ', too much'}")
             low, high = (batch, high) if fits else (low, batch)
@@ -309,12 +311,12 @@ def free_memory() -> int:
     return max(0, free)
 
 
-class _Apart(ExitStack):
+class _MeasuringProcess(ExitStack):
     """Measures batches in another process, and in a new one when that was killed."""
 
     def __init__(self, job: JobSettings, own: Own) -> None:
         super().__init__()
-        self._trying = Trying(job, own)
+        self._trying = BatchMeasurement(job, own)
         self._folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
         self._process: WorkerProcess | None = None
 
@@ -331,7 +333,7 @@ class _Apart(ExitStack):
         return found
 
 
-class Trying:
+class BatchMeasurement:
     """What answers in the other process: bytes by which it grows while it trains, None where they were refused."""
 
     def __init__(self, job: JobSettings, own: Own) -> None:

@@ -242,7 +242,7 @@ def bench_targets(
     for target in targets:
         probe(target)
     measured = {name: target.model for name, target in models.items()}
-    report = measure_latency(measured, targets[0].timed, settings, places, log=log)
+    report = measure_latency(measured, targets[0].timing_inputs, settings, places, log=log)
     sizes = {
         name: {"params": count_parameters(target.model), "macs": count_macs(target.model, target.example_inputs())}
         for name, target in models.items()

@@ -24,7 +24,7 @@ from prunekit.jobs.run.agreement import main_has, main_process_only
 from prunekit.jobs.run.dense_model import prepare, train_baseline
 from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, Prepared, chosen_batches
 from prunekit.jobs.run.run_folder import Log, digest, weights_digest
-from prunekit.jobs.stages.evidence import gathered, needs_activations, patch_statistics
+from prunekit.jobs.stages.sample_statistics import joined_samples, needs_activations, patch_statistics
 from prunekit.settings.job import JobSettings
 from prunekit.statistics.calibration import Collectors, StatsCollector, few_samples
 from prunekit.statistics.channel_stats import ChannelStats
@@ -269,7 +269,7 @@ def calibration_images(prepared: Prepared) -> Any:
         DataError: fewer than 8.
     """
     count = prepared.job.calibration.images
-    return to_device(gathered(prepared.model, calibration_batches(prepared), count), prepared.device)
+    return to_device(joined_samples(prepared.model, calibration_batches(prepared), count), prepared.device)
 
 
 def calibration_batches(prepared: Prepared) -> Batches:

@@ -54,7 +54,7 @@ LARGER, LONG_MS = (8, 4, 2), 1500.0
 
 
 @dataclass(frozen=True)
-class Search:
+class CauseSearch:
     """What there is to look at.
 
     Attributes:
@@ -90,7 +90,7 @@ class Search:
             yield key[0], ms[key], layer, None if dense is None else dense.layer
 
 
-def find_causes(search: Search, log: Callable[[str], None]) -> tuple[Cause, ...]:
+def find_causes(search: CauseSearch, log: Callable[[str], None]) -> tuple[Cause, ...]:
     """Return the causes that experiments on this machine show, the most milliseconds first.
 
     Threads come first: where they have to wait for cores, nothing else can be measured.
@@ -106,7 +106,7 @@ def find_causes(search: Search, log: Callable[[str], None]) -> tuple[Cause, ...]
     return tuple(sorted(found, key=lambda cause: -cause.ms))
 
 
-def _overheads(search: Search) -> Iterator[Cause | None]:
+def _overheads(search: CauseSearch) -> Iterator[Cause | None]:
     found = search.found
     copies = experiments.copy_times(search.device)
     yield overheads.launch_bound(found, cuda=not search.on_cpu)
@@ -115,7 +115,7 @@ def _overheads(search: Search) -> Iterator[Cause | None]:
     yield operators.without_macs(found.rows, found.macs_ratio, found.pruned_ms)
 
 
-def _norms(search: Search) -> Iterator[Cause | None]:
+def _norms(search: CauseSearch) -> Iterator[Cause | None]:
     found = search.found
     shown = operators.unfused_norms(found.rows, found.pruned_ms, None)
     if shown is None or not search.on_cpu:
@@ -130,7 +130,7 @@ def _norms(search: Search) -> Iterator[Cause | None]:
     yield operators.unfused_norms(found.rows, found.pruned_ms, gain)
 
 
-def _widths(search: Search) -> Iterator[Cause | None]:
+def _widths(search: CauseSearch) -> Iterator[Cause | None]:
     times = [
         one
         for path, ms, layer, dense in search.slowest()
@@ -140,7 +140,7 @@ def _widths(search: Search) -> Iterator[Cause | None]:
     yield widths_module.off_step_widths(times, search.found.pruned_ms)
 
 
-def _kernels(search: Search) -> Iterator[Cause | None]:
+def _kernels(search: CauseSearch) -> Iterator[Cause | None]:
     times = [
         experiments.kernel_times(path, ms, layer, dense.widths, search.device)
         for path, ms, layer, dense in search.slowest()
@@ -149,7 +149,7 @@ def _kernels(search: Search) -> Iterator[Cause | None]:
     yield widths_module.slower_kernels([one for one in times if one is not None], search.found.pruned_ms)
 
 
-def _masks(search: Search) -> Iterator[Cause | None]:
+def _masks(search: CauseSearch) -> Iterator[Cause | None]:
     hooks = experiments.mask_hooks(search.pruned)
     bare = experiments.without_masks(search.pruned, search.inputs, search.device) if hooks else None
     layers = {key[0]: call.layer for key, call in search.found.pruned_calls.items() if call.layer is not None}
@@ -163,7 +163,7 @@ def _masks(search: Search) -> Iterator[Cause | None]:
     yield overheads.masks_attached(hooks, zeros, bare, saved, search.found.pruned_ms)
 
 
-def _small_numbers(search: Search) -> Iterator[Cause | None]:
+def _small_numbers(search: CauseSearch) -> Iterator[Cause | None]:
     if not search.on_cpu:
         return
     weights = {
@@ -180,11 +180,11 @@ def _small_numbers(search: Search) -> Iterator[Cause | None]:
         yield overheads.subnormal_numbers(weights, activations, flushed)
 
 
-def _memory_format(search: Search) -> Iterator[Cause | None]:
+def _memory_format(search: CauseSearch) -> Iterator[Cause | None]:
     yield operators.other_layout(experiments.with_channels_last(search.pruned, search.inputs, search.device))
 
 
-def _larger_batch(search: Search) -> Iterator[Cause | None]:
+def _larger_batch(search: CauseSearch) -> Iterator[Cause | None]:
     found = search.found
     times = next((times for times in LARGER if times * found.dense_ms <= LONG_MS), LARGER[-1])
     try:
@@ -194,7 +194,7 @@ def _larger_batch(search: Search) -> Iterator[Cause | None]:
     yield overheads.small_batch(found.speedup, found.pruned_ms, larger, search.batch, times * search.batch)
 
 
-def _fewer_threads(search: Search) -> Cause | None:
+def _fewer_threads(search: CauseSearch) -> Cause | None:
     now, contention = torch.get_num_threads(), search.found.contention
     if contention is None or now == 1:
         return None
@@ -202,7 +202,7 @@ def _fewer_threads(search: Search) -> Cause | None:
     return overheads.too_many_threads(contention, fewer)
 
 
-_LOOKS: tuple[tuple[str, Callable[[Search], Iterator[Cause | None]]], ...] = (
+_LOOKS: tuple[tuple[str, Callable[[CauseSearch], Iterator[Cause | None]]], ...] = (
     ("operators beside copies and beside operators that do nothing", _overheads),
     ("BatchNorm folded", _norms),
     ("the slowest layers at rounded widths", _widths),
@@ -396,7 +396,7 @@ def explain(
                 call(model, inputs)
         log(f"timing {rounds} rounds of both models, as they are and by operator")
         found = break_down(dense, pruned, inputs, batch=batch, rounds=rounds, device=place)
-        causes = find_causes(Search(dense, pruned, inputs, batch, place, found), log)
+        causes = find_causes(CauseSearch(dense, pruned, inputs, batch, place, found), log)
     return _explanation(found, causes, batch, threads or torch.get_num_threads(), place)
 
 

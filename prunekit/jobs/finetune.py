@@ -31,7 +31,7 @@ from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, Prepared, require_opt
 from prunekit.jobs.run.results import RunResult
 from prunekit.jobs.run.resume import find_run, identity_of, note, run_recipe
 from prunekit.jobs.run.run_folder import Finish, Log, RunFolder, as_raised, run_folder, write_report
-from prunekit.jobs.run.stage_cache import Clock, keep_plan, kept_plan
+from prunekit.jobs.run.stage_cache import StageClock, cache_plan, cached_plan
 from prunekit.jobs.run.tables import CURVE_COLUMNS, coupling_rows, curve_rows, layer_rows, lock_rows, score_rows
 from prunekit.jobs.stages.activation_stage import find_thresholds, measure_masks
 from prunekit.jobs.stages.deployment_stage import FOLDER, Deployed, deploy, require_deployable
@@ -149,7 +149,7 @@ class FinetuneRun:
         self.prepared, self.search, self.folder = prepared, replace(search, log=run.log), run
         self.progress, self.training, self.on_epoch = progress, training, on_epoch
         self.job, self.log = prepared.job, run.log
-        self.clock = Clock(run.resume / "seconds.json")
+        self.clock = StageClock(run.resume / "seconds.json")
         self.schedule: JobSchedule | None = None
         self.repaired: RepairReport | None = None
         self.compacted_early: dict[str, Any] | None = None
@@ -199,7 +199,7 @@ class FinetuneRun:
     def plan(self, dense: nn.Module) -> Planned | None:
         """Return the plan within the budgets, or the one of the run that is resumed; None outside the main process."""
         self.search = self.search.with_weights(dense)
-        known = kept_plan(self.folder, dense)
+        known = cached_plan(self.folder, dense)
         if main_has(known):
             return known
         return self._search_plan(self._calibrate(dense))
@@ -221,7 +221,7 @@ class FinetuneRun:
             if inputs.patches is not None:
                 rows = curve_rows(planned.plan.channel_map, planned.curves(inputs.patches))
                 write_csv(self.folder.path / "sensitivity.csv", rows, CURVE_COLUMNS)
-            keep_plan(self.folder, planned)
+            cache_plan(self.folder, planned)
         return planned
 
     def _write_plan(self, planned: Planned) -> None:

@@ -31,7 +31,7 @@ from prunekit.inspection.visualize.image_files import write_png
 from prunekit.inspection.visualize.image_grids import GridSettings, draw
 from prunekit.jobs.run.dense_model import prepare
 from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, chosen_batches, job_splits, require_optimizer
-from prunekit.jobs.run.model_pair import Sides
+from prunekit.jobs.run.model_pair import ModelPair
 from prunekit.jobs.run.run_folder import Log
 from prunekit.settings.job import JobSettings
 from prunekit.statistics.calibration import StatsCollector
@@ -45,7 +45,7 @@ INPUT = "input.png"
 
 
 @dataclass(frozen=True)
-class FeatureSettings:
+class FeatureMapSettings:
     """Which feature maps are drawn, and how.
 
     Attributes:
@@ -60,13 +60,13 @@ class FeatureSettings:
 
 
 def write_features(
-    sides: Sides, image: tuple[Tensor, str], folder: Path, settings: FeatureSettings = FeatureSettings()
+    sides: ModelPair, image: tuple[Tensor, str], folder: Path, settings: FeatureMapSettings = FeatureMapSettings()
 ) -> dict[str, Any]:
     """Draw what layers make of an image, each in a PNG file.
 
     Args:
         sides: the models.
-        image: an input (1, C, H, W) and what it is of; see `Sides.input`.
+        image: an input (1, C, H, W) and what it is of; see `ModelPair.input`.
         folder: made where it is not there.
 
     Returns:
@@ -100,12 +100,12 @@ def _row(features: LayerFeatures, file: str) -> dict[str, Any]:
     }
 
 
-Find = Callable[[nn.Module, Tensor, str | None, int | None], ClassMap]
+FindClassMap = Callable[[nn.Module, Tensor, str | None, int | None], ClassMap]
 """From a model, an image (1, C, H, W), a layer and a class, where they are known, to the map."""
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class ClassMaps:
     """The maps of one image.
 
     Attributes:
@@ -132,9 +132,9 @@ class Seen:
         return {**named, "models": models, "correlation": self.correlation}
 
 
-def seen(
-    sides: Sides, image: Tensor, find: Find, *, layer: str | None, target: int | None, device: torch.device
-) -> Seen:
+def class_maps(
+    sides: ModelPair, image: Tensor, find: FindClassMap, *, layer: str | None, target: int | None, device: torch.device
+) -> ClassMaps:
     """Look at an image with every model, for the same class at the same layer.
 
     Args:
@@ -149,7 +149,7 @@ def seen(
         found = find(model.to(device), image.to(device), layer, target)
         maps[side], layer, target = found, found.layer, int(found.classes[0])
     values = [found.values for found in maps.values()]
-    return Seen(maps, correlation(*values)[0] if len(values) == 2 else None)
+    return ClassMaps(maps, correlation(*values)[0] if len(values) == 2 else None)
 
 
 def gradient_flow(
@@ -224,7 +224,7 @@ class StatisticsSettings:
 
 
 def write_statistics(
-    sides: Sides, folder: Path, device: torch.device, settings: StatisticsSettings = StatisticsSettings()
+    sides: ModelPair, folder: Path, device: torch.device, settings: StatisticsSettings = StatisticsSettings()
 ) -> dict[str, Any]:
     """Run models on the calibration images of their recipe and write `histograms.csv` and `channels.csv`.
 
@@ -272,7 +272,7 @@ def write_statistics(
     }
 
 
-def _splits(sides: Sides, job: JobSettings) -> Splits:
+def _splits(sides: ModelPair, job: JobSettings) -> Splits:
     if (job.data.source == "own") != (sides.own_data is not None):
         raise UsageError(
             f"{sides.name}: its samples are the user's own; expected --data file.py:factory with data.source 'own' "
@@ -281,7 +281,7 @@ def _splits(sides: Sides, job: JobSettings) -> Splits:
     return job_splits(job.data, Own(data=sides.own_data), job.task)
 
 
-def _filters(sides: Sides, folder: Path) -> str | None:
+def _filters(sides: ModelPair, folder: Path) -> str | None:
     try:
         found = first_filters(sides.models, sides.sample_shape, kept=sides.kept)
     except UsageError:  # a model that reads no images

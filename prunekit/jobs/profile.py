@@ -25,7 +25,7 @@ from prunekit.deploy.transform import AS_IT_IS, Transform, transform_of
 from prunekit.errors import NotMeasuredError
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.bench import devices
-from prunekit.jobs.prune.latency_profile import Check, Profile
+from prunekit.jobs.prune.latency_profile import NetworkPrediction, Profile
 from prunekit.jobs.run.dense_model import prepare
 from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own
 from prunekit.jobs.run.resume import run_recipe
@@ -232,12 +232,14 @@ def _networks(
         yield Network(name, cut(outline, keep), partial(cut, model, keep))
 
 
-def _predicted(channel_map: ChannelMap, samples: Sequence[Sample], setting: Mapping[str, Any]) -> tuple[Check, ...]:
+def _predicted(
+    channel_map: ChannelMap, samples: Sequence[Sample], setting: Mapping[str, Any]
+) -> tuple[NetworkPrediction, ...]:
     """Return every network by a table that was fitted to those that are not held out."""
     held_out = set(range(HELD_OUT - 1, len(samples), HELD_OUT))
     rest = fit(channel_map, [one for index, one in enumerate(samples) if index not in held_out], setting)
     return tuple(
-        Check(
+        NetworkPrediction(
             rest.at(channel_map, sample.keep),
             sample.whole_ms(rest.dense_ms),
             channel_map.macs(sample.keep) / channel_map.macs(),

@@ -32,7 +32,7 @@ from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, Prepared
 from prunekit.jobs.run.resume import run_recipe
 from prunekit.jobs.run.run_folder import Finish, Log, environment, run_folder, write_report
 from prunekit.jobs.run.tables import CURVE_COLUMNS, curve_rows
-from prunekit.jobs.stages.evidence import gathered, patch_statistics
+from prunekit.jobs.stages.sample_statistics import joined_samples, patch_statistics
 from prunekit.measure.group_sensitivity import forward_passes, measure_sensitivity
 from prunekit.planning.feasibility import nothing_free_error
 from prunekit.planning.sensitivity_curves import (
@@ -221,7 +221,7 @@ def analyze_sensitivity(
     progress: bool = False,
 ) -> Sensitivity:
     """As `sensitivity`, within another call's report or without one; `progress` is that of the measuring alone."""
-    calibration = gathered(model, images, sys.maxsize, task)
+    calibration = joined_samples(model, images, sys.maxsize, task)
     first = next(model.parameters(), gather(calibration)[0])
     calibration = to_device(calibration, first.device)
     examples = [

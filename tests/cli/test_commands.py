@@ -22,7 +22,7 @@ from prunekit.data.sources import load_splits
 from prunekit.jobs import batch_size, calibrate
 from prunekit.jobs import finetune as finetune_module
 from prunekit.jobs import finetune as jobs_finetune
-from prunekit.jobs.batch_size import LargestBatch, Tried
+from prunekit.jobs.batch_size import LargestBatch, TriedBatch
 from prunekit.jobs.calibrate import CalibrationResult
 from prunekit.jobs.prune import dry_run as dry_run_module
 from prunekit.jobs.run import model_sources as targets
@@ -185,7 +185,7 @@ def test_the_largest_batch_is_named_and_nothing_is_run(
     monkeypatch: pytest.MonkeyPatch, finetune: Callable[..., None], recipe: str, jobs: list[JobSettings]
 ) -> None:
     finetune()
-    tried = (Tried(2, 10**7), Tried(48, 9 * 10**8), Tried(64, None))
+    tried = (TriedBatch(2, 10**7), TriedBatch(48, 9 * 10**8), TriedBatch(64, None))
     largest = LargestBatch(48, 9 * 10**8, "cuda:1", 10**9, "memory", tried)
     monkeypatch.setattr(batch_size, "find_batch_size", lambda job, *, log, own: largest)
     said = "Largest batch that fits on cuda:1: data.batch=48, 900 MB of the 1000 MB that were free; more does not fit"
@@ -369,7 +369,7 @@ def test_evaluate_a_recipe_takes_its_trained_dense_model(
         model = nn.Sequential(nn.Conv2d(3, 10, 1, bias=False), nn.AdaptiveAvgPool2d(1), nn.Flatten())
         return InputModel(model, job.name, (3, 8, 8), load_splits(job.data))
 
-    monkeypatch.setattr(targets, "trained_target", stand_in)
+    monkeypatch.setattr(targets, "trained_model", stand_in)
     result = run("evaluate", recipe, *SMALL_IMAGES, "--seed", "9", "--device", "cpu", "--json")
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["model"] == "small"

@@ -18,7 +18,7 @@ from prunekit.compaction.compact_model import compact
 from prunekit.errors import ArtifactError
 from prunekit.inspection.visualize.class_maps import class_activation_map, correlation
 from prunekit.jobs.run.dense_model import save_weights
-from prunekit.jobs.run.model_pair import both_sides
+from prunekit.jobs.run.model_pair import load_model_pair
 from prunekit.report.pages.run_page import write_report
 
 RECIPE = """
@@ -79,7 +79,7 @@ def test_cam_shows_dense_beside_pruned_with_their_correlation(here: Path) -> Non
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
     assert (result["method"], result["layer"], result["class"]) == ("grad_cam", "inner", 3)
-    sides = both_sides(here / "run", factory="own.py:Net")
+    sides = load_model_pair(here / "run", factory="own.py:Net")
     image, _ = sides.input(here / "image.png")
     maps = [class_activation_map(model, image, "inner", target=3) for model in sides.models.values()]
     assert result["correlation"] == pytest.approx(correlation(maps[0].values, maps[1].values)[0])

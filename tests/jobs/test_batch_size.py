@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from prunekit.data.sources import load_splits
 from prunekit.errors import MemoryShortageError, RunError, UsageError
 from prunekit.jobs import batch_size
-from prunekit.jobs.batch_size import CLOSE, ROUNDS, Rehearsal, Search, find_batch_size
+from prunekit.jobs.batch_size import CLOSE, ROUNDS, BatchSizeSearch, Rehearsal, find_batch_size
 from prunekit.jobs.run.dense_model import prepare
 from prunekit.jobs.run.job_inputs import Own
 from prunekit.measure.latency.peak_memory import PeakMemory
@@ -42,7 +42,7 @@ def said(message: str) -> None:
 @pytest.mark.parametrize("most", [1, 2, 3, 64, 1000])
 @pytest.mark.parametrize("limit", [0, 2, 3, 31, 32, 33, 700, 5000])
 def test_what_is_refused_is_bisected_to_the_last_image(most: int, limit: int) -> None:
-    search = Search(most, 1, lambda batch: 100 * batch if batch <= limit else None, said, exact=True)
+    search = BatchSizeSearch(most, 1, lambda batch: 100 * batch if batch <= limit else None, said, exact=True)
     assert search.run() == (0 if limit < min(2, most) else min(limit, most))
     batches = [each.batch for each in search.tried]
     assert len(set(batches)) == len(batches) <= 2 * math.log2(max(2, most)) + 2
@@ -61,7 +61,7 @@ def test_what_is_refused_is_bisected_to_the_last_image(most: int, limit: int) ->
 )
 @pytest.mark.parametrize("available", [600 * MB, 5000 * MB])
 def test_what_is_measured_is_met_closely_in_few_rounds(growth: Any, available: int) -> None:
-    search = Search(100_000, available, growth, said)
+    search = BatchSizeSearch(100_000, available, growth, said)
     batch = search.run()
     assert growth(batch) <= available
     assert batch in [each.batch for each in search.tried]
@@ -72,7 +72,7 @@ def test_what_is_measured_is_met_closely_in_few_rounds(growth: Any, available: i
 
 
 def test_a_process_that_was_killed_is_a_batch_that_does_not_fit() -> None:
-    search = Search(10_000, 10**12, lambda batch: 100 * MB * batch if batch < 50 else None, said)
+    search = BatchSizeSearch(10_000, 10**12, lambda batch: 100 * MB * batch if batch < 50 else None, said)
     assert 47 <= search.run() < 50
 
 
@@ -189,14 +189,14 @@ def test_on_cuda_what_runs_out_of_memory_does_not_fit_and_other_errors_are_raise
     monkeypatch.setattr(PeakMemory, "_peak", lambda self: 7 * MB)
     device = torch.device("cuda")
     refusing: Any = Refusing()
-    search = Search(100, 0, lambda batch: batch_size._on_cuda(refusing, device, batch), said, exact=True)
+    search = BatchSizeSearch(100, 0, lambda batch: batch_size._on_cuda(refusing, device, batch), said, exact=True)
     assert search.run() == 3
     with pytest.raises(ValueError, match="something else"):
         batch_size._on_cuda(refusing, device, 1)
 
 
 def test_what_cannot_be_had_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_size, "_Apart", lambda *_: _Nothing())
+    monkeypatch.setattr(batch_size, "_MeasuringProcess", lambda *_: _Nothing())
     with pytest.raises(RunError, match="not even 2 images fit into the"):
         find_batch_size(job(tmp_path), log=said)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import prunekit
 from prunekit.errors import ModelError, UsageError
 from prunekit.hooks.hook import count_hooks
-from prunekit.jobs.explain import Search, find_causes
+from prunekit.jobs.explain import CauseSearch, find_causes
 from prunekit.measure.causes.breakdown import break_down
 from prunekit.measure.latency.timing import Contention
 from prunekit.measure.model_size import count_macs
@@ -75,7 +75,7 @@ def test_planted_subnormal_numbers_are_looked_at(monkeypatch: pytest.MonkeyPatch
         model[3].weight[0] = 1e-41
         model[3].bias.zero_()  # type: ignore[union-attr]
         found = break_down(model, model, X, batch=2, rounds=5, device=torch.device("cpu"))
-        find_causes(Search(model, model, X, 2, torch.device("cpu"), found), lambda message: None)
+        find_causes(CauseSearch(model, model, X, 2, torch.device("cpu"), found), lambda message: None)
     [(weights, made)] = counted
     assert weights == {"3": 72}
     assert set(made) == {"3", "4"}  # the first channel of the convolution, and its mean

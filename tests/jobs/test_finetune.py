@@ -32,7 +32,7 @@ from prunekit.jobs.explain import explain_job
 from prunekit.jobs.finetune import finetune
 from prunekit.jobs.prune.dry_run import dry_run
 from prunekit.jobs.run.dense_model import Baseline, prepare, train_baseline
-from prunekit.jobs.run.results import Measured, shortfalls
+from prunekit.jobs.run.results import Measurements, shortfalls
 from prunekit.jobs.run.run_folder import RunFolder
 from prunekit.jobs.stages.training_stage import Trainings
 from prunekit.masks.masked_model import Sparsity
@@ -445,7 +445,7 @@ def test_a_model_at_chance_is_a_shortfall(tmp_path: Path) -> None:
 
     models = {"dense": {"macs": 100, "top1": 33.0}, "pruned": {"macs": 40, "top1": 64.0}}
     accuracies = {"dense": reached(33), "control": reached(45), "pruned": reached(64)}
-    measured = Measured(models, accuracies, LatencyReport((), (), (), ()))
+    measured = Measurements(models, accuracies, LatencyReport((), (), (), ()))
     said = shortfalls(measured, Sparsity(weights=0.5, channels=0.5), job(tmp_path))
     assert said == [
         f"the {name} model's top-1, {value:.2f} %, is not shown to be better than 40.00 %, which always answering the "
@@ -461,7 +461,7 @@ def test_missed_budgets_and_slower_models_are_said(tmp_path: Path) -> None:
     where = {"runtime": "eager", "device": "cpu", "batch": 1, "threads": 1, "dtype": "float32"}
     row = {"model": "pruned", **where, "median": 0.9, "low": 0.85, "high": 0.95, "stable": True}
     models = {"dense": {"macs": 100}, "pruned": {"macs": 46}}
-    measured = Measured(models, {}, LatencyReport((), (row,), (), ()))
+    measured = Measurements(models, {}, LatencyReport((), (row,), (), ()))
     by_macs = shortfalls(measured, Sparsity(weights=0.5, channels=0.5), job(tmp_path))
     assert [text.split(":")[0] for text in by_macs] == [
         "budget macs 0.45",

@@ -16,7 +16,7 @@ from prunekit.errors import ResumeError
 from prunekit.jobs.prune.latency_target import Attempt, Timing
 from prunekit.jobs.prune.plan_search import PlanSearch
 from prunekit.jobs.run.run_folder import RunFolder
-from prunekit.jobs.run.stage_cache import Clock, keep_plan, keep_repair, kept_plan, kept_repair
+from prunekit.jobs.run.stage_cache import StageClock, cache_plan, cache_repair, cached_plan, cached_repair
 from prunekit.repair.repair_report import LayerRepair, RepairMemory, RepairReport
 from prunekit.settings.prune import BudgetSettings, PruneSettings
 
@@ -39,9 +39,9 @@ def test_a_plan_comes_back_with_how_it_was_found(run: RunFolder) -> None:
     timing = Timing(1.5, 1.4, 1.6, 2.0, 1.9, 2.1, False, ("noisy", "few"))
     attempts = (Attempt(0, 1.0, 1.4, 0.5, 1.01, timing), Attempt(1, 0.97, 1.3, 0.4, 0.99, timing))
     planned = replace(planned, attempts=attempts)
-    assert kept_plan(run, dense) is None
-    keep_plan(run, planned)
-    again = kept_plan(run, dense)
+    assert cached_plan(run, dense) is None
+    cache_plan(run, planned)
+    again = cached_plan(run, dense)
     assert again is not None
     assert np.array_equal(again.plan.keep, planned.plan.keep)
     assert again.plan.kept_indices.keys() == planned.plan.kept_indices.keys()
@@ -54,17 +54,17 @@ def test_a_plan_comes_back_with_how_it_was_found(run: RunFolder) -> None:
     assert torch.equal(again.compact.eval()(*EXAMPLE), planned.compact.eval()(*EXAMPLE))
     assert again.attempts == attempts
     assert again.plan.provenance["binding"] == planned.plan.provenance["binding"]
-    keep_plan(run, replace(planned, attempts=()))
-    assert kept_plan(run, dense).attempts == ()  # type: ignore[union-attr]
+    cache_plan(run, replace(planned, attempts=()))
+    assert cached_plan(run, dense).attempts == ()  # type: ignore[union-attr]
 
 
 def test_another_plan_in_the_folder_is_refused(run: RunFolder) -> None:
     dense = net().eval()
     planned = PlanSearch.trace(dense, EXAMPLE, PruneSettings(BudgetSettings(macs=0.6))).find()
-    keep_plan(run, planned)
+    cache_plan(run, planned)
     PlanSearch.trace(dense, EXAMPLE, PruneSettings(BudgetSettings(macs=0.4))).find().plan.save(run.resume / "planned")
     with pytest.raises(ResumeError, match="planned: not the plan that this run was made with"):
-        kept_plan(run, dense)
+        cached_plan(run, dense)
 
 
 @pytest.mark.parametrize("report", [True, False])
@@ -75,9 +75,9 @@ def test_a_repair_comes_back_with_its_report(report: bool, run: RunFolder) -> No
         repaired[1].running_mean.add_(1)  # type: ignore[union-attr, operator]
     layers = (LayerRepair("0.weight", "patch", 0.5, 0.1, 27, 20, 1e-6, "noted"), LayerRepair("3.weight"))
     done = RepairReport(layers, 0.5, 0.1, True, RepairMemory(8, 1, 2, 3, (4, 5))) if report else None
-    assert kept_repair(run, dense) is None
-    keep_repair(run, repaired, done)
-    found = kept_repair(run, dense)
+    assert cached_repair(run, dense) is None
+    cache_repair(run, repaired, done)
+    found = cached_repair(run, dense)
     assert found is not None
     assert found[1] == done
     for name, value in repaired.state_dict().items():
@@ -88,21 +88,21 @@ def test_a_repair_comes_back_with_its_report(report: bool, run: RunFolder) -> No
 def test_what_is_damaged_is_made_again(tmp_path: Path) -> None:
     said: list[str] = []
     run = RunFolder(tmp_path, "", said.append)
-    keep_repair(run, net(), None)
+    cache_repair(run, net(), None)
     (run.resume / "repair" / "tensors.safetensors").write_bytes(b"")
-    assert kept_repair(run, net()) is None
+    assert cached_repair(run, net()) is None
     assert said[0].startswith("repair: ")
     assert said[0].endswith("made again")
 
 
 def test_seconds_of_a_stage_add_up_over_processes(tmp_path: Path) -> None:
-    clock = Clock(tmp_path / "seconds.json")
+    clock = StageClock(tmp_path / "seconds.json")
     with clock.stage("plan"):
         time.sleep(0.02)
     with suppress(KeyboardInterrupt), clock.stage("repair"):
         time.sleep(0.02)
         raise KeyboardInterrupt
-    again = Clock(tmp_path / "seconds.json")
+    again = StageClock(tmp_path / "seconds.json")
     assert again.stages == clock.stages
     with again.stage("repair"):
         time.sleep(0.02)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import prunekit
 from prunekit.inspection.visualize.feature_maps import feature_maps
-from prunekit.jobs.run.model_pair import both_sides
+from prunekit.jobs.run.model_pair import load_model_pair
 
 CODE = """
 import torch
@@ -37,7 +37,7 @@ def test_channels_of_packed_projections_stand_where_the_dense_ones_do(tmp_path: 
     model, example = names["Net"]().eval(), torch.rand(1, 3, 16, 16)
     pruned = prunekit.prune(model, (example,), channels=0.5)
     prunekit.save(pruned.model, tmp_path / "model", pruned.plan)
-    sides = both_sides(tmp_path / "model", factory=f"{tmp_path / 'own.py'}:Net")
+    sides = load_model_pair(tmp_path / "model", factory=f"{tmp_path / 'own.py'}:Net")
     name = "attention.in_proj_weight"
     rows = sides.rows[name]
     assert (len(rows), int(rows.sum())) == (24, len(pruned.plan.kept(name, 0)))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import prunekit
-from prunekit.jobs.stages.evidence import gathered
+from prunekit.jobs.stages.sample_statistics import joined_samples
 from prunekit.settings.calibration import RepairSettings
 from prunekit.statistics.layers.output_error import with_gains
 from prunekit.statistics.layers.patch_moments import collect_patches
@@ -114,7 +114,7 @@ def test_lengths_may_differ_from_batch_to_batch() -> None:
 @pytest.mark.parametrize("tokens", [False, True])
 def test_patches_and_gains_know_nothing_of_padding(tokens: bool) -> None:
     model = net(tokens=tokens)
-    some, more = (gathered(model, texts(*how), 16) for how in ((8, 0), (13, 17)))
+    some, more = (joined_samples(model, texts(*how), 16) for how in ((8, 0), (13, 17)))
     first, second = (with_gains(model, collect_patches(model, [(each,)]), each) for each in (some, more))
     assert len(first.layers) == len(second.layers) == 10
     for one, other in zip(first.layers, second.layers, strict=True):
@@ -156,7 +156,7 @@ def test_samples_with_padding_are_spread_over_all_batches() -> None:
     padded = some["attention_mask"].all(1).logical_not()
     order = torch.cat([torch.nonzero(~padded), torch.nonzero(padded)]).flatten()  # whole texts first
     batches = [{name: part[order[i : i + 4]] for name, part in some.items()} for i in range(0, 16, 4)]
-    mask = gathered(model, batches, 16)["attention_mask"]
+    mask = joined_samples(model, batches, 16)["attention_mask"]
     assert [bool(part.all()) for part in mask.split(2)] == [False] * 8
     found = prunekit.prune(model, calibration=batches, channels=0.6, repair=RepairSettings(joint_steps=0)).repair
     assert found is not None

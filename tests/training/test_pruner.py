@@ -30,7 +30,7 @@ from prunekit.hooks.hook import count_hooks
 from prunekit.jobs.prune.one_shot import Request
 from prunekit.jobs.prune.plan_search import Planned, PlanSearch
 from prunekit.jobs.prune.pruner import Pruner
-from prunekit.jobs.stages.schedule_stages import Evidence, StagePlanner
+from prunekit.jobs.stages.schedule_stages import StagePlanner, StageStatistics
 from prunekit.planning.plan import Plan
 from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings, Target
 from prunekit.settings.train import ClampSettings, TrainSettings
@@ -163,7 +163,7 @@ def test_plans_and_weights_are_those_of_the_built_in_loop(schedule: ScheduleSett
     planned = PlanSearch.trace(model, (torch.zeros(2, 3, 8, 8),), asked).find()
     assert asked.schedule is not None
     dense = Plan(planned.plan.channel_map, planned.plan.keep | True)
-    planner = StagePlanner(asked, planned.plan, planned.scores, Evidence(), seed=0)
+    planner = StagePlanner(asked, planned.plan, planned.scores, StageStatistics(), seed=0)
     part = PruningSchedule(asked.schedule, dense, planner)
     fit(model, images, settings, parts=[part, second := Last()], **at)
     assert part.changes == drives.pruner.changes

@@ -75,14 +75,14 @@ def _job(recipe: str, overrides: list[str], given: ModelOptions, device: str | N
 
 def _target(targets: list[str], job: JobSettings | None, options: ModelOptions, console: Console) -> InputModel:
     from prunekit.jobs.run.job_inputs import Own
-    from prunekit.jobs.run.model_sources import trained_target
+    from prunekit.jobs.run.model_sources import trained_model
 
     if job is None or not any(map(is_recipe, targets)):
         return one_target(targets, [], options)
     if len(targets) > 1 or options.weights:
         raise UsageError(f"{targets[0]}: a recipe names one model with its weights; leave out what else names one")
     own = Own(options.factory, options.data)
-    return trained_target(job, log=console.log, progress=console.progress, own=own)
+    return trained_model(job, log=console.log, progress=console.progress, own=own)
 
 
 def _text(result: dict[str, Any]) -> str:

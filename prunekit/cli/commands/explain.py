@@ -57,7 +57,7 @@ def explain_command(
     with console.running():
         target = one_target(names, overrides, given)
         against = _dense(names[0], dense, overrides, given)
-        example = target.timed.sample(batch)  # random where it can be: on zeros, activations would be zeros too
+        example = target.timing_inputs.sample(batch)  # random where it can be: on zeros, activations would be zeros too
         found = explain(
             against, target.model, example, threads=threads, device=device or "auto", rounds=repeats, log=console.log
         )
@@ -74,6 +74,6 @@ def _dense(name: str, dense: str | None, overrides: list[str], options: ModelOpt
         return one_target([dense], overrides, replace(options, weights=None)).model
     if not Path(name).is_dir():
         raise UsageError(f"{name}: expected a model folder, which says what it was pruned from, or --dense MODEL")
-    from prunekit.jobs.run.model_pair import dense_of
+    from prunekit.jobs.run.model_pair import build_dense
 
-    return dense_of(Path(name), options.factory)
+    return build_dense(Path(name), options.factory)

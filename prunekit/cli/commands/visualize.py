@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from prunekit.inspection.visualize.class_maps import SaliencyMethod
     from prunekit.inspection.visualize.feature_maps import View
     from prunekit.inspection.visualize.image_files import Panel
-    from prunekit.jobs.pictures import Find, Seen
-    from prunekit.jobs.run.model_pair import Sides
+    from prunekit.jobs.pictures import ClassMaps, FindClassMap
+    from prunekit.jobs.run.model_pair import ModelPair
 
 
 FOLDER = "maps"
@@ -86,7 +86,7 @@ def cam_command(console: Console, given: ModelOptions, method: str, layer: str |
     Pictures of a run are in its report too.
     """
 
-    def find() -> Find:
+    def find() -> FindClassMap:
         from prunekit.inspection.visualize.class_maps import class_activation_map
 
         return lambda model, image, where, target: class_activation_map(
@@ -115,7 +115,7 @@ def saliency_command(
     report too.
     """
 
-    def find() -> Find:
+    def find() -> FindClassMap:
         from prunekit.inspection.visualize.class_maps import Smoothing, saliency
 
         how = Smoothing(samples, noise, given.seed or 0)
@@ -127,7 +127,7 @@ def saliency_command(
 def _show(
     console: Console,
     given: ModelOptions,
-    find: Callable[[], Find],
+    find: Callable[[], FindClassMap],
     layer: str | None,
     *,
     arguments: tuple[str, ...],
@@ -138,7 +138,7 @@ def _show(
     output: Path | None,
 ) -> None:
     from prunekit.inspection.visualize.image_files import write_picture
-    from prunekit.jobs.pictures import seen
+    from prunekit.jobs.pictures import class_maps
     from prunekit.utils.context import resolve_device
 
     where = resolve_device(device or "auto")
@@ -146,7 +146,7 @@ def _show(
         sides = find_sides(arguments, given, console)
         folder = pictures_folder(sides, output, FOLDER)
         values, shown = sides.input(image, index)
-        found = seen(sides, values, find(), layer=layer, target=target, device=where)
+        found = class_maps(sides, values, find(), layer=layer, target=target, device=where)
         title = _title(found)
         scale = "share of each map's largest value" if found.first.layer else "share of each map's 99.5th percentile"
         path = write_picture(folder / _name(found, shown), list(_panels(sides, values, shown, found)), title, scale)
@@ -158,13 +158,13 @@ def _show(
     console.result(payload, "\n".join([*lines, *(f"Report: {page}" for page in pages)]))
 
 
-def _name(found: Seen, shown: str) -> str:
+def _name(found: ClassMaps, shown: str) -> str:
     """Of the picture's file: another one for each method, layer, image and class."""
     parts = [found.first.method, found.first.layer, Path(shown).stem, f"for-class-{int(found.first.classes[0])}"]
     return re.sub(r"[^\w.-]+", "-", "-".join(part for part in parts if part)).strip("-") + ".png"
 
 
-def _title(found: Seen) -> str:
+def _title(found: ClassMaps) -> str:
     first = found.first
     height, width = first.values.shape[1:]
     place = f" at {first.layer} ({height} x {width})" if first.layer else ""
@@ -178,7 +178,7 @@ def _title(found: Seen) -> str:
     )
 
 
-def _panels(sides: Sides, values: Any, shown: str, found: Seen) -> list[Panel]:
+def _panels(sides: ModelPair, values: Any, shown: str, found: ClassMaps) -> list[Panel]:
     from prunekit.inspection.visualize.image_files import Panel, enlarged, heated, overlaid
 
     pixels = sides.preprocessing.shown(values[0])
@@ -224,13 +224,13 @@ def features_command(
     transformer in their places.
     """
     from prunekit.inspection.visualize.image_grids import GridSettings
-    from prunekit.jobs.pictures import FeatureSettings, write_features
+    from prunekit.jobs.pictures import FeatureMapSettings, write_features
     from prunekit.report.pages.images_page import write_features as write_page
 
     with console.running():
         sides = find_sides(arguments, given, console)
         folder = pictures_folder(sides, output, FOLDER_visualize_features)
-        settings = FeatureSettings(sides.layers(layers, groups), view, GridSettings(most or None, one_scale))
+        settings = FeatureMapSettings(sides.layers(layers, groups), view, GridSettings(most or None, one_scale))
         payload = plain(write_features(sides, sides.input(image, index), folder, settings))
     save(payload, folder, "features.json", console)
     pages = [write_page(folder), *report_of(sides, folder, FOLDER_visualize_features)]

@@ -20,7 +20,7 @@ OUTPUTS, INPUTS, OTHERS = "output channels", "input channels", "channels"
 
 
 @dataclass(frozen=True)
-class Check:
+class NetworkPrediction:
     """What a table from all networks but those that were held out says of a network, and what that took.
 
     Attributes:
@@ -68,13 +68,13 @@ class Profile(Displayed):
 
     channel_map: ChannelMap
     table: LatencyTable
-    predictions: tuple[Check, ...]
+    predictions: tuple[NetworkPrediction, ...]
     samples: tuple[Sample, ...]
     notes: tuple[str, ...]
     seconds: float
 
     @property
-    def checks(self) -> tuple[Check, ...]:
+    def checks(self) -> tuple[NetworkPrediction, ...]:
         """The networks that were held out."""
         return tuple(check for check in self.predictions if check.held_out)
 

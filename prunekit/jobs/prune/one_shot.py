@@ -18,7 +18,7 @@ from prunekit.errors import DataError, ModelError, UsageError, require_kind
 from prunekit.hooks.wrappers import require_values, unwrapped
 from prunekit.jobs.prune.latency_target import LatencyResult
 from prunekit.jobs.prune.plan_search import CriterionInputs, Planned, PlanSearch
-from prunekit.jobs.stages.evidence import gathered, patch_statistics, statistics
+from prunekit.jobs.stages.sample_statistics import joined_samples, patch_statistics, statistics
 from prunekit.measure.verification import verify
 from prunekit.planning.candidates import Scores
 from prunekit.planning.keywords import Where, prune_settings
@@ -402,7 +402,7 @@ class Request:
         """
         if self.calibration is not None:
             stage("read the samples")
-            given = gathered(self.model, self.calibration, self.images, self.task)
+            given = joined_samples(self.model, self.calibration, self.images, self.task)
             self.samples = map_tensors(to_device(given, device_of(self.model)), to_channels_last)
         example = self._example()
         more = tuple(as_example(self.model, one) for one in self.more_examples)

@@ -22,7 +22,7 @@ from prunekit.hooks.hook import OwnedHook
 from prunekit.hooks.optimizer_step import optimizer_of
 from prunekit.hooks.owner import HookOwner
 from prunekit.hooks.wrappers import require_values, unwrapped, unwrapped_for_hooks
-from prunekit.jobs.prune.loop_evidence import LoopEvidence, labeled_batches, require_evidence
+from prunekit.jobs.prune.loop_statistics import LoopStatistics, check_calibration, labeled_batches
 from prunekit.jobs.prune.one_shot import IMAGES, Calibration, Request
 from prunekit.jobs.run.agreement import main_process_only, share_plan
 from prunekit.jobs.stages.schedule_stages import StagePlanner, rescored
@@ -198,7 +198,7 @@ class Pruner(Displayed):
         if asked.schedule is not None:
             raise UsageError("settings.schedule: expected None beside a pruner's own; give it as schedule=")
         self.settings = replace(asked, schedule=laid)
-        labeled = require_evidence(self.settings, stages, calibration, loss, task)
+        labeled = check_calibration(self.settings, stages, calibration, loss, task)
         # A plan that is tried before any stage shows what is locked. Of criteria that score anew at each stage it goes
         # by chance, so that a pruner that goes on from a state finds the same locks whatever the weights are by then.
         tried = asked if asked.budget.measured or not rescored(self.settings) else replace(asked, criterion="random")
@@ -210,13 +210,13 @@ class Pruner(Displayed):
             plan = share_plan(planned.plan)
             pairs = labeled_batches(inner, calibration, task, images) if labeled else []
             loss = get_task(task).loss if loss is None and task is not None else loss
-        evidence = LoopEvidence(self.settings, plan.channel_map, request.samples, pairs, loss, seed=seed)
+        evidence = LoopStatistics(self.settings, plan.channel_map, request.samples, pairs, loss, seed=seed)
         planner = StagePlanner(self.settings, plan, planned.scores, evidence, seed=seed)
         self._dense = dense = Plan(plan.channel_map, np.ones(plan.channel_map.n_labels, dtype=bool))
         self._masks = ScheduledMasks(
             inner, self._optimizer, stages, dense, planner, self._changed, gradients=gradient_masks
         )
-        self._steps = _Steps(self._optimizer, stages[-1].step)
+        self._steps = _StepCounter(self._optimizer, stages[-1].step)
         self.average = average
         self._averaged = None if average is None else _average_masks(average, dense)
         self._clamps: dict[str, GradientClamp] = {}
@@ -450,7 +450,7 @@ class Pruner(Displayed):
         )
 
 
-class _Steps(HookOwner):
+class _StepCounter(HookOwner):
     """Counts the steps that an optimizer makes.
 
     Attributes:
@@ -509,7 +509,7 @@ def _own_optimizer(model: nn.Module, optimizer: Any) -> Optimizer:
             f"others, the first of shape {tuple(foreign[0].shape)}; give those an optimizer of their own"
         )
     hooks = inner._optimizer_step_pre_hooks.values()
-    if any(isinstance(hook, OwnedHook) and hook.acts_for(_Steps) for hook in hooks):
+    if any(isinstance(hook, OwnedHook) and hook.acts_for(_StepCounter) for hook in hooks):
         raise UsageError(
             "optimizer: a Pruner counts its steps already; call that one's finish() or close() first, also where a "
             "notebook cell that makes it is run again"

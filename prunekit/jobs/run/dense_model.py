@@ -55,9 +55,9 @@ class Baseline:
 
     Attributes:
         model: on the CPU.
-        rows: its training, empty when the weights were given.
-        clamps, compilation: what its gradient clamps did, and what came of compiling where it was trained now.
-        reused: whether it came from the cache; then `rows` and `clamps` are known to the main process alone.
+        rows: epochs of its training; empty if the weights were given.
+        clamps, compilation: figures of gradient clamps and of compiling, if it was trained now.
+        reused: whether it came from the cache; then the main process alone has `rows` and `clamps`.
     """
 
     model: nn.Module
@@ -68,9 +68,9 @@ class Baseline:
 
 
 def prepare(job: JobSettings, own: Own = RECIPE_ONLY) -> Prepared:
-    """Read the data and build the dense model; everything that can be wrong with either is found here.
+    """Read the data and build the dense model, and raise for whatever is wrong with either.
 
-    Several processes do so one after the other, as far as they would download the same: what they get is the same.
+    Several processes do this in turn, so that each file is downloaded once; all end with the same data and model.
 
     Raises:
         UsageError: data, model or budget do not fit.
@@ -115,7 +115,7 @@ def _check_training(name: str, settings: TrainSettings, model: nn.Module, task: 
         feature_paths(model, settings.distill)
     if needs_plan(settings) and name != "sparsify":
         raise UsageError(
-            f"{name}.regularize.method: 'growing' shrinks what a plan removes before it goes; use it in `sparsify`"
+            f"{name}.regularize.method: 'growing' shrinks channels before a plan removes them; use it in `sparsify`"
         )
 
 
@@ -128,11 +128,14 @@ def train_baseline(
     watch: Sequence[Part] = (),
     on_epoch: Callable[[EpochRow], None] | None = None,
 ) -> Baseline:
-    """Return the dense model with weights: as given, from the cache, or trained now and put there.
+    """Return the dense model with its weights: as given, from the cache, or trained now and cached.
 
     Args:
-        checkpoints: where training is resumed from; None: nowhere.
-        watch: what looks on.
+        prepared: the job with its data and dense model.
+        log: gets a line for what is done.
+        progress: whether to show bars on stderr.
+        checkpoints: from which the training is resumed; None: it is not.
+        watch: callbacks that record the training.
         on_epoch: called after each epoch that is trained now.
     """
     job = prepared.job
@@ -177,7 +180,7 @@ def _save_baseline(path: Path, model: nn.Module, history: History) -> None:
 
 
 def cached_baseline(prepared: Prepared) -> Baseline | None:
-    """Return the trained dense model, when an earlier run left it in the cache."""
+    """Return the trained dense model from the cache; None if it is not there."""
     return None if prepared.job.baseline is None else _read_baseline(prepared, _baseline_path(prepared))
 
 
@@ -198,13 +201,13 @@ def _read_baseline(prepared: Prepared, path: Path) -> Baseline | None:
 
 
 def save_weights(path: Path, model: nn.Module) -> None:
-    """Write a model's parameters and buffers as safetensors, whole or not at all."""
+    """Write a model's parameters and buffers as safetensors, completely or not at all."""
     with atomic_file(path) as temporary:
         save_file({name: tensor.detach().contiguous() for name, tensor in named_tensors(model)}, temporary)
 
 
 def cache_folder(job: JobSettings) -> Path:
-    """Return where results are kept by content, shared by all runs of an output folder."""
+    """Return the folder with results by content, which all runs of an output folder share."""
     return job.output / "cache"
 
 

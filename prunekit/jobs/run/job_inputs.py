@@ -1,9 +1,7 @@
-"""Where a job's images and dense model come from: its recipe, or the user's own code.
+"""The inputs of a job: its data and its dense model, from the recipe or from the user's own code.
 
-Models, data and optimizers of one's own are named on the command line only. What is registered by name (criteria,
-tasks, ...) a recipe may name as `file.py:object`, which is run where it is allowed; see `prunekit.recipe.loading.load`.
-
-What a job works on: its data, and the dense model before anything is trained.
+The user's own models, data and optimizers are named on the command line alone. What is registered by name (criteria,
+tasks, ...) can be `file.py:object` in a recipe, whose code runs if that is allowed; see `prunekit.recipe.loading.load`.
 """
 
 from __future__ import annotations
@@ -62,8 +60,46 @@ class Own:
 RECIPE_ONLY = Own()
 
 
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A job with its data and its dense model, before anything is trained.
+
+    Attributes:
+        job: the settings.
+        splits: its data, with its task.
+        model: the dense model as its constructor, weights file or factory gives it, on the CPU.
+        device: where to train.
+        structure: of the dense model as plain data, independent of its weights.
+        own_optimizer: makes the user's own optimizer, if one is given.
+        optimizer_source, task_source: hashes of the code of the user's own optimizer and task.
+    """
+
+    job: JobSettings
+    splits: Splits
+    model: nn.Module
+    device: torch.device
+    structure: Any
+    own_optimizer: MakeOptimizer | None = None
+    optimizer_source: str | None = None
+    task_source: str | None = None
+
+    def optimizer_for(self, settings: TrainSettings) -> MakeOptimizer | None:
+        """Return the factory of the user's own optimizer if a section asks for it, else None."""
+        return self.own_optimizer if settings.optimizer == "own" else None
+
+    @cached_property
+    def example_inputs(self) -> tuple[Any, ...]:
+        """The inputs of one training sample as a batch."""
+        return example_of(self.model, self.splits)
+
+    @property
+    def build(self) -> ModelSettings | None:
+        """The settings that build the dense model; None for the user's own."""
+        return build_of(self.job, self.splits)
+
+
 def job_splits(data: DataSettings, own: Own, task: str = "image_classification") -> Splits:
-    """Return the data: of the user's factory where one is given, else images of the settings.
+    """Return the data of the user's factory, if one is given, or else the images of the settings.
 
     Raises:
         DataError: it is missing, unreadable, or labels or samples do not fit.
@@ -73,7 +109,7 @@ def job_splits(data: DataSettings, own: Own, task: str = "image_classification")
 
 
 def job_model(job: JobSettings, own: Own, classes: int) -> nn.Module:
-    """Return the dense model with the weights that the job gives, random ones from its seed where it gives none.
+    """Return the dense model with the weights of the settings, or else random ones from the job's seed.
 
     Raises:
         ModelError: it cannot be built, or the weights do not fit.
@@ -88,10 +124,10 @@ def job_model(job: JobSettings, own: Own, classes: int) -> nn.Module:
 
 
 def job_optimizer(own: Own) -> MakeOptimizer | None:
-    """Return what the user's factory returns: an optimizer's class, or a function that is called as one; None without.
+    """Return the optimizer class, or function that is called as one, of the user's factory; None without a factory.
 
     Raises:
-        UsageError: the factory is not there or raises, or what it returns cannot be called.
+        UsageError: the factory is missing or raises, or its result cannot be called.
     """
     if own.optimizer is None:
         return None
@@ -102,67 +138,38 @@ def job_optimizer(own: Own) -> MakeOptimizer | None:
     return make  # type: ignore[no-any-return]
 
 
-def own_source(reference: str | None) -> str | None:
-    """Return a hash of the file that a reference names; the reference itself where it names an installed module."""
-    path = Path((reference or "").rpartition(":")[0])
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else reference
+def example_of(model: nn.Module, splits: Splits) -> tuple[Any, ...]:
+    """Return the inputs of one training sample as a batch."""
+    return inputs_as_example(model, next(iter(batches(splits.train, 1, shuffle_seed=None)))[0])
 
 
-def code_of_job(job: JobSettings) -> list[tuple[str, Registry[Any]]]:
-    """Return what a job names as `file.py:object` in the place of a registered name, and of which registry."""
-    return [(name, registry) for _, name, registry in registered_names(JobSettings, job) if is_reference(name)]
+def build_of(job: JobSettings, splits: Splits) -> ModelSettings | None:
+    """Return the settings that build a job's dense model, with the number of classes; None for the user's own."""
+    if job.model.zoo == "own":
+        return None
+    classes = {"num_classes": len(splits.classes)} if splits.classes else {}
+    return replace(job.model, arguments=classes | job.model.arguments, origin=None)
 
 
-def renew_code(job: JobSettings) -> None:
-    """Read the files that a job names anew, once for all that follows.
-
-    Raises:
-        UsageError: one is not there or raises, has no such object, or a figure means nothing for the budget in it.
-    """
-    for name, registry in code_of_job(job):
-        if not isinstance(name, ForbiddenReference):
-            registry.renew(name)
-    job.prune.budget.require_sound()
+def chosen_batches(job: JobSettings, splits: Splits) -> Batches:
+    """Return batches over the calibration samples of a job: a fixed random choice of training samples."""
+    order = torch.randperm(len(splits.train), generator=torch.Generator().manual_seed(job.seed))
+    chosen = order[: job.calibration.images]
+    return batches(splits.train, job.data.batch, shuffle_seed=None, workers=job.data.reading, indices=chosen)
 
 
 def training_sections(job: JobSettings) -> dict[str, TrainSettings]:
-    """Return the sections that say how to train, by name."""
+    """Return the sections of a job that train a model, by name."""
     sections = {"baseline": job.baseline, "sparsify": job.sparsify, "finetune": job.finetune}
     return {name: settings for name, settings in sections.items() if settings is not None}
 
 
-def require_optimizer(job: JobSettings, own: Own) -> None:
-    """Checks that the user's own optimizer is given where a section asks for it.
-
-    Raises:
-        UsageError: it is not.
-    """
-    for name, settings in training_sections(job).items():
-        if settings.optimizer == "own" and own.optimizer is None:
-            raise UsageError(
-                f"{name}.optimizer is 'own': expected --optimizer file.py:factory as well, which was not given"
-            )
-
-
-def own_structure(model: nn.Module, factory: str) -> list[str]:
-    """Return what the user's model is, as plain data: its modules, and the files of the factory and of all their
-    classes.
-
-    The modules alone do not say what a `forward` computes.
-    """
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
-    files = {getattr(sys.modules.get(kind.__module__), "__file__", None) for kind in kinds}
-    files.add(factory.rpartition(":")[0])
-    paths = [Path(file) for file in files if file is not None and Path(file).is_file()]
-    return [repr(model), *sorted(hashlib.sha256(path.read_bytes()).hexdigest() for path in paths)]
-
-
 def require_sources(job: JobSettings, own: Own) -> None:
-    """Checks, before anything is read or built, that data and weights are there.
+    """Raise if data or weights are missing, before anything is read or built.
 
     Raises:
         UsageError: the user's code is given and the job does not ask for it, or the other way round.
-        DataError: something is missing; names all of it.
+        DataError: files are missing; names all of them.
     """
     pairs = (
         ("model.zoo", job.model.zoo, own.model, "--model"),
@@ -184,65 +191,55 @@ def require_sources(job: JobSettings, own: Own) -> None:
     if job.model.zoo == "own" and job.model.arguments:
         raise UsageError("model.arguments: expected none, because the model's factory takes no arguments")
     data, weights = missing_data(job.data), missing_weights(job.model)
-    # Weights that torchvision knows are downloaded, but not for data that is not there.
+    # Weights that torchvision knows are downloaded, but not if the data is missing.
     if data is not None or (weights is not None and is_weights_file(job.model)):
         missing = [text for text in (data, weights) if text is not None]
         raise DataError("\n  ".join([f"{len(missing)} things are missing:", *missing]) if missing[1:] else missing[0])
 
 
-@dataclass(frozen=True, eq=False)
-class Prepared:
-    """What a job works on, before anything is trained.
+def require_optimizer(job: JobSettings, own: Own) -> None:
+    """Raise if a section asks for the user's own optimizer, and none is given.
 
-    Attributes:
-        job: the settings.
-        splits: its data, with its task.
-        model: the dense model as its constructor, weights file or factory gives it, on the CPU.
-        device: where to train.
-        structure: what the dense model is, as plain data, whatever its weights are.
-        own_optimizer: makes the user's own optimizer, where one is given.
-        optimizer_source, task_source: tell one own optimizer or task from another.
+    Raises:
+        UsageError: none is given.
     """
-
-    job: JobSettings
-    splits: Splits
-    model: nn.Module
-    device: torch.device
-    structure: Any
-    own_optimizer: MakeOptimizer | None = None
-    optimizer_source: str | None = None
-    task_source: str | None = None
-
-    def optimizer_for(self, settings: TrainSettings) -> MakeOptimizer | None:
-        """Return the user's own optimizer where a section asks for it."""
-        return self.own_optimizer if settings.optimizer == "own" else None
-
-    @cached_property
-    def example_inputs(self) -> tuple[Any, ...]:
-        """The inputs of one training sample as a batch."""
-        return example_of(self.model, self.splits)
-
-    @property
-    def build(self) -> ModelSettings | None:
-        """How the dense model is built, with the number of classes filled in; None when only its owner's code can."""
-        return build_of(self.job, self.splits)
+    for name, settings in training_sections(job).items():
+        if settings.optimizer == "own" and own.optimizer is None:
+            raise UsageError(
+                f"{name}.optimizer is 'own': expected --optimizer file.py:factory as well, which was not given"
+            )
 
 
-def example_of(model: nn.Module, splits: Splits) -> tuple[Any, ...]:
-    """Return the inputs of one training sample as a batch."""
-    return inputs_as_example(model, next(iter(batches(splits.train, 1, shuffle_seed=None)))[0])
+def code_of_job(job: JobSettings) -> list[tuple[str, Registry[Any]]]:
+    """Return each `file.py:object` that a job has in place of a registered name, with the registry."""
+    return [(name, registry) for _, name, registry in registered_names(JobSettings, job) if is_reference(name)]
 
 
-def build_of(job: JobSettings, splits: Splits) -> ModelSettings | None:
-    """Return how the dense model of a job is built; None when only its owner's code can."""
-    if job.model.zoo == "own":
-        return None
-    classes = {"num_classes": len(splits.classes)} if splits.classes else {}
-    return replace(job.model, arguments=classes | job.model.arguments, origin=None)
+def renew_code(job: JobSettings) -> None:
+    """Read the files again in which a job names code of the user's own.
+
+    Raises:
+        UsageError: a file is missing or raises, has no such object, or a value is invalid for a budget that it defines.
+    """
+    for name, registry in code_of_job(job):
+        if not isinstance(name, ForbiddenReference):
+            registry.renew(name)
+    job.prune.budget.require_sound()
 
 
-def chosen_batches(job: JobSettings, splits: Splits) -> Batches:
-    """Return batches over the calibration samples of a job: a fixed random choice of training samples."""
-    order = torch.randperm(len(splits.train), generator=torch.Generator().manual_seed(job.seed))
-    chosen = order[: job.calibration.images]
-    return batches(splits.train, job.data.batch, shuffle_seed=None, workers=job.data.reading, indices=chosen)
+def own_source(reference: str | None) -> str | None:
+    """Return a hash of the file that a reference names, or the reference if it names an installed module."""
+    path = Path((reference or "").rpartition(":")[0])
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else reference
+
+
+def own_structure(model: nn.Module, factory: str) -> list[str]:
+    """Return the structure of the user's own model: its modules, and hashes of the files with its factory and classes.
+
+    The modules alone do not tell what a `forward` computes.
+    """
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    files = {getattr(sys.modules.get(kind.__module__), "__file__", None) for kind in kinds}
+    files.add(factory.rpartition(":")[0])
+    paths = [Path(file) for file in files if file is not None and Path(file).is_file()]
+    return [repr(model), *sorted(hashlib.sha256(path.read_bytes()).hexdigest() for path in paths)]

@@ -1,7 +1,4 @@
-"""Models to look into: the dense one, the pruned one, or both, with which channels are gone and how images are fed.
-
-The dense model of a model folder, for comparisons of time: structure alone, its weights are random.
-"""
+"""A dense and a pruned model side by side: which channels are kept, and how images become inputs."""
 
 from __future__ import annotations
 
@@ -35,16 +32,16 @@ from prunekit.settings.job import JobSettings
 from prunekit.utils.context import seeded, set_mode
 
 
-def dense_of(folder: Path, factory: str | None = None) -> nn.Module:
-    """Build the dense model that a folder's model was pruned from.
+def build_dense(folder: Path, factory: str | None = None) -> nn.Module:
+    """Build the dense model that a folder's model was pruned from, with random weights.
 
     Args:
         folder: a model folder.
-        factory: `file.py:factory`, the user's own code, where the folder cannot say how the model is built.
+        factory: `file.py:factory`, the user's own code, if the model is not from a zoo.
 
     Raises:
         ArtifactError: it is no model folder, or its manifest is damaged.
-        ModelError: the folder does not say how, and there is no factory; or building fails.
+        ModelError: the model is not from a zoo, and there is no factory; or building fails.
     """
     manifest = read_manifest(folder)
     with seeded(0):
@@ -64,21 +61,21 @@ DENSE, PRUNED = "dense", "pruned"
 
 
 @dataclass(frozen=True, eq=False)
-class Sides:
-    """One model, or a dense one and what pruning left of it; in eval mode on the CPU.
+class ModelPair:
+    """A dense and a pruned model, or one of them; in eval mode on the CPU.
 
     Attributes:
-        name: what was named.
+        name: of the model or folder, as it was given.
         models: `dense`, `pruned` or both, in this order.
         sample_shape: shape of one input without the batch.
-        data: how images become inputs, where a recipe says it.
-        own_data: `file.py:factory` of the images, where they are the user's own.
-        splits: the images, where they were read already.
-        plan: what the pruned model keeps, where it is known.
-        rows: module path -> which of its dense outputs are kept, (channels,), of layers whose weights are smaller.
-        notes: what to know when looking.
+        data: how images become inputs; None without a recipe.
+        own_data: `file.py:factory` of the images, if they are the user's own.
+        splits: the images, if they were read already.
+        plan: of the pruned model; None if unknown.
+        rows: which outputs of the dense layer are kept, (channels,), by module path, of layers with smaller weights.
+        notes: what to know when reading pictures and figures of the models.
         run: folder of the run that the pruned model is from.
-        job: the recipe that the models are of.
+        job: the recipe of the models.
     """
 
     name: str
@@ -95,7 +92,7 @@ class Sides:
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """From an image file to an input and back.
+        """The conversion of an image file into an input and back.
 
         Raises:
             UsageError: the models take no images.
@@ -104,11 +101,11 @@ class Sides:
         return Preprocessing(self.sample_shape, feed.mean, feed.std)
 
     def input(self, image: Path | None, index: int = 0) -> tuple[Tensor, str]:
-        """Return an input (1, C, H, W), and what it is of: an image file, or a test image of the recipe.
+        """Return an input (1, C, H, W) and its name, from an image file or a test image of the recipe.
 
         Raises:
-            DataError: the image cannot be read, or the data is not there.
-            UsageError: there is no file, and no recipe that has images; or no such image.
+            DataError: the image cannot be read, or the data is missing.
+            UsageError: there is neither a file nor a recipe with images, or no such test image.
         """
         if image is not None:
             return read_image(image, self.preprocessing)[None], image.name
@@ -123,11 +120,11 @@ class Sides:
         return values[None], f"test image {index}, class {splits.classes[label]}"
 
     def layers(self, paths: Sequence[str], groups: Sequence[str]) -> Layers | None:
-        """Return the layers that are meant; None where nothing is said.
+        """Return the layers that globs select; None without globs.
 
         Args:
             paths: globs over module paths.
-            groups: globs over names of channel groups, of the plan where there is one.
+            groups: globs over names of channel groups, of the plan if there is one.
 
         Raises:
             PlanError: a glob matches no group.
@@ -141,31 +138,30 @@ class Sides:
         return [*paths, *chosen_groups(chart, groups)]
 
     def kept(self, path: str, call: int) -> Mask | None:
-        """Return which of the dense model's channels the output of a module keeps, (channels,); None where nobody
-        knows.
+        """Return which channels of the dense output of a module are kept, (channels,); None if unknown.
 
         Args:
             path: of the module.
-            call: which of its calls in a forward pass.
+            call: the number of its call in a forward pass.
         """
         labels = None if self.plan is None else self.plan.channel_map.activations.get((path, "output", call))
         return self.rows.get(path) if labels is None or self.plan is None else self.plan.keep[labels]
 
 
-def sides_of(target: InputModel, data: DataSettings | None = None, own_data: str | None = None) -> Sides:
-    """Return a single model, as commands name one."""
+def single_model(target: InputModel, data: DataSettings | None = None, own_data: str | None = None) -> ModelPair:
+    """Return one model, as a command names it."""
     notes = () if target.trained else (f"{target.name}: its weights are random",)
     models = {DENSE: set_mode(target.model, False)}
-    return Sides(target.name, models, target.sample_shape, data, own_data, target.splits, notes=notes)
+    return ModelPair(target.name, models, target.sample_shape, data, own_data, target.splits, notes=notes)
 
 
 def is_pruned(folder: Path) -> bool:
-    """Return whether a path is a run's folder or a model folder."""
+    """Return whether a path is the folder of a run or of a model."""
     return folder.is_dir() and any((folder / name).is_file() for name in (MANIFEST, f"model/{MANIFEST}", "status.json"))
 
 
 def model_folder(folder: Path) -> Path:
-    """Return the model folder that a path stands for: itself, or the one in a run's folder.
+    """Return the model folder of a path: the path itself, or the folder `model` of a run.
 
     Raises:
         ModelError: there is none.
@@ -177,34 +173,34 @@ def model_folder(folder: Path) -> Path:
     return folder / "model"
 
 
-def recipe_beside(folder: Path) -> Path | None:
-    """The recipe of the run that a model folder, or a run's folder, belongs to."""
+def recipe_of_run(folder: Path) -> Path | None:
+    """Return the recipe of the run that a model folder or run folder belongs to; None if there is none."""
     path = model_folder(folder).resolve().parent / "recipe.yaml"
     return path if path.is_file() else None
 
 
-def both_sides(
+def load_model_pair(
     folder: Path, data: DataSettings | None = None, *, factory: str | None = None, own_data: str | None = None
-) -> Sides:
-    """Return the pruned model of a folder beside the dense one that its run has kept, if it has.
+) -> ModelPair:
+    """Load the pruned model of a folder, and the dense one if its run has kept the weights.
 
     Args:
-        folder: of a run, or of a model; in the folder of a run, that is the run.
-        data: that of the run.
-        factory: `file.py:factory`, the user's own code, where the folder cannot say how the dense model is built.
-        own_data: likewise of the images.
+        folder: of a run, or of a model; a model's run is the folder around it.
+        data: of the run.
+        factory: `file.py:factory`, the user's own code, if the dense model is not from a zoo.
+        own_data: `file.py:factory` of the images, if they are the user's own.
 
     Raises:
         ArtifactError: a file is damaged, or does not belong to the model.
-        ModelError: there is no model, or it is not known how the dense model is built.
+        ModelError: there is no model, or it is unknown how the dense model is built.
     """
     folder, given = model_folder(folder), folder
     pruned = resolve(folder, factory=factory)
     run, manifest = folder.resolve().parent, read_manifest(folder)
     plan = load_plan(run) if (run / "plan.json").is_file() else None
-    dense, notes = _dense_beside(run, folder, factory)
+    dense, notes = _load_dense(run, folder, factory)
     models = {PRUNED: pruned.model} if dense is None else {DENSE: dense, PRUNED: pruned.model}
-    return Sides(
+    return ModelPair(
         str(given),
         models,
         pruned.sample_shape,
@@ -217,11 +213,11 @@ def both_sides(
     )
 
 
-def _dense_beside(run: Path, folder: Path, factory: str | None) -> tuple[nn.Module | None, tuple[str, ...]]:
+def _load_dense(run: Path, folder: Path, factory: str | None) -> tuple[nn.Module | None, tuple[str, ...]]:
     path = run / "checkpoints" / "dense.safetensors"
     if not path.is_file():
         return None, (f"{folder}: the pruned model alone, because no run beside it has kept the dense weights",)
-    dense = load_factory(factory) if factory is not None else dense_of(folder)
+    dense = load_factory(factory) if factory is not None else build_dense(folder)
     try:
         tensors = load_file(path)
     except SafetensorError as error:
@@ -242,7 +238,7 @@ def _rows(manifest: Mapping[str, Any], model: nn.Module) -> dict[str, Mask]:
     for name, axes in manifest["kept"].items():
         path, _, kind = name.rpartition(".")
         if kind != "weight" or path not in modules:
-            path = name  # as the weights of attention that have no module of their own are called
+            path = name  # of the weights of attention that have no module of their own
             if path not in projections:
                 continue
         axis = 1 if path in modules and getattr(modules[path], "transposed", False) else 0

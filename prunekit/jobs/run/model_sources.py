@@ -1,4 +1,4 @@
-"""What a command works on: a job's dense model, a model folder, a zoo's model, or the user's own."""
+"""Models that commands work on: a job's dense model, a model folder, a zoo's model, or the user's own."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class InputModel:
 
     Attributes:
         model: on the CPU.
-        name: what tables call it.
+        name: for tables.
         sample_shape: shape of one input without the batch, such as (3, 224, 224).
-        splits: the data of the job, when it came from one.
-        trained: whether the model has weights from somewhere; without them its accuracy means nothing.
-        inputs: an example, samples first, of a model that is not for images alone.
+        splits: the data of the job, if it came from one.
+        trained: whether weights were loaded; the accuracy of random ones means nothing.
+        inputs: an example, samples first; None for models of one image.
     """
 
     model: nn.Module
@@ -49,12 +49,12 @@ class InputModel:
     inputs: tuple[Any, ...] | None = None
 
     def example_inputs(self) -> tuple[Any, ...]:
-        """Return what one forward is called with: the inputs, or zeros of shape (1, *sample_shape)."""
+        """Return the arguments of one forward pass: the inputs, or zeros of shape (1, *sample_shape)."""
         return (torch.zeros(1, *self.sample_shape),) if self.inputs is None else self.inputs
 
     @property
-    def timed(self) -> Inputs:
-        """What is made up to time it."""
+    def timing_inputs(self) -> Inputs:
+        """Random inputs to time it on."""
         return inputs_of(self.sample_shape) if self.inputs is None else inputs_like(self.inputs)
 
 
@@ -67,21 +67,20 @@ def resolve(
     seed: int = 0,
     data: str | None = None,
 ) -> InputModel:
-    """Find and build what a command line names.
+    """Build the model that a command line names.
 
     Args:
         target: a job (its dense model), a model folder, the name of a model in torchvision or of a CIFAR ResNet, or
             settings with the zoo that a name is from; None: what `factory` builds.
-        factory: `file.py:factory`, the user's own code, which is run; with a job whose model is the user's own it
-            builds that, and with a model folder the dense model that the folder was made from, where the folder cannot
-            say so itself.
-        weights: of a zoo's or the user's own model: a file, or for a zoo's a name such as `IMAGENET1K_V1`.
-        input_shape: shape of one input with its batch, such as (1, 3, 224, 224); required where nothing else says it.
-        seed: of random weights, where there are no others.
-        data: `file.py:factory`, the data of a job where it is the user's own.
+        factory: `file.py:factory`, the user's own code, which is run. For a job whose model is the user's own it builds
+            that; for a model folder it builds the dense model, if that is not from a zoo.
+        weights: of a model from a zoo or the user: a file, or a zoo's name such as `IMAGENET1K_V1`.
+        input_shape: shape of one input with its batch, such as (1, 3, 224, 224); required if nothing else tells it.
+        seed: of random weights.
+        data: `file.py:factory`, the user's own data of a job.
 
     Raises:
-        UsageError: the arguments do not go together.
+        UsageError: the arguments do not fit each other.
         ModelError: there is no such model, or it cannot be built.
     """
     if target is None and factory is None:
@@ -91,20 +90,20 @@ def resolve(
     shape = None if input_shape is None else _sample_shape(input_shape)
     with seeded(seed):
         if isinstance(target, JobSettings):
-            _refuse_weights(weights, "a recipe", "set model.weights=... in it")
+            _forbid_weights(weights, "a recipe", "set model.weights=... in it")
             return _from_job(target, Own(factory, data), shape)
         if target is None:
             return _from_factory(str(factory), weights, shape)
         if isinstance(target, ModelSettings):
             return _from_zoo(replace(target, weights=weights), shape)
         if Path(target).exists():
-            _refuse_weights(weights, "a model folder", "it holds its own")
+            _forbid_weights(weights, "a model folder", "it holds its own")
             return _from_folder(Path(target), factory, shape)
         return _from_zoo(ModelSettings(str(target), _zoo_of(str(target)), weights=weights), shape)
 
 
-def trained_target(job: JobSettings, *, log: Log, progress: bool = False, own: Own = RECIPE_ONLY) -> InputModel:
-    """Return a job's dense model with its weights: as given, from the cache, or trained now as the job's baseline says.
+def trained_model(job: JobSettings, *, log: Log, progress: bool = False, own: Own = RECIPE_ONLY) -> InputModel:
+    """Return a job's dense model with its weights: as given, from the cache, or trained now.
 
     Raises:
         PrunekitError: as for the first stage of `finetune`.
@@ -118,10 +117,14 @@ def trained_target(job: JobSettings, *, log: Log, progress: bool = False, own: O
 def splits_of(
     target: InputModel, data: DataSettings | None, own: Own, purpose: str, task: str = "image_classification"
 ) -> Splits:
-    """Return the data of what a command works on: that of its job, or else that of the settings.
+    """Return the data of a model: that of its job, or else that of the settings.
 
     Args:
-        purpose: what images are for, as messages have it.
+        target: the model.
+        data: settings of the data; None without.
+        own: the user's own code.
+        purpose: of the images, for messages.
+        task: of the user's own data.
 
     Raises:
         UsageError: there are none.
@@ -137,12 +140,12 @@ def splits_of(
 
 
 def inputs_of_task(model: nn.Module, splits: Splits) -> tuple[Any, ...] | None:
-    """Return the inputs of a sample; None of images, which their shape says enough of."""
+    """Return the inputs of one sample; None for images, whose shape is enough."""
     return None if splits.task is IMAGE_CLASSIFICATION else example_of(model, splits)
 
 
 def probe(target: InputModel) -> Any:
-    """Return one forward on zeros, in eval mode: what the model returns.
+    """Run a model once on its example, in eval mode, and return its output.
 
     Raises:
         ModelError: the model does not run on its input.
@@ -187,7 +190,7 @@ def _from_folder(folder: Path, factory: str | None, shape: tuple[int, ...] | Non
 
 
 def _noted_inputs(folder: Path, manifest: dict[str, Any]) -> tuple[Any, ...] | None:
-    """Zeros as the inputs of a model that does not take one float32 tensor; None of one that does."""
+    """Return zeros like the inputs in a manifest; None for a model that takes one float32 tensor."""
     example = manifest["example"]
     shapes, dtypes = example.get("shapes"), example.get("dtypes")
     if dtypes is None:
@@ -236,7 +239,7 @@ def _hint(name: str) -> str:
     if ".py" in name:
         return "give your own model as --model file.py:factory"
     names = nearest(name, [known for zoo in ZOOS for known in zoo_names(zoo)])
-    # A path that is not there has no near spelling among the models: twelve of their names would say nothing.
+    # If no name is near, it was a path: a list of model names would not help.
     return names if names.startswith("did you mean") else "there is no such file, folder or model"
 
 
@@ -249,7 +252,7 @@ def _from_factory(factory: str, weights: str | None, shape: tuple[int, ...] | No
         )
     if weights is not None:
         load_weights(model, Path(weights))
-    # A factory may load weights itself: only its author knows.
+    # It counts as trained: a factory may load weights itself.
     name = factory.rpartition(":")[2]
     if shape is not None:
         return InputModel(model, name, shape)
@@ -268,7 +271,7 @@ def _sample_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _usual_shape(settings: ModelSettings, model: nn.Module) -> tuple[int, ...]:
-    """Return the input that a model, or torchvision's own weights of it, was made for."""
+    """Return the shape of the images that a model, or torchvision's weights of it, was made for."""
     if settings.zoo == "cifar":
         return (3, 32, 32)
     if settings.zoo != "torchvision":
@@ -280,6 +283,6 @@ def _usual_shape(settings: ModelSettings, model: nn.Module) -> tuple[int, ...]:
     return (3, size, size)
 
 
-def _refuse_weights(weights: str | None, kind: str, instead: str) -> None:
+def _forbid_weights(weights: str | None, kind: str, instead: str) -> None:
     if weights is not None:
         raise UsageError(f"--weights goes with a zoo's name or --model, and this is {kind}: {instead}")

@@ -21,7 +21,7 @@ from prunekit.jobs.explain import explain_job
 from prunekit.jobs.prune.latency_target import LatencyResult
 from prunekit.jobs.prune.plan_search import Planned
 from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, Prepared
-from prunekit.jobs.run.model_pair import DENSE, both_sides
+from prunekit.jobs.run.model_pair import DENSE, load_model_pair
 from prunekit.jobs.run.run_folder import Log, RunFolder, environment
 from prunekit.jobs.stages.activation_stage import missed_targets
 from prunekit.jobs.stages.deployment_stage import FOLDER
@@ -72,7 +72,7 @@ class Attempts:
 
 
 @dataclass(frozen=True, eq=False)
-class Measured:
+class Measurements:
     """Figures of the dense model, its control and the compact model that was loaded from its folder.
 
     Attributes:
@@ -98,7 +98,7 @@ def measure(
     *,
     attempt: Attempts,
     final: LatencyResult | None = None,
-) -> Measured:
+) -> Measurements:
     """Measures on the test data, which nothing has seen before, and times dense against compact.
 
     Args:
@@ -155,7 +155,7 @@ def measure(
     for note in [*unstable_lines(latency.rows, latency.speedup), *latency.notes]:
         log(f"latency: {note}")
     explanation = explain_job(dense, pruned, inputs, settings, log)
-    return Measured(figures, accuracies, latency, explanation=explanation)
+    return Measurements(figures, accuracies, latency, explanation=explanation)
 
 
 def described_task(task: Task) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def _at_chance(name: str, found: Scores, label: str) -> str:
 
 
 def metrics(
-    measured: Measured,
+    measured: Measurements,
     planned: Planned,
     proof: Verification,
     share: Sparsity,
@@ -227,7 +227,7 @@ def metrics(
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def shortfalls(measured: Measured, share: Sparsity, job: JobSettings, label: str = "top-1") -> list[str]:
+def shortfalls(measured: Measurements, share: Sparsity, job: JobSettings, label: str = "top-1") -> list[str]:
     """Return what the run promised and did not deliver, measured on the loaded model; `label` is of the main score."""
     found = []
     dense = {**measured.models["dense"], "channels": 1.0}
@@ -335,7 +335,7 @@ class RunResult(Displayed):
         Raises:
             ArtifactError: the folder has gone, or is damaged.
         """
-        return both_sides(self.folder, factory=self.own.model).models[DENSE]
+        return load_model_pair(self.folder, factory=self.own.model).models[DENSE]
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the figures of each model: scores in percent, MACs of one sample, parameters, bytes."""

@@ -26,7 +26,7 @@ from prunekit.utils.files import read_json, write_json
 from prunekit.utils.state_folders import read_state, write_state
 
 
-class Clock:
+class StageClock:
     """Seconds of each stage of a run, those before it was resumed included; what a kill lost of a stage is not.
 
     Args:
@@ -51,7 +51,7 @@ class Clock:
                 write_json(self._path, self.stages)
 
 
-def keep_plan(run: RunFolder, planned: Planned) -> None:
+def cache_plan(run: RunFolder, planned: Planned) -> None:
     """Keep the plan and what was found out about it; a schedule writes another into the run's folder at its end."""
     planned.plan.save(run.resume / "planned")
     attempts = [asdict(attempt) for attempt in planned.attempts]
@@ -69,8 +69,8 @@ def keep_plan(run: RunFolder, planned: Planned) -> None:
 
 
 @main_process_only
-def kept_plan(run: RunFolder, dense: nn.Module) -> Planned | None:
-    """Return what `keep_plan` kept; None where the run had not come so far.
+def cached_plan(run: RunFolder, dense: nn.Module) -> Planned | None:
+    """Return what `cache_plan` kept; None where the run had not come so far.
 
     Args:
         dense: with its weights.
@@ -100,14 +100,14 @@ def kept_plan(run: RunFolder, dense: nn.Module) -> Planned | None:
     )
 
 
-def keep_repair(run: RunFolder, model: nn.Module, report: RepairReport | None) -> None:
+def cache_repair(run: RunFolder, model: nn.Module, report: RepairReport | None) -> None:
     """Keep the weights of the repaired model, and what was done."""
     weights = {name: tensor.detach() for name, tensor in named_tensors(model)}
     write_state(run.resume / "repair", {"weights": weights, "report": None if report is None else asdict(report)})
 
 
-def kept_repair(run: RunFolder, dense: nn.Module) -> tuple[nn.Module, RepairReport | None] | None:
-    """Return what `keep_repair` kept; None where the run had not come so far.
+def cached_repair(run: RunFolder, dense: nn.Module) -> tuple[nn.Module, RepairReport | None] | None:
+    """Return what `cache_repair` kept; None where the run had not come so far.
 
     Args:
         dense: on the CPU; only copied.

@@ -13,7 +13,7 @@ from prunekit.jobs.calibrate import calibration_batches, calibration_images
 from prunekit.jobs.run.agreement import main_process_only, share_model
 from prunekit.jobs.run.job_inputs import Prepared
 from prunekit.jobs.run.run_folder import RunFolder
-from prunekit.jobs.run.stage_cache import keep_repair, kept_repair
+from prunekit.jobs.run.stage_cache import cache_repair, cached_repair
 from prunekit.masks.masked_model import masked
 from prunekit.planning.plan import Plan
 from prunekit.repair.repair_model import repair
@@ -49,10 +49,10 @@ def _repaired_once(
     prepared: Prepared, dense: nn.Module, plan: Plan, run: RunFolder, training: bool
 ) -> tuple[nn.Module, RepairReport | None]:
     """Return the repaired model of the run that is resumed, or repair it now."""
-    kept = kept_repair(run, dense)
+    kept = cached_repair(run, dense)
     if kept is None:
         kept = _repaired(prepared, dense, plan, run, training)
-        keep_repair(run, *kept)
+        cache_repair(run, *kept)
     return kept
 
 

@@ -38,7 +38,7 @@ from prunekit.statistics.taylor_terms import TaylorTerms
 from prunekit.training.callbacks.scheduled_masks import PlanChange, Planner, PruningSchedule, steps_per_epoch
 from prunekit.utils.files import write_csv
 
-Seen = tuple[ChannelStats | None, TaylorTerms | None]
+StageInputs = tuple[ChannelStats | None, TaylorTerms | None]
 
 
 def final_shares(plan: Plan) -> dict[str, float]:
@@ -60,14 +60,14 @@ def of_time(plan: Plan) -> bool:
     return any(facts_from(name, budget).measured for name, budget in plan.provenance["budgets"].items())
 
 
-class Evidence:
+class StageStatistics:
     """What the scores of a stage are computed from, beside the weights of that moment."""
 
     def active(self, model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[Any]:
         """Entered while the model is trained, until the plan is final."""
         return nullcontext()
 
-    def seen(self, model: nn.Module) -> Seen:
+    def seen(self, model: nn.Module) -> StageInputs:
         """Return statistics and Taylor terms of the model as it is now, where the criterion needs them.
 
         All processes ask together; what the main one gets counts.
@@ -75,7 +75,7 @@ class Evidence:
         return None, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was gathered since the stage before."""
+        """Return what was joined_samples since the stage before."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -98,7 +98,7 @@ class StagePlanner(Planner):
     """
 
     def __init__(
-        self, settings: PruneSettings, plan: Plan, scores: Scores | None, evidence: Evidence, *, seed: int
+        self, settings: PruneSettings, plan: Plan, scores: Scores | None, evidence: StageStatistics, *, seed: int
     ) -> None:
         assert settings.schedule is not None
         self._asked, self._schedule, self._chart = settings, settings.schedule, plan.channel_map
@@ -140,7 +140,7 @@ class StagePlanner(Planner):
         """Whether the model is scored as it is at a stage."""
         return self._movement is None and rescored(self._settings)
 
-    def _made(self, model: nn.Module, stage: Stage, before: Plan, seen: Seen) -> Plan:
+    def _made(self, model: nn.Module, stage: Stage, before: Plan, seen: StageInputs) -> Plan:
         self.scores = self._scored(model, before, seen)
         if self._final is not None and stage.progress >= 1:
             return self._final
@@ -152,7 +152,7 @@ class StagePlanner(Planner):
         made = make_plan(self._chart, self.scores, settings, seed=self._seed, bounds=bounds)
         return replace(made, provenance={**made.provenance, "schedule": asdict(stage)})
 
-    def _scored(self, model: nn.Module, before: Plan, seen: Seen) -> Scores:
+    def _scored(self, model: nn.Module, before: Plan, seen: StageInputs) -> Scores:
         if self._movement is not None:
             return self._movement.scores()
         if not self._looks:
@@ -231,13 +231,13 @@ def require_schedule(prepared: Prepared, *, training: bool) -> Timeline | None:
     return timeline(settings, epochs=job.finetune.epochs, steps=steps)
 
 
-class JobEvidence(Evidence):
+class JobStatistics(StageStatistics):
     """Of a job: its calibration images, seen again at each stage."""
 
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared
 
-    def seen(self, model: nn.Module) -> Seen:
+    def seen(self, model: nn.Module) -> StageInputs:
         """Return statistics and Taylor terms of the model as it is now, where the criterion needs them."""
         return calibrate_again(self._prepared, model)
 
@@ -256,7 +256,7 @@ class JobSchedule:
         assert settings is not None
         self.settings = settings
         chart: ChannelMap = plan.channel_map
-        evidence, seed = JobEvidence(prepared), prepared.job.seed
+        evidence, seed = JobStatistics(prepared), prepared.job.seed
         self.planner = StagePlanner(prepared.job.prune, plan, scores, evidence, seed=seed)
         self.start = Plan(chart, np.ones(chart.n_labels, dtype=bool))
         self.part = PruningSchedule(settings, self.start, self.planner, self._changed)

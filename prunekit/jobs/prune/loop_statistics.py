@@ -15,8 +15,8 @@ from prunekit.criteria.criterion import get_criterion
 from prunekit.distributed.process_group import is_main, size
 from prunekit.errors import UsageError
 from prunekit.jobs.prune.one_shot import Calibration
-from prunekit.jobs.stages.evidence import statistics
-from prunekit.jobs.stages.schedule_stages import Evidence, Seen
+from prunekit.jobs.stages.sample_statistics import statistics
+from prunekit.jobs.stages.schedule_stages import StageInputs, StageStatistics
 from prunekit.planning.schedules import Stage
 from prunekit.settings.prune import PruneSettings, prune_contradictions
 from prunekit.statistics.taylor_terms import Loss, StepGradients, collect_gradients
@@ -29,7 +29,7 @@ FROM_SAMPLES = {"stats", "moments", "patches", "ranks"}
 """What a criterion may need that is collected from samples without labels."""
 
 
-class LoopEvidence(Evidence):
+class LoopStatistics(StageStatistics):
     """Of a loop of one's own: the gradients of its steps, or calibration samples that are seen again at each stage.
 
     Args:
@@ -59,7 +59,7 @@ class LoopEvidence(Evidence):
         self._gradients = StepGradients(model, self._map, optimizer) if self._of_steps else None
         return self._gradients or nullcontext()
 
-    def seen(self, model: nn.Module) -> Seen:
+    def seen(self, model: nn.Module) -> StageInputs:
         """Return statistics and Taylor terms of the model as it is now, where the criterion needs them."""
         if not is_main():  # which alone makes the plan
             return None, None
@@ -89,7 +89,7 @@ class LoopEvidence(Evidence):
             self._gradients.load_state_dict(state)
 
 
-def require_evidence(
+def check_calibration(
     settings: PruneSettings,
     stages: tuple[Stage, ...],
     calibration: Calibration | None,

@@ -32,7 +32,7 @@ FEWEST = 8
 """Images, at least, on which the gains of layers are measured."""
 
 
-def gathered(model: nn.Module, data: Any, count: int, task: Task | str | None = None) -> Any:
+def joined_samples(model: nn.Module, data: Any, count: int, task: Task | str | None = None) -> Any:
     """Return the inputs of a model as one tensor, or as a tuple of all of them where it takes several.
 
     Args:
@@ -53,11 +53,11 @@ def gathered(model: nn.Module, data: Any, count: int, task: Task | str | None = 
     given = joined_inputs(model, found) if found else (torch.empty(0, 0),)
     given = given if whole else select_samples(given, slice(count))
     require_images(given)
-    given = select_samples(given, padding_in_all(model, given))
+    given = select_samples(given, padding_order(model, given))
     return given[0] if len(given) == 1 else given
 
 
-def padding_in_all(model: nn.Module, inputs: tuple[Any, ...]) -> slice | Tensor:
+def padding_order(model: nn.Module, inputs: tuple[Any, ...]) -> slice | Tensor:
     """Return an order of samples in which those with padding are spread evenly, the first of them first.
 
     Transformers leave out a mask that masks nothing, and make other calls then: so batches are alike.
