@@ -1,7 +1,4 @@
-"""What a run measured, in the form of `metrics.json` and `results.csv`.
-
-What a finished run leaves: its figures, its tables, and the models of its folder.
-"""
+"""The results of a run: what is measured, `metrics.json` and `results.csv`, and the run as Python has it."""
 
 from __future__ import annotations
 
@@ -50,11 +47,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Attempts:
-    """Measurements of models that are trained and saved: one that fails costs its figure, and never the run.
+    """Measurements that may fail, as models are saved by then: a failure costs a figure, and not the run.
 
-    A model's own code may raise anything where it is run in another way than it was trained.
+    A model's own code may raise anything if it runs in another way than in training.
 
     Attributes:
+        log: gets a line for each failure.
         failures: what was not measured, and why.
     """
 
@@ -62,7 +60,7 @@ class Attempts:
     failures: list[str] = field(default_factory=list)
 
     def __call__(self, what: str, measure: Callable[[], T]) -> T | None:
-        """Return what a measurement returns; None where it failed, which the log says at once."""
+        """Return the result of a measurement; None if it failed, which is logged."""
         try:
             return measure()
         except Exception as error:
@@ -76,8 +74,11 @@ class Measurements:
     """Figures of the dense model, its control and the compact model that was loaded from its folder.
 
     Attributes:
-        activations: what the activation masks do (`measure_masks`); None without.
-        explanation: why the pruned model is not faster (`explain_job`); None where nothing was looked for.
+        models: by name, what `results.csv` holds of each.
+        accuracies: scores by the model's name.
+        latency: of all models but the control.
+        activations: figures of the activation masks (`measure_masks`); None without masks.
+        explanation: why the pruned model is not faster (`explain_job`); None if it was not asked for.
         failures: what could not be measured; its figure is None, or missing.
     """
 
@@ -99,13 +100,16 @@ def measure(
     attempt: Attempts,
     final: LatencyResult | None = None,
 ) -> Measurements:
-    """Measures on the test data, which nothing has seen before, and times dense against compact.
+    """Measure scores on the test data, which nothing has seen before, and sizes and latency.
 
     Args:
-        control: the dense model after as much training as the pruned one had; None where that had none.
-        deployed: the compact model made ready to run, as it came from its folder; None where nothing was done to it.
-        attempt: makes each measurement but that of the scores, without which there is nothing to report.
-        final: what was delivered for a budget of time: its figure stands for the speedup on the target.
+        prepared: the job.
+        run: with the compact model in its folder.
+        dense: with its weights.
+        control: the dense model after as much training as the pruned one had; None if that had none.
+        deployed: the deployed model, loaded from its folder; None if the job deploys nothing.
+        attempt: makes every measurement but that of the scores, without which there is nothing to report.
+        final: the measured result of a budget of time, which replaces the speedup on the target.
     """
     log = attempt.log
     pruned = load(run.path / "model", None if prepared.build else dense)
@@ -159,13 +163,13 @@ def measure(
 
 
 def described_task(task: Task) -> dict[str, Any]:
-    """Return what reports call a task's samples and scores."""
+    """Return the names of a task, its samples and its scores, for reports."""
     scores = [{"name": score.name, "label": score.label} for score in task.scores]
     return {"name": task.name, "samples": task.samples, "scores": scores}
 
 
 def _reached(found: Scores, task: Task) -> str:
-    """Return the main score with its interval, and the others by name."""
+    """Return the main score with its interval, and the other scores, in words."""
     main, *others = (f"{value:.2f} %" for value in found.values.values())
     interval = "" if found.interval is None else " [{:.2f}, {:.2f}]".format(*found.interval)
     named = [f"{score.label} {value}" for score, value in zip(task.scores[1:], others, strict=True)]
@@ -174,7 +178,7 @@ def _reached(found: Scores, task: Task) -> str:
 
 
 def _at_chance(name: str, found: Scores, label: str) -> str:
-    """Return what to say of a model whose main score, of a label, is no better than chance."""
+    """Return a sentence on a model whose main score is no better than chance."""
     value = next(iter(found.values.values()))
     return (
         f"the {name} model's {label}, {value:.2f} %, is not shown to be better than {found.chance:.2f} %, which always "
@@ -190,7 +194,7 @@ def metrics(
     prepared: Prepared,
     stages: dict[str, float],
 ) -> dict[str, Any]:
-    """Everything that `metrics.json` holds."""
+    """Return what `metrics.json` holds of the measurements."""
     chart, job, task = planned.plan.channel_map, prepared.job, prepared.splits.task
     return {
         "name": job.name,
@@ -228,7 +232,7 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def shortfalls(measured: Measurements, share: Sparsity, job: JobSettings, label: str = "top-1") -> list[str]:
-    """Return what the run promised and did not deliver, measured on the loaded model; `label` is of the main score."""
+    """Return what was asked for and missed, in sentences; `label` names the main score."""
     found = []
     dense = {**measured.models["dense"], "channels": 1.0}
     pruned = {**measured.models["pruned"], "channels": 1 - share.channels}
@@ -251,7 +255,7 @@ def shortfalls(measured: Measurements, share: Sparsity, job: JobSettings, label:
 
 
 def _chances(accuracies: Mapping[str, Scores], label: str) -> Iterator[str]:
-    """Yield models that know nothing: against a dense one of these, no comparison says what pruning costs."""
+    """Yield a sentence on each model that is no better than chance; if the dense one is, comparisons mean nothing."""
     for name, found in accuracies.items():
         if found.at_chance:
             said = _at_chance(name, found, label)
@@ -265,7 +269,7 @@ class RunResult(Displayed):
     Attributes:
         folder: everything it wrote, as the command leaves it: `report.html`, `metrics.json`, the plan, tables.
         metrics: what `metrics.json` holds.
-        own: the user's own code that the run was made with.
+        own: the user's own code of the job.
 
     Example:
         >>> import prunekit as pk
@@ -293,7 +297,7 @@ class RunResult(Displayed):
 
     @property
     def shortfalls(self) -> list[str]:
-        """Where the run fell short of what was asked, in words; empty when it did not."""
+        """What was asked for and missed, in sentences; empty if nothing."""
         return list(self.metrics["shortfalls"])
 
     @property
@@ -306,26 +310,28 @@ class RunResult(Displayed):
 
     @property
     def validation(self) -> float | None:
-        """Score of the pruned model on the validation images, percent, in the epoch whose weights were taken: what a
-        search goes by, which leaves the test images alone. None where nothing was fine-tuned."""
+        """The pruned model's score on the validation images, percent, in its best epoch; None if not fine-tuned.
+
+        A search over settings compares this, and leaves the test images alone.
+        """
         trained: dict[str, Any] = self.metrics["trainings"].get("pruned", {})
         return trained.get("validation")
 
     @property
     def plan(self) -> Plan:
-        """What was kept of the dense model."""
+        """The plan: which channels of the dense model are kept."""
         return load_plan(self.folder)
 
     @property
     def report(self) -> Path:
-        """The page that shows all of it."""
+        """The page of the run."""
         return self.folder / "report.html"
 
     def model(self) -> nn.Module:
         """Load the pruned model, in eval mode on the CPU.
 
         Raises:
-            ArtifactError: the folder has gone, or is damaged.
+            ArtifactError: the folder is missing or damaged.
         """
         return load(self.folder / "model", None if self.own.model is None else load_factory(self.own.model))
 
@@ -333,7 +339,7 @@ class RunResult(Displayed):
         """Load the dense model with the weights that it was pruned from, in eval mode on the CPU.
 
         Raises:
-            ArtifactError: the folder has gone, or is damaged.
+            ArtifactError: the folder is missing or damaged.
         """
         return load_model_pair(self.folder, factory=self.own.model).models[DENSE]
 

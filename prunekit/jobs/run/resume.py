@@ -1,7 +1,4 @@
-"""Which run a job goes on with, and whether it is the same job.
-
-The recipe that a run keeps of itself: with paths that hold from anywhere.
-"""
+"""Resuming of runs: the recipe and the identity that a run's folder holds, and the search for the run to resume."""
 
 from __future__ import annotations
 
@@ -27,81 +24,21 @@ from prunekit.utils.registry import registered_names, replaced_at
 from prunekit.utils.state_folders import differences
 from prunekit.utils.user_code import absolute_reference, is_reference
 
-
-def resolved(job: JobSettings, own: Own = RECIPE_ONLY) -> JobSettings:
-    """Return a job whose paths are absolute, so that they hold from anywhere; its own model is named by its factory.
-
-    Args:
-        job: the settings; their relative paths are relative to the working directory.
-        own: the user's own code, where the job's model or data is their own.
-    """
-    data, model = job.data, job.model
-    if data.root is not None:
-        data = replace(data, root=Path(data.root).absolute())
-    if model.weights is not None and is_weights_file(model):
-        model = replace(model, weights=str(Path(model.weights).absolute()))
-    if model.zoo == "own":
-        model = replace(model, name=absolute_reference(own.model or model.name))
-    job = replace(job, data=data, model=model, output=Path(job.output).absolute())
-    for key, name, _ in registered_names(JobSettings, job):
-        job = replaced_at(job, key, absolute_reference(name)) if is_reference(name) else job
-    return job
-
-
-def run_recipe(job: JobSettings, own: Own) -> str:
-    """Return the recipe that a run keeps in its folder: the resolved job, and above it what it needs besides.
-
-    Models, data and optimizers of one's own are no settings, so they are named in a comment, as the options that
-    commands take.
-
-    Raises:
-        UsageError: as for `dump`.
-    """
-    named = {each.name: getattr(own, each.name) for each in fields(own)}
-    options = [
-        f"#   --{name} {shlex.quote(absolute_reference(reference))}" for name, reference in named.items() if reference
-    ]
-    said = "# Partly your own code, which no recipe runs: commands that take this recipe need these options too."
-    return "\n".join([*([said, *options] if options else []), dump(resolved(job, own))])
-
-
 AUTO = "auto"
 
 
-def identity_of(prepared: Prepared, *, training: bool) -> dict[str, Any]:
-    """Return what a run is of, as plain data: it can only be resumed by the same."""
-    job = resolved(prepared.job)
-    recipe = {key: value for key, value in asdict(job).items() if key not in WITHOUT_EFFECT}
-    facts = {
-        "command": "finetune" if training else "prune",
-        "recipe": recipe,
-        "code": {name: own_source(name) for name, _ in code_of_job(job)},
-        "data": prepared.splits.fingerprint,
-        "model": {"structure": digest(prepared.structure), "weights": weights_digest(prepared.model)},
-        "device": prepared.device.type,
-        "processes": size(),
-        "versions": {"prunekit": version("prunekit"), "torch": str(torch.__version__)},
-    }
-    plain: dict[str, Any] = json.loads(json.dumps(facts, default=str))
-    return plain
-
-
-def note(run: RunFolder, identity: Mapping[str, Any]) -> None:
-    """Write into a run's folder what it is of."""
-    write_json(run.resume / "run.json", identity)
-
-
 def find_run(asked: StrPath, runs: Path, identity: Mapping[str, Any], log: Log) -> Path | None:
-    """The folder of the run to go on with; None: there is none, and the log says so.
+    """Return the folder of the run to resume; None if there is none, which is logged.
 
     Args:
-        asked: its folder, or `auto` for the newest of the same recipe that has not finished.
+        asked: its folder, or `auto` for the newest unfinished run of the same recipe.
         runs: folder of all runs of this name.
         identity: of the job.
-        log: told what was found.
+        log: gets a line on what was found.
 
     Raises:
-        ResumeError: it is of another recipe, model, version or data (what differs), it still runs, or has finished.
+        ResumeError: the run is of another recipe, model, version or data (names what differs), still runs, or has
+            finished.
     """
     if asked != AUTO:
         return _named(Path(asked), identity)
@@ -133,7 +70,7 @@ def _named(folder: Path, identity: Mapping[str, Any]) -> Path:
 
 
 def _unfinished(runs: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Folders of runs that have not finished, and what they are of; the newest first."""
+    """Yield the folders of unfinished runs with their identities, the newest first."""
     found = [folder.parent for folder in runs.glob(f"*/{RESUME}") if _status(folder.parent).get("state") != "finished"]
     for folder in sorted(found, key=lambda folder: (str(_status(folder).get("started")), folder.name), reverse=True):
         if (there := _identity(folder)) is not None:
@@ -149,9 +86,68 @@ def _identity(folder: Path) -> dict[str, Any] | None:
 
 
 def _object(path: Path) -> dict[str, Any] | None:
-    """None for a file that is not there or cannot be read."""
+    """Return the JSON object in a file; None if it is missing or unreadable."""
     try:
         found = read_json(path)
     except ArtifactError:
         return None
     return found if isinstance(found, dict) else None
+
+
+def identity_of(prepared: Prepared, *, training: bool) -> dict[str, Any]:
+    """Return the identity of a run as plain data: only a job with the same one can resume it."""
+    job = resolved(prepared.job)
+    recipe = {key: value for key, value in asdict(job).items() if key not in WITHOUT_EFFECT}
+    facts = {
+        "command": "finetune" if training else "prune",
+        "recipe": recipe,
+        "code": {name: own_source(name) for name, _ in code_of_job(job)},
+        "data": prepared.splits.fingerprint,
+        "model": {"structure": digest(prepared.structure), "weights": weights_digest(prepared.model)},
+        "device": prepared.device.type,
+        "processes": size(),
+        "versions": {"prunekit": version("prunekit"), "torch": str(torch.__version__)},
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(facts, default=str))
+    return plain
+
+
+def note(run: RunFolder, identity: Mapping[str, Any]) -> None:
+    """Write the identity of a run into its folder."""
+    write_json(run.resume / "run.json", identity)
+
+
+def run_recipe(job: JobSettings, own: Own) -> str:
+    """Return the text of the recipe in a run's folder: the resolved job, below a comment with the options it needs.
+
+    These name the user's own model, data and optimizer, which are not settings.
+
+    Raises:
+        UsageError: as for `dump`.
+    """
+    named = {each.name: getattr(own, each.name) for each in fields(own)}
+    options = [
+        f"#   --{name} {shlex.quote(absolute_reference(reference))}" for name, reference in named.items() if reference
+    ]
+    said = "# Partly your own code, which no recipe runs: commands that take this recipe need these options too."
+    return "\n".join([*([said, *options] if options else []), dump(resolved(job, own))])
+
+
+def resolved(job: JobSettings, own: Own = RECIPE_ONLY) -> JobSettings:
+    """Return a job whose paths are absolute, and whose own model is named by its factory.
+
+    Args:
+        job: the settings; their relative paths are relative to the working directory.
+        own: the user's own code.
+    """
+    data, model = job.data, job.model
+    if data.root is not None:
+        data = replace(data, root=Path(data.root).absolute())
+    if model.weights is not None and is_weights_file(model):
+        model = replace(model, weights=str(Path(model.weights).absolute()))
+    if model.zoo == "own":
+        model = replace(model, name=absolute_reference(own.model or model.name))
+    job = replace(job, data=data, model=model, output=Path(job.output).absolute())
+    for key, name, _ in registered_names(JobSettings, job):
+        job = replaced_at(job, key, absolute_reference(name)) if is_reference(name) else job
+    return job

@@ -1,7 +1,4 @@
-"""A run's folder: made when the job starts, and marked with how it ended.
-
-Hashes of settings and of models: by these results are found again.
-"""
+"""The folder of a run, marked with how the run ended, and hashes by which cached results are found."""
 
 from __future__ import annotations
 
@@ -36,10 +33,10 @@ Finish = Callable[[Path], object]
 
 
 class StoppedByCaller(BaseException):
-    """A run ends because a function that the caller gave to look on raised an error.
+    """The end of a run because a function of the caller, such as `on_epoch`, raised an error.
 
     Args:
-        error: what it raised.
+        error: which it raised.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -49,7 +46,7 @@ class StoppedByCaller(BaseException):
 
 @contextmanager
 def as_raised() -> Iterator[None]:
-    """Raise the error of the caller's function itself, once the run's folder is marked."""
+    """Raise the error of the caller's function in place of `StoppedByCaller`."""
     try:
         yield
     except StoppedByCaller as stopped:
@@ -57,15 +54,18 @@ def as_raised() -> Iterator[None]:
 
 
 RESUME = "resume"
-"""Folder of a run that has not finished: what it needs to go on."""
+"""Folder inside an unfinished run's, with what is needed to resume it."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where a run writes, and the log that it keeps there.
+    """The folder that a run writes into, with its log.
 
     Attributes:
-        resumed: when it was, each time.
+        path: of the folder.
+        started: when the run was started.
+        log: writes a line into the log, and shows it.
+        resumed: when the run was resumed, each time.
     """
 
     path: Path
@@ -75,7 +75,7 @@ class RunFolder:
 
     @property
     def resume(self) -> Path:
-        """Folder of what the run needs to go on; gone when it has finished."""
+        """Folder with what is needed to resume the run; removed when it has finished."""
         return self.path / RESUME
 
     def mark(self, state: str, **facts: Any) -> None:
@@ -86,9 +86,7 @@ class RunFolder:
 
 
 def alive(status: Mapping[str, Any]) -> bool:
-    """Return whether the process that wrote a `status.json` still runs; of one on another host nobody knows, and it
-    counts as gone.
-    """
+    """Return whether the process that wrote a `status.json` still runs; False if it is on another host."""
     if status.get("state") != "running" or status.get("host") != platform.node():
         return False
     try:
@@ -100,7 +98,7 @@ def alive(status: Mapping[str, Any]) -> bool:
 
 
 def write_report(folder: Path) -> Path:
-    """Render the page of a run that ends well."""
+    """Write the page of a run that has finished."""
     from prunekit.report.pages import run_page as page  # matplotlib takes most of a second to import
 
     return page.write_report(folder, state="finished")
@@ -115,16 +113,17 @@ def run_folder(
     finish: Finish | None = None,
     again: Path | None = None,
 ) -> Iterator[RunFolder]:
-    """Make `output/name/<time>/` and marks it finished, failed or interrupted when the block ends.
+    """Make `output/name/<time>/`, and mark it finished, failed or interrupted when the block ends.
 
-    Of several processes the main one does so; what the others write is gone at the end, and their log goes nowhere.
+    Of several processes the main one does this; the others write into temporary folders, and their logs are dropped.
 
     Args:
-        output, name: where.
-        log: gets a line for each stage, as the folder's log does.
-        resolved: the recipe's text, kept in the folder.
-        finish: called with the folder when the block has ended well, before the run counts as finished (the report).
-        again: folder of a run that is resumed; it is used in place of a new one.
+        output: folder of all runs.
+        name: of the job.
+        log: gets each line of the folder's log.
+        resolved: text of the recipe, written into the folder.
+        finish: called with the folder when the block has ended without an error, before the run counts as finished.
+        again: folder of the run that is resumed; None makes a new one.
 
     Raises:
         RunError: the folder cannot be made.
@@ -171,13 +170,13 @@ def run_folder(
 
 
 def _offer(run: RunFolder) -> None:
-    """Say that a run can be resumed, if it can."""
+    """Log how a run can be resumed, if it can."""
     if run.resume.exists():
         run.log(f"run: {run.path} has not finished; --resume {run.path} goes on with it")
 
 
 def _history(path: Path, now: str) -> tuple[str, tuple[str, ...]]:
-    """When a run was started, and when it was resumed, now included; a new one is started now."""
+    """Return when a run was started, and each time when it was resumed, now included."""
     if not (path / "status.json").exists():
         return now, ()
     status = read_json(path / "status.json")
@@ -186,9 +185,9 @@ def _history(path: Path, now: str) -> tuple[str, tuple[str, ...]]:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Let no second Ctrl-C in, nor a launcher that ends all: the mark would be lost.
+    """Ignore a second Ctrl-C and a launcher's signal, which would keep the run from being marked.
 
-    Signals belong to the main thread; another has none to fear.
+    Signals reach the main thread alone; in others this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -221,7 +220,7 @@ def _make(parent: Path, name: str) -> Path:
 
 
 def environment() -> dict[str, Any]:
-    """Return versions and hardware, as they are noted beside every figure."""
+    """Return versions and hardware, for `environment.json` and `metrics.json`."""
     return {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
@@ -241,7 +240,7 @@ def digest(value: Any) -> str:
 
 
 def weights_digest(model: nn.Module) -> str:
-    """SHA-256 over the names, shapes and bytes of all parameters and buffers."""
+    """Return a SHA-256 hash of the names, shapes and bytes of all parameters and buffers."""
     result = hashlib.sha256()
     for name, tensor in named_tensors(model):
         result.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())

@@ -1,4 +1,4 @@
-"""Stages of a run that are over, as they are kept for when it is resumed: none is done a second time."""
+"""Finished stages of a run: their seconds, plan and repair, from which a resumed run goes on."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from prunekit.utils.state_folders import read_state, write_state
 
 
 class StageClock:
-    """Seconds of each stage of a run, those before it was resumed included; what a kill lost of a stage is not.
+    """Seconds of each stage of a run, summed over the times it was resumed; those of a killed stage are lost.
 
     Args:
-        path: JSON file where they are kept.
+        path: JSON file with the seconds.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,7 +41,7 @@ class StageClock:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time what runs in it."""
+        """Add the seconds of the block to a stage."""
         start = time.perf_counter()
         try:
             yield
@@ -52,7 +52,7 @@ class StageClock:
 
 
 def cache_plan(run: RunFolder, planned: Planned) -> None:
-    """Keep the plan and what was found out about it; a schedule writes another into the run's folder at its end."""
+    """Write the plan with the results of its trial; a schedule replaces the one in the run's folder at its end."""
     planned.plan.save(run.resume / "planned")
     attempts = [asdict(attempt) for attempt in planned.attempts]
     write_state(
@@ -70,9 +70,10 @@ def cache_plan(run: RunFolder, planned: Planned) -> None:
 
 @main_process_only
 def cached_plan(run: RunFolder, dense: nn.Module) -> Planned | None:
-    """Return what `cache_plan` kept; None where the run had not come so far.
+    """Return the plan of the run that is resumed, in the main process; None if it had no plan yet.
 
     Args:
+        run: the folder.
         dense: with its weights.
 
     Raises:
@@ -85,7 +86,7 @@ def cached_plan(run: RunFolder, dense: nn.Module) -> Planned | None:
     if state["plan"] != plan.digest:
         raise ResumeError(
             f"{run.resume / 'planned'}: not the plan that this run was made with (checksum {plan.digest}, "
-            f"expected {state['plan']}); put that back, or start anew"
+            f"expected {state['plan']}); put that back, or start a new run"
         )
     run.log("plan: that of the run, from its folder")
     attempts = [] if state["frozen"] is None else state["frozen"]["attempts"]
@@ -101,16 +102,17 @@ def cached_plan(run: RunFolder, dense: nn.Module) -> Planned | None:
 
 
 def cache_repair(run: RunFolder, model: nn.Module, report: RepairReport | None) -> None:
-    """Keep the weights of the repaired model, and what was done."""
+    """Write the weights of the repaired model, and the report of its repair."""
     weights = {name: tensor.detach() for name, tensor in named_tensors(model)}
     write_state(run.resume / "repair", {"weights": weights, "report": None if report is None else asdict(report)})
 
 
 def cached_repair(run: RunFolder, dense: nn.Module) -> tuple[nn.Module, RepairReport | None] | None:
-    """Return what `cache_repair` kept; None where the run had not come so far.
+    """Return the repaired model of the run that is resumed, and its report; None if it was not repaired yet.
 
     Args:
-        dense: on the CPU; only copied.
+        run: the folder.
+        dense: on the CPU; not changed.
     """
     state = _read(run, "repair")
     if state is None:
@@ -128,7 +130,7 @@ def cached_repair(run: RunFolder, dense: nn.Module) -> tuple[nn.Module, RepairRe
 
 
 def _read(run: RunFolder, name: str) -> dict[str, Any] | None:
-    """Return a stage's state; None when it is not there, or damaged, which is said."""
+    """Return the state of a stage; None if it is missing, or damaged, which is logged."""
     folder = run.resume / name
     if not folder.exists():
         return None

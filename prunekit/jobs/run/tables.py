@@ -1,4 +1,4 @@
-"""The tables of a run: layers, scores, locks, history."""
+"""The tables of a run: rows of `layers.csv`, `scores.csv`, `coupling.csv`, `locks.csv`, `history.csv` and others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = (("in_channels", "out_channels"), ("in_features", "out_features"), ("num
 
 
 def layer_rows(dense: nn.Module, compact: nn.Module, plan: Plan) -> list[dict[str, Any]]:
-    """Widths, MACs (one sample) and parameters of every layer that has a width, before and after."""
+    """Return widths, MACs (one sample) and parameters of every layer with a width, before and after pruning."""
     before, after = plan.channel_map.layer_macs(), plan.channel_map.layer_macs(plan.keep)
     small = dict(compact.named_modules())
     rows = []
@@ -49,7 +49,7 @@ def _size(module: nn.Module) -> int:
 
 
 def score_rows(plan: Plan, scores: Scores) -> list[dict[str, Any]]:
-    """Return the score of every free label, group by group, and whether it stays."""
+    """Return the score of every free label, by group, and whether it is kept."""
     return [
         {"group": group.name, "channel": index, "score": float(scores[label]), "kept": int(plan.keep[label])}
         for group in plan.channel_map.groups
@@ -59,10 +59,9 @@ def score_rows(plan: Plan, scores: Scores) -> list[dict[str, Any]]:
 
 
 def coupling_rows(plan: Plan) -> list[dict[str, Any]]:
-    """Return every axis that carries channels of a group: axis 0 of a weight is what a module makes, the others what it
-    reads.
+    """Return every axis of a parameter or buffer that carries channels of a group.
 
-    Transposed convolutions have the two the other way round.
+    Axis 0 of a weight is a module's output, the others its input; in transposed convolutions it is the other way round.
     """
     modules = dict.fromkeys(name.rpartition(".")[0] for name in plan.channel_map.labels)
     positions = {module: position for position, module in enumerate(modules)}
@@ -96,18 +95,17 @@ def curve_rows(
     curves: Mapping[str, SensitivityCurve],
     measured: Mapping[str, Sequence[MeasuredPoint]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return a row for each number of kept labels, from all to one, of each group that has a curve: what it saves and
-    costs.
+    """Return MACs saved and errors of each group with a curve, for each number of kept labels, from all to one.
 
-    `error_fast` is the mean, and `error_total` the sum, over outputs of the layers that read the group, each as much
-    as its gain says, all that is left fitted anew. The others are of the model's output as masked; None where nothing
-    was measured.
+    `error_fast` is the mean, and `error_total` the sum, over outputs of the layers that read the group, weighted by
+    their gains, after the kept weights are fitted again. The other errors are of the masked model's output; None if
+    not measured.
     """
     rows, dense = [], channel_map.macs()
     for group in channel_map.groups:
         curve, points = curves.get(group.name), {point.kept: point for point in (measured or {}).get(group.name, ())}
         for kept in range(group.labels.size, 0, -1) if curve is not None else sorted(points, reverse=True):
-            order = group.labels if curve is None else curve.labels  # what MACs are saved depends on the number alone
+            order = group.labels if curve is None else curve.labels  # MACs depend on the number alone
             point = points.get(kept)
             row = {"group": group.name, "module": group.module, "kept": kept, "channels": group.labels.size}
             row |= {"macs_saved": dense - channel_map.macs(keep_in_group(channel_map, order, kept))}
@@ -124,17 +122,17 @@ def lock_rows(plan: Plan) -> list[dict[str, Any]]:
 
 
 def history_rows(run: str, rows: tuple[EpochRow, ...]) -> list[dict[str, Any]]:
-    """One row for each epoch of a training run."""
+    """Return a row for each epoch of a training."""
     return [{"run": run, **row.figures()} for row in rows]
 
 
 def clamp_rows(run: str, rows: tuple[ClampRow, ...]) -> list[dict[str, Any]]:
-    """Return one row for each module whose gradients a training run clamped."""
+    """Return a row for each module whose gradients a training clamped."""
     return [{"run": run, **asdict(row)} for row in rows]
 
 
 def clamp_summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each run and clamp the row of the module that needed it most."""
+    """Return, for each training and clamp, the row of the module whose gradients were clamped most."""
     most: dict[tuple[str, str], dict[str, Any]] = {}
     for row in rows:
         key = row["run"], row["clamp"]
