@@ -257,7 +257,7 @@ def test_what_is_no_example_is_refused_everywhere(take: Callable[[nn.Module, Any
 def test_a_mapping_that_is_itself_the_argument_and_one_of_names_alone_say_what_to_write() -> None:
     with pytest.raises(ModelError, match=re.escape("where batch is this mapping itself, put it in a tuple: ({...},)")):
         pk.trace(OfOneMapping(), {"image": X})
-    with pytest.raises(ModelError, match=re.escape('takes x by name alone: give a mapping, {"x": x}')):
+    with pytest.raises(ModelError, match=re.escape('takes x only by name: give a mapping, {"x": x}')):
         pk.trace(Alone(), ({"x": X},))
 
 

@@ -237,7 +237,7 @@ class Detour(nn.Module):
 
 
 def test_examples_that_do_not_fit_say_what_would() -> None:
-    with pytest.raises(ModelError, match=r'takes pixels by name alone: give a mapping, \{"pixels": pixels\}'):
+    with pytest.raises(ModelError, match=r'takes pixels only by name: give a mapping, \{"pixels": pixels\}'):
         prunekit.prune(ByName(), (X,), macs=0.5)
     with pytest.raises(UsageError, match=r"got NumPy arrays \(ndarray\); give torch\.from_numpy\(array\)"):
         prunekit.prune(Mixer(), (X.numpy(),), macs=0.5)

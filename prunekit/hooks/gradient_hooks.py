@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.hooks.hook import Owner, not_traced
-from prunekit.utils.tensors import map_tensors, tensors_in
+from prunekit.utils.tensors import gather, map_tensors
 
 TensorHook = Callable[[Tensor], Tensor | None]
 """Takes a gradient; returns the one to use in its place, or None."""
@@ -154,14 +154,14 @@ class OutputGradients:
 def _first_replaced(result: Any, traced: TracedChange) -> Any:
     if isinstance(result, Tensor):
         return traced(result)
-    first = next(iter(tensors_in(result)), None)
+    first = next(iter(gather(result)), None)
     return map_tensors(result, lambda tensor: traced(tensor) if tensor is first else tensor)
 
 
 def differentiable(value: Any) -> Iterator[tuple[int, Tensor]]:
     """Yield the tensors that get a gradient, each once, with their position among all tensors of a nested value."""
     seen: set[int] = set()
-    for index, tensor in enumerate(tensors_in(value)):
+    for index, tensor in enumerate(gather(value)):
         if tensor.requires_grad and id(tensor) not in seen:
             seen.add(id(tensor))
             yield index, tensor

@@ -28,7 +28,7 @@ from prunekit.hooks.wrappers import require_values, unwrapped
 from prunekit.planning.plan import Plan, require_plan
 from prunekit.utils.context import same_draws, training_mode, without_gradients
 from prunekit.utils.display import Displayed, plural, scientific
-from prunekit.utils.inputs import as_examples, batch_size_of, call, example_advice
+from prunekit.utils.inputs import as_examples, call, example_advice, sample_count
 from prunekit.utils.tensors import gather
 
 
@@ -180,7 +180,7 @@ def verify(
             said = _not_masked(masked, plan) if strict else ""
             raise VerificationError(f"masked and compact model differ: {reason}{said}")
         worst, coarsest = max(worst, difference), max(coarsest, expected.rounding)
-        seen += batch_size_of(inputs)
+        seen += sample_count(inputs, 1)
     if not seen:
         raise UsageError("examples: expected at least one input to compare the models on, got none")
     names = {rounded: str(dtype).removeprefix("torch.") for dtype, rounded in ROUNDING.items()}

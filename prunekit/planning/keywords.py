@@ -66,7 +66,7 @@ def prune_settings(
     }
     given = {name: value for name, value in given.items() if value is not None}
     budgets = {name: value for name, value in budgets.items() if value is not None}
-    CRITERIA.renew(criterion or (settings.criterion if settings is not None else ""))
+    CRITERIA.reload(criterion or (settings.criterion if settings is not None else ""))
     if settings is not None:
         if named := [*budgets, *given]:
             raise UsageError(
@@ -82,7 +82,7 @@ def prune_settings(
     if not budgets:
         raise UsageError(f"budget: expected at least one of {', '.join(known)}, such as macs=0.5; got none")
     for name in budgets:
-        BUDGETS.renew(name)
+        BUDGETS.reload(name)
     budget = BudgetSettings(**budgets)
     budget.require_sound()
     criterion = criterion or by_default

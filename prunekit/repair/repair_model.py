@@ -40,7 +40,7 @@ from prunekit.statistics.layers.layer_graph import LayerGraph, calls_by_weight, 
 from prunekit.statistics.layers.linear_layers import LayerCall
 from prunekit.statistics.layers.output_error import OutputComparison
 from prunekit.utils.context import training_mode
-from prunekit.utils.inputs import as_example, counted_positions, sample_count, samples_in, select_samples, split
+from prunekit.utils.inputs import as_example, counted_positions, sample_count, sample_noun, select_samples, split
 from prunekit.utils.progress import reporting, tracked
 from prunekit.utils.tensors import gather
 
@@ -134,7 +134,7 @@ def require_images(images: Tensor | Inputs) -> Inputs:
     few = any(not tensor.dim() or len(tensor) < FEWEST_IMAGES for tensor in tensors)
     if few or all(tensor.dim() < 2 for tensor in tensors):
         raise DataError(
-            f"calibration: expected at least {FEWEST_IMAGES} {samples_in(inputs)} (B, ...), some of which only judge; "
+            f"calibration: expected at least {FEWEST_IMAGES} {sample_noun(inputs)} (B, ...), some of which only judge; "
             f"got a tensor of shape {shapes}; "
             "to prune without samples, an example is given by itself, prune(model, x, macs=0.5)"
         )

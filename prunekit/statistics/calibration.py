@@ -28,7 +28,7 @@ from prunekit.utils.context import device_of
 from prunekit.utils.globs import globs
 from prunekit.utils.inputs import inputs_in, select_samples, to_device
 from prunekit.utils.progress import reporting
-from prunekit.utils.tensors import tensors_in
+from prunekit.utils.tensors import gather
 
 Side = Literal["input", "output"]
 
@@ -313,7 +313,7 @@ def first_tensor(value: Any) -> Tensor | None:
     """Return the first floating-point tensor in a value, its tuples, lists and dictionaries included; None without
     one.
     """
-    return next((tensor for tensor in tensors_in(value) if tensor.is_floating_point()), None)
+    return next((tensor for tensor in gather(value) if tensor.is_floating_point()), None)
 
 
 def _targets(model: nn.Module, modules: Sequence[str] | None) -> dict[str, nn.Module]:

@@ -15,7 +15,7 @@ from prunekit.statistics.consumers import Consumer
 from prunekit.statistics.forward_passes import ConsumerHooks
 from prunekit.statistics.layer_stats import ChannelSums, StatsKey
 from prunekit.utils.inputs import blank_padding, rows_of
-from prunekit.utils.tensors import tensors_in
+from prunekit.utils.tensors import gather
 
 
 class MapRanks(ChannelSums):
@@ -87,7 +87,7 @@ class RankCollector(ConsumerHooks):
 
     def _watch(self, path: str, module: nn.Module) -> None:
         def after(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
-            tensor = next(tensors_in(result), None)
+            tensor = next(iter(gather(result)), None)
             if self.inside and tensor is not None and path not in self.consumers:
                 self._note(path, "output", tensor, channel_axis(module, tensor.ndim))
 

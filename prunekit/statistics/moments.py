@@ -19,7 +19,7 @@ from prunekit.statistics.forward_passes import ConsumerHooks, find_consumers
 from prunekit.statistics.layer_stats import ChannelSums, FloatArray
 from prunekit.statistics.layers.patches import sample_rows
 from prunekit.utils.globs import matching
-from prunekit.utils.tensors import tensors_in
+from prunekit.utils.tensors import gather
 
 MIB = 2**20
 RAISED = 10
@@ -395,7 +395,7 @@ def _images(arguments: tuple[Any, ...], named: dict[str, Any]) -> int:
     """
     if arguments and isinstance(arguments[0], (list, tuple)):
         return len(arguments[0])
-    first = next(tensors_in((arguments, named)), None)
+    first = next(iter(gather((arguments, named))), None)
     return 1 if first is None or not first.dim() else len(first)
 
 

@@ -26,7 +26,7 @@ from prunekit.utils.inputs import (
     inputs_as_example,
     parameter_names,
     sample_count,
-    samples_in,
+    sample_noun,
     select_samples,
     split,
 )
@@ -140,7 +140,7 @@ def joined_inputs(model: nn.Module, batches: Sequence[tuple[Any, ...]], where: s
         if shape != shapes[0]:
             first, second = (" with ".join(map(str, each)) for each in (shapes[0], shape))
             raise DataError(
-                f"{where}: expected {samples_in(rows)} of one size, got batches of {first} and {second}; bring all to "
+                f"{where}: expected {sample_noun(rows)} of one size, got batches of {first} and {second}; bring all to "
                 f"one size; a model that takes an {MASK} (B, T), 1 where a position counts and 0 where it is padding, "
                 "may be given texts of several"
             )

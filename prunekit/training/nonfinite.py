@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from prunekit.distributed.process_group import everyone, gather_values, is_sharded, local_part
 from prunekit.hooks.owner import HookOwner, after_forward
 from prunekit.utils.inputs import call
-from prunekit.utils.tensors import first_not_finite, tensors_in
+from prunekit.utils.tensors import first_not_finite, gather
 
 
 class _FirstNonFinite(HookOwner):
@@ -53,7 +53,7 @@ def first_non_finite(model: nn.Module, inputs: tuple[Any, ...]) -> str:
     Args:
         inputs: an example, see `prunekit.utils.inputs.as_example`.
     """
-    if any(not bool(torch.isfinite(tensor).all()) for tensor in tensors_in(inputs)):
+    if any(not bool(torch.isfinite(tensor).all()) for tensor in gather(inputs)):
         return "the input images" if len(inputs) == 1 else "the inputs"
     if is_sharded(model):
         return "unknown, because a sharded model is not run again (`sharding: replicas` names it)"

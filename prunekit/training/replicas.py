@@ -29,7 +29,7 @@ from prunekit.training.checks import two_samples
 from prunekit.utils.context import same_random_state, seeded, training_mode
 from prunekit.utils.inputs import inputs_as_example, split, to_device
 from prunekit.utils.state_folders import decode_state, encode_state
-from prunekit.utils.tensors import tensors_in
+from prunekit.utils.tensors import gather
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -102,7 +102,7 @@ def tried(model: nn.Module, inputs: tuple[Any, ...]) -> Iterator[Tensor]:
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with seeded(0), training_mode(model, True), torch.enable_grad():
         output = functional_call(model, buffers, *split(inputs))
-        whole = sum(found.float().sum() for found in tensors_in(output) if found.requires_grad)
+        whole = sum(found.float().sum() for found in gather(output) if found.requires_grad)
         assert isinstance(whole, Tensor)
         yield whole
 

@@ -30,7 +30,7 @@ from prunekit.training.checks import two_samples
 from prunekit.training.replicas import tried
 from prunekit.utils.context import same_random_state
 from prunekit.utils.inputs import inputs_as_example, to_device
-from prunekit.utils.tensors import tensors_in
+from prunekit.utils.tensors import gather
 
 WHOLE = (Average, GradientFlow, PruningSchedule, Sparsifying)
 """Parts that read or write whole weights."""
@@ -137,7 +137,7 @@ class _Called(HookOwner):
                 self.own_forward(module, partial(self._see, path), again=True)
 
     def _see(self, path: str, module: nn.Module, inputs: Any, named: Any, output: Any) -> None:
-        self._calls[path] += 2 if any(tensor._is_view() for tensor in tensors_in(output)) else 1
+        self._calls[path] += 2 if any(tensor._is_view() for tensor in gather(output)) else 1
 
     def once(self) -> set[str]:
         """Return the paths of those that were called once."""

@@ -1,4 +1,4 @@
-"""What is touched is restored: training mode, random state, threads and backends, each as a context manager."""
+"""Context managers that restore what they change: training mode, gradients, random state, threads, devices."""
 
 from __future__ import annotations
 
@@ -19,15 +19,13 @@ from prunekit.distributed.process_group import size
 from prunekit.errors import ModelError, UsageError
 
 T = TypeVar("T")
-
-
 M = TypeVar("M", bound=nn.Module)
 
 
 def set_mode(model: M, training: bool) -> M:
     """Put a model into train or eval mode, and return it.
 
-    A module that `torch.export` made refuses both: its operators are those of the mode that it was exported in.
+    A module that `torch.export` made cannot change its mode: its operators are those of the mode it was exported in.
 
     Raises:
         ModelError: it cannot be put into train mode.
@@ -38,7 +36,7 @@ def set_mode(model: M, training: bool) -> M:
         if training:
             raise ModelError(
                 f"{type(model).__name__} cannot be put into train mode: {error} Its operators are fixed, as those of a "
-                "module that torch.export made; give the module that it was exported from, and export what comes of it"
+                "module that torch.export made; give the module that it was exported from, and export the result"
             ) from error
         for module in model.modules():
             module.training = False
@@ -47,7 +45,7 @@ def set_mode(model: M, training: bool) -> M:
 
 @contextmanager
 def training_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Put a model into train or eval mode; afterwards every module is in the mode it had."""
+    """Put a model into train or eval mode; afterwards every module has its former mode."""
     before = [(module, module.training) for module in model.modules()]
     try:
         set_mode(model, training)
@@ -59,14 +57,14 @@ def training_mode(model: nn.Module, training: bool) -> Iterator[None]:
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """No parameter of a model takes a gradient; afterwards each is as it was."""
+    """Turn off the gradients of all parameters of a model; afterwards each is as it was."""
     with taking_gradients([parameter for parameter in model.parameters() if parameter.requires_grad], False):
         yield
 
 
 @contextmanager
 def taking_gradients(parameters: Iterable[torch.Tensor], wanted: bool) -> Iterator[None]:
-    """Have parameters take gradients, or none; afterwards each is as it was."""
+    """Turn the gradients of parameters on or off; afterwards each is as it was."""
     before = [(parameter, parameter.requires_grad) for parameter in parameters]
     try:
         for parameter, _ in before:
@@ -80,15 +78,15 @@ def taking_gradients(parameters: Iterable[torch.Tensor], wanted: bool) -> Iterat
 def gradients_of(
     value: torch.Tensor, tensors: Sequence[torch.Tensor], *, create_graph: bool = False
 ) -> tuple[torch.Tensor | None, ...]:
-    """As `torch.autograd.grad`; where reentrant checkpointing refuses that, by a plain backward pass, which leaves no
-    `.grad` behind.
+    """Return what `torch.autograd.grad` does; under reentrant checkpointing by a backward pass that leaves no `.grad`.
 
     Args:
         value: one number.
         tensors: all leaves that it depends on.
+        create_graph: whether the gradients can be differentiated.
 
     Raises:
-        ModelError: the gradients are to have a graph of their own, and reentrant checkpointing gives none.
+        ModelError: they should be, which reentrant checkpointing does not support.
     """
     if not is_reentrant(value):
         return torch.autograd.grad(value, tensors, allow_unused=True, create_graph=create_graph)
@@ -104,7 +102,7 @@ def gradients_of(
 
 @contextmanager
 def own_gradients(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Tensors begin without a `.grad`, and have afterwards what they had."""
+    """Clear the `.grad` of tensors; afterwards each has its former one."""
     before = [(tensor, tensor.grad) for tensor in tensors]
     for tensor, _ in before:
         tensor.grad = None
@@ -116,9 +114,7 @@ def own_gradients(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def is_reentrant(value: torch.Tensor) -> bool:
-    """Return whether a value was computed under reentrant activation checkpointing, which allows `value.backward()`
-    alone.
-    """
+    """Return whether a value comes from reentrant activation checkpointing, which only allows `value.backward()`."""
     checkpoint = CheckpointFunction._backward_cls
     seen, ahead = set(), [value.grad_fn]
     while ahead:
@@ -133,9 +129,7 @@ def is_reentrant(value: torch.Tensor) -> bool:
 
 
 def without_gradients(forward: Callable[[], T]) -> T:
-    """Return what a forward pass returns, run without gradients; with them where its own code takes some, as of
-    forces.
-    """
+    """Return the result of a forward pass without gradients; with them if its own code needs some, as for forces."""
     try:
         with torch.no_grad():
             return forward()
@@ -154,7 +148,7 @@ def takes_gradients(error: BaseException) -> bool:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seeds Python, NumPy and torch (CPU and CUDA); afterwards their states are what they were."""
+    """Seed Python, NumPy and torch (CPU and CUDA); afterwards their states are restored."""
     with same_random_state():
         seed_all(seed)
         yield
@@ -162,10 +156,10 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def same_draws(model: nn.Module) -> Iterator[None]:
-    """One forward pass that is compared with others: whatever it draws, they draw too.
+    """Make a forward pass draw the same random numbers as every other one that runs in this context.
 
-    Each begins with the same seeds (see `seeded`), and leaves the generators that modules hold themselves (Python's,
-    NumPy's and torch's, in their attributes) as it found them.
+    It begins with the same seeds (see `seeded`); generators that modules hold as attributes (Python's, NumPy's and
+    torch's) are restored afterwards.
     """
     held = [value for module in model.modules() for value in vars(module).values()]
     states = [(value, _state_of(value)) for value in held if isinstance(value, _GENERATORS)]
@@ -193,14 +187,13 @@ def _set_state(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
     elif not isinstance(generator, random.Random):
         generator.set_state(state)
-    elif state is not None:  # the system's own has none
+    elif state is not None:  # `SystemRandom` has none
         generator.setstate(state)
 
 
 @contextmanager
 def same_random_state() -> Iterator[None]:
-    """Whatever draws or seeds inside: afterwards the states of Python's, NumPy's and torch's generators are what they
-    were."""
+    """Restore the states of Python's, NumPy's and torch's generators afterwards."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     try:
@@ -228,7 +221,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Put the generators into the states that `random_state` gave."""
+    """Set the generators to the states that `random_state` returned."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers.tolist()), gauss))
     name, keys, *rest = state["numpy"]
@@ -239,7 +232,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def seed_all(seed: int) -> None:
-    """Seeds Python, NumPy and torch for the rest of the process."""
+    """Seed Python, NumPy and torch for the rest of the process."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -247,7 +240,7 @@ def seed_all(seed: int) -> None:
 
 @contextmanager
 def paused_garbage_collection() -> Iterator[None]:
-    """Hold back Python's cycle collector, which a burst of small objects would start again and again."""
+    """Pause Python's cycle collector, which many new small objects would start again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -270,16 +263,15 @@ def threads(count: int | None) -> Iterator[None]:
 
 
 def on_device(device: str | torch.device) -> AbstractContextManager[object]:
-    """Make a CUDA device the current one, whose streams and graphs are those that are meant where none is named."""
+    """Make a CUDA device the current one, whose streams and graphs are the default; does nothing for other devices."""
     found = torch.device(device)
     return torch.cuda.device(found) if found.type == "cuda" else nullcontext()
 
 
 def device_of(model: nn.Module, device: torch.device | str | None = None) -> torch.device:
-    """Return a device that was asked for; None: where the model's parameters are, the CPU if it has none of its own.
+    """Return the given device, or the one that a model's parameters are on; the CPU if it has none.
 
-    Of a model that Accelerate offloads the parameters are on the meta device between their uses: its hooks take inputs
-    to where they are used.
+    Parameters that Accelerate offloads, and that are on the meta device between their uses, do not count.
     """
     if device is not None:
         return torch.device(device)
@@ -287,7 +279,7 @@ def device_of(model: nn.Module, device: torch.device | str | None = None) -> tor
 
 
 def resolve_device(name: str) -> torch.device:
-    """Turn `auto`, `cpu`, `cuda`, `cuda:n` or `mps` into a device that is there; each of several processes has one.
+    """Return the device that `auto`, `cpu`, `cuda`, `cuda:n` or `mps` means for this process.
 
     Raises:
         UsageError: the device does not exist on this machine, or several processes would share it.
@@ -296,7 +288,7 @@ def resolve_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if size() > 1 and name not in ("cpu", "cuda"):
         raise UsageError(
-            f"device: expected auto, cpu or cuda for {size()} processes, each of which has its own, got {name!r}"
+            f"device: expected auto, cpu or cuda for {size()} processes, each of which has its own device, got {name!r}"
         )
     if size() > 1 and name == "cuda":
         name = f"cuda:{local_rank()}"

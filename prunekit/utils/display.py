@@ -1,6 +1,7 @@
-"""How results show themselves: a line at the prompt, a table when printed, HTML in notebooks, rows for code.
+"""Display of results: a line at the prompt, a table when printed, HTML in notebooks, rows for code.
 
-Numbers as people read them: a unit, three digits, and a dash where there is nothing.
+`Displayed` is the base class of all results. Functions such as `digits`, `count` and `share` format numbers for
+people: with a unit and three digits, or a dash if there is no number.
 """
 
 from __future__ import annotations
@@ -16,18 +17,17 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 if TYPE_CHECKING:
     import pandas as pd
 
-
 NOTHING = "–"
 PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Return whether `value` is a finite number (a bool is none)."""
+    """Return whether a value is a finite number; a bool is not a number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def digits(value: Any, significant: int = 3) -> str:
-    """Plain decimal notation with three significant digits, e.g. 0.0123, 4.57, 1240."""
+    """Return plain decimal notation with three significant digits, e.g. 0.0123, 4.57, 1240."""
     if not is_number(value):
         return NOTHING
     if value == 0:
@@ -48,12 +48,12 @@ def count(value: Any) -> str:
 
 
 def plural(number: int, word: str, ending: str = "s") -> str:
-    """Return a count with its word, e.g. 2 layers."""
+    """Return a count and a word in the right number, e.g. 2 layers."""
     return f"{number:,} {word}{ending if number != 1 else ''}"
 
 
 def listed(names: Iterable[str], most: int) -> str:
-    """Return the first of several names, and how many more there are."""
+    """Return the first names, and how many more there are."""
     every = list(names)
     return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
 
@@ -67,7 +67,7 @@ def size(value: Any) -> str:
 
 
 def percent(value: Any, places: int = 1) -> str:
-    """Return a number that is in percent already, e.g. 98.6 %."""
+    """Return a number of percent, e.g. 98.6 %."""
     return f"{value:.{places}f} %" if is_number(value) else NOTHING
 
 
@@ -77,7 +77,7 @@ def share(value: Any, places: int = 1) -> str:
 
 
 def difference(before: Any, after: Any, places: int = 2) -> str:
-    """Return what was added, with its sign, e.g. −0.37."""
+    """Return the difference with its sign, e.g. −0.37."""
     return signed(after - before, places) if is_number(before) and is_number(after) else NOTHING
 
 
@@ -89,7 +89,7 @@ def change(before: Any, after: Any) -> str:
 
 
 def signed(value: Any, places: int = 2) -> str:
-    """Return a difference with its sign, and a true minus."""
+    """Return a number with its sign, and a true minus."""
     if not is_number(value):
         return NOTHING
     text = f"{value:+.{places}f}".replace("-", "−")
@@ -102,7 +102,7 @@ def factor(value: Any) -> str:
 
 
 def interval(low: Any, high: Any, places: int = 2) -> str:
-    """Return a 95 % interval, e.g. [97.2, 99.1]; nothing where there is none."""
+    """Return an interval, e.g. [97.2, 99.1]; empty if there is none."""
     return f"[{low:.{places}f}, {high:.{places}f}]" if is_number(low) and is_number(high) else ""
 
 
@@ -112,12 +112,12 @@ def scientific(value: Any) -> str:
 
 
 def moment(text: Any) -> str:
-    """Return a time in ISO 8601 as people write it, e.g. 2026-11-20 11:02:54 UTC."""
+    """Return a time in ISO 8601 in a more readable form, e.g. 2026-11-20 11:02:54 UTC."""
     return str(text).replace("T", " ").replace("+00:00", " UTC")
 
 
 def duration(seconds: Any) -> str:
-    """Seconds, or minutes and seconds from two minutes up."""
+    """Return seconds as text; from two minutes on, minutes and seconds."""
     if not is_number(seconds):
         return NOTHING
     if seconds < 120:
@@ -126,11 +126,11 @@ def duration(seconds: Any) -> str:
 
 
 MOST = 40
-"""Rows of a table that are shown."""
+"""The most rows of a table that are shown."""
 CELL = 100
-"""Characters of a cell that are shown."""
+"""The most characters of a cell that are shown."""
 LINE = 160
-"""Characters of a result at the prompt."""
+"""The most characters of a result at the prompt."""
 PAGE = 80
 """Characters of a line of prose."""
 
@@ -151,11 +151,11 @@ class Table:
 
     Attributes:
         headings: of the columns, with units.
-        rows: their cells.
-        text: headings of columns that hold words, beside the first.
-        title: what the rows are.
-        most: how many rows are shown.
-        all_in: where those that are left out can be found.
+        rows: cells of each row.
+        text: headings of columns with text, besides the first.
+        title: of the table.
+        most: the most rows that are shown.
+        all_in: where the other rows can be found.
     """
 
     headings: Sequence[str]
@@ -167,28 +167,28 @@ class Table:
 
     @property
     def left_out(self) -> str:
-        """Says how many rows are not shown; empty where all are."""
+        """A note on how many rows are not shown; empty if all are."""
         more = len(self.rows) - self.most
         return f"... {more} more row{'s'[: more != 1]}; {self.all_in} has all" if more > 0 else ""
 
 
 class Displayed(ABC):
-    """A result that shows itself.
+    """Base class of results that can be displayed.
 
-    A dataclass that is one has `repr=False`, or the decorator would write its own.
+    A dataclass among them needs `repr=False`, or the decorator would replace `__repr__`.
     """
 
     @abstractmethod
     def rows(self) -> list[dict[str, Any]]:
-        """Return what it holds as plain values, one dictionary for each row."""
+        """Return the content as plain values, one dictionary for each row."""
 
     @abstractmethod
     def _headline(self) -> str:
-        """Return what matters most, in a line."""
+        """Return the most important figures in one line."""
 
     @abstractmethod
     def _parts(self) -> Iterable[str | Table]:
-        """Paragraphs and tables that tell all of it."""
+        """Return paragraphs and tables with the whole content."""
 
     def frame(self) -> pd.DataFrame:
         """Return the rows as a pandas data frame."""
@@ -201,19 +201,20 @@ class Displayed(ABC):
 
     def __str__(self) -> str:
         parts = self._parts()
-        return "\n\n".join(_broken(part) if isinstance(part, str) else _table_text(part) for part in parts)
+        return "\n\n".join(_wrapped(part) if isinstance(part, str) else _table_text(part) for part in parts)
 
     def _repr_html_(self) -> str:
-        """Return what notebooks show."""
+        """Return the HTML that notebooks show."""
         return f'<div class="prunekit"><style>{STYLE}</style>{"".join(map(_as_html, self._parts()))}</div>'
 
 
 def text_of(result: Displayed, *, most: int | None = None, all_in: str = "") -> str:
-    """Return a result as a command prints it: no line is broken.
+    """Return a result as commands print it: lines are not broken.
 
     Args:
-        most: rows of a table that are shown; None: all.
-        all_in: where the others are.
+        result: to print.
+        most: the most rows of a table that are shown; None: all.
+        all_in: where the other rows are.
     """
     parts = (
         part if isinstance(part, str) else replace(part, most=most or len(part.rows), all_in=all_in)
@@ -223,7 +224,7 @@ def text_of(result: Displayed, *, most: int | None = None, all_in: str = "") -> 
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[Any]], text: Collection[str] = ()) -> str:
-    """Return the text columns: the first and those named in `text` to the left, numbers to the right."""
+    """Return a table as text: the first column and those named in `text` flush left, the others flush right."""
     if not rows:
         return "  (none)"
     cells = [list(headings), *([str(cell) for cell in row] for row in rows)]
@@ -233,7 +234,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[Any]], text: Collecti
 
 
 def changes(pairs: Iterable[tuple[int | None, int | None]]) -> list[str]:
-    """A column of counts before and after, such as `64 -> 44`, aligned at the arrow; the count where it stays."""
+    """Return cells such as `64 -> 44`, aligned at the arrow; a single count if it does not change."""
     given = list(pairs)
     width = max((len(str(after)) for before, after in given if before != after), default=0)
     return [
@@ -253,31 +254,30 @@ def _line(cells: Sequence[str], widths: Sequence[int], left: Sequence[bool]) -> 
     return f"  {'  '.join(padded)}".rstrip()
 
 
-def _broken(paragraph: str) -> str:
-    """With lines of a width that is read with ease; paths stay whole."""
-    return "\n".join(_filled(line) for line in paragraph.split("\n"))
-
-
 def _table_text(part: Table) -> str:
     lines = [part.title, table(part.headings, [_short(row) for row in part.rows[: part.most]], part.text)]
     lines.append(f"  {part.left_out}".rstrip())
     return "\n".join(line for line in lines if line)
 
 
-def _filled(line: str) -> str:
-    margin = " " * (len(line) - len(line.lstrip()) + 2)
-    return fill(line, PAGE, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False)
+def _wrapped(paragraph: str) -> str:
+    """Return a paragraph with lines of at most `PAGE` characters; paths are not broken."""
+    lines = []
+    for line in paragraph.split("\n"):
+        margin = " " * (len(line) - len(line.lstrip()) + 2)
+        lines.append(fill(line, PAGE, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False))
+    return "\n".join(lines)
 
 
 def _short(row: Sequence[Any]) -> list[str]:
-    """Return cells that fit into a column: of longer ones the middle is left out."""
+    """Return cells that fit into a column: the middle of longer ones is left out."""
     texts = (str(cell) for cell in row)
     half = CELL // 2
     return [text if len(text) <= CELL else f"{text[: half - 2]}...{text[1 - half :]}" for text in texts]
 
 
 def _as_html(part: str | Table) -> str:
-    """HTML, in which end tags that may be left out are: a table of 40 rows is half as long."""
+    """Return HTML without optional end tags, which makes a table of 40 rows half as long."""
     if isinstance(part, str):
         return f"<p>{escape(part, quote=False).replace(chr(10), '<br>')}</p>"
     left = " ".join(f"l{index + 1}" for index, flush in enumerate(_left(part.headings, part.text)) if flush)

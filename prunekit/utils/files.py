@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there: written to a temporary beside the target, then renamed."""
+"""Files and folders that are written whole or not at all, through a temporary that is renamed; JSON and CSV."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from typing import Any
 from prunekit.errors import ArtifactError, UsageError
 
 StrPath = str | os.PathLike[str]
-"""What every public function takes as a path."""
-_LEFT = ".tmp"
-"""How names of temporaries end."""
+"""Type of paths that public functions take."""
+_TEMPORARY = ".tmp"
+"""Suffix of temporaries."""
 
 
 def folder_at(path: StrPath) -> Path:
     """Return the path of a folder that a user named.
 
     Raises:
-        UsageError: it is no path.
+        UsageError: it is not a path.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise UsageError(f"folder: expected a path, such as 'small', got {type(path).__name__}")
@@ -34,14 +34,14 @@ def folder_at(path: StrPath) -> Path:
 
 
 def require_replaceable(folder: Path, names: Set[str]) -> None:
-    """Checks that nothing is lost where a folder takes the place of another.
+    """Raise if writing a folder would destroy something else.
 
     Args:
-        folder: that is to be written; may be missing.
-        names: of the files that folders of its kind have.
+        folder: to be written; need not exist.
+        names: of the files in folders of its kind.
 
     Raises:
-        UsageError: there is a file in its place, or a folder with other things in it.
+        UsageError: there is a file of this name, or a folder with other contents.
     """
     if folder.is_dir():
         others = sorted(path.name for path in folder.iterdir() if path.name not in names)
@@ -61,11 +61,11 @@ def require_replaceable(folder: Path, names: Set[str]) -> None:
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path in the same folder; on success it replaces `path`, on an error it is removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(_LEFT, f".{path.name}.", path.parent)
+    handle, name = tempfile.mkstemp(_TEMPORARY, f".{path.name}.", path.parent)
     os.close(handle)
     temporary = Path(name)
     try:
-        with _naming(path, temporary):
+        with _errors_name(path, temporary):
             yield temporary
             _set_permissions(temporary)
             os.replace(temporary, path)
@@ -75,24 +75,24 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """Yield a temporary folder beside `path`; on success it takes the place of `path`, on an error it is removed.
+    """Yield a temporary folder beside `path`; on success it replaces `path`, on an error it is removed.
 
-    A folder that was there before stays until the new one is whole.
+    An old folder stays until the new one is complete.
 
     Args:
         path: of the folder.
-        durable: whether it is on the disk when the block has ended, and outlives a loss of power.
+        durable: whether it is synced to the disk at the end, and survives a loss of power.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(_LEFT, f".{path.name}.", path.parent))
+    temporary = Path(tempfile.mkdtemp(_TEMPORARY, f".{path.name}.", path.parent))
     try:
-        with _naming(path, temporary):
+        with _errors_name(path, temporary):
             yield temporary
             for written in (temporary, *temporary.rglob("*")):
                 _set_permissions(written)
                 if durable:
                     _sync(written)
-            old = path.with_name(f".{path.name}.old-{os.getpid()}{_LEFT}")
+            old = path.with_name(f".{path.name}.old-{os.getpid()}{_TEMPORARY}")
             if path.exists():
                 os.replace(path, old)
             os.replace(temporary, path)
@@ -104,8 +104,8 @@ def atomic_folder(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
 
 @contextmanager
-def _naming(path: Path, temporary: Path) -> Iterator[None]:
-    """Has an error of the system name what was to be written: a full disk names no file, others the temporary."""
+def _errors_name(path: Path, temporary: Path) -> Iterator[None]:
+    """Put the path into errors of the system, which name no file if the disk is full, and else the temporary."""
     try:
         yield
     except OSError as error:
@@ -115,16 +115,13 @@ def _naming(path: Path, temporary: Path) -> Iterator[None]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed processes left of files and folders that they were writing into `folder`.
-
-    Only for a folder that no other process writes to.
-    """
-    for left in folder.glob(f".*{_LEFT}"):
+    """Remove temporaries that killed processes left in a folder, which no other process may be writing to."""
+    for left in folder.glob(f".*{_TEMPORARY}"):
         shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk; where the system has a call for that."""
+    """Wait until a file, or the names in a folder, are on the disk; on POSIX systems alone."""
     if os.name != "posix":
         return
     handle = os.open(path, os.O_RDONLY)
@@ -135,14 +132,10 @@ def _sync(path: Path) -> None:
 
 
 def _set_permissions(path: Path) -> None:
-    """The permissions that a plainly created file would have: temporaries, and safetensors' files, are private."""
-    path.chmod((0o777 if path.is_dir() else 0o666) & ~_umask())
-
-
-def _umask() -> int:
+    """Set the permissions of a normally created file: temporaries, and safetensors' files, are private."""
     mask = os.umask(0)
     os.umask(mask)
-    return mask
+    path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -152,15 +145,16 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON with sorted keys; NaN and Inf are refused, because they are not JSON."""
+    """Write JSON with sorted keys; NaN and Inf raise, because they are not JSON."""
     write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> None:
-    """Write rows as a CSV table, whole or not at all: None and NaN as empty cells, the numbers of a column alike.
+    """Write rows as a CSV table, whole or not at all: None, NaN and missing values as empty cells.
 
     Args:
-        rows: a value for each column; one that a row does not have is empty.
+        path: of the file.
+        rows: values by column.
         columns: the header of a table without rows.
     """
     names = list(dict.fromkeys(name for row in rows for name in row)) or list(columns)
@@ -170,7 +164,7 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]], columns: Sequence[s
 
 
 def _cells(column: Sequence[Any]) -> Sequence[Any]:
-    """Write a column of numbers with decimals where one has them or is missing, as pandas does."""
+    """Return the cells of a column; integers become floats if there are floats or gaps, as in pandas."""
     found = [None if value is None or value != value else value for value in column]
     numbers = [value for value in found if value is not None]
     if all(isinstance(value, Real) and not isinstance(value, bool) for value in numbers) and (
@@ -195,13 +189,13 @@ def read_json(path: Path) -> Any:
 
 
 def sha256(path: Path) -> str:
-    """SHA-256 of a file, as hexadecimal digits."""
+    """Return the SHA-256 of a file as hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value of nested mappings under its key with dots; a mapping without keys counts as a value."""
+    """Yield every value of nested mappings with its dotted key; an empty mapping counts as a value."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from flattened(value, f"{prefix}{key}.")
@@ -210,7 +204,7 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def json_values(value: Any) -> Any:
-    """Return nested values as JSON reads them back: text keys, lists, and what JSON does not know as text."""
+    """Return nested values as JSON reads them back: keys as text, sequences as lists, unknown types as text."""
     if isinstance(value, Mapping):
         return {str(key): json_values(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, Set)):

@@ -1,4 +1,4 @@
-"""Module paths by glob."""
+"""Globs over module paths."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from prunekit.errors import UsageError, nearest
 
 
 def globs(given: Any, key: str, model: nn.Module | None = None) -> tuple[str, ...]:
-    """Globs over module paths, as one string or several.
+    """Return globs over module paths as a tuple, given as one string or several.
 
     Args:
-        given: one, or any number of them.
-        key: what they were given for; the message begins with it.
-        model: whose modules are known by their paths, for the message.
+        given: one glob, or an iterable of them.
+        key: name of the argument; the message begins with it.
+        model: to look up the path of a module that was given, for the message.
 
     Raises:
         UsageError: it is something else, such as modules.
@@ -37,14 +37,14 @@ def globs(given: Any, key: str, model: nn.Module | None = None) -> tuple[str, ..
 def matching(
     pattern: str, paths: Iterable[str], key: str, error: type[UsageError] = UsageError, what: str = "module path"
 ) -> list[str]:
-    """Return the paths that a glob matches; `*` also stands for dots, and a path matches itself whatever is in it.
+    """Return the paths that a glob matches; `*` also stands for dots, and every path matches itself.
 
     Args:
         pattern: as in `fnmatch`.
-        paths: what there is.
-        key: what the pattern was given for; the message begins with it.
-        error: what is raised.
-        what: what the paths are, for the message.
+        paths: to search.
+        key: name of the argument; the message begins with it.
+        error: type of the error.
+        what: the kind of the paths, for the message.
 
     Raises:
         UsageError: no path matches; the message gives near spellings.

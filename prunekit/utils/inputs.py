@@ -1,4 +1,10 @@
-"""What a model is called with: one tensor, several, or tensors by the names of the arguments of `forward`."""
+"""Inputs of models: one tensor, several, or tensors by the names of the arguments of `forward`.
+
+An *example* is the one form of them that the package works with, a tuple of positional arguments with `Keywords` at its
+end if there are any: `as_example` makes it of what a user gave, and `call` calls a model with it. Inputs of a batch are
+any nesting of tensors with samples on their first axis: they are counted, selected, concatenated and described here.
+In sequences, padding is found by the `attention_mask`. Nested tensors in general are in `prunekit.utils.tensors`.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +22,15 @@ from prunekit.errors import ModelError, PrunekitError, UsageError, reason_of
 from prunekit.utils.tensors import gather, leaves, map_tensors
 
 MASK = "attention_mask"
-"""The argument of `forward` that says which positions of a sequence are padding, in the convention of transformers."""
+"""The argument of `forward` that marks padding, in the convention of transformers."""
 EXPECTED = "expected an example: a tensor, a tuple of positional arguments or a mapping of keyword arguments"
 
 
 class Keywords(dict[str, Any]):
     """Arguments of `forward` that are given by name: the last entry of an example, after the positional ones.
 
-    A class of its own, so that it is never taken for a dictionary that is itself a positional argument. A mapping alone
-    need not be one.
+    It is a class of its own to tell it from a dictionary that is itself a positional argument. A mapping that is given
+    alone, not in a tuple, need not be one.
 
     Example:
         >>> import prunekit as pk, torch
@@ -43,27 +49,27 @@ class Keywords(dict[str, Any]):
 
 
 def as_example(model: nn.Module, given: Any) -> tuple[Any, ...]:
-    """Return what a user gave as example in the one form in which everything works with it, see `call`.
+    """Return what a user gave as an example: a tuple, with `Keywords` at its end if there are any.
 
     Args:
-        model: what is to be called with it.
+        model: that will be called with it.
         given: a tensor, the only positional argument; a tuple of positional arguments; or a mapping of arguments by
-            name. An example in the form that this returns stays as it is.
+            name. An example stays as it is.
 
     Raises:
         UsageError: it is none of these.
-        ModelError: `forward` doesn't take arguments of these names, or wants others too.
+        ModelError: `forward` does not take arguments of these names, or requires others.
     """
     if isinstance(given, Tensor):
         return (given,)
     if isinstance(given, Mapping):
-        return (_keywords(model, (), given),)
+        return (_ordered_keywords(model, (), given),)
     if not isinstance(given, tuple):
-        raise UsageError(f"{EXPECTED}, got {described(given)}; {_instead(given)}")
+        raise UsageError(f"{EXPECTED}, got {described(given)}; {_advice_instead_of(given)}")
     positional, named = split(given)
     if any(isinstance(value, np.ndarray) for value in leaves(given)) and not gather(given):
         raise UsageError(f"{EXPECTED}, got NumPy arrays {described(given)}; give torch.from_numpy(array)")
-    return (*positional, _keywords(model, positional, named)) if named else positional
+    return (*positional, _ordered_keywords(model, positional, named)) if named else positional
 
 
 def as_examples(model: nn.Module, given: Any) -> Iterator[tuple[Any, ...]]:
@@ -72,46 +78,8 @@ def as_examples(model: nn.Module, given: Any) -> Iterator[tuple[Any, ...]]:
     return (as_example(model, one) for one in ([given] if single else given))
 
 
-def call(model: Callable[..., Any], example: tuple[Any, ...]) -> Any:
-    """Return what a model returns for an example: positional arguments, and `Keywords` at the end if there are any."""
-    positional, named = split(example)
-    return model(*positional, **named)
-
-
-def split(example: tuple[Any, ...]) -> tuple[tuple[Any, ...], Keywords]:
-    """Return the positional arguments of an example, and those by name."""
-    if example and isinstance(example[-1], Keywords):
-        return tuple(example[:-1]), example[-1]
-    return tuple(example), Keywords()
-
-
-@dataclass(frozen=True)
-class InputSpec:
-    """A tensor of an example, without its values.
-
-    Attributes:
-        shape: with the batch.
-        dtype: such as `float32`.
-        name: of the argument that it is or lies in; None of a positional one.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    name: str | None = None
-
-
-def input_specs(example: tuple[Any, ...]) -> tuple[InputSpec, ...]:
-    """Return the tensors of an example in their order, without their values."""
-    positional, named = split(example)
-    return tuple(
-        InputSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), name)
-        for name, value in ((None, positional), *named.items())
-        for tensor in gather(value)
-    )
-
-
-def _keywords(model: nn.Module, positional: tuple[Any, ...], given: Mapping[Any, Any]) -> Keywords:
-    """Return arguments by name in the order of `forward`, once its signature takes them all."""
+def _ordered_keywords(model: nn.Module, positional: tuple[Any, ...], given: Mapping[Any, Any]) -> Keywords:
+    """Return arguments by name in the order of `forward`; raise if its signature does not take them."""
     try:
         signature = inspect.signature(model.forward)
     except (TypeError, ValueError):  # of code that is not Python
@@ -119,18 +87,19 @@ def _keywords(model: nn.Module, positional: tuple[Any, ...], given: Mapping[Any,
     try:
         signature.bind(*positional, **given)
     except TypeError as error:
-        raise ModelError(_refused(model, signature, positional, given, error)) from None
+        raise ModelError(_mismatch(model, signature, positional, given, error)) from None
     order = {name: at for at, name in enumerate(signature.parameters)}
     return Keywords(sorted(given.items(), key=lambda item: order.get(item[0], len(order))))
 
 
-def _refused(
+def _mismatch(
     model: nn.Module,
     signature: inspect.Signature,
     positional: tuple[Any, ...],
     given: Mapping[Any, Any],
     error: TypeError,
 ) -> str:
+    """Return the message about arguments by name that `forward` does not take."""
     kinds = inspect.Parameter
     taken = [one for one in signature.parameters.values() if one.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)]
     message = (
@@ -143,7 +112,7 @@ def _refused(
     return message
 
 
-def _instead(given: Any) -> str:
+def _advice_instead_of(given: Any) -> str:
     """Return what to give instead of something that is no example."""
     if isinstance(given, np.ndarray):
         return "give torch.from_numpy(array)"
@@ -152,52 +121,95 @@ def _instead(given: Any) -> str:
     return "give (value,) for one positional argument that is neither a tensor nor a tuple"
 
 
-def inputs_in(batch: Any) -> Any:
-    """Return the inputs of a batch: the first entry of a tuple or list, such as (inputs, targets), else the batch
-    itself.
+def call(model: Callable[..., Any], example: tuple[Any, ...]) -> Any:
+    """Return what a model returns for an example."""
+    positional, named = split(example)
+    return model(*positional, **named)
+
+
+def split(example: tuple[Any, ...]) -> tuple[tuple[Any, ...], Keywords]:
+    """Return the positional arguments of an example, and the arguments by name."""
+    if example and isinstance(example[-1], Keywords):
+        return tuple(example[:-1]), example[-1]
+    return tuple(example), Keywords()
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """A tensor of an example, without its values.
+
+    Attributes:
+        shape: with the batch.
+        dtype: such as `float32`.
+        name: of the argument that it is, or is part of; None for a positional one.
     """
+
+    shape: tuple[int, ...]
+    dtype: str
+    name: str | None = None
+
+
+def input_specs(example: tuple[Any, ...]) -> tuple[InputSpec, ...]:
+    """Return the shapes, dtypes and names of the tensors of an example, in their order."""
+    positional, named = split(example)
+    return tuple(
+        InputSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), name)
+        for name, value in ((None, positional), *named.items())
+        for tensor in gather(value)
+    )
+
+
+def parameter_names(model: nn.Module) -> list[str]:
+    """Return the names of the arguments of a model's `forward` in their order; none if its code is not Python."""
+    return [parameter.name for parameter in _parameters(model)]
+
+
+def _parameters(model: nn.Module) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(model.forward).parameters.values())
+    except (TypeError, ValueError):  # of code that is not Python
+        return []
+
+
+def arguments_by_name(model: nn.Module, example: tuple[Any, ...]) -> dict[str | int, Any]:
+    """Return the arguments of an example by their names in `forward`; by position if they have none."""
+    positional, named = split(example)
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    keys: list[str | int] = [one.name for one in _parameters(model) if one.kind in kinds]
+    keys += range(len(keys), len(positional))
+    found = dict(zip(keys, positional, strict=False))
+    found.update(named.items())
+    return found
+
+
+def inputs_in(batch: Any) -> Any:
+    """Return the inputs of a batch: the first entry of a tuple or list, such as (inputs, targets), or all of it."""
     return batch[0] if isinstance(batch, (tuple, list)) and batch else batch
 
 
 def inputs_as_example(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
-    """Return the inputs of a batch as an example: a list is a tuple in it, other objects are the only argument.
+    """Return the inputs of a batch as an example: a list becomes a tuple, any other object is the only argument.
 
     Raises:
-        ModelError: as for `as_example`.
+        ModelError: as in `as_example`.
     """
     if isinstance(inputs, (tuple, list)):
         return as_example(model, tuple(inputs))
     return as_example(model, inputs) if isinstance(inputs, Mapping) else (inputs,)
 
 
-def example_advice(model: nn.Module, examples: Sequence[tuple[Any, ...]]) -> str:
-    """Return what to give a model that does not run on examples."""
-    named = set().union(*(split(one)[1] for one in examples))
-    kinds = inspect.Parameter
-    alone = [one.name for one in _parameters(model) if one.kind is kinds.KEYWORD_ONLY and one.default is one.empty]
-    if missing := [name for name in alone if name not in named]:
-        given = ", ".join(f'"{name}": {name}' for name in missing)
-        return f"its forward takes {', '.join(missing)} by name alone: give a mapping, {{{given}}}"
-    if any(isinstance(value, np.ndarray) for one in examples for value in leaves(one)):
-        return "expected tensors, got NumPy arrays; give torch.from_numpy(array)"
-    if examples and all(one and all(isinstance(value, int) for value in one) for one in examples):
-        sizes = ", ".join(map(str, examples[0]))
-        return f"expected tensors, got a shape; give torch.randn({sizes})"
-    return "expected the arguments of its forward: a tensor, a tuple of them by position, or a mapping of them by name"
-
-
 @contextmanager
 def running(model: nn.Module, given: Any, *, called: str = "", where: Callable[[], str] = lambda: "") -> Iterator[None]:
-    """Turn what a model's own code raises on what it is given into an error that says what that was.
+    """Turn errors of a model's own code into a `ModelError` that describes what the model was given.
 
     Args:
         model: that runs inside.
         given: an example, or samples.
-        called: what messages call the model; empty: by its class.
-        where: says in which module it was, if that is known.
+        called: name of the model in messages; empty: its class.
+        where: returns the place in the model, if it is known.
 
     Raises:
-        ModelError: the model doesn't run on it. Errors of prunekit's own and shortages of memory stay what they are.
+        ModelError: the model does not run on it. Errors of prunekit and shortages of memory are raised as they are.
     """
     try:
         yield
@@ -211,65 +223,67 @@ def running(model: nn.Module, given: Any, *, called: str = "", where: Callable[[
         ) from error
 
 
+def example_advice(model: nn.Module, examples: Sequence[tuple[Any, ...]]) -> str:
+    """Return advice about examples that a model does not run on."""
+    named = set().union(*(split(one)[1] for one in examples))
+    kinds = inspect.Parameter
+    alone = [one.name for one in _parameters(model) if one.kind is kinds.KEYWORD_ONLY and one.default is one.empty]
+    if missing := [name for name in alone if name not in named]:
+        given = ", ".join(f'"{name}": {name}' for name in missing)
+        return f"its forward takes {', '.join(missing)} only by name: give a mapping, {{{given}}}"
+    if any(isinstance(value, np.ndarray) for one in examples for value in leaves(one)):
+        return "expected tensors, got NumPy arrays; give torch.from_numpy(array)"
+    if examples and all(one and all(isinstance(value, int) for value in one) for one in examples):
+        sizes = ", ".join(map(str, examples[0]))
+        return f"expected tensors, got a shape; give torch.randn({sizes})"
+    return "expected the arguments of its forward: a tensor, a tuple of them by position, or a mapping of them by name"
+
+
+def described(value: Any) -> str:
+    """Return a description for messages: `(float32 (8, 3, 32, 32), int64 (8,))`, `{input_ids: int64 (8, 16)}`."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name}: {described(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, (tuple, list)):
+        if not gather(value) and any(isinstance(item, (tuple, list)) for item in value):
+            return f"nested {type(value).__name__}"  # of numbers, as of JSON
+        items = [described(item) for item in value[:4]] + ["..."] * (len(value) > 4)
+        return f"({', '.join(items)})" if isinstance(value, tuple) else f"[{', '.join(items)}]"
+    return type(value).__name__
+
+
 def to_device(values: Any, device: torch.device) -> Any:
     """Return the same nesting with every tensor on a device."""
     return map_tensors(values, lambda tensor: tensor.to(device, non_blocking=True))
 
 
-def sample_count(inputs: Any) -> int:
-    """Return how many samples inputs have: the size of the first axis of the first tensor; 0 without one."""
-    return next((len(tensor) for tensor in gather(inputs) if tensor.dim()), 0)
+def sample_count(inputs: Any, default: int = 0) -> int:
+    """Return the number of samples: the size of the first axis of the first tensor that has one; else the default."""
+    return next((tensor.shape[0] for tensor in gather(inputs) if tensor.dim()), default)
 
 
-def batch_size_of(example: Any) -> int:
-    """Return how many samples an example has: the first axis of the first tensor with any; 1 without one."""
-    return next((tensor.shape[0] for tensor in gather(example) if tensor.dim()), 1)
-
-
-def samples_in(inputs: Any) -> str:
-    """Return what samples are called in messages: images, where the first tensor is of the shape of some."""
+def sample_noun(inputs: Any) -> str:
+    """Return what messages call samples: images, if the first tensor has their shape."""
     first = next(iter(gather(inputs)), None)
     return "images" if first is not None and first.dim() == 4 and first.is_floating_point() else "samples"
 
 
 def select_samples(inputs: Any, index: slice | Tensor) -> Any:
-    """Return the same nesting with some of the samples, which lie on the first axis of every tensor."""
+    """Return the same nesting with some of the samples, which are on the first axis of every tensor."""
     return map_tensors(inputs, lambda tensor: tensor[index])
 
 
 def concatenate(parts: Sequence[Any]) -> Any:
-    """Return the inputs of the same nesting one after the other."""
+    """Return inputs of the same nesting, concatenated along their first axes."""
     tensors = iter(zip(*map(gather, parts), strict=True))
     return map_tensors(parts[0], lambda _: torch.cat(next(tensors)))
 
 
-def parameter_names(model: nn.Module) -> list[str]:
-    """Return the names of the arguments of a model's `forward`, in their order; none where its code does not tell."""
-    return [parameter.name for parameter in _parameters(model)]
-
-
-def _parameters(model: nn.Module) -> list[inspect.Parameter]:
-    try:
-        return list(inspect.signature(model.forward).parameters.values())
-    except (TypeError, ValueError):  # of code that is not Python
-        return []
-
-
-def arguments_by_name(model: nn.Module, example: tuple[Any, ...]) -> dict[str | int, Any]:
-    """Return what an example gives the arguments of `forward`, by name; by its position what has none."""
-    positional, named = split(example)
-    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    keys: list[str | int] = [one.name for one in _parameters(model) if one.kind in kinds]
-    keys += range(len(keys), len(positional))
-    found = dict(zip(keys, positional, strict=False))
-    found.update(named.items())
-    return found
-
-
 def counted_positions(model: nn.Module, example: tuple[Any, ...]) -> Tensor | None:
-    """(B, T) bool: which positions of each sample are no padding, by the model's `attention_mask`; None: all count.
+    """Return which positions are not padding, (B, T) bool, by the `attention_mask`; None if all count.
 
-    A mask of zeros and ones (B, T) with a one for each sample is understood, as tokenizers of transformers give it.
+    A mask of zeros and ones (B, T) with a one in each row is understood, as tokenizers of transformers give it.
     """
     mask = arguments_by_name(model, example).get(MASK)
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.is_complex():
@@ -280,7 +294,7 @@ def counted_positions(model: nn.Module, example: tuple[Any, ...]) -> Tensor | No
 
 
 def sequence_shape(model: nn.Module, example: tuple[Any, ...]) -> tuple[int, int] | None:
-    """(B, T) of samples that are sequences: by their `attention_mask`, or as numbers of tokens; None of others."""
+    """Return (B, T) if samples are sequences, with an `attention_mask` or of token numbers; None otherwise."""
     mask = arguments_by_name(model, example).get(MASK)
     first = mask if isinstance(mask, Tensor) else next(iter(gather(example)), None)
     if first is None or first.dim() != 2 or (first is not mask and first.is_floating_point()):
@@ -289,12 +303,11 @@ def sequence_shape(model: nn.Module, example: tuple[Any, ...]) -> tuple[int, int
 
 
 def rows_of(values: Tensor, counted: Tensor | None) -> Tensor:
-    """(N, ..., channels) the positions that count of values (B, T, ..., channels), (B * T, channels) or, as keys and
-    values of attention lie in a cache, (B, heads, T, channels).
-
-    Values of another shape, such as class scores (B, classes), have no such positions, and stay as they are.
+    """Return the positions that count, (N, ..., channels).
 
     Args:
+        values: (B, T, ..., channels), (B * T, channels), or (B, heads, T, channels) as keys and values of attention in
+            a cache. Values of another shape, such as class scores (B, classes), are returned as they are.
         counted: see `counted_positions`; None: all count.
     """
     if counted is None:
@@ -309,22 +322,8 @@ def rows_of(values: Tensor, counted: Tensor | None) -> Tensor:
 
 
 def blank_padding(values: Tensor, counted: Tensor | None) -> Tensor:
-    """Return values (B, T, ..., channels) with zeros at padding; others as they are. See `rows_of`."""
+    """Return values (B, T, ..., channels) with zeros at padding; values of another shape as they are."""
     if counted is None or values.dim() < 3 or values.shape[:2] != counted.shape:
         return values
     blank = ~counted.to(values.device)
     return values.masked_fill(blank.view(*blank.shape, *[1] * (values.dim() - 2)), 0)
-
-
-def described(value: Any) -> str:
-    """Return what came, for messages: `(float32 (8, 3, 32, 32), int64 (8,))`, `{input_ids: int64 (8, 16)}`."""
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{name}: {described(item)}" for name, item in value.items()) + "}"
-    if isinstance(value, (tuple, list)):
-        if not gather(value) and any(isinstance(item, (tuple, list)) for item in value):
-            return f"nested {type(value).__name__}"  # of numbers, as of JSON
-        items = [described(item) for item in value[:4]] + ["..."] * (len(value) > 4)
-        return f"({', '.join(items)})" if isinstance(value, tuple) else f"[{', '.join(items)}]"
-    return type(value).__name__

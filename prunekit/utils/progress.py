@@ -1,6 +1,6 @@
-"""What long calls tell while they run: bars where somebody looks on, and lines to the logger `prunekit`.
+"""Progress of long calls: bars on terminals and in notebooks, and lines to the logger `prunekit`.
 
-The logger is for programs: `logging.getLogger("prunekit").setLevel("INFO")` and a handler show a line for each stage.
+`logging.getLogger("prunekit").setLevel("INFO")` and a handler show a line for each stage.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 LOGGER = logging.getLogger("prunekit")
 LOGGER.addHandler(logging.NullHandler())
 WIDTH = 60
-"""Characters of a stage that the line above the bars has room for."""
+"""The most characters of a stage in the line above the bars."""
 T = TypeVar("T")
 
 
-class _Report:
-    """What is shown of a running call."""
+class _ProgressReport:
+    """The bars of a running call, and the line above them."""
 
     def __init__(self, title: str, *, shown: bool) -> None:
         self.title, self.shown = title, shown
@@ -30,7 +30,7 @@ class _Report:
         self._bars: list[Any] = []
 
     def bar(self, what: str, total: int | None, unit: str) -> Any:
-        """Return a bar that goes when the call ends, if it is still there."""
+        """Return a bar that is removed when the call ends, if not before."""
         found = make_bar(True, desc=what, total=total, unit=unit, leave=False)
         self._bars.append(found)
         return found
@@ -46,16 +46,16 @@ class _Report:
         self._line.set_description_str(shown)
 
     def close(self) -> None:
-        """Clear all that is shown, also after an error or an interrupt."""
+        """Remove all bars, also after an error or an interrupt."""
         while self._bars:
             self._bars.pop().close()
 
 
-_RUNNING: ContextVar[_Report | None] = ContextVar("prunekit report", default=None)
+_RUNNING: ContextVar[_ProgressReport | None] = ContextVar("prunekit report", default=None)
 
 
 def wanted(progress: bool | None) -> bool:
-    """Return whether to show bars: as asked for; where nothing is, on a terminal and in a notebook."""
+    """Return whether to show bars: as asked for; by default on a terminal and in a notebook."""
     if progress is not None:
         return progress
     if sys.stderr is not None and sys.stderr.isatty():
@@ -65,9 +65,7 @@ def wanted(progress: bool | None) -> bool:
 
 
 def make_bar(shown: bool, **options: Any) -> Any:
-    """Return a bar of tqdm, that of notebooks in a notebook; one that shows nothing is cheap, and can be used all
-    the same.
-    """
+    """Return a bar of tqdm; one that is not shown is cheap, and has the same methods."""
     from tqdm.auto import tqdm
 
     return tqdm(disable=not shown, dynamic_ncols=True, **options)
@@ -75,16 +73,16 @@ def make_bar(shown: bool, **options: Any) -> Any:
 
 @contextmanager
 def reporting(progress: bool | None, title: str) -> Iterator[None]:
-    """While a call runs, its stages and what it goes through are shown. What is called inside belongs to it.
+    """Show the stages and bars of a call while it runs, and of the calls inside it.
 
     Args:
         progress: whether to show them, see `wanted`.
-        title: the call.
+        title: of the call.
     """
     if _RUNNING.get() is not None:
         yield
         return
-    report = _Report(title, shown=wanted(progress))
+    report = _ProgressReport(title, shown=wanted(progress))
     token = _RUNNING.set(report)
     try:
         yield
@@ -94,7 +92,7 @@ def reporting(progress: bool | None, title: str) -> Iterator[None]:
 
 
 def stage(text: str) -> None:
-    """Say what a call does now: a line to the logger, and where bars are shown the line above them."""
+    """Report the current stage of a call: to the logger, and in the line above the bars if there are any."""
     LOGGER.info(text)
     report = _RUNNING.get()
     if report is not None:
@@ -102,12 +100,13 @@ def stage(text: str) -> None:
 
 
 def tracked(items: Iterable[T], what: str, *, total: int | None = None, unit: str = "batch") -> Iterator[T]:
-    """Yield items one after the other, with a bar where the running call shows some.
+    """Yield items one by one, with a bar if the running call shows bars.
 
     Args:
-        what: they are gone through for.
-        total: how many there are; None: what they say themselves.
-        unit: what each is called.
+        items: to iterate over.
+        what: label of the bar.
+        total: number of items; None: their own length, if they have one.
+        unit: name of an item.
     """
     report = _RUNNING.get()
     if report is None or not report.shown:
@@ -116,6 +115,6 @@ def tracked(items: Iterable[T], what: str, *, total: int | None = None, unit: st
     bar = report.bar(what, total or length_hint(items) or None, unit)
     for item in items:
         yield item
-        del item  # which may be large, before the next is made
+        del item  # before the next is made: it may be large
         bar.update()
     bar.close()

@@ -1,4 +1,4 @@
-"""Registries: objects of one kind by name, such as criteria or runtimes, open to what users and packages add."""
+"""Registries: objects of one kind by name, such as criteria or runtimes, which users and packages can add to."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Declaration:
-    """Where a name is registered, and what its registration says of it, read from the source without running it.
+    """A registration, read from the source without running it: its module and its literal arguments.
 
     Attributes:
         module: full name of the module.
@@ -36,20 +36,20 @@ class Declaration:
 class Registry(Generic[Item]):
     """Objects of one kind by name.
 
-    Built-in ones are registered in the modules of a package, one concept a file: a new file there is found by itself.
-    Other packages name theirs as entry points of the group `prunekit.<plural>`, users register theirs by calling the
-    same function from their own code, or name them as `file.py:object`, where recipes and commands take a name.
+    Built-in objects are registered in the modules of a package, in which a new file is found by itself. Other packages
+    declare theirs as entry points of the group `prunekit.<plural>`. Users call the same function in their own code, or
+    give `file.py:object` where recipes and commands take a name.
 
-    Names are known without importing anything: the calls that register are read from the source, so their first
-    argument, and all keyword arguments that `prunekit list` shows, are literals.
+    Names are known without importing anything: the registering calls are read from the source, so their first
+    argument, and all keyword arguments that `prunekit list` shows, must be literals.
 
     Args:
-        kind: what an object of it is called in messages, such as "criterion".
-        plural: the same of several, such as "criteria".
-        package: where built-in ones are registered, such as "prunekit.criteria".
-        registers: name of the function that registers one, and is called with its name first.
-        accept: turns what `file.py:object` names, and its reference, into an object of the kind; raises a `UsageError`
-            that says what was expected.
+        kind: of an object in messages, such as "criterion".
+        plural: of the kind, such as "criteria".
+        package: where built-in objects are registered, such as "prunekit.criteria".
+        registers: name of the function that registers an object; its first argument is the name.
+        accept: turns a reference `file.py:object`, and the object of the file, into an object of the kind; raises a
+            `UsageError` that says what was expected.
     """
 
     def __init__(
@@ -63,14 +63,16 @@ class Registry(Generic[Item]):
         """Register an object.
 
         Args:
-            defined: the function or class that it is of. The same one, run anew (a notebook's cell, a file that was
-                edited), takes the place of what it was before.
+            name: of the object.
+            item: the object.
+            defined: the function or class that it was made of. If the same one is run again (a notebook's cell, a file
+                that was edited), it replaces its former self.
 
         Raises:
-            ValueError: the name is taken, or holds a colon, which is what `file.py:object` is known by.
+            ValueError: the name is taken, or has a colon, which marks `file.py:object`.
         """
         if ":" in name:
-            raise ValueError(f"{self.kind} {name!r}: a name must not hold a colon")
+            raise ValueError(f"{self.kind} {name!r}: a name must not have a colon")
         home, declared = _home(defined), self.declared.get(name)
         elsewhere = declared is not None and declared.module not in sys.modules
         again = home is not None and self._homes.get(name) == home
@@ -82,7 +84,7 @@ class Registry(Generic[Item]):
 
     @cached_property
     def declared(self) -> dict[str, Declaration]:
-        """The built-in ones by name, in the order of their files and lines."""
+        """The built-in objects by name, in the order of their files and lines."""
         found: dict[str, Declaration] = {}
         for path in self._files():
             module = f"{self.package}.{path.stem}"
@@ -98,20 +100,17 @@ class Registry(Generic[Item]):
 
     @cached_property
     def installed(self) -> dict[str, EntryPoint]:
-        """Those of other installed packages by name."""
+        """The objects of other installed packages by name."""
         return {point.name: point for point in entry_points(group=f"prunekit.{self.plural}")}
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name that is known: built-in, registered and installed ones, in this order."""
+        """All known names: those of built-in, registered and installed objects, in this order."""
         registered = [name for name in self._items if not is_reference(name)]
         return tuple(dict.fromkeys([*self.declared, *registered, *self.installed]))
 
     def facts(self) -> dict[str, dict[str, Any]]:
-        """Return what registrations say of each name, for lists; of an installed one, the package that it is from.
-
-        Imports none: of those that are here already, it is what they hold themselves.
-        """
+        """Return the facts of each registration, for lists; for installed objects, their package. Imports none."""
         declared = {name: dict(declared.facts) for name, declared in self.declared.items()}
         here = {name: vars(getattr(item, "facts", item)) for name, item in self._items.items()}
         from_packages = {name: f"from {point.module}" for name, point in self.installed.items()}
@@ -121,13 +120,11 @@ class Registry(Generic[Item]):
 
     @property
     def imported(self) -> tuple[Item, ...]:
-        """Those that are here already, without importing any."""
+        """The objects that have been imported so far."""
         return tuple(self._items.values())
 
     def problem(self, name: object) -> str | None:
-        """Return what is wrong with a name or a reference, as "expected ..., got ..."; None if nothing is. Runs no
-        code.
-        """
+        """Return what is wrong with a name or reference, as "expected ..., got ..."; None if nothing. Runs no code."""
         if isinstance(name, str) and name in self.names:
             return None
         if isinstance(name, str) and is_reference(name):
@@ -140,10 +137,10 @@ class Registry(Generic[Item]):
         return f"expected the name of a {self.kind}, or file.py:object, got {name!r}; {near}"
 
     def get(self, name: str) -> Item:
-        """Return the object of a name; of `file.py:object` what the user's file defines, which is run.
+        """Return the object of a name; for `file.py:object` run the user's file.
 
         Raises:
-            UsageError: there is none; names the nearest.
+            UsageError: there is none; the message gives near spellings.
         """
         if name not in self._items:
             self._load(name)
@@ -157,47 +154,48 @@ class Registry(Generic[Item]):
         elif name in self.installed:
             self._items[name] = self.accept(name, self.installed[name].load())
         else:
-            self.renew(name)
+            self.reload(name)
         if name not in self._items:  # its registration is in the source, and did not run
             raise UsageError(f"{self.kind} {name!r}: importing {self.declared[name].module} did not register it")
 
-    def renew(self, name: str) -> None:
-        """Read `file.py:object` as the file is now; nothing for a name. Each job does so once, when it begins.
+    def reload(self, name: str) -> None:
+        """Run the file of `file.py:object` as it is now; do nothing for a name.
 
-        In between, `get` returns what it was: an edit must not change a job that runs.
+        Each job does so once at its beginning; then `get` returns this object, so that an edit does not change a
+        running job.
 
         Raises:
-            UsageError: there is no such file or object, its code raises, or it is none of this kind.
+            UsageError: there is no such file or object, its code raises, or the object is of another kind.
         """
         if is_reference(name):
             self._items[name] = self.accept(name, load_object(name, UsageError))
 
     def items(self) -> Iterator[tuple[str, Item]]:
-        """Return every name with its object; imports what is not yet there."""
+        """Return every name with its object; imports those that have not been imported."""
         return ((name, self.get(name)) for name in self.names)
 
 
 @dataclass(frozen=True)
 class Registered:
-    """What the text of a setting names, as part of its annotation: an object of this registry, or `file.py:object`."""
+    """Marks an annotation of text that names an object of a registry, or `file.py:object`."""
 
     registry: Registry[Any]
 
 
 @dataclass(frozen=True)
 class RegisteredKeys:
-    """Marks a mapping in settings whose keys are names of a registry; a recipe has them beside the settings' fields.
+    """Marks an annotation of a mapping whose keys name objects of a registry; in recipes they are beside the fields.
 
     Attributes:
         registry: of the keys.
-        annotation: type of the value of one of them.
+        annotation: returns the type of the value of a key.
     """
 
     registry: Registry[Any]
     annotation: Callable[[str], Any]
 
     def knows(self, key: object) -> bool:
-        """Return whether a key is a name of the registry, or names code as `file.py:object`."""
+        """Return whether a key is a name of the registry, or a reference `file.py:object`."""
         return key in self.registry.names or is_reference(key)
 
 
@@ -205,22 +203,24 @@ KeyPath = tuple[str | int, ...]
 
 
 class MappingKey(str):
-    """The end of the path to a key of a mapping, where it is the key itself that names something."""
+    """The end of a path that leads to a key of a mapping instead of its value."""
 
 
 @cache
 def field_hints(settings: Any) -> dict[str, Any]:
-    """Return the annotations of a dataclass's fields by name, constraints included; resolved once for each class."""
+    """Return the annotations of a dataclass's fields by name, with constraints; resolved once for each class."""
     hints = get_type_hints(settings, include_extras=True)
     return {field.name: hints[field.name] for field in fields(settings)}
 
 
 def registered_names(hint: Any, value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any, Registry[Any]]]:
-    """Yield what settings name of registries: key path, text and registry; the path to a key ends with a `MappingKey`.
+    """Yield the names of registered objects in settings: key path, name and registry.
+
+    The path of a name that is a key of a mapping ends with a `MappingKey`.
 
     Args:
         hint: a dataclass of settings, or another annotation.
-        value: of it, or the same as plain values.
+        value: of this type, or as plain values.
         path: of the value.
     """
     origin, parts = get_origin(hint), get_args(hint)
@@ -251,7 +251,7 @@ def registered_names(hint: Any, value: Any, path: KeyPath = ()) -> Iterator[tupl
 
 
 def replaced_at(settings: Any, path: KeyPath, value: Any) -> Any:
-    """Return settings with another value, or another key, at a key path."""
+    """Return settings with another value at a key path, or another key if it ends with a `MappingKey`."""
     if not path:
         return value
     key, *rest = path
@@ -265,7 +265,7 @@ def replaced_at(settings: Any, path: KeyPath, value: Any) -> Any:
 
 
 def _home(defined: object) -> tuple[str, str] | None:
-    """Return where a function or class is defined: its file, else its module, and its name there."""
+    """Return the file of a function or class, or else its module, and its name there; None if it has none."""
     module = getattr(defined, "__module__", None)
     if module is None:
         return None
@@ -273,9 +273,7 @@ def _home(defined: object) -> tuple[str, str] | None:
 
 
 def _registrations(path: Path, function: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the name and literal keyword arguments of each call of a function in a file, where the name is a
-    literal.
-    """
+    """Yield the name and the literal keyword arguments of each registering call in a file."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.Call) or not node.args or not isinstance(node.args[0], ast.Constant):
             continue

@@ -1,4 +1,4 @@
-"""Nested states as folders without pickle: tensors in safetensors, everything else in JSON, both with a checksum."""
+"""State folders: nested states saved without pickle, tensors as safetensors and the rest as JSON, with checksums."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from prunekit.utils.files import atomic_folder, read_json, sha256
 FORMAT = 1
 TENSORS, TEXT = "tensors.safetensors", "state.json"
 _TAG = "$"
-"""The key of JSON objects that stand for what JSON has no form for."""
+"""Key of JSON objects that encode what JSON cannot represent."""
 _ABSENT = object()
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write a state as a folder that is whole or not there, and on the disk when this returns.
+    """Write a state as a folder, whole or not at all, and synced to the disk.
 
     Args:
-        folder: made, or replaced.
+        folder: to create or replace.
         state: tensors, numbers, text, booleans, None, and lists, tuples and dicts of them; keys are text or whole
             numbers. Tensors come back equal bit by bit, in the same order in memory and on the CPU; those that share
             memory come back apart.
 
     Raises:
-        TypeError: something else is in it; says where.
-        OSError: the disk is full, or cannot be written to; what was in `folder` before is still there.
+        TypeError: it holds something else; says where.
+        OSError: the disk is full or cannot be written to; the old folder is then still there.
     """
     plain, tensors = encode_state(state)
     body = {"format": FORMAT, "state": plain}
@@ -52,19 +52,19 @@ def read_state(folder: Path) -> dict[str, Any]:
 
     Raises:
         ArtifactError: a file is missing or damaged.
-        ResumeError: it is of another format.
+        ResumeError: it has another format.
     """
     found = read_json(folder / TEXT)
     body = found.get("body") if isinstance(found, dict) else None
     if not isinstance(body, dict) or _digest(json.dumps(body)) != found.get("sha256"):
-        raise ArtifactError(f"{folder / TEXT}: not what prunekit wrote (checksum differs); the file is damaged")
+        raise ArtifactError(f"{folder / TEXT}: not as prunekit wrote it (checksum differs); the file is damaged")
     if body["format"] != FORMAT:
         raise ResumeError(
             f"{folder / TEXT}: expected format {FORMAT}, got {body['format']}; resume it with the version that wrote it"
         )
     path = folder / TENSORS
     if not path.is_file() or sha256(path) != body["tensors"]:
-        raise ArtifactError(f"{path}: missing, or not what prunekit wrote (checksum differs)")
+        raise ArtifactError(f"{path}: missing, or not as prunekit wrote it (checksum differs)")
     try:
         return decode_state(body["state"], safetensors.torch.load_file(path))
     except SafetensorError as error:
@@ -72,17 +72,17 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def encode_state(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
-    """Return a state in JSON's terms, and its tensors by name: contiguous copies on the CPU.
+    """Return a state as JSON values, and its tensors by name: contiguous copies on the CPU.
 
     Raises:
-        TypeError: something else is in it; says where.
+        TypeError: it holds something else; says where.
     """
     tensors: dict[str, Tensor] = {}
     return _encoded(state, "", tensors), tensors
 
 
 def decode_state(plain: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the state that `encode_state` took apart."""
+    """Return the state that `encode_state` encoded."""
     state: dict[str, Any] = _decoded(plain, tensors)
     return state
 
@@ -95,7 +95,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """
     try:
         safetensors.torch.save_file(dict(tensors), path)
-    except SafetensorError as error:  # which is what safetensors makes of every error of the system
+    except SafetensorError as error:  # safetensors turns every error of the system into one
         found = re.search(r"os error (\d+)", str(error))
         if found is None:
             raise
@@ -107,7 +107,7 @@ def _digest(text: str) -> str:
 
 
 def _encoded(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
-    """Return a value in JSON's terms; tensors go to `tensors` under their place in the state."""
+    """Return a value as JSON values; tensors are put into `tensors` under their place in the state."""
     if isinstance(value, Tensor):
         return _tensor(value, where, tensors)
     if value is None or type(value) in (bool, int, str):
@@ -169,7 +169,7 @@ def _decoded(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def differences(there: Any, here: Any, where: str = "") -> Iterator[str]:
-    """Yield what differs between two plain values, a sentence each: the place, and what is there and here."""
+    """Yield a sentence for each difference between two plain values: its place, and both values."""
     if isinstance(there, Mapping) and isinstance(here, Mapping):
         for key in [*there, *(key for key in here if key not in there)]:
             place = f"{where}.{key}" if where else str(key)

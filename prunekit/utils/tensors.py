@@ -1,7 +1,4 @@
-"""Tensors inside nested inputs and outputs.
-
-How tensors lie in memory, channels last above all; model folders say whether their model's lie so.
-"""
+"""Tensors: those nested in inputs and outputs, and the order of their axes in memory, such as channels last."""
 
 from __future__ import annotations
 
@@ -14,30 +11,9 @@ import torch
 from torch import Tensor, nn
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Return every tensor in nested tuples, lists, dicts, and the attributes of dataclasses and other plain objects."""
-    return iter(gather(value))
-
-
 def gather(value: Any) -> list[torch.Tensor]:
-    """Return the same as a list."""
+    """Return every tensor in nested tuples, lists, dicts, and attributes of dataclasses and other plain objects."""
     return _gather(value, [])
-
-
-def leaves(value: Any) -> Iterator[Any]:
-    """Everything in nested tuples, lists and dicts that is none of these."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from leaves(item)
-    else:
-        yield value
-
-
-def first_not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> str | None:
-    """Return the name of the first tensor with a NaN or an Inf in it; None where all are finite."""
-    return next((name for name, tensor in named if not bool(torch.isfinite(tensor).all())), None)
 
 
 def _gather(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -58,7 +34,7 @@ def _gather(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return the same nesting, with every tensor that `tensors_in` finds exchanged."""
+    """Return the same nesting with a function applied to every tensor that `gather` finds."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, Mapping):
@@ -81,7 +57,7 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def _attributes(value: Any) -> Mapping[str, Any]:
-    """Return the attributes of dataclasses, those with slots too, and of other plain objects; none of anything else."""
+    """Return the attributes of dataclasses, also with slots, and of other plain objects; none of anything else."""
     if isinstance(value, (type, nn.Module)) or callable(value):
         return {}
     if is_dataclass(value):
@@ -89,16 +65,32 @@ def _attributes(value: Any) -> Mapping[str, Any]:
     return getattr(value, "__dict__", {})
 
 
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield everything in nested tuples, lists and dicts that is none of these."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from leaves(item)
+    else:
+        yield value
+
+
+def first_not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    """Return the name of the first tensor with a NaN or an Inf in it; None where all are finite."""
+    return next((name for name, tensor in named if not bool(torch.isfinite(tensor).all())), None)
+
+
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def with_channels_last(tensor: Tensor) -> Tensor:
-    """Return a copy of images, volumes or their kernels with channels last; of other tensors, one as they are."""
+    """Return a copy with channels last of images, volumes or their kernels; a plain copy of other tensors."""
     return tensor.clone(memory_format=FORMATS.get(tensor.dim(), torch.preserve_format))
 
 
 def lies_channels_last(model: nn.Module) -> bool:
-    """Return whether a kernel of a model has its channels last and could not be said to have them first."""
+    """Return whether any kernel of a model is channels last, and not contiguous at the same time."""
     found = ((kernel, FORMATS.get(kernel.dim())) for kernel in model.parameters())
     return any(
         form is not None and kernel.is_contiguous(memory_format=form) and not kernel.is_contiguous()
@@ -107,7 +99,7 @@ def lies_channels_last(model: nn.Module) -> bool:
 
 
 def as_it_lies(tensor: Tensor) -> Tensor:
-    """Return a tensor as a vector, in the order in which it lies in memory: no copy of a dense one."""
+    """Return a tensor as a vector in its order in memory; no copy if it is dense."""
     if tensor.is_contiguous():
         return tensor.detach().view(-1)
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)

@@ -1,4 +1,4 @@
-"""The user's own code: an object in a Python file that the user names, or allows a recipe to name."""
+"""User code: an object in a Python file that the user names, or allows a recipe to name."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _INSTALLED = "python:"
 
 
 def run_factory(reference: str, error: type[UsageError]) -> Any:
-    """Run `file.py:factory` and return what it makes. The file's code is run: name only files you trust.
+    """Run `file.py:factory` and return its result. The file's code is run: name only files you trust.
 
-    The file itself is run once in a process unless it changes, and its folder stays on `sys.path`: factories and data
-    sets may import their neighbors late, and worker processes that are spawned take the path over.
+    A file is run once in a process unless it changes. Its folder stays on `sys.path`, because factories and data sets
+    may import their neighbors later, and spawned worker processes inherit the path.
 
     Args:
-        reference: path of a Python file, a colon, and the name of a function or class that takes no arguments; or
-            `python:`, a module that can be imported, a colon, and that name.
-        error: what to raise.
+        reference: path of a Python file, a colon, and the name of a function or class without arguments; or
+            `python:`, an importable module, a colon, and the name.
+        error: type of the error.
 
     Raises:
         UsageError: of the type `error`: no such file, module or name, or the code raises.
@@ -42,10 +42,10 @@ def run_factory(reference: str, error: type[UsageError]) -> Any:
 
 
 def call_factory(factory: Callable[[], Any], reference: str, error: type[UsageError]) -> Any:
-    """Call a factory that a reference names, and return what it makes.
+    """Call the factory of a reference, and return its result.
 
     Raises:
-        UsageError: of the type `error`: it raises; says where.
+        UsageError: of the type `error`: the factory raises; says where.
     """
     path = Path(reference.rpartition(":")[0])
     try:
@@ -55,15 +55,16 @@ def call_factory(factory: Callable[[], Any], reference: str, error: type[UsageEr
 
 
 class ForbiddenReference(str):
-    """A reference that a recipe names, and that nobody has allowed to run: `load_object` refuses it.
+    """A reference in a recipe that is not allowed to run: `load_object` raises for it.
 
     Attributes:
-        where: place of the recipe that names it, for messages.
+        where: its place in the recipe, for messages.
     """
 
     where: str
 
     def __new__(cls, reference: str, where: str) -> ForbiddenReference:
+        """Return a reference with its place in a recipe."""
         made = super().__new__(cls, reference)
         made.where = where
         return made
@@ -73,7 +74,7 @@ class ForbiddenReference(str):
 
 
 def code_not_allowed(reference: str) -> str:
-    """Return why a reference in a recipe is not run, and what to do about it."""
+    """Return why a reference in a recipe is not run, and how to allow it."""
     return (
         f"{str(reference)!r} is code, and a recipe runs none unless it is allowed: if you trust it, add --allow-code "
         "(from Python: allow_code=True)"
@@ -81,8 +82,7 @@ def code_not_allowed(reference: str) -> str:
 
 
 def is_reference(text: object) -> bool:
-    """Return whether a value is text that names an object in a user's file or module, `file.py:object` or
-    `python:module:object`."""
+    """Return whether a value is text that refers to user code, `file.py:object` or `python:module:object`."""
     if not isinstance(text, str):
         return False
     file, colon, name = text.rpartition(":")
@@ -90,11 +90,11 @@ def is_reference(text: object) -> bool:
 
 
 def load_object(reference: str, error: type[UsageError]) -> Any:
-    """Run the user's file and return what a reference names in it; see `run_factory`, which also calls it.
+    """Run the user's file and return the object of a reference; `run_factory` also calls it.
 
     Raises:
-        UsageError: of the type `error`: no such file, module or name, the code raises, or a recipe names it and nobody
-            has allowed that.
+        UsageError: of the type `error`: no such file, module or name, the code raises, or a recipe names it without
+            permission.
     """
     if isinstance(reference, ForbiddenReference):
         raise error(f"{reference.where}: {code_not_allowed(reference)}")
@@ -108,7 +108,7 @@ def load_object(reference: str, error: type[UsageError]) -> Any:
 
 
 def require_object(reference: str, error: type[UsageError]) -> None:
-    """Checks that a file has an object of the name in its code; runs none of it.
+    """Raise if the code of a file defines no object of the name; the code is not run.
 
     Raises:
         UsageError: of the type `error`: there is no such file or name, or its code cannot be read.
@@ -140,7 +140,7 @@ def _parts(reference: str, error: type[UsageError]) -> tuple[str, Path, str]:
 
 
 def _defined(node: ast.stmt) -> list[str]:
-    """Return names that a statement of a module binds."""
+    """Return the names that a statement of a module binds."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return [node.name]
     if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -151,16 +151,14 @@ def _defined(node: ast.stmt) -> list[str]:
 
 
 def absolute_reference(reference: str) -> str:
-    """Return a reference that holds from any folder: its file's path is absolute; one that names no file stays as it
-    is.
-    """
+    """Return a reference with the absolute path of its file; unchanged if it refers to no file."""
     file, _, name = reference.rpartition(":")
     installed = file.startswith(_INSTALLED)
     return f"{Path(file).absolute()}:{name}" if file.endswith(".py") and not installed else reference
 
 
 def source_bytes(reference: str) -> bytes:
-    """Return the content of the file that a factory which has been run is in: empty for a module that is in none."""
+    """Return the content of the file of a reference that has been run; empty for a module without a file."""
     file = reference.rpartition(":")[0]
     if file.startswith(_INSTALLED):
         file = getattr(sys.modules[file.removeprefix(_INSTALLED)], "__file__", None) or ""
@@ -186,40 +184,40 @@ def _import(name: str, path: Path, error: type[UsageError]) -> ModuleType:
 
 
 def _module_name(path: Path) -> str:
-    """Return a name of its own for each file and content, so that classes of one are never taken for those of
-    another.
-    """
+    """Return a module name that is unique for each file and content, so that classes of different ones differ."""
     known = hashlib.sha256(str(path.resolve()).encode() + b"\0" + path.read_bytes()).hexdigest()[:16]
-    stem = quote(path.stem).replace(".", "%2E")  # a dot would stand for a package
+    stem = quote(path.stem).replace(".", "%2E")  # a dot would mean a package
     return f"{_PREFIX}{stem}_{known}"
 
 
-class _Loader(SourceFileLoader):
-    """Compiles the file itself: its cached bytecode is told by second and size, and an edit may change neither."""
+class _SourceLoader(SourceFileLoader):
+    """Loads files without cached bytecode, which is keyed by second and size: an edit may change neither."""
 
     def get_code(self, fullname: str) -> CodeType:
+        """Return the compiled code of the file."""
         path = self.get_filename(fullname)
         return self.source_to_code(self.get_data(path), path)
 
 
-class _Finder:
-    """Finds a user's file by its module's name, which is all that a spawned process is told when it unpickles."""
+class _UserCodeFinder:
+    """Finds a user's file by its module's name, which is all that a spawned process has when it unpickles."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return the spec of the file with this module name on `sys.path`; None if there is none."""
         if not name.startswith(_PREFIX):
             return None
         stem = unquote(name.removeprefix(_PREFIX).rpartition("_")[0])
         files = [Path(folder, f"{stem}.py") for folder in sys.path]
         found = next((file for file in files if file.is_file() and _module_name(file) == name), None)
-        return None if found is None else spec_from_file_location(name, found, loader=_Loader(name, str(found)))
+        return None if found is None else spec_from_file_location(name, found, loader=_SourceLoader(name, str(found)))
 
 
 def _raised(error: BaseException, path: Path) -> str:
-    """Return the user's own error with the last line of their file that it passed through."""
+    """Return an error of user code, with the last line of the file that it passed through."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
     return f"{type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else "")
 
 
-sys.meta_path.append(_Finder)
+sys.meta_path.append(_UserCodeFinder)

@@ -21,7 +21,7 @@ from prunekit.errors import ArtifactError, DataError, ModelError, NonFiniteError
 from prunekit.hooks.hook import HookWarning, count_hooks
 from prunekit.masks.activation_masks import ActivationMasks
 from prunekit.masks.thresholds import ActivationThresholds, calibrate_thresholds
-from prunekit.utils.tensors import tensors_in
+from prunekit.utils.tensors import gather
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -155,7 +155,7 @@ def test_every_floating_tensor_of_a_nested_result_is_masked(kind: str) -> None:
         found = net(x)
     assert type(found) is type(plain)
     floating = 0
-    for one, other in zip(tensors_in(found), tensors_in(plain), strict=True):
+    for one, other in zip(gather(found), gather(plain), strict=True):
         expected = torch.where(other.abs() >= 0.6, other, torch.zeros(())) if other.is_floating_point() else other
         assert torch.equal(one, expected)
         floating += other.numel() * other.is_floating_point()

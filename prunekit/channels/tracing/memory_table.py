@@ -30,7 +30,7 @@ from prunekit.channels.tracing.traced_run import TracedOperator
 from prunekit.channels.tracing.tracer import Trace
 from prunekit.errors import ModelError, reason_of
 from prunekit.utils.context import paused_garbage_collection, seeded, training_mode
-from prunekit.utils.inputs import batch_size_of, call
+from prunekit.utils.inputs import call, sample_count
 from prunekit.utils.tensors import gather, map_tensors
 
 TensorId = tuple[int, int]
@@ -196,7 +196,7 @@ def _recorded(model: nn.Module, example: tuple[Any, ...], wanted: _Wanted, *, fa
         with mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="cpu")
 
-    first = batch_size_of(example)
+    first = sample_count(example, 1)
 
     def of_batch(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.dim() or tensor.shape[0] != first:
@@ -236,7 +236,7 @@ def fields_of_recording(trace: Trace, recording: Recording, batch: int) -> dict[
     Args:
         batch: of the recording.
     """
-    first = batch_size_of(trace.example)
+    first = sample_count(trace.example, 1)
     traced = [operator for operator in trace.runs[0].operators if operator.call[2]]
     found: dict[TensorId, Fields] = {}
     ours = [(operator.module, operator.name, *map(len, operator.call[2])) for operator in traced]

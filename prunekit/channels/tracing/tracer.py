@@ -33,8 +33,8 @@ from prunekit.channels.tracing.storages import Storages, inner_of
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun, is_counted, signature
 from prunekit.errors import ModelError, PrunekitError, reason_of
 from prunekit.utils.context import same_draws, seeded, takes_gradients
-from prunekit.utils.inputs import InputSpec, batch_size_of, call, example_advice, input_specs
-from prunekit.utils.tensors import gather, map_tensors, tensors_in
+from prunekit.utils.inputs import InputSpec, call, example_advice, input_specs, sample_count
+from prunekit.utils.tensors import gather, map_tensors
 
 HALF = frozenset({torch.float16, torch.bfloat16})
 ActivationKey = tuple[str, str, int]
@@ -87,7 +87,7 @@ class LabelMode(OperatorMode):
         self, flow: LabelFlow, run: TracedRun, stack: ModuleStack, earlier: TracedRun | None, inputs: Any
     ) -> None:
         super().__init__()
-        self.made_by = {id(tensor): -1 for tensor in tensors_in(inputs)}  # no id is reused: the storages hold them
+        self.made_by = {id(tensor): -1 for tensor in gather(inputs)}  # no id is reused: the storages hold them
         self.flow, self.run, self.stack = flow, run, stack
         self.earlier = earlier.operators if earlier is not None else []
         self.storages = Storages()
@@ -307,7 +307,7 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: TracedRun, trace: Trac
         ordinal = calls[path, kind] = calls.get((path, kind), -1) + 1
         if (path, kind, ordinal) in trace.activations:
             return
-        tensor = next(tensors_in(value), None)
+        tensor = next(iter(gather(value)), None)
         axis = None if tensor is None else channel_axis(module, tensor.dim())
         for on_tensor in flow.fields(tensor):
             if on_tensor.span == (axis,):
@@ -320,14 +320,14 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: TracedRun, trace: Trac
     stack = ModuleStack(clone, lambda path, module, inputs: note(path, "input", module, inputs), leave)
     earlier = trace.runs[-1] if run.training else None
     flow.count_macs = not run.training and not trace.runs  # what eval mode runs, and nothing else
-    flow.batch = batch_size_of(example)
+    flow.batch = sample_count(example, 1)
     mode = LabelMode(flow, run, stack, earlier, example)
     with same_draws(clone), stack, torch.set_grad_enabled(run.gradients), plain_attention(), mode:
         output = call(clone, example)
     flow.operator, flow.call = "", None
     trace.calls.update({path: max(count, trace.calls.get(path, 0)) for path, count in stack.counts.items()})
     trace.ran |= stack.ran
-    for tensor in tensors_in(output):
+    for tensor in gather(output):
         flow.read(tensor)
         flow.lock(flow.fields(tensor), "output of the model")
     run.repeats = run.repeats and earlier is not None and len(run.operators) == len(earlier.operators)

@@ -26,7 +26,7 @@ from prunekit.channels.trial.tolerance import TOLERANCE, relative_difference, ro
 from prunekit.errors import ModelError, reason_of
 from prunekit.utils.context import same_draws
 from prunekit.utils.inputs import call
-from prunekit.utils.tensors import gather, map_tensors, tensors_in
+from prunekit.utils.tensors import gather, map_tensors
 
 OperatorKey = tuple[str, str, int]
 """A module path, an operator, and the how-manieth call of it directly in that module: stable where order is not."""
@@ -286,7 +286,7 @@ class Decision:
         """
         if all(map(torch.equal, self.outs, outs)) or settings(arguments) != self.settings:
             return
-        pairs = zip(self.tensors, tensors_in(arguments), strict=True)
+        pairs = zip(self.tensors, gather(arguments), strict=True)
         if all(relative_difference(want, got, peak)[0] <= tolerance for want, got in pairs):
             for want, got in zip(self.outs, outs, strict=True):
                 if not has_gradients(want):
@@ -300,7 +300,7 @@ def settings(arguments: Any) -> Any:
 
 def decision(name: str, arguments: Any, outs: Sequence[torch.Tensor]) -> Decision | None:
     """Return a call as a decision; None where its results do not jump, or where it wrote over what it was given."""
-    tensors = list(tensors_in(arguments))
+    tensors = gather(arguments)
     jumps = any(map(has_gradients, tensors)) and not all(map(has_gradients, outs))
     if not jumps or name.endswith("_") or any(tensor.is_meta for tensor in [*tensors, *outs]):
         return None

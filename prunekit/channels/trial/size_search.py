@@ -47,7 +47,7 @@ from prunekit.channels.tracing.tracer import Trace, trace_model
 from prunekit.channels.trial.comparison import Divergence, OperatorKey, watch_operators
 from prunekit.channels.trial.float64 import Float64WhileRunning, float64_inputs, to_double
 from prunekit.errors import ModelError
-from prunekit.utils.inputs import batch_size_of
+from prunekit.utils.inputs import sample_count
 from prunekit.utils.tensors import map_tensors
 
 
@@ -98,7 +98,7 @@ def _by_place(run: TracedRun) -> Iterator[tuple[Any, TracedOperator]]:
 
 def with_doubled_batch(example: tuple[Any, ...]) -> Any:
     """Return an example input with its batch twice."""
-    batch = batch_size_of(example)
+    batch = sample_count(example, 1)
 
     def larger(tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([tensor, tensor]) if tensor.dim() and tensor.shape[0] == batch else tensor

@@ -223,7 +223,7 @@ def renew_code(job: JobSettings) -> None:
     """
     for name, registry in code_of_job(job):
         if not isinstance(name, ForbiddenReference):
-            registry.renew(name)
+            registry.reload(name)
     job.prune.budget.require_sound()
 
 
