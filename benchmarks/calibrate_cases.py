@@ -22,7 +22,7 @@ import torchvision
 from common import ratio
 from torch import Tensor, nn
 
-from prunekit.statistics import collection as collector
+from prunekit.statistics import calibration as collector
 from prunekit.statistics.calibration import StatsCollector, first_tensor
 from prunekit.statistics.moments import MomentsCollector
 

@@ -86,7 +86,7 @@ def test_what_is_divided_by_its_norm_keeps_its_values_under_masks(computed: Any,
     plan.save(tmp_path)
     assert load_plan(tmp_path).channel_map.divided == plan.channel_map.divided
     small = prunekit.compact(model, plan)
-    prunekit.compaction.spread_(model, small, plan)
+    prunekit.compaction.compact_model.spread_(model, small, plan)
     assert bool(model(*IMAGES).isfinite().all())
     assert verify(model, small, plan, [IMAGES]).max_relative_difference <= 1e-9
 

@@ -121,7 +121,7 @@ def test_an_input_written_to_since_is_measured_again() -> None:
 
 
 def test_unchanged_inputs_are_not_measured_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    from prunekit.statistics import collection as module
+    from prunekit.statistics import calibration as module
 
     measured = []
     real = module.summarize
