@@ -1,4 +1,4 @@
-"""Folded norms: what is left of a BatchNorm whose scale and shift are in the layer before it."""
+"""Folded norms: placeholders for BatchNorms whose scale and shift are in the layer before them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def set_folds(model: nn.Module, folds: Folds) -> None:
 
     Raises:
         AttributeError: there is no module at a path.
-        ValueError: what is there is no BatchNorm, or no layer with a weight and a place for a bias.
+        ValueError: the module is no BatchNorm, or no layer with a weight and a place for a bias.
     """
     for path, layer in folds.items():
         norm, before = model.get_submodule(path), model.get_submodule(layer)

@@ -35,15 +35,12 @@ class Owner(Protocol):
     """The owner of a hook.
 
     Attributes:
+        active: whether its hooks are registered now.
         called: set whenever a hook runs.
     """
 
+    active: bool
     called: bool
-
-    @property
-    def active(self) -> bool:
-        """Whether its hooks are registered now."""
-        ...
 
 
 class OwnedHook:

@@ -42,27 +42,24 @@ class Removable(Protocol):
         """Remove it."""
 
 
-class _Undo:
-    """A call on exit, as a handle."""
-
-    def __init__(self, remove: Callable[[], object]) -> None:
-        self.remove = remove
-
-
 class HookOwner:
     """Base of all classes that register hooks. Subclasses override `register` and call the `own` methods in it.
 
     Owners nest and compose: each removes its own handles only, last in first out, and exactly once; the hooks of
     several owners run in the order in which they were registered. Hooks do nothing once their owner has left, also in
-    graphs recorded before; copies of the model made meanwhile carry none that act.
+    graphs recorded before, and in copies of the model.
 
     A `HookWarning` says where a hook would never run or runs twice: on a compiled module, on
     `nn.MultiheadAttention.out_proj`, and under activation checkpointing.
+
+    Attributes:
+        active: whether its hooks are registered now.
+        called: whether one of them has run.
     """
 
     def __init__(self) -> None:
-        self._handles: list[Removable] = []
-        self._active = False  # an attribute of its own, as torch.compile cannot read lists of handles
+        self._on_exit = ExitStack()
+        self.active = False  # an attribute of its own, as torch.compile cannot read an ExitStack
         self._forward = False  # whether there are hooks that forward passes run
         self.called = False
 
@@ -72,18 +69,17 @@ class HookOwner:
 
     def own(self, handle: Removable) -> None:
         """Remove a handle when this owner exits."""
-        self._handles.append(handle)
-        self._active = True
+        self.own_undo(handle.remove)
 
     def own_context(self, context: AbstractContextManager[Any]) -> None:
         """Enter a context, and leave it when this owner exits."""
-        stack = ExitStack()
-        stack.enter_context(context)
-        self.own_undo(stack.close)
+        self._on_exit.enter_context(context)
+        self.active = True
 
     def own_undo(self, undo: Callable[[], object]) -> None:
         """Call a function when this owner exits."""
-        self.own(_Undo(undo))
+        self._on_exit.callback(undo)
+        self.active = True
 
     def own_forward_pre(self, module: nn.Module, hook: Before, *, again: bool = False, first: bool = False) -> None:
         """Run a hook before a module's forward; it may change the arguments.
@@ -169,16 +165,10 @@ class HookOwner:
         if self._forward:
             self.own_context(_CompileCheck(self, model))
 
-    @property
-    def active(self) -> bool:
-        """Whether hooks of this owner are registered now."""
-        return self._active
-
     def remove(self) -> None:
         """Remove every hook of this owner; harmless when called again."""
-        while self._handles:
-            self._handles.pop().remove()
-        self._active = self._forward = False
+        self._on_exit.close()
+        self.active = self._forward = False
 
     def __enter__(self) -> Self:
         if self.active:

@@ -24,10 +24,10 @@ class GradientMasks(HookOwner):
     """Masks that keep the gradients of pruned entries at exactly 0.0, as a context manager.
 
     Two kinds of hooks: on each module that owns pruned parameters, the gradient of its output is masked along the
-    pruned output channels before its own backward runs, whatever is written to in place later; and each pruned
-    parameter's gradient is masked when it has been accumulated, which is exact on every axis. The first keeps gradients
-    of a pruned channel, NaN and Inf too, from spreading; the second gives an optimizer masked gradients. Gradients that
-    were there on enter are masked by the next backward.
+    pruned output channels before its own backward runs, also where tensors are overwritten in place later; and each
+    pruned parameter's gradient is masked when it has been accumulated, which is exact on every axis. The first keeps
+    gradients of a pruned channel, NaN and Inf too, from spreading; the second gives an optimizer masked gradients.
+    Gradients that were there on enter are masked by the next backward.
 
     A module that treats every channel by itself, as BatchNorm does, has no hook of the first kind if its inputs come
     from modules that have one: nothing can spread in it, and behind it the gradient is masked all the same.
@@ -65,7 +65,7 @@ class GradientMasks(HookOwner):
         self.own_compile_check(self._model)
 
     def update(self, plan: Plan) -> None:
-        """Put another plan in force, between two steps; the hooks stay where they are.
+        """Mask by another plan, between two steps; the hooks stay where they are.
 
         Raises:
             RuntimeError: the masks are not active, or were not made to change.

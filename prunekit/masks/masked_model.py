@@ -113,7 +113,7 @@ class ChangingMasks(HookOwner):
             self.own_context(self._gradients)
 
     def update(self, plan: Plan) -> None:
-        """Put another plan in force, between two steps; see `WeightMasks.update`."""
+        """Mask by another plan, between two steps; see `WeightMasks.update`."""
         self._weights.update(plan)
         if self._gradients is not None:
             self._gradients.update(plan)

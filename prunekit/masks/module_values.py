@@ -51,7 +51,7 @@ def numbers_by_path(
 
     Args:
         numbers: one for all, or glob -> number, where the last glob that matches a path decides.
-        key: what the numbers are; messages begin with it.
+        key: names the numbers; messages begin with it.
         paths: that globs may match.
         alike: the paths that get a number given for all.
 

@@ -1,4 +1,4 @@
-"""Weight masks: pruned entries are exactly zero, after an optimizer's step and whoever else writes to them."""
+"""Weight masks: pruned entries are exactly zero after an optimizer's step, and after any other write."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class WeightMasks(HookOwner):
             the entries are zero in every forward pass, but not between a step and the next one.
         restore: whether leaving brings back the values that the pruned entries had on enter, and the variances of
             their BatchNorms. Kept weights stay as they were trained meanwhile.
-        changing: whether `update` will put other plans in force. Then the hooks are on every module that some plan may
+        changing: whether `update` will be called. Then the hooks are on every module that some plan may
             prune, so that their order among all hooks stays, and the pruned values are held (see `update`), which
             takes as much memory as they took in the model.
 
@@ -101,7 +101,7 @@ class WeightMasks(HookOwner):
             self.own_undo(self._restore_values)
         self.own_context(self._norms)
         self._running = 0
-        if sharded:  # before shards are put together: what is written to the whole is lost
+        if sharded:  # before shards are gathered: writes to the gathered tensor are lost
             self.own_forward_pre(self._model, self.zero_, again=True, first=True)
         else:
             self.own_forward_pre(self._model, self._begin, again=True)
@@ -118,7 +118,7 @@ class WeightMasks(HookOwner):
         self.zero_()
 
     def update(self, plan: Plan) -> None:
-        """Put another plan in force, between two steps; the hooks stay where they are.
+        """Mask by another plan, between two steps; the hooks stay where they are.
 
         Entries that the plan before pruned and this one keeps come back with the values that they had when they were
         pruned, as in Zhu & Gupta 2017 and Sanh et al. 2020; their gradients were zero meanwhile.
@@ -207,7 +207,7 @@ class WeightMasks(HookOwner):
 
 @dataclass(slots=True)
 class _WatchedTensor:
-    """One masked tensor of a module, and what is known of writes to it."""
+    """One masked tensor of a module, and whether it may have been written to."""
 
     tensor: MaskedTensor
     writes: WriteDetector

@@ -1,8 +1,6 @@
-"""Gauss-Newton steps on two layers at once: one that a ReLU follows, and the one that alone reads what it lets through.
+"""The joint fit of two layers: a ReLU follows the first, and the second alone reads its output.
 
-Pure functions over windows of samples; all that the second reads of the first is computed anew.
-
-Sets up the joint fit of a layer and of the rectified one before it, and writes what it found.
+Gauss-Newton steps, as pure functions over windows of samples in which the first layer's output is computed again.
 """
 
 from __future__ import annotations
@@ -14,40 +12,41 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from prunekit.repair.layer_samples import Sample, convolving
-from prunekit.repair.layer_walk import LayerWeights
-from prunekit.repair.least_squares import FLAT, Change
+from prunekit.repair.layer_samples import LayerSample, convolving
+from prunekit.repair.layer_weights import LayerWeights
+from prunekit.repair.least_squares import FLAT, WeightChange
 from prunekit.statistics.layers.linear_layers import LayerCall
 from prunekit.statistics.layers.patches import PatchGeometry, mean_products, sample_rows, with_constant
 
 INNER = 6
 """Conjugate gradient steps within each Gauss-Newton step."""
 DAMPING = 0.1
-"""Levenberg-Marquardt damping, as a share of the curvature: of what the rows hardly determine less is changed."""
+"""Levenberg-Marquardt damping, as a share of the curvature: shorter steps where rows hardly determine weights."""
 RIDGE = 1e-3
-"""Of the Gram matrices that precondition, as a share of their mean diagonal."""
+"""Ridge of the Gram matrices that precondition, as a share of their mean diagonal."""
 SHARED = 0.1
-"""Added to how channels act together on what reads them, as a share of the mean: some are read by nothing."""
+"""Added to the diagonal of the channels' Gram matrix, as a share of its mean: some channels are not read."""
 CONDITIONING_ROWS = 8192
-"""Positions whose Gram matrices precondition."""
+"""Positions that Gram matrices for preconditioning are computed from."""
 FRACTIONS = (1.0, 0.5, 0.25)
-"""Of a step that are tried in turn until the error falls."""
+"""Fractions of a step, tried in turn until the error falls."""
 
 Weights = tuple[Tensor, Tensor]
-"""Of both layers, (d * taps + 1, k) and (k * taps + 1, o); constants last, in units of the chains' ends."""
+"""Weights of both layers, (d * taps + 1, k) and (k * taps + 1, o); constants last, in units of the chains' ends."""
 
 
 @dataclass(frozen=True, eq=False)
-class Pair:
-    """N windows of samples, see `Windows`, in which both layers are looked at.
+class LayerPair:
+    """Two layers in N windows of samples, see `SampleWindows`.
 
     Attributes:
-        first, second: how the layers read, without padding.
-        inputs: (N, d, ...) what the first reads.
+        first: how the first layer reads, without padding.
+        second: the same of the second.
+        inputs: (N, d, ...) of the first.
         there: (N, 1, ...) 0 where the second reads padding, else 1.
-        rest: (N, o, ...) what is added to the end of the second's chain.
-        wanted: (N, o, ...) what the dense network has there.
-        fitted: number of windows to fit on; the rest judge.
+        rest: (N, o, ...) summand at the end of the second's chain.
+        wanted: (N, o, ...) the end of that chain in the dense network.
+        fitted: number of windows to fit on; the rest are held out.
         rectified: whether only the positive part of it is used.
     """
 
@@ -60,23 +59,23 @@ class Pair:
     fitted: int
     rectified: bool = False
 
-    def split(self) -> tuple[Pair, Pair]:
-        """Return the windows to fit on, and those that judge."""
+    def split(self) -> tuple[LayerPair, LayerPair]:
+        """Return the windows to fit on, and those that are held out."""
         parts = []
         for some in (slice(self.fitted), slice(self.fitted, None)):
             values = (self.inputs[some], self.there[some], self.rest[some], self.wanted[some])
-            parts.append(Pair(self.first, self.second, *values, len(values[0]), self.rectified))
+            parts.append(LayerPair(self.first, self.second, *values, len(values[0]), self.rectified))
         return parts[0], parts[1]
 
 
 class Linearized:
-    """Two layers as they are at some weights, and linear around them: a ReLU lets through what it does now.
+    """Two layers linearized around some weights, with the ReLU's present active set.
 
-    Of targets that are negative behind a ReLU only what is above zero counts: a majorization of the error after it, as
-    in `fits.least_squares`.
+    Outputs below a negative target count as met behind a ReLU: a majorization of the error after it, as in
+    `least_squares`.
     """
 
-    def __init__(self, pair: Pair, weights: Weights) -> None:
+    def __init__(self, pair: LayerPair, weights: Weights) -> None:
         self.pair, self.weights = pair, weights
         hidden = _through(pair.first, pair.inputs, weights[0])
         self.active = (hidden > 0) * pair.there
@@ -90,7 +89,7 @@ class Linearized:
         self.bound = float(self.missing.square().mean())
 
     def change(self, step: Weights) -> Tensor:
-        """(N, o, ...) what a step changes at the end, to first order."""
+        """Return the change of the chain's end by a step, to first order, (N, o, ...)."""
         through = _through(self.pair.first, self.pair.inputs, step[0]).mul_(self.active)
         kept = torch.cat([self.weights[1][:-1], torch.zeros_like(self.weights[1][-1:])])
         return (_through(self.pair.second, through, kept) + _through(self.pair.second, self.hidden, step[1])).mul_(
@@ -105,12 +104,12 @@ class Linearized:
 
 
 def _kernel(reading: PatchGeometry, inputs: Tensor, weight: Tensor) -> Tensor:
-    """(d * taps + 1, o) -> (o, d, ...), without the constants."""
+    """Return (d * taps + 1, o) weights as a kernel, (o, d, ...), without the constants."""
     return weight[:-1].T.reshape(weight.shape[1], inputs.shape[1], *reading.kernel)
 
 
 def _through(reading: PatchGeometry, inputs: Tensor, weight: Tensor) -> Tensor:
-    """Return what a layer gives that pads nothing."""
+    """Return the output of a layer without padding."""
     convolution = (F.conv1d, F.conv2d, F.conv3d)[len(reading.kernel) - 1]
     found: Tensor = convolution(
         inputs, _kernel(reading, inputs, weight), weight[-1], reading.stride, dilation=reading.dilation
@@ -121,7 +120,7 @@ def _through(reading: PatchGeometry, inputs: Tensor, weight: Tensor) -> Tensor:
 def _back(
     reading: PatchGeometry, inputs: Tensor, weight: Tensor, values: Tensor, *, read: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Return the transposes of `_through`, by what it reads (unless not wanted) and by its weight."""
+    """Return the transposes of `_through` with respect to its input (if `read`) and to its weight."""
     none = [0] * len(reading.kernel)
     into, kernel, constants = torch.ops.aten.convolution_backward(
         values,
@@ -140,17 +139,17 @@ def _back(
 
 
 def _gram(reading: PatchGeometry, inputs: Tensor) -> Tensor:
-    """(d * taps + 1, d * taps + 1) of some of what a layer reads, with a constant."""
+    """Return the Gram matrix of sampled patches with a constant, (d * taps + 1, d * taps + 1)."""
     rows = sample_rows(reading.rows_of(inputs), CONDITIONING_ROWS, 0).to(inputs.device)
     patches = with_constant(reading.patches(inputs, rows, reading.spatial(inputs)))
     return mean_products(patches, patches)
 
 
-def gauss_newton(pair: Pair, weights: Weights, steps: int) -> tuple[Weights, float, float]:
-    """Fit both layers to the wanted outputs, by steps each of which is a least-squares problem of its own.
+def gauss_newton(pair: LayerPair, weights: Weights, steps: int) -> tuple[Weights, float, float]:
+    """Fit both layers to the wanted outputs, by steps that each solve a least-squares problem.
 
     Levenberg 1944, Marquardt 1963; each is solved by conjugate gradients, preconditioned by Kronecker factors of the
-    curvature (Martens & Grosse 2015). What is fitted is a block's output, as in Li et al. 2021, "BRECQ", without
+    curvature (Martens & Grosse 2015). The target is a block's output, as in Li et al. 2021, "BRECQ", but without
     gradient descent. A step is kept if the error falls, on the rows to fit on and on held-out ones.
 
     Returns:
@@ -175,7 +174,7 @@ def _moved(weights: Weights, step: Weights, share: float) -> Weights:
 
 
 def _factor(matrix: Tensor) -> Tensor:
-    """Return the cholesky factor of a Gram matrix with its ridge; the constant's, the last, has none."""
+    """Return the Cholesky factor of a Gram matrix with a ridge on all but the constant, the last column."""
     pull = torch.full_like(matrix[0], RIDGE * (float(matrix.diagonal()[:-1].mean()) or 1.0))
     pull[-1] = torch.finfo(matrix.dtype).eps
     factor: Tensor = torch.linalg.cholesky(matrix + torch.diag(pull))
@@ -209,9 +208,9 @@ def conjugate_gradients(
 
     Args:
         times: the matrix.
-        right: what its product with the solution is to be.
+        right: the right-hand side.
         solved: an approximate inverse of the matrix.
-        steps: at most so many.
+        steps: at most.
     """
     found: Weights = (torch.zeros_like(right[0]), torch.zeros_like(right[1]))
     left, direction = right, solved(right)
@@ -233,12 +232,14 @@ def _dot(one: Weights, other: Weights) -> float:
 
 
 class PairFitter(LayerWeights):
-    """Refits a layer and its source."""
+    """A fitter that refits a layer together with its source, and writes changes that lower the error."""
 
-    def refit(self, layer: LayerCall, dense: Sample, running: Sample, steps: int) -> tuple[float, float] | None:
-        """Fit both, and write them where that is better; the error on held-out rows before and after.
+    def refit(
+        self, layer: LayerCall, dense: LayerSample, running: LayerSample, steps: int
+    ) -> tuple[float, float] | None:
+        """Fit both, write the change if it is better, and return the error on held-out rows before and after.
 
-        None where there is no constant to write to, or not what the second reads is what the first gives.
+        None if one of them has no constant to write to, or the second does not read exactly the first's output.
         """
         source = layer.source
         assert source is not None
@@ -256,8 +257,8 @@ class PairFitter(LayerWeights):
             self._add(layer, rows, (second - weights[1]).T.double())
         return before, after
 
-    def _pair(self, layer: LayerCall, dense: Sample, running: Sample, rows: Tensor) -> Pair:
-        """Return the windows in which both layers were looked at, in units of the end of the second's chain."""
+    def _pair(self, layer: LayerCall, dense: LayerSample, running: LayerSample, rows: Tensor) -> LayerPair:
+        """Return the windows in which both layers were sampled, in units of the end of the second's chain."""
         before, there = running.before, running.there
         assert layer.source is not None
         assert before is not None
@@ -276,7 +277,7 @@ class PairFitter(LayerWeights):
             return values.to(before.dtype).view(len(before), *sizes, -1).movedim(-1, 1)
 
         ends = shaped(rest), shaped(wanted)
-        return Pair(first, second, before, there.to(before), *ends, running.windows_fitted, layer.rectified)
+        return LayerPair(first, second, before, there.to(before), *ends, running.windows_fitted, layer.rectified)
 
     def _both(self, source: LayerCall, layer: LayerCall, hidden: Tensor, rows: Tensor) -> Weights:
         """Return weights and constants of both layers, in units of the ends of their chains."""
@@ -284,20 +285,15 @@ class PairFitter(LayerWeights):
         return self._whole(source, hidden).T.to(kind), self._whole(layer, rows).T.to(kind)
 
     def _whole(self, layer: LayerCall, rows: Tensor) -> Tensor:
-        """(o, d + 1) kept weights and the constant last, at the end of the chain."""
+        """Return the kept weights and the constant last, (o, d + 1), in units of the end of the chain."""
         scale, offset = self._affine(self._modules, layer, rows)
         weight = scale[:, None] * self._weight(layer, rows, self._index(layer, 1))
         bias = 0.0 if layer.bias is None else self._tensors[layer.bias].detach()[rows].double()
-        return with_last(weight, scale * bias + offset)
+        return torch.cat([weight, (scale * bias + offset)[:, None]], 1)
 
     def _add(self, layer: LayerCall, rows: Tensor, change: Tensor) -> None:
-        """Add (o, d + 1) at the end of the chain, where the chain has a factor."""
+        """Add a change, (o, d + 1) in units of the end of the chain, to outputs whose chain has a factor."""
         scale = self._affine(self._modules, layer, rows)[0]
         usable = scale.abs() > FLAT * scale.abs().max()
         found = change[usable] / scale[usable][:, None]
-        self._write(layer, rows[usable], self._index(layer, 1), Change(found[:, :-1], found[:, -1]))
-
-
-def with_last(matrix: Tensor, column: Tensor) -> Tensor:
-    """Return a matrix with one more column."""
-    return torch.cat([matrix, column[:, None]], 1)
+        self._write(layer, rows[usable], self._index(layer, 1), WeightChange(found[:, :-1], found[:, -1]))

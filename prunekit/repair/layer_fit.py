@@ -1,4 +1,4 @@
-"""Sets up each layer's fit from what the dense and the running model give, and writes what it found."""
+"""The fit of one layer after another, from samples of the dense and the running model."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor, nn
 
 from prunekit.planning.plan import Plan
 from prunekit.repair.joint_fit import PairFitter
-from prunekit.repair.layer_samples import Sample
-from prunekit.repair.layer_walk import LayerWeights
+from prunekit.repair.layer_samples import LayerSample
+from prunekit.repair.layer_weights import LayerWeights
 from prunekit.repair.least_squares import (
     FLAT,
     MOST_GROUPS,
     NEGLIGIBLE,
-    Change,
+    FitProblem,
     GroupedProblem,
-    Problem,
+    WeightChange,
     best_of,
     bias_compensation,
     chunks,
@@ -36,7 +36,7 @@ from prunekit.statistics.layers.patches import apply_weight
 
 
 class LayerFitter(LayerWeights):
-    """Refits one layer after another.
+    """A fitter that refits one layer after another, and writes changes that lower the error.
 
     Args:
         original: the dense model.
@@ -47,36 +47,39 @@ class LayerFitter(LayerWeights):
 
     def __init__(self, original: nn.Module, masked: nn.Module, plan: Plan, settings: RepairSettings) -> None:
         super().__init__(original, masked, plan)
-        self.done: list[LayerRepair] = []
+        self.reports: list[LayerRepair] = []
         self._settings = settings
         self._pairs = PairFitter(original, masked, plan)
 
-    def refit(self, layer: LayerCall, dense: Sample | None, running: Sample | None) -> None:
-        """Fit a layer, group by group where it is a grouped convolution, and write what is better.
+    def refit(self, layer: LayerCall, dense: LayerSample | None, running: LayerSample | None) -> None:
+        """Fit a layer, group by group if it is a grouped convolution, and write what lowers the error.
 
         Args:
-            dense: what the dense layer gives.
-            running: what the layer reads now, and what will be added to its output.
+            layer: that is fitted.
+            dense: a sample of the dense model's outputs.
+            running: a sample of the running model's inputs, and of the other summand of its output.
         """
         if dense is None or running is None:
-            self.done.append(LayerRepair(layer.weight, note="the model takes another path under masks"))
+            self.reports.append(LayerRepair(layer.weight, note="the model takes another path under masks"))
             return
         if not 0 < dense.fitted < sum(map(sum, dense.totals)):
-            self.done.append(LayerRepair(layer.weight, note="not read on these images"))
+            self.reports.append(LayerRepair(layer.weight, note="not read on these images"))
             return
         groups = kept_groups(layer, self._plan)
         if len(groups) > MOST_GROUPS and self._settings.fit == "patch":
-            self.done.append(self._many_groups(layer, dense, running, len(groups)))
+            self.reports.append(self._fit_many_groups(layer, dense, running, len(groups)))
             return
-        found = [self._part(layer, dense, running, group, place) for place, group in enumerate(groups)]
+        found = [self._fit_group(layer, dense, running, group, place) for place, group in enumerate(groups)]
         report = joined(layer.weight, [part for part in found if part is not None])
         if running.before is not None:
-            report = self._with_source(layer, dense, running, report)
+            report = self._fit_with_source(layer, dense, running, report)
         if layer.selected and report.applied and not report.note:
             report = replace(report, note="at what values select in the dense model")
-        self.done.append(report)
+        self.reports.append(report)
 
-    def _with_source(self, layer: LayerCall, dense: Sample, running: Sample, report: LayerRepair) -> LayerRepair:
+    def _fit_with_source(
+        self, layer: LayerCall, dense: LayerSample, running: LayerSample, report: LayerRepair
+    ) -> LayerRepair:
         """Fit a layer once more, together with the one before it."""
         errors = self._pairs.refit(layer, dense, running, self._settings.joint_steps)
         if errors is None or not errors[1] < errors[0]:
@@ -84,7 +87,7 @@ class LayerFitter(LayerWeights):
         after = report.after * errors[1] / errors[0]
         return replace(report, applied=self._settings.fit, after=after, note="together with the layer before it")
 
-    def _many_groups(self, layer: LayerCall, sample: Sample, running: Sample, groups: int) -> LayerRepair:
+    def _fit_many_groups(self, layer: LayerCall, sample: LayerSample, running: LayerSample, groups: int) -> LayerRepair:
         """Fit many small groups at once."""
         assert sample.outputs is not None
         rows, columns = self._index(layer, 0), self._index(layer, 1)
@@ -95,12 +98,12 @@ class LayerFitter(LayerWeights):
             problem = self._grouped_problem(layer, sample, running, some, columns, part)
             change = grouped_least_squares(problem, self._settings.ridge, self._settings.rectified_steps)
             weight, bias = change.weight.flatten(0, 1), change.bias.flatten()
-            self._write(layer, some.flatten(), columns, Change(weight, bias))
+            self._write(layer, some.flatten(), columns, WeightChange(weight, bias))
             found.append(change)
         return grouped_report(layer.weight, found)
 
     def _grouped_problem(
-        self, layer: LayerCall, sample: Sample, running: Sample, rows: Tensor, columns: Tensor, part: slice
+        self, layer: LayerCall, sample: LayerSample, running: LayerSample, rows: Tensor, columns: Tensor, part: slice
     ) -> GroupedProblem:
         """Return the fit of some groups; `rows` are their outputs, (g, o)."""
         assert running.inputs is not None
@@ -126,8 +129,10 @@ class LayerFitter(LayerWeights):
         biased = layer.bias is not None or layer.norm is not None
         return GroupedProblem(inputs, now, wanted, scale, sample.fitted, layer.rectified, biased)
 
-    def _part(self, layer: LayerCall, sample: Sample, running: Sample, group: int, place: int) -> LayerRepair | None:
-        rows, columns = self._kept(layer, group)
+    def _fit_group(
+        self, layer: LayerCall, sample: LayerSample, running: LayerSample, group: int, place: int
+    ) -> LayerRepair | None:
+        rows, columns = self._kept_indices(layer, group)
         if not len(columns):
             return None
         if layer.norm is None and self._settings.fit == "batchnorm":
@@ -136,13 +141,13 @@ class LayerFitter(LayerWeights):
         rows = rows[usable]
         if not len(rows):
             return LayerRepair(layer.weight, note="the norm behind it has no factor but 0")
-        spread = _spread(problem.wanted)
+        spread = _variance(problem.wanted)
         before = problem.error()
         if before <= NEGLIGIBLE * spread:
             return LayerRepair(layer.weight, note=SAME)
         if not bool(problem.now.isfinite().all()):
             return LayerRepair(layer.weight, note="NaN or Inf under masks")
-        change, how = self._change(layer, problem, sample, rows, columns)
+        change, how = self._fitted(layer, problem, sample, rows, columns)
         chosen, before, after = best_of(problem, change)
         note = "" if change.rank == change.columns + problem.biased or not change.columns else (
             f"its inputs span {change.rank} of {change.columns + problem.biased} dimensions"
@@ -162,16 +167,16 @@ class LayerFitter(LayerWeights):
             note,
         )
 
-    def _kept(self, layer: LayerCall, group: int) -> tuple[Tensor, Tensor]:
-        """Kept rows of a group, counted over all groups, and kept columns of the weight."""
+    def _kept_indices(self, layer: LayerCall, group: int) -> tuple[Tensor, Tensor]:
+        """Return the kept rows of a group, counted over all groups, and the kept columns of the weight."""
         rows, columns = self._index(layer, 0), self._index(layer, 1)
         size = self._plan.channel_map.shapes[layer.weight][layer.axes[0]] // layer.geometry.groups
         return rows[rows // size == group], columns
 
     def _problem(
-        self, layer: LayerCall, sample: Sample, running: Sample, rows: Tensor, columns: Tensor, place: int
-    ) -> tuple[Problem, Tensor]:
-        """Return the layer's fit, and which of its rows have a factor in the norm to speak of."""
+        self, layer: LayerCall, sample: LayerSample, running: LayerSample, rows: Tensor, columns: Tensor, place: int
+    ) -> tuple[FitProblem, Tensor]:
+        """Return the layer's fit, and bool for each row: whether its factor in the norm is large enough."""
         assert running.inputs is not None
         assert sample.outputs is not None
         scale, offset = self._affine(self._modules, layer, rows)
@@ -186,30 +191,31 @@ class LayerFitter(LayerWeights):
             now = now + running.others[:, rows].double()
             wanted = wanted + sample.others[:, rows].double()
         biased = layer.bias is not None or layer.norm is not None
-        return Problem(inputs, now, wanted, scale, sample.fitted, layer.rectified, biased), usable
+        return FitProblem(inputs, now, wanted, scale, sample.fitted, layer.rectified, biased), usable
 
     def _outputs(self, layer: LayerCall, inputs: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         outputs = apply_weight(inputs, self._weight(layer, rows, columns).T)
         return outputs if layer.bias is None else outputs + self._tensors[layer.bias].detach()[rows].double()
 
-    def _change(
-        self, layer: LayerCall, problem: Problem, sample: Sample, rows: Tensor, columns: Tensor
-    ) -> tuple[Change, str]:
-        """Return the change that the settings ask for, and what it is called."""
+    def _fitted(
+        self, layer: LayerCall, problem: FitProblem, sample: LayerSample, rows: Tensor, columns: Tensor
+    ) -> tuple[WeightChange, str]:
+        """Return the change by the fit that the settings name, and that name."""
         fit, settings = self._settings.fit, self._settings
         if fit == "bias":
             return bias_compensation(problem), fit
         if fit == "moments":
             return moment_matching(problem, self._weight(layer, rows, columns)), fit
         if fit == "batchnorm":
-            return matched(problem, self._weight(layer, rows, columns), *self._normal(layer, rows)), fit
+            return matched(problem, self._weight(layer, rows, columns), *self._norm_statistics(layer, rows)), fit
         if sample.centers is not None:
             return self._by_channels(layer, problem, sample, rows, columns), "channel"
         return least_squares(problem, settings.ridge, settings.rectified_steps), "patch"
 
-    def _normal(self, layer: LayerCall, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean and deviation at the end of the chain, without its constants, of outputs as the norm
-        expects them.
+    def _norm_statistics(self, layer: LayerCall, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean and deviation of the outputs as the norm's statistics have them, at the end of the chain.
+
+        They are without the chain's constants.
         """
         assert layer.norm is not None
         norm = self._modules[layer.norm]
@@ -218,7 +224,9 @@ class LayerFitter(LayerWeights):
         bias = 0.0 if layer.bias is None else self._tensors[layer.bias].detach()[rows].double()
         return scale * (mean - bias), scale.abs() * variance.sqrt()
 
-    def _by_channels(self, layer: LayerCall, problem: Problem, sample: Sample, rows: Tensor, columns: Tensor) -> Change:
+    def _by_channels(
+        self, layer: LayerCall, problem: FitProblem, sample: LayerSample, rows: Tensor, columns: Tensor
+    ) -> WeightChange:
         assert sample.centers is not None
         shape = layer.matrix(self._dense[layer.weight]).shape
         group = int(rows[0]) // (shape[0] // layer.geometry.groups) if len(rows) else 0
@@ -228,12 +236,10 @@ class LayerFitter(LayerWeights):
         whole = layer.matrix(self._dense[layer.weight].detach())[rows].double().reshape(len(rows), shape[1], taps)
         weight, bias = substitution(kept, dense, whole, columns, self._settings.ridge)
         change = weight.flatten(1) - self._weight(layer, rows, columns)
-        return Change(change, bias if problem.biased else torch.zeros_like(bias), len(columns), len(columns) + 1)
+        return WeightChange(change, bias if problem.biased else torch.zeros_like(bias), len(columns), len(columns) + 1)
 
 
-def _spread(wanted: Tensor) -> float:
-    """Return what errors of (N, o) outputs are a share of: their variance, or their mean square if they are
-    constant.
-    """
+def _variance(wanted: Tensor) -> float:
+    """Return the variance of (N, o) outputs, or their mean square if they are constant."""
     spread = float(wanted.var(0).mean()) or float(wanted.square().mean())
     return max(spread, torch.finfo(torch.float64).tiny)

@@ -1,10 +1,4 @@
-"""What a layer reads and gives at sampled positions, gathered over batches in passes that stop there.
-
-Windows of images in which two layers, one behind the other, are looked at together.
-
-All positions of a window share what the first layer computes in it: to compute that for scattered positions one by one
-takes as many times longer as the second layer has taps.
-"""
+"""Samples of a layer's inputs and outputs, gathered over batches in passes that stop at the layer."""
 
 from __future__ import annotations
 
@@ -17,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from prunekit.repair.memory_budget import Lifetimes
-from prunekit.repair.resumable_forward import DivergedError, Kept, ResumableRun
-from prunekit.repair.validation import Batch
+from prunekit.repair.held_out_images import Batch
+from prunekit.repair.resumable_forward import DivergedError, PassState, ResumableRun
+from prunekit.repair.tensor_lifetimes import Lifetimes
 from prunekit.statistics.layers.layer_graph import LayerGraph, calls_by_weight, find_layer_graph
 from prunekit.statistics.layers.linear_layers import FunctionCall, LayerCall
 from prunekit.statistics.layers.patches import PatchGeometry, sample_rows, with_strides_of
@@ -37,17 +31,20 @@ def convolving(reading: PatchGeometry) -> PatchGeometry:
 
 
 @dataclass(frozen=True, eq=False)
-class Windows:
-    """One window of the second layer's output in each of N samples, all of one size.
+class SampleWindows:
+    """Windows of the output of two layers in a row: one in each of N samples, all of one size.
 
-    A linear layer's samples are its rows, and have one position.
+    All positions of a window share what the first layer computes in it: computing that for scattered positions one by
+    one takes longer by a factor of the second layer's taps. A linear layer's samples are its rows, with one position.
 
     Attributes:
-        first, second: how the layers read.
-        made, outputs: spatial sizes of what the first gives, and of what the second does.
-        size: of a window, positions of the second's output along each axis.
-        samples: (N,) which.
-        starts: (N, axes) where each begins.
+        first: how the first layer reads its input.
+        second: how the second layer reads the first's output.
+        made: spatial sizes of the first's output.
+        outputs: spatial sizes of the second's output.
+        size: positions of the second's output in a window, along each axis.
+        samples: (N,) indices of the samples.
+        starts: (N, axes) where each window begins.
     """
 
     first: PatchGeometry
@@ -67,13 +64,15 @@ class Windows:
         each: float,
         seed: int,
         among: Tensor | None = None,
-    ) -> Windows:
-        """Return the windows of one size whatever the number of images.
+    ) -> SampleWindows:
+        """Draw samples and windows in them; the size does not depend on the number of images.
 
         Args:
+            first: how the first layer reads its input.
+            second: how the second layer reads the first's output.
             inputs: of the first layer; an image may have several samples for a linear layer.
-            each: positions of the second's output for each image, at most; below 1 for not every image.
-            seed: of samples and places.
+            each: positions of the second's output for each image, at most; below 1 if not every image has a window.
+            seed: of samples and windows.
             among: (N,) samples that may be drawn; None: all.
         """
         made = first.spatial(inputs)
@@ -87,14 +86,14 @@ class Windows:
         return cls(first, second, made, outputs, size, samples.to(inputs.device), at.to(inputs.device))
 
     def rows(self) -> Tensor:
-        """(N * positions,) which rows of the second's output they are, window by window."""
+        """Return the indices of their rows in the second's output, (N * positions,), window by window."""
         found = self.samples.view(-1, *[1] * len(self.size))
         for i, (size, total) in enumerate(zip(self.size, self.outputs, strict=True)):
             found = found * total + self._along(i, self.starts[:, i], size)
         return found.flatten()
 
     def inputs(self, inputs: Tensor) -> Tensor:
-        """(N, channels, ...): what the first layer reads of them, with all padding that either layer puts there."""
+        """Return the first layer's inputs in the windows, (N, channels, ...), with the padding of both layers."""
         if not self.size:
             return inputs.reshape(-1, inputs.shape[-1])[self.samples][:, :, None]
         pads = [p + s * q for p, s, q in zip(self.first.padding, self.first.stride, self.second.padding, strict=True)]
@@ -107,7 +106,7 @@ class Windows:
         return padded[tuple(where)].movedim(-1, 1)
 
     def there(self) -> Tensor:
-        """(N, 1, ...): False where what the second layer reads of them is padding."""
+        """Return bool (N, 1, ...), False where the second layer reads padding."""
         shape = len(self.samples), *[1] * max(1, len(self.size))
         found = torch.ones(shape, dtype=torch.bool, device=self.samples.device)
         for i, (size, total) in enumerate(zip(self._hidden(), self.made, strict=True)):
@@ -116,21 +115,21 @@ class Windows:
         return found[:, None]
 
     def _hidden(self) -> Sizes:
-        """Spatial sizes of what the second layer reads of a window."""
+        """Return the spatial sizes of the second layer's input in a window."""
         second = self.second
         axes = zip(self.size, second.kernel, second.stride, second.dilation, strict=True)
         return tuple((m - 1) * step + wide * (k - 1) + 1 for m, k, step, wide in axes)
 
     def _along(self, axis: int, starts: Tensor, size: int) -> Tensor:
-        """(N, 1.., size, ..1) positions along an axis."""
+        """Return positions along an axis, (N, 1.., size, ..1)."""
         shape = [1] * len(self.size)
         shape[axis] = size
         positions = torch.arange(size, device=starts.device)
         return starts.view(-1, *[1] * len(self.size)) + positions.view(shape)
 
 
-class SourceAim(NamedTuple):
-    """What is taken of the layer before: some input channels, in windows of the aimed layer's output, see `Windows`."""
+class SourceRequest(NamedTuple):
+    """A request for some input channels of the layer before, in `SampleWindows` of the requested layer's output."""
 
     layer: LayerCall
     each: float
@@ -138,17 +137,17 @@ class SourceAim(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Aim:
-    """What a pass takes of a layer.
+class SampleRequest:
+    """A request for a sample of a layer.
 
     Attributes:
-        layer: which.
-        rows: how many positions of its output to fit on, over all of its calls.
-        channels: of its input whose patches are taken; None: no patches.
-        centers: whether the whole input is taken at the centers of the patches.
-        outputs: whether what the layer gives is taken.
-        source: of the layer before, and of this one's ends in the same windows; None: nothing.
-        calls: those of the layer's weight in the pass; empty: the layer's own.
+        layer: that is sampled.
+        rows: number of positions of its output to fit on, over all of its calls.
+        channels: of its input whose patches are sampled; None: no patches.
+        centers: whether the whole input is sampled at the centers of the patches.
+        outputs: whether the layer's output is sampled.
+        source: request for the layer before, and for this layer's outputs in the same windows; None: neither.
+        calls: of the layer's weight in the pass; empty: the layer's own.
     """
 
     layer: LayerCall
@@ -156,19 +155,19 @@ class Aim:
     channels: Tensor | None = None
     centers: bool = False
     outputs: bool = False
-    source: SourceAim | None = None
+    source: SourceRequest | None = None
     calls: tuple[LayerCall, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
-class Route:
+class PassRoute:
     """The calls that a model makes in a pass over one batch.
 
     Attributes:
-        names: of all of them.
+        names: of all calls.
         layers: the calls of each weight.
-        lifetimes: how long results are needed.
-        cuts: for each step of a walk the number of the call from which passes go on to it.
+        lifetimes: of the tensors in the pass.
+        cuts: for each step of a walk the number of the call from which its passes continue.
     """
 
     names: tuple[str, ...]
@@ -177,33 +176,34 @@ class Route:
     cuts: Sequence[int]
 
     def stop(self, weight: str) -> int:
-        """Return the number of the call before which all is there that a layer is fitted to."""
+        """Return the number of the call before which a layer's targets are all computed."""
         return max((call.ready for call in self.layers.get(weight, ())), default=0)
 
-    def aimed(self, aim: Aim) -> Aim:
-        """Return an aim at the layer's calls in this pass."""
-        source = aim.source
+    def routed(self, request: SampleRequest) -> SampleRequest:
+        """Return a request with the layer's calls in this pass."""
+        source = request.source
         if source is not None:
             before = self.layers.get(source.layer.weight)
             source = None if before is None else source._replace(layer=before[0])
-        return replace(aim, calls=self.layers.get(aim.layer.weight, ()), source=source)
+        return replace(request, calls=self.layers.get(request.layer.weight, ()), source=source)
 
 
 @dataclass(frozen=True, eq=False)
-class Sample:
+class LayerSample:
     """A layer at N sampled rows: those to fit on first, then those of held-out images.
 
     Attributes:
-        fitted: how many of them are for fitting.
+        fitted: number of rows to fit on.
         inputs: (N, channels * taps) patches that the layer reads.
         outputs: (N, output channels) of the layer itself.
         others: (N, output channels) of the other summand, where the layer's output is added to something.
         centers: (N, input channels) at the middle of each patch.
-        before: (n, d, ...) what the layer before it reads in n windows, see `Windows.inputs`; None: nothing was taken.
-        there: (n, 1, ...) False where what the layer reads in them is padding.
-        window_outputs, window_others: (n * positions, output channels) as `outputs` and `others`, in the windows.
-        windows_fitted: how many of the windows are for fitting.
-        totals: how many rows each call has of which those are drawn, batch by batch.
+        before: (n, d, ...) inputs of the layer before it in n windows, see `SampleWindows.inputs`; None: not sampled.
+        there: (n, 1, ...) False where the layer reads padding in the windows.
+        window_outputs: (n * positions, output channels) as `outputs`, in the windows.
+        window_others: the same of `others`.
+        windows_fitted: number of windows to fit on.
+        totals: number of rows of each call from which those are drawn, batch by batch.
     """
 
     fitted: int
@@ -220,15 +220,20 @@ class Sample:
 
 
 @dataclass(eq=False)
-class _Seen:
-    """One call of a layer, as far as a pass has come.
+class _CallSample:
+    """The sample of one call of a layer, as far as a pass has come.
 
     Attributes:
         layer: the call.
-        number: among those of its weight.
-        share: of the rows of all of them.
-        taken: by the names of a `Sample`'s tensors.
+        number: among the calls of its weight.
+        share: of the rows of all these calls.
+        taken: tensors by their names in `LayerSample`.
         total: rows of the call.
+        other: the other summand.
+        rows: indices of the sampled rows of the output.
+        windows: indices of its rows in windows.
+        places: for each value of the result so far, its index in the layer's output.
+        shape: of the layer's output.
     """
 
     layer: LayerCall
@@ -244,10 +249,10 @@ class _Seen:
 
 
 class LayerPass(ResumableRun):
-    """Takes what a layer reads and gives in one pass after another.
+    """Passes of a model, each of which samples a layer.
 
     Attributes:
-        taken: in the last pass, by the names of a `Sample`'s tensors, call after call; empty where there was none.
+        taken: tensors of the last pass by their names in `LayerSample`, call after call; empty if it made none.
         totals: rows of each call.
     """
 
@@ -256,140 +261,145 @@ class LayerPass(ResumableRun):
         self.taken: dict[str, Tensor] = {}
         self.totals: tuple[int, ...] = ()
         self._norm_paths = tuple(norms)
-        self._aim: Aim | None = None
+        self._request: SampleRequest | None = None
         self._batch: Batch | None = None
-        self._aimed: list[_Seen] = []
+        self._samples: list[_CallSample] = []
 
     def survey(self, batch: Batch) -> LayerGraph:
-        """Find the calls of a pass over a batch, and how long results are needed in it."""
+        """Return the calls of a pass over a batch, and learn the lifetimes of its tensors."""
         self.learn(batch.inputs)
         return find_layer_graph(self._model, map_tensors(batch.inputs, torch.clone), self._norm_paths)
 
-    def take(self, aim: Aim, batch: Batch, kept: Kept | None, keep_at: int, stop_at: int) -> Kept | None:
-        """Return one pass over a batch, see `ResumableRun.run`.
+    def take(
+        self, request: SampleRequest, batch: Batch, kept: PassState | None, keep_at: int, stop_at: int
+    ) -> PassState | None:
+        """Sample a layer in one pass over a batch, see `ResumableRun.run`.
 
         Raises:
-            DivergedError: a call of the layer was not made as it was expected.
+            DivergedError: a call of the layer was not made as expected.
         """
-        calls = aim.calls or (aim.layer,)
+        calls = request.calls or (request.layer,)
         total = sum(call.rows for call in calls) or 1
-        self._aimed = [_Seen(call, i, call.rows / total if len(calls) > 1 else 1.0) for i, call in enumerate(calls)]
-        self._aim, self._batch, self.taken = aim, batch, {}
+        self._samples = [
+            _CallSample(call, i, call.rows / total if len(calls) > 1 else 1.0) for i, call in enumerate(calls)
+        ]
+        self._request, self._batch, self.taken = request, batch, {}
         try:
             found = self.run(batch.inputs, kept, keep_at, stop_at)
-            self.totals = tuple(seen.total for seen in self._aimed)
-            names = list(self._aimed[0].taken)
-            if not names or any(set(seen.taken) != set(names) for seen in self._aimed):
+            self.totals = tuple(sample.total for sample in self._samples)
+            names = list(self._samples[0].taken)
+            if not names or any(set(sample.taken) != set(names) for sample in self._samples):
                 raise DivergedError
-            self.taken = {name: _joined([seen.taken.pop(name) for seen in self._aimed]) for name in names}
+            self.taken = {name: _concatenated([sample.taken.pop(name) for sample in self._samples]) for name in names}
             return found
         finally:
-            self._aim, self._aimed = None, []
+            self._request, self._samples = None, []
 
     def before(self, call: FunctionCall) -> None:
-        """Take what the layer reads, and the other summand before it may be written to."""
-        for seen in self._aimed:
-            self._before(call, seen)
+        """Sample the layer's input, and the other summand before it may be written to."""
+        for sample in self._samples:
+            self._before(call, sample)
 
-    def _before(self, call: FunctionCall, seen: _Seen) -> None:
-        aim, layer = self._aim, seen.layer
-        assert aim is not None
-        if aim.source is not None and call.number == aim.source.layer.call:
+    def _before(self, call: FunctionCall, sample: _CallSample) -> None:
+        request, layer = self._request, sample.layer
+        assert request is not None
+        if request.source is not None and call.number == request.source.layer.call:
             operands = self.operands(call)
-            if operands is not None and operands.weight == aim.source.layer.weight:
-                self._read_before(seen, aim.source, operands.inputs)
+            if operands is not None and operands.weight == request.source.layer.weight:
+                self._sample_source(sample, request.source, operands.inputs)
         if call.number == layer.call:
             operands = self.operands(call)
             if operands is not None and operands.weight == layer.weight:
-                self._read(aim, seen, self.real(operands.inputs))
-        if call.number == layer.ready and seen.other is not None and seen.rows is not None:
-            other = self.real(seen.other)
-            self._take_rows("others", other if seen.places is None else self._landed(seen, other), seen)
+                self._sample_inputs(request, sample, self.real(operands.inputs))
+        if call.number == layer.ready and sample.other is not None and sample.rows is not None:
+            other = self.real(sample.other)
+            self._sample_output(
+                "others", other if sample.places is None else self._in_output_layout(sample, other), sample
+            )
 
-    def _read(self, aim: Aim, seen: _Seen, inputs: Tensor) -> None:
-        reading = seen.layer.geometry
+    def _sample_inputs(self, request: SampleRequest, sample: _CallSample, inputs: Tensor) -> None:
+        reading = sample.layer.geometry
         spatial = reading.spatial(inputs)
-        seen.total = reading.rows_of(inputs)
-        seen.rows = rows = self._sampled(aim, seen, inputs).to(inputs.device)
-        if aim.channels is not None:
-            seen.taken["inputs"] = reading.patches(reading.channels(inputs, aim.channels), rows, spatial)
-        if aim.centers:
-            seen.taken["centers"] = reading.centers(inputs, rows, spatial)
+        sample.total = reading.rows_of(inputs)
+        sample.rows = rows = self._row_indices(request, sample, inputs).to(inputs.device)
+        if request.channels is not None:
+            sample.taken["inputs"] = reading.patches(reading.channels(inputs, request.channels), rows, spatial)
+        if request.centers:
+            sample.taken["centers"] = reading.centers(inputs, rows, spatial)
 
-    def _sampled(self, aim: Aim, seen: _Seen, inputs: Tensor) -> Tensor:
+    def _row_indices(self, request: SampleRequest, sample: _CallSample, inputs: Tensor) -> Tensor:
         assert self._batch is not None
-        reading, count = seen.layer.geometry, max(1, round(aim.rows * self._batch.share * seen.share))
+        reading, count = sample.layer.geometry, max(1, round(request.rows * self._batch.share * sample.share))
         among = reading.counted(reading.positions_of(inputs), self._batch.counted)
-        return sample_rows(seen.total, count, self._seed(seen), among)
+        return sample_rows(sample.total, count, self._seed(sample), among)
 
-    def _seed(self, seen: _Seen) -> int:
-        """Return the same for a call in both models, whatever is called before it."""
-        assert self._aim is not None
+    def _seed(self, sample: _CallSample) -> int:
+        """Return a seed that is the same for a call in both models, whatever calls came before it."""
+        assert self._request is not None
         assert self._batch is not None
-        return self._aim.layer.call + 100_003 * self._batch.number + 1_000_003 * seen.number
+        return self._request.layer.call + 100_003 * self._batch.number + 1_000_003 * sample.number
 
-    def _read_before(self, seen: _Seen, source: SourceAim, inputs: Tensor) -> None:
-        """Windows of the layer's output are known before it is called, by shapes, which a blank has too."""
+    def _sample_source(self, sample: _CallSample, source: SourceRequest, inputs: Tensor) -> None:
+        """Sample the layer before in windows of the layer's output, whose shape is known before the layer is called."""
         assert self._batch is not None
         first, counted = source.layer.geometry, self._batch.counted
         among = None if first.kernel else first.counted(first.positions_of(inputs), counted)
-        windows = Windows.drawn(first, seen.layer.geometry, inputs, source.each, self._seed(seen), among)
-        seen.windows = windows.rows()
+        windows = SampleWindows.drawn(first, sample.layer.geometry, inputs, source.each, self._seed(sample), among)
+        sample.windows = windows.rows()
         if source.channels is not None:
             values = source.layer.geometry.channels(self.real(inputs), source.channels)
-            seen.taken |= {"before": windows.inputs(values), "there": windows.there()}
+            sample.taken |= {"before": windows.inputs(values), "there": windows.there()}
 
-    def _take_rows(self, name: str, values: Tensor, seen: _Seen) -> None:
-        """Of a tensor that lies as the layer's output does."""
-        assert seen.rows is not None
-        seen.taken[name] = seen.layer.geometry.outputs(values, seen.rows)
-        if seen.windows is not None:
-            seen.taken[f"window_{name}"] = seen.layer.geometry.outputs(values, seen.windows)
+    def _sample_output(self, name: str, values: Tensor, sample: _CallSample) -> None:
+        """Sample rows of a tensor in the layout of the layer's output."""
+        assert sample.rows is not None
+        sample.taken[name] = sample.layer.geometry.outputs(values, sample.rows)
+        if sample.windows is not None:
+            sample.taken[f"window_{name}"] = sample.layer.geometry.outputs(values, sample.windows)
 
-    def _landed(self, seen: _Seen, other: Tensor) -> Tensor:
-        """Return the other summand as the layer's output lies; 0 where of that nothing is left."""
-        assert seen.places is not None
-        landed = other.new_zeros(seen.shape.numel())
-        landed[seen.places.flatten()] = other.flatten()
-        return landed.view(seen.shape)
+    def _in_output_layout(self, sample: _CallSample, other: Tensor) -> Tensor:
+        """Return the other summand in the layout of the layer's output; 0 where none of the output is left."""
+        assert sample.places is not None
+        landed = other.new_zeros(sample.shape.numel())
+        landed[sample.places.flatten()] = other.flatten()
+        return landed.view(sample.shape)
 
     def after(self, call: FunctionCall, result: Any) -> None:
-        """Take what the layer gives, and hold the other summand."""
+        """Sample the layer's output, and hold the other summand."""
         if isinstance(result, Tensor):
-            for seen in self._aimed:
-                self._after(call, result, seen)
+            for sample in self._samples:
+                self._after(call, result, sample)
 
-    def _after(self, call: FunctionCall, result: Tensor, seen: _Seen) -> None:
-        aim, layer = self._aim, seen.layer
-        assert aim is not None
+    def _after(self, call: FunctionCall, result: Tensor, sample: _CallSample) -> None:
+        request, layer = self._request, sample.layer
+        assert request is not None
         if call.number == layer.other:
-            seen.other = result
-        if call.number == layer.call and seen.rows is not None:
-            if aim.outputs:
-                self._take_rows("outputs", result, seen)
+            sample.other = result
+        if call.number == layer.call and sample.rows is not None:
+            if request.outputs:
+                self._sample_output("outputs", result, sample)
             if layer.moves:
-                seen.shape = result.shape
-                seen.places = torch.arange(result.numel(), device=result.device).view(result.shape)
-        if call.number in layer.moves and seen.places is not None:
-            seen.places = call.function(with_strides_of(seen.places, call.args[0]), *call.args[1:], **call.named)
+                sample.shape = result.shape
+                sample.places = torch.arange(result.numel(), device=result.device).view(result.shape)
+        if call.number in layer.moves and sample.places is not None:
+            sample.places = call.function(with_strides_of(sample.places, call.args[0]), *call.args[1:], **call.named)
 
 
-class Gathering:
-    """One model over all batches, as far as it has run.
+class SampleGatherer:
+    """Samples of one layer after another over all batches, and how far the passes over each batch have come.
 
-    Another batch may make other calls, as one of more images does where a model loops over them: each has a route of
-    its own where the one that it is expected to take turns out to be wrong.
+    Batches may make different calls, as batches of different size do if a model loops over images: a batch that does
+    not take the expected route gets one of its own.
 
     Args:
         run: of the model.
         batches: those to fit on first.
-        fitted: how many these are.
-        cuts: of a walk, see `Route`, from the calls of each weight and how long results are needed.
-        found: the calls that all are expected to make, of which the run has learned how long their results are needed;
-            None: those of the first batch.
+        fitted: number of batches to fit on.
+        cuts: returns a walk's cuts, see `PassRoute`, from the calls of each weight and the lifetimes of tensors.
+        found: the expected calls, for which the run has learned lifetimes; None: those of the first batch.
 
     Attributes:
-        route: that all batches are expected to take.
+        route: the expected one.
     """
 
     def __init__(
@@ -401,27 +411,28 @@ class Gathering:
         found: LayerGraph | None = None,
     ) -> None:
         self._run, self._batches, self._fitted = run, batches, fitted
-        self._kept: list[Kept | None] = [None] * len(batches)
-        self._at = [0] * len(batches)
-        self._cuts, self._by_size = cuts, dict[int, Route]()
-        self.route = self._routed(run.survey(batches[0]) if found is None else found)
+        self._states: list[PassState | None] = [None] * len(batches)
+        self._saved_at = [0] * len(batches)
+        self._cuts, self._by_size = cuts, dict[int, PassRoute]()
+        self.route = self._route(run.survey(batches[0]) if found is None else found)
         self._routes = [self.route] * len(batches)
 
-    def _routed(self, found: LayerGraph) -> Route:
+    def _route(self, found: LayerGraph) -> PassRoute:
         layers = calls_by_weight(found.layers)
-        return Route(found.calls, layers, self._run.lifetimes, self._cuts(layers, self._run.lifetimes))
+        return PassRoute(found.calls, layers, self._run.lifetimes, self._cuts(layers, self._run.lifetimes))
 
-    def take(self, aim: Aim, step: int, *, ahead: bool = False) -> Sample | None:
-        """Return what the layer reads and gives; None where that is not the same in each pass.
+    def take(self, request: SampleRequest, step: int, *, ahead: bool = False) -> LayerSample | None:
+        """Return a sample over all batches; None unless each batch has the same tensors.
 
         Args:
-            step: of the walk, from whose cut the passes of later steps go on.
-            ahead: whether this pass goes on to there, and to what the layer gives.
+            request: for the sample.
+            step: of the walk, from whose cut the passes of later steps continue.
+            ahead: whether this pass runs to that cut, and to the layer's output.
         """
         parts: list[dict[str, Tensor]] = []
         totals: list[tuple[int, ...]] = []
         for i in range(len(self._batches)):
-            if not self._found(i, aim, step, ahead=ahead):
+            if not self._run_batch(i, request, step, ahead=ahead):
                 return None
             parts.append(self._run.taken)
             totals.append(self._run.totals)
@@ -431,59 +442,59 @@ class Gathering:
         fitting = [part for part in parts[: self._fitted] if part]
         counts = {name: sum(len(part[name]) for part in fitting) for name in names}
         rows = next(counts[name] for name in ("inputs", "outputs", "centers") if name in counts)
-        tensors = {name: _joined([part.pop(name) for part in parts if part]) for name in names}
-        return Sample(rows, **tensors, windows_fitted=counts.get("before", 0), totals=tuple(totals))
+        tensors = {name: _concatenated([part.pop(name) for part in parts if part]) for name in names}
+        return LayerSample(rows, **tensors, windows_fitted=counts.get("before", 0), totals=tuple(totals))
 
-    def _found(self, i: int, aim: Aim, step: int, *, ahead: bool) -> bool:
-        """Run a batch: from where it was kept, from its start, by the route of others of its size, or by its own."""
-        for attempt in (self._same, self._restarted, self._as_others, self._surveyed):
+    def _run_batch(self, i: int, request: SampleRequest, step: int, *, ahead: bool) -> bool:
+        """Run a batch: from its saved state, from its start, by the route of others of its size, or by its own."""
+        for attempt in (self._continue, self._restart, self._take_known_route, self._find_route):
             if attempt(i):
                 try:
-                    self._pass(i, aim, step, ahead=ahead)
+                    self._pass(i, request, step, ahead=ahead)
                 except DivergedError:
                     continue
                 return True
-        self._restarted(i)
+        self._restart(i)
         return False
 
-    def _pass(self, i: int, aim: Aim, step: int, *, ahead: bool) -> None:
+    def _pass(self, i: int, request: SampleRequest, step: int, *, ahead: bool) -> None:
         run, batch, route = self._run, self._batches[i], self._routes[i]
         run.lifetimes, run.expected, run.taken, run.totals = route.lifetimes, route.names, {}, ()
-        keep_at, stop_at = route.cuts[step], route.stop(aim.layer.weight)
+        keep_at, stop_at = route.cuts[step], route.stop(request.layer.weight)
         stop_at = max(stop_at + 1, keep_at) if ahead else stop_at
-        if aim.layer.weight not in route.layers:
+        if request.layer.weight not in route.layers:
             return
-        kept, self._kept[i] = self._kept[i], None
-        now = 0 if keep_at == self._at[i] else keep_at
-        found = run.take(route.aimed(aim), batch, kept, now, stop_at)
+        kept, self._states[i] = self._states[i], None
+        now = 0 if keep_at == self._saved_at[i] else keep_at
+        found = run.take(route.routed(request), batch, kept, now, stop_at)
         if kept is not None and not all(bool(part.isfinite().all()) for part in run.taken.values()):
-            raise DivergedError  # perhaps of a blank that something read where nobody looks
-        self._kept[i], self._at[i] = found, keep_at
+            raise DivergedError  # perhaps of a blank that was read where reads are not tracked
+        self._states[i], self._saved_at[i] = found, keep_at
 
-    def _same(self, i: int) -> bool:
+    def _continue(self, i: int) -> bool:
         return True
 
-    def _restarted(self, i: int) -> bool:
-        self._kept[i], before, self._at[i] = None, self._at[i], 0
+    def _restart(self, i: int) -> bool:
+        self._states[i], before, self._saved_at[i] = None, self._saved_at[i], 0
         return before > 0
 
-    def _as_others(self, i: int) -> bool:
+    def _take_known_route(self, i: int) -> bool:
         known = self._by_size.get(sample_count(self._batches[i].inputs))
-        self._restarted(i)
+        self._restart(i)
         if known is None or known is self._routes[i]:
             return False
         self._routes[i] = known
         return True
 
-    def _surveyed(self, i: int) -> bool:
-        self._restarted(i)
+    def _find_route(self, i: int) -> bool:
+        self._restart(i)
         batch = self._batches[i]
-        self._routes[i] = self._by_size[sample_count(batch.inputs)] = self._routed(self._run.survey(batch))
+        self._routes[i] = self._by_size[sample_count(batch.inputs)] = self._route(self._run.survey(batch))
         return True
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    """Concatenate tensors, each freed as soon as it is copied."""
+def _concatenated(parts: list[Tensor]) -> Tensor:
+    """Concatenate tensors, and free each as soon as it is copied."""
     if len(parts) == 1:
         return parts[0]
     whole = parts[0].new_empty(sum(len(part) for part in parts), *parts[0].shape[1:])

@@ -1,7 +1,4 @@
-"""Fits of one layer's weights to what the dense layer computes: pure functions over sampled rows.
-
-Least squares for convolutions of many small groups, depthwise ones above all: each group has few unknowns.
-"""
+"""Least squares and other fits of one layer's weights to the dense outputs: pure functions over sampled rows."""
 
 from __future__ import annotations
 
@@ -15,28 +12,28 @@ from prunekit.repair.repair_report import SAME, LayerRepair
 from prunekit.statistics.layers.patches import apply_weight, gram, mean_products, with_constant
 
 RIDGES = (1, 10, 100)
-"""Multiples of the ridge that are tried: the error on held-out rows chooses."""
+"""Multiples of the ridge that are tried; the one with the least error on held-out rows is used."""
 EXACT_RANK = 2048
-"""Columns up to which a Gram matrix's rank is taken from its eigenvalues: beyond, they take longer than the fit."""
+"""Columns up to which a Gram matrix's rank comes from its eigenvalues, which take longer than the fit beyond."""
 
 NEGLIGIBLE = 1e-10
-"""Error, as a share of the variance, below which a layer computes what the dense one does."""
+"""Error, as a share of the variance, below which a layer counts as equal to the dense one."""
 FLAT = 1e-6
-"""Outputs whose factor in the norm is below this share of the largest one's say nothing about their weights."""
+"""Share of the norm's largest factor below which an output does not determine its weights."""
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
-    """One layer at N sampled rows: the kept inputs, what comes out at the end of its chain, and what should.
+class FitProblem:
+    """A fit of one layer at N sampled rows: its kept inputs, the end of its chain, and the target there.
 
-    The chain is `scale * output + whatever follows`: a BatchNorm in eval mode, and a sum with a shortcut.
+    The chain is `scale * output + offset`, for a BatchNorm in eval mode and a sum with a shortcut.
 
     Attributes:
-        inputs: (N, d) kept columns of what the layer reads.
-        now: (N, o) the end of the chain with the weights as they are, float64.
-        wanted: (N, o) what the dense network has there, float64.
+        inputs: (N, d) kept columns of the layer's inputs.
+        now: (N, o) the end of the chain with the present weights, float64.
+        wanted: (N, o) the same in the dense network, float64.
         scale: (o,) derivative of the chain, float64.
-        fitted: number of rows to fit on; the rest judge.
+        fitted: number of rows to fit on; the rest are held out.
         rectified: whether only the positive part of it is used.
         biased: whether there is a bias to write to, its own or the norm's.
     """
@@ -50,19 +47,23 @@ class Problem:
     biased: bool = True
 
     def error(self) -> float:
-        """Return the mean squared error over held-out rows of what the next layers see."""
+        """Return the mean squared error of the next layers' input over held-out rows."""
         return _error(self.now[self.fitted :], self.wanted[self.fitted :], rectified=self.rectified)
 
 
 def _error(got: Tensor, wanted: Tensor, *, rectified: bool) -> float:
+    return float(_squared_errors(got, wanted, rectified=rectified).mean())
+
+
+def _squared_errors(got: Tensor, wanted: Tensor, *, rectified: bool) -> Tensor:
     if rectified:
         got, wanted = got.clamp(min=0), wanted.clamp(min=0)
-    return float((got - wanted).square().mean())
+    return (got - wanted).square()
 
 
 @dataclass(frozen=True, eq=False)
-class Change:
-    """A change of a layer's weights, (o, d), and of its bias before the norm, (o,); and how it was found."""
+class WeightChange:
+    """A change of a layer's weights, (o, d), and of its bias before the norm, (o,), with figures of the fit."""
 
     weight: Tensor
     bias: Tensor
@@ -70,24 +71,24 @@ class Change:
     rank: int = 0
     ridge: float = 0.0
 
-    def error(self, problem: Problem) -> float:
-        """Error after the change, see `Problem.error`."""
+    def error(self, problem: FitProblem) -> float:
+        """Return the error after the change, see `FitProblem.error`."""
         judging = slice(problem.fitted, None)
         end = problem.now[judging] + problem.scale * (apply_weight(problem.inputs[judging], self.weight.T) + self.bias)
         return _error(end, problem.wanted[judging], rectified=problem.rectified)
 
 
-def bias_compensation(problem: Problem) -> Change:
+def bias_compensation(problem: FitProblem) -> WeightChange:
     """Make the mean of every output that of the dense network.
 
     Nagel et al. 2019, "Data-free quantization through weight equalization and bias correction", section 4.2, with
     means from data.
     """
     missing = (problem.wanted - problem.now)[: problem.fitted].mean(0) / problem.scale
-    return Change(missing.new_zeros(len(missing), problem.inputs.shape[1]), missing)
+    return WeightChange(missing.new_zeros(len(missing), problem.inputs.shape[1]), missing)
 
 
-def moment_matching(problem: Problem, weight: Tensor) -> Change:
+def moment_matching(problem: FitProblem, weight: Tensor) -> WeightChange:
     """Make mean and variance of every output those of the dense network on the same images.
 
     As in Finkelstein et al. 2019, "Fighting quantization bias with bias", and unlike BatchNorm's own recalibration:
@@ -95,32 +96,32 @@ def moment_matching(problem: Problem, weight: Tensor) -> Change:
     the former.
 
     Args:
+        problem: the fit.
         weight: (o, d) the kept weights.
     """
     outputs = apply_weight(problem.inputs[: problem.fitted], weight.T) * problem.scale
-    # What the layer itself should give, with whatever is added to it taken off.
+    # The target of the layer itself: without offsets and summands.
     around = problem.wanted[: problem.fitted] - (problem.now[: problem.fitted] - outputs)
     return matched(problem, weight, around.mean(0), around.std(0))
 
 
-def matched(problem: Problem, weight: Tensor, mean: Tensor, deviation: Tensor) -> Change:
-    """Give every output a mean and a standard deviation, (o,) each, counted without what is added to it."""
+def matched(problem: FitProblem, weight: Tensor, mean: Tensor, deviation: Tensor) -> WeightChange:
+    """Give every output a mean and a standard deviation, (o,) each, without offsets and summands."""
     outputs = apply_weight(problem.inputs[: problem.fitted], weight.T) * problem.scale
     factor = (deviation / outputs.std(0)).nan_to_num(1.0, 1.0, 1.0)
-    return Change((factor - 1)[:, None] * weight, (mean - factor * outputs.mean(0)) / problem.scale)
+    return WeightChange((factor - 1)[:, None] * weight, (mean - factor * outputs.mean(0)) / problem.scale)
 
 
-def least_squares(problem: Problem, ridge: float, rectified_steps: int = 0) -> Change:
-    """Return the kept weights and bias that give the dense outputs with the least squared error, from the inputs as
-    they are.
+def least_squares(problem: FitProblem, ridge: float, rectified_steps: int = 0) -> WeightChange:
+    """Fit kept weights and bias to the dense outputs by least squares, with the present inputs.
 
     Luo et al. 2017, "ThiNet", and He et al. 2017, "Channel pruning for accelerating very deep neural networks", here
-    for whole filters, with a constant column and a ridge that pulls toward the weights as they are. Behind a ReLU the
-    targets that are negative anyway may be missed from below: a majorization of the error after the ReLU, as the
-    nonlinear case of Zhang et al. 2016, "Accelerating very deep convolutional networks". Each further step is kept if
-    the error on held-out rows falls, and they choose among `RIDGES`.
+    for whole filters, with a constant column and a ridge that pulls toward the present weights. Behind a ReLU,
+    outputs below a negative target count as met: a majorization of the error after the ReLU, as in the nonlinear case
+    of Zhang et al. 2016, "Accelerating very deep convolutional networks". Each further step is kept if the error on
+    held-out rows falls, and that error also chooses among `RIDGES`.
 
-    Where there are fewer independent rows than columns the ridge is raised tenfold until the matrix can be factored.
+    With fewer independent rows than columns the ridge is raised tenfold until the matrix can be factored.
     """
     inputs = with_constant(problem.inputs) if problem.biased else problem.inputs
     fitted, judging = slice(problem.fitted), slice(problem.fitted, None)
@@ -137,9 +138,8 @@ def least_squares(problem: Problem, ridge: float, rectified_steps: int = 0) -> C
 
     right, rank = correlations(problem.wanted[fitted]), min(problem.fitted, _rank(moments))
     solvers = (_factored(moments, ridge * factor, problem.fitted, rank, problem.biased) for factor in RIDGES)
-    trials = (
-        (torch.cholesky_solve(right, solver.factor), solver) for solver in solvers
-    )  # each as large as the moments
+    # A generator, as each solver is as large as the moments.
+    trials = ((torch.cholesky_solve(right, solver.factor), solver) for solver in solvers)
     found, solver = min(trials, key=lambda trial: error(trial[0]))
     momentum, ahead = 1.0, found
     for _ in range(rectified_steps if problem.rectified else 0):
@@ -154,10 +154,10 @@ def least_squares(problem: Problem, ridge: float, rectified_steps: int = 0) -> C
     return _change(found, problem, solver)
 
 
-def _change(found: Tensor, problem: Problem, solver: _Solver) -> Change:
+def _change(found: Tensor, problem: FitProblem, solver: _Solver) -> WeightChange:
     columns = problem.inputs.shape[1]
     bias = found[-1] if problem.biased else found.new_zeros(found.shape[1])
-    return Change(found[:columns].T, bias, columns, solver.rank, solver.ridge)
+    return WeightChange(found[:columns].T, bias, columns, solver.rank, solver.ridge)
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,9 +168,9 @@ class _Solver:
 
 
 def _factored(moments: Tensor, ridge: float, rows: int, rank: int, biased: bool) -> _Solver:
-    """Return the cholesky factor of the Gram matrix with its ridge, which is not on the constant column."""
+    """Return the Cholesky factor of the Gram matrix with a ridge on all but the constant column."""
     diagonal = moments.diagonal()
-    mean = float(diagonal[: len(diagonal) - biased].mean()) or 1.0  # all inputs dead: anything does
+    mean = float(diagonal[: len(diagonal) - biased].mean()) or 1.0  # all inputs are dead: any value does
     if rows < len(moments):
         ridge *= 10
     while True:
@@ -186,7 +186,7 @@ def _factored(moments: Tensor, ridge: float, rows: int, rank: int, biased: bool)
 
 
 def _rank(moments: Tensor) -> int:
-    """Return the rank of a Gram matrix; of a large one an upper bound, the number of columns that are not dead."""
+    """Return the rank of a Gram matrix; for a large one the number of columns that are not dead, an upper bound."""
     if len(moments) > EXACT_RANK:
         return int((moments.diagonal() > 0).sum())
     values = torch.linalg.eigvalsh(moments)
@@ -194,16 +194,16 @@ def _rank(moments: Tensor) -> int:
 
 
 def substitution(kept: Tensor, dense: Tensor, weight: Tensor, index: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
-    """New weights in which kept channels stand in for all: the dense inputs as a linear function of the kept ones.
+    """Fit the dense inputs as a linear function of the kept channels, and return weights that include it.
 
-    For layers whose patches are too many for a Gram matrix: theirs is over channels only, C x C. As the 1x1 layer of
+    For layers whose patches are too wide for a Gram matrix: this one is over channels only, C x C. As the 1x1 layer of
     He et al. 2017, folded into the weights; the constant is that of the interior, where no tap is padding.
 
     Args:
         kept: (N, k) kept channels of the input, as the running model has them.
         dense: (N, C) all channels, as the dense model has them.
         weight: (o, C, taps) of the dense layer.
-        index: (k,) which are kept.
+        index: (k,) indices of the kept channels.
         ridge: pull toward the identity.
 
     Returns:
@@ -220,7 +220,7 @@ def substitution(kept: Tensor, dense: Tensor, weight: Tensor, index: Tensor, rid
     return torch.einsum("kc,oct->okt", mixing, weight), torch.einsum("c,oct->o", found[-1], weight)
 
 
-def best_of(problem: Problem, change: Change) -> tuple[Change | None, float, float]:
+def best_of(problem: FitProblem, change: WeightChange) -> tuple[WeightChange | None, float, float]:
     """Return the change if it lowers the error on held-out rows, else None; and the error before and after."""
     before, after = problem.error(), change.error(problem)
     better = after < before
@@ -228,23 +228,17 @@ def best_of(problem: Problem, change: Change) -> tuple[Change | None, float, flo
 
 
 MOST_GROUPS = 32
-"""Convolutions of more groups are fitted all groups at once, in batches of small matrices."""
+"""Convolutions with more groups, such as depthwise ones, are fitted in batches of small matrices."""
 CHUNK = 2**22
 """Values of a float64 block of rows at a time, at most: 32 MiB."""
 
 
 @dataclass(frozen=True, eq=False)
 class GroupedProblem:
-    """Some groups of one layer at N sampled rows, as `fits.Problem` has it for one; all float64.
+    """A fit of some groups of one layer at N sampled rows; all float64, and with an axis for groups first.
 
-    Attributes:
-        inputs: (g, N, d) kept columns of what each group reads.
-        now: (g, N, o) the end of the chain with the weights as they are.
-        wanted: (g, N, o) what the dense network has there.
-        scale: (g, o) derivative of the chain; 0 where it says nothing about the weights.
-        fitted: number of rows to fit on; the rest judge.
-        rectified: whether only the positive part of it is used.
-        biased: whether there is a bias to write to.
+    Attributes as of `FitProblem`: inputs (g, N, d), now and wanted (g, N, o), and scale (g, o), which is 0 where it
+    does not determine the weights.
     """
 
     inputs: Tensor
@@ -256,21 +250,20 @@ class GroupedProblem:
     biased: bool
 
     def error(self, now: Tensor) -> Tensor:
-        """(g,) mean squared error over held-out rows of what the next layers see."""
-        got, wanted = now[:, self.fitted :], self.wanted[:, self.fitted :]
-        if self.rectified:
-            got, wanted = got.clamp(min=0), wanted.clamp(min=0)
-        return (got - wanted).square().mean((1, 2))
+        """Return the mean squared error of the next layers' input over held-out rows, (g,)."""
+        held_out = now[:, self.fitted :], self.wanted[:, self.fitted :]
+        return _squared_errors(*held_out, rectified=self.rectified).mean((1, 2))
 
 
 @dataclass(frozen=True, eq=False)
 class GroupedChange:
-    """Changes of weights (g, o, d) and biases (g, o), 0 where a group is no better for them.
+    """Changes of weights (g, o, d) and biases (g, o), 0 for groups that do not improve.
 
     Attributes:
-        before, after: (g,) error on held-out rows.
+        before: (g,) error on held-out rows.
+        after: (g,) the same with the change.
         spread: (g,) variance of the dense outputs.
-        wins: (g,) which are better.
+        wins: (g,) True for groups that improve.
     """
 
     weight: Tensor
@@ -282,7 +275,7 @@ class GroupedChange:
 
 
 def grouped_least_squares(problem: GroupedProblem, ridge: float, rectified_steps: int = 0) -> GroupedChange:
-    """As `fits.least_squares`, for each group by itself: its own ridge, its own steps, and its own verdict."""
+    """Fit each group by itself as `least_squares` does, each with its own ridge and its own number of steps."""
     inputs, scale = problem.inputs, problem.scale[:, None]
     if problem.biased:
         inputs = torch.cat([inputs, inputs.new_ones(*inputs.shape[:2], 1)], 2)
@@ -318,7 +311,7 @@ def grouped_least_squares(problem: GroupedProblem, ridge: float, rectified_steps
 
 
 def _factored_grouped(moments: Tensor, ridge: float, biased: bool) -> Tensor:
-    """(g, d, d) Cholesky factors with a ridge that is not on the constant; dead groups have a matrix of ones there."""
+    """Return Cholesky factors, (g, d, d), with a ridge on all but the constant; dead groups get one of 1."""
     diagonal = moments.diagonal(dim1=1, dim2=2)
     mean = diagonal[:, : diagonal.shape[1] - biased].mean(1, keepdim=True)
     pull = (ridge * torch.where(mean > 0, mean, 1.0)).expand_as(diagonal).clone()
@@ -332,13 +325,13 @@ def _factored_grouped(moments: Tensor, ridge: float, biased: bool) -> Tensor:
 
 
 def chunks(groups: int, rows: int, columns: int, values: int = CHUNK) -> Iterator[slice]:
-    """Return groups at a time whose rows make one block of so many values."""
+    """Return slices of groups whose rows make a block of at most `values` values."""
     size = max(1, values // (rows * (columns + 1)))
     return (slice(start, min(start + size, groups)) for start in range(0, groups, size))
 
 
 def grouped_report(name: str, parts: list[GroupedChange]) -> LayerRepair:
-    """Return one line for many groups."""
+    """Return one report for many groups."""
     before, after, spread, wins = (
         torch.cat([getattr(part, field) for part in parts]) for field in ("before", "after", "spread", "wins")
     )

@@ -1,118 +1,45 @@
-"""How a repair is fitted into memory: images at a time, where passes go on from, positions of each layer.
-
-How long the results of a forward pass are needed, and how much memory they take at each of its calls.
-"""
+"""The memory budget of a repair: images at a time, calls from which passes continue, positions of each layer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from prunekit.planning.plan import Plan
 from prunekit.repair.least_squares import CHUNK, MOST_GROUPS
+from prunekit.repair.tensor_lifetimes import Lifetimes
 from prunekit.settings.calibration import RepairSettings
 from prunekit.statistics.layers.linear_layers import LayerCall
 from prunekit.statistics.layers.patches import gram_bytes
 
-Key = tuple[int, int]
-"""Where a tensor was made: the step of the call, 0 for the model's inputs, and a number among those made there."""
-
-
-@dataclass
-class Lifetimes:
-    """Births and last uses of the tensors of one forward pass.
-
-    A step is one call of any of torch's functions.
-
-    Attributes:
-        samples: how many the pass was over.
-        steps: by the number of a call, as `CallWatch` counts them, the steps before it.
-    """
-
-    samples: int = 1
-    steps: dict[int, int] = field(default_factory=dict)
-    _last: dict[Key, int] = field(default_factory=dict)
-    _pinned: set[Key] = field(default_factory=set)
-    _memory: dict[Key, int] = field(default_factory=dict)
-    _sizes: list[int] = field(default_factory=list)
-
-    def born(self, key: Key, tensor: Tensor, inputs: Iterable[tuple[Key, Tensor]] = ()) -> None:
-        """Take note of a tensor as it is made; it may be a view of one of the inputs."""
-        storage = tensor.untyped_storage()
-        shared = [self._memory[other] for other, given in inputs if given.untyped_storage()._cdata == storage._cdata]
-        if not shared:
-            self._sizes.append(storage.nbytes())
-        self._memory[key] = shared[0] if shared else len(self._sizes) - 1
-        self._last[key] = key[0]
-
-    def read(self, keys: Iterable[Key], step: int) -> None:
-        """Take note of tensors that a call reads."""
-        for key in keys:
-            self._last[key] = max(step, self._last.get(key, 0))
-
-    def pin(self, key: Key) -> None:
-        """Take note of a tensor that is read again whenever a pass goes on: from then on it is always live."""
-        self._pinned.add(key)
-
-    def live(self, step: int) -> Iterator[Key]:
-        """Return tensors made by then that are read later."""
-        return (key for key, last in self._last.items() if key[0] <= step and (step < last or key in self._pinned))
-
-    def held_bytes(self) -> dict[int, float]:
-        """Memory of a sample's live tensors before each call, by its number."""
-        held = self._summed(0)
-        return {number: float(held[step]) / self.samples for number, step in self.steps.items()}
-
-    def peak_bytes(self) -> float:
-        """Return the most memory that a sample's tensors take while any call runs, its result included."""
-        return float(self._summed(1).max()) / self.samples
-
-    def _summed(self, beyond: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Memory at each step of what is needed from its birth until `beyond` its last use."""
-        spans: dict[int, tuple[int, int]] = {}
-        end = 1 + max([0, *self._last.values(), *self.steps.values()])
-        for key, memory in self._memory.items():
-            first, last = spans.get(memory, (key[0], key[0]))
-            until = end if key in self._pinned else self._last[key] + beyond
-            spans[memory] = (min(first, key[0]), max(last, until))
-        changes = np.zeros(2 + max((last for _, last in spans.values()), default=0), dtype=np.int64)
-        for memory, (first, last) in spans.items():
-            changes[first] += self._sizes[memory]
-            changes[last] -= self._sizes[memory]
-        total: np.ndarray[tuple[int], np.dtype[np.int64]] = np.cumsum(changes)
-        padding = max(0, 1 + max(self.steps.values(), default=0) - len(total))
-        return np.pad(total, (0, padding))
-
-
 FIT, HELD, RUNNING = 3 / 8, 1 / 2, 1 / 8
-"""Shares of the limit: of one layer's fit, of what is kept of all images between passes, and of a batch that runs."""
+"""Shares of the limit: for one layer's fit, for tensors of all images between passes, and for a running batch."""
 SAMPLES = 2
-"""Images that show what a pass takes."""
+"""Images on which the memory of a pass is measured."""
 MOST_IMAGES = 256
 FEWEST_ROWS = 64
 ROOM = 2
-"""A running batch takes so many times what its tensors do: operators have buffers of their own."""
+"""Memory of a running batch, by that of its tensors: operators have buffers of their own."""
 GRAMS = 5
-"""Matrices of a Gram matrix's size that a fit holds: itself, what its factors are made of, the best one so far."""
+"""Matrices of a Gram matrix's size that a fit holds: itself, its damped copy, its factor, the best one so far."""
 OUTPUTS = 9
-"""Float64 values that it holds for each sampled output: as it is, as it should be, and what they are made of."""
+"""Float64 values that a fit holds for each sampled output: as it is, as it should be, and intermediate ones."""
 CHUNKS = 3
 """Blocks of rows that a fit of many groups holds."""
 
 PAIR_ROWS = 2**18
 PAIR_PRODUCTS = 2**30
-"""Multiply-accumulates of a derivative of two layers, and again of its transpose, taken about twenty times a pair."""
+"""Multiply-accumulates of a derivative of two layers, or of its transpose; a pair takes about twenty of each."""
 EQUATIONS = 16
 """Sampled outputs for each weight of two layers, at least, for them to be fitted together."""
 HALO = 2
-"""Positions that the first layer of a pair makes for each that the second does, at borders of windows and behind."""
+"""Positions of a pair's first layer for each of the second's, with those at the borders of windows."""
 COPIES = 3
-"""Blocks of a pair's inputs that its fit holds; what its layers give is held twice as often."""
+"""Blocks of a pair's inputs that its fit holds; it holds twice as many of outputs."""
 
 
 def kept_groups(layer: LayerCall, plan: Plan) -> list[int]:
@@ -122,7 +49,7 @@ def kept_groups(layer: LayerCall, plan: Plan) -> list[int]:
 
 
 def kept_channels(layer: LayerCall, plan: Plan) -> torch.Tensor:
-    """Kept channels of a layer's input, group after group."""
+    """Return the kept channels of a layer's input, group after group."""
     axis = layer.axes[1]
     columns, width = np.asarray(plan.kept(layer.weight, axis)), plan.channel_map.shapes[layer.weight][axis]
     parts = [columns + group * width for group in kept_groups(layer, plan)]
@@ -131,34 +58,36 @@ def kept_channels(layer: LayerCall, plan: Plan) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class FitSize:
-    """Memory of a layer's fit: `fixed` bytes and `each` for every row, of which there are `most`."""
+    """Memory of a layer's fit: `fixed` bytes, and `each` for every row, of which there are at most `most`."""
 
     fixed: int
     each: int
     most: int
 
     def rows(self, settings: RepairSettings) -> int:
-        """Return how many rows to fit on there are, and is memory for."""
+        """Return the number of rows to fit on: as many as there are and memory allows."""
         free = settings.memory_bytes * FIT - self.fixed
         return int(np.clip(free / self.each / (1 + settings.held_out), FEWEST_ROWS, min(settings.rows, self.most)))
 
     def bytes(self, rows: int, settings: RepairSettings) -> int:
-        """Return what that many rows take."""
+        """Return the bytes of a fit with this number of rows."""
         return self.fixed + int(self.each * rows * (1 + settings.held_out))
 
 
 def chunk_values(settings: RepairSettings) -> int:
-    """Return the values of a block of rows of a fit of many groups."""
+    """Return the number of values in a block of rows, for a fit of many groups."""
     return min(CHUNK, int(settings.memory_bytes * FIT / 2 / CHUNKS / 8))
 
 
 def fit_size(layer: LayerCall, plan: Plan, images: int, item: int, settings: RepairSettings) -> FitSize:
-    """Rows are held as they are and again with a constant, of one group; outputs a few times in float64.
+    """Return the memory of a layer's fit: rows of one group with and without a constant, and outputs in float64.
 
     Args:
         layer: found with `SAMPLES` images.
-        images: how many there are.
+        plan: which channels are kept.
+        images: the number of calibration images.
         item: bytes of a value that the model computes.
+        settings: what is fitted, and the limit.
     """
     outputs, width = (plan.channel_map.shapes[layer.weight][axis] for axis in layer.axes)
     groups = max(1, len(kept_groups(layer, plan)))
@@ -176,14 +105,14 @@ def fit_size(layer: LayerCall, plan: Plan, images: int, item: int, settings: Rep
 
 
 class PairSize(NamedTuple):
-    """Rows on which a layer and the one before it are fitted together, and the bytes of each; 0: they are not."""
+    """Rows on which a layer and the one before it are fitted together, and bytes of each; 0 if they are not."""
 
     rows: int
     each: int
 
 
 def pair_size(layer: LayerCall, plan: Plan, item: int, most: int, settings: RepairSettings) -> PairSize:
-    """See `fit_size`; `most` is how many rows there are."""
+    """Return the memory of a pair's fit, as `fit_size` does for a layer; `most` is the number of rows."""
     source = layer.source
     wanted = settings.joint_steps and settings.sequential and settings.fit == "patch"
     if source is None or not wanted or source.geometry.groups * layer.geometry.groups > 1:
@@ -200,19 +129,22 @@ def pair_size(layer: LayerCall, plan: Plan, item: int, most: int, settings: Repa
 
 
 def too_wide(layer: LayerCall, plan: Plan, settings: RepairSettings) -> bool:
-    """Return whether a layer is fitted by channels: asked for, or because of the memory that patches would take."""
+    """Return whether a layer is fitted by channels: by the settings, or because patches take too much memory."""
     columns = len(np.asarray(plan.kept(layer.weight, layer.axes[1]))) * layer.geometry.taps
     wide = GRAMS * gram_bytes(columns) > settings.memory_bytes * FIT
     return settings.fit == "channel" or (settings.fit == "patch" and wide)
 
 
 def cuts(firsts: Sequence[int], lifetimes: Lifetimes, images: int, limit: float) -> list[int]:
-    """For each layer in turn the number of the call from which passes go on to it; 0 is the start.
+    """Return for each layer in turn the number of the call from which passes continue; 0 is the start.
 
-    Only where what is live of all images is within the limit: the last such call that is not behind what is wanted.
+    It is the last call before all that is still needed at which the live tensors of all images are within the limit.
 
     Args:
-        firsts: for each layer the first call that is still wanted of it.
+        firsts: for each layer the first call that is needed for it.
+        lifetimes: of the tensors of a pass.
+        images: the number of calibration images.
+        limit: in bytes.
     """
     held, found, last = lifetimes.held_bytes(), list[int](), 0
     affordable = sorted(number for number, size in held.items() if size * images <= limit)
@@ -223,13 +155,13 @@ def cuts(firsts: Sequence[int], lifetimes: Lifetimes, images: int, limit: float)
     return found
 
 
-def held(cuts_: Iterable[int], lifetimes: Lifetimes, images: int) -> int:
-    """Return the most that is kept of all images at some cuts."""
+def held_bytes(cuts_: Iterable[int], lifetimes: Lifetimes, images: int) -> int:
+    """Return the most bytes that are held of all images at some cuts."""
     sizes = lifetimes.held_bytes()
     return int(max((sizes.get(cut, 0.0) for cut in cuts_), default=0.0) * images)
 
 
 def batch_size(lifetimes: Iterable[Lifetimes], images: int, settings: RepairSettings) -> int:
-    """Return images at a time."""
+    """Return the number of images that run at a time."""
     each = ROOM * max(one.peak_bytes() for one in lifetimes)
     return int(np.clip(settings.memory_bytes * RUNNING / max(1.0, each), 1, min(images, MOST_IMAGES)))

@@ -1,10 +1,11 @@
-"""Repair of a masked model from unlabeled images: what it computes comes near what the dense model does."""
+"""Repair of a masked model from unlabeled images: its outputs are fitted to those of the dense model."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,25 +17,24 @@ from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.channels.rewrite.substitutes import substitute_all
 from prunekit.errors import DataError, NonFiniteError
 from prunekit.planning.plan import Plan, require_plan
+from prunekit.repair.held_out_images import Inputs, batches_of, difference
 from prunekit.repair.layer_fit import LayerFitter
-from prunekit.repair.layer_samples import Gathering, LayerPass, Sample, SourceAim
-from prunekit.repair.layer_walk import Step, Walk
+from prunekit.repair.layer_samples import LayerPass, LayerSample, SampleGatherer, SampleRequest, SourceRequest
 from prunekit.repair.least_squares import NEGLIGIBLE
 from prunekit.repair.memory_budget import (
     HELD,
     ROOM,
     SAMPLES,
-    Lifetimes,
     batch_size,
     cuts,
     fit_size,
-    held,
+    held_bytes,
     kept_channels,
     pair_size,
     too_wide,
 )
 from prunekit.repair.repair_report import LayerRepair, RepairMemory, RepairReport, dropped
-from prunekit.repair.validation import Inputs, batches_of, difference
+from prunekit.repair.tensor_lifetimes import Lifetimes
 from prunekit.settings.calibration import FEWEST_IMAGES, RepairSettings
 from prunekit.statistics.layers.layer_graph import LayerGraph, calls_by_weight, find_layer_graph, merge_calls
 from prunekit.statistics.layers.linear_layers import LayerCall
@@ -54,31 +54,30 @@ def repair(
     log: Callable[[str], None] | None = None,
     progress: bool | None = None,
 ) -> tuple[nn.Module, RepairReport]:
-    """Return a masked copy of a model whose kept weights are fitted to the dense outputs, layer by layer, without
-    training.
+    """Return a masked copy of a model whose kept weights are fitted to the dense outputs, without training.
 
     Every convolution and linear layer whose weight is a parameter is refitted, in the order in which they run: kept
     rows and kept columns change, removed entries are exactly zero. Images run in batches, and both models stop at each
-    layer until all batches are there: what is live at that place is kept, as far as `settings.memory_bytes` allow;
-    beyond, it is computed again.
+    layer until all batches are there: live tensors are held there as far as `settings.memory_bytes` allow, and
+    computed again beyond that.
 
     Args:
         dense: the dense model; only read.
-        plan: what is kept of it.
+        plan: which channels are kept.
         images: (B, ...) inputs without labels, on the model's device, or all of them as a tuple by position or as a
-            mapping by name; the last `settings.held_out` of them only judge.
-        settings: what is fitted, and how.
-        log: gets a line on the memory that it will take before it starts.
+            mapping by name; the last `settings.held_out` of them are held out.
+        settings: of the fit.
+        log: gets a line on the memory that the repair will take, before it starts.
         progress: whether to show bars on stderr; None: on a terminal and in a notebook.
 
     Returns:
-        The masked model, dense in size, and what was done. Where the repaired model's output on held-out images is
-        no nearer to the dense one's than without repair, fewer layers are repaired, the first half of them, the first
-        quarter and so on, down to none; and the report says so.
+        The masked model, dense in size, and the report. If the repaired model's output on held-out images is no
+        nearer to the dense one's than without repair, only the first half of the layers is repaired, the first
+        quarter and so on, down to none; the report says so.
 
     Raises:
         DataError: see `require_images`.
-        NonFiniteError: a layer of the dense model computes NaN or Inf on them; names the layer.
+        NonFiniteError: a layer of the dense model computes NaN or Inf on them; the message names the layer.
         PlanError: the plan is that of another model.
     """
     settings = settings or RepairSettings()
@@ -96,30 +95,30 @@ def repair(
         looping = bool(layers) and _is_looping(original, inputs, plan, found)
         judge = OutputComparison.of(original, inputs)
         with NarrowNorms(masked, plan.channel_map, plan.keep):
-            walk = _Prepared(original, masked, plan, found, layers, inputs, settings, looping=looping)
+            walk = LayerWalk(original, masked, plan, found, layers, inputs, settings, looping=looping)
             if log is not None:
                 log(f"repair: {walk.memory}")
             before = difference(original, masked, walk.judging, judge)
             fitter = walk.run()
             plan.zero(masked)
             fitted = after = difference(original, masked, walk.judging, judge)
-            applied = [layer.weight for layer in fitter.done if layer.applied]
+            applied = [layer.weight for layer in fitter.reports if layer.applied]
             count = len(applied)
-            while count and not (after < before or after <= NEGLIGIBLE):  # nothing compared may depend on it
+            while count and not (after < before or after <= NEGLIGIBLE):  # nothing of the output may depend on it
                 count //= 2
                 walk.undo(applied[count:])
                 plan.zero(masked)
                 after = difference(original, masked, walk.judging, judge) if count else before
-    done = [dropped(layer) if layer.weight in applied[count:] else layer for layer in fitter.done]
+    done = [dropped(layer) if layer.weight in applied[count:] else layer for layer in fitter.reports]
     layers_done = _in_model_order(done, skipped, original)
     return _as_given(dense, masked), RepairReport(layers_done, before, after, count > 0, walk.memory, fitted)
 
 
 def require_images(images: Tensor | Inputs) -> Inputs:
-    """Check calibration images before anything is computed on them; return them as an example.
+    """Check calibration images, and return them as an example.
 
     Raises:
-        DataError: no tensors, fewer than 8 images, or not as many of each input; NaN or Inf in one of them.
+        DataError: no tensors, fewer than 8 images, different numbers for each input, or NaN or Inf in one of them.
     """
     inputs = images if isinstance(images, tuple) else (images,)
     positional, named = split(inputs)
@@ -147,8 +146,36 @@ def require_images(images: Tensor | Inputs) -> Inputs:
     return inputs
 
 
-class _Prepared:
-    """A walk that knows what memory it will take."""
+@dataclass(frozen=True, eq=False)
+class _LayerStep:
+    """One layer of a walk.
+
+    Attributes:
+        layer: that is fitted.
+        rows: number of positions to fit on.
+        channels: kept channels of its input, over all groups.
+        centers: whether it is fitted by channels.
+        source: samples of the layer before, to fit both together; None: the layer is fitted alone.
+    """
+
+    layer: LayerCall
+    rows: int
+    channels: Tensor
+    centers: bool
+    source: SourceRequest | None
+
+
+class LayerWalk:
+    """A walk through dense and masked model together, so that later layers correct the errors of earlier ones.
+
+    Layers come in the order in which their targets are computed. A layer that is added to a shortcut is refitted to
+    *dense branch + dense shortcut - this model's shortcut*. If the shortcut is computed later than the branch, the
+    layer is refitted when both are there, and the branch runs again. Steps are planned to fit into memory.
+
+    Attributes:
+        judging: batches of held-out images.
+        memory: that the walk takes at most.
+    """
 
     def __init__(
         self,
@@ -179,42 +206,66 @@ class _Prepared:
         size = 1 if looping else batch_size([run.lifetimes for run in runs], count, settings)
         batches, fitted = batches_of(inputs, settings.held_out, size, counted_positions(original, inputs))
         self.judging = batches[fitted:]
-        self._gatherings = [
-            Gathering(run, batches, fitted, partial(_cuts, firsts, count, limit), found)
+        gatherers = [
+            SampleGatherer(run, batches, fitted, partial(_cuts, firsts, count, limit), found)
             for firsts, run in zip((weights, early), runs, strict=False)  # the dense one need not go back to the source
         ]
+        self._dense, self._running = gatherers[0], gatherers[1] if settings.sequential else None
         self.memory = RepairMemory(
             size,
             int(ROOM * size * max(run.lifetimes.peak_bytes() for run in runs)),
-            sum(held(each.route.cuts, each.route.lifetimes, count) for each in self._gatherings),
+            sum(held_bytes(each.route.cuts, each.route.lifetimes, count) for each in gatherers),
             max((one.bytes(number, settings) for one, number in zip(sizes, rows, strict=True)), default=0),
             (min(rows, default=0), max(rows, default=0)),
         )
         device = gather(inputs)[0].device
         self._steps = [
-            Step(layer, number, kept_channels(layer, plan).to(device), too_wide(layer, plan, settings), source)
+            _LayerStep(layer, number, kept_channels(layer, plan).to(device), too_wide(layer, plan, settings), source)
             for layer, number, source in zip(self._layers, rows, sources, strict=True)
         ]
 
-    def _source(self, layer: LayerCall, plan: Plan, item: int, images: Tensor) -> SourceAim | None:
-        """Return what is taken of the layer before, where both are fitted together."""
+    def _source(self, layer: LayerCall, plan: Plan, item: int, images: Tensor) -> SourceRequest | None:
+        """Return the request for the layer before, if both are fitted together."""
         rows = pair_size(layer, plan, item, layer.rows * len(images) // SAMPLES, self._settings).rows
         if layer.source is None or not rows or layer.source.weight not in {each.weight for each in self._layers}:
             return None
-        return SourceAim(layer.source, rows / len(images), kept_channels(layer.source, plan).to(images.device))
+        return SourceRequest(layer.source, rows / len(images), kept_channels(layer.source, plan).to(images.device))
 
     def run(self) -> LayerFitter:
-        """Refit all layers."""
-        dense, running = self._gatherings[0], self._gatherings[1] if self._settings.sequential else None
-        samples = Walk(dense, running, self._steps).samples()
-        for layer, wanted, found in tracked(samples, "repair", total=len(self._steps), unit="layer"):
+        """Refit all layers, and return the fitter with their reports."""
+        for layer, wanted, found in tracked(self._samples(), "repair", total=len(self._steps), unit="layer"):
             if wanted is not None:
                 _require_finite(layer, wanted)
             self._fitter.refit(layer, wanted, found)
         return self._fitter
 
+    def _samples(self) -> Iterator[tuple[LayerCall, LayerSample | None, LayerSample | None]]:
+        """Yield each layer with its samples in the dense and the running model; refit it before asking for the next.
+
+        If computed values select a layer's inputs, the running model has other positions than the dense one: then both
+        samples are the dense model's.
+        """
+        for i, step in enumerate(self._steps):
+            layer = step.layer
+            if self._running is None or layer.selected or layer.recurrent:
+                dense = running = self._dense_sample(i, step.channels)
+            else:
+                dense = self._dense_sample(i, None)
+                request = SampleRequest(layer, step.rows, step.channels, source=step.source)
+                running = self._running.take(request, i)
+            if dense is None or running is None or dense.totals != running.totals:
+                dense = running = None
+            yield layer, dense, running
+
+    def _dense_sample(self, i: int, channels: Tensor | None) -> LayerSample | None:
+        """Return a sample of the dense model, which continues to where the next layer's pass will begin."""
+        step = self._steps[i]
+        source = None if step.source is None else step.source._replace(channels=None)
+        request = SampleRequest(step.layer, step.rows, channels, step.centers, outputs=True, source=source)
+        return self._dense.take(request, min(i + 1, len(self._steps) - 1), ahead=True)
+
     def undo(self, weights: Collection[str]) -> None:
-        """Make layers what they are in the dense model."""
+        """Restore the weights that layers have in the dense model."""
         dense, masked = self._tensors
         for layer in (layer for layer in self._layers if layer.weight in weights):
             norm = [] if layer.norm is None else [f"{layer.norm}.bias", f"{layer.norm}.running_mean"]
@@ -224,7 +275,7 @@ class _Prepared:
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """Return a copy of its own tensors, in which attention calls its projections as layers."""
+    """Return a copy with its own tensors, in which attention calls its projections as layers."""
     copy = with_tensors(model, {name: tensor.detach().clone() for name, tensor in named_tensors(model)})
     substitute_all(copy)
     return copy
@@ -239,9 +290,7 @@ def _surveyed(model: nn.Module, inputs: Inputs, plan: Plan, samples: int) -> Lay
 
 
 def _is_looping(model: nn.Module, inputs: Inputs, plan: Plan, found: LayerGraph) -> bool:
-    """Return whether more samples are more calls of a layer: they are looped over, so that one at a time is no
-    slower.
-    """
+    """Return whether the model loops over samples: more of them are more calls, so that one at a time is no slower."""
     if all(layer.calls == 1 for layer in found.layers):
         return False
     return len(_surveyed(model, inputs, plan, SAMPLES + 1).layers) > len(found.layers)
@@ -250,7 +299,7 @@ def _is_looping(model: nn.Module, inputs: Inputs, plan: Plan, found: LayerGraph)
 def _cuts(
     firsts: Sequence[str], images: int, limit: float, layers: Mapping[str, tuple[LayerCall, ...]], lifetimes: Lifetimes
 ) -> list[int]:
-    """Return where passes go on from, see `cuts`: for each step before the first call of a weight, where it has one."""
+    """Return `cuts` before the first call of each step's weight, where it has one."""
     calls = [layers[weight][0].call if weight in layers else sys.maxsize for weight in firsts]
     return cuts(calls, lifetimes, images, limit)
 
@@ -277,7 +326,7 @@ def _reason(calls: Sequence[LayerCall], plan: Plan) -> str:
     return ""
 
 
-def _require_finite(layer: LayerCall, sample: Sample) -> None:
+def _require_finite(layer: LayerCall, sample: LayerSample) -> None:
     if sample.outputs is not None and not bool(sample.outputs.isfinite().all()):
         raise NonFiniteError(
             f"repair: layer {layer.weight.rpartition('.')[0]!r} of the dense model gives NaN or Inf on the images; "

@@ -1,4 +1,4 @@
-"""What a repair did, layer by layer."""
+"""The report of a repair, layer by layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_BETTER = "with all layers fitted the model's output is no better on held-out 
 SAME = "computes what the dense layer does"
 GONE = "nothing of it is left"
 NAMED = 8
-"""Layers that a sentence names."""
+"""The most layers that a sentence names."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,13 @@ class LayerRepair:
 
     Attributes:
         weight: name of the parameter.
-        applied: which `RepairSettings.fit`; empty where the layer was left as it was.
-        before, after: the error, as a share of the dense output's variance.
-        rank: of the Gram matrix, where a fit solved for one, out of `columns`.
+        applied: the fit, as in `RepairSettings.fit`; empty if the layer was left as it was.
+        before: the error without the fit, as a share of the dense output's variance.
+        after: the error with it.
+        columns: of the Gram matrix.
+        rank: of the Gram matrix, if the fit solved for one.
         ridge: that was used.
-        note: why something was left out or done in another way.
+        note: why something was left out or done differently.
     """
 
     weight: str
@@ -43,14 +45,14 @@ class LayerRepair:
 
 @dataclass(frozen=True)
 class RepairMemory:
-    """What a repair holds beside the model, two copies of it, and the images: at most, in bytes.
+    """Memory that a repair takes at most, in bytes, besides the model, two copies of it, and the images.
 
     Attributes:
         batch: images that run at a time.
-        running_bytes: what these take, operators' buffers included.
-        held_bytes: what is kept of all images where passes stop, in the dense and in the masked model.
-        fit_bytes: one layer's sampled rows, its Gram matrix, and what the fit makes of them.
-        rows: fewest and most positions of a layer that are sampled.
+        running_bytes: for these, operators' buffers included.
+        held_bytes: for tensors of all images where passes stop, in the dense and in the masked model.
+        fit_bytes: for one layer's sampled rows, its Gram matrix, and intermediate results of the fit.
+        rows: fewest and most sampled positions of a layer.
     """
 
     batch: int
@@ -61,7 +63,7 @@ class RepairMemory:
 
     @property
     def bytes(self) -> int:
-        """All together."""
+        """Sum of all parts."""
         return self.running_bytes + self.held_bytes + self.fit_bytes
 
     def __str__(self) -> str:
@@ -78,17 +80,18 @@ class RepairMemory:
 
 @dataclass(frozen=True, repr=False)
 class RepairReport(Displayed):
-    """A repair.
+    """The result of a repair.
 
     Attributes:
         layers: in the order in which they run.
-        before, after: mean squared difference of the model's output from the dense model's on held-out images, as a
-            share of that one's variance: without repair, and of the model that is handed out.
-        kept: whether repaired weights were kept; where the output is no better, layers are left as they were, and
-            their notes say so.
-        memory: what it took, as planned before it started.
-        fitted: the same difference with all layers fitted; where it is no less than `before`, only the first layers
-            are kept, or none.
+        before: mean squared difference of the masked model's output from the dense model's on held-out images, as a
+            share of the variance of the latter.
+        after: the same for the returned model.
+        kept: whether repaired weights were kept; if the output is no better, layers are left as they were, and their
+            notes say so.
+        memory: as planned before the repair started.
+        fitted: the same difference with all layers fitted; if it is no less than `before`, only the first layers are
+            kept, or none.
 
     Example:
         >>> import prunekit as pk, torch
@@ -109,7 +112,7 @@ class RepairReport(Displayed):
     fitted: float = 0.0
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return every layer, in the order in which they run; see `LayerRepair`."""
+        """Return a row for every layer, in the order in which they run; see `LayerRepair`."""
         return [asdict(layer) for layer in self.layers]
 
     def _headline(self) -> str:
@@ -137,7 +140,7 @@ class RepairReport(Displayed):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences on what could not be fitted, on what was fitted and not kept, and on a repair without effect."""
+        """Sentences on layers that could not be fitted or were fitted and not kept, and on a repair without effect."""
         applied = [layer for layer in self.layers if layer.applied]
         tried = [layer for layer in self.layers if layer.applied or layer.note.endswith(NO_BETTER)]
         reasons = reasons_of(self.layers)
@@ -154,7 +157,7 @@ class RepairReport(Displayed):
 
     @property
     def _left(self) -> tuple[str, ...]:
-        """Which layers could not be fitted, and why."""
+        """Sentences on layers that could not be fitted, and why."""
         found: dict[str, list[str]] = {}
         for layer in self.layers:
             if layer.note and not layer.applied and not layer.before and layer.note not in {SAME, GONE}:
@@ -163,20 +166,20 @@ class RepairReport(Displayed):
 
 
 def reasons_of(layers: Iterable[LayerRepair]) -> list[str]:
-    """Return each note, and of how many layers it is."""
+    """Return each note with the number of layers that have it."""
     notes = Counter(layer.note for layer in layers if layer.note)
     return [f"{note} ({count} layer{'s'[: count > 1]})" for note, count in notes.items()]
 
 
 def dropped(layer: LayerRepair) -> LayerRepair:
-    """Return a layer that was better for its fit, while the whole model is not."""
+    """Return the report of a layer whose fit was dropped, because the whole model is no better."""
     if not layer.applied:
         return layer
     return replace(layer, applied="", after=layer.before, note=f"{layer.applied} dropped: {NO_BETTER}")
 
 
 def joined(name: str, parts: list[LayerRepair]) -> LayerRepair:
-    """Return one line for all groups of a convolution."""
+    """Return one report for all groups of a convolution."""
     if not parts:
         return LayerRepair(name, note=GONE)
     if len(parts) == 1:

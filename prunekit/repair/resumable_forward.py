@@ -1,14 +1,12 @@
-"""Forward passes that stop at a call, keep what the calls behind it read, and go on from there later.
+"""Resumable forward passes: they stop at a call, save the tensors that later calls read, and continue from there.
 
-A pass that goes on runs the model's Python from the start; calls that were made before are not made again: each gives
-what was kept of its result, or a blank of the same shape where nothing behind reads it. So whatever Python a model is
-made of, memory is that of the tensors that are live at one place.
+A pass that continues runs the model's Python from the start, but makes no earlier call again: each returns its saved
+result, or a blank of the same shape if no later call reads it. So memory is that of the tensors that are live at one
+place, whatever the model's Python does.
 
-What is not called as one of torch's functions (scripted and traced code, C++ extensions, autograd's own) can't be left
-out: it runs again in every pass. Its operators are seen at the dispatcher, so what they read is kept for good, and
-passes are kept only before the first thing that can't be followed there either, see `ResumableRun.opaque`.
-
-What is kept of a forward pass that stopped: its calls without their values, and the tensors that are live.
+Code that does not call torch's functions (scripted and traced code, C++ extensions, autograd's own) can't be skipped:
+it runs again in every pass. Its operators are recorded at the dispatcher, so that what they read is saved in every
+state. Nothing is saved behind an operation that can't be recorded there either, see `ResumableRun.opaque`.
 """
 
 from __future__ import annotations
@@ -26,61 +24,61 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prunekit.channels.tracing.storages import is_plain, memory_of, storage_of
-from prunekit.repair.memory_budget import Key, Lifetimes
+from prunekit.repair.tensor_lifetimes import Lifetimes, TensorKey
 from prunekit.statistics.layers.linear_layers import CallInterceptor, FunctionCall
 from prunekit.utils.inputs import call, sample_count
 from prunekit.utils.tensors import gather, map_tensors
 
 
 class Blank(NamedTuple):
-    """A tensor of a result, as it is known without its values."""
+    """The description of a tensor of a result, without its values."""
 
-    key: Key
+    key: TensorKey
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
 
     @classmethod
-    def of(cls, key: Key, tensor: Tensor) -> Blank:
-        """Of a tensor that was made there."""
+    def of(cls, key: TensorKey, tensor: Tensor) -> Blank:
+        """Describe a tensor that was made there."""
         return cls(key, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
     def tensor(self) -> Tensor:
-        """Return a tensor of this shape that takes no memory, of values that show wherever they get to."""
+        """Return a tensor of this shape that takes no memory, with values that are noticed wherever they get to."""
         return torch.full((), _poison(self.dtype), dtype=self.dtype, device=self.device).expand(self.shape)
 
     def layout(self) -> Tensor:
-        """Return one that lies in memory as it did, but has none."""
+        """Return a tensor of the same strides without memory."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
-    """What is kept of one batch: the results of its first calls, without values, and the tensors that are live.
+class PassState:
+    """The saved state of a pass over one batch: results of its first calls, without values, and the live tensors.
 
     Attributes:
-        calls: name and result of each, the tensors exchanged by `Blank`.
-        tensors: by where they were made; they share memory as they did in the pass.
+        calls: name and result of each call, with `Blank` for tensors.
+        tensors: live ones by where they were made; they share memory as they did in the pass.
     """
 
     calls: list[tuple[str, Any]]
-    tensors: dict[Key, Tensor]
+    tensors: dict[TensorKey, Tensor]
 
-    def copied(self, fixed: frozenset[int]) -> Kept:
-        """Return the same in memory of its own, except for that at the addresses `fixed`."""
+    def copied(self, fixed: frozenset[int]) -> PassState:
+        """Return a copy with memory of its own, except for that at the addresses `fixed`."""
         storages: dict[int, torch.UntypedStorage] = {}
-        return Kept(self.calls, {key: _moved(tensor, storages, fixed) for key, tensor in self.tensors.items()})
+        return PassState(self.calls, {key: _copied(tensor, storages, fixed) for key, tensor in self.tensors.items()})
 
 
 def _poison(dtype: torch.dtype) -> float:
-    """NaN, or where a type has none its largest value."""
+    """Return NaN, or the largest value of a type without it."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return 1 if dtype == torch.bool else torch.iinfo(dtype).max
 
 
-def _moved(tensor: Tensor, storages: dict[int, torch.UntypedStorage], fixed: frozenset[int]) -> Tensor:
+def _copied(tensor: Tensor, storages: dict[int, torch.UntypedStorage], fixed: frozenset[int]) -> Tensor:
     """Return a view like `tensor` of a copy of its memory, the same copy for all that share it."""
     storage = tensor.untyped_storage()
     if storage.data_ptr() in fixed:
@@ -96,7 +94,7 @@ def rebuilt(result: Any, items: list[Any]) -> Any:
 
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-"""Results that are the same whenever they are handed out; an array of NumPy's or a storage shares memory."""
+"""Types of results that stay the same; an array of NumPy or a storage shares memory."""
 _ADDRESSES = frozenset({"data_ptr", "const_data_ptr", "mutable_data_ptr"})
 _ALLOCATIONS = frozenset(
     {
@@ -107,27 +105,27 @@ _ALLOCATIONS = frozenset(
         torch.ops.aten.new_empty_strided,
     }
 )
-"""Operators that give memory to be filled by what is no operator."""
+"""Operators whose memory is filled by something else than operators."""
 
 
 class DivergedError(BaseException):
-    """A pass made other calls than the one before it, or needs what was not kept."""
+    """A pass made other calls than the one before it, or needs a tensor that was not saved."""
 
 
 class _Stopped(BaseException):
-    """Unwinds a forward pass; no `except Exception` of a model stops it."""
+    """Ends a forward pass; no `except Exception` of a model catches it."""
 
 
-class _Mark(NamedTuple):
-    """On a tensor: which pass made it, and where; and what it stands for if it has no values."""
+class _TensorMark(NamedTuple):
+    """An attribute of a tensor: the pass that made it, where, and its description if it is a blank."""
 
     owner: object
-    key: Key
+    key: TensorKey
     blank: Blank | None = None
 
 
-class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Shows a run the operators that the dispatcher is asked for, whoever asks."""
+class _DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that passes all operators at the dispatcher to a run."""
 
     supports_higher_order_operators = True
 
@@ -136,22 +134,22 @@ class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._run = run
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._run.knows(function, args):
+        if self._run.is_tracked(function, args):
             return function(*args, **(kwargs or {}))
-        return self._run.dispatched(function, args, kwargs or {})
+        return self._run.run_operator(function, args, kwargs or {})
 
 
 class ResumableRun(CallInterceptor):
-    """Runs a model on one batch after another, each from where it was kept.
+    """A model that runs on one batch after another, each from its saved state.
 
     Args:
         model: in eval mode.
         norms: as for `CallInterceptor`.
 
     Attributes:
-        lifetimes: how long results are needed, from `learn`.
-        opaque: whether the running pass did what can't be done again from what is kept: memory was handed out beside
-            torch's functions, written to where nobody looks, or gradients and transforms of functions were at work.
+        lifetimes: of the tensors of a pass, from `learn`.
+        opaque: whether the running pass did something that can't be resumed from a saved state: memory was made or
+            written to without torch's functions, or gradients or transforms of functions were taken.
         expected: names of all calls of a pass; None: any.
     """
 
@@ -163,35 +161,35 @@ class ResumableRun(CallInterceptor):
         storages = map(storage_of, [*model.parameters(), *model.buffers()])
         self._fixed = frozenset(storage.data_ptr() for storage in storages if storage is not None)
         self._learning = False
-        self._kept: Kept | None = None
-        self._seeing = 0
+        self._kept: PassState | None = None
+        self._depth = 0
         self._begin(None, 0, 0)
 
     def before(self, call: FunctionCall) -> None:
-        """What happens before a call, also one that is not made again."""
+        """Act before a call, also one that is not made again; subclasses override it."""
 
     def after(self, call: FunctionCall, result: Any) -> None:
-        """What happens after it."""
+        """Act after a call; subclasses override it."""
 
     def learn(self, inputs: tuple[Any, ...]) -> None:
-        """Run the model on a few samples to see how long each result is needed, and how large it is."""
+        """Run the model on a few samples to learn the lifetime and size of each result."""
         self._learning, self.lifetimes, self.expected = True, Lifetimes(samples=sample_count(inputs)), None
         try:
             self._run(inputs, None, 0, 0)
         finally:
             self._learning = False
 
-    def run(self, inputs: tuple[Any, ...], kept: Kept | None, keep_at: int, stop_at: int) -> Kept | None:
-        """Return one pass over one batch.
+    def run(self, inputs: tuple[Any, ...], kept: PassState | None, keep_at: int, stop_at: int) -> PassState | None:
+        """Run one pass over one batch.
 
         Args:
             inputs: the batch.
-            kept: where to go on from; None: the start.
-            keep_at: number of the call before which the pass is kept; 0: it stays as it was.
-            stop_at: number of the call that is not made any more.
+            kept: the state to continue from; None: the start.
+            keep_at: number of the call before which the state is saved; 0: `kept` stays.
+            stop_at: number of the call at which the pass stops.
 
         Returns:
-            What is kept now.
+            The state to continue from later.
 
         Raises:
             DivergedError: `kept` does not fit this pass.
@@ -199,7 +197,7 @@ class ResumableRun(CallInterceptor):
         again = kept is not None and not keep_at
         try:
             self._run(inputs, kept.copied(self._fixed) if again and kept is not None else kept, keep_at, stop_at)
-        except Exception as error:  # of code that doesn't let pass that a blank was read
+        except Exception as error:  # of code that hides that a blank was read
             if kept is None:
                 raise
             raise DivergedError from error
@@ -207,15 +205,15 @@ class ResumableRun(CallInterceptor):
             raise DivergedError
         return self._found if keep_at else kept
 
-    def _run(self, inputs: tuple[Any, ...], kept: Kept | None, keep_at: int, stop_at: int) -> None:
+    def _run(self, inputs: tuple[Any, ...], kept: PassState | None, keep_at: int, stop_at: int) -> None:
         self._begin(kept, keep_at, stop_at)
         numbers = count()
         given = map_tensors(inputs, lambda tensor: self._input(next(numbers), tensor))
         unfused = torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
-        with self.watching(), _Dispatched(self), unfused:
+        with self.watching(), _DispatchMode(self), unfused:
             try:
                 call(self._model, given)
-            except (_Stopped, Exception):  # what calls back from C++ may make another one of it
+            except (_Stopped, Exception):  # a callback from C++ may turn it into another exception
                 if not self._stopped:
                     raise
             finally:
@@ -225,22 +223,22 @@ class ResumableRun(CallInterceptor):
                 self._pinned.clear()
                 self._contents.clear()
 
-    def _begin(self, kept: Kept | None, keep_at: int, stop_at: int) -> None:
+    def _begin(self, kept: PassState | None, keep_at: int, stop_at: int) -> None:
         self._owner, self._step, self._new = object(), 0, 0
         self._kept, self._keep_at, self._stop_at = kept, keep_at, stop_at
         self._skip = 0 if kept is None else len(kept.calls)
         self._calls: list[tuple[str, Any]] = []
-        self._found: Kept | None = None
-        self._live: dict[Key, weakref.ref[Tensor]] = {}
-        self._blanks: dict[Key, Tensor] = {}
-        self._hollow: set[int] = set()
+        self._found: PassState | None = None
+        self._live: dict[TensorKey, weakref.ref[Tensor]] = {}
+        self._blanks: dict[TensorKey, Tensor] = {}
+        self._blank_ids: set[int] = set()
         self.opaque = self._leaked = self._stopped = False
-        self._pinned: dict[Key, Tensor] = {}
-        self._unseen: dict[int, weakref.ref[Tensor]] = {}
+        self._pinned: dict[TensorKey, Tensor] = {}
+        self._untracked: dict[int, weakref.ref[Tensor]] = {}
         self._contents: dict[int, tuple[int, int]] = {}
 
     def _input(self, index: int, tensor: Tensor) -> Tensor:
-        """A model may write into what it is given, so it gets a copy; where nothing reads it any more, a blank."""
+        """Return a copy of an input, as the model may write to it; a blank if no later call reads it."""
         key = (0, index)
         if self._kept is None:
             copy = tensor.clone()
@@ -248,23 +246,23 @@ class ResumableRun(CallInterceptor):
                 self.lifetimes.born(key, copy)
             return self._marked(copy, key)
         kept = self._kept.tensors.get(key)
-        return self._tensor(Blank.of(key, tensor)) if kept is None else self._marked(kept, key)
+        return self._restored(Blank.of(key, tensor)) if kept is None else self._marked(kept, key)
 
-    def _marked(self, tensor: Tensor, key: Key, blank: Blank | None = None) -> Tensor:
-        tensor._prunekit_place = _Mark(self._owner, key, blank)  # type: ignore[attr-defined]
+    def _marked(self, tensor: Tensor, key: TensorKey, blank: Blank | None = None) -> Tensor:
+        tensor._prunekit_place = _TensorMark(self._owner, key, blank)  # type: ignore[attr-defined]
         if blank is None:
             self._live[key] = weakref.ref(tensor)
         return tensor
 
-    def _mark(self, tensor: Tensor) -> _Mark | None:
-        mark: _Mark | None = getattr(tensor, "_prunekit_place", None)
+    def _mark(self, tensor: Tensor) -> _TensorMark | None:
+        mark: _TensorMark | None = getattr(tensor, "_prunekit_place", None)
         return mark if mark is not None and mark.owner is self._owner else None
 
     def real(self, tensor: Tensor) -> Tensor:
-        """Return a tensor that has values.
+        """Return a tensor if it has values.
 
         Raises:
-            DivergedError: they were not kept.
+            DivergedError: it is a blank.
         """
         mark = self._mark(tensor)
         if mark is not None and mark.blank is not None:
@@ -272,7 +270,7 @@ class ResumableRun(CallInterceptor):
         return tensor
 
     def call(self, call: FunctionCall) -> Any:
-        """Keeps, stops or goes on."""
+        """Save the state, stop, or make a call."""
         if self.expected is not None and self.expected[call.number - 1 : call.number] != (call.name,):
             raise DivergedError
         if call.number == self._keep_at and not self.opaque and call.number in self.lifetimes.steps:
@@ -288,32 +286,32 @@ class ResumableRun(CallInterceptor):
         return result
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._seeing += 1
+        self._depth += 1
         try:
             return super().__torch_function__(function, types, args, kwargs)
         finally:
-            self._seeing -= 1
+            self._depth -= 1
 
     def leave(self, given: tuple[Any, ...], result: Any) -> None:
-        """As any other call."""
-        with self._seen():
+        """Run the hooks of a module that is left, as part of a call."""
+        with self._tracked():
             super().leave(given, result)
 
     @contextmanager
-    def _seen(self) -> Iterator[None]:
-        """What is dispatched in here belongs to a call of one of torch's functions."""
-        self._seeing += 1
+    def _tracked(self) -> Iterator[None]:
+        """Mark operators in this context as part of a call of one of torch's functions."""
+        self._depth += 1
         try:
             yield
         finally:
-            self._seeing -= 1
+            self._depth -= 1
 
     def transformed(self) -> None:
-        """Tensors in a transform of functions are there in it alone."""
-        self._lost()
+        """Mark the pass as opaque: tensors of a transform of functions exist only in it."""
+        self._mark_opaque()
 
-    def _lost(self) -> None:
-        """Something begins that can't be followed: it may read all that there is, and write to it."""
+    def _mark_opaque(self) -> None:
+        """Mark the pass as opaque from here: anything that is live may be read and written to."""
         self.opaque = True
         self._read_all()
 
@@ -321,68 +319,66 @@ class ResumableRun(CallInterceptor):
         if self._learning:
             self.lifetimes.read((key for key, known in self._live.items() if known() is not None), self._step)
 
-    def knows(self, function: Any, args: Any) -> bool:
-        """Return whether an operator belongs to a call that has looked at all that it is given: nearly all there are
-        do.
-        """
-        seen = self._seeing > 0 and not self._learning and isinstance(function, torch._ops.OpOverload)
-        return seen and self._hollow.isdisjoint(map(id, args))
+    def is_tracked(self, function: Any, args: Any) -> bool:
+        """Return whether an operator, as nearly all do, belongs to a call that has checked its arguments."""
+        inside = self._depth > 0 and not self._learning and isinstance(function, torch._ops.OpOverload)
+        return inside and self._blank_ids.isdisjoint(map(id, args))
 
-    def dispatched(self, function: Any, args: Any, named: Any) -> Any:
-        """Run an operator; what it reads without a call of torch's functions is kept for good.
+    def run_operator(self, function: Any, args: Any, named: Any) -> Any:
+        """Run an operator; what it reads without a call of torch's functions is saved in every state.
 
         Raises:
             DivergedError: it would read a blank.
         """
-        with self._seen(), torch._C.DisableTorchFunction():
+        with self._tracked(), torch._C.DisableTorchFunction():
             tensors = gather((args, named))
             marks = [(tensor, mark) for tensor in tensors for mark in [self._mark(tensor)] if mark is not None]
             if any(mark.blank is not None for _, mark in marks):
                 self._leaked = True
                 raise DivergedError
-            if not isinstance(function, torch._ops.OpOverload):  # of functions, which may know other tensors
+            if not isinstance(function, torch._ops.OpOverload):  # of functions, which may have captured other tensors
                 self._read_all()
             elif self._learning:
                 self.lifetimes.read((mark.key for _, mark in marks), self._step)
             result = function(*args, **named)
-            if self._seeing == 1:
-                self._unnoted(function, result, marks)
+            if self._depth == 1:
+                self._record_untracked(function, result, marks)
             return result
 
-    def _unnoted(self, function: Any, result: Any, marks: list[tuple[Tensor, _Mark]]) -> None:
-        """Take note of an operator that runs in every pass."""
+    def _record_untracked(self, function: Any, result: Any, marks: list[tuple[Tensor, _TensorMark]]) -> None:
+        """Record an operator that runs in every pass."""
         known = isinstance(function, torch._ops.OpOverload)
         if not known or function._schema.is_mutable or function.overloadpacket in _ALLOCATIONS:
-            self._lost()
+            self._mark_opaque()
         for tensor, mark in marks:
             self._pinned[mark.key] = tensor
             if self._learning:
                 self.lifetimes.pin(mark.key)
-        self._unseen |= {memory_of(tensor): weakref.ref(tensor) for tensor in gather(result)}
+        self._untracked |= {memory_of(tensor): weakref.ref(tensor) for tensor in gather(result)}
 
-    def _is_unseen(self, tensor: Tensor) -> bool:
-        """Return whether an operator made its memory that runs in every pass."""
-        made = self._unseen.get(memory_of(tensor))
+    def _is_untracked(self, tensor: Tensor) -> bool:
+        """Return whether its memory was made by an operator that runs in every pass."""
+        made = self._untracked.get(memory_of(tensor))
         return made is not None and made() is not None
 
     def look(self, name: str, function: Any, /, *args: Any, **named: Any) -> Any:
-        """A blank lies otherwise in memory, and attributes that are tensors, such as `mT`, are blanks too."""
+        """Read an attribute; a blank gives the strides of the tensor, and blanks for tensors such as `mT`."""
         mark = self._mark(args[0]) if args and isinstance(args[0], Tensor) else None
         if mark is not None and mark.blank is not None:
             layout = name in {"stride", "is_contiguous"}
             args = (mark.blank.layout() if layout else mark.blank.tensor(), *args[1:])
         looked = function(*args, **named)
         if not isinstance(looked, (Tensor, tuple, *_PLAIN)):
-            self._lost()
+            self._mark_opaque()
         return looked
 
     def compute(self, name: str, function: Any, /, *args: Any, **named: Any) -> Any:
-        """Make a call, or give what it gave before."""
+        """Make a call, or return its saved result."""
         self._step, self._new = self._step + 1, 0
         if self._step <= self._skip:
-            return self._again(name)
+            return self._replay(name)
         if name in _ADDRESSES:
-            self._lost()
+            self._mark_opaque()
         inputs = [self.real(tensor) for tensor in gather((args, named))]
         made = [(mark.key, tensor) for tensor in inputs for mark in [self._mark(tensor)] if mark is not None]
         if self._learning:
@@ -394,51 +390,51 @@ class ResumableRun(CallInterceptor):
         if name == "__iter__":
             result = list(result)
         self._written([tensor for tensor, version in zip(inputs, known, strict=True) if _version(tensor) != version])
-        self._calls.append((name, self._noted(result, inputs, made)))
+        self._calls.append((name, self._described(result, inputs, made)))
         if self._learning:
             for tensor in (*inputs, *gather(result)):
-                self._remember(tensor)
+                self._store_checksum(tensor)
         return iter(result) if name == "__iter__" else result
 
-    def _remember(self, tensor: Tensor) -> None:
-        """Take note of what is in the memory of a tensor of this pass, from the call that is being made on."""
+    def _store_checksum(self, tensor: Tensor) -> None:
+        """Store a checksum of the memory of a tensor of this pass, with the present step."""
         if self._mark(tensor) is not None and _plain(tensor):
             self._contents[memory_of(tensor)] = self._step, _checksum(tensor)
 
     def _require_same(self, tensor: Tensor) -> None:
-        """Memory that was written to by nothing that shows: passes are kept before that could happen alone."""
+        """Compare memory with its checksum; if it was written to untracked, states are saved only before that step."""
         step, contents = self._contents.get(memory_of(tensor), (0, None))
         if contents is not None and contents != _checksum(tensor):
-            self._lost()
+            self._mark_opaque()
             steps = self.lifetimes.steps
             self.lifetimes.steps = {number: earlier for number, earlier in steps.items() if earlier < step}
 
     def _written(self, tensors: list[Tensor]) -> None:
-        """Memory was written to; that of this pass alone is kept with what it holds."""
+        """Mark the pass as opaque if memory was written to that does not belong to this pass alone."""
         for tensor in tensors:
             if (
                 self._mark(tensor) is None
                 or tensor.untyped_storage().data_ptr() in self._fixed
-                or self._is_unseen(tensor)
+                or self._is_untracked(tensor)
                 or any(memory_of(tensor) == memory_of(pinned) for pinned in self._pinned.values())
             ):
-                self._lost()
+                self._mark_opaque()
 
-    def _noted(self, result: Any, inputs: list[Tensor], made: list[tuple[Key, Tensor]]) -> Any:
-        """Return a result without its values; tensors that were there before are themselves."""
+    def _described(self, result: Any, inputs: list[Tensor], made: list[tuple[TensorKey, Tensor]]) -> Any:
+        """Return a result with blanks for its tensors, except for those that existed before the pass."""
         if isinstance(result, (tuple, list)):
-            return rebuilt(result, [self._noted(item, inputs, made) for item in result])
+            return rebuilt(result, [self._described(item, inputs, made) for item in result])
         if not isinstance(result, Tensor):
             if not isinstance(result, _PLAIN):
-                self._lost()
+                self._mark_opaque()
             return result
         mark = self._mark(result)
-        if not _plain(result) or (mark is None and self._is_unseen(result)):
-            self._lost()
+        if not _plain(result) or (mark is None and self._is_untracked(result)):
+            self._mark_opaque()
             return None
         if mark is None:
             if any(result is tensor for tensor in inputs):
-                return result  # a parameter, or what an earlier pass left in a module
+                return result  # a parameter, or a tensor that an earlier pass left in a module
             key = (self._step, self._new)
             self._new += 1
             if self._learning:
@@ -447,50 +443,50 @@ class ResumableRun(CallInterceptor):
             return Blank.of(key, result)
         return Blank.of(mark.key, result)
 
-    def _again(self, name: str) -> Any:
+    def _replay(self, name: str) -> Any:
         assert self._kept is not None
         known, result = self._kept.calls[self._step - 1]
         if known != name:
             raise DivergedError
         self._calls.append((known, result))
-        given = self._given(result)
+        given = self._replayed(result)
         return iter(given) if name == "__iter__" else given
 
-    def _given(self, result: Any) -> Any:
+    def _replayed(self, result: Any) -> Any:
         if isinstance(result, Blank):
-            return self._tensor(result)
+            return self._restored(result)
         if isinstance(result, (tuple, list)):
-            return rebuilt(result, [self._given(item) for item in result])
+            return rebuilt(result, [self._replayed(item) for item in result])
         return result
 
-    def _tensor(self, blank: Blank) -> Tensor:
+    def _restored(self, blank: Blank) -> Tensor:
         assert self._kept is not None
         kept = self._kept.tensors.get(blank.key)
         if kept is not None:
             return self._marked(kept, blank.key)
         if blank.key not in self._blanks:
             self._blanks[blank.key] = self._marked(blank.tensor(), blank.key, blank)
-            self._hollow.add(id(self._blanks[blank.key]))
+            self._blank_ids.add(id(self._blanks[blank.key]))
         return self._blanks[blank.key]
 
-    def _keep(self, copied: bool) -> Kept:
+    def _keep(self, copied: bool) -> PassState:
         found = {key: self._live[key]() for key in self.lifetimes.live(self._step) if key in self._live}
-        kept = Kept(list(self._calls), {key: tensor for key, tensor in found.items() if tensor is not None})
+        kept = PassState(list(self._calls), {key: tensor for key, tensor in found.items() if tensor is not None})
         return kept.copied(self._fixed) if copied else kept
 
 
 def _plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is its memory, and no more: not sparse, nor with gradients, nor within a transform."""
+    """Return whether a tensor is plain memory: not sparse, nor with gradients, nor within a transform."""
     own = is_plain(tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     return own and (not tensor.requires_grad or isinstance(tensor, nn.Parameter))
 
 
 def _checksum(tensor: Tensor) -> int:
-    """Of all the memory that a tensor is in."""
+    """Return a checksum of all the memory that a tensor is in."""
     memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
     return zlib.crc32(memory.cpu().numpy().data)
 
 
 def _version(tensor: Tensor) -> int:
-    """Return how often a tensor was written to, where that is counted."""
+    """Return a tensor's version counter; 0 if it has none."""
     return 0 if tensor.is_inference() else tensor._version

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 from prunekit.compaction.compact_model import compact
 from prunekit.measure.verification import verify
-from prunekit.repair.joint_fit import Linearized, Pair, conjugate_gradients, gauss_newton
-from prunekit.repair.layer_samples import Aim, Gathering, LayerPass, SourceAim
+from prunekit.repair.held_out_images import batches_of
+from prunekit.repair.joint_fit import LayerPair, Linearized, conjugate_gradients, gauss_newton
+from prunekit.repair.layer_samples import LayerPass, SampleGatherer, SampleRequest, SourceRequest
 from prunekit.repair.repair_model import repair
-from prunekit.repair.validation import batches_of
 from prunekit.settings.calibration import RepairSettings
 from prunekit.statistics.layers.layer_graph import find_layers
 from prunekit.statistics.layers.patches import PatchGeometry
@@ -30,7 +30,7 @@ def drawn(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def pair(*, rectified: bool) -> tuple[Pair, tuple[Tensor, Tensor]]:
+def pair(*, rectified: bool) -> tuple[LayerPair, tuple[Tensor, Tensor]]:
     """A pair whose outputs are those of other weights, and weights to start from."""
     torch.manual_seed(0)
     inputs = drawn(WINDOWS, COLUMNS, 11, 13)
@@ -38,12 +38,12 @@ def pair(*, rectified: bool) -> tuple[Pair, tuple[Tensor, Tensor]]:
     there = (torch.rand(WINDOWS, 1, *hidden) > 0.2).double()
     start = drawn(COLUMNS * FIRST.taps + 1, HIDDEN), drawn(HIDDEN * SECOND.taps + 1, OUTPUTS)
     ends = drawn(WINDOWS, OUTPUTS, *SECOND.spatial_of(hidden))
-    made = Pair(FIRST, SECOND, inputs, there, ends, torch.zeros_like(ends), 30, rectified)
+    made = LayerPair(FIRST, SECOND, inputs, there, ends, torch.zeros_like(ends), 30, rectified)
     other = tuple(weight + 0.1 * drawn(*weight.shape) for weight in start)
     return replace(made, wanted=plain(made, *other)), start
 
 
-def plain(made: Pair, first: Tensor, second: Tensor) -> Tensor:
+def plain(made: LayerPair, first: Tensor, second: Tensor) -> Tensor:
     hidden = F.relu(layer(made.first, made.inputs, first)) * made.there
     return made.rest + layer(made.second, hidden, second)
 
@@ -147,9 +147,11 @@ def test_what_the_layer_before_reads_makes_what_the_layer_gives(size: int, each:
     model, images = randomized(Block().double()).eval(), torch.randn(20, 3, 11, 9, dtype=torch.float64)
     layer = next(found for found in find_layers(model, images[:2]) if found.weight == "conv2.weight")
     assert layer.source is not None
-    aim = Aim(layer, 200, torch.arange(8), outputs=True, source=SourceAim(layer.source, each, torch.arange(6)))
+    source = SourceRequest(layer.source, each, torch.arange(6))
+    request = SampleRequest(layer, 200, torch.arange(8), outputs=True, source=source)
     cut = layer.source.call
-    sample = Gathering(LayerPass(model), *batches_of((images,), 0.2, size), lambda *_: [cut]).take(aim, 0, ahead=True)
+    gatherer = SampleGatherer(LayerPass(model), *batches_of((images,), 0.2, size), lambda *_: [cut])
+    sample = gatherer.take(request, 0, ahead=True)
     assert sample is not None
     assert sample.before is not None
     assert sample.there is not None

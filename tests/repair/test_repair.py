@@ -17,11 +17,11 @@ from prunekit.errors import DataError, NonFiniteError
 from prunekit.jobs.prune.one_shot import prune
 from prunekit.measure.verification import verify
 from prunekit.planning.plan import Plan
+from prunekit.repair.held_out_images import batches_of
 from prunekit.repair.layer_fit import LayerFitter
-from prunekit.repair.layer_samples import Aim, Gathering, LayerPass
+from prunekit.repair.layer_samples import LayerPass, SampleGatherer, SampleRequest
 from prunekit.repair.memory_budget import kept_channels
 from prunekit.repair.repair_model import repair
-from prunekit.repair.validation import batches_of
 from prunekit.settings.calibration import RepairSettings
 from prunekit.statistics.layers.layer_graph import find_layers
 from prunekit.training.batchnorm_statistics import recalibrate_batchnorm
@@ -203,11 +203,11 @@ def test_depthwise_convolutions_are_fitted_tap_by_tap() -> None:
     layer = next(layer for layer in find_layers(model, IMAGES[:2]) if layer.weight == "deep.weight")
     samples = []
     for each, channels in ((model, None), (damaged, kept_channels(layer, plan))):
-        aim = Aim(layer, 10**6, channels, outputs=channels is None)
-        gathering = Gathering(LayerPass(each), *batches_of((IMAGES,), 0.25, 64), lambda *_: [0])
-        samples.append(gathering.take(aim, 0, ahead=True))
+        request = SampleRequest(layer, 10**6, channels, outputs=channels is None)
+        gatherer = SampleGatherer(LayerPass(each), *batches_of((IMAGES,), 0.25, 64), lambda *_: [0])
+        samples.append(gatherer.take(request, 0, ahead=True))
     fitter.refit(layer, *samples)
-    (done,) = fitter.done
+    (done,) = fitter.reports
     assert (done.applied, done.note) == ("patch", "38 of 38 groups")
     assert done.after < 1e-9 < done.before
     torch.testing.assert_close(damaged.deep.weight[index], model.deep.weight[index], rtol=0, atol=1e-6)  # type: ignore[index,union-attr]

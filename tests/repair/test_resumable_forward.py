@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from prunekit.repair.layer_samples import Aim, Gathering, LayerPass, Sample
+from prunekit.repair.held_out_images import batches_of
+from prunekit.repair.layer_samples import LayerPass, LayerSample, SampleGatherer, SampleRequest
 from prunekit.repair.resumable_forward import DivergedError, ResumableRun
-from prunekit.repair.validation import batches_of
 from prunekit.statistics.layers.layer_graph import find_layers
 from prunekit.statistics.layers.linear_layers import FunctionCall
 from prunekit.utils.tensors import gather
@@ -372,18 +372,18 @@ def test_a_pass_that_takes_another_path_says_so() -> None:
         run.run((x,), kept, 0, 0)
 
 
-def gathered(model: nn.Module, x: Tensor, size: int, cuts: bool) -> list[Sample]:
+def gathered(model: nn.Module, x: Tensor, size: int, cuts: bool) -> list[LayerSample]:
     """Samples of all layers at all rows, in passes that begin at each layer or always at the start."""
     run = LayerPass(model)
     batches, fitted = batches_of((x,), 0.25, size)
     layers = sorted(find_layers(model, x[:2]), key=lambda layer: layer.ready)
     firsts = [min(layer.call for layer in layers[i:]) for i in range(len(layers))]
-    gathering = Gathering(run, batches, fitted, lambda *_: firsts if cuts else [0] * len(layers))
+    gatherer = SampleGatherer(run, batches, fitted, lambda *_: firsts if cuts else [0] * len(layers))
     found = []
     for i, layer in enumerate(layers):
         channels = torch.arange(next(m for n, m in model.named_parameters() if n == layer.weight).shape[1])
-        aim = Aim(layer, 10**6, channels, centers=True, outputs=True)
-        sample = gathering.take(aim, min(i + 1, len(layers) - 1), ahead=True)
+        request = SampleRequest(layer, 10**6, channels, centers=True, outputs=True)
+        sample = gatherer.take(request, min(i + 1, len(layers) - 1), ahead=True)
         assert sample is not None
         found.append(sample)
     return found

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 from prunekit.channels.trace import trace
 from prunekit.planning.plan import Plan
-from prunekit.repair.layer_samples import Aim, LayerPass
+from prunekit.repair.held_out_images import batches_of
+from prunekit.repair.layer_samples import LayerPass, SampleRequest
 from prunekit.repair.repair_model import repair
 from prunekit.repair.repair_report import RepairReport
-from prunekit.repair.validation import batches_of
 from prunekit.settings.calibration import RepairSettings
 from prunekit.statistics.layers.layer_graph import find_layer_graph, find_layers
 
@@ -209,7 +209,7 @@ def test_the_other_summand_lands_where_the_layer_s_values_go() -> None:
     layer = next(layer for layer in find_layers(model, x[:2]) if layer.weight == "two.weight")
     run, (batches, _) = LayerPass(model), batches_of((x,), 0.25, 8)
     run.learn((x[:2],))
-    run.take(Aim(layer, 10**6, outputs=True), batches[0], None, 0, layer.ready + 1)
+    run.take(SampleRequest(layer, 10**6, outputs=True), batches[0], None, 0, layer.ready + 1)
     others = model.one(batches[0].inputs[0]).detach()
     others[:, 0] = 0
     torch.testing.assert_close(run.taken["others"], others.flatten(0, 1))

@@ -1,7 +1,4 @@
-"""The calibration images in batches, those to fit on before those that judge.
-
-How far a model's output is from that of the dense one, over batches.
-"""
+"""Held-out images: batches to fit on and to judge by, and the difference of two models' outputs on the latter."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from prunekit.utils.inputs import sample_count, select_samples
 from prunekit.utils.tensors import map_tensors
 
 Inputs = tuple[Any, ...]
-"""What a model is called with, see `prunekit.utils.inputs.as_example`, samples first in every tensor."""
+"""Arguments of a model, see `prunekit.utils.inputs.as_example`, with samples along the first axis of every tensor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +27,8 @@ class Batch:
     Attributes:
         number: of the batch.
         inputs: of the model.
-        share: of the rows that are sampled.
-        counted: which positions of the samples are no padding, see `counted_positions`; None: all.
+        share: of the sampled rows.
+        counted: bool, False where positions of the samples are padding, see `counted_positions`; None: none are.
     """
 
     number: int
@@ -41,12 +38,13 @@ class Batch:
 
 
 def batches_of(inputs: Inputs, held_out: float, size: int, counted: Tensor | None = None) -> tuple[list[Batch], int]:
-    """Return batches to fit on, then those of the held-out images; and how many are to fit on.
+    """Return batches to fit on, then those of held-out images, and the number of batches to fit on.
 
     Args:
-        held_out: share of the images, the last ones, that only judge.
+        inputs: all calibration images.
+        held_out: share of the images that are held out, the last ones.
         size: images in a batch, at most.
-        counted: which positions of all samples are no padding; None: all.
+        counted: as for `Batch`, for all samples.
     """
     total = sample_count(inputs)
     split = total - max(1, round(total * held_out))
@@ -64,28 +62,29 @@ def batches_of(inputs: Inputs, held_out: float, size: int, counted: Tensor | Non
 
 
 FLAT = 1e-13
-"""Variance among samples, as a share of the mean square, that is no more than float32's rounding."""
+"""Variance among samples, as a share of the mean square, that may be no more than float32's rounding."""
 
 
 def difference(dense: nn.Module, model: nn.Module, batches: Iterable[Batch], judge: OutputComparison) -> float:
-    """Return the mean squared difference of what is compared, each over its variance among samples; the mean of them.
+    """Return the mean squared difference of outputs as a share of their variance among samples, averaged over outputs.
 
-    Of what has positions that may be padding, such as the scores of each token, those that count are the samples.
+    Where positions may be padding, as for the scores of each token, those that are not are the samples.
 
     Args:
-        dense, model: in eval mode.
+        dense: in eval mode.
+        model: in eval mode.
         batches: at least one.
-        judge: what is compared, of the dense model.
+        judge: the compared outputs, of the dense model.
 
     Raises:
         UsageError: nothing can be compared, or something has another shape.
-        DataError: the dense model's output is the same for all samples, so that nothing can be judged by it.
+        DataError: the dense model's output is the same for all samples, so that it cannot judge anything.
     """
     spread, count = RelativeError(), 0
     for batch in batches:
         want, got = (_values(each, batch, judge) for each in (dense, model))
         other_way = {key for key in judge.weights if _shapes(want, key) != _shapes(got, key)}
-        if len(other_way) < len(judge.outputs) + len(judge.weights):  # a layer that is called otherwise under masks
+        if len(other_way) < len(judge.outputs) + len(judge.weights):  # a layer that is called differently under masks
             want, got = ([pair for pair in values if pair[0] not in other_way] for values in (want, got))
         shapes = [[tuple(value.shape) for _, value in values] for values in (want, got)]
         if shapes[0] != shapes[1]:

@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from prunekit.repair.least_squares import GroupedProblem, Problem, best_of, chunks, grouped_least_squares, least_squares
+from prunekit.repair.least_squares import (
+    FitProblem,
+    GroupedProblem,
+    best_of,
+    chunks,
+    grouped_least_squares,
+    least_squares,
+)
 
 
 def problem(*, rectified: bool, biased: bool) -> GroupedProblem:
@@ -26,7 +33,7 @@ def test_each_group_gets_what_it_would_get_alone(rectified: bool, biased: bool) 
     change = grouped_least_squares(together, 1e-3, 3)
     for group in range(6):
         parts: list[Tensor] = [getattr(together, name)[group] for name in ("inputs", "now", "wanted", "scale")]
-        alone = Problem(*parts, 300, rectified, biased)
+        alone = FitProblem(*parts, 300, rectified, biased)
         best, before, after = best_of(alone, least_squares(alone, 1e-3, 3))
         assert before == pytest.approx(float(change.before[group]))
         assert after == pytest.approx(float(change.after[group]))
