@@ -46,10 +46,10 @@ from prunekit.settings.train import (
     RegularizerSettings,
     TrainSettings,
 )
-from prunekit.training.callbacks.callback import Part, Parts, Training, Within
-from prunekit.training.callbacks.selection import Sources, asked_parts
+from prunekit.training.callbacks.callback import Callback, CallbackList, ContextCallback, TrainingRun
+from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
 from prunekit.training.compilation import CompiledForward
-from prunekit.training.loop import autocast
+from prunekit.training.precision import autocast
 
 STEPS = 1_000_000
 """Length that schedules of parts are laid out for; growing regularization is at 1e-5 of it and does all its work."""
@@ -73,7 +73,7 @@ class Case:
     """What a step has beside the plain one: parts for a student, whose teacher is another model of its kind."""
 
     name: str
-    parts: Callable[[nn.Module], list[Part]] = lambda model: []
+    parts: Callable[[nn.Module], list[Callback]] = lambda model: []
     own_parameters: bool = False  # whether it puts others in the place of the model's
     compiled: tuple[bool, bool] = (False, False)  # the plain step, and the one with something in it
 
@@ -81,23 +81,23 @@ class Case:
 def cases(plan: Plan, setting: Setting) -> Iterator[Case]:
     """What is timed."""
 
-    def around(enter: Callable[[Training], AbstractContextManager[Any]]) -> list[Part]:
-        return [Within(enter)]
+    def around(enter: Callable[[TrainingRun], AbstractContextManager[Any]]) -> list[Callback]:
+        return [ContextCallback(enter)]
 
-    def asked(settings: TrainSettings) -> Callable[[nn.Module], list[Part]]:
-        def made(model: nn.Module) -> list[Part]:
+    def asked(settings: TrainSettings) -> Callable[[nn.Module], list[Callback]]:
+        def made(model: nn.Module) -> list[Callback]:
             teacher = None if settings.distill is None else models.resnet34()
-            return asked_parts(settings, Sources(_splits(), 2, teacher, plan.channel_map, plan))
+            return build_callbacks(settings, CallbackInputs(_splits(), 2, teacher, plan.channel_map, plan))
 
         return made
 
-    def clamps(training: Training) -> AbstractContextManager[Any]:
+    def clamps(training: TrainingRun) -> AbstractContextManager[Any]:
         stack = ExitStack()
         stack.enter_context(clamp_activation_grad(training.model, OFTEN))
         stack.enter_context(clamp_weight_grad(training.model, training.optimizer, OFTEN))
         return stack
 
-    in_force = Within(lambda run: masked(run.model, plan, run.optimizer))
+    in_force = ContextCallback(lambda run: masked(run.model, plan, run.optimizer))
     average, lasso = TrainSettings(average=AverageSettings()), RegularizerSettings("group_lasso", 1e-6)
     logits, features = DistillSettings(), DistillSettings(features=FeatureSettings(("layer[1-4]",)))
     yield Case("plain")  # how far two like steps are apart
@@ -105,10 +105,13 @@ def cases(plan: Plan, setting: Setting) -> Iterator[Case]:
     yield Case("masks/weights", lambda model: around(lambda run: WeightMasks(run.model, plan, run.optimizer)))
     yield Case("compiled", compiled=(False, True))
     yield Case("compiled/masked", lambda model: [in_force], compiled=(True, True))
-    yield Case("masked+clamps", lambda model: [in_force, Within(clamps)])
+    yield Case("masked+clamps", lambda model: [in_force, ContextCallback(clamps)])
     yield Case("torch/prune", own_parameters=True)
     yield Case("average/ema", asked(average))
-    yield Case("masked+ema", lambda model: [in_force, *asked_parts(average, Sources(_splits(), 2, masks=lambda: plan))])
+    yield Case(
+        "masked+ema",
+        lambda model: [in_force, *build_callbacks(average, CallbackInputs(_splits(), 2, masks=lambda: plan))],
+    )
     yield Case("regularize/group_lasso", asked(TrainSettings(regularize=lasso)))
     yield Case("regularize/bn_l1", asked(TrainSettings(regularize=RegularizerSettings("bn_l1", 1e-6))))
     yield Case("regularize/growing", asked(TrainSettings(regularize=RegularizerSettings("growing", 1e-6))))
@@ -165,11 +168,11 @@ def _model(plan: Plan, device: torch.device) -> nn.Module:
 
 @contextmanager
 def _step(
-    model: nn.Module, parts: list[Part], images: Tensor, labels: Tensor, setting: Setting, compiled: bool
+    model: nn.Module, parts: list[Callback], images: Tensor, labels: Tensor, setting: Setting, compiled: bool
 ) -> Iterator[Callable[[], None]]:
     """One step as the training loop makes it, but for what is the same with and without parts."""
     optimizer = SGD(model.parameters(), lr=1e-4, momentum=0.9, fused=True)
-    taking, done = Parts(parts), 0
+    taking, done = CallbackList(parts), 0
     called = CompiledForward(model) if compiled else model
 
     def step() -> None:
@@ -177,14 +180,14 @@ def _step(
         done += 1
         with autocast(setting.precision, setting.device):
             output = called(images)
-            loss = taking.added_to(F.cross_entropy(output, labels), images, output, labels)
+            loss = taking.total_loss(F.cross_entropy(output, labels), images, output, labels)
         loss.backward()  # type: ignore[no-untyped-call]
         taking.before_step(done)
         optimizer.step()
         taking.after_step(done, True)
         optimizer.zero_grad()
 
-    with taking.active(Training(model, optimizer, setting.device, STEPS, 1)):
+    with taking.active(TrainingRun(model, optimizer, setting.device, STEPS, 1)):
         yield step
         if isinstance(called, CompiledForward) and called.compilation.fallback is not None:
             raise RuntimeError(called.compilation)

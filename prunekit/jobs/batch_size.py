@@ -37,10 +37,10 @@ from prunekit.planning.solver import feasible_plan
 from prunekit.settings.job import JobSettings
 from prunekit.settings.prune import BudgetSettings
 from prunekit.settings.train import TrainSettings
-from prunekit.training.callbacks.callback import Part, Training, Within
-from prunekit.training.callbacks.selection import Sources, asked_parts
-from prunekit.training.history import is_shortage
+from prunekit.training.callbacks.callback import Callback, ContextCallback, TrainingRun
+from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
 from prunekit.training.loop import fit
+from prunekit.training.memory_shortage import is_shortage
 from prunekit.utils.context import resolve_device, threads
 
 STEPS = 2
@@ -96,19 +96,19 @@ class Rehearsal:
                     device=prepared.device,
                     seed=job.seed,
                     batch=batch,
-                    parts=self._parts(name, settings, splits, batch),
+                    callbacks=self._callbacks(name, settings, splits, batch),
                     own_optimizer=prepared.optimizer_for(settings),
                     label=name,
                 )
 
-    def _parts(self, name: str, settings: TrainSettings, splits: Splits, batch: int) -> list[Part]:
+    def _callbacks(self, name: str, settings: TrainSettings, splits: Splits, batch: int) -> list[Callback]:
         finetune = name == "finetune"
         plan: Plan | None = self._plan if finetune else None
-        sources = Sources(splits, batch, self._prepared.model, self._chart, self._plan, lambda: plan)
-        return [*([Within(self._masks)] if finetune else []), *asked_parts(settings, sources)]
+        inputs = CallbackInputs(splits, batch, self._prepared.model, self._chart, self._plan, lambda: plan)
+        return [*([ContextCallback(self._masks)] if finetune else []), *build_callbacks(settings, inputs)]
 
     @contextmanager
-    def _masks(self, training: Training) -> Iterator[None]:
+    def _masks(self, training: TrainingRun) -> Iterator[None]:
         changing = self._prepared.job.prune.schedule is not None  # such masks hold what is pruned
         kind = ChangingMasks if changing else partial(masked)
         with (

@@ -196,7 +196,7 @@ def gradient_flow(
             seed=job.seed,
             batch=job.data.batch,
             workers=job.data.reading,
-            parts=[flow],
+            callbacks=[flow],
             own_optimizer=prepared.optimizer_for(settings),
             progress=progress,
             label="gradients",

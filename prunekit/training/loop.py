@@ -1,9 +1,4 @@
-"""The training loop: one run from settings to a history, with the best weights left in the model.
-
-Epoch after epoch: steps, validation, and what is not finite.
-
-A progress bar on stderr for a whole training run.
-"""
+"""The training loop: one run from settings to a history, with the best weights left in the model."""
 
 from __future__ import annotations
 
@@ -11,7 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -31,17 +26,17 @@ from prunekit.distributed.process_group import is_main, rank, size, total, wait_
 from prunekit.errors import NonFiniteError
 from prunekit.hooks.optimizer_step import inner_optimizer
 from prunekit.models.outputs import require_trainable
-from prunekit.registries import DtypeName
 from prunekit.settings.inputs import Workers
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.task import Loss, Task
-from prunekit.training.callbacks.callback import Part, Parts, Training
-from prunekit.training.callbacks.clamping import Clamps
-from prunekit.training.callbacks.selection import require_asked, task_loss
+from prunekit.training.callbacks.callback import Callback, CallbackList, TrainingRun
+from prunekit.training.callbacks.clamping import GradientClamps
+from prunekit.training.callbacks.selection import require_callbacks, task_loss
 from prunekit.training.checkpoints import BestWeights, Checkpoints, CheckpointWarning
-from prunekit.training.checks import check_fits
+from prunekit.training.compatibility import check_fits
 from prunekit.training.compilation import SEVERAL, CompiledForward
-from prunekit.training.history import Compilation, EpochRow, History, LeftRun, Position, Sums, naming_batch
+from prunekit.training.history import Compilation, EpochRow, History, PausedRun
+from prunekit.training.memory_shortage import naming_batch
 from prunekit.training.nonfinite import (
     first_non_finite,
     first_non_finite_gradient,
@@ -49,7 +44,7 @@ from prunekit.training.nonfinite import (
     non_finite_tensor,
 )
 from prunekit.training.optimizers import MakeOptimizer, build_optimizer, build_schedule
-from prunekit.training.precision import LongStrides
+from prunekit.training.precision import LongStrides, autocast, loss_scaler
 from prunekit.training.replicas import (
     kept_apart,
     replica_of,
@@ -58,284 +53,14 @@ from prunekit.training.replicas import (
     share_corrupt,
     shares,
 )
-from prunekit.training.run_state import RunState, identity_of
+from prunekit.training.run_state import EpochSums, Position, RunState, identity_of
 from prunekit.training.sharding import give_back_buffers, in_shards, in_step, require_shardable, sharded_copy
 from prunekit.utils.context import seeded, training_mode
 from prunekit.utils.files import StrPath
 from prunekit.utils.inputs import call, inputs_as_example, to_device
 from prunekit.utils.progress import make_bar, wanted
 
-
-class Progress:
-    """Shows epoch, loss, score and img/s, and whatever `describe` adds (asked once an epoch: it may be slow)."""
-
-    def __init__(
-        self, label: str, steps: int, describe: Callable[[], Mapping[str, Any]], shown: bool, score: str = "top1"
-    ) -> None:
-        self.label, self.describe, self.score = label, describe if shown else dict, score
-        self.bar = make_bar(shown, total=steps, desc=label, unit="batch")
-        self.extra: Mapping[str, Any] = {}
-
-    def epoch(self, number: int, epochs: int) -> None:
-        """Say which epoch begins."""
-        self.bar.set_description(f"{self.label} {number}/{epochs}", refresh=False)
-        self.extra = self.describe()
-
-    def begin(self, done: int) -> None:
-        """So many batches were done before this run went on."""
-        self.bar.update(done)
-
-    def step(self, loss: float, score: Callable[[], float], images_per_s: float) -> None:
-        """One batch is done; the figures are the epoch's so far."""
-        if not self.bar.disable:
-            shown = {"loss": f"{loss:.3f}", self.score: f"{score():.1f}%", "img/s": f"{images_per_s:.0f}", **self.extra}
-            self.bar.set_postfix(shown, refresh=False)
-        self.bar.update()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.bar.close()
-
-
 Numbered = tuple[int, Batch]
-HALF: dict[DtypeName, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Epochs:
-    """What stays the same from step to step of a run.
-
-    `replica` is what is called to train the model: compiled, or where several processes train together their own, and
-    `train` and `validation` are this one's shares then. `loss` is that of training.
-    """
-
-    model: nn.Module
-    replica: Callable[..., Any]
-    optimizer: Optimizer
-    schedule: LRScheduler
-    scaler: torch.amp.GradScaler | None
-    settings: TrainSettings
-    device: torch.device
-    train: Batches
-    validation: Batches
-    steps: int  # of an epoch in which none is skipped
-    state: RunState
-    bar: Progress
-    task: Task
-    loss: Loss
-
-    def run(self, on_epoch: Callable[[EpochRow], None] | None, until: Callable[[], bool]) -> bool:
-        """Train every epoch from where the run is; the best weights are offered each.
-
-        Args:
-            until: asked between two steps: whether to leave the run there.
-
-        Returns:
-            Whether it came to its end.
-        """
-        try:
-            self._run(on_epoch, until)
-        except _Left:
-            self.state.keep_place()
-            return False
-        return True
-
-    def _run(self, on_epoch: Callable[[EpochRow], None] | None, until: Callable[[], bool]) -> None:
-        at, best = self.state.position, self.state.best
-        if not self.settings.epochs:
-            best.keep()
-        self.bar.begin((at.epoch - 1) * len(self.train) + at.batch)
-        over = at.epoch > self.settings.epochs  # in a process before this one
-        while at.epoch <= self.settings.epochs:
-            row = self._epoch(at, until)
-            self.state.parts.after_epoch(row)
-            at.next_epoch(row, self.steps)
-            if on_epoch is not None:
-                on_epoch(row)
-            if at.epoch <= self.settings.epochs:
-                self.state.keep_if_due()
-        if not over:
-            self.state.keep_result()
-
-    def _epoch(self, at: Position, until: Callable[[], bool]) -> EpochRow:
-        start = time.perf_counter() - at.seconds
-        self.bar.epoch(at.epoch, self.settings.epochs)
-        self._train(at, start, until)
-        training_s = time.perf_counter() - start
-        share_buffers(self.model)
-        with self.state.parts.evaluating():
-            share_buffers(self.model)  # those of averaged weights
-            validated = self._validate(f"epoch {at.epoch}")
-            reached = self.task.reached(validated.counts)
-            self.state.best.offer(at.epoch, reached if self.state.parts.settled() else -1.0)
-        return EpochRow(
-            epoch=at.epoch,
-            lr=at.lr,
-            train_loss=at.sums.mean_loss,
-            train_score=self.task.reached(at.sums.counts),
-            validation_loss=validated.mean_loss,
-            validation_score=reached,
-            images_per_s=at.sums.samples / training_s,
-            seconds=time.perf_counter() - start,
-            skipped=self.steps - at.made,
-            score=self.task.main.name,
-        )
-
-    def _train(self, at: Position, start: float, until: Callable[[], bool]) -> None:
-        """Make the steps of an epoch that are left.
-
-        Raises:
-            NonFiniteError: all were skipped, or the loss, a gradient or a weight is not finite.
-        """
-        parts, accumulate = self.state.parts, self.settings.accumulate
-        self.model.train()
-        if until():
-            raise _Left
-        for group in _groups(self.train.at_epoch(at.epoch, at.batch).numbered(), accumulate):
-            self._add_gradients([batch for _, batch in group], at, start)
-            at.step += 1
-            parts.before_step(at.step)
-            self._require_finite_gradients([batch for _, batch in group], at)
-            at.lr = self.optimizer.param_groups[0]["lr"]
-            stepped = self._step()
-            at.made += stepped
-            parts.after_step(at.step, stepped)
-            if stepped:
-                self.schedule.step()
-            self.optimizer.zero_grad()
-            at.batch, at.seconds = group[-1][0] + 1, time.perf_counter() - start
-            self.state.keep_if_due()
-            if until():
-                raise _Left
-        if not at.made:
-            raise NonFiniteError(
-                f"epoch {at.epoch} made no step: no gradient was finite under float16's loss scale, which every "
-                "skipped step halves; try `precision: bf16`, a lower learning rate, or more steps in an epoch"
-            )
-        if (tensor := non_finite_tensor(self.model)) is not None:  # the last step, which no loss was computed after
-            raise NonFiniteError(f"{tensor} is NaN or Inf after epoch {at.epoch}; {self._advice()}")
-        share_corrupt(self.train, self.validation)
-        at.sums = at.sums.of_all()
-
-    def _step(self) -> bool:
-        """Make a step; return whether it was made: under a loss scale it is skipped where gradients overflow."""
-        if self.scaler is None:
-            self.optimizer.step()
-            return True
-        made: list[None] = []
-        counting = inner_optimizer(self.optimizer).register_step_post_hook(lambda *_: made.append(None))
-        try:
-            self.scaler.step(self.optimizer)
-        finally:
-            counting.remove()
-        self.scaler.update()
-        return bool(made)
-
-    def _require_finite_gradients(self, batches: Sequence[Batch], at: Position) -> None:
-        """Look at gradients before they spoil the weights, but under a loss scale, which does so itself.
-
-        Raises:
-            NonFiniteError: one is NaN or Inf; names the first module on the way back.
-        """
-        clamp = self.settings.clamp_weight_grad
-        clamped = clamp is not None and clamp.by == "value"  # which makes Inf the limit
-        if self.scaler is not None or (found := non_finite_gradient(self.model, nan_only=clamped)) is None:
-            return
-        samples, again = sum(len(targets) for _, targets in batches), Position()
-
-        def backward() -> None:
-            for batch in batches:
-                self._add_gradient(batch, samples, again.sums, f"epoch {at.epoch}, step {at.trained}")
-
-        where = first_non_finite_gradient(self.model, backward) or f"that of parameter {found!r}"
-        raise NonFiniteError(
-            f"a gradient is NaN or Inf in epoch {at.epoch}, step {at.trained}, while the loss is finite; first not "
-            f"finite on the way back: {where}; {self._advice()}"
-        )
-
-    def _finite(self, loss: Tensor, inputs: tuple[Any, ...], saying: str) -> float:
-        """Return a loss as a number.
-
-        Raises:
-            NonFiniteError: it is none; says so with the number for `{}`, and names the first module to blame.
-        """
-        value = loss.item()
-        if not math.isfinite(value):
-            where = first_non_finite(self.model, inputs)
-            raise NonFiniteError(f"{saying.format(value)}; first not finite: {where}; {self._advice()}")
-        return value
-
-    def _advice(self) -> str:
-        checkpoints = self.state.checkpoints
-        last = None if checkpoints is None else checkpoints.last
-        kept = "" if checkpoints is None else f"; the last good checkpoint: {last or 'none yet'}"
-        return f"try a lower learning rate (now {self.optimizer.param_groups[0]['lr']:.3g}) or a longer warm-up{kept}"
-
-    def _add_gradients(self, batches: Sequence[Batch], at: Position, start: float) -> None:
-        """Make the gradient of a step."""
-        samples = int(total(sum(len(targets) for _, targets in batches))[0])
-        for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
-            at.trained += 1
-            with kept_apart(self.replica) if left else nullcontext():
-                self._add_gradient(batch, samples, at.sums, f"epoch {at.epoch}, step {at.trained}")
-            rate = size() * at.sums.samples / (time.perf_counter() - start)
-            self.bar.step(at.sums.mean_loss, lambda: self.task.reached(at.sums.counts), rate)
-
-    def _add_gradient(self, batch: Batch, of: int, sums: Sums, when: str) -> None:
-        """Add a batch's part of the gradient of the mean loss over `of` samples, those of all processes."""
-        inputs, targets = to_device(batch, self.device)
-        given = inputs_as_example(self.model, inputs)
-        with autocast(self.settings.precision, self.device):
-            output = call(self.replica, given)
-            loss = self.state.parts.added_to(self.loss(output, targets), inputs, output, targets)
-            value = self._finite(loss, given, f"the loss is {{}} in {when}")
-        loss = loss * (len(targets) / of)
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            sums.add(value, self.task.counts(output, targets), len(targets))
-
-    def _validate(self, when: str) -> Sums:
-        sums = Sums()
-        with training_mode(self.model, False), torch.no_grad():
-            for batch, counts in in_step(self.model, self.validation):
-                inputs, targets = to_device(batch, self.device)
-                given = inputs_as_example(self.model, inputs)
-                output = call(self.model, given)
-                loss = self.task.loss(output, targets)
-                value = self._finite(loss, given, f"the validation loss is {{}} in {when}")
-                if counts:
-                    sums.add(value, self.task.counts(output, targets), len(targets))
-        return sums.of_all()
-
-
-def autocast(precision: DtypeName, device: torch.device) -> AbstractContextManager[None]:
-    """Run what PyTorch deems safe in half precision; nothing for `fp32`."""
-    return torch.autocast(device.type, dtype=HALF.get(precision), enabled=precision in HALF)
-
-
-def loss_scaler(precision: DtypeName, device: torch.device) -> torch.amp.GradScaler | None:
-    """Return what keeps small gradients from vanishing in float16, and skips steps whose gradients overflow."""
-    return torch.amp.GradScaler(device.type) if precision == "fp16" else None
-
-
-class _Left(Exception):
-    """The run is left between two steps."""
-
-
-def _groups(batches: Iterable[Numbered], size: int) -> Iterator[list[Numbered]]:
-    """Yield batches whose gradients make one step; the last group of an epoch may have fewer."""
-    rest = iter(batches)
-    while group := list(islice(rest, size)):
-        yield group
-
-
-def never() -> bool:
-    """Leave no run."""
-    return False
 
 
 def fit(
@@ -347,23 +72,23 @@ def fit(
     seed: int,
     batch: int,
     workers: int | Workers = 0,
-    parts: Sequence[Part] = (),
+    callbacks: Sequence[Callback] = (),
     own_optimizer: MakeOptimizer | None = None,
     progress: bool | None = False,
     label: str = "training",
     on_epoch: Callable[[EpochRow], None] | None = None,
     checkpoint: StrPath | None = None,
     checkpoints: Checkpoints | None = None,
-    until: Callable[[], bool] = never,
-    begin: LeftRun | None = None,
+    until: Callable[[], bool] | None = None,
+    begin: PausedRun | None = None,
 ) -> History:
     """Train a model in place, for the task of its data, and leave it with the weights of its best validation score.
 
-    In a process group (`prunekit.distributed`) all processes call this alike, and train it together: each has its share
-    of every batch, so that they do what one process would do, up to the order in which floating-point numbers are
-    summed. Not so what is random in each, such as dropout, and BatchNorm, which normalizes by the share. Only the main
-    process shows and writes. Under `sharding: full` it is a sharded copy that is trained, which parts see as
-    `Training.model`; the model itself waits on the CPU, and has its old weights where training fails.
+    In a process group (`prunekit.distributed`) all processes call this alike and train the model together. Each has its
+    share of every batch, so that together they compute what one process would, up to the order of floating-point sums;
+    dropout, which is random in each process, and BatchNorm, which normalizes by the share, are the exceptions. Only the
+    main process prints and writes. Under `sharding: full` a sharded copy is trained, which callbacks see as
+    `TrainingRun.model`; the model itself waits on the CPU, and keeps its old weights if training fails.
 
     On the CPU two runs with the same arguments and thread count give bit-equal weights. The process's random state and
     the modules' train/eval modes are restored; the model stays on `device`.
@@ -375,39 +100,37 @@ def fit(
         settings: epochs, optimizer and schedule; zero epochs leave the model as it is.
         device: where to train.
         seed: of the order of images, of dropout and of everything else that is random.
-        batch: images in a batch, over all processes; a last one that is not full is left out, and comes in another
-            epoch.
-        workers: processes that read images ahead, their number or how.
-        parts: what takes part beside the loss, such as masks, and what the settings ask for (`asked_parts`); entered
-            in their order.
-        own_optimizer: what makes the optimizer, where the settings say `own`.
+        batch: images in a batch, over all processes; a last batch that is not full is left out, and its images come in
+            another epoch.
+        workers: processes that read images ahead: their number, or how they read.
+        callbacks: features such as masks, and those that the settings ask for (`build_callbacks`), in the order in
+            which they are entered.
+        own_optimizer: makes the optimizer if the settings say `own`.
         progress: whether to show a bar on stderr; None: on a terminal and in a notebook.
-        label: what the bar calls this run.
+        label: the name of this run in the bar.
         on_epoch: called after every epoch.
-        checkpoint: `.safetensors` file that holds the best weights so far; None: none.
-        checkpoints: where the run is written down as it goes, and resumed from, bit-identical on the CPU with the same
-            threads and processes: model, optimizer, schedule, loss scale, random states, place in the epoch, parts. A
-            run that is over there gives its result again. Of several processes the main one writes and reads, the
-            others' folders are not touched; all give one or none does. None: nowhere.
-        until: asked between two steps: whether to leave the run there, with the weights of that moment in the model.
-        begin: a run of as many epochs and the same parts that was left, to go on with; see `transfer_run`.
+        checkpoint: `.safetensors` file for the best weights so far; None for none.
+        checkpoints: where the state of the run is written, and resumed from, bit-identical on the CPU with the same
+            threads and processes. A run that is complete there returns its result again. In several processes the main
+            one writes and reads, and either all are given checkpoints or none. None for none.
+        until: called between two steps: whether to pause the run there, with the weights of that moment in the model.
+        begin: a paused run to continue, with as many epochs and the same callbacks; see `transfer_run`.
 
     Raises:
-        ModelError: every parameter is frozen, or the model does not take these inputs or give what the task knows.
-        UsageError: a gradient clamp's glob matches nothing, a part or an optimizer that the settings ask for is
-            missing, the task cannot do what they ask for, or a batch has too few images for the processes.
+        ModelError: every parameter is frozen, or the model does not fit the inputs or the task.
+        UsageError: a gradient clamp's glob matches nothing, a callback or an optimizer that the settings ask for is
+            missing, the task does not support the settings, or a batch has too few images for the processes.
         DataError: an image cannot be read.
         ResumeError: the checkpoints are of another run; says what differs.
         NonFiniteError: the loss, a gradient or a weight became NaN or Inf; names the first module, the epoch, the step
-            and the last checkpoint.
-            Gradients that overflow under float16's loss scale are no error: the step is skipped, which
-            `EpochRow.skipped` counts and the schedule does not, and the scale halved. An epoch of nothing else is an
-            error.
+            and the last checkpoint. Gradients that overflow under float16's loss scale are no error: the step is
+            skipped, counted by `EpochRow.skipped` and not by the schedule, and the scale is halved. An epoch in which
+            every step is skipped is an error.
         MemoryShortageError: a batch does not fit into memory.
     """
-    require_asked(settings, parts)
+    require_callbacks(settings, callbacks)
     if sharding := in_shards(settings):
-        require_shardable(settings, parts, left=begin is not None or until is not never)
+        require_shardable(settings, callbacks, pauses=begin is not None or until is not None)
     loss = task_loss(splits.task, settings)
     require_trainable(model)
     wait_for_all()  # the main process may have worked alone before
@@ -426,42 +149,51 @@ def fit(
         model = sharded_copy(given, train, device)
     optimizer = build_optimizer(model, settings, own_optimizer)
     steps = math.ceil(len(train) / settings.accumulate)
-    taking = Parts(parts)
+    called = CallbackList(callbacks)
     scaler = loss_scaler(settings.precision, device)
     scale = (lambda: 1.0) if scaler is None else scaler.get_scale
-    clamps = Clamps(model, optimizer, settings, scaler)
-    training = Training(model, optimizer, device, steps, settings.epochs, clamps.counts, scale)
-    entered = taking.active(training)
+    clamps = GradientClamps(model, optimizer, settings, scaler)
+    run = TrainingRun(model, optimizer, device, steps, settings.epochs, clamps.counts, scale)
+    active = called.active(run)
     facts, warn = ({}, _warn) if checkpoints is None else (checkpoints.facts, checkpoints.warn)
     facts = {"device": device.type, "seed": seed, "batch": batch, "processes": size(), **facts}
-    identity = identity_of(given, splits, settings, taking, **facts)
+    identity = identity_of(given, splits, settings, called, **facts)
     best = BestWeights(given, None if checkpoint is None else Path(checkpoint), warn, trained=model)
-    score = splits.task.main.name
-    bar = Progress(label, settings.epochs * len(train), taking.describe, wanted(progress) and is_main(), score)
+    bar = ProgressBar(
+        label,
+        settings.epochs * len(train),
+        called.progress_metrics,
+        wanted(progress) and is_main(),
+        splits.task.main.name,
+    )
     exact = LongStrides(model) if settings.precision == "bf16" and device.type == "cpu" else nullcontext()
     with ExitStack() as stack:
         stack.enter_context(seeded(seed + rank()))
         stack.enter_context(training_mode(model, True))
         replica = replica_of(model, train)
-        for context in (entered, exact, clamps, bar):
+        for context in (active, exact, clamps, bar):
             stack.enter_context(context)
-        schedule = build_schedule(optimizer, settings.epochs * steps, settings.warmup, taking.restarts(training))
+        restarts = called.learning_rate_restarts(run)
+        schedule = build_schedule(optimizer, settings.epochs * steps, settings.warmup, restarts)
         compiled = CompiledForward(model) if settings.compile and size() == 1 else None
         position = Position()
         state = RunState(
-            model, optimizer, schedule, scaler, clamps, taking, best, splits, position, identity, checkpoints,
+            model, optimizer, schedule, scaler, clamps, called, best, splits, position, identity, checkpoints,
             None if begin is None else begin.state,
         )  # fmt: skip
         state.resume()
-        run = Epochs(
+        loop = TrainingLoop(
             model, compiled or replica, optimizer, schedule, scaler, settings, device, train, validation, steps,
             state, bar, splits.task, loss,
         )  # fmt: skip
         with naming_batch(batch, splits.sample_shape, device, position):
-            whole = run.run(on_epoch, until)
-        compilation = _came_of(compiled, settings)
-        if not whole:
-            return History(position.rows, 0, clamps.rows(), compilation, state.left())
+            complete = loop.run(on_epoch, until or (lambda: False))
+        if compiled is not None:
+            compilation: Compilation | None = compiled.compilation
+        else:
+            compilation = Compilation(0, 0.0, SEVERAL) if settings.compile else None
+        if not complete:
+            return History(position.rows, 0, clamps.rows(), compilation, state.pause())
         require_same_weights(model, f"after {label}")
         if sharding:
             give_back_buffers(model, given.to(device))
@@ -469,11 +201,249 @@ def fit(
     return History(position.rows, best.epoch, clamps.rows(), compilation)
 
 
-def _came_of(compiled: CompiledForward | None, settings: TrainSettings) -> Compilation | None:
-    if compiled is not None:
-        return compiled.compilation
-    return Compilation(0, 0.0, SEVERAL) if settings.compile else None
-
-
 def _warn(message: str) -> None:
     warnings.warn(message, CheckpointWarning, stacklevel=2)
+
+
+@dataclass(frozen=True)
+class TrainingLoop:
+    """The epochs of a run: steps, validation, checkpoints.
+
+    `replica` is called to train the model: compiled, or this process's replica where several train together; `train`
+    and `validation` are this process's shares then. `loss` is that of training.
+    """
+
+    model: nn.Module
+    replica: Callable[..., Any]
+    optimizer: Optimizer
+    schedule: LRScheduler
+    scaler: torch.amp.GradScaler | None
+    settings: TrainSettings
+    device: torch.device
+    train: Batches
+    validation: Batches
+    steps: int  # of an epoch in which none is skipped
+    state: RunState
+    bar: ProgressBar
+    task: Task
+    loss: Loss
+
+    def run(self, on_epoch: Callable[[EpochRow], None] | None, until: Callable[[], bool]) -> bool:
+        """Train from the present position to the last epoch; return False if `until` paused the run before."""
+        try:
+            self._run(on_epoch, until)
+        except _Paused:
+            self.state.write_paused()
+            return False
+        return True
+
+    def _run(self, on_epoch: Callable[[EpochRow], None] | None, until: Callable[[], bool]) -> None:
+        at, best = self.state.position, self.state.best
+        if not self.settings.epochs:
+            best.keep()
+        self.bar.skip((at.epoch - 1) * len(self.train) + at.batch)
+        over = at.epoch > self.settings.epochs  # in a process before this one
+        while at.epoch <= self.settings.epochs:
+            row = self._epoch(at, until)
+            self.state.callbacks.after_epoch(row)
+            at.next_epoch(row, self.steps)
+            if on_epoch is not None:
+                on_epoch(row)
+            if at.epoch <= self.settings.epochs:
+                self.state.write_if_due()
+        if not over:
+            self.state.write_result()
+
+    def _epoch(self, at: Position, until: Callable[[], bool]) -> EpochRow:
+        start = time.perf_counter() - at.seconds
+        self.bar.epoch(at.epoch, self.settings.epochs)
+        self._train(at, start, until)
+        training_s = time.perf_counter() - start
+        share_buffers(self.model)
+        with self.state.callbacks.around_validation():
+            share_buffers(self.model)  # those of averaged weights
+            validated = self._validate(f"epoch {at.epoch}")
+            reached = self.task.reached(validated.counts)
+            self.state.best.offer(at.epoch, reached if self.state.callbacks.eligible_for_best() else -1.0)
+        return EpochRow(
+            epoch=at.epoch,
+            lr=at.lr,
+            train_loss=at.sums.mean_loss,
+            train_score=self.task.reached(at.sums.counts),
+            validation_loss=validated.mean_loss,
+            validation_score=reached,
+            images_per_s=at.sums.samples / training_s,
+            seconds=time.perf_counter() - start,
+            skipped=self.steps - at.made,
+            score=self.task.main.name,
+        )
+
+    def _train(self, at: Position, start: float, until: Callable[[], bool]) -> None:
+        """Make the remaining steps of an epoch.
+
+        Raises:
+            NonFiniteError: all were skipped, or the loss, a gradient or a weight is not finite.
+        """
+        callbacks = self.state.callbacks
+        self.model.train()
+        if until():
+            raise _Paused
+        for group in _groups(self.train.at_epoch(at.epoch, at.batch).numbered(), self.settings.accumulate):
+            self._add_gradients([batch for _, batch in group], at, start)
+            at.step += 1
+            callbacks.before_step(at.step)
+            self._require_finite_gradients([batch for _, batch in group], at)
+            at.lr = self.optimizer.param_groups[0]["lr"]
+            stepped = self._step()
+            at.made += stepped
+            callbacks.after_step(at.step, stepped)
+            if stepped:
+                self.schedule.step()
+            self.optimizer.zero_grad()
+            at.batch, at.seconds = group[-1][0] + 1, time.perf_counter() - start
+            self.state.write_if_due()
+            if until():
+                raise _Paused
+        if not at.made:
+            raise NonFiniteError(
+                f"epoch {at.epoch} made no step: no gradient was finite under float16's loss scale, which every "
+                "skipped step halves; try `precision: bf16`, a lower learning rate, or more steps in an epoch"
+            )
+        if (tensor := non_finite_tensor(self.model)) is not None:  # the last step, which no loss was computed after
+            raise NonFiniteError(f"{tensor} is NaN or Inf after epoch {at.epoch}; {self._advice()}")
+        share_corrupt(self.train, self.validation)
+        at.sums = at.sums.of_all()
+
+    def _step(self) -> bool:
+        """Make a step; return False if it was skipped because gradients overflow under the loss scale."""
+        if self.scaler is None:
+            self.optimizer.step()
+            return True
+        made: list[None] = []
+        counting = inner_optimizer(self.optimizer).register_step_post_hook(lambda *_: made.append(None))
+        try:
+            self.scaler.step(self.optimizer)
+        finally:
+            counting.remove()
+        self.scaler.update()
+        return bool(made)
+
+    def _require_finite_gradients(self, batches: Sequence[Batch], at: Position) -> None:
+        """Raise NonFiniteError with the first module to blame, before a NaN or Inf gradient spoils the weights.
+
+        Under a loss scale nothing is checked here, because it checks gradients itself.
+        """
+        clamp = self.settings.clamp_weight_grad
+        clamped = clamp is not None and clamp.by == "value"  # which makes Inf the limit
+        if self.scaler is not None or (found := non_finite_gradient(self.model, nan_only=clamped)) is None:
+            return
+        samples, sums = sum(len(targets) for _, targets in batches), EpochSums()
+
+        def backward() -> None:
+            for batch in batches:
+                self._add_gradient(batch, samples, sums, f"epoch {at.epoch}, step {at.trained}")
+
+        where = first_non_finite_gradient(self.model, backward) or f"that of parameter {found!r}"
+        raise NonFiniteError(
+            f"a gradient is NaN or Inf in epoch {at.epoch}, step {at.trained}, while the loss is finite; first not "
+            f"finite on the way back: {where}; {self._advice()}"
+        )
+
+    def _finite(self, loss: Tensor, inputs: tuple[Any, ...], saying: str) -> float:
+        """Return a loss as a number; raise NonFiniteError with the first module to blame if it is NaN or Inf.
+
+        The error begins with `saying`, in which `{}` stands for the number.
+        """
+        value = loss.item()
+        if not math.isfinite(value):
+            where = first_non_finite(self.model, inputs)
+            raise NonFiniteError(f"{saying.format(value)}; first not finite: {where}; {self._advice()}")
+        return value
+
+    def _advice(self) -> str:
+        checkpoints = self.state.checkpoints
+        last = None if checkpoints is None else checkpoints.last
+        kept = "" if checkpoints is None else f"; the last good checkpoint: {last or 'none yet'}"
+        return f"try a lower learning rate (now {self.optimizer.param_groups[0]['lr']:.3g}) or a longer warm-up{kept}"
+
+    def _add_gradients(self, batches: Sequence[Batch], at: Position, start: float) -> None:
+        """Add up the gradient of a step over its batches."""
+        samples = int(total(sum(len(targets) for _, targets in batches))[0])
+        for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
+            at.trained += 1
+            with kept_apart(self.replica) if left else nullcontext():
+                self._add_gradient(batch, samples, at.sums, f"epoch {at.epoch}, step {at.trained}")
+            rate = size() * at.sums.samples / (time.perf_counter() - start)
+            self.bar.step(at.sums.mean_loss, lambda: self.task.reached(at.sums.counts), rate)
+
+    def _add_gradient(self, batch: Batch, of: int, sums: EpochSums, when: str) -> None:
+        """Add the gradient of a batch, for the mean loss over the `of` samples of all processes."""
+        inputs, targets = to_device(batch, self.device)
+        given = inputs_as_example(self.model, inputs)
+        with autocast(self.settings.precision, self.device):
+            output = call(self.replica, given)
+            loss = self.state.callbacks.total_loss(self.loss(output, targets), inputs, output, targets)
+            value = self._finite(loss, given, f"the loss is {{}} in {when}")
+        loss = loss * (len(targets) / of)
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            sums.add(value, self.task.counts(output, targets), len(targets))
+
+    def _validate(self, when: str) -> EpochSums:
+        sums = EpochSums()
+        with training_mode(self.model, False), torch.no_grad():
+            for batch, counts in in_step(self.model, self.validation):
+                inputs, targets = to_device(batch, self.device)
+                given = inputs_as_example(self.model, inputs)
+                output = call(self.model, given)
+                loss = self.task.loss(output, targets)
+                value = self._finite(loss, given, f"the validation loss is {{}} in {when}")
+                if counts:
+                    sums.add(value, self.task.counts(output, targets), len(targets))
+        return sums.of_all()
+
+
+class _Paused(Exception):
+    """The run is paused between two steps."""
+
+
+def _groups(batches: Iterable[Numbered], size: int) -> Iterator[list[Numbered]]:
+    """Yield batches whose gradients make one step; the last group of an epoch may have fewer."""
+    rest = iter(batches)
+    while group := list(islice(rest, size)):
+        yield group
+
+
+class ProgressBar:
+    """A bar on stderr with epoch, loss, score, images per second, and what `metrics` returns, called once an epoch."""
+
+    def __init__(
+        self, label: str, steps: int, metrics: Callable[[], Mapping[str, Any]], shown: bool, score: str
+    ) -> None:
+        self.label, self.metrics, self.score = label, metrics if shown else dict, score
+        self.bar = make_bar(shown, total=steps, desc=label, unit="batch")
+        self.extra: Mapping[str, Any] = {}
+
+    def skip(self, batches: int) -> None:
+        """Count batches that were done before this run was resumed."""
+        self.bar.update(batches)
+
+    def epoch(self, number: int, epochs: int) -> None:
+        """Begin an epoch."""
+        self.bar.set_description(f"{self.label} {number}/{epochs}", refresh=False)
+        self.extra = self.metrics()
+
+    def step(self, loss: float, score: Callable[[], float], images_per_s: float) -> None:
+        """Count a batch, and show the figures of the epoch so far."""
+        if not self.bar.disable:
+            shown = {"loss": f"{loss:.3f}", self.score: f"{score():.1f}%", "img/s": f"{images_per_s:.0f}", **self.extra}
+            self.bar.set_postfix(shown, refresh=False)
+        self.bar.update()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.close()

@@ -26,7 +26,7 @@ from prunekit.planning.plan import Plan, require_plan
 from prunekit.settings.train import TrainSettings
 from prunekit.training.callbacks.averaging import Average
 from prunekit.training.callbacks.scheduled_masks import PruningSchedule
-from prunekit.training.history import LeftRun
+from prunekit.training.history import PausedRun
 
 MakeOptimizer = Callable[..., Optimizer]
 """The user's own: called as `make(groups, lr=lr)`, such as an optimizer's class. Groups carry their weight decay."""
@@ -189,7 +189,7 @@ def transfer_average(average: AveragedModel, plan: Plan) -> AveragedModel:
     return carried
 
 
-def transfer_run(left: LeftRun, plan: Plan) -> LeftRun:
+def transfer_run(left: PausedRun, plan: Plan) -> PausedRun:
     """A run that `fit` left under the masks of its final plan, as one of the compact model.
 
     Weights, the best so far, the optimizer's state and the average of weights keep the entries of the channels that
@@ -210,7 +210,7 @@ def transfer_run(left: LeftRun, plan: Plan) -> LeftRun:
     kept = _kept_indices(training["model"] | training["buffers"], plan)
     parts = [
         {"average": _cut_all(saved["average"], kept, "module.")} if kind is Average else saved
-        for kind, saved in zip(left.parts, state["parts"], strict=True)
+        for kind, saved in zip(left.callbacks, state["parts"], strict=True)
         if kind is not PruningSchedule
     ]
     moments = {
@@ -227,8 +227,8 @@ def transfer_run(left: LeftRun, plan: Plan) -> LeftRun:
         "optimizer": {**optimizer, "state": moments},
     }
     best = {**state["best"], "weights": _cut_all(state["best"]["weights"], kept)}
-    kinds = tuple(kind for kind in left.parts if kind is not PruningSchedule)
-    return LeftRun({**state, "parts": parts, "training": carried, "best": best}, left.parameters, kinds)
+    kinds = tuple(kind for kind in left.callbacks if kind is not PruningSchedule)
+    return PausedRun({**state, "parts": parts, "training": carried, "best": best}, left.parameters, kinds)
 
 
 Kept = Mapping[str, tuple[Labels | None, ...]]

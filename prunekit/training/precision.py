@@ -1,4 +1,4 @@
-"""Convolutions whose bfloat16 gradient cannot be trusted on the CPU, run in float32."""
+"""Mixed precision: autocast, float16's loss scale, and convolutions that bfloat16 must not compute on the CPU."""
 
 from __future__ import annotations
 
@@ -11,16 +11,29 @@ from torch.nn.modules.conv import _ConvNd
 
 from prunekit.hooks.hook import not_traced
 from prunekit.hooks.owner import HookOwner
+from prunekit.registries import DtypeName
 from prunekit.utils.tensors import map_tensors
+
+HALF: dict[DtypeName, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(precision: DtypeName, device: torch.device) -> AbstractContextManager[None]:
+    """Run what PyTorch deems safe in half precision; nothing for `fp32`."""
+    return torch.autocast(device.type, dtype=HALF.get(precision), enabled=precision in HALF)
+
+
+def loss_scaler(precision: DtypeName, device: torch.device) -> torch.amp.GradScaler | None:
+    """Return what keeps small gradients from vanishing in float16, and skips steps whose gradients overflow."""
+    return torch.amp.GradScaler(device.type) if precision == "fp16" else None
 
 
 class LongStrides(HookOwner):
-    """Runs convolutions whose stride is longer than their input without autocast, as a context manager.
+    """A context manager that runs convolutions whose stride is longer than their input without autocast.
 
     The last 3x3 convolution of stride 2 in a network on small images may read a single pixel. Under bfloat16 on the CPU
     its weight gradient holds what was in memory at the taps that only see padding, in most calls (torch 2.14.1 with
     AVX-512 BF16: `aten.convolution_backward` on inputs 1x1 with stride 2, 2x2 with stride 4; all others tried, and
-    float16, are right). Such layers are small: nothing is lost by their float32.
+    float16, are right). Such layers are small, so that float32 costs nothing.
 
     Args:
         model: its convolutions are hooked.
@@ -32,7 +45,7 @@ class LongStrides(HookOwner):
         self._open: list[AbstractContextManager[Any]] = []
 
     def register(self) -> None:
-        """Hooks every convolution that has a stride."""
+        """Hook every convolution that has a stride."""
         for module in self._model.modules():
             if isinstance(module, _ConvNd) and max(module.stride) > 1:
                 self.own_forward_pre(module, self._before, again=True)

@@ -25,7 +25,7 @@ from prunekit.distributed.process_group import (
     size,
 )
 from prunekit.errors import UsageError
-from prunekit.training.checks import two_samples
+from prunekit.training.compatibility import two_samples
 from prunekit.utils.context import same_random_state, seeded, training_mode
 from prunekit.utils.inputs import inputs_as_example, split, to_device
 from prunekit.utils.state_folders import decode_state, encode_state

@@ -1,9 +1,9 @@
-"""Everything that a training run needs to go on as if it had never stopped."""
+"""The state of a training run: all that it needs to continue, bit by bit, as if it had never stopped."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from typing import Any
 
@@ -27,32 +27,108 @@ from prunekit.distributed.process_group import (
 )
 from prunekit.errors import NonFiniteError, ResumeError
 from prunekit.settings.train import TrainSettings
-from prunekit.training.callbacks.callback import Parts
-from prunekit.training.callbacks.clamping import Clamps
+from prunekit.training.callbacks.callback import CallbackList
+from prunekit.training.callbacks.clamping import GradientClamps
 from prunekit.training.checkpoints import BestWeights, Checkpoints
-from prunekit.training.history import LeftRun, Position
+from prunekit.training.history import EpochRow, PausedRun
 from prunekit.training.nonfinite import non_finite_tensor
 from prunekit.training.replicas import share_state
 from prunekit.utils.context import random_state, set_random_state
 from prunekit.utils.tensors import map_tensors
 
 
+@dataclass
+class EpochSums:
+    """Sums over the batches of an epoch so far: losses, samples, and what the task counts."""
+
+    loss: float = 0.0
+    samples: int = 0
+    counts: list[float] = field(default_factory=list)
+
+    def add(self, loss: float, counts: Tensor, samples: int) -> None:
+        """Add a batch's mean loss, its counts (K,), and its number of samples."""
+        self.loss += loss * samples
+        self.samples += samples
+        found = counts.tolist()
+        self.counts = [a + b for a, b in zip(self.counts or [0.0] * len(found), found, strict=True)]
+
+    def of_all(self) -> EpochSums:
+        """Return the sums over all processes, some of which may have had no batch."""
+        each = gather_values(self)
+        counts = [sum(one) for one in zip(*(sums.counts for sums in each if sums.counts), strict=True)]
+        return EpochSums(sum(sums.loss for sums in each), sum(sums.samples for sums in each), counts)
+
+    @property
+    def mean_loss(self) -> float:
+        """The mean loss of a sample."""
+        return self.loss / self.samples
+
+
+@dataclass
+class Position:
+    """The position of a run: its epoch, how far that epoch is, and the figures of the epochs before.
+
+    Attributes:
+        epoch: counted from 1; one more than the last when the run is over.
+        batch: batches of the epoch that are done, those that could not be read included.
+        trained: batches of the epoch that were trained on.
+        step: steps of the whole run, those skipped under float16's loss scale included.
+        made: steps of the epoch that were not skipped.
+        lr: learning rate of the last step.
+        seconds: time that the epoch took so far.
+        sums: sums of the epoch so far.
+        rows: figures of the epochs before.
+    """
+
+    epoch: int = 1
+    batch: int = 0
+    trained: int = 0
+    step: int = 0
+    made: int = 0
+    lr: float = 0.0
+    seconds: float = 0.0
+    sums: EpochSums = field(default_factory=EpochSums)
+    rows: tuple[EpochRow, ...] = ()
+
+    def next_epoch(self, row: EpochRow, steps: int) -> None:
+        """Move on to the next epoch.
+
+        Args:
+            row: figures of the epoch that is over.
+            steps: steps of an epoch in which none is left out.
+        """
+        rows, epoch = (*self.rows, row), self.epoch + 1
+        self.load_state_dict(asdict(Position(epoch, step=self.epoch * steps, rows=rows)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position as plain data."""
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Move to the position of a state."""
+        rows = tuple(EpochRow(**row) for row in state["rows"])
+        vars(self).update(state, sums=EpochSums(**state["sums"]), rows=rows)
+
+    def __str__(self) -> str:
+        return f"epoch {self.epoch}, batch {self.batch}"
+
+
 @dataclass(frozen=True, eq=False)
 class RunState:
-    """What changes from step to step; between two steps no gradient is among it.
+    """Everything that changes from step to step; between two steps it includes no gradients.
 
     Attributes:
         identity: plain data that must be the same where the run is resumed.
-        checkpoints: where it is kept; None: nowhere. Of several processes the main one reads and writes.
-        begin: a state to go on from where no checkpoint is newer.
+        checkpoints: where the state is kept; None if nowhere. In several processes the main one reads and writes.
+        begin: a state to continue from if there is no checkpoint.
     """
 
     model: nn.Module
     optimizer: Optimizer
     schedule: LRScheduler
     scaler: torch.amp.GradScaler | None
-    clamps: Clamps
-    parts: Parts
+    clamps: GradientClamps
+    callbacks: CallbackList
     best: BestWeights
     splits: Splits
     position: Position
@@ -61,10 +137,10 @@ class RunState:
     begin: Mapping[str, Any] | None = None
 
     def resume(self) -> None:
-        """Go on from the newest checkpoint, if there is one.
+        """Continue from the newest checkpoint, if there is one.
 
         Raises:
-            ResumeError: it is of another run; says what differs, in every process.
+            ResumeError: the checkpoint is of another run; says what differs, in every process.
         """
         if self.checkpoints is None:
             self._begin()
@@ -77,7 +153,7 @@ class RunState:
                 refused = str(error)
         if refused := from_main(lambda: refused):
             raise ResumeError(refused)
-        if found is not None:  # nobody else needs these
+        if found is not None:  # only the main process needs these
             self.best.weights = found["best"].pop("weights")
         if (state := share_state(found)) is None:
             self._begin()
@@ -92,11 +168,11 @@ class RunState:
             self.best.weights = self.begin["best"]["weights"]
             self._load(self.begin)
 
-    def keep_if_due(self) -> None:
+    def write_if_due(self) -> None:
         """Write a checkpoint when it is time.
 
         Raises:
-            NonFiniteError: a weight is NaN or Inf: nobody could go on from there.
+            NonFiniteError: a weight is NaN or Inf, so that nothing could continue from it.
         """
         if self.checkpoints is not None and main_says(self.checkpoints.due(self.position.step)):
             if (tensor := non_finite_tensor(self.model)) is not None:
@@ -104,27 +180,27 @@ class RunState:
                 raise NonFiniteError(f"{tensor} is NaN or Inf in {self.position}; the last good checkpoint: {last}")
             self._write(self.checkpoints, over=False)
 
-    def keep_place(self) -> None:
-        """Write a checkpoint where the run is left, unless it was resumed there."""
+    def write_paused(self) -> None:
+        """Write a checkpoint where the run is paused, unless it was resumed there."""
         if self.checkpoints is not None and main_says(self.checkpoints.step < self.position.step):
             self._write(self.checkpoints, over=False)
 
-    def left(self) -> LeftRun:
-        """Return where the run is, for another to go on with."""
+    def pause(self) -> PausedRun:
+        """Return the whole state, from which another run can continue."""
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         parameters = (names[id(each)] for group in self.optimizer.param_groups for each in group["params"])
-        kinds = tuple(type(part) for part in self.parts.all)
-        return LeftRun(self._state(gather_values(self._own()), self._training()), tuple(parameters), kinds)
+        kinds = tuple(type(callback) for callback in self.callbacks.callbacks)
+        return PausedRun(self._state(gather_values(self._own()), self._training()), tuple(parameters), kinds)
 
-    def keep_result(self) -> None:
-        """Write down that the run is over, and what came of it."""
+    def write_result(self) -> None:
+        """Write a checkpoint that says that the run is over, and what came of it."""
         if self.checkpoints is not None:
             self._write(self.checkpoints, over=True)
 
     def _write(self, checkpoints: Checkpoints, *, over: bool) -> None:
         at, processes = self.position, gather_values(self._own())
-        asked = is_main() or is_sharded(self.model)  # shards are put together by all
-        training = self._training() if asked and not over else None
+        takes_part = is_main() or is_sharded(self.model)  # all processes put shards together
+        training = None if over or not takes_part else self._training()
         if is_main():
             checkpoints.write(self._state(processes, training), epoch=at.epoch, batch=at.batch, step=at.step)
         checkpoints.last = gather_values(checkpoints.last)[0]
@@ -134,22 +210,22 @@ class RunState:
             "identity": self.identity,
             "position": self.position.state_dict(),
             "best": {**self.best.state_dict(), "weights": self.best.weights},
-            "parts": self.parts.state_dict(),
+            "callbacks": self.callbacks.state_dict(),
             "processes": list(processes),
             "training": training,
         }
 
     def _own(self) -> dict[str, Any]:
-        """Return what each process has of its own; the rest is the main one's."""
+        """Return the state that each process has of its own; the rest is that of the main one."""
         return {
             "sums": asdict(self.position.sums),
             "clamps": self.clamps.state_dict(),
-            "corrupt": {name: dict(part.corrupt.found) for name, part in self._parts_of_data()},
+            "corrupt": {name: dict(data.corrupt.found) for name, data in self._data()},
             "random": random_state(),
         }
 
     def _training(self) -> dict[str, Any]:
-        """Return what the result of a run does not need; of a sharded model whole, in the main process."""
+        """Return the state that only training needs; that of a sharded model whole, in the main process."""
         model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
         if is_sharded(self.model):
             model, optimizer = map_tensors((model, optimizer), _on_main)
@@ -166,9 +242,9 @@ class RunState:
         self.position.load_state_dict({**state["position"], "sums": own["sums"]})
         self.best.load_state_dict(state["best"])
         self.clamps.load_state_dict(own["clamps"])
-        for name, part in self._parts_of_data():
-            part.corrupt.merge(own["corrupt"][name])
-        self.parts.load_state_dict(state["parts"])
+        for name, data in self._data():
+            data.corrupt.merge(own["corrupt"][name])
+        self.callbacks.load_state_dict(state["callbacks"])
         training = state["training"]
         if training is not None:
             there = self.model.state_dict()
@@ -185,12 +261,12 @@ class RunState:
                 self.scaler.load_state_dict(training["scaler"])
             set_random_state(own["random"])  # last: nothing may draw after it
 
-    def _parts_of_data(self) -> tuple[tuple[str, Any], ...]:
+    def _data(self) -> tuple[tuple[str, Any], ...]:
         return ("train", self.splits.train), ("validation", self.splits.validation)
 
 
 def _on_main(tensor: Tensor) -> Tensor:
-    """Return a whole tensor as it is; a shard put together, which only the main process keeps, off the device."""
+    """Return the whole tensor of a shard, on the CPU of the main process alone; other tensors as they are."""
     if not is_shard(tensor):
         return tensor
     found = full_tensor(tensor)
@@ -198,7 +274,7 @@ def _on_main(tensor: Tensor) -> Tensor:
 
 
 def _spread_moments(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """Return a saved state of an optimizer, in parts where its parameters are."""
+    """Return a saved state of an optimizer, sharded where its parameters are."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     moments = {
         index: {key: shard_like(v, parameters[index]) if isinstance(v, Tensor) else v for key, v in values.items()}
@@ -208,18 +284,15 @@ def _spread_moments(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str,
 
 
 def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return buffers that the model does not put into its state dict; a forward pass may have changed them."""
+    """Return the buffers that are not in the state dict; a forward pass may have changed them."""
     saved = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if name not in saved}
 
 
-def identity_of(model: nn.Module, splits: Splits, settings: TrainSettings, parts: Parts, **more: Any) -> dict[str, Any]:
-    """Return what must be the same where a run is resumed, as plain data.
-
-    Args:
-        model, splits, settings, parts: as for `fit`.
-        more: further facts.
-    """
+def identity_of(
+    model: nn.Module, splits: Splits, settings: TrainSettings, callbacks: CallbackList, **more: Any
+) -> dict[str, Any]:
+    """Return the facts that must be the same where a run is resumed, as plain data; `more` are further ones."""
     return {
         **more,
         "training": asdict(settings),
@@ -227,6 +300,6 @@ def identity_of(model: nn.Module, splits: Splits, settings: TrainSettings, parts
         "task": splits.task.name,
         "images": [len(splits.train), len(splits.validation)],
         "model": {name: [str(tensor.dtype), *tensor.shape] for name, tensor in named_tensors(model)},
-        "parts": [type(part).__name__ for part in parts.all],
+        "callbacks": [type(callback).__name__ for callback in callbacks.callbacks],
         "versions": {"prunekit": version("prunekit"), "torch": str(torch.__version__)},
     }

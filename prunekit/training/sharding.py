@@ -1,4 +1,4 @@
-"""A model trained in shards: each process has its part of every parameter, gradient and momentum (FSDP2)."""
+"""Sharded training: each process has its part of every parameter, gradient and momentum (FSDP2)."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ from prunekit.errors import ModelError, UsageError
 from prunekit.hooks.owner import HookOwner
 from prunekit.settings.train import TrainSettings
 from prunekit.training.callbacks.averaging import Average
-from prunekit.training.callbacks.callback import Part
+from prunekit.training.callbacks.callback import Callback
 from prunekit.training.callbacks.gradient_flow import GradientFlow
-from prunekit.training.callbacks.regularizers import Sparsifying
+from prunekit.training.callbacks.regularizers import SparsityRegularizer
 from prunekit.training.callbacks.scheduled_masks import PruningSchedule
-from prunekit.training.callbacks.tensorboard import Watching
-from prunekit.training.checks import two_samples
+from prunekit.training.callbacks.tensorboard import TensorBoardLogger
+from prunekit.training.compatibility import two_samples
 from prunekit.training.replicas import tried
 from prunekit.utils.context import same_random_state
 from prunekit.utils.inputs import inputs_as_example, to_device
 from prunekit.utils.tensors import gather
 
-WHOLE = (Average, GradientFlow, PruningSchedule, Sparsifying)
-"""Parts that read or write whole weights."""
+WHOLE = (Average, GradientFlow, PruningSchedule, SparsityRegularizer)
+"""Callbacks that read or write whole weights."""
 UNIT = 2**20
-"""Parameters of a module from which on it is put together by itself, and not with what is around it."""
+"""The fewest parameters of a module that is gathered by itself, and not together with the modules around it."""
 
 
 def in_shards(settings: TrainSettings) -> bool:
-    """Return whether a run's model is sharded: one process has nobody to share with."""
+    """Return whether a run's model is sharded, which takes several processes."""
     return settings.sharding == "full" and size() > 1
 
 
-def require_shardable(settings: TrainSettings, parts: Sequence[Part], *, left: bool) -> None:
-    """Checks that nothing takes part in a run that needs whole weights in each process.
+def require_shardable(settings: TrainSettings, callbacks: Sequence[Callback], *, pauses: bool) -> None:
+    """Raise UsageError if a run needs whole weights in each process.
 
     Args:
-        left: whether the run may be left before its end, or is one that was.
-
-    Raises:
-        UsageError: something does; says what.
+        settings: of the run.
+        callbacks: of the run.
+        pauses: whether the run may be paused, or continues a paused one.
     """
-    whole = [type(part).__name__ for part in parts if isinstance(part, WHOLE)]
-    whole += ["watched histograms or images" for part in parts if isinstance(part, Watching) and part.reads_weights]
-    whole += ["a run that is left and gone on with"] * left
+    whole = [type(callback).__name__ for callback in callbacks if isinstance(callback, WHOLE)]
+    loggers = [callback for callback in callbacks if isinstance(callback, TensorBoardLogger)]
+    whole += ["watched histograms or images" for logger in loggers if logger.reads_weights]
+    whole += ["a run that is paused"] * pauses
     whole += ["precision fp16, whose loss scale"] * (settings.precision == "fp16")
     if whole:
         raise UsageError(
@@ -64,15 +64,15 @@ def require_shardable(settings: TrainSettings, parts: Sequence[Part], *, left: b
 
 
 def sharded_copy(model: nn.Module, train: Batches, device: torch.device) -> nn.Module:
-    """Return a copy of a model on `device`, spread over the processes by `fully_shard`; the model itself goes to the
-    CPU.
+    """Return a copy of a model on `device`, sharded by `fully_shard`, and move the model itself to the CPU.
 
-    Each large module is put together while it runs, forward and backward, and the rest with the whole model.
+    Each large module is gathered while it runs, forward and backward, and the rest together with the whole model.
     Gradients are summed over the processes, as those of replicas are. All begin with the main process's weights.
 
     Args:
-        model: on `device`, without hooks that the two images it is tried on would disturb.
-        train: what it will be trained on.
+        model: on `device`, without hooks that a forward pass of two images would disturb.
+        train: the training batches.
+        device: where to train.
 
     Raises:
         ModelError: torch cannot shard one of its parameters, such as a scalar.
@@ -80,8 +80,8 @@ def sharded_copy(model: nn.Module, train: Batches, device: torch.device) -> nn.M
     share_tensors(chain(model.named_parameters(), model.named_buffers()), "the model")
     with same_random_state():
         inputs, _ = two_samples(train.dataset)
-    with _Called(model) as watch, tried(model, to_device(inputs_as_example(model, inputs), device)):
-        units = list(_units(model, watch.once()))
+    with _CallCounter(model) as counter, tried(model, to_device(inputs_as_example(model, inputs), device)):
+        units = list(_units(model, counter.called_once()))
     sharded = copied(model.cpu())
     mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)  # type: ignore[arg-type]  # torch's stub: may be None
     for path in [*units, ""]:
@@ -102,9 +102,9 @@ def give_back_buffers(sharded: nn.Module, model: nn.Module) -> None:
 
 
 def in_step(model: nn.Module, dealt: Batches) -> Iterator[tuple[Any, bool]]:
-    """This process's batches, and whether each counts: a sharded model runs in all processes or in none.
+    """Yield this process's batches, and whether each counts, because a sharded model runs in all processes together.
 
-    Where one has no more, it is given others that do not count until all have none.
+    A process that has no batches left is given others that do not count until no process has any.
     """
     if not is_sharded(model):
         yield from ((batch, True) for batch in dealt)
@@ -120,10 +120,10 @@ def in_step(model: nn.Module, dealt: Batches) -> Iterator[tuple[Any, bool]]:
         yield last, batch is not None
 
 
-class _Called(HookOwner):
-    """Counts the calls of modules that have modules within, but for those that return views.
+class _CallCounter(HookOwner):
+    """A count of the calls of modules that contain modules; a call that returns a view counts twice.
 
-    What is written in place to a view of a module's result would keep FSDP2 from hearing of its gradient.
+    So such modules are excluded: if a view is written to in place, FSDP2 is not told of its gradient.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -132,22 +132,23 @@ class _Called(HookOwner):
         self._calls: Counter[str] = Counter()
 
     def register(self) -> None:
+        """Hook every module that contains modules."""
         for path, module in self._model.named_modules():
             if any(True for _ in module.children()):
-                self.own_forward(module, partial(self._see, path), again=True)
+                self.own_forward(module, partial(self._count, path), again=True)
 
-    def _see(self, path: str, module: nn.Module, inputs: Any, named: Any, output: Any) -> None:
+    def _count(self, path: str, module: nn.Module, inputs: Any, named: Any, output: Any) -> None:
         self._calls[path] += 2 if any(tensor._is_view() for tensor in gather(output)) else 1
 
-    def once(self) -> set[str]:
-        """Return the paths of those that were called once."""
+    def called_once(self) -> set[str]:
+        """Return the paths of the modules that were called once."""
         return {path for path, calls in self._calls.items() if calls == 1}
 
 
 def _units(model: nn.Module, called: set[str]) -> Iterator[str]:
-    """Yield the paths of the modules to be put together by themselves, inner ones first; the model itself is left out.
+    """Yield the paths of the modules that are gathered by themselves, inner ones first, without the model itself.
 
-    Each is called, has at least `UNIT` parameters that no module in it takes, and shares none with others.
+    Each is called once, has at least `UNIT` parameters outside of inner units, and shares none with other modules.
     """
     owned = Counter(map(id, _every_parameter(model)))
     taken: set[int] = set()

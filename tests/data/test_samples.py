@@ -20,7 +20,7 @@ from prunekit.settings.inputs import DataSettings
 from prunekit.tasks.classification import TEXT_CLASSIFICATION
 from prunekit.tasks.segmentation import SEGMENTATION
 from prunekit.tasks.task import Task
-from prunekit.training.checks import check_fits
+from prunekit.training.compatibility import check_fits
 
 CODE = """
 import pickle

@@ -28,8 +28,8 @@ from prunekit.settings.train import (
     RegularizerSettings,
     TrainSettings,
 )
-from prunekit.training.history import is_shortage
 from prunekit.training.loop import fit
+from prunekit.training.memory_shortage import is_shortage
 
 CPU = torch.device("cpu")
 MB = 10**6
@@ -127,7 +127,7 @@ def test_every_training_of_the_job_is_rehearsed_with_all_that_it_has(
     seen: list[tuple[str, int, int, list[str]]] = []
 
     def note(model: nn.Module, splits: Any, settings: TrainSettings, **more: Any) -> Any:
-        kinds = [type(part).__name__ for part in more["parts"]]
+        kinds = [type(part).__name__ for part in more["callbacks"]]
         seen.append((more["label"], more["batch"], len(splits.train), kinds))
         return fit(model, splits, settings, **more)
 
@@ -141,8 +141,8 @@ def test_every_training_of_the_job_is_rehearsed_with_all_that_it_has(
     Rehearsal(prepare(everything)).train(3)
     assert seen == [
         ("baseline", 3, 6, []),
-        ("sparsify", 3, 6, ["Sparsifying"]),
-        ("finetune", 3, 12, ["Within", "Distillation", "Average"]),
+        ("sparsify", 3, 6, ["SparsityRegularizer"]),
+        ("finetune", 3, 12, ["ContextCallback", "Distillation", "Average"]),
     ]
     with pytest.raises(UsageError, match="expected a job that trains"):
         Rehearsal(prepare(job(tmp_path, baseline=TrainSettings(epochs=0), finetune=TrainSettings(epochs=0))))

@@ -28,8 +28,8 @@ from prunekit.masks.masked_model import masked
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import AverageSettings, ClampSettings, TrainSettings
 from prunekit.training.callbacks.averaging import Average
-from prunekit.training.callbacks.callback import Part, Training
-from prunekit.training.callbacks.selection import Sources, asked_parts
+from prunekit.training.callbacks.callback import Callback, TrainingRun
+from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
 from prunekit.training.loop import fit
 from prunekit.training.optimizers import MakeOptimizer
 
@@ -97,7 +97,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.net, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-class Pruning(Part):
+class Pruning(Callback):
     """Puts masks in force after some steps, or only writes the zeros once; then looks for what is not +0.0."""
 
     def __init__(self, plan: Plan, *, masks: bool) -> None:
@@ -109,7 +109,7 @@ class Pruning(Part):
         return self.plan if self.pruned and self.masks else None
 
     @contextmanager
-    def active(self, training: Training) -> Iterator[None]:
+    def active(self, training: TrainingRun) -> Iterator[None]:
         self.training = training
         with ExitStack() as self.entered:
             yield
@@ -134,14 +134,14 @@ class Pruning(Part):
                 self.wrong += int(torch.count_nonzero(pruned.view(torch.int32)))  # -0.0 counts
 
 
-class LooksAtAverage(Part):
+class LooksAtAverage(Callback):
     """Comes after the average, and has the same looked for in it."""
 
     def __init__(self, pruning: Pruning, average: Average | None) -> None:
         self.pruning, self.average = pruning, average
 
     def after_step(self, step: int, made: bool) -> None:
-        if self.pruning.pruned and self.average is not None and self.average.settled():
+        if self.pruning.pruned and self.average is not None and self.average.eligible_for_best():
             self.pruning.look(self.average.average.module)
 
 
@@ -167,10 +167,10 @@ def trained(optimizer: str, way: str, *, masks: bool) -> tuple[Pruning, nn.Modul
     changes, own = OPTIMIZERS[optimizer]
     settings = TrainSettings(**{"epochs": 3, "lr": 0.01, "weight_decay": 0.01, "warmup": 0.0} | changes | WAYS[way])
     splits = Splits(images(24, 0), images(6, 1), images(6, 2), tuple("abcde"), (3, 8, 8), "f")
-    asked = asked_parts(settings, Sources(splits, 6, masks=pruning.in_force))
+    asked = build_callbacks(settings, CallbackInputs(splits, 6, masks=pruning.in_force))
     average = next((part for part in asked if isinstance(part, Average)), None)
     parts = [pruning, *asked, LooksAtAverage(pruning, average)]
-    fit(model, splits, settings, device=CPU, seed=0, batch=6, parts=parts, own_optimizer=own)
+    fit(model, splits, settings, device=CPU, seed=0, batch=6, callbacks=parts, own_optimizer=own)
     return pruning, model
 
 

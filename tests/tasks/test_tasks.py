@@ -18,9 +18,9 @@ from prunekit.settings.train import DistillSettings, TrainSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION, TEXT_CLASSIFICATION
 from prunekit.tasks.segmentation import SEGMENTATION
 from prunekit.tasks.task import get_task, training_loss
-from prunekit.training import history as position
+from prunekit.training import run_state
 from prunekit.training.callbacks.selection import task_loss
-from prunekit.training.history import Sums
+from prunekit.training.run_state import EpochSums
 
 CPU, IGNORED = torch.device("cpu"), 255
 
@@ -98,9 +98,9 @@ def test_mean_iou_is_that_of_all_pixels_however_batches_fall(
 
 
 def test_sums_of_processes_of_which_one_had_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = [Sums(3.0, 4, [1.0, 4.0]), Sums(), Sums(1.0, 2, [2.0, 2.0])]
-    monkeypatch.setattr(position, "gather_values", lambda mine: parts)
-    assert Sums().of_all() == Sums(4.0, 6, [3.0, 6.0])
+    parts = [EpochSums(3.0, 4, [1.0, 4.0]), EpochSums(), EpochSums(1.0, 2, [2.0, 2.0])]
+    monkeypatch.setattr(run_state, "gather_values", lambda mine: parts)
+    assert EpochSums().of_all() == EpochSums(4.0, 6, [3.0, 6.0])
 
 
 def test_texts_come_apart_by_name_and_score_as_classifiers() -> None:

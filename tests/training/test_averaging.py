@@ -21,29 +21,29 @@ from prunekit.planning.plan import Plan
 from prunekit.settings.train import AverageSettings, TrainSettings
 from prunekit.training.batchnorm_statistics import recalibrate_batchnorm
 from prunekit.training.callbacks.averaging import Average
-from prunekit.training.callbacks.callback import Part, Training, Within
-from prunekit.training.callbacks.selection import Sources, asked_parts
+from prunekit.training.callbacks.callback import Callback, ContextCallback, TrainingRun
+from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
 from prunekit.training.history import EpochRow
 from prunekit.training.loop import fit
 
 State = dict[str, torch.Tensor]
 
 
-class Recorder(Part):
+class Recorder(Callback):
     """Copies of the weights after every step, and of what validation saw."""
 
     def __init__(self) -> None:
         self.steps: list[State] = []
         self.seen: list[State] = []
 
-    def active(self, training: Training) -> Any:
+    def active(self, training: TrainingRun) -> Any:
         self.model = training.model
         return super().active(training)
 
     def after_step(self, step: int, made: bool) -> None:
         self.steps.append(self.now())
 
-    def settled(self) -> bool:
+    def eligible_for_best(self) -> bool:
         self.seen.append(self.now())
         return True
 
@@ -51,12 +51,14 @@ class Recorder(Part):
         return {name: value.clone() for name, value in self.model.state_dict().items()}
 
 
-def train(model: nn.Module, average: AverageSettings, *parts: Part, **changes: Any) -> tuple[Average, Recorder, Any]:
+def train(
+    model: nn.Module, average: AverageSettings, *parts: Callback, **changes: Any
+) -> tuple[Average, Recorder, Any]:
     settings = TrainSettings(**{"epochs": 4, "lr": 0.05, "average": average} | changes)
-    (part,) = asked_parts(settings, Sources(splits(), 16))
+    (part,) = build_callbacks(settings, CallbackInputs(splits(), 16))
     assert isinstance(part, Average)
     recorder = Recorder()
-    history = fit(model, splits(), settings, device=CPU, seed=1, batch=16, parts=[*parts, recorder, part])
+    history = fit(model, splits(), settings, device=CPU, seed=1, batch=16, callbacks=[*parts, recorder, part])
     return part, recorder, history
 
 
@@ -111,7 +113,7 @@ def test_a_model_that_python_does_not_copy_is_averaged() -> None:
 def test_training_goes_on_from_the_raw_weights() -> None:
     plain, averaged = Recorder(), net()
     settings = TrainSettings(epochs=4, lr=0.05)
-    fit(net(), splits(), settings, device=CPU, seed=1, batch=16, parts=[plain])
+    fit(net(), splits(), settings, device=CPU, seed=1, batch=16, callbacks=[plain])
     _, recorder, _ = train(averaged, AverageSettings("swa", start=0.0))
     for a, b in zip(plain.steps, recorder.steps, strict=True):
         assert all(torch.equal(a[name], b[name]) for name in a)
@@ -121,8 +123,8 @@ def test_swa_is_the_mean_of_epoch_ends_with_statistics_of_its_own() -> None:
     model = net()
     rows: list[EpochRow] = []
     settings = TrainSettings(epochs=4, lr=0.05, average=AverageSettings("swa", start=0.5, lr=0.02))
-    parts = [recorder := Recorder(), *asked_parts(settings, Sources(splits(), 16))]
-    history = fit(model, splits(), settings, device=CPU, seed=1, batch=16, parts=parts, on_epoch=rows.append)
+    parts = [recorder := Recorder(), *build_callbacks(settings, CallbackInputs(splits(), 16))]
+    history = fit(model, splits(), settings, device=CPU, seed=1, batch=16, callbacks=parts, on_epoch=rows.append)
     ends = [recorder.steps[index] for index in (11, 15)]
     mean = {name: (ends[0][name] + ends[1][name]) / 2 for name in ends[0] if "running" not in name}
     by_hand = net()
@@ -163,12 +165,12 @@ def test_a_state_that_was_saved_goes_on_where_it_was(method: Any) -> None:
             part.after_step(index + 1, True)
 
     def made() -> Average:
-        (part,) = asked_parts(settings, Sources(splits(), 16))
+        (part,) = build_callbacks(settings, CallbackInputs(splits(), 16))
         assert isinstance(part, Average)
         return part
 
     whole, halves, model = made(), (made(), made()), net()
-    training = Training(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU, 3, 2)
+    training = TrainingRun(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU, 3, 2)
     with whole.active(training):
         run(model, whole, 0, 6)
     with halves[0].active(training):
@@ -193,21 +195,21 @@ def test_channels_pruned_on_the_way_are_zero_in_the_average_at_once(method: Any)
     settings = TrainSettings(epochs=3, lr=0.05, average=AverageSettings(method, start=0.0))
     masks = lambda: plan if in_force else None  # noqa: E731
 
-    class Late(Part):
+    class Late(Callback):
         def after_step(self, step: int, made: bool) -> None:
             if step == 5:
                 in_force.append(masked(model, plan, restore=False))
                 in_force[0].__enter__()
 
-    class Looks(Part):
+    class Looks(Callback):
         def after_step(self, step: int, made: bool) -> None:
             values = average.average.module[0].weight[~torch.from_numpy(keep[chart.labels["0.weight"][0]])]
             zeros.append(not bool(values.any()))
 
-    (average,) = asked_parts(settings, Sources(splits(), 16, masks=masks))
+    (average,) = build_callbacks(settings, CallbackInputs(splits(), 16, masks=masks))
     assert isinstance(average, Average)
     zeros: list[bool] = []
-    fit(model, splits(), settings, device=CPU, seed=1, batch=16, parts=[Late(), average, Looks()])
+    fit(model, splits(), settings, device=CPU, seed=1, batch=16, callbacks=[Late(), average, Looks()])
     in_force[0].__exit__(None, None, None)
     every = 4 if method == "swa" else 1
     assert zeros == [step >= 5 and step >= (8 if every == 4 else 5) for step in range(1, 13)]
@@ -220,7 +222,9 @@ def test_masks_are_entered_as_a_part_and_hold_in_what_is_kept() -> None:
     keep[chart.groups[0].labels[:3]] = False
     plan = Plan(chart, keep)
     train(
-        model, AverageSettings("swa", start=0.0), Within(lambda run: masked(model, plan, run.optimizer, restore=False))
+        model,
+        AverageSettings("swa", start=0.0),
+        ContextCallback(lambda run: masked(model, plan, run.optimizer, restore=False)),
     )
     gone = ~torch.from_numpy(keep[chart.labels["0.weight"][0]])
     for name in ("0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean"):

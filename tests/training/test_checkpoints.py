@@ -20,10 +20,10 @@ from training_models import CPU, net, splits
 from prunekit.errors import NonFiniteError, ResumeError
 from prunekit.settings.train import CheckpointSettings, TrainSettings
 from prunekit.training import checkpoints
-from prunekit.training.callbacks.callback import Part, Training
+from prunekit.training.callbacks.callback import Callback, TrainingRun
 from prunekit.training.checkpoints import Checkpoints, CheckpointWarning
 from prunekit.training.history import History
-from prunekit.training.loop import Epochs, fit
+from prunekit.training.loop import TrainingLoop, fit
 from prunekit.utils import files as artifacts
 
 SETTINGS = TrainSettings(epochs=3, lr=0.05)
@@ -55,7 +55,7 @@ def losses(history: History) -> list[tuple[float, ...]]:
     return [(row.train_loss, row.validation_loss, row.lr) for row in history.rows]
 
 
-class Stopping(Part):
+class Stopping(Callback):
     """Ends a run before a step, as a crash would."""
 
     def __init__(self, at: int) -> None:
@@ -68,7 +68,7 @@ class Stopping(Part):
 
 def stopped(folder: Path, at: int, **options: Any) -> None:
     with pytest.raises(KeyboardInterrupt):
-        train(folder, parts=[*options.pop("parts", []), Stopping(at)], **options)
+        train(folder, callbacks=[*options.pop("callbacks", []), Stopping(at)], **options)
 
 
 class Resuming(Stopping):
@@ -93,7 +93,7 @@ def test_the_last_few_stay(tmp_path: Path) -> None:
     assert names(tmp_path) == ["epoch-0002-batch-000004", "epoch-0003-batch-000001", "epoch-0003-batch-000002"]
     tensors = safetensors.torch.load_file(tmp_path / "epoch-0003-batch-000001" / "tensors.safetensors")
     assert {"training/model/0.weight", "best/weights/0.weight"} <= tensors.keys()
-    train(tmp_path, parts=[Resuming()])
+    train(tmp_path, callbacks=[Resuming()])
     assert names(tmp_path) == ["epoch-0003-batch-000004", "epoch-0004-batch-000000"]
 
 
@@ -111,9 +111,9 @@ def test_a_run_that_is_over_gives_its_result_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision_is_resumed_bit_by_bit(precision: Any, tmp_path: Path) -> None:
     settings = replace(SETTINGS, precision=precision, accumulate=2)
-    model, history, _ = train(None, settings=settings, parts=[Resuming()])
+    model, history, _ = train(None, settings=settings, callbacks=[Resuming()])
     stopped(tmp_path, at=4, settings=settings)
-    again, resumed, said = train(tmp_path, settings=settings, parts=[Resuming()])
+    again, resumed, said = train(tmp_path, settings=settings, callbacks=[Resuming()])
     assert "epoch 2, batch 2" in said[0]
     assert equal(model, again)
     assert losses(history) == losses(resumed)
@@ -123,7 +123,7 @@ def test_the_caller_need_not_know_that_it_went_on(tmp_path: Path) -> None:
     """Times add up, and `on_epoch` is called for the epochs that are left."""
     seen: list[int] = []
     stopped(tmp_path, at=7, on_epoch=lambda row: seen.append(row.epoch))
-    _, history, _ = train(tmp_path, parts=[Resuming()], on_epoch=lambda row: seen.append(row.epoch))
+    _, history, _ = train(tmp_path, callbacks=[Resuming()], on_epoch=lambda row: seen.append(row.epoch))
     assert seen == [1, 2, 3]
     assert [row.epoch for row in history.rows] == [1, 2, 3]
     assert all(row.seconds > 0 and row.images_per_s > 0 for row in history.rows)
@@ -147,22 +147,22 @@ def test_dtype_buffers_and_generators_of_all_kinds_come_back(tmp_path: Path) -> 
             out: Tensor = self.inner(images)
             return out
 
-    model, history, _ = train(None, Odd(), parts=[Resuming()])
+    model, history, _ = train(None, Odd(), callbacks=[Resuming()])
     for at in (2, 6, 9):  # three times in the same run
         stopped(tmp_path, at=at, model=Odd())
-    again, resumed, _ = train(tmp_path, Odd(), parts=[Resuming()])
+    again, resumed, _ = train(tmp_path, Odd(), callbacks=[Resuming()])
     assert equal(model, again)
     assert losses(history) == losses(resumed)
 
 
-class Averaging(Part):
+class Averaging(Callback):
     """An average of the weights, which is what is validated and kept."""
 
     def __init__(self) -> None:
         self.average: dict[str, Tensor] = {}
         self.model: nn.Module | None = None
 
-    def active(self, training: Training) -> AbstractContextManager[Any]:
+    def active(self, training: TrainingRun) -> AbstractContextManager[Any]:
         self.model = training.model
         return super().active(training)
 
@@ -173,7 +173,7 @@ class Averaging(Part):
             self.average[name] = (0.5 * old + 0.5 * value).to(value.dtype)
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def around_validation(self) -> Iterator[None]:
         assert self.model is not None
         before = {name: value.clone() for name, value in self.model.state_dict().items()}
         self.model.load_state_dict(self.average)
@@ -188,9 +188,9 @@ class Averaging(Part):
 
 
 def test_parts_go_on_from_their_state(tmp_path: Path) -> None:
-    model, history, _ = train(None, parts=[Averaging(), Resuming()])
-    stopped(tmp_path, at=6, parts=[Averaging()])
-    again, resumed, _ = train(tmp_path, parts=[Averaging(), Resuming()])
+    model, history, _ = train(None, callbacks=[Averaging(), Resuming()])
+    stopped(tmp_path, at=6, callbacks=[Averaging()])
+    again, resumed, _ = train(tmp_path, callbacks=[Averaging(), Resuming()])
     assert equal(model, again)
     assert losses(history) == losses(resumed)
     assert not equal(model, train(None)[0])
@@ -239,16 +239,16 @@ def full(patch: pytest.MonkeyPatch, broken: Callable[[int], bool]) -> None:
 def test_a_full_disk_keeps_the_last_good_one_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, history, _ = train(None, parts=[Resuming()])
+    model, history, _ = train(None, callbacks=[Resuming()])
     with monkeypatch.context() as patch:
         full(patch, lambda number: number > 3)
-        other, rows, said = train(tmp_path, parts=[Resuming()])
+        other, rows, said = train(tmp_path, callbacks=[Resuming()])
     assert equal(model, other)
     assert losses(rows) == losses(history)
     assert names(tmp_path) == ["epoch-0001-batch-000003"]
     assert "epoch-0001-batch-000004 cannot be written ([Errno 28] No space left on device" in said[0]
     assert f"going on; the last good one: {tmp_path / 'epoch-0001-batch-000003'}" in said[0]
-    again, resumed, said = train(tmp_path, parts=[Resuming()])
+    again, resumed, said = train(tmp_path, callbacks=[Resuming()])
     assert said == [f"resumed from {tmp_path / 'epoch-0001-batch-000003'}: epoch 1, batch 3"]
     assert equal(model, again)
     assert losses(resumed) == losses(history)
@@ -292,8 +292,10 @@ def test_best_weights_that_cannot_be_written_are_kept_in_memory(
 
     monkeypatch.setattr(best, "save_tensors", failing)
     top1 = iter([90.0, 95.0, 99.0])
-    validate = Epochs._validate
-    monkeypatch.setattr(Epochs, "_validate", lambda self, when: replace(validate(self, when), counts=[next(top1), 100]))
+    validate = TrainingLoop._validate
+    monkeypatch.setattr(
+        TrainingLoop, "_validate", lambda self, when: replace(validate(self, when), counts=[next(top1), 100])
+    )
     model, _, said = train(tmp_path / "kept", checkpoint=tmp_path / "best.safetensors")
     assert sum("kept in memory" in line for line in said) == 3
     stored = safetensors.torch.load_file(tmp_path / "best.safetensors")  # written at the end
@@ -306,10 +308,10 @@ def spoil(folder: Path) -> None:
 
 
 def test_a_damaged_one_gives_way_to_the_one_before(tmp_path: Path) -> None:
-    model, history, _ = train(None, parts=[Resuming()])
+    model, history, _ = train(None, callbacks=[Resuming()])
     stopped(tmp_path, at=7)
     spoil(tmp_path / "epoch-0002-batch-000002")
-    again, rows, said = train(tmp_path, parts=[Resuming()])
+    again, rows, said = train(tmp_path, callbacks=[Resuming()])
     assert "checksum differs); looking for the one before" in said[0]
     assert said[1].endswith("epoch-0002-batch-000001: epoch 2, batch 1")
     assert equal(model, again)
@@ -317,11 +319,11 @@ def test_a_damaged_one_gives_way_to_the_one_before(tmp_path: Path) -> None:
 
 
 def test_without_a_whole_one_the_run_starts_anew(tmp_path: Path) -> None:
-    model, history, _ = train(None, parts=[Resuming()])
+    model, history, _ = train(None, callbacks=[Resuming()])
     stopped(tmp_path, at=3)
     for folder in tmp_path.iterdir():
         spoil(folder)
-    again, rows, said = train(tmp_path, parts=[Resuming()])
+    again, rows, said = train(tmp_path, callbacks=[Resuming()])
     assert len(said) == 2
     assert [name for name in names(tmp_path) if name.startswith("damaged-")] == [
         "damaged-epoch-0001-batch-000001",
@@ -340,7 +342,7 @@ def test_without_a_whole_one_the_run_starts_anew(tmp_path: Path) -> None:
         ({"batch": 8}, "batch: 16 there, 8 here"),
         ({"splits": replace(splits(), fingerprint="g")}, "data: 'f' there, 'g' here"),
         ({"model": net().append(nn.Linear(4, 4))}, "model.6.weight: nothing there, ['torch.float32', 4, 4] here"),
-        ({"parts": []}, "parts: ['Stopping'] there, [] here"),
+        ({"callbacks": []}, "callbacks: ['Stopping'] there, [] here"),
         ({"facts": {"plan": "b"}}, "plan: 'a' there, 'b' here"),
     ],
 )
@@ -348,7 +350,7 @@ def test_a_checkpoint_of_another_run_is_refused(changes: dict[str, Any], differi
     stopped(tmp_path, at=3, facts={"plan": "a"})
     before = names(tmp_path)
     with pytest.raises(ResumeError, match="is of another recipe, plan or version") as caught:
-        train(tmp_path, **{"parts": [Resuming()], "facts": {"plan": "a"}} | changes)
+        train(tmp_path, **{"callbacks": [Resuming()], "facts": {"plan": "a"}} | changes)
     assert f"  {differing}\n" in str(caught.value)
     assert str(caught.value).startswith(str(tmp_path / "epoch-0001-batch-000002"))
     assert names(tmp_path) == before
@@ -402,5 +404,5 @@ def test_a_loss_that_is_not_finite_names_the_last_good_checkpoint(tmp_path: Path
 def test_leftovers_of_a_killed_process_are_swept(tmp_path: Path) -> None:
     stopped(tmp_path, at=3)
     shutil.copytree(tmp_path / "epoch-0001-batch-000002", tmp_path / ".epoch-0001-batch-000003.xyz.tmp")
-    train(tmp_path, parts=[Resuming()])
+    train(tmp_path, callbacks=[Resuming()])
     assert all(name.startswith("epoch-") for name in names(tmp_path))

@@ -20,9 +20,9 @@ from prunekit.measure.verification import verify
 from prunekit.planning.plan import Plan
 from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import AverageSettings, CheckpointSettings, DistillSettings, FeatureSettings, TrainSettings
-from prunekit.training.callbacks.callback import Part
+from prunekit.training.callbacks.callback import Callback
 from prunekit.training.callbacks.scheduled_masks import Planner, PruningSchedule
-from prunekit.training.callbacks.selection import Sources, asked_parts
+from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
 from prunekit.training.checkpoints import Checkpoints
 from prunekit.training.history import History
 from prunekit.training.loop import fit
@@ -73,7 +73,7 @@ def plan() -> Plan:
     return prunekit.plan(net(), (torch.zeros(2, 3, 8, 8),), settings=settings)
 
 
-class Stops(Part):
+class Stops(Callback):
     def __init__(self, at: int) -> None:
         self.at = at
 
@@ -93,9 +93,9 @@ class Run:
             ToFinal(plan),
         )
 
-    def fit(self, name: str, model: nn.Module, parts: list[Part], sources: dict[str, Any], **more: Any) -> History:
+    def fit(self, name: str, model: nn.Module, parts: list[Callback], sources: dict[str, Any], **more: Any) -> History:
         images = splits(100)
-        asked = asked_parts(SETTINGS, Sources(images, 25, net(), **sources))
+        asked = build_callbacks(SETTINGS, CallbackInputs(images, 25, net(), **sources))
         places = None if self.folder is None else Checkpoints(self.folder / name, CheckpointSettings(every_steps=1))
         return fit(
             model,
@@ -104,7 +104,7 @@ class Run:
             device=CPU,
             seed=1,
             batch=25,
-            parts=[*parts, *asked, Stops(self.stop)],
+            callbacks=[*parts, *asked, Stops(self.stop)],
             checkpoints=places,
             **more,
         )
@@ -118,11 +118,15 @@ class Run:
         """The rest with the compact model."""
         model = net()
         first = self.fit(
-            "masked", model, [self.schedule], {"masks": lambda: self.schedule.plan}, until=self.schedule.settled
+            "masked",
+            model,
+            [self.schedule],
+            {"masks": lambda: self.schedule.plan},
+            until=lambda: self.schedule.masks.is_final,
         )
-        assert first.left is not None
+        assert first.paused is not None
         small = prunekit.compact(model, self.plan)
-        return small, self.fit("compact", small, [], {"cut": self.plan}, begin=transfer_run(first.left, self.plan))
+        return small, self.fit("compact", small, [], {"cut": self.plan}, begin=transfer_run(first.paused, self.plan))
 
 
 @pytest.mark.parametrize("end", [0, 3, 4], ids=["at once", "within an epoch", "between epochs"])

@@ -29,7 +29,7 @@ from prunekit.masks.masked_model import ChangingMasks, masked
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import ClampSettings, TrainSettings
 from prunekit.training import loop
-from prunekit.training.callbacks.callback import Within
+from prunekit.training.callbacks.callback import ContextCallback
 from prunekit.training.compilation import CompiledForward
 from prunekit.training.loop import fit
 
@@ -248,8 +248,8 @@ def test_a_run_trains_compiled_or_says_why_not(monkeypatch: pytest.MonkeyPatch) 
     ):
         model = net()
         plan = random_plan(model, torch.zeros(2, 3, 8, 8))
-        parts = [Within(lambda training, plan=plan: masked(training.model, plan, training.optimizer))]
-        history = fit(model, splits(), settings, device=CPU, seed=0, batch=16, parts=parts)
+        parts = [ContextCallback(lambda training, plan=plan: masked(training.model, plan, training.optimizer))]
+        history = fit(model, splits(), settings, device=CPU, seed=0, batch=16, callbacks=parts)
         runs.append((history, model))
     (eager, one), (compiled, two), (clamped, _) = runs
     assert eager.compilation is None

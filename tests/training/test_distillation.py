@@ -18,7 +18,7 @@ from prunekit.hooks.hook import count_hooks
 from prunekit.masks.masked_model import masked
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import DistillSettings, FeatureSettings, TrainSettings
-from prunekit.training.callbacks.callback import Training, Within
+from prunekit.training.callbacks.callback import ContextCallback, TrainingRun
 from prunekit.training.callbacks.distillation import Distillation, feature_error, soft_targets
 from prunekit.training.loop import fit
 from prunekit.utils.context import training_mode
@@ -33,8 +33,8 @@ def pruned(model: nn.Module) -> Plan:
     return Plan(chart, keep)
 
 
-def training(model: nn.Module) -> Training:
-    return Training(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU, 4, 2)
+def training(model: nn.Module) -> TrainingRun:
+    return TrainingRun(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU, 4, 2)
 
 
 def test_logits_follow_the_formula() -> None:
@@ -77,7 +77,7 @@ def test_a_step_adds_both_losses_in_the_kept_channels(halved: bool) -> None:
     part = Distillation(teacher, BOTH, lambda: plan)
     with part.active(training(student)):
         output = student(images)
-        loss = part.loss(images, output, labels)
+        loss = part.added_loss(images, output, labels)
     with torch.no_grad(), training_mode(teacher, False):
         conv = teacher[0](images)
         norm = teacher[1](conv)
@@ -100,7 +100,7 @@ def test_the_teacher_is_unchanged_and_nothing_is_left_behind() -> None:
     before = copy.deepcopy(teacher.state_dict())
     part = Distillation(teacher, BOTH)
     settings = TrainSettings(epochs=2, lr=0.05, distill=BOTH, accumulate=2)
-    history = fit(student, splits(), settings, device=CPU, seed=1, batch=16, parts=[part])
+    history = fit(student, splits(), settings, device=CPU, seed=1, batch=16, callbacks=[part])
     assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
     assert all(parameter.grad is None for parameter in teacher.parameters())
     assert (teacher.training, teacher[1].training) == (True, False)
@@ -121,7 +121,7 @@ def test_a_student_comes_closer_to_its_teacher() -> None:
         settings = TrainSettings(epochs=3, lr=0.02, label_smoothing=0.999, distill=DistillSettings(weight))
         student = net(1)
         part = Distillation(teacher, DistillSettings(weight))
-        rows = fit(student, splits(), settings, device=CPU, seed=1, batch=16, parts=[part]).rows
+        rows = fit(student, splits(), settings, device=CPU, seed=1, batch=16, callbacks=[part]).rows
         reached.append(rows[-1].validation_loss)
     assert reached[1] < 0.8 * reached[0]
 
@@ -147,15 +147,15 @@ def test_masks_and_checkpointing_go_with_features() -> None:
                 with pytest.raises(
                     ModelError, match=r"distill\.features: body.1 did not run as often.*use_reentrant=True"
                 ):
-                    part.loss(images, output, torch.arange(4))
+                    part.added_loss(images, output, torch.arange(4))
                 continue
-            part.loss(images, output, torch.arange(4)).backward()  # type: ignore[no-untyped-call]
+            part.added_loss(images, output, torch.arange(4)).backward()  # type: ignore[no-untyped-call]
         assert student.body[0].weight.grad.abs().sum() > 0
     model, plan = net(1), pruned(net(1))
-    steps = Within(lambda run: masked(model, plan, run.optimizer, restore=False))
+    steps = ContextCallback(lambda run: masked(model, plan, run.optimizer, restore=False))
     part = Distillation(net(2), BOTH, lambda: plan)
     run = TrainSettings(epochs=1, lr=0.05, distill=BOTH)
-    fit(model, splits(), run, device=CPU, seed=1, batch=16, parts=[steps, part])
+    fit(model, splits(), run, device=CPU, seed=1, batch=16, callbacks=[steps, part])
     assert not model[0].weight[~torch.from_numpy(plan.keep[plan.channel_map.labels["0.weight"][0]])].any()
 
 
@@ -176,7 +176,7 @@ def test_globs_and_modules_that_do_not_fit_are_named() -> None:
     def added(model: nn.Module, *globs: str, teacher: nn.Module | None = None) -> Any:
         part = Distillation(teacher or Two(), DistillSettings(features=FeatureSettings(globs)))
         with part.active(training(model)):
-            return part.loss(x := torch.randn(3, 2), model(x), torch.zeros(3).long())
+            return part.added_loss(x := torch.randn(3, 2), model(x), torch.zeros(3).long())
 
     with pytest.raises(UsageError, match=r"distill\.features\.modules: 'iner' matches no module path.*'inner'"):
         added(Two(), "iner")

@@ -14,7 +14,7 @@ from training_models import CPU, net, splits
 import prunekit
 from prunekit.report.figures.gradient_flow import COLUMNS, MOST_LAYERS, shown_layers, write_flow
 from prunekit.settings.train import TrainSettings
-from prunekit.training.callbacks.callback import Part, Training, Within
+from prunekit.training.callbacks.callback import Callback, ContextCallback, TrainingRun
 from prunekit.training.callbacks.gradient_flow import MOST, GradientFlow, flow_weights, gradient_percentiles
 from prunekit.training.loop import fit
 
@@ -50,13 +50,13 @@ def test_layers_without_a_gradient_count_as_zeros() -> None:
     assert list(flow_weights(nn.BatchNorm2d(3))) == ["weight", "bias"]
 
 
-class Medians(Part):
+class Medians(Callback):
     """The medians of all gradients before each step, taken in another way."""
 
     def __init__(self) -> None:
         self.found: dict[tuple[int, str], float] = {}
 
-    def active(self, training: Training) -> Any:
+    def active(self, training: TrainingRun) -> Any:
         self.model = training.model
         return super().active(training)
 
@@ -66,8 +66,8 @@ class Medians(Part):
             self.found[step, path] = float(np.percentile(gradient[gradient > 0], 50, method="nearest"))
 
 
-def train(model: nn.Module, *parts: Part, settings: TrainSettings = SETTINGS) -> None:
-    fit(model, splits(), settings, device=CPU, seed=1, batch=16, parts=parts)
+def train(model: nn.Module, *parts: Callback, settings: TrainSettings = SETTINGS) -> None:
+    fit(model, splits(), settings, device=CPU, seed=1, batch=16, callbacks=parts)
 
 
 def test_what_is_recorded_is_what_training_has() -> None:
@@ -93,7 +93,7 @@ def test_the_loss_scale_of_float16_is_taken_out_and_skipped_steps_are_left_out()
     assert (halved.step, halved.layer, halved.median) == (1, "5", pytest.approx(first.median, rel=0.05))
     part = GradientFlow()
     model = net()
-    with part.active(Training(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU, 2, 1)):
+    with part.active(TrainingRun(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU, 2, 1)):
         for step, made in ((1, False), (2, True)):
             part.before_step(step)
             part.after_step(step, made)
@@ -104,7 +104,7 @@ def test_records_go_on_from_a_state() -> None:
     whole = GradientFlow()
     train(net(), whole)
     model = net()
-    training = Training(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU, 4, 2)
+    training = TrainingRun(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU, 4, 2)
     again = GradientFlow()
     with again.active(training):
         again.load_state_dict(whole.state_dict())
@@ -115,7 +115,7 @@ def test_pruned_entries_are_the_zeros() -> None:
     model, flow = net(), GradientFlow(records=1)
     settings = prunekit.PruneSettings(prunekit.BudgetSettings(channels=0.5))
     plan = prunekit.plan(model, (torch.rand(2, 3, 8, 8),), settings=settings)
-    train(model, Within(lambda training: prunekit.masked(model, plan, training.optimizer)), flow)
+    train(model, ContextCallback(lambda training: prunekit.masked(model, plan, training.optimizer)), flow)
     mask = plan.mask("0.weight")
     assert mask is not None
     kept = float(mask.expand(model[0].weight.shape).float().mean())

@@ -22,16 +22,16 @@ from prunekit.settings.train import (
     RegularizerSettings,
     TrainSettings,
 )
-from prunekit.training.callbacks.callback import Part, Within
+from prunekit.training.callbacks.callback import Callback, ContextCallback
 from prunekit.training.callbacks.distillation import Distillation
-from prunekit.training.callbacks.selection import Sources, asked_parts
+from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
 from prunekit.training.checkpoints import Checkpoints
 from prunekit.training.history import History
 from prunekit.training.loop import fit
 from prunekit.utils import files as artifacts
 
 
-class Stopping(Part):
+class Stopping(Callback):
     """Ends a run before a step, as a crash would; never at 0."""
 
     def __init__(self, at: int) -> None:
@@ -42,7 +42,7 @@ class Stopping(Part):
             raise KeyboardInterrupt
 
 
-def trained(folder: Path | None, settings: TrainSettings, stop: int = 0) -> tuple[nn.Module, History, list[Part]]:
+def trained(folder: Path | None, settings: TrainSettings, stop: int = 0) -> tuple[nn.Module, History, list[Callback]]:
     model, checkpoints = net(), None
     chart = prunekit.trace(net(), (torch.zeros(2, 3, 8, 8),))
     keep = np.ones(chart.n_labels, bool)
@@ -50,9 +50,9 @@ def trained(folder: Path | None, settings: TrainSettings, stop: int = 0) -> tupl
     plan = Plan(chart, keep)
     if folder is not None:
         checkpoints = Checkpoints(folder, CheckpointSettings(every_steps=1))
-    asked = asked_parts(settings, Sources(splits(), 16, net(2), chart, masks=lambda: plan))
-    parts = [Within(lambda run: masked(model, plan, run.optimizer)), *asked, Stopping(stop)]
-    history = fit(model, splits(), settings, device=CPU, seed=1, batch=16, parts=parts, checkpoints=checkpoints)
+    asked = build_callbacks(settings, CallbackInputs(splits(), 16, net(2), chart, masks=lambda: plan))
+    parts = [ContextCallback(lambda run: masked(model, plan, run.optimizer)), *asked, Stopping(stop)]
+    history = fit(model, splits(), settings, device=CPU, seed=1, batch=16, callbacks=parts, checkpoints=checkpoints)
     return model, history, asked
 
 

@@ -26,7 +26,7 @@ from prunekit.measure.accuracy import evaluate
 from prunekit.models.zoo import build_model
 from prunekit.settings.inputs import ModelSettings
 from prunekit.settings.train import TrainSettings
-from prunekit.training.callbacks.callback import Part, Training, Within
+from prunekit.training.callbacks.callback import Callback, ContextCallback, TrainingRun
 from prunekit.training.history import EpochRow, History
 from prunekit.training.loop import fit
 
@@ -123,11 +123,11 @@ def test_validation_is_plain_cross_entropy_in_eval_mode() -> None:
 
 def scripted(monkeypatch: pytest.MonkeyPatch, top1: list[int]) -> None:
     """Makes validation report these percentages, one an epoch."""
-    from prunekit.training.history import Sums
-    from prunekit.training.loop import Epochs
+    from prunekit.training.loop import TrainingLoop
+    from prunekit.training.run_state import EpochSums
 
     left = list(top1)
-    monkeypatch.setattr(Epochs, "_validate", lambda self, when: Sums(1.0, 100, [left.pop(0), 100]))
+    monkeypatch.setattr(TrainingLoop, "_validate", lambda self, when: EpochSums(1.0, 100, [left.pop(0), 100]))
 
 
 @pytest.mark.parametrize(("top1", "best"), [([50, 90, 70], 2), ([50, 90, 90], 3), ([90, 50, 70], 1), ([0, 0, 0], 3)])
@@ -200,7 +200,7 @@ def test_the_inner_optimizer_is_wrapped_around_the_whole_training(name: str, kin
     train(
         model,
         settings,
-        parts=[Within(lambda training: wrap(training.optimizer))],
+        callbacks=[ContextCallback(lambda training: wrap(training.optimizer))],
         on_epoch=lambda row: events.append("epoch"),
     )
     assert events == ["enter", *["step"] * 4, "epoch", *["step"] * 4, "epoch", "exit"]
@@ -230,14 +230,14 @@ def test_auxiliary_heads_are_trained(name: str, size: int, heads: int) -> None:
     assert sum("aux" in key.lower() and key.endswith(("fc2.weight", "fc.weight")) for key in before) == heads
 
 
-def shows(figures: dict[str, str]) -> Part:
-    return Within(lambda _: nullcontext(), lambda: figures)
+def shows(figures: dict[str, str]) -> Callback:
+    return ContextCallback(lambda _: nullcontext(), lambda: figures)
 
 
 def test_progress_is_shown_on_stderr_and_only_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
     train(net())
     assert capsys.readouterr() == ("", "")
-    train(net(), progress=True, label="finetune", parts=[shows({"sparsity": "40.0%"})])
+    train(net(), progress=True, label="finetune", callbacks=[shows({"sparsity": "40.0%"})])
     out, err = capsys.readouterr()
     assert out == ""
     for shown in ("finetune 3/3", "12/12", "loss=", "top1=", "img/s=", "sparsity=40.0%"):
@@ -246,29 +246,29 @@ def test_progress_is_shown_on_stderr_and_only_when_asked(capsys: pytest.CaptureF
 
 def test_describe_is_called_once_an_epoch(capsys: pytest.CaptureFixture[str]) -> None:
     calls: list[int] = []
-    train(net(), progress=True, parts=[Within(lambda _: nullcontext(), lambda: {"n": calls.append(1)})])
+    train(net(), progress=True, callbacks=[ContextCallback(lambda _: nullcontext(), lambda: {"n": calls.append(1)})])
     capsys.readouterr()
     assert len(calls) == 3
 
 
-class Notes(Part):
+class Notes(Callback):
     """Notes what it is told, and adds the sum of the squared weights of the last layer to the loss."""
 
     def __init__(self, model: nn.Module, share: float) -> None:
         self.model, self.share, self.told = model, share, list[str]()
 
     @contextmanager
-    def active(self, training: Training) -> Iterator[None]:
+    def active(self, training: TrainingRun) -> Iterator[None]:
         self.told.append(f"enter {training.steps} x {training.epochs}")
         yield
         self.told.append("exit")
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def around_validation(self) -> Iterator[None]:
         self.told.append("validate")
         yield
 
-    def loss(self, images: Tensor, output: Any, labels: Tensor) -> Tensor:
+    def added_loss(self, images: Tensor, output: Any, labels: Tensor) -> Tensor:
         assert len(images) == len(labels) == len(output)
         return self.share * self.model.get_parameter("5.weight").square().sum() / 2
 
@@ -282,7 +282,7 @@ class Notes(Part):
 def test_parts_are_told_of_every_step_in_order() -> None:
     model = net()
     notes = Notes(model, 0.0)
-    train(model, replace(SETTINGS, epochs=2, accumulate=3), parts=[notes])
+    train(model, replace(SETTINGS, epochs=2, accumulate=3), callbacks=[notes])
     assert notes.told == [
         "enter 2 x 2",
         *["1-", "1+", "2-", "2+", "validate", "3-", "3+", "4-", "4+", "validate"],
@@ -294,9 +294,9 @@ def test_parts_are_told_of_every_step_in_order() -> None:
 def test_what_a_part_adds_to_the_loss_is_what_weight_decay_would_do(accumulate: int) -> None:
     decayed, penalized = net(), net()
     settings = TrainSettings(epochs=2, lr=0.05, weight_decay=0.0, accumulate=accumulate)
-    train(penalized, settings, parts=[Notes(penalized, 0.1)])
+    train(penalized, settings, callbacks=[Notes(penalized, 0.1)])
 
-    def decay(training: Training) -> nullcontext[None]:
+    def decay(training: TrainingRun) -> nullcontext[None]:
         for group in training.optimizer.param_groups:
             group["weight_decay"] = 0.0
         last = decayed.get_parameter("5.weight")
@@ -305,7 +305,7 @@ def test_what_a_part_adds_to_the_loss_is_what_weight_decay_would_do(accumulate: 
         training.optimizer.add_param_group({**group, "params": [last], "weight_decay": 0.1})
         return nullcontext()
 
-    train(decayed, settings, parts=[Within(decay)])
+    train(decayed, settings, callbacks=[ContextCallback(decay)])
     for name, value in decayed.state_dict().items():
         torch.testing.assert_close(penalized.state_dict()[name], value, rtol=1e-4, atol=1e-6)
 
@@ -362,7 +362,11 @@ def test_a_weight_that_the_last_step_spoils_is_named() -> None:
         handle.remove()
 
     with pytest.raises(NonFiniteError, match=r"parameter '5.weight' is NaN or Inf after epoch 1; try a lower learning"):
-        train(model, TrainSettings(epochs=1, lr=0.01), parts=[Within(lambda training: spoiled(training.optimizer))])
+        train(
+            model,
+            TrainSettings(epochs=1, lr=0.01),
+            callbacks=[ContextCallback(lambda training: spoiled(training.optimizer))],
+        )
 
 
 def test_a_validation_loss_that_is_not_finite_is_an_error() -> None:

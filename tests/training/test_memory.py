@@ -20,12 +20,12 @@ from prunekit.settings.train import (
     RegularizerSettings,
     TrainSettings,
 )
-from prunekit.training.callbacks.callback import Part, Within
-from prunekit.training.callbacks.selection import Sources, asked_parts
+from prunekit.training.callbacks.callback import Callback, ContextCallback
+from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
 from prunekit.training.loop import fit
 
 
-class Live(Part):
+class Live(Callback):
     """Counts tensors, their bytes and all objects after each epoch's last step."""
 
     def __init__(self, steps: int) -> None:
@@ -55,10 +55,10 @@ def test_nothing_grows_with_steps() -> None:
         clamp_activation_grad=ClampSettings(1e-3),
         clamp_weight_grad=ClampSettings(1e-3, "norm"),
     )
-    sources = Sources(splits(), 16, net(2), chart, masks=lambda: plan)
+    sources = CallbackInputs(splits(), 16, net(2), chart, masks=lambda: plan)
     live = Live(steps=4)
-    parts = [Within(lambda run: masked(model, plan, run.optimizer)), *asked_parts(settings, sources), live]
-    fit(model, splits(), settings, device=CPU, seed=1, batch=16, parts=parts)
+    parts = [ContextCallback(lambda run: masked(model, plan, run.optimizer)), *build_callbacks(settings, sources), live]
+    fit(model, splits(), settings, device=CPU, seed=1, batch=16, callbacks=parts)
     tensors, sizes, objects = zip(*live.found[2:], strict=True)  # what is kept once is there by the third epoch
     assert len(set(tensors)) == 1
     assert len(set(sizes)) == 1

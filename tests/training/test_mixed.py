@@ -14,8 +14,9 @@ from prunekit.data.augmentation import Mixing
 from prunekit.data.loader import batches
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
-from prunekit.training.history import History, Sums
+from prunekit.training.history import History
 from prunekit.training.loop import fit
+from prunekit.training.run_state import EpochSums
 
 SETTINGS = TrainSettings(epochs=2, lr=0.05, mixup=0.4, cutmix=1.0)
 
@@ -57,7 +58,7 @@ def test_a_hit_is_the_share_of_the_class_predicted() -> None:
     predicted = torch.tensor([0, 1, 0])
     logits, task = F.one_hot(predicted, 3).float(), IMAGE_CLASSIFICATION
     assert abs(task.reached(task.counts(logits, shares)) - 100 * (0.7 + 0.3 + 0.0) / 3) < 1e-4
-    sums = Sums()
+    sums = EpochSums()
     for _ in range(2):
         sums.add(1.0, task.counts(logits, torch.tensor([0, 1, 2])), 3)
     assert (sums.samples, sums.counts, sums.mean_loss) == (6, [4.0, 6.0, 2.0, 2.0, 2.0], 1.0)

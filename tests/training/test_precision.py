@@ -21,7 +21,7 @@ from prunekit.masks.masked_model import masked
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import ClampSettings, TrainSettings
 from prunekit.training import loop
-from prunekit.training.callbacks.callback import Within
+from prunekit.training.callbacks.callback import ContextCallback
 from prunekit.training.history import History
 from prunekit.training.loop import fit
 
@@ -70,7 +70,9 @@ def test_pruned_weights_are_exactly_zero_after_every_step(optimizer: Any, precis
     plan = prunekit.plan(model, example, channels=0.5)
     settings = replace(SETTINGS, optimizer=optimizer, precision=precision, accumulate=accumulate)
     before = model[5].weight.detach().clone()
-    train(model, settings, parts=[Within(lambda training: checked(model, plan, training.optimizer, steps))])
+    train(
+        model, settings, callbacks=[ContextCallback(lambda training: checked(model, plan, training.optimizer, steps))]
+    )
     assert steps == [steps[0]] * 2 * math.ceil(4 / accumulate)
     assert steps[0] > 200
     assert not torch.equal(model[5].weight, before)
@@ -105,7 +107,9 @@ def test_steps_that_overflow_are_skipped_and_are_no_error(overflowing: torch.amp
     plan = prunekit.plan(model, (torch.rand(2, 3, 8, 8),), channels=0.5)
     settings = replace(SETTINGS, epochs=5, optimizer=optimizer, precision="fp16", clamp_weight_grad=ClampSettings(1e-3))
     before = model[5].weight.detach().clone()
-    history = train(model, settings, parts=[Within(lambda training: checked(model, plan, training.optimizer, steps))])
+    history = train(
+        model, settings, callbacks=[ContextCallback(lambda training: checked(model, plan, training.optimizer, steps))]
+    )
     skipped = 20 - len(steps)
     assert skipped > 1
     assert [row.skipped for row in history.rows] == [skipped, 0, 0, 0, 0]

@@ -35,7 +35,7 @@ from prunekit.planning.plan import Plan
 from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings, Target
 from prunekit.settings.train import ClampSettings, TrainSettings
 from prunekit.statistics.taylor_terms import STEPS, StepGradients, collect_gradients
-from prunekit.training.callbacks.callback import Part, Training
+from prunekit.training.callbacks.callback import Callback, TrainingRun
 from prunekit.training.callbacks.scheduled_masks import PruningSchedule
 from prunekit.training.loop import fit
 
@@ -120,13 +120,13 @@ def count_all(model: nn.Module, *optimizers: Optimizer) -> int:
     return count_hooks(model) + sum(len(table) for table in tables)
 
 
-class Drives(Part):
+class Drives(Callback):
     """A pruner in the built-in loop, in the place of its own part."""
 
     def __init__(self, **arguments: Any) -> None:
         self.arguments = arguments
 
-    def active(self, training: Training) -> Any:
+    def active(self, training: TrainingRun) -> Any:
         example = torch.zeros(2, 3, 8, 8)
         self.pruner = Pruner(training.model, training.optimizer, example, **self.arguments)
         return self.pruner
@@ -136,10 +136,10 @@ class Drives(Part):
         self.plan = self.pruner.plan
 
 
-class Last(Part):
+class Last(Callback):
     """The weights after the last step, whichever are kept as the best."""
 
-    def active(self, training: Training) -> Any:
+    def active(self, training: TrainingRun) -> Any:
         self.model = training.model
         return super().active(training)
 
@@ -153,7 +153,7 @@ def test_plans_and_weights_are_those_of_the_built_in_loop(schedule: ScheduleSett
     at: dict[str, Any] = {"device": CPU, "seed": 1, "batch": 16}
     drives = Drives(channels=0.4, scope="global", schedule=schedule, steps=6, begin=1)
     theirs = net()
-    fit(theirs, images, settings, parts=[drives, first := Last()], **at)
+    fit(theirs, images, settings, callbacks=[drives, first := Last()], **at)
     model = net()
     asked = PruneSettings(
         BudgetSettings(channels=0.4),
@@ -165,7 +165,7 @@ def test_plans_and_weights_are_those_of_the_built_in_loop(schedule: ScheduleSett
     dense = Plan(planned.plan.channel_map, planned.plan.keep | True)
     planner = StagePlanner(asked, planned.plan, planned.scores, StageStatistics(), seed=0)
     part = PruningSchedule(asked.schedule, dense, planner)
-    fit(model, images, settings, parts=[part, second := Last()], **at)
+    fit(model, images, settings, callbacks=[part, second := Last()], **at)
     assert part.changes == drives.pruner.changes
     assert np.array_equal(part.plan.keep, drives.plan.keep)
     assert all(torch.equal(value, first.weights[name]) for name, value in second.weights.items())

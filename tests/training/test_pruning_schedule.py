@@ -28,7 +28,7 @@ from prunekit.planning.schedules import Stage, settings_at_stage, share_kept
 from prunekit.planning.solver import make_plan
 from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import TrainSettings
-from prunekit.training.callbacks.callback import Part, Training, Within
+from prunekit.training.callbacks.callback import Callback, ContextCallback, TrainingRun
 from prunekit.training.callbacks.scheduled_masks import LearningRateRewinding, Planner, PruningSchedule, steps_per_epoch
 from prunekit.training.history import History
 from prunekit.training.loop import fit
@@ -66,7 +66,7 @@ class ByWeight(Planner):
 
 
 @dataclass
-class Watch(Part):
+class Watch(Callback):
     """After every step and in every validation: zeros and gradients of the plan in force."""
 
     part: PruningSchedule
@@ -74,7 +74,7 @@ class Watch(Part):
     kept: list[int] = field(default_factory=list)
     lr: list[float] = field(default_factory=list)
 
-    def active(self, training: Training) -> Any:
+    def active(self, training: TrainingRun) -> Any:
         self.optimizer = training.optimizer
         return super().active(training)
 
@@ -95,12 +95,12 @@ class Watch(Part):
 
 
 def run(
-    schedule: ScheduleSettings, settings: TrainSettings = SETTINGS, *more: Part, planner: Planner | None = None
+    schedule: ScheduleSettings, settings: TrainSettings = SETTINGS, *more: Callback, planner: Planner | None = None
 ) -> tuple[nn.Module, PruningSchedule, Watch, History]:
     model = net()
     part = PruningSchedule(schedule, dense(chart_of(model)), planner or ByWeight(schedule))
     watch = Watch(part, model)
-    history = fit(model, splits(), settings, device=CPU, seed=1, batch=16, parts=[part, watch, *more])
+    history = fit(model, splits(), settings, device=CPU, seed=1, batch=16, callbacks=[part, watch, *more])
     assert count_hooks(model) == 0
     return model, part, watch, history
 
@@ -131,8 +131,8 @@ def test_plans_are_nested_exact_and_end_where_one_shot_would(kind: Any, optimize
 def test_all_at_once_at_the_beginning_is_what_masks_from_the_start_are() -> None:
     model, part, _, _ = run(ScheduleSettings("oneshot"))
     plain = net()
-    under = Within(lambda training: masked(plain, part.plan, training.optimizer, restore=False))
-    fit(plain, splits(), SETTINGS, device=CPU, seed=1, batch=16, parts=[under])
+    under = ContextCallback(lambda training: masked(plain, part.plan, training.optimizer, restore=False))
+    fit(plain, splits(), SETTINGS, device=CPU, seed=1, batch=16, callbacks=[under])
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
@@ -182,12 +182,12 @@ def test_masks_of_single_weights_follow_a_schedule_alike() -> None:
     part = PruningSchedule(schedule, dense(chart_of(model)), planner)
     watch, zeros = Watch(part, model), []
 
-    class Zeros(Part):
+    class Zeros(Callback):
         def after_step(self, step: int, made: bool) -> None:
             zeros.append(float((model[0].weight == 0).float().mean()))
 
     settings = TrainSettings(epochs=4, lr=0.01, optimizer="adam")
-    fit(model, splits(), settings, device=CPU, seed=1, batch=16, parts=[part, watch, Zeros()])
+    fit(model, splits(), settings, device=CPU, seed=1, batch=16, callbacks=[part, watch, Zeros()])
     asked = [0.9 * (1 - (1 - step / 8) ** 3) for step in (2, 4, 6, 8)]
     assert [zeros[at] for at in (1, 4, 5, 8)] == pytest.approx(asked, abs=0.005)  # stages 4 and 8 come after an epoch
     assert zeros[-1] == pytest.approx(0.9, abs=0.005)
@@ -197,18 +197,18 @@ def test_masks_of_single_weights_follow_a_schedule_alike() -> None:
 def test_stages_between_epochs_come_after_the_validation() -> None:
     seen: list[tuple[str, int]] = []
 
-    class Order(Part):
-        def evaluating(self) -> Any:
+    class Order(Callback):
+        def around_validation(self) -> Any:
             seen.append(("validated", int(part.plan.keep.sum())))
-            return super().evaluating()
+            return super().around_validation()
 
     schedule = ScheduleSettings("linear", begin=1.0, end=3.0, rounds=2)
     model = net()
     part = PruningSchedule(schedule, dense(chart_of(model)), ByWeight(schedule), lambda it: seen.append(("changed", 0)))
-    history = fit(model, splits(), SETTINGS, device=CPU, seed=1, batch=16, parts=[part, Order()])
+    history = fit(model, splits(), SETTINGS, device=CPU, seed=1, batch=16, callbacks=[part, Order()])
     assert [what for what, _ in seen] == ["validated"] * 2 + ["changed", "validated", "changed", "validated"]
     assert history.best_epoch == 4
-    assert part.settled()
+    assert part.eligible_for_best()
 
 
 def test_missing_batches_do_not_keep_the_final_plan_away() -> None:
@@ -216,13 +216,13 @@ def test_missing_batches_do_not_keep_the_final_plan_away() -> None:
     model = net()
     part = PruningSchedule(schedule, dense(chart_of(model)), ByWeight(schedule))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with part.active(Training(model, optimizer, CPU, 4, 1)):
+    with part.active(TrainingRun(model, optimizer, CPU, 4, 1)):
         part.after_step(1, True)
         part.after_step(2, True)  # of four: the other batches could not be read
-        assert not part.settled()
-        with part.evaluating():
+        assert not part.eligible_for_best()
+        with part.around_validation():
             pass
-        assert part.settled()
+        assert part.eligible_for_best()
 
 
 def test_the_learning_rate_is_rewound_in_each_round() -> None:
@@ -249,7 +249,7 @@ def test_each_round_warms_up_by_its_own_share() -> None:
     assert seen[14] == pytest.approx(0.0)
 
 
-class Halfway(Part):
+class Halfway(Callback):
     """Notes the state of a schedule and its model after a step."""
 
     def __init__(self, part: PruningSchedule, model: nn.Module, at: int) -> None:
@@ -267,12 +267,12 @@ def test_a_state_is_put_back_with_plan_values_and_changes(at: int) -> None:
     chart = chart_of(model)
     part = PruningSchedule(schedule, dense(chart), ByWeight(schedule))
     saved = Halfway(part, model, at)
-    fit(model, splits(), SETTINGS, device=CPU, seed=1, batch=16, parts=[part, saved])
+    fit(model, splits(), SETTINGS, device=CPU, seed=1, batch=16, callbacks=[part, saved])
     state, weights = saved.state
     fresh = net(3)
     again = PruningSchedule(schedule, dense(chart), ByWeight(schedule))
     optimizer = torch.optim.SGD(fresh.parameters(), lr=0.1)
-    with again.active(Training(fresh, optimizer, CPU, 4, 4)):
+    with again.active(TrainingRun(fresh, optimizer, CPU, 4, 4)):
         fresh.load_state_dict(weights)
         again.load_state_dict(state)
         now = again.state_dict()
@@ -284,14 +284,14 @@ def test_a_state_is_put_back_with_plan_values_and_changes(at: int) -> None:
         for step in range(at + 1, 13):
             again.after_step(step, True)
             if step % 4 == 0:
-                with again.evaluating():
+                with again.around_validation():
                     pass
-        assert again.settled()
+        assert again.eligible_for_best()
         assert [change.step for change in again.changes] == [change.step for change in part.changes]
 
 
-class Steps(Part):
-    def active(self, training: Training) -> AbstractContextManager[Any]:
+class Steps(Callback):
+    def active(self, training: TrainingRun) -> AbstractContextManager[Any]:
         self.steps = training.steps
         return nullcontext()
 
@@ -299,5 +299,5 @@ class Steps(Part):
 def test_steps_of_an_epoch_are_those_that_training_makes() -> None:
     for batch, accumulate in ((16, 1), (16, 3), (100, 1), (7, 2)):
         settings, seen = TrainSettings(epochs=1, lr=0.01, accumulate=accumulate), Steps()
-        fit(net(), splits(), settings, device=CPU, seed=1, batch=batch, parts=[seen])
+        fit(net(), splits(), settings, device=CPU, seed=1, batch=batch, callbacks=[seen])
         assert seen.steps == steps_per_epoch(settings, len(splits().train), batch)

@@ -17,8 +17,8 @@ from prunekit.errors import UsageError
 from prunekit.hooks.hook import count_hooks
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import RegularizerSettings, TrainSettings
-from prunekit.training.callbacks.callback import Training
-from prunekit.training.callbacks.regularizers import Sparsifying
+from prunekit.training.callbacks.callback import TrainingRun
+from prunekit.training.callbacks.regularizers import SparsityRegularizer
 from prunekit.training.loop import fit
 
 
@@ -69,10 +69,10 @@ def added(
     chart = prunekit.trace(model.float(), (torch.zeros(1, 3, 8, 8),)) if plan is None else plan.channel_map
     model.double()
     optimizer = SGD(model.parameters(), lr=0.0)
-    part = Sparsifying(settings, chart, plan)
+    part = SparsityRegularizer(settings, chart, plan)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    with part.active(Training(model, optimizer, CPU, steps=20, epochs=2)):
+    with part.active(TrainingRun(model, optimizer, CPU, steps=20, epochs=2)):
         part.before_step(step)
         optimizer.step()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -97,9 +97,9 @@ def test_lasso_by_labels_is_the_formula_on_coupled_channels(method: Any) -> None
 def test_the_penalty_shown_is_the_one_whose_gradient_is_added() -> None:
     model = residual()
     chart = prunekit.trace(residual().float(), (torch.zeros(1, 3, 8, 8),))
-    part = Sparsifying(RegularizerSettings("bn_l1", strength=0.5), chart)
-    with part.active(Training(model, SGD(model.parameters(), lr=0.1), CPU, 1, 1)):
-        shown = float(part.describe()["penalty"])
+    part = SparsityRegularizer(RegularizerSettings("bn_l1", strength=0.5), chart)
+    with part.active(TrainingRun(model, SGD(model.parameters(), lr=0.1), CPU, 1, 1)):
+        shown = float(part.progress_metrics()["penalty"])
     shared = (model.stem_bn.weight.square() + model.outer_bn.weight.square()).sqrt().sum() * math.sqrt(2)
     assert shown == pytest.approx(0.5 * (shared + model.inner_bn.weight.abs().sum()).item(), rel=1e-2)
 
@@ -153,8 +153,8 @@ def test_a_run_shrinks_what_is_to_go_and_keeps_the_end() -> None:
         model = net()
         plan = removing(model)
         settings = TrainSettings(epochs=4, lr=0.05, regularize=RegularizerSettings("growing", strength, every=1))
-        part = Sparsifying(settings.regularize, plan.channel_map, plan)  # type: ignore[arg-type]
-        history = fit(model, splits(), settings, device=CPU, seed=1, batch=16, parts=[part])
+        part = SparsityRegularizer(settings.regularize, plan.channel_map, plan)  # type: ignore[arg-type]
+        history = fit(model, splits(), settings, device=CPU, seed=1, batch=16, callbacks=[part])
         assert history.best_epoch == 4  # the only one at the ceiling from its first step to its last
         assert count_hooks(model) == 0
         sizes.append(removed_size(model, plan))
@@ -168,8 +168,8 @@ def test_lasso_makes_channels_small_in_training(method: Any) -> None:
         model = net()
         chart = prunekit.trace(model, (torch.zeros(1, 3, 8, 8),))
         settings = TrainSettings(epochs=6, lr=0.1, regularize=RegularizerSettings(method, strength))
-        part = Sparsifying(settings.regularize, chart)  # type: ignore[arg-type]
-        assert fit(model, splits(), settings, device=CPU, seed=1, batch=16, parts=[part]).best_epoch == 6
+        part = SparsityRegularizer(settings.regularize, chart)  # type: ignore[arg-type]
+        assert fit(model, splits(), settings, device=CPU, seed=1, batch=16, callbacks=[part]).best_epoch == 6
         smallest.append(model[1].weight.detach().abs().min().item())
     assert smallest[1] < 0.5 * smallest[0]
 
@@ -187,7 +187,15 @@ def test_the_loss_scale_does_not_change_a_penalty() -> None:
             precision=precision,
             regularize=RegularizerSettings("bn_l1", 0.5),  # type: ignore[arg-type]
         )
-        fit(model, splits(), settings, device=CPU, seed=1, batch=16, parts=[Sparsifying(settings.regularize, chart)])  # type: ignore[arg-type]
+        fit(
+            model,
+            splits(),
+            settings,
+            device=CPU,
+            seed=1,
+            batch=16,
+            callbacks=[SparsityRegularizer(settings.regularize, chart)],
+        )  # type: ignore[arg-type]
         weights.append(model[1].weight.detach())
     assert float(weights[0].mean()) < 0.95
     torch.testing.assert_close(weights[0], weights[1], rtol=0.02, atol=0.02)
@@ -196,11 +204,11 @@ def test_the_loss_scale_does_not_change_a_penalty() -> None:
 def test_what_cannot_be_regularized_is_said() -> None:
     plain = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1))
     chart = prunekit.trace(plain, (torch.zeros(1, 3, 8, 8),))
-    part = Sparsifying(RegularizerSettings("bn_l1"), chart)
+    part = SparsityRegularizer(RegularizerSettings("bn_l1"), chart)
     with (
         pytest.raises(UsageError, match="lies on the scale of a norm; use 'group_lasso'"),
-        part.active(Training(plain, SGD(plain.parameters(), lr=0.1), CPU, 1, 1)),
+        part.active(TrainingRun(plain, SGD(plain.parameters(), lr=0.1), CPU, 1, 1)),
     ):
         pass
     with pytest.raises(UsageError, match="'growing' shrinks the channels that a plan removes"):
-        Sparsifying(RegularizerSettings("growing"), chart)
+        SparsityRegularizer(RegularizerSettings("growing"), chart)

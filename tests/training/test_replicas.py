@@ -31,8 +31,8 @@ from prunekit.settings.train import (
     RegularizerSettings,
     TrainSettings,
 )
-from prunekit.training.callbacks.callback import Part, Training, Within
-from prunekit.training.callbacks.selection import Sources, asked_parts
+from prunekit.training.callbacks.callback import Callback, ContextCallback, TrainingRun
+from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
 from prunekit.training.history import History
 from prunekit.training.loop import fit
 
@@ -56,20 +56,20 @@ def plain_net(seed: int = 3) -> nn.Sequential:
 def trained(settings: TrainSettings, under_masks: bool) -> dict[str, Any]:
     """The end of a run of 22 images a step: 66 = 3 x 22 over 4 processes makes shares of 6 and 5."""
     model = plain_net()
-    parts: list[Part] = []
-    sources = Sources(splits(), 22)
+    parts: list[Callback] = []
+    sources = CallbackInputs(splits(), 22)
     if under_masks:
         budget = PruneSettings(budget=BudgetSettings(channels=0.5), criterion="l2")
         plan = PlanSearch.trace(model, (torch.zeros(1, 3, 8, 8),), budget).find().plan
-        sources = Sources(splits(), 22, plain_net(seed=4), plan.channel_map, masks=lambda: plan)
+        sources = CallbackInputs(splits(), 22, plain_net(seed=4), plan.channel_map, masks=lambda: plan)
 
         @contextmanager
-        def masks(training: Training) -> Iterator[None]:
+        def masks(training: TrainingRun) -> Iterator[None]:
             with masked(model, plan, training.optimizer, restore=False):
                 yield
 
-        parts = [Within(masks), *asked_parts(settings, sources)]
-    history = fit(model, splits(), settings, device=CPU, seed=1, batch=22, parts=parts)
+        parts = [ContextCallback(masks), *build_callbacks(settings, sources)]
+    history = fit(model, splits(), settings, device=CPU, seed=1, batch=22, callbacks=parts)
     return {"weights": {name: tensor.clone() for name, tensor in model.state_dict().items()}, "history": history}
 
 
@@ -231,13 +231,13 @@ def drifting() -> str:
     """A part that changes the weights of one replica alone."""
     model = plain_net()
 
-    class Drift(Part):
+    class Drift(Callback):
         def after_step(self, step: int, made: bool) -> None:
             with torch.no_grad():
                 next(model.parameters()).add_(1e-3 * rank())
 
     try:
-        fit(model, splits(), TrainSettings(epochs=1), device=CPU, seed=1, batch=22, parts=[Drift()])
+        fit(model, splits(), TrainSettings(epochs=1), device=CPU, seed=1, batch=22, callbacks=[Drift()])
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"

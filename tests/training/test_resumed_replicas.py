@@ -14,7 +14,7 @@ from training_models import CPU, Ends, EndsAfter, splits
 from prunekit.distributed.process_group import rank
 from prunekit.errors import ResumeError
 from prunekit.settings.train import AverageSettings, CheckpointSettings, ClampSettings, TrainSettings
-from prunekit.training.callbacks.selection import Sources, asked_parts
+from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
 from prunekit.training.checkpoints import Checkpoints
 from prunekit.training.loop import fit
 
@@ -49,9 +49,9 @@ class Net(nn.Module):
 def trained(folder: Path, ending: int | None, batch: int = 22) -> tuple[list[Tensor], list[Any]]:
     model, images = Net(), splits()
     checkpoints = Checkpoints(folder / str(rank()), CheckpointSettings(every_steps=1, keep=1), log=lambda _: None)
-    parts = [*asked_parts(SETTINGS, Sources(images, batch)), EndsAfter(ending or -1)]
+    parts = [*build_callbacks(SETTINGS, CallbackInputs(images, batch)), EndsAfter(ending or -1)]
     history = fit(
-        model, images, SETTINGS, device=CPU, seed=1, batch=batch, parts=parts, checkpoints=checkpoints
+        model, images, SETTINGS, device=CPU, seed=1, batch=batch, callbacks=parts, checkpoints=checkpoints
     )  # fmt: skip
     rows = [(row.lr, row.train_loss, row.train_score, row.validation_loss, row.skipped) for row in history.rows]
     return list(model.state_dict().values()), [rows, history.best_epoch, history.clamps]

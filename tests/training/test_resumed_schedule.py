@@ -21,7 +21,7 @@ from prunekit.planning.schedules import Stage, settings_at_stage
 from prunekit.planning.solver import make_plan
 from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import CheckpointSettings, TrainSettings
-from prunekit.training.callbacks.callback import Part
+from prunekit.training.callbacks.callback import Callback
 from prunekit.training.callbacks.scheduled_masks import LearningRateRewinding, Planner, PruningSchedule
 from prunekit.training.checkpoints import Checkpoints
 from prunekit.training.loop import fit
@@ -51,13 +51,13 @@ class Turning(Planner):
         self.turn[0] = state["turn"]
 
 
-class Stopping(Part):
+class Stopping(Callback):
     """Ends a run before a step, or in a validation if that is negative, as a crash would; never where it is 0."""
 
     def __init__(self, at: int) -> None:
         self.at, self.validations = at, 0
 
-    def evaluating(self) -> AbstractContextManager[Any]:
+    def around_validation(self) -> AbstractContextManager[Any]:
         self.validations += 1
         if self.validations == -self.at:
             raise KeyboardInterrupt
@@ -81,7 +81,7 @@ def train(folder: Path, kind: Any, optimizer: Any, at: int = 0) -> tuple[nn.Modu
         device=CPU,
         seed=1,
         batch=16,
-        parts=[part, LearningRateRewinding(schedule), Stopping(at)],
+        callbacks=[part, LearningRateRewinding(schedule), Stopping(at)],
         checkpoints=Checkpoints(folder, CheckpointSettings(every_steps=1), log=lambda _: None),
     )
     return model, part, [row.validation_loss for row in history.rows]

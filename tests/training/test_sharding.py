@@ -31,8 +31,8 @@ from prunekit.settings.train import (
     TrainSettings,
 )
 from prunekit.training import sharding
-from prunekit.training.callbacks.callback import Part, Training, Within
-from prunekit.training.callbacks.selection import Sources, asked_parts
+from prunekit.training.callbacks.callback import Callback, ContextCallback, TrainingRun
+from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
 from prunekit.training.checkpoints import Checkpoints
 from prunekit.training.loop import fit
 from prunekit.utils.context import seeded
@@ -50,7 +50,7 @@ def blocks(seed: int = 3) -> nn.Sequential:
         )
 
 
-class Looking(Part):
+class Looking(Callback):
     """Looks at the shards after every step: zeros, sizes, types."""
 
     def __init__(self, plan: Plan) -> None:
@@ -58,7 +58,7 @@ class Looking(Part):
         self.steps, self.wrong = 0, list[str]()
         self.sizes: dict[str, dict[str, tuple[int, int]]] = {"weight": {}, "gradient": {}, "momentum": {}}
 
-    def active(self, training: Training) -> Any:
+    def active(self, training: TrainingRun) -> Any:
         self._training = training
         return super().active(training)
 
@@ -94,15 +94,15 @@ def trained(settings: TrainSettings) -> dict[str, Any]:
     sharded = []
 
     @contextmanager
-    def masks(training: Training) -> Iterator[None]:
+    def masks(training: TrainingRun) -> Iterator[None]:
         sharded.append([path for path, module in training.model.named_modules() if "FSDP" in type(module).__name__])
         with masked(training.model, plan, training.optimizer, restore=False):
             yield
 
-    sources = Sources(splits(), 22, blocks(seed=4), plan.channel_map, masks=lambda: plan)
+    sources = CallbackInputs(splits(), 22, blocks(seed=4), plan.channel_map, masks=lambda: plan)
     looking = Looking(plan)
-    parts = [Within(masks), *asked_parts(settings, sources), looking]
-    history = fit(model, splits(), settings, device=CPU, seed=1, batch=22, parts=parts)
+    parts = [ContextCallback(masks), *build_callbacks(settings, sources), looking]
+    history = fit(model, splits(), settings, device=CPU, seed=1, batch=22, callbacks=parts)
     assert not is_sharded(model)
     assert {id(parameter) for parameter in model.parameters()} == before
     return {
@@ -166,7 +166,7 @@ def kept(folder: Path, ending: int) -> tuple[list[Tensor], Any]:
     model.register_buffer("seen", torch.zeros(2), persistent=False)
     checkpoints = Checkpoints(folder / str(rank()), CheckpointSettings(every_steps=1, keep=1), log=lambda _: None)
     history = fit(
-        model, splits(), STOPS, device=CPU, seed=1, batch=22, parts=[EndsAfter(ending)], checkpoints=checkpoints
+        model, splits(), STOPS, device=CPU, seed=1, batch=22, callbacks=[EndsAfter(ending)], checkpoints=checkpoints
     )  # fmt: skip
     return list(model.state_dict().values()), [(row.train_loss, row.validation_loss) for row in history.rows]
 
@@ -190,7 +190,7 @@ def said(case: str) -> str:
         model.scale = nn.Parameter(torch.tensor(1.0))
     elif case == "average":
         settings = replace(settings, average=AverageSettings())
-        more["parts"] = asked_parts(settings, Sources(splits(), 22))
+        more["callbacks"] = build_callbacks(settings, CallbackInputs(splits(), 22))
     elif case == "fp16":
         settings = replace(settings, precision="fp16")
     else:
@@ -207,7 +207,7 @@ REFUSED = {
     "scalar": "ModelError: sharding: full: Sequential: .*scalar",
     "average": "UsageError: sharding: full does not go with Average, which need",
     "fp16": "UsageError: sharding: full does not go with precision fp16",
-    "left": "UsageError: sharding: full does not go with a run that is left",
+    "left": "UsageError: sharding: full does not go with a run that is paused",
 }
 
 

@@ -18,9 +18,9 @@ from training_models import CPU, net, splits
 import prunekit
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import AverageSettings, CheckpointSettings, ClampSettings, TrainSettings, WatchSettings
-from prunekit.training.callbacks.callback import Part, Within
-from prunekit.training.callbacks.selection import Sources, asked_parts
-from prunekit.training.callbacks.tensorboard import Watching, histogram
+from prunekit.training.callbacks.callback import Callback, ContextCallback
+from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
+from prunekit.training.callbacks.tensorboard import TensorBoardLogger, histogram
 from prunekit.training.checkpoints import Checkpoints
 from prunekit.training.history import History
 from prunekit.training.loop import fit
@@ -45,7 +45,7 @@ def pruned() -> tuple[nn.Sequential, Plan]:
     return model, prunekit.plan(model, (torch.zeros(2, 3, 8, 8),), channels=0.5)
 
 
-class Seen(Part):
+class Seen(Callback):
     """Gradients as the watching part is to see them, and weights at the end of an epoch, before the average."""
 
     def __init__(self) -> None:
@@ -66,17 +66,17 @@ class Seen(Part):
 
 
 def train(
-    folder: Path, watch: WatchSettings | None, *, checkpoints: Checkpoints | None = None, stop: Part | None = None
+    folder: Path, watch: WatchSettings | None, *, checkpoints: Checkpoints | None = None, stop: Callback | None = None
 ) -> tuple[nn.Module, Plan, History, Seen]:
     model, plan = pruned()
     seen, images = Seen(), splits()
-    parts: list[Part] = [Within(lambda training: prunekit.masked(model, plan, training.optimizer)), seen]
-    parts += asked_parts(SETTINGS, Sources(images, 16, masks=lambda: plan))
+    parts: list[Callback] = [ContextCallback(lambda training: prunekit.masked(model, plan, training.optimizer)), seen]
+    parts += build_callbacks(SETTINGS, CallbackInputs(images, 16, masks=lambda: plan))
     if watch is not None:
-        parts.insert(0, Watching(watch, folder / "events", folder / "scalars.csv", lambda: plan))
+        parts.insert(0, TensorBoardLogger(watch, folder / "events", folder / "scalars.csv", lambda: plan))
     parts += [] if stop is None else [stop]
     history = fit(
-        model, images, SETTINGS, device=CPU, seed=1, batch=16, parts=parts, checkpoints=checkpoints, label="watched"
+        model, images, SETTINGS, device=CPU, seed=1, batch=16, callbacks=parts, checkpoints=checkpoints, label="watched"
     )
     return model, plan, history, seen
 
@@ -187,7 +187,7 @@ def test_nothing_is_drawn_or_trained_otherwise_without_it(
     assert len(values[0]) > 30
 
 
-class Stops(Part):
+class Stops(Callback):
     def __init__(self, at: int) -> None:
         self.at = at
 
@@ -207,7 +207,7 @@ def test_a_resumed_training_is_seen_once(watched: tuple[Path, nn.Module, Plan, H
         train(tmp_path, ALL, checkpoints=checkpoints(), stop=Stops(7))
     left = read(tmp_path / "events")
     assert [event.step for event in left.Scalars("loss/train")] == [1]
-    left_writer = Watching(ALL, tmp_path / "events", tmp_path / "scalars.csv")
+    left_writer = TensorBoardLogger(ALL, tmp_path / "events", tmp_path / "scalars.csv")
     left_writer.load_state_dict({"events": {"epoch": 1}, "clamped": {}, "gradients": {}})
     left_writer.scalars(watched[3].rows[1])  # as if it had come further than its checkpoint
     left_writer.close()
@@ -227,8 +227,10 @@ def test_a_resumed_training_is_seen_once(watched: tuple[Path, nn.Module, Plan, H
 def test_a_full_disk_ends_the_watching_alone(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     said: list[str] = []
-    part = Watching(WatchSettings(tensorboard=False), tmp_path / "file", tmp_path / "file" / "t.csv", warn=said.append)
-    history = fit(net(), splits(), TrainSettings(epochs=2), device=CPU, seed=1, batch=16, parts=[part])
+    part = TensorBoardLogger(
+        WatchSettings(tensorboard=False), tmp_path / "file", tmp_path / "file" / "t.csv", warn=said.append
+    )
+    history = fit(net(), splits(), TrainSettings(epochs=2), device=CPU, seed=1, batch=16, callbacks=[part])
     assert len(history.rows) == 2
     assert len(said) == 1
     assert "no more is written of this training, which goes on" in said[0]

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from prunekit.data.datasets import ImageTransform, TensorImages
 from prunekit.data.sources import Splits
-from prunekit.training.callbacks.callback import Part
+from prunekit.training.callbacks.callback import Callback
 
 CPU = torch.device("cpu")
 
@@ -46,7 +46,7 @@ class Ends(Exception):
     """What `EndsAfter` raises."""
 
 
-class EndsAfter(Part):
+class EndsAfter(Callback):
     """Ends the run after a step, in every process."""
 
     def __init__(self, step: int) -> None:

@@ -248,7 +248,7 @@ class Pruner(Displayed):
     @property
     def done(self) -> bool:
         """Whether the plan is the final one."""
-        return self._masks.settled
+        return self._masks.is_final
 
     @property
     def sparsity(self) -> Sparsity:

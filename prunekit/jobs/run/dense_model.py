@@ -36,12 +36,12 @@ from prunekit.models.outputs import require_trainable
 from prunekit.settings.job import JobSettings
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.task import Task
-from prunekit.training.callbacks.callback import Part
+from prunekit.training.callbacks.callback import Callback
 from prunekit.training.callbacks.clamping import check_clamps
 from prunekit.training.callbacks.distillation import feature_paths
-from prunekit.training.callbacks.selection import Sources, asked_parts, needs_plan, task_loss
+from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks, needs_plan, task_loss
 from prunekit.training.checkpoints import Checkpoints
-from prunekit.training.checks import check_fits
+from prunekit.training.compatibility import check_fits
 from prunekit.training.history import ClampRow, Compilation, EpochRow, History
 from prunekit.training.loop import fit
 from prunekit.utils.context import resolve_device, threads
@@ -125,7 +125,7 @@ def train_baseline(
     log: Log,
     progress: bool,
     checkpoints: Checkpoints | None = None,
-    watch: Sequence[Part] = (),
+    watch: Sequence[Callback] = (),
     on_epoch: Callable[[EpochRow], None] | None = None,
 ) -> Baseline:
     """Return the dense model with its weights: as given, from the cache, or trained now and cached.
@@ -161,7 +161,10 @@ def train_baseline(
             seed=job.seed,
             batch=job.data.batch,
             workers=job.data.reading,
-            parts=[*watch, *asked_parts(job.baseline, Sources(prepared.splits, job.data.batch, channel_map=chart))],
+            callbacks=[
+                *watch,
+                *build_callbacks(job.baseline, CallbackInputs(prepared.splits, job.data.batch, channel_map=chart)),
+            ],
             own_optimizer=prepared.optimizer_for(job.baseline),
             progress=progress,
             label="baseline",

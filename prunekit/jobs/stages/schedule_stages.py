@@ -272,7 +272,7 @@ class JobSchedule:
         rows = [row for change in part.changes for row in change_rows(change, steps)]
         write_csv(self._run.path / "schedule.csv", rows, COLUMNS)
         _log_change(part.changes[-1], steps, self._run.log)
-        if part.settled():
+        if part.masks.is_final:
             small = compact(part.model, part.plan)
             proof = verify(part.model, small, part.plan, [self._prepared.example_inputs], strict=True)
             self._run.log(f"schedule: final masks; masked == compact to {proof.max_relative_difference:.1e}")

@@ -18,9 +18,8 @@ from prunekit.channels.channel_map import ChannelMap
 from prunekit.jobs.run.run_folder import RunFolder
 from prunekit.planning.plan import Plan
 from prunekit.settings.job import JobSettings
-from prunekit.training.callbacks.callback import Part
-from prunekit.training.callbacks.distillation import PlanInForce
-from prunekit.training.callbacks.tensorboard import Watching, filters, sparsity_figure
+from prunekit.training.callbacks.callback import Callback, CurrentPlan
+from prunekit.training.callbacks.tensorboard import TensorBoardLogger, filters, sparsity_figure
 from prunekit.training.history import EpochRow
 from prunekit.utils.files import flattened
 
@@ -92,14 +91,14 @@ def _times(shape: Any) -> str:
 FIGURES = ("macs", "params", "size_bytes")
 
 
-def watching(run: RunFolder, job: JobSettings, name: str, plan: PlanInForce = lambda: None) -> list[Part]:
+def watching(run: RunFolder, job: JobSettings, name: str, plan: CurrentPlan = lambda: None) -> list[Callback]:
     """Return what watches a training, `tensorboard/<name>` and `scalars/<name>.csv`; nothing where the job wants
     none.
     """
     if job.watch is None:
         return []
     events, table = _places(run.path, name)
-    return [Watching(job.watch, events, table, plan, lambda message: run.log(f"{name}: {message}"))]
+    return [TensorBoardLogger(job.watch, events, table, plan, lambda message: run.log(f"{name}: {message}"))]
 
 
 def watched_before(run: RunFolder, job: JobSettings, name: str, rows: Iterable[EpochRow]) -> None:
@@ -107,7 +106,7 @@ def watched_before(run: RunFolder, job: JobSettings, name: str, rows: Iterable[E
     events, table = _places(run.path, name)
     if job.watch is None or table.exists():
         return
-    again = Watching(job.watch, events, table)
+    again = TensorBoardLogger(job.watch, events, table)
     for row in rows:
         again.scalars(row)
     again.close()

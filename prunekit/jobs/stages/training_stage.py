@@ -33,14 +33,14 @@ from prunekit.measure.verification import verify
 from prunekit.planning.plan import Plan
 from prunekit.settings.job import JobSettings
 from prunekit.settings.train import TrainSettings
-from prunekit.training.callbacks.callback import Part, Training, Within
-from prunekit.training.callbacks.distillation import Distillation, PlanInForce
+from prunekit.training.callbacks.callback import Callback, ContextCallback, CurrentPlan, TrainingRun
+from prunekit.training.callbacks.distillation import Distillation
 from prunekit.training.callbacks.gradient_flow import FlowRow, GradientFlow
 from prunekit.training.callbacks.scheduled_masks import LearningRateRewinding
-from prunekit.training.callbacks.selection import Sources, asked_parts
+from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
 from prunekit.training.checkpoints import Checkpoints
-from prunekit.training.history import ClampRow, Compilation, EpochRow, LeftRun, columns
-from prunekit.training.loop import fit, never
+from prunekit.training.history import ClampRow, Compilation, EpochRow, PausedRun, columns
+from prunekit.training.loop import fit
 from prunekit.training.optimizers import transfer_run
 from prunekit.utils.files import write_csv
 from prunekit.utils.inputs import inputs_as_example
@@ -102,7 +102,7 @@ class Trainings:
         self._teaching: dict[str, dict[str, float]] = {}
         self._compiled: dict[str, dict[str, Any]] = {}
         self._chosen: dict[str, dict[str, Any]] = {}
-        self.left: LeftRun | None = None
+        self.paused: PausedRun | None = None
         self._note("baseline", baseline.rows, baseline.clamps, baseline.compilation)
         if baseline.reused:
             watched_before(run, prepared.job, "baseline", baseline.rows)
@@ -125,7 +125,7 @@ class Trainings:
             model = self.train("control_before", model, replace(self._job.sparsify, regularize=None))
         return self.train("control", model, replace(self._job.finetune, regularize=None), *self.rewinding())
 
-    def rewinding(self) -> list[Part]:
+    def rewinding(self) -> list[Callback]:
         """Return what the pruned model and its control share of a schedule."""
         schedule = self._job.prune.schedule
         return [] if schedule is None else [LearningRateRewinding(schedule)]
@@ -135,24 +135,24 @@ class Trainings:
         name: str,
         model: nn.Module,
         settings: TrainSettings,
-        *parts: Part,
-        masks: PlanInForce = lambda: None,
+        *callbacks: Callback,
+        masks: CurrentPlan = lambda: None,
         chart: ChannelMap | None = None,
         removed: Plan | None = None,
         cut: Plan | None = None,
-        until: Callable[[], bool] = never,
-        begin: LeftRun | None = None,
+        until: Callable[[], bool] | None = None,
+        begin: PausedRun | None = None,
     ) -> nn.Module:
         """Train a model in place; it is on the CPU afterwards.
 
         Args:
             name: of the run, in tables, logs and file names.
-            parts: entered before those that the settings ask for.
-            masks, chart, removed, cut: see `Sources`.
-            until, begin: see `fit`. Where a run was left is then in `left`, and tables have the whole when it goes on.
+            callbacks: entered before those that the settings ask for.
+            masks, chart, removed, cut: see `CallbackInputs`.
+            until, begin: see `fit`. A paused run is then in `paused`; tables have all of it when it continues.
         """
-        sources = Sources(self._prepared.splits, self._job.data.batch, self._teacher, chart, removed, masks, cut)
-        asked = asked_parts(settings, sources)
+        inputs = CallbackInputs(self._prepared.splits, self._job.data.batch, self._teacher, chart, removed, masks, cut)
+        asked = build_callbacks(settings, inputs)
         plan = cut or (masks() if removed is None else removed)
         facts = {} if plan is None else {"plan": plan.digest}
         flows = [GradientFlow()] if self._job.gradient_flow and settings.epochs else []
@@ -164,7 +164,7 @@ class Trainings:
             seed=self._job.seed,
             batch=self._job.data.batch,
             workers=self._job.data.reading,
-            parts=[*watching(self._run, self._job, name, lambda: cut or masks()), *parts, *asked, *flows],
+            callbacks=[*watching(self._run, self._job, name, lambda: cut or masks()), *callbacks, *asked, *flows],
             own_optimizer=self._prepared.optimizer_for(settings),
             progress=self._progress,
             label=name,
@@ -174,8 +174,8 @@ class Trainings:
             until=until,
             begin=begin,
         )
-        self.left = history.left
-        if self.left is not None:
+        self.paused = history.paused
+        if self.paused is not None:
             return model.cpu()
         self._note(name, history.rows, history.clamps, history.compilation)
         chosen = next((row for row in history.rows if row.epoch == history.best_epoch), None)
@@ -240,11 +240,11 @@ class Finetuning:
         share, epochs = sparsity(model, first), self._job.finetune.epochs
         if schedule is not None:
             self._log(f"fine-tune: channels go while training, {schedule.settings.kind}, epochs: {epochs}")
-            activations = Within(lambda _: masks(model, thresholds))
-            parts = [schedule.part, *self._trainings.rewinding(), activations]
-            until: Callable[[], bool] = schedule.part.settled if early else lambda: False
-            model = self._train(model, *parts, masks=schedule.in_force, chart=plan.channel_map, until=until)
-            left = self._trainings.left
+            activations = ContextCallback(lambda _: masks(model, thresholds))
+            callbacks = [schedule.part, *self._trainings.rewinding(), activations]
+            until: Callable[[], bool] = (lambda: schedule.part.masks.is_final) if early else lambda: False
+            model = self._train(model, *callbacks, masks=schedule.in_force, chart=plan.channel_map, until=until)
+            left = self._trainings.paused
             return (model, None) if left is None else self._go_on(model, schedule.part.plan, thresholds, left)
         self._log(f"fine-tune: {share.channels:.1%} of the channels masked, epochs: {epochs}")
         if early:
@@ -255,7 +255,7 @@ class Finetuning:
         trained = model
 
         @contextmanager
-        def under_masks(training: Training) -> Iterator[None]:
+        def under_masks(training: TrainingRun) -> Iterator[None]:
             nonlocal trained
             trained = training.model  # the model, or a sharded copy of it
             with masked(trained, plan, training.optimizer, restore=False), masks(trained, thresholds):
@@ -264,14 +264,14 @@ class Finetuning:
         def figures() -> dict[str, str]:  # the main process asks alone
             return {} if is_sharded(trained) else {"sparsity": f"{sparsity(trained, plan).weights:.1%}"}
 
-        shown = Within(under_masks, figures)
+        shown = ContextCallback(under_masks, figures)
         return self._train(model, shown, masks=lambda: plan, chart=plan.channel_map), None
 
-    def _train(self, model: nn.Module, *parts: Part, **more: Any) -> nn.Module:
-        return self._trainings.train("pruned", model, self._job.finetune, *parts, **more)
+    def _train(self, model: nn.Module, *callbacks: Callback, **more: Any) -> nn.Module:
+        return self._trainings.train("pruned", model, self._job.finetune, *callbacks, **more)
 
     def _go_on(
-        self, model: nn.Module, plan: Plan, thresholds: ActivationThresholds | None, left: LeftRun | None
+        self, model: nn.Module, plan: Plan, thresholds: ActivationThresholds | None, left: PausedRun | None
     ) -> tuple[nn.Module, dict[str, Any]]:
         """Train the compact model in the place of the masked one, and bring its weights back to their places.
 
@@ -285,7 +285,7 @@ class Finetuning:
         at = 0.0 if left is None else left.state["position"]["step"] / self._steps()
         self._log(f"compact early: epoch {at:.2f}: masked == compact to {found:.1e}; training goes on with the latter")
         chart = None if self._job.finetune.regularize is None else trace(small, self._prepared.example_inputs)
-        activations = Within(lambda training: masks(training.model, thresholds))
+        activations = ContextCallback(lambda training: masks(training.model, thresholds))
         begin = None if left is None else transfer_run(left, plan)
         small = self._train(small, *self._trainings.rewinding(), activations, chart=chart, cut=plan, begin=begin)
         spread_(model, small, plan)

@@ -1,4 +1,4 @@
-"""Averages of weights over the steps of a run, evaluated and kept in their place."""
+"""The average of weights over the steps of a run: it is validated and kept in place of the weights themselves."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ from prunekit.masks.pruned_entries import MaskedTensor, masked_tensors
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import AverageSettings
 from prunekit.training.batchnorm_statistics import recalibrate_batchnorm
-from prunekit.training.callbacks.callback import Part, Training
-from prunekit.training.callbacks.distillation import PlanInForce
+from prunekit.training.callbacks.callback import Callback, CurrentPlan, TrainingRun
 
 
-class Average(Part):
-    """Keeps an average of all parameters and buffers; validation sees it, and the best epoch's is what is kept.
+class Average(Callback):
+    """An average of all parameters and buffers, which is validated, and kept for the best epoch.
 
     `ema`: e = d e + (1 - d) w after every step, d = min(decay, (1 + n) / (10 + n)) at the n-th update after the first,
     which takes the weights as they are (Polyak & Juditsky 1992; the warm-up is TensorFlow's). `swa`: the mean of the
     weights at the ends of epochs (Izmailov et al. 2018, "Averaging weights leads to wider optima").
 
-    BatchNorm's running statistics belong to the weights that they were taken with. They are averaged along, which suits
-    an `ema` whose weights lie close together, or taken anew with the average's own weights (`swa`). Counts of batches
-    are taken over. Epochs that ended before there was an average do not compete for the best.
+    BatchNorm's running statistics belong to the weights with which they were computed. They are averaged too, which
+    suits an `ema` whose weights are close together, or computed again with the average's own weights (`swa`). Counts of
+    batches are copied. Epochs that end before there is an average are not eligible for the best.
 
-    What the plan in force prunes is exactly zero in the average too, after every update, also where it was pruned
-    later than averaging began.
+    What the current plan prunes is exactly zero in the average too, after every update, even if it was pruned after
+    averaging began.
 
     Args:
         settings: how to average.
-        images: training images on which statistics are taken anew.
-        plan: what masks the model.
+        images: training images on which statistics are computed again.
+        plan: returns the plan that masks the model.
     """
 
-    def __init__(self, settings: AverageSettings, images: Batches, plan: PlanInForce = lambda: None) -> None:
+    def __init__(self, settings: AverageSettings, images: Batches, plan: CurrentPlan = lambda: None) -> None:
         self._settings, self._images, self._plan = settings, images, plan
         self._first = self._every = 1
-        self._known: Plan | None = None
+        self._masked_by: Plan | None = None
         self._pruned: list[tuple[nn.Module, list[MaskedTensor]]] = []
 
     @contextmanager
-    def active(self, training: Training) -> Iterator[None]:
+    def active(self, run: TrainingRun) -> Iterator[None]:
+        """Make the average, of no weights yet."""
         settings, swa = self._settings, self._settings.method == "swa"
         start = (0.75 if swa else 0.0) if settings.start is None else settings.start
-        self._first = round(start * training.steps * training.epochs) + 1
-        self._every = settings.every or (training.steps if swa else 1)
-        self._training = training
+        self._first = round(start * run.steps * run.epochs) + 1
+        self._every = settings.every or (run.steps if swa else 1)
+        self._run = run
         self.average = AveragedModel(nn.Module(), multi_avg_fn=self._update, use_buffers=True)
-        self.average.module = copied(training.model)  # which AveragedModel leaves to copy.deepcopy
-        self._known, self._pruned = None, []
+        self.average.module = copied(run.model)  # which AveragedModel leaves to copy.deepcopy
+        self._masked_by, self._pruned = None, []
         yield
 
     def _update(self, averages: Sequence[Tensor], current: Sequence[Tensor], _: Tensor | int) -> None:
@@ -67,46 +67,50 @@ class Average(Part):
         torch._foreach_lerp_(list(averages), list(current), self._share(int(self.average.n_averaged)))
 
     def _share(self, updates: int) -> float:
-        """Return what the newest weights get, after so many updates."""
+        """Return the share of the newest weights in the average, after this number of updates."""
         if self._settings.method == "swa":
             return 1 / (updates + 1)
         return 1 - min(self._settings.decay, (1 + updates) / (10 + updates))
 
     def before_step(self, step: int) -> None:
+        """Set the learning rate of the averaging phase, if the settings have one."""
         if self._settings.lr is not None and step >= self._first:
-            for group in self._training.optimizer.param_groups:
+            for group in self._run.optimizer.param_groups:
                 group["lr"] = self._settings.lr
 
     def after_step(self, step: int, made: bool) -> None:
+        """Update the average when it is due."""
         if made and step >= self._first and step % self._every == 0:
             with torch.no_grad():
-                self.average.update_parameters(self._training.model)
+                self.average.update_parameters(self._run.model)
             self._mask()
 
     def _mask(self) -> None:
         plan = self._plan()
-        if plan is not self._known:
-            self._known = plan
+        if plan is not self._masked_by:
+            self._masked_by = plan
             found = {} if plan is None else masked_tensors(self.average.module, plan, {}, buffers=True)
             self._pruned = list(found.values())
         for module, tensors in self._pruned:
             for tensor in tensors:
                 tensor.entries.zero_(tensor.of(module))
 
-    def settled(self) -> bool:
+    def eligible_for_best(self) -> bool:
+        """Return whether there is an average."""
         return bool(self.average.n_averaged)
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        if not self.settled():
+    def around_validation(self) -> Iterator[None]:
+        """Put the average in place of the model's weights."""
+        if not self.eligible_for_best():
             yield
             return
-        model = self._training.model
+        model = self._run.model
         raw = [tensor.detach().clone() for tensor in _tensors(model)]
         try:
             _copy(_tensors(self.average.module), model)
             if self._recalibrates:
-                recalibrate_batchnorm(model, self._images, device=self._training.device, progress=False)
+                recalibrate_batchnorm(model, self._images, device=self._run.device, progress=False)
             yield
         finally:
             _copy(raw, model)
@@ -117,9 +121,11 @@ class Average(Part):
         return self._settings.method == "swa" if wanted is None else wanted == "recalibrated"
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the average."""
         return {"average": {name: value.clone() for name, value in self.average.state_dict().items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from an average."""
         self.average.load_state_dict(state["average"])
         self._mask()
 

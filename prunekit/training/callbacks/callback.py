@@ -1,4 +1,4 @@
-"""What takes part in a training run beside the loss: masks, schedules, distillation, averages of weights."""
+"""The callback of a training run: what a feature does around the run, each step, each validation and each epoch."""
 
 from __future__ import annotations
 
@@ -11,24 +11,29 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from prunekit.planning.plan import Plan
 from prunekit.training.history import EpochRow
 
+CurrentPlan = Callable[[], Plan | None]
+"""Returns the plan that masks a model now; None if the model is not masked."""
+
 ClampCounts = Mapping[str, Mapping[str, tuple[int, int]]]
-"""Of each clamp by module path: how many values (by norm: gradients) of how many were beyond the limit so far."""
+"""By clamp and module path: how many values (by norm: gradients) were beyond the limit so far, and of how many."""
 
 
 @dataclass(frozen=True)
-class Training:
-    """The run that a part takes part in.
+class TrainingRun:
+    """The run that a callback belongs to.
 
     Attributes:
-        model: as it is trained, on `device`; under `sharding: full` in several processes a sharded copy of what was
-            given, whose parameters, gradients and moments are DTensors.
+        model: the model that is trained, on `device`; under `sharding: full` in several processes a sharded copy of
+            the model that was given, whose parameters, gradients and moments are DTensors.
         optimizer: torch's own.
-        steps: of an epoch in which none is skipped.
-        epochs: of the run.
-        clamped: how often gradient clamps were needed so far, in all processes; all of them ask together.
-        scale: what gradients are multiplied by before a step: float16's loss scale.
+        device: where the model is trained.
+        steps: steps of an epoch in which none is skipped.
+        epochs: epochs of the run.
+        clamped: returns how often gradient clamps were needed so far, in all processes; all of them call it together.
+        scale: returns what gradients are multiplied by before a step: float16's loss scale.
     """
 
     model: nn.Module
@@ -40,52 +45,52 @@ class Training:
     scale: Callable[[], float] = lambda: 1.0
 
 
-class Part:
-    """One feature of a training run; what it does not say it leaves as it is.
+class Callback:
+    """One feature of a training run; every method does nothing unless a subclass overrides it.
 
-    A part is entered before the first step and left after the last. Steps are counted from 1 over the whole run, those
-    skipped under float16's loss scale included, as the epochs' are. State that a resumed run needs goes through
-    `state_dict`: tensors, numbers, text, and lists and dicts of them. Several processes are all given the main one's.
+    `active` is entered before the first step and left after the last. Steps are counted from 1 over the whole run, and
+    include those that float16's loss scale skips. State that a resumed run needs is returned by `state_dict`: tensors,
+    numbers, text, and lists and dicts of them. In several processes all are given the main one's state.
     """
 
-    def active(self, training: Training) -> AbstractContextManager[Any]:
-        """Entered around the whole training."""
+    def active(self, run: TrainingRun) -> AbstractContextManager[Any]:
+        """Return the context in which the whole run takes place."""
         return nullcontext()
 
-    def restarts(self, training: Training) -> Sequence[int]:
-        """Return steps before which the learning-rate schedule begins anew, ascending; asked once."""
+    def learning_rate_restarts(self, run: TrainingRun) -> Sequence[int]:
+        """Return the steps before which the learning-rate schedule starts again, ascending; called once."""
         return ()
 
-    def loss(self, inputs: Any, output: Any, targets: Any) -> Tensor | None:
+    def added_loss(self, inputs: Any, output: Any, targets: Any) -> Tensor | None:
         """Return a scalar that is added to the mean loss of a batch, within autocast; None adds nothing.
 
-        Inputs and targets are what the task unpacked: of classifiers images, and labels (B,) int64, or under mixup and
-        CutMix the share of each class, (B, classes) float32.
+        Inputs and targets are those that the task unpacked. For classifiers these are images, and labels (B,) int64, or
+        under mixup and CutMix the share of each class, (B, classes) float32.
         """
         return None
 
     def before_step(self, step: int) -> None:
-        """Gradients are complete, under float16's loss scale if there is one; the optimizer has not stepped yet."""
+        """Act before the optimizer's step: gradients are complete, and multiplied by float16's loss scale if any."""
 
     def after_step(self, step: int, made: bool) -> None:
-        """The optimizer has stepped (`made`), or skipped the step."""
+        """Act after the optimizer's step; `made` says whether it was made or skipped."""
 
-    def evaluating(self) -> AbstractContextManager[Any]:
-        """Entered while the model is validated and its weights may be kept as the best."""
+    def around_validation(self) -> AbstractContextManager[Any]:
+        """Return the context in which the model is validated and its weights may be kept as the best."""
         return nullcontext()
 
     def after_epoch(self, row: EpochRow) -> None:
-        """An epoch is over, its validation too."""
+        """Act after an epoch and its validation."""
 
-    def settled(self) -> bool:
-        """Return whether what is validated now is of the kind that the run is to end with; asked while it is.
+    def eligible_for_best(self) -> bool:
+        """Return whether the weights that are validated now may be kept as the best; called during validation.
 
-        Epochs that are not do not compete for the best weights; where none is, the last epoch's are kept.
+        Where no epoch is eligible, the last epoch's weights are kept.
         """
         return True
 
-    def describe(self) -> Mapping[str, Any]:
-        """Return figures for the progress bar; asked once an epoch."""
+    def progress_metrics(self) -> Mapping[str, Any]:
+        """Return figures for the progress bar; called once an epoch."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,93 +98,91 @@ class Part:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state; called when the part is active, before model and optimizer get their states."""
+        """Continue from a state; called inside `active`, before model and optimizer get their states."""
 
 
 @dataclass(frozen=True)
-class Within(Part):
-    """A part that is a context around the whole training, such as masks.
+class ContextCallback(Callback):
+    """A callback that is a context around the whole run, such as masks.
 
     Attributes:
-        enter: gives the context of a run.
-        figures: more for the progress bar.
+        enter: returns the context of a run.
+        metrics: returns further figures for the progress bar.
     """
 
-    enter: Callable[[Training], AbstractContextManager[Any]]
-    figures: Callable[[], Mapping[str, Any]] = dict
+    enter: Callable[[TrainingRun], AbstractContextManager[Any]]
+    metrics: Callable[[], Mapping[str, Any]] = dict
 
-    def active(self, training: Training) -> AbstractContextManager[Any]:
-        return self.enter(training)
+    def active(self, run: TrainingRun) -> AbstractContextManager[Any]:
+        """Return the context."""
+        return self.enter(run)
 
-    def describe(self) -> Mapping[str, Any]:
-        return self.figures()
+    def progress_metrics(self) -> Mapping[str, Any]:
+        """Return the further figures."""
+        return self.metrics()
 
 
-class Parts:
-    """Several parts as one, entered and asked in their order.
+class CallbackList:
+    """Several callbacks as one, called in their order."""
 
-    Raises:
-        Whatever a part raises when it is entered; those entered before it are left.
-    """
-
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self.all = tuple(parts)
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self.callbacks = tuple(callbacks)
 
     @contextmanager
-    def active(self, training: Training) -> Iterator[None]:
-        """Enter every part."""
+    def active(self, run: TrainingRun) -> Iterator[None]:
+        """Enter every callback; if one raises, those before it are left."""
         with ExitStack() as entered:
-            for part in self.all:
-                entered.enter_context(part.active(training))
+            for callback in self.callbacks:
+                entered.enter_context(callback.active(run))
             yield
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Enter what every part does while the model is validated."""
+    def around_validation(self) -> Iterator[None]:
+        """Enter the validation context of every callback."""
         with ExitStack() as entered:
-            for part in self.all:
-                entered.enter_context(part.evaluating())
+            for callback in self.callbacks:
+                entered.enter_context(callback.around_validation())
             yield
 
-    def added_to(self, loss: Tensor, inputs: Any, output: Any, targets: Any) -> Tensor:
-        """Return the loss with what the parts add."""
-        for part in self.all:
-            if (more := part.loss(inputs, output, targets)) is not None:
-                loss = loss + more
+    def learning_rate_restarts(self, run: TrainingRun) -> tuple[int, ...]:
+        """Return the restarts of all callbacks, each once."""
+        return tuple(sorted({step for callback in self.callbacks for step in callback.learning_rate_restarts(run)}))
+
+    def total_loss(self, loss: Tensor, inputs: Any, output: Any, targets: Any) -> Tensor:
+        """Return the loss plus the losses that callbacks add."""
+        for callback in self.callbacks:
+            if (added := callback.added_loss(inputs, output, targets)) is not None:
+                loss = loss + added
         return loss
 
     def before_step(self, step: int) -> None:
-        """Tell every part."""
-        for part in self.all:
-            part.before_step(step)
+        """Call every callback before a step."""
+        for callback in self.callbacks:
+            callback.before_step(step)
 
     def after_step(self, step: int, made: bool) -> None:
-        """Tell every part."""
-        for part in self.all:
-            part.after_step(step, made)
+        """Call every callback after a step."""
+        for callback in self.callbacks:
+            callback.after_step(step, made)
 
     def after_epoch(self, row: EpochRow) -> None:
-        """Tell every part."""
-        for part in self.all:
-            part.after_epoch(row)
+        """Call every callback after an epoch."""
+        for callback in self.callbacks:
+            callback.after_epoch(row)
 
-    def restarts(self, training: Training) -> tuple[int, ...]:
-        """Return the steps of all parts, each once."""
-        return tuple(sorted({step for part in self.all for step in part.restarts(training)}))
+    def eligible_for_best(self) -> bool:
+        """Return whether every callback agrees that the weights may be kept as the best."""
+        return all(callback.eligible_for_best() for callback in self.callbacks)
 
-    def settled(self) -> bool:
-        """Return whether every part is."""
-        return all(part.settled() for part in self.all)
-
-    def describe(self) -> dict[str, Any]:
-        """Return all figures for the progress bar."""
-        return {name: value for part in self.all for name, value in part.describe().items()}
+    def progress_metrics(self) -> dict[str, Any]:
+        """Return the figures of all callbacks for the progress bar."""
+        return {name: value for each in self.callbacks for name, value in each.progress_metrics().items()}
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return the state of every part."""
-        return [part.state_dict() for part in self.all]
+        """Return the state of every callback."""
+        return [callback.state_dict() for callback in self.callbacks]
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Hand every part its state."""
-        for part, state in zip(self.all, states, strict=True):
-            part.load_state_dict(state)
+        """Give every callback its state."""
+        for callback, state in zip(self.callbacks, states, strict=True):
+            callback.load_state_dict(state)

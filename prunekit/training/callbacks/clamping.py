@@ -1,4 +1,4 @@
-"""The gradient clamps of a training run."""
+"""The gradient clamps of a training run, and how often they were needed in all processes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from prunekit.training.history import ClampRow
 from prunekit.training.optimizers import build_optimizer
 
 
-class Clamps:
-    """Whichever of the two clamps the settings ask for, as a context manager.
+class GradientClamps:
+    """The gradient clamps that the settings ask for, as a context manager.
 
     Raises:
         UsageError: a glob matches nothing.
@@ -54,16 +54,16 @@ class Clamps:
         return {name: clamp.state_dict() for name, (clamp, _) in self._clamps.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Counts on from a state."""
+        """Continue counting from a state."""
         for name, (clamp, _) in self._clamps.items():
             clamp.load_state_dict(state[name])
 
     def counts(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """Of each clamp by module path: how many of how many were beyond the limit so far, over all processes."""
+        """Return by clamp and module path how many were beyond the limit so far, and of how many, in all processes."""
         return {name: _summed(gather_values(clamp.counts())) for name, (clamp, _) in self._clamps.items()}
 
     def rows(self) -> tuple[ClampRow, ...]:
-        """Return one row for each module whose gradients were looked at, over all processes."""
+        """Return one row for each module whose gradients were checked, over all processes."""
         return tuple(
             ClampRow(name, path, wanted.by, clamp.limits[path], beyond / total)
             for (name, (clamp, wanted)), counts in zip(self._clamps.items(), self.counts().values(), strict=True)
@@ -82,13 +82,9 @@ def _summed(counts: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, tuple[
 
 
 def check_clamps(model: nn.Module, settings: TrainSettings) -> None:
-    """Checks, before anything is trained, that the clamps of a run find their modules.
-
-    Raises:
-        UsageError: a glob matches nothing.
-    """
+    """Raise UsageError, before anything is trained, if a glob of the clamps matches no module."""
     any_optimizer = build_optimizer(model, replace(settings, optimizer="sgd", nesterov=False))
-    Clamps(model, any_optimizer, settings, None)
+    GradientClamps(model, any_optimizer, settings, None)
 
 
 def _limits(settings: ClampSettings) -> float | Mapping[str, float]:

@@ -31,18 +31,18 @@ from prunekit.planning.plan import Plan
 from prunekit.settings.train import DistillSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import Task, get_task
-from prunekit.training.callbacks.callback import Part, Training
+from prunekit.training.callbacks.callback import Callback, TrainingRun
 from prunekit.utils.context import training_mode
 from prunekit.utils.inputs import call, inputs_as_example, sample_count
 
-PlanInForce = Callable[[], Plan | None]
+CurrentPlan = Callable[[], Plan | None]
 """The plan that masks a model now; None: the model is whole."""
 
 Call = tuple[str, int]
 """Path of a module, and the how-manieth call in a forward pass."""
 
 
-class Features(HookOwner):
+class FeatureRecorder(HookOwner):
     """Keeps the kept channels of the outputs of some modules while gradients or a teacher are computed.
 
     Args:
@@ -52,7 +52,7 @@ class Features(HookOwner):
         trained: whether outputs must carry a gradient.
     """
 
-    def __init__(self, model: nn.Module, paths: Sequence[str], plan: PlanInForce, *, trained: bool) -> None:
+    def __init__(self, model: nn.Module, paths: Sequence[str], plan: CurrentPlan, *, trained: bool) -> None:
         super().__init__()
         self._model, self._paths, self._plan, self._trained = model, paths, plan, trained
         self._found: dict[Call, Tensor] = {}
@@ -215,7 +215,7 @@ class TeacherCost:
     step_share: float
 
 
-class Distillation(Part):
+class Distillation(Callback):
     """Adds `weight` times `soft_targets`, and where the settings name modules `features.weight` times `feature_error`.
 
     The teacher runs in eval mode without gradients on the images that the student sees, augmented as those are, and in
@@ -238,13 +238,13 @@ class Distillation(Part):
         self,
         teacher: nn.Module,
         settings: DistillSettings,
-        plan: PlanInForce = lambda: None,
+        plan: CurrentPlan = lambda: None,
         *,
         task: Task | str = IMAGE_CLASSIFICATION,
     ) -> None:
         self._teacher, self._settings, self._plan = teacher, settings, plan
         self._logits = get_task(task).logits or logits
-        self._outputs: tuple[Features, Features] | None = None
+        self._outputs: tuple[FeatureRecorder, FeatureRecorder] | None = None
         self._watch = Stopwatch(torch.device("cpu"))
         self._start: float | None = None
         self._steps_s = 0.0
@@ -256,13 +256,13 @@ class Distillation(Part):
         return TeacherCost(seconds, seconds / self._steps_s if self._steps_s else 0.0)
 
     @contextmanager
-    def active(self, training: Training) -> Iterator[None]:
+    def active(self, run: TrainingRun) -> Iterator[None]:
         teacher, before = self._teacher, next(self._teacher.parameters()).device
-        self._watch = Stopwatch(training.device)
-        clock = _Clock(training.model, self._begin)
+        self._watch = Stopwatch(run.device)
+        clock = _Clock(run.model, self._begin)
         try:
-            teacher.to(training.device)
-            with training_mode(teacher, False), clock, self._features(training.model):
+            teacher.to(run.device)
+            with training_mode(teacher, False), clock, self._features(run.model):
                 yield
         finally:
             teacher.to(before)
@@ -274,8 +274,8 @@ class Distillation(Part):
             yield
             return
         paths = feature_paths(student, self._settings)
-        given = Features(student, paths, self._plan, trained=True)
-        with given, Features(self._teacher, paths, self._plan, trained=False) as taught:
+        given = FeatureRecorder(student, paths, self._plan, trained=True)
+        with given, FeatureRecorder(self._teacher, paths, self._plan, trained=False) as taught:
             self._outputs = given, taught
             yield
         self._outputs = None
@@ -284,7 +284,7 @@ class Distillation(Part):
         if self._start is None:
             self._start = time.perf_counter()
 
-    def loss(self, inputs: Any, output: Any, targets: Any) -> Tensor:
+    def added_loss(self, inputs: Any, output: Any, targets: Any) -> Tensor:
         with self._watch.timing(), torch.no_grad():
             wanted = self._logits(call(self._teacher, inputs_as_example(self._teacher, inputs)))
         settings = self._settings
@@ -302,7 +302,7 @@ class Distillation(Part):
             self._steps_s += time.perf_counter() - self._start
             self._start = None
 
-    def describe(self) -> Mapping[str, Any]:
+    def progress_metrics(self) -> Mapping[str, Any]:
         return {"teacher": f"{self.cost.step_share:.0%}"} if self._steps_s else {}
 
     def state_dict(self) -> dict[str, Any]:

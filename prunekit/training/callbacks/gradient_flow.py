@@ -1,4 +1,4 @@
-"""How large the gradients of each layer are, over a training run."""
+"""Gradient flow: percentiles of the absolute gradients of each layer over a training run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.training.callbacks.callback import Part, Training
+from prunekit.training.callbacks.callback import Callback, TrainingRun
 from prunekit.utils.display import Displayed, Table, plural, scientific
 
 SHARES = (0.1, 0.5, 0.9)
 MOST = 8191
-"""Entries of a gradient that are looked at; a prime, so that they fall on all places of a kernel."""
+"""Entries of a gradient that are read at most; a prime, so that they fall on all positions of a kernel."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class FlowRow:
         epoch: epochs made with this step.
         layer: path of the weight's module; of a module with several weights, with the weight's name.
         p10, median, p90: percentiles of the absolute values that are not exactly zero, NaN where all are; of a weight
-            with more than `MOST` entries of so many, evenly spread.
+            with more than `MOST` entries, those of `MOST` evenly spread ones.
         zeros: share of exact zeros, such as what masks prune, 0..1.
     """
 
@@ -41,10 +41,10 @@ class FlowRow:
     zeros: float
 
 
-class GradientFlow(Displayed, Part):
-    """Records percentiles of the absolute gradients of every layer, a number of times over a run.
+class GradientFlow(Displayed, Callback):
+    """A record of percentiles of the absolute gradients of every layer, taken a number of times over a run.
 
-    Of weights with two or more axes, as they are before `clamp_weight_grad` and the optimizer, of all processes
+    Recorded are weights with two or more axes, before `clamp_weight_grad` and the optimizer act, over all processes
     together and without float16's loss scale. Steps that are skipped are not recorded.
 
     Args:
@@ -76,18 +76,21 @@ class GradientFlow(Displayed, Part):
         self._per_epoch = 1
 
     @contextmanager
-    def active(self, training: Training) -> Iterator[None]:
-        self._training = training
-        self._weights = flow_weights(training.model)
-        self._per_epoch = max(1, training.steps)
-        self._every = max(1, math.ceil(training.steps * training.epochs / self._records))
+    def active(self, run: TrainingRun) -> Iterator[None]:
+        """Find the weights, and choose the steps that are recorded."""
+        self._run = run
+        self._weights = flow_weights(run.model)
+        self._per_epoch = max(1, run.steps)
+        self._every = max(1, math.ceil(run.steps * run.epochs / self._records))
         yield
 
     def before_step(self, step: int) -> None:
+        """Measure the gradients when it is due."""
         due = (step - 1) % self._every == 0
-        self._waiting = gradient_percentiles(list(self._weights.values()), self._training.scale()) if due else None
+        self._waiting = gradient_percentiles(list(self._weights.values()), self._run.scale()) if due else None
 
     def after_step(self, step: int, made: bool) -> None:
+        """Record what was measured, unless the step was skipped."""
         if made and self._waiting is not None:
             self._steps.append(step)
             self._found.append(self._waiting)
@@ -121,16 +124,16 @@ class GradientFlow(Displayed, Part):
             yield Table(headings, cells, title="Percentiles of absolute gradients, first and last record")
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the records."""
         return {"steps": list(self._steps), "records": [record.clone() for record in self._found]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from records."""
         self._steps, self._found = list(state["steps"]), [record.cpu() for record in state["records"]]
 
 
 def flow_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trainable weights with two or more axes, each by its layer; all trainable parameters where there
-    are none.
-    """
+    """Return the trainable weights with two or more axes by layer; all trainable parameters if there are none."""
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     wide = {name: parameter for name, parameter in trainable.items() if parameter.ndim > 1}
     return {name.removesuffix(".weight"): parameter for name, parameter in (wide or trainable).items()}
@@ -138,7 +141,7 @@ def flow_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def gradient_percentiles(weights: Sequence[nn.Parameter], scale: float = 1.0) -> Tensor:
-    """10th percentile, median and 90th percentile of the absolute gradient of each weight, and its share of zeros.
+    """Return 10th, 50th and 90th percentile of each weight's absolute gradient, and its share of zeros.
 
     Args:
         weights: after a backward pass; one without a gradient counts as all zeros.
@@ -151,7 +154,7 @@ def gradient_percentiles(weights: Sequence[nn.Parameter], scale: float = 1.0) ->
 
 
 def _percentiles(weight: nn.Parameter, scale: float) -> Tensor:
-    """(4,) on the weight's device."""
+    """Return those of one weight, (4,), on its device."""
     flat = (weight.new_zeros(1) if weight.grad is None else weight.grad.detach()).flatten()
     if len(flat) > MOST:
         flat = flat[torch.arange(MOST, device=flat.device) * len(flat) // MOST]

@@ -1,7 +1,4 @@
-"""Training that makes whole channels small, so that little is lost when they go.
-
-The l2 norm of a label: over all slices of all parameters that carry it, whoever makes or reads the channel.
-"""
+"""Sparsity regularizers: training that makes whole channels small, so that little is lost when they are removed."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from prunekit.criteria.magnitude import NORMS
 from prunekit.errors import UsageError
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import RegularizerSettings
-from prunekit.training.callbacks.callback import Part, Training
+from prunekit.training.callbacks.callback import Callback, TrainingRun
 
 
 @dataclass(frozen=True)
@@ -204,7 +201,7 @@ class Growing:
         return self.factor(step) == self._ceiling
 
 
-class Sparsifying(Part):
+class SparsityRegularizer(Callback):
     """Adds the gradient of what the settings ask for to that of the loss, once a step, before clamps see it.
 
     The penalty is not part of the training loss that epochs report. Its gradient passes through the optimizer as the
@@ -234,23 +231,23 @@ class Sparsifying(Part):
         self._step = 0
 
     @contextmanager
-    def active(self, training: Training) -> Iterator[None]:
-        self._penalty = self._made(training)
-        handle = training.optimizer.register_step_pre_hook(self._add)
+    def active(self, run: TrainingRun) -> Iterator[None]:
+        self._penalty = self._made(run)
+        handle = run.optimizer.register_step_pre_hook(self._add)
         try:
             yield
         finally:
             handle.remove()
 
-    def _made(self, training: Training) -> Penalty:
-        require_model(self._map, training.model, "the channel map")
-        settings, trained = self._settings, _trainable(training.model)
+    def _made(self, run: TrainingRun) -> Penalty:
+        require_model(self._map, run.model, "the channel map")
+        settings, trained = self._settings, _trainable(run.model)
         if self._plan is not None and settings.method == "growing":
-            increases = max(1, round(settings.rise * training.steps * training.epochs / settings.every))
+            increases = max(1, round(settings.rise * run.steps * run.epochs / settings.every))
             ceiling = settings.strength or CEILING
             return Growing(self._plan, trained, ceiling=ceiling, increases=increases, every=settings.every)
         if settings.method == "bn_l1":
-            trained = _scales(training.model, trained)
+            trained = _scales(run.model, trained)
         lasso = GroupLasso(self._map, trained, settings.strength or LASSO)
         if lasso.empty:
             raise UsageError(
@@ -270,10 +267,10 @@ class Sparsifying(Part):
     def before_step(self, step: int) -> None:
         self._step = step
 
-    def settled(self) -> bool:
+    def eligible_for_best(self) -> bool:
         return self._penalty is not None and self._penalty.final(self._step)
 
-    def describe(self) -> Mapping[str, Any]:
+    def progress_metrics(self) -> Mapping[str, Any]:
         return {} if self._penalty is None else {"penalty": f"{self._penalty.value(max(1, self._step)):.3g}"}
 
 

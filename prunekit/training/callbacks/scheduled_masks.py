@@ -22,7 +22,7 @@ from prunekit.planning.plan import Plan
 from prunekit.planning.schedules import Stage, Timeline, timeline
 from prunekit.settings.prune import ScheduleSettings
 from prunekit.settings.train import TrainSettings
-from prunekit.training.callbacks.callback import Part, Training
+from prunekit.training.callbacks.callback import Callback, TrainingRun
 
 
 def steps_per_epoch(settings: TrainSettings, images: int, batch: int) -> int:
@@ -33,7 +33,7 @@ def steps_per_epoch(settings: TrainSettings, images: int, batch: int) -> int:
 class Planner:
     """Makes the plan of each stage of a schedule.
 
-    Where it keeps scores from stage to stage, they go through `state_dict`, as those of a `Part` do.
+    Where it keeps scores from stage to stage, they go through `state_dict`, as those of a `Callback` do.
     """
 
     def active(self, model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[Any]:
@@ -124,14 +124,14 @@ class ScheduledMasks:
         self._entered.__exit__(kind, error, trace)
 
     @property
-    def settled(self) -> bool:
+    def is_final(self) -> bool:
         """Whether the plan is the final one."""
         return self._done == len(self.stages)
 
     @property
     def next(self) -> Stage | None:
         """The stage that comes next; None once the plan is final."""
-        return None if self.settled else self.stages[self._done]
+        return None if self.is_final else self.stages[self._done]
 
     @property
     def held(self) -> PrunedValues:
@@ -150,7 +150,7 @@ class ScheduledMasks:
             _count(self.plan, gone) for gone in (before.keep & ~self.plan.keep, self.plan.keep & ~before.keep)
         )
         self.changes.append(PlanChange(step, pruned, regrown, dict(self.planner.shares(due[-1], self.plan))))
-        if self.settled:
+        if self.is_final:
             self._watching.close()
         self._on_change()
 
@@ -190,11 +190,11 @@ class ScheduledMasks:
             PlanChange(**{**row, "shares": {name: (both[0], both[1]) for name, both in row["shares"].items()}})
             for row in state["changes"]
         ]
-        if self.settled:
+        if self.is_final:
             self._watching.close()
 
 
-class PruningSchedule(Part):
+class PruningSchedule(Callback):
     """`ScheduledMasks` as a part of a training run, over whose epochs the schedule is laid when it begins.
 
     A stage between two epochs comes after the validation: that shows how far the model has recovered from the stage
@@ -223,12 +223,12 @@ class PruningSchedule(Part):
         self._step = 0
 
     @contextmanager
-    def active(self, training: Training) -> Iterator[None]:
+    def active(self, run: TrainingRun) -> Iterator[None]:
         """Enter the masks, and carry out the stage before the first step, if there is one."""
-        self.timeline: Timeline = timeline(self.settings, epochs=training.epochs, steps=training.steps)
+        self.timeline: Timeline = timeline(self.settings, epochs=run.epochs, steps=run.steps)
         self._masks = ScheduledMasks(
-            training.model,
-            training.optimizer,
+            run.model,
+            run.optimizer,
             self.timeline.stages,
             self.start,
             self.planner,
@@ -266,17 +266,17 @@ class PruningSchedule(Part):
             self.masks.reach(step)
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def around_validation(self) -> Iterator[None]:
         """Afterwards come the stages between two epochs; the epoch may have made fewer steps, of missing batches."""
         yield
         steps = self.timeline.steps
         self.masks.reach(math.ceil(self._step / steps) * steps)
 
-    def settled(self) -> bool:
+    def eligible_for_best(self) -> bool:
         """Return whether the plan is the final one."""
-        return self.masks.settled
+        return self.masks.is_final
 
-    def describe(self) -> Mapping[str, Any]:
+    def progress_metrics(self) -> Mapping[str, Any]:
         """Return the share of zeros among the weights."""
         return {"sparsity": f"{sparsity(self.model, self.plan).weights:.1%}"}
 
@@ -295,7 +295,7 @@ def _count(plan: Plan, labels: Any) -> int:
     return sum(int(np.count_nonzero(labels[group.labels])) for group in plan.channel_map.groups)
 
 
-class LearningRateRewinding(Part):
+class LearningRateRewinding(Callback):
     """Begins the learning-rate schedule anew in each round of a schedule, where that asks for it (Renda et al. 2020).
 
     A part of its own: a dense control is trained with the same learning rates.
@@ -304,6 +304,6 @@ class LearningRateRewinding(Part):
     def __init__(self, settings: ScheduleSettings) -> None:
         self.settings = settings
 
-    def restarts(self, training: Training) -> Sequence[int]:
+    def learning_rate_restarts(self, run: TrainingRun) -> Sequence[int]:
         """Return where the rounds begin."""
-        return timeline(self.settings, epochs=training.epochs, steps=training.steps).restarts()
+        return timeline(self.settings, epochs=run.epochs, steps=run.steps).restarts()

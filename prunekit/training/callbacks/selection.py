@@ -1,4 +1,4 @@
-"""The parts that a run's settings ask for."""
+"""From the settings of a training to its callbacks: distillation, regularizer, average of weights."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from prunekit.settings.train import TrainSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import Loss, Task, training_loss
 from prunekit.training.callbacks.averaging import Average
-from prunekit.training.callbacks.callback import Part
-from prunekit.training.callbacks.distillation import Distillation, PlanInForce
-from prunekit.training.callbacks.regularizers import Sparsifying
+from prunekit.training.callbacks.callback import Callback, CurrentPlan
+from prunekit.training.callbacks.distillation import Distillation
+from prunekit.training.callbacks.regularizers import SparsityRegularizer
 
 STATISTICS_IMAGES = 2048
-"""Training images that an average's BatchNorm statistics are taken from, at most; the calibration's many times over."""
+"""Training images, at most, from which an average's BatchNorm statistics are taken: many times a calibration's."""
 
 
 @dataclass(frozen=True, eq=False)
-class Sources:
-    """What parts need beside settings.
+class CallbackInputs:
+    """What callbacks need besides their settings.
 
     Attributes:
-        splits: the images.
+        splits: the data.
         batch: images in a batch.
-        teacher: the dense model, with its weights, for distillation.
+        teacher: the trained dense model, for distillation.
         channel_map: of the model, for regularizers.
         removed: the plan whose channels `growing` shrinks; the model is not masked by it.
-        masks: the plan that masks the model.
-        cut: the plan that the model was made compact by, for features of a teacher that is not.
+        masks: returns the plan that masks the model.
+        cut: the plan by which the model was made compact, to compare its features with those of a dense teacher.
     """
 
     splits: Splits
@@ -44,36 +44,43 @@ class Sources:
     teacher: nn.Module | None = None
     channel_map: ChannelMap | None = None
     removed: Plan | None = None
-    masks: PlanInForce = lambda: None
+    masks: CurrentPlan = lambda: None
     cut: Plan | None = None
 
 
-def asked_parts(settings: TrainSettings, sources: Sources) -> list[Part]:
-    """Distillation, regularizer and average, as far as the settings ask for them; enter them after masks.
+def build_callbacks(settings: TrainSettings, inputs: CallbackInputs) -> list[Callback]:
+    """Return the callbacks that the settings ask for, to be entered after masks.
 
     Raises:
-        UsageError: there is no teacher, channel map or plan for what is asked for.
+        UsageError: the teacher, channel map or plan that one of them needs is missing.
     """
-    parts: list[Part] = []
+    callbacks: list[Callback] = []
     if settings.distill is not None:
-        if sources.teacher is None:
+        if inputs.teacher is None:
             raise UsageError("distill: expected a trained model to learn from, and there is none here; leave it out")
-        kept = sources.masks if sources.cut is None else lambda: sources.cut
-        parts.append(Distillation(sources.teacher, settings.distill, kept, task=sources.splits.task))
+        plan = inputs.masks if inputs.cut is None else lambda: inputs.cut
+        callbacks.append(Distillation(inputs.teacher, settings.distill, plan, task=inputs.splits.task))
     if settings.regularize is not None:
-        if sources.channel_map is None:
+        if inputs.channel_map is None:
             raise UsageError("regularize: expected the channel map of the model (prunekit.trace), got none")
-        parts.append(Sparsifying(settings.regularize, sources.channel_map, sources.removed))
+        callbacks.append(SparsityRegularizer(settings.regularize, inputs.channel_map, inputs.removed))
     if settings.average is not None:
-        train = sources.splits.train
+        train = inputs.splits.train
         chosen = torch.linspace(0, len(train) - 1, min(STATISTICS_IMAGES, len(train))).long()
-        images = batches(train, sources.batch, shuffle_seed=None, indices=chosen)
-        parts.append(Average(settings.average, images, sources.masks))
-    return parts
+        images = batches(train, inputs.batch, shuffle_seed=None, indices=chosen)
+        callbacks.append(Average(settings.average, images, inputs.masks))
+    return callbacks
+
+
+def require_callbacks(settings: TrainSettings, callbacks: Sequence[Callback]) -> None:
+    """Raise UsageError if a callback that the settings ask for is not among the callbacks."""
+    for name, kind in (("distill", Distillation), ("regularize", SparsityRegularizer), ("average", Average)):
+        if getattr(settings, name) is not None and not any(isinstance(callback, kind) for callback in callbacks):
+            raise UsageError(f"{name} is set, and no {kind.__name__} is among the callbacks: see build_callbacks")
 
 
 def needs_plan(settings: TrainSettings) -> bool:
-    """Return whether training shrinks what a plan removes, and so comes after the plan."""
+    """Return whether training shrinks the channels that a plan removes, and so has to come after the plan."""
     return settings.regularize is not None and settings.regularize.method == "growing"
 
 
@@ -81,21 +88,10 @@ def task_loss(task: Task, settings: TrainSettings) -> Loss:
     """Return the loss of training.
 
     Raises:
-        UsageError: the settings ask for what the task cannot do.
+        UsageError: the settings ask for something that the task does not support.
     """
     if (settings.mixup or settings.cutmix) and task is not IMAGE_CLASSIFICATION:
         raise UsageError(f"mixup and cutmix mix the labels of images, and the task is {task.name!r}; leave them out")
     if settings.distill is not None and task.logits is None:
         raise UsageError(f"distill compares class scores, and task {task.name!r} has none (`logits`); leave it out")
     return training_loss(task, settings.label_smoothing)
-
-
-def require_asked(settings: TrainSettings, parts: Sequence[Part]) -> None:
-    """Checks that nothing which settings ask for is silently left out.
-
-    Raises:
-        UsageError: the part for it is not among the parts.
-    """
-    for name, kind in (("distill", Distillation), ("regularize", Sparsifying), ("average", Average)):
-        if getattr(settings, name) is not None and not any(isinstance(part, kind) for part in parts):
-            raise UsageError(f"{name} is set, and no {kind.__name__} is among the parts: see training.asked_parts")

@@ -22,8 +22,7 @@ from prunekit.distributed.process_group import is_main, is_sharded, local_part, 
 from prunekit.masks.module_values import count_zeros
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import WatchSettings
-from prunekit.training.callbacks.callback import ClampCounts, Part, Training
-from prunekit.training.callbacks.distillation import PlanInForce
+from prunekit.training.callbacks.callback import Callback, ClampCounts, CurrentPlan, TrainingRun
 from prunekit.training.history import EpochRow
 from prunekit.utils.files import atomic_file
 
@@ -88,7 +87,7 @@ def of_mask(kept: int, size: int) -> Histogram:
     return Histogram(least, most, float(kept), float(kept), [0.5, 1.0], [float(size - kept), float(kept)])
 
 
-class Events:
+class EventWriter:
     """The writer of one training, made when it is first needed.
 
     Of a training that is resumed, what came after the epoch where it goes on is taken back: from the table, and in
@@ -189,7 +188,7 @@ def _read(table: Path, last: int) -> list[tuple[int, str, float]]:
 MOST_FILTERS = 256
 
 
-class Watching(Part):
+class TensorBoardLogger(Callback):
     """Writes down what happens in each epoch; changes nothing. Goes before all other parts.
 
     Scalars: everything in an `EpochRow`; under masks the share of exact zeros in every layer's weights, as they were
@@ -212,18 +211,18 @@ class Watching(Part):
         settings: WatchSettings,
         events: Path,
         table: Path,
-        plan: PlanInForce = lambda: None,
+        plan: CurrentPlan = lambda: None,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
         self._settings, self._plan, self._warn = settings, plan, warn
-        self._events = Events(events if settings.tensorboard else None, table)
+        self._events = EventWriter(events if settings.tensorboard else None, table)
         self._clamped: ClampCounts = {}
         self._gradients: dict[str, Histogram] = {}
         self._failed = not is_main()
 
     @contextmanager
-    def active(self, training: Training) -> Iterator[None]:
-        self._training = training
+    def active(self, run: TrainingRun) -> Iterator[None]:
+        self._run = run
         try:
             yield
         finally:
@@ -236,10 +235,10 @@ class Watching(Part):
         return self._settings.tensorboard and (self._settings.histograms or self._settings.images)
 
     def before_step(self, step: int) -> None:
-        epoch, place = divmod(step - 1, self._training.steps)
+        epoch, place = divmod(step - 1, self._run.steps)
         if not place and self._settings.histograms and self._due(epoch + 1):
-            scale = self._training.scale()
-            named = self._training.model.named_parameters()
+            scale = self._run.scale()
+            named = self._run.model.named_parameters()
             gradients = {name: parameter.grad / scale for name, parameter in named if parameter.grad is not None}
             found = {name: histogram(gradient) for name, gradient in gradients.items()}
             self._gradients = {name: shape for name, shape in found.items() if shape is not None}
@@ -248,9 +247,9 @@ class Watching(Part):
         return not self._failed and self._settings.tensorboard and epoch % self._settings.every == 0
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def around_validation(self) -> Iterator[None]:
         """Look at the weights as they were trained: before an average takes their place, or the next plan comes."""
-        model = self._training.model
+        model = self._run.model
         self._sparsity = {} if self._failed and not is_sharded(model) else layer_sparsity(model, self._plan())
         due = self._due(self._events.epoch + 1)
         self._shapes: dict[str, Histogram] = {}
@@ -262,7 +261,7 @@ class Watching(Part):
 
     def after_epoch(self, row: EpochRow) -> None:
         """Write it all down."""
-        counts = self._training.clamped()
+        counts = self._run.clamped()
         shares, self._clamped = _since(self._clamped, counts), counts
         if self._failed:
             return
