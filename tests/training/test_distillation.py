@@ -187,5 +187,5 @@ def test_globs_and_modules_that_do_not_fit_are_named() -> None:
     with pytest.raises(ModelError, match="the output of inner carries no gradient"):
         added(frozen, "inner")
     assert count_hooks(frozen) == 0
-    with pytest.raises(UsageError, match="distill is set, and no Distillation is among the parts"):
+    with pytest.raises(UsageError, match="distill is set, and no Distillation is among the callbacks"):
         fit(net(), splits(), TrainSettings(distill=DistillSettings()), device=CPU, seed=0, batch=16)

@@ -1,4 +1,4 @@
-"""Pruning while a model is trained: masks whose plan changes as a schedule says, as a part of a run too."""
+"""Pruning during training: masks whose plan changes as a schedule says, alone and as a callback."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from prunekit.channels.channel_map import Keep
 from prunekit.errors import ArtifactError
 from prunekit.masks.masked_model import ChangingMasks, sparsity
 from prunekit.masks.weight_masks import PrunedValues
@@ -26,47 +27,49 @@ from prunekit.training.callbacks.callback import Callback, TrainingRun
 
 
 def steps_per_epoch(settings: TrainSettings, images: int, batch: int) -> int:
-    """Return the steps of the optimizer in an epoch of `fit` on so many training images, if none is skipped."""
+    """Return the steps of an epoch of `fit` with this number of training images and batch size, if none is skipped."""
     return math.ceil(max(1, images // batch) / settings.accumulate)
 
 
 class Planner:
     """Makes the plan of each stage of a schedule.
 
-    Where it keeps scores from stage to stage, they go through `state_dict`, as those of a `Callback` do.
+    A planner that keeps scores from stage to stage returns them from `state_dict`, as a `Callback` does.
     """
 
     def active(self, model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[Any]:
-        """Entered after the masks, and left once the plan is final: from then on there is nothing to look at."""
+        """Return the context in which scores are collected: entered after the masks, left once the plan is final."""
         return nullcontext()
 
     def plan(self, model: nn.Module, stage: Stage, before: Plan) -> Plan:
-        """Return the plan of a stage; of several processes all ask for it, and must get the same.
+        """Return the plan of a stage; in several processes all call this, and must get the same plan.
 
         Args:
-            model: as it is now, under the masks of the plan before.
+            model: under the masks of the plan before.
+            stage: the stage to plan.
+            before: the plan before.
         """
         raise NotImplementedError
 
     def shares(self, stage: Stage, plan: Plan) -> Mapping[str, tuple[float, float]]:
-        """Of each resource the share of the dense model that a stage means to leave, and what its plan leaves."""
+        """Return by resource the share of the dense model that a stage aims at, and the share that its plan leaves."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next stages need."""
+        """Return the state that later stages need."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Continue from a state."""
 
 
 @dataclass(frozen=True)
 class PlanChange:
-    """One stage as it was carried out.
+    """A stage that was carried out.
 
     Attributes:
-        step: how many steps came before it.
-        pruned, regrown: channels, by their labels, that went and that came back.
+        step: steps of training before it.
+        pruned, regrown: numbers of channels that were removed, and that came back.
         shares: see `Planner.shares`.
     """
 
@@ -79,7 +82,7 @@ class PlanChange:
 class ScheduledMasks:
     """A model under masks whose plan changes at each stage of a schedule, as a context manager.
 
-    Whoever trains the model tells how many steps were made. Pruned entries are exactly zero from a stage on, after
+    The training loop says how many steps were made (`reach`). From a stage on, pruned entries are exactly zero after
     every step of the optimizer.
 
     Args:
@@ -87,7 +90,7 @@ class ScheduledMasks:
         optimizer: torch's own, which trains it.
         stages: every change of the plan, in order; the last is final.
         start: the plan before the first stage, which may keep everything.
-        planner: makes the others, of the same channel map.
+        planner: makes the plans of the stages, with the same channel map.
         on_change: called after each change, once the masks are in force.
         gradients: as for `ChangingMasks`.
     """
@@ -107,14 +110,14 @@ class ScheduledMasks:
         self.stages, self.changes = tuple(stages), list[PlanChange]()
         self._optimizer, self._on_change = optimizer, on_change
         self._masks = ChangingMasks(model, start, optimizer, restore=False, gradients=gradients)
-        self._entered, self._watching = ExitStack(), ExitStack()
+        self._entered, self._planning = ExitStack(), ExitStack()
         self._done = 0
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             stack.enter_context(self._masks)
-            self._watching = stack.enter_context(ExitStack())
-            self._watching.enter_context(self.planner.active(self.model, self._optimizer))
+            self._planning = stack.enter_context(ExitStack())
+            self._planning.enter_context(self.planner.active(self.model, self._optimizer))
             self._entered = stack.pop_all()
         return self
 
@@ -130,28 +133,27 @@ class ScheduledMasks:
 
     @property
     def next(self) -> Stage | None:
-        """The stage that comes next; None once the plan is final."""
+        """The next stage; None once the plan is final."""
         return None if self.is_final else self.stages[self._done]
 
     @property
     def held(self) -> PrunedValues:
-        """The values that pruned entries had when they were pruned."""
+        """The values of entries at the time they were pruned."""
         return self._masks.held
 
     def reach(self, step: int) -> None:
-        """Carry out the stages that come after so many steps or fewer; of several the last."""
+        """Carry out the last of the stages that are due after this number of steps."""
         due = [stage for stage in self.stages[self._done :] if stage.step <= step]
         if not due:
             return
         before = self.plan
         self._use(self.planner.plan(self.model, due[-1], before))
         self._done += len(due)
-        pruned, regrown = (
-            _count(self.plan, gone) for gone in (before.keep & ~self.plan.keep, self.plan.keep & ~before.keep)
-        )
+        changed = before.keep & ~self.plan.keep, self.plan.keep & ~before.keep
+        pruned, regrown = (_channels(self.plan, labels) for labels in changed)
         self.changes.append(PlanChange(step, pruned, regrown, dict(self.planner.shares(due[-1], self.plan))))
         if self.is_final:
-            self._watching.close()
+            self._planning.close()
         self._on_change()
 
     def _use(self, plan: Plan) -> None:
@@ -159,7 +161,7 @@ class ScheduledMasks:
         self.plan = plan
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the stage, the plan, the values of what is pruned, and the planner's scores."""
+        """Return the stage, the plan, the values of pruned entries, and the planner's scores."""
         return {
             "done": self._done,
             "keep": torch.from_numpy(self.plan.keep.copy()),
@@ -174,14 +176,14 @@ class ScheduledMasks:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put the plan of a state in force; `on_change` is not called for the changes before it.
+        """Continue with the plan of a state; `on_change` is not called for the changes before it.
 
         Raises:
             ArtifactError: the state is of another model or schedule.
         """
         keep = state["keep"].cpu().numpy()
         if keep.shape != self.plan.keep.shape or not state["done"] <= len(self.stages):
-            raise ArtifactError("state of a pruning schedule: it belongs to another model or schedule; train anew")
+            raise ArtifactError("state of a pruning schedule: it belongs to another model or schedule; train again")
         self._done = int(state["done"])
         self._use(Plan(self.plan.channel_map, keep, json.loads(state["provenance"]), dict(state["element_masks"])))
         self._masks.held.load(state["held"])
@@ -191,23 +193,28 @@ class ScheduledMasks:
             for row in state["changes"]
         ]
         if self.is_final:
-            self._watching.close()
+            self._planning.close()
+
+
+def _channels(plan: Plan, labels: Keep) -> int:
+    """Return how many of these labels are in channel groups; joint labels follow from others, and don't count."""
+    return sum(int(np.count_nonzero(labels[group.labels])) for group in plan.channel_map.groups)
 
 
 class PruningSchedule(Callback):
-    """`ScheduledMasks` as a part of a training run, over whose epochs the schedule is laid when it begins.
+    """`ScheduledMasks` as a callback, whose schedule covers the epochs of the run.
 
-    A stage between two epochs comes after the validation: that shows how far the model has recovered from the stage
-    before, and statistics of BatchNorms would be those of the channels that have just gone. Weights are kept as the
-    best only under the final plan.
+    A stage between two epochs comes after the validation, which so shows how far the model has recovered from the
+    stage before; after the stage, BatchNorm statistics would include channels that have just been removed. Weights are
+    kept as the best only under the final plan.
 
     Args:
-        settings: laid over the run when it begins.
+        settings: of the schedule.
         start, planner: as for `ScheduledMasks`.
         on_change: called after each change, once the masks are in force.
 
     Raises:
-        UsageError: when it is entered: the schedule does not fit the run.
+        UsageError: on enter, when the schedule does not fit the run.
     """
 
     def __init__(
@@ -224,7 +231,7 @@ class PruningSchedule(Callback):
 
     @contextmanager
     def active(self, run: TrainingRun) -> Iterator[None]:
-        """Enter the masks, and carry out the stage before the first step, if there is one."""
+        """Enter the masks, and carry out the stage before the first step, if any."""
         self.timeline: Timeline = timeline(self.settings, epochs=run.epochs, steps=run.steps)
         self._masks = ScheduledMasks(
             run.model,
@@ -240,34 +247,34 @@ class PruningSchedule(Callback):
 
     @property
     def masks(self) -> ScheduledMasks:
-        """Those of the run; there are none before it."""
+        """The masks of the run; there are none before it."""
         assert self._masks is not None
         return self._masks
 
     @property
     def model(self) -> nn.Module:
-        """As it is trained."""
+        """The model that is trained."""
         return self.masks.model
 
     @property
     def plan(self) -> Plan:
-        """The one in force; before the run the one that it begins with."""
+        """The current plan; before the run the one with which it begins."""
         return self.start if self._masks is None else self._masks.plan
 
     @property
     def changes(self) -> list[PlanChange]:
-        """Every stage that was carried out."""
+        """The stages that were carried out."""
         return [] if self._masks is None else self._masks.changes
 
     def after_step(self, step: int, made: bool) -> None:
-        """Carry out the stages that come before the next step, but for those that a validation comes before."""
+        """Carry out the stages that are due, unless the epoch is over: then they come after the validation."""
         self._step = step
         if step % self.timeline.steps:
             self.masks.reach(step)
 
     @contextmanager
     def around_validation(self) -> Iterator[None]:
-        """Afterwards come the stages between two epochs; the epoch may have made fewer steps, of missing batches."""
+        """Carry out the stages between two epochs after the validation, also if batches were missing from the epoch."""
         yield
         steps = self.timeline.steps
         self.masks.reach(math.ceil(self._step / steps) * steps)
@@ -285,25 +292,20 @@ class PruningSchedule(Callback):
         return {"step": self._step, **self.masks.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, see `ScheduledMasks.load_state_dict`."""
+        """Continue from a state, see `ScheduledMasks.load_state_dict`."""
         self._step = int(state["step"])
         self.masks.load_state_dict(state)
 
 
-def _count(plan: Plan, labels: Any) -> int:
-    """Of some labels those in channel groups: joint ones follow from others."""
-    return sum(int(np.count_nonzero(labels[group.labels])) for group in plan.channel_map.groups)
-
-
 class LearningRateRewinding(Callback):
-    """Begins the learning-rate schedule anew in each round of a schedule, where that asks for it (Renda et al. 2020).
+    """Restarts the learning-rate schedule in each round of a pruning schedule, if its settings say so.
 
-    A part of its own: a dense control is trained with the same learning rates.
+    Renda et al. 2020. It is a separate callback, because a dense control is trained with the same learning rates.
     """
 
     def __init__(self, settings: ScheduleSettings) -> None:
         self.settings = settings
 
     def learning_rate_restarts(self, run: TrainingRun) -> Sequence[int]:
-        """Return where the rounds begin."""
+        """Return the first steps of the rounds."""
         return timeline(self.settings, epochs=run.epochs, steps=run.steps).restarts()
