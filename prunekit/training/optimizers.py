@@ -1,7 +1,4 @@
-"""Optimizer and learning-rate schedule from settings.
-
-Going on with the compact model: what training has gathered is carried over index by index.
-"""
+"""Optimizers: built from settings with their learning-rate schedule, and transferred to the compact model."""
 
 from __future__ import annotations
 
@@ -29,17 +26,17 @@ from prunekit.training.callbacks.scheduled_masks import PruningSchedule
 from prunekit.training.history import PausedRun
 
 MakeOptimizer = Callable[..., Optimizer]
-"""The user's own: called as `make(groups, lr=lr)`, such as an optimizer's class. Groups carry their weight decay."""
+"""The user's own optimizer: called as `make(groups, lr=lr)`, such as a class. Groups have their weight decay."""
 
 
 def build_optimizer(model: nn.Module, settings: TrainSettings, own: MakeOptimizer | None = None) -> Optimizer:
-    """SGD with momentum, Adam, AdamW or the user's own over the trainable parameters.
+    """Return SGD with momentum, Adam, AdamW or the user's own optimizer over the trainable parameters.
 
     Weight decay acts on weights of two or more axes; norms and biases are left alone (He et al. 2019, "Bag of Tricks").
 
     Raises:
-        UsageError: the user's own is asked for and not given, or given and not asked for, or is no optimizer; Nesterov
-            momentum is asked for where there is none.
+        UsageError: the settings say `own` and no optimizer is given, or the reverse, or it is no optimizer; or they say
+            `nesterov` without momentum.
     """
     if (settings.optimizer == "own") != (own is not None):
         given = "was given" if own is not None else "was not given"
@@ -63,10 +60,10 @@ def build_optimizer(model: nn.Module, settings: TrainSettings, own: MakeOptimize
 
 
 def _fused(settings: TrainSettings) -> bool:
-    """Return one pass over weight, gradient and momentum instead of several, on the CPU as on CUDA.
+    """Return whether one pass updates weight, gradient and momentum, on the CPU as on CUDA.
 
-    Not with a loss scale: when the first step is skipped, fused SGD goes on with a momentum that nobody has written.
-    Nor of shards: torch 2.15 has no fused SGD of them.
+    Not under a loss scale: if the first step is skipped, fused SGD continues with a momentum that was never written.
+    Nor with shards: torch 2.15 has no fused SGD for them.
     """
     return settings.precision != "fp16" and settings.sharding != "full"
 
@@ -79,11 +76,14 @@ _OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], TrainSettings], Optimizer
 
 
 def build_schedule(optimizer: Optimizer, steps: int, warmup: float, restarts: Sequence[int] = ()) -> LambdaLR:
-    """Linear warm-up over the first `warmup` share of `steps`, then a cosine to zero (Loshchilov & Hutter 2017).
+    """Return a linear warm-up followed by a cosine to zero (Loshchilov & Hutter 2017).
 
     Args:
-        restarts: steps before which all of this begins anew, ascending, each round with its own share of warm-up: the
-            learning rate is rewound (Renda et al. 2020).
+        optimizer: whose learning rate is scheduled.
+        steps: of the run.
+        warmup: share of the steps in which the learning rate rises.
+        restarts: steps before which the schedule starts again, ascending, each round with its own share of warm-up:
+            the learning rate is rewound (Renda et al. 2020).
     """
     edges = [0, *restarts, steps]
 
@@ -102,29 +102,29 @@ Stepper = TypeVar("Stepper", bound=Optimizer)
 
 
 def transfer(optimizer: Stepper, model: nn.Module, small: nn.Module, plan: Plan) -> Stepper:
-    """Make an optimizer of the masked model one of the compact model, in place; training goes on as it would have.
+    """Make an optimizer of the masked model one of the compact model, in place, so that training continues.
 
     Parameters, gradients and every state of a parameter's shape (momentum, second moments, the maxima of AMSGrad) keep
-    the entries of the channels that stay; step counts and other numbers stay as they are. Groups keep their settings
-    and their order, and because the optimizer is the same object, learning-rate schedulers, loss scalers and hooks of
-    its own go on with it. Masks (`prunekit.masked`) have to be left before: the compact model has nothing to mask.
+    the entries of kept channels; step counts and other numbers don't change. Groups keep their settings and order, and
+    because the optimizer is the same object, learning-rate schedulers, loss scalers and its own hooks continue with it.
+    Leave masks (`prunekit.masked`) before: the compact model has nothing to mask.
 
-    Losses afterwards equal those of masked training up to the order of sums, also where gradients are clipped by norm:
-    what was masked contributes nothing. Dropout draws other numbers, because there are fewer activations.
+    Losses afterwards equal those of masked training up to the order of sums, also if gradients are clipped by norm,
+    because masked entries contribute nothing. Dropout draws other numbers, because there are fewer activations.
 
     Args:
-        optimizer: torch's own, or a user's; changed. Wrappers such as Accelerate's are given by what they wrap.
+        optimizer: torch's own, or a user's; changed. For a wrapper such as Accelerate's, give the wrapped optimizer.
         model: in its dense size; not changed.
         small: `prunekit.compact(model, plan)`.
-        plan: that the masks and the compact model were made by.
+        plan: the plan of the masks and of the compact model.
 
     Returns:
         The optimizer that was given.
 
     Raises:
         PlanError: the plan is that of another model, the optimizer has a parameter that is not the model's, the models
-            do not belong together, or a state has a shape that says not where its entries belong (as of optimizers that
-            factor their moments); nothing was changed.
+            do not belong together, or a state's shape does not show which entries belong to which channel (as in
+            optimizers that factor their moments); nothing was changed.
 
     Example:
         >>> import prunekit as pk, torch
@@ -143,7 +143,7 @@ def transfer(optimizer: Stepper, model: nn.Module, small: nn.Module, plan: Plan)
     dense_groups = [list(group["params"]) for group in optimizer.param_groups]
     groups = [[_counterpart(dense, names, there, plan) for dense in group] for group in dense_groups]
     states: dict[Tensor, Any] = {
-        there[names[dense]]: {key: _state(key, value, dense, names[dense], plan) for key, value in state.items()}
+        there[names[dense]]: {key: _cut_state(key, value, dense, names[dense], plan) for key, value in state.items()}
         for dense, state in optimizer.state.items()
     }
     gradients = {
@@ -162,12 +162,11 @@ def transfer(optimizer: Stepper, model: nn.Module, small: nn.Module, plan: Plan)
 
 
 def transfer_average(average: AveragedModel, plan: Plan) -> AveragedModel:
-    """Return the average of weights (EMA, SWA) that goes on with the compact model: kept entries, and as many models in
-    it.
+    """Return an average of weights (EMA, SWA) cut to the compact model, with the same number of averaged models.
 
     Args:
         average: of the masked model, in its dense size; not changed.
-        plan: that the masks and the compact model were made by.
+        plan: the plan of the masks and of the compact model.
 
     Raises:
         PlanError: the plan is that of another model.
@@ -189,33 +188,33 @@ def transfer_average(average: AveragedModel, plan: Plan) -> AveragedModel:
     return carried
 
 
-def transfer_run(left: PausedRun, plan: Plan) -> PausedRun:
-    """A run that `fit` left under the masks of its final plan, as one of the compact model.
+def transfer_run(run: PausedRun, plan: Plan) -> PausedRun:
+    """Return a run that `fit` paused under the masks of its final plan as a run of the compact model.
 
-    Weights, the best so far, the optimizer's state and the average of weights keep the entries of the channels that
-    stay; learning-rate schedule, random state, place in the epoch and everything else stay as they are. What pruned the
-    model (`PruningSchedule`) is no longer a part: give `fit` the others, in the same order.
+    Weights, the best so far, the optimizer's state and the average of weights keep the entries of kept channels;
+    learning-rate schedule, random state, position in the epoch and everything else don't change. The `PruningSchedule`
+    is no longer among the callbacks: give `fit` the others, in the same order.
 
     Args:
-        left: with the weights of the masked model, in its dense size.
-        plan: that masks it.
+        run: with the weights of the masked model, in its dense size.
+        plan: masks the model.
 
     Raises:
-        PlanError: the plan is that of another model, or a state of the optimizer has a shape that says not where its
-            entries belong.
+        PlanError: the plan is that of another model, or the shape of a state of the optimizer does not show which
+            entries belong to which channel.
     """
     require_plan(plan)
-    state = left.state
+    state = run.state
     training, optimizer = state["training"], state["training"]["optimizer"]
     kept = _kept_indices(training["model"] | training["buffers"], plan)
-    parts = [
+    callbacks = [
         {"average": _cut_all(saved["average"], kept, "module.")} if kind is Average else saved
-        for kind, saved in zip(left.callbacks, state["parts"], strict=True)
+        for kind, saved in zip(run.callbacks, state["callbacks"], strict=True)
         if kind is not PruningSchedule
     ]
     moments = {
         index: {
-            key: _state(key, value, training["model"][left.parameters[index]], left.parameters[index], plan)
+            key: _cut_state(key, value, training["model"][run.parameters[index]], run.parameters[index], plan)
             for key, value in values.items()
         }
         for index, values in optimizer["state"].items()
@@ -227,18 +226,18 @@ def transfer_run(left: PausedRun, plan: Plan) -> PausedRun:
         "optimizer": {**optimizer, "state": moments},
     }
     best = {**state["best"], "weights": _cut_all(state["best"]["weights"], kept)}
-    kinds = tuple(kind for kind in left.callbacks if kind is not PruningSchedule)
-    return PausedRun({**state, "parts": parts, "training": carried, "best": best}, left.parameters, kinds)
+    kinds = tuple(kind for kind in run.callbacks if kind is not PruningSchedule)
+    return PausedRun({**state, "callbacks": callbacks, "training": carried, "best": best}, run.parameters, kinds)
 
 
 Kept = Mapping[str, tuple[Labels | None, ...]]
 
 
 def _kept_indices(tensors: Mapping[str, Tensor], plan: Plan) -> Kept:
-    """Return those of the plan, by every name of a tensor that has several; the plan knows the first.
+    """Return the plan's kept indices by every name of a tensor that has several, of which the plan has the first.
 
     Raises:
-        PlanError: the plan does not know a tensor, or in another shape.
+        PlanError: the plan does not have a tensor, or has it in another shape.
     """
     first: dict[tuple[int, torch.Size], str] = {}
     names = {name: first.setdefault((tensor.data_ptr(), tensor.shape), name) for name, tensor in tensors.items()}
@@ -265,19 +264,19 @@ def _counterpart(dense: Parameter, names: dict[Tensor, str], there: dict[str, Pa
         )
     name = names[dense]
     found = there.get(name)
-    wanted = _left(dense, name, plan)
+    wanted = _kept_shape(dense, name, plan)
     if found is None or tuple(found.shape) != wanted:
         got = "no such parameter" if found is None else f"the shape {tuple(found.shape)}"
         raise PlanError(f"{name}: expected {wanted} in the compact model, got {got}; make it from this model and plan")
     return found
 
 
-def _left(dense: Tensor, name: str, plan: Plan) -> tuple[int, ...]:
+def _kept_shape(dense: Tensor, name: str, plan: Plan) -> tuple[int, ...]:
     kept = plan.kept_indices.get(name, (None,) * dense.dim())
     return tuple(size if index is None else len(index) for size, index in zip(dense.shape, kept, strict=True))
 
 
-def _state(key: str, value: Any, dense: Tensor, name: str, plan: Plan) -> Any:
+def _cut_state(key: str, value: Any, dense: Tensor, name: str, plan: Plan) -> Any:
     if not isinstance(value, Tensor) or not value.dim():
         return value
     if value.shape == dense.shape:
