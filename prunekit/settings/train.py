@@ -96,7 +96,7 @@ class DistillSettings(Checked):
 
 @dataclass(frozen=True)
 class RegularizerSettings(Checked):
-    """What makes whole channels small while training: see `prunekit.training.callbacks.regularizers.SparsityRegularizer`.
+    """What makes whole channels small in training: `prunekit.training.callbacks.regularizers.SparsityRegularizer`.
 
     Example:
         >>> import prunekit as pk
