@@ -40,7 +40,7 @@ class Numbering:
 
 
 def numbered(heads: Labels, positions: Labels, on_axes: Labels) -> Numbering:
-    """Number the classes of two solutions in the order of the trace; one class where both say the same.
+    """Return the classes of two solutions numbered in the order of the trace, as one where both agree.
 
     Args:
         heads: class of each label of a trace where whole heads are removed, 0 for locked ones.

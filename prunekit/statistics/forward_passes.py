@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.rewrite.substitutes import SUBSTITUTES, substitute_all
+from prunekit.channels.rewrite.substitutes import substitute_all, substitutes
 from prunekit.channels.tracing.execution import without_fast_path
 from prunekit.channels.tracing.storages import is_plain
 from prunekit.errors import UsageError
@@ -281,7 +281,7 @@ def find_consumers(model: nn.Module, inputs: Any) -> dict[str, Consumer]:
 @contextmanager
 def _substituted(model: nn.Module) -> Iterator[None]:
     """Put equivalents in place of attention modules that read their weights out of torch's sight."""
-    originals = [module for module in model.modules() if type(module) in SUBSTITUTES]
+    originals = [module for module in model.modules() if type(module) in substitutes()]
     before = [(module, type(module), dict(vars(module))) for module in originals]
     substitute_all(model)
     changes = [(module, kind, _changed(vars(module), old), old) for module, kind, old in before]

@@ -67,8 +67,8 @@ def test_attention_is_counted_with_its_fused_kernel() -> None:
     inputs = (torch.zeros(2, 3, 32, 32),)
     found = record_memory(model, inputs, 2)
     assert found.peak_bytes == real_peak(model, inputs)
-    assert any("flash_attention" in step.name for step in found.steps)
-    assert all(piece.shape != (2, 4, 65, 65) for piece in found.pieces), "scores of all pairs of tokens"
+    assert any("flash_attention" in operator.name for operator in found.operators)
+    assert all(allocation.shape != (2, 4, 65, 65) for allocation in found.allocations), "scores of all pairs of tokens"
 
 
 def with_a_view_that_outlives(net: Any, x: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def test_the_peak_by_hand() -> None:
     found = record_memory(net, (torch.zeros(1, 4),), 8)
     assert found.given_bytes == 4 * (40 + 20 + 8 * 4)
     assert found.inputs_bytes == 4 * 8 * 4
-    assert [(piece.shape, piece.bytes) for piece in found.pieces] == [
+    assert [(allocation.shape, allocation.bytes) for allocation in found.allocations] == [
         ((8, 10), 320),
         ((8, 10), 320),
         ((8, 2), 64),
@@ -131,7 +131,7 @@ def test_what_is_no_batch_keeps_its_size() -> None:
 
     found = record_memory(Table(), (torch.zeros(2, 3), torch.zeros(3, 5)), 7)
     assert found.inputs_bytes == 4 * (7 * 3 + 3 * 5)
-    assert [piece.shape for piece in found.pieces] == [(7, 5)]
+    assert [allocation.shape for allocation in found.allocations] == [(7, 5)]
 
 
 def test_a_tied_weight_counts_once() -> None:

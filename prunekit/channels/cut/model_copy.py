@@ -1,10 +1,8 @@
-"""A model's structure with other tensors in it: the weights are never copied, only exchanged.
+"""Copies of a model: its structure with other tensors in place of its own, and the names of its tensors.
 
-Hooks come along. One that reaches something of the model, be it a module or an object that a module holds, acts on
-the copy's; what it reaches besides is shared with the model's own. So a decoder that reads what hooks on the encoder
-stored reads that of its own encoder, and an observer's list is filled by both.
-
-What a model's own `fuse()` takes out: heads that only training needs, and that the deployed model does not have.
+Hooks are copied too. A hook that refers to a part of the model, be it a module or an object that a module holds, acts
+on the copy's; anything else that it refers to is shared with the model. A decoder that reads what hooks on the encoder
+stored thus reads that of its own encoder, while an observer's list is filled by both.
 """
 
 from __future__ import annotations
@@ -44,12 +42,12 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def has_gradients(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is of a type that autograd knows: of floating-point or of complex numbers."""
+    """Return whether a tensor can have gradients: one of floating-point or complex numbers."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def owners(model: nn.Module) -> dict[int, set[str]]:
-    """Return the paths of the modules that have a parameter or buffer, by the tensor's id."""
+    """Return, by the id of each parameter and buffer, the paths of the modules that have it."""
     paths: dict[int, set[str]] = {}
     for path, module in model.named_modules():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -60,11 +58,11 @@ def owners(model: nn.Module) -> dict[int, set[str]]:
 def with_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
     """Return a copy of a model's structure that holds `tensors` in place of its own.
 
-    What torch or Accelerate put around a method of an instance, such as autocast, is not copied: a copy has the
-    method itself, as a model from a file has.
+    Wrappers that torch or Accelerate put around a method of an instance, such as autocast, are not copied: the copy has
+    the method itself, like a model from a file.
 
     Args:
-        model: left as it is; parameters stay parameters with their `requires_grad`, buffers stay buffers.
+        model: not changed; parameters stay parameters with their `requires_grad`, buffers stay buffers.
         tensors: one for each name of `named_tensors(model)`; a missing name keeps a copy of the model's tensor.
 
     Raises:
@@ -100,12 +98,12 @@ def with_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Mo
 def copied(model: nn.Module, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> nn.Module:
     """Return a copy of a model with tensors of its own, whose hooks act on the copy.
 
-    What an earlier forward pass left in the model is copied as a value, without how it was computed.
+    Tensors that an earlier forward pass left in the model are copied without their history.
 
     Args:
-        model: left as it is.
-        device: where the copy's tensors lie; where the model's do by default.
-        dtype: of the copy's floating-point tensors; complex ones stay complex, of that precision or of complex64.
+        model: not changed.
+        device: of the copy's tensors; the model's by default.
+        dtype: of the copy's floating-point tensors; complex ones stay complex, in that precision or in complex64.
 
     Raises:
         ModelError: the model holds something that cannot be copied.
@@ -120,9 +118,9 @@ def copied(model: nn.Module, device: torch.device | str | None = None, dtype: to
 
 
 def in_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor in a floating-point type if it is of such numbers; a complex one in the complex type beside it.
+    """Return a tensor in a floating-point type, or in the complex type of that precision; others as they are.
 
-    `Module.to(dtype)` would leave out the imaginary part. What is narrower than complex64 has no operators to speak of.
+    `Module.to(dtype)` would drop the imaginary part. Types narrower than complex64 have hardly any operators.
     """
     if tensor.is_complex():
         return tensor.to(torch.promote_types(dtype, torch.float32).to_complex())
@@ -130,24 +128,23 @@ def in_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _shared(model: nn.Module) -> Iterator[Any]:
-    """Yield functions in attributes of modules that `copy.deepcopy` does not know as such: scripted ones, operators."""
+    """Yield functions in attributes of modules that `copy.deepcopy` cannot copy: scripted ones, operators."""
     for module in model.modules():
         for item in list(vars(module).values()):
             yield from (one for one in (item, *_entries(item)) if isinstance(one, _STATELESS))
 
 
 def _hook_tables(model: nn.Module) -> list[dict[int, Any]]:
-    """Return what handles of hooks may refer to: the tables of all modules that have any, empty ones too."""
+    """Return the tables that handles of hooks may refer to, of all modules that have hooks, empty tables too."""
     having = [module for module in model.modules() if any(vars(module).get(name) for name in HOOK_TABLES)]
     own = [(name, item) for module in having for name, item in vars(module).items()]
     return [item for name, item in own if name in HOOK_TABLES or (type(item) in _CONTAINERS and "_hooks_" in name)]
 
 
 def _clone(value: Any, memo: dict[int, Any], functions: list[tuple[nn.Module, str]]) -> Any:
-    """`copy.deepcopy`, with a short way for plain modules, which are nearly all there is in a model.
+    """Return a copy as by `copy.deepcopy`, with a faster way for plain modules, nearly all of a model.
 
-    Args:
-        functions: gets the modules of the copy with the names of their attributes in which there are functions.
+    The modules of the copy and the names of their attributes that hold functions are added to `functions`.
     """
     if isinstance(value, _ATOMS):
         return value
@@ -182,7 +179,7 @@ def _clone(value: Any, memo: dict[int, Any], functions: list[tuple[nn.Module, st
 
 
 def _scripted(module: nn.Module, memo: Mapping[int, Any]) -> nn.Module:
-    """Return a copy of a scripted or traced module, which is not Python's to copy, with other tensors put into it."""
+    """Return a copy of a scripted or traced module, with other tensors put into it."""
     with torch.no_grad():  # or its parameters would be results of a copy
         twin = copy.deepcopy(module)
     parts = dict(twin.named_modules())
@@ -195,7 +192,7 @@ def _scripted(module: nn.Module, memo: Mapping[int, Any]) -> nn.Module:
 
 
 def _is_plain(cls: type) -> bool:
-    """Return whether a module's class leaves copying to Python's and `nn.Module`'s default."""
+    """Return whether a module's class has no way of copying of its own."""
     if any(hasattr(cls, name) for name in ("__deepcopy__", "__copy__", "__getnewargs__", "__slots__")):
         return False
     standard = {"__getstate__": nn.Module, "__reduce_ex__": object, "__reduce__": object}
@@ -203,9 +200,7 @@ def _is_plain(cls: type) -> bool:
 
 
 def _without_wrappers(module: nn.Module) -> dict[str, Any]:
-    """Return a module's attributes without what torch or Accelerate put around its methods, and without what that
-    kept.
-    """
+    """Return a module's attributes without wrappers of torch and Accelerate around its methods, and their state."""
     state: dict[str, Any] = nn.Module.__getstate__(module)  # type: ignore[no-untyped-call]  # a class's own may raise
     state.pop("_is_accelerate_prepared", None)  # with it Accelerate would not prepare the copy
     shadowing = [name for name, item in state.items() if isinstance(item, _FUNCTIONS)]
@@ -225,9 +220,7 @@ def _without_wrappers(module: nn.Module) -> dict[str, Any]:
 
 
 def _wrapped(module: nn.Module, name: str, item: Any) -> FunctionType | None:
-    """Return the method of a module's class inside of wrappers of torch's or Accelerate's; None where there are no
-    such.
-    """
+    """Return the method of a module's class inside of wrappers of torch or Accelerate; None without wrappers."""
     layers = 0
     while True:
         function = item.__func__ if isinstance(item, MethodType) else item
@@ -245,7 +238,7 @@ def _wrapped(module: nn.Module, name: str, item: Any) -> FunctionType | None:
 
 _ACCELERATE = ("accelerate",)
 _WRAPPING = ("torch", *_ACCELERATE)
-"""Packages whose wrappers change the precision or the place in which a method computes, not what."""
+"""Packages whose wrappers change the precision or the device of a method, not what it computes."""
 
 
 def _is_foreign(module: str, packages: tuple[str, ...]) -> bool:
@@ -253,10 +246,9 @@ def _is_foreign(module: str, packages: tuple[str, ...]) -> bool:
 
 
 def foreign_methods(model: nn.Module) -> list[str]:
-    """Return methods that somebody put in the place of those of a module's class, as `path.name`: a file holds none of
-    them.
+    """Return the methods of instances that replace those of their class, as `path.name`: no file can hold them.
 
-    But for what every module has besides its forward, such as `train`: it computes nothing.
+    Except for those of every module other than forward, such as `train`, which compute nothing.
     """
     return [
         f"{path}.{name}".lstrip(".")
@@ -268,9 +260,7 @@ def foreign_methods(model: nn.Module) -> list[str]:
 
 
 def _is_own_method(module: nn.Module, item: Any) -> bool:
-    """Return whether something is a method of a module's class, bound to it, as in `self.forward =
-    self.forward_fast`.
-    """
+    """Return whether an attribute is a method of a module's own, as in `self.forward = self.forward_fast`."""
     bound = isinstance(item, MethodType) and item.__self__ is module
     return bound and getattr(type(module), item.__name__, None) is item.__func__
 
@@ -278,18 +268,18 @@ def _is_own_method(module: nn.Module, item: Any) -> bool:
 _FUNCTIONS = (FunctionType, MethodType, partial)
 _STATELESS = (torch.jit.ScriptFunction, torch._ops.OpOverload, torch._ops.OpOverloadPacket, CustomOpDef)
 _DEEP = 8
-"""How far a hook is followed to what it reaches."""
+"""How many references a hook is followed."""
 
 
 def _entries(value: Any) -> Iterable[Any]:
-    """Return what a plain container contains."""
+    """Return the items of a plain container."""
     if type(value) in (dict, OrderedDict):
         return list(value.values())
     return list(value) if type(value) in (list, tuple, set, frozenset) else ()
 
 
 def _children(value: Any) -> Iterable[Any]:
-    """Return what an object refers to, as far as a hook may act on it; nothing for modules, tensors and handles."""
+    """Return the objects that an object refers to, if a hook may act on them; none for modules, tensors and handles."""
     if isinstance(value, (*_ATOMS, nn.Module, torch.Tensor, RemovableHandle, ModuleType)):
         return ()
     if isinstance(value, MethodType):
@@ -314,7 +304,7 @@ def _is_filled(cell: CellType) -> bool:
 
 
 def _globals_read(function: FunctionType) -> dict[str, Any]:
-    """Containers and objects that a function reads by the names of its file, and functions of the same file."""
+    """Return by name the globals that a function reads: objects, containers, and functions of the same file."""
     names = [name for name in function.__code__.co_names if name in function.__globals__]
     found = {name: function.__globals__[name] for name in names}
     others = (type, ModuleType)
@@ -326,7 +316,7 @@ def _globals_read(function: FunctionType) -> dict[str, Any]:
 
 
 def _reaches(value: Any, memo: Mapping[int, Any], seen: set[int], depth: int = _DEEP) -> bool:
-    """Return whether something refers to what has a counterpart in the copy."""
+    """Return whether an object refers to anything that has a counterpart in the copy."""
     if isinstance(value, _ATOMS):
         return False
     if id(value) in memo:
@@ -338,9 +328,7 @@ def _reaches(value: Any, memo: Mapping[int, Any], seen: set[int], depth: int = _
 
 
 def _results_kept(model: nn.Module, tables: Iterable[Mapping[int, Any]]) -> Iterator[torch.Tensor]:
-    """Yield the results of an earlier forward pass that hooks stored: `copy.deepcopy` refuses them for their
-    history.
-    """
+    """Yield results of an earlier forward pass that hooks stored, whose history `copy.deepcopy` cannot copy."""
     hooks = [hook for table in tables for hook in table.values() if not is_ours(hook)]
     own = [vars(module).items() for module in model.modules()]
     attributes = [item for items in own for name, item in items if name not in (*HOOK_TABLES, *_OWN_TABLES)]
@@ -356,9 +344,7 @@ def _results_kept(model: nn.Module, tables: Iterable[Mapping[int, Any]]) -> Iter
 
 
 def _rebound(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a hook that acts on the copy: what it reaches of the model exchanged, all else shared with the
-    original.
-    """
+    """Return a hook that acts on the copy: references to the model are exchanged, all else is shared."""
     if id(value) in memo and not isinstance(value, _ATOMS):
         return memo[id(value)]
     if not _reaches(value, memo, set()):

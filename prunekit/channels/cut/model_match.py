@@ -1,4 +1,4 @@
-"""Whether a model is the one that a channel map, and with it every plan, was made for: by names and shapes alone."""
+"""Checks, by names and shapes alone, that a model is the one that a channel map and its plans were made for."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.errors import PlanError, nearest
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""What each tensor of a model must have, by name."""
+"""The shape of each tensor, by name."""
 
 
 def require_model(
     channel_map: ChannelMap, model: nn.Module, what: str = "the plan", *, narrow: Shapes | None = None
 ) -> None:
-    """Checks that a model is the one that a channel map was traced from, before anything is done to it.
+    """Raise unless a model is the one that a channel map was traced from.
 
-    Parameters and buffers count by name and shape, whatever their precision, device and values; a tied one may have any
-    of its names. Of the model's own buffers, which its forward may make anew, those count that the map has free
-    channels of. It reads no values and takes about a millisecond.
+    Parameters and buffers are compared by name and shape; a tied one may have any of its names. Buffers of the model's
+    own classes, which forward may make again, count only if the map has free channels in them. It reads no values and
+    takes about a millisecond.
 
     Args:
-        what: was made for the model, for the message.
-        narrow: shapes that the tensors have in a model that a plan made compact, to tell it from any other.
+        channel_map: the map.
+        model: the model; not changed.
+        what: what was made for the model, for the message.
+        narrow: shapes of the tensors in the compact model of a plan, to recognize that one.
 
     Raises:
-        PlanError: it is another; names the first tensor or module that does not fit, and what to do.
+        PlanError: it is another model; the message names the first tensor or module that does not fit, and what to do.
     """
     shapes = channel_map.shapes
     problem = _misfit(channel_map, model, shapes, what)
@@ -45,13 +47,10 @@ def require_model(
 
 
 def require_compact(channel_map: ChannelMap, model: nn.Module, narrow: Shapes) -> None:
-    """Checks that a model is what a plan leaves of its dense one.
-
-    Args:
-        narrow: shapes of all its tensors.
+    """Raise unless a model is the compact one of a plan, whose tensors have the shapes `narrow`.
 
     Raises:
-        PlanError: it is another; names the first tensor or module that does not fit, and what to do.
+        PlanError: it is another model; the message names the first tensor or module that does not fit, and what to do.
     """
     problem = _misfit(channel_map, model, narrow, "the plan")
     if problem and not _misfit(channel_map, model, channel_map.shapes, ""):
@@ -62,7 +61,7 @@ def require_compact(channel_map: ChannelMap, model: nn.Module, narrow: Shapes) -
 
 
 def _inside(channel_map: ChannelMap, model: nn.Module, shapes: Shapes) -> str:
-    """Return what to give where a part of a model fits, as that inside a wrapper does; empty if none does."""
+    """Return advice to give a part of a model that fits, such as the model inside a wrapper; empty if none fits."""
     for path, part in model.named_modules() if shapes else ():
         if path and not _misfit(channel_map, part, shapes, ""):
             return f"what fits is a part of this {type(model).__name__}: give its `.{path}`"
@@ -70,14 +69,14 @@ def _inside(channel_map: ChannelMap, model: nn.Module, shapes: Shapes) -> str:
 
 
 def own_buffers(model: nn.Module) -> set[str]:
-    """Return the names of all buffers but those of torch's own layers, whose shapes are fixed."""
+    """Return the names of all buffers except those of torch's own layers, whose shapes are fixed."""
     return {
         name for path, module in _modules(model) if not _is_torchs(module) for name, _ in _named(path, module._buffers)
     }
 
 
 def _misfit(channel_map: ChannelMap, model: nn.Module, shapes: Shapes, what: str) -> str:
-    """Return the first tensor or module of a model that does not fit, in words; empty if all do."""
+    """Return the first tensor or module of a model that does not fit, in words; empty if all fit."""
     remade = {name for name in own_buffers(model) if not _is_free(channel_map, name)}
     first = {id(tensor): name for name, tensor in named_tensors(model)}
     found = {name: tensor for path, module in _modules(model)
@@ -90,8 +89,8 @@ def _misfit(channel_map: ChannelMap, model: nn.Module, shapes: Shapes, what: str
         if tuple(tensor.shape) != wanted:
             here = f"{'parameter' if parameter else 'buffer'} {name!r} of shape {tuple(tensor.shape)}"
             return f"{here} does not fit {what}, which has {'none of that name' if wanted is None else wanted}"
-        if name != own and not _go_alike(channel_map, name, own):
-            return f"{name!r} and {own!r} are one tensor in the model, and two that go apart in {what}"
+        if name != own and not _lose_the_same(channel_map, name, own):
+            return f"{name!r} and {own!r} are one tensor in the model, and two that lose different channels in {what}"
     modules = dict(_modules(model))
     for name, shape in shapes.items():
         owner = modules.get(name.rpartition(".")[0])
@@ -105,7 +104,7 @@ def _misfit(channel_map: ChannelMap, model: nn.Module, shapes: Shapes, what: str
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """By all paths of each."""
+    """Yield every module with its path, and again for each further path."""
     yield from model.named_modules(remove_duplicate=False)
 
 
@@ -120,7 +119,7 @@ def _is_torchs(module: nn.Module) -> bool:
 
 
 def _is_free(channel_map: ChannelMap, name: str) -> bool:
-    """Return whether a plan may take something of a tensor."""
+    """Return whether a plan may remove entries of a tensor."""
     return any(labels is not None and bool(labels.any()) for labels in channel_map.labels.get(name, ()))
 
 
@@ -129,7 +128,7 @@ def _is_fixed_buffer(channel_map: ChannelMap, name: str) -> bool:
     return stored is not None and not stored.parameter and not _is_free(channel_map, name)
 
 
-def _go_alike(channel_map: ChannelMap, name: str, other: str) -> bool:
-    """Return whether two tensors of a map, which are one in a model, lose the same whatever the plan."""
+def _lose_the_same(channel_map: ChannelMap, name: str, other: str) -> bool:
+    """Return whether two tensors of a map, which are one in a model, lose the same entries under every plan."""
     pairs = zip(channel_map.labels[name], channel_map.labels[other], strict=True)
     return all(a is b or (a is not None and b is not None and np.array_equal(a, b)) for a, b in pairs)

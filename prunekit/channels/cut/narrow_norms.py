@@ -23,14 +23,14 @@ from prunekit.utils.tensors import gather, map_tensors
 class NarrowNorms(HookOwner):
     """While active, norms over several channels see only those that a plan keeps, as in the compact model.
 
-    A removed channel is zero, but a mean over zeros too is another mean. So the kept channels are gathered, the
-    module's own narrow copy normalizes them with slices of the module's parameters, and what comes out is scattered
-    into zeros. Gradients reach input and parameters through the slices. The dense norm runs as well, its result unused:
-    whoever else has hooks on it sees tensors of the dense width.
+    A removed channel is zero, but a mean that includes zeros is a different mean. So the kept channels are gathered,
+    the module's own narrow copy normalizes them with slices of the module's parameters, and the result is scattered
+    into zeros. Gradients reach input and parameters through the slices. The dense norm runs as well, its result unused,
+    so that other hooks on it see tensors of the dense width.
 
     Args:
         model: a model with zeros where the plan prunes; its tensors are looked up at each call.
-        channel_map: its map; a norm of which nothing is pruned gets no hook.
+        channel_map: its map; a norm that loses no channel gets no hook.
         keep: bool (n_labels,).
     """
 
@@ -56,17 +56,17 @@ class NarrowNorms(HookOwner):
             copy = _empty_copy(module, own)
             if path in widths:
                 set_bare_widths(copy, {"": widths[path]})
-            narrow = _KeptOnly(copy, own, _kept_of(norm.inputs, self._keep), _kept_of(norm.outputs, self._keep))
+            narrow = _NarrowRun(copy, own, _kept_axes(norm.inputs, self._keep), _kept_axes(norm.outputs, self._keep))
             self.own_forward(module, narrow.run, again=True, first=True)
         self.own_compile_check(self._model)
 
-    def _kept_axes(self, name: str) -> list[_Kept]:
+    def _kept_axes(self, name: str) -> list[_KeptAxis]:
         axes = enumerate(self._map.labels[name])
-        return _kept_of([(axis, labels) for axis, labels in axes if labels is not None], self._keep)
+        return _kept_axes([(axis, labels) for axis, labels in axes if labels is not None], self._keep)
 
 
-def _empty_copy(module: nn.Module, own: Mapping[str, list[_Kept]]) -> nn.Module:
-    """The module with the sizes it has when compact, without values and hooks."""
+def _empty_copy(module: nn.Module, own: Mapping[str, list[_KeptAxis]]) -> nn.Module:
+    """Return the module in its compact size, without values and hooks."""
 
     def empty(name: str, tensor: Tensor) -> Tensor:
         shape = list(tensor.shape)
@@ -82,13 +82,8 @@ def _empty_copy(module: nn.Module, own: Mapping[str, list[_Kept]]) -> nn.Module:
     return copy
 
 
-class _Kept:
-    """The kept indices of one axis.
-
-    Args:
-        axis: of the tensors to come.
-        keep: bool (size,).
-    """
+class _KeptAxis:
+    """The kept indices of one axis of tensors; `keep` is bool (size,)."""
 
     def __init__(self, axis: int, keep: Keep) -> None:
         index = np.flatnonzero(keep)
@@ -102,29 +97,29 @@ class _Kept:
         return take(tensor, self.axis, self._index)
 
     def scatter(self, tensor: Tensor) -> Tensor:
-        """Kept entries among zeros."""
+        """Return a tensor with the kept entries among zeros."""
         self._back = self._back.to(tensor.device)
         zero = torch.zeros_like(tensor.narrow(self.axis, 0, 1))
         return take(torch.cat([tensor, zero], self.axis), self.axis, self._back)
 
 
-class _KeptOnly:
-    """Runs a narrow copy on what is kept of an input, with slices of the dense module's parameters.
+class _NarrowRun:
+    """Runs a narrow copy on the kept part of an input, with slices of the dense module's parameters.
 
     Args:
-        copy: the narrow one; its own tensors have no values.
-        own: for each tensor of the module, what of it is kept.
-        inputs: what of the input is kept.
-        outputs: what of the output is there.
+        copy: the narrow module; its own tensors have no values.
+        own: for each tensor of the module, its kept axes.
+        inputs: kept axes of the input.
+        outputs: kept axes of the output.
     """
 
     def __init__(
-        self, copy: nn.Module, own: Mapping[str, list[_Kept]], inputs: list[_Kept], outputs: list[_Kept]
+        self, copy: nn.Module, own: Mapping[str, list[_KeptAxis]], inputs: list[_KeptAxis], outputs: list[_KeptAxis]
     ) -> None:
         self._copy, self._own, self._inputs, self._outputs = copy, own, inputs, outputs
 
     def run(self, module: nn.Module, args: Any, named: Any, result: Any) -> Any:
-        """Return a forward hook: the result that the compact model has, in the dense width."""
+        """Return the result of the compact model in the dense width; a forward hook."""
         narrow_args, narrow_named = map_tensors((args, named), lambda tensor: _gathered(tensor, self._inputs))
         tensors = dict(named_tensors(module))
         narrow = {name: _gathered(tensors[name], kept) for name, kept in self._own.items()}
@@ -135,17 +130,17 @@ class _KeptOnly:
         return map_tensors(out, lambda tensor: _scattered(tensor, self._outputs, dense))
 
 
-def _kept_of(axes: Iterable[tuple[int, Labels]], keep: Keep) -> list[_Kept]:
-    return [_Kept(axis, keep[labels]) for axis, labels in axes if not keep[labels].all()]
+def _kept_axes(axes: Iterable[tuple[int, Labels]], keep: Keep) -> list[_KeptAxis]:
+    return [_KeptAxis(axis, keep[labels]) for axis, labels in axes if not keep[labels].all()]
 
 
-def _gathered(tensor: Tensor, kept: list[_Kept]) -> Tensor:
+def _gathered(tensor: Tensor, kept: list[_KeptAxis]) -> Tensor:
     for axis in kept:
         tensor = axis.gather(tensor)
     return tensor
 
 
-def _scattered(tensor: Tensor, kept: list[_Kept], dense: Tensor) -> Tensor:
+def _scattered(tensor: Tensor, kept: list[_KeptAxis], dense: Tensor) -> Tensor:
     """Put a tensor among zeros, in the memory layout of the dense one."""
     for axis in kept:
         tensor = axis.scatter(tensor)

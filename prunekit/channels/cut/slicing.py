@@ -1,4 +1,4 @@
-"""A model's narrow copy: tensors cut to what is kept, and the sizes that modules remember set to match."""
+"""Slicing: a model's narrow copy, with tensors cut to the kept entries and sizes of modules set to match."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KeptIndices = Mapping[str, tuple[Labels | None, ...]]
 
 
 def kept_indices(channel_map: ChannelMap, keep: Keep) -> dict[str, tuple[Labels | None, ...]]:
-    """For every tensor, and every axis of it that shrinks, the indices that are kept; None for an axis that stays."""
+    """Return, for every tensor that shrinks, the kept indices of every axis; None for an axis that stays whole."""
     kept: dict[str, tuple[Labels | None, ...]] = {}
     for name, axes in channel_map.labels.items():
         chosen = [None if axis is None or keep[axis].all() else np.flatnonzero(keep[axis]) for axis in axes]
@@ -33,7 +33,7 @@ def kept_indices(channel_map: ChannelMap, keep: Keep) -> dict[str, tuple[Labels 
 
 
 def masked_indices(channel_map: ChannelMap, keep: Keep) -> dict[str, tuple[Labels | None, ...]]:
-    """Return the same for what is zero in a masked model: without axes that it divides by the norm of."""
+    """Return the kept indices in a masked model, which leaves axes alone that it divides by the norm of."""
     kept = {
         name: tuple(None if (name, axis) in channel_map.divided else index for axis, index in enumerate(axes))
         for name, axes in kept_indices(channel_map, keep).items()
@@ -51,7 +51,7 @@ def cut(tensor: torch.Tensor, kept: tuple[Labels | None, ...]) -> torch.Tensor:
 
 
 def take(tensor: torch.Tensor, axis: int, index: torch.Tensor) -> torch.Tensor:
-    """`index_select`, which is ten times slower along an axis whose entries lie next to each other than `gather`."""
+    """Return entries of an axis, by `gather` along a contiguous one, where `index_select` is ten times slower."""
     if tensor.stride(axis) != 1:
         return tensor.index_select(axis, index)
     shape = [index.numel() if a == axis % tensor.dim() else size for a, size in enumerate(tensor.shape)]
@@ -60,9 +60,9 @@ def take(tensor: torch.Tensor, axis: int, index: torch.Tensor) -> torch.Tensor:
 
 
 def is_variance(name: str) -> bool:
-    """Return whether a tensor is the running variance of a norm, which stays what it is where channels are zero.
+    """Return whether a tensor is the running variance of a norm, which masks leave as it is.
 
-    A variance of zero would not make a channel vanish, only its statistics degenerate.
+    A variance of zero would not remove a channel, only make its statistics degenerate.
     """
     return name.endswith("running_var")
 
@@ -78,7 +78,7 @@ def blank(tensor: torch.Tensor, kept: tuple[Labels | None, ...]) -> torch.Tensor
 
 
 def bare_widths(model: nn.Module, channel_map: ChannelMap, keep: Keep) -> dict[str, int]:
-    """Return channels that norms without tensors of their own will see, by module path: only the trace knows."""
+    """Return, by module path, the widths of norms without tensors of their own, which only the trace knows."""
     widths = {}
     for path, module in model.named_modules():
         if _is_bare(module):
@@ -89,9 +89,7 @@ def bare_widths(model: nn.Module, channel_map: ChannelMap, keep: Keep) -> dict[s
 
 
 def _width_of_bare(path: str, norm: nn.Module, channel_map: ChannelMap) -> Labels | None:
-    """Return the labels that a norm takes together, or of the channels that it takes one by one; None where none are
-    free.
-    """
+    """Return the labels of the channels that a norm without tensors normalizes; None if none are free."""
     last = _remembers_shape(norm)
     if path in channel_map.norms:
         inputs = channel_map.norms[path].inputs
@@ -103,7 +101,7 @@ _NORMS = (_NormBase, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
 def _remembers_shape(module: nn.Module) -> bool:
-    """Torch's norms over the last axes, and hand-written ones that keep their size under the same name."""
+    """Return whether a module keeps its size as torch's norms over the last axes do, if need be a hand-written one."""
     return isinstance(vars(module).get("normalized_shape"), tuple)
 
 
@@ -135,7 +133,7 @@ def _set_width(norm: nn.Module, width: int) -> None:
 
 
 def _set_groups(norm: nn.GroupNorm, width: int) -> None:
-    """The number of groups stays, unless every channel was a group of its own."""
+    """Set the number of channels; the number of groups stays, unless every channel was a group of its own."""
     if norm.num_groups == norm.num_channels:
         norm.num_groups = width
     norm.num_channels = width
@@ -149,13 +147,13 @@ def narrow(
 ) -> nn.Module:
     """Return a new model with only the kept entries; the given model is not changed.
 
-    Of the same classes, but for attention whose sizes its own class cannot express.
+    Its modules have the same classes, except for attention whose sizes its own class cannot express.
 
     Args:
         model: the dense model.
-        kept: as made by `kept_indices`.
-        widths: as made by `bare_widths`.
-        attributes: as made by `attribute_values`.
+        kept: from `kept_indices`.
+        widths: from `bare_widths`.
+        attributes: from `attribute_values`.
     """
     source = {name: tensor.detach() for name, tensor in named_tensors(model)}
     everything = {name: cut(t, kept[name]) if name in kept else t.clone() for name, t in source.items()}
@@ -168,7 +166,7 @@ def narrow(
 
 
 def narrowed(model: nn.Module, channel_map: ChannelMap, keep: Keep, kept: KeptIndices) -> nn.Module:
-    """Return a new model with what a plan keeps, and the sizes that its trial settled on; `kept` as for `narrow`."""
+    """Return the narrow copy of a model under a plan, with the sizes that its trial found; `kept` as for `narrow`."""
     return narrow(model, kept, bare_widths(model, channel_map, keep), attribute_values(model, channel_map, keep))
 
 
@@ -177,7 +175,7 @@ RESIZERS: dict[type[nn.Module], Resizer] = {}
 
 
 def resizer(*classes: type[nn.Module]) -> Callable[[Resizer], Resizer]:
-    """Register how modules of a class, and its subclasses, take over the sizes of their own tensors."""
+    """Register a function that sets the sizes of modules of some classes, and their subclasses, from their tensors."""
 
     def register(function: Resizer) -> Resizer:
         for cls in classes:
@@ -192,24 +190,16 @@ def resizer(*classes: type[nn.Module]) -> Callable[[Resizer], Resizer]:
 def resize(model: nn.Module) -> None:
     """Set every known module's size attributes from its tensors, in place.
 
-    In eval mode: a weight that is computed when it is asked for may otherwise move buffers, as spectral norm does.
+    In eval mode, because reading a computed weight may otherwise change buffers, as spectral norm does.
     """
     with training_mode(model, False), torch.no_grad():
-        _resize(model)
+        for module in model.modules():
+            known = next((RESIZERS[cls] for cls in type(module).__mro__ if cls in RESIZERS), _resize_other_norm)
+            known(module)
 
 
-def _resize(model: nn.Module) -> None:
-    for module in model.modules():
-        for cls in type(module).__mro__:
-            if cls in RESIZERS:
-                RESIZERS[cls](module)
-                break
-        else:
-            _named_as_torch(module)
-
-
-def _named_as_torch(module: Any) -> None:
-    """A hand-written norm that keeps its weight's shape under the name it has in torch, as ConvNeXt's own does."""
+def _resize_other_norm(module: Any) -> None:
+    """Set the size of a hand-written norm that keeps its weight's shape under torch's name, as ConvNeXt's does."""
     weight = dict(module._parameters.items()).get("weight")
     shape = vars(module).get("normalized_shape")
     if weight is not None and isinstance(shape, tuple) and len(shape) == weight.dim():
@@ -217,10 +207,10 @@ def _named_as_torch(module: Any) -> None:
 
 
 def _shape(module: nn.Module) -> tuple[int, ...]:
-    """Return the shape of a layer's weight; none where it has no weight.
+    """Return the shape of a layer's weight; an empty one if it has no weight.
 
-    One that a hook computes before each pass, as the old forms of weight and spectral norm and `torch.nn.utils.prune`
-    do, still has the dense sizes: what it is computed from has those of now.
+    A weight that a hook computes before each pass, as the old forms of weight and spectral norm and
+    `torch.nn.utils.prune` do, still has the dense sizes, but the tensors that it is computed from are narrow.
     """
     weight = module.weight
     if not isinstance(weight, torch.Tensor):

@@ -1,8 +1,7 @@
-"""Which expression of a model's own Python called an operator that takes sizes.
+"""Call sites: where in a model's own Python an operator was called, and which sizes the expression there states.
 
-What an expression says that calls an operator: the sizes of a view, the parts of a split, the bounds of a slice.
-
-Where an expression stands in a class's Python, and how it is called by name.
+First the sites, found by looking at Python's frames; then the syntax of the expressions at them: the sizes of a view,
+the parts of a split, the bounds of a slice; last the names by which plans refer to expressions.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ SIZED = frozenset(
 
 
 def takes_sizes(name: str, args: Sequence[Any]) -> bool:
-    """Return whether a size may be stated where an operator is called: attention multiplies by one of the width of a
-    head.
-    """
+    """Return whether a call of an operator may state a size; attention multiplies by a scale made of one."""
     return name in SIZED or (name == "aten.mul" and isinstance(args[1], float))
 
 
@@ -42,7 +39,7 @@ _MODULES = f"{_TORCH}nn/modules/"
 
 @dataclass(frozen=True)
 class Site:
-    """A moment in a method: the code that ran, its own or that of a function within it, and the instruction."""
+    """An instruction that ran in a method, in its own code or in that of a function within it."""
 
     method: CodeType
     code: CodeType
@@ -50,15 +47,13 @@ class Site:
 
     @property
     def span(self) -> tuple[int, int, int, int] | None:
-        """First line and column of the expression that ran, and its last; None where Python keeps no columns."""
+        """First line and column of the expression, and its last ones; None if Python keeps no columns."""
         line, last, column, end = next(islice(self.code.co_positions(), self.instruction // 2, None))
         return None if line is None or last is None or column is None or end is None else (line, column, last, end)
 
 
 def site_here(above: int) -> tuple[Site, nn.Module] | None:
-    """Return where in a method of a module the frame so far above the caller's stands, and the module; see
-    `frame_here`.
-    """
+    """Return the site in a method of a module, `above` frames above the caller, and the module; see `frame_here`."""
     found = frame_here(sys._getframe(1 + above))
     if found is None:
         return None
@@ -67,7 +62,7 @@ def site_here(above: int) -> tuple[Site, nn.Module] | None:
 
 
 def caller_here(above: int) -> tuple[Site, nn.Module] | None:
-    """Return where a method of a module called the function in the frame so far above the caller's, and the module."""
+    """Return the site where a method called the function `above` frames above the caller, and the method's module."""
     function = _own_frame(sys._getframe(1 + above))
     frame = None if function is None else function.f_back
     owner = None if frame is None else _owner(frame)
@@ -84,16 +79,15 @@ def _own_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def _owner(frame: FrameType) -> nn.Module | None:
-    """Return the module that a function has as its first argument."""
+    """Return the module that is the first argument of a function; None if it is anything else."""
     first = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
     return first if isinstance(first, nn.Module) else None
 
 
 def frame_here(frame: FrameType | None) -> tuple[FrameType, CodeType, nn.Module] | None:
-    """Return the frame of a model's own code that runs at or above one, the method of a module around it, and the
-    module.
+    """Return the nearest frame of a model's own code, the method of a module around it, and the module.
 
-    None within one of torch's own modules, and where a function runs that is in no method.
+    None within one of torch's own modules, and within a function that is in no method.
     """
     frame = inner = _own_frame(frame)
     for _ in range(_NESTED):
@@ -109,12 +103,12 @@ def frame_here(frame: FrameType | None) -> tuple[FrameType, CodeType, nn.Module]
 
 
 _NESTED = 4
-"""How many frames a method may be above the code that runs: comprehensions, lambdas and functions within it."""
+"""How many frames a method may be above its running code, in comprehensions, lambdas and inner functions."""
 
 
 @lru_cache(maxsize=4096)
 def _method_around(cls: type, code: CodeType) -> CodeType | None:
-    """Return the method of a class that some code is, or stands in."""
+    """Return the method of a class that some code belongs to."""
     names = {name for base in cls.__mro__ if base is not nn.Module for name in vars(base)}
     for method in (method_of(cls, name) for name in names):
         if method is not None and _within(code, method[1].__code__):
@@ -128,7 +122,7 @@ def _within(code: CodeType, outer: CodeType) -> bool:
 
 
 def method_of(cls: type, name: str) -> tuple[type, FunctionType] | None:
-    """Return the method that a class has under a name, and the class where it stands."""
+    """Return the method of a class by its name, and the base class that defines it."""
     for base in cls.__mro__:
         method = vars(base).get(name)
         if method is not None:
@@ -138,7 +132,7 @@ def method_of(cls: type, name: str) -> tuple[type, FunctionType] | None:
 
 @lru_cache(maxsize=1024)
 def definition(code: CodeType) -> tuple[ast.FunctionDef, str] | None:
-    """Return the syntax tree of a method and the text of its file; None where that cannot be read."""
+    """Return the syntax tree of a method and the text of its file; None if that cannot be read."""
     source = "".join(linecache.getlines(code.co_filename))
     try:
         functions = [node for node in ast.walk(_tree(source)) if isinstance(node, ast.FunctionDef)]
@@ -158,7 +152,7 @@ def _tree(source: str) -> ast.Module:
 
 @lru_cache(maxsize=4096)
 def expression_at(site: Site) -> ast.expr | None:
-    """Return the call or subscript that ran; a call of a method may be said to begin where the method's name does."""
+    """Return the call or subscript at a site; Python may say that it begins where the method's name does."""
     found, span = definition(site.method), site.span
     if found is None or span is None:
         return None
@@ -170,7 +164,7 @@ def expression_at(site: Site) -> ast.expr | None:
 
 @lru_cache(maxsize=4096)
 def operands_at(site: Site) -> tuple[ast.expr, ...]:
-    """Return what the expression, or the assignment in place, that ran computed with."""
+    """Return the operands of the expression, or of the in-place assignment, at a site."""
     found, span = definition(site.method), site.span
     for node in ast.walk(found[0]) if found is not None and span is not None else ():
         if isinstance(node, (ast.BinOp, ast.AugAssign)) and _span(node) == span:
@@ -184,11 +178,9 @@ def _span(node: ast.expr | ast.stmt) -> tuple[int, int, int | None, int | None]:
 
 
 def shape_arguments(node: ast.expr, axes: int) -> Iterator[tuple[int, ast.expr, int | None]]:
-    """Yield the expression for the new size of each axis in a view or an expansion, and its position in what that
-    makes.
+    """Yield for each of the new `axes` in a view or an expansion the expression of its size.
 
-    Args:
-        axes: how many there are then.
+    Each item is the axis, the expression, and the position in the tuple that the expression returns, or None.
     """
     match _arguments(node, "unflatten"):
         case [axis, ast.Tuple(elts=sizes) | ast.List(elts=sizes)] if (first := number(axis)) is not None:
@@ -213,12 +205,12 @@ def shape_arguments(node: ast.expr, axes: int) -> Iterator[tuple[int, ast.expr, 
 
 
 def _is_attribute(node: ast.expr) -> bool:
-    """Return whether something is read off a module, and so the same in every call."""
+    """Return whether an expression reads an attribute, and so is the same in every call."""
     return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
 
 
 def number(node: ast.expr) -> int | None:
-    """Return a whole number that is written out."""
+    """Return the value of a literal whole number; None for anything else."""
     try:
         value = ast.literal_eval(node)
     except ValueError:
@@ -232,22 +224,18 @@ def parts_argument(node: ast.expr) -> ast.expr | None:
 
 
 def is_chunk(node: ast.AST) -> TypeGuard[ast.Call]:
-    """Return whether a call cuts an axis into so many parts, the last of which may be smaller."""
+    """Return whether an expression is a call of `chunk`, which cuts an axis into a number of parts."""
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "chunk"
 
 
 def is_of_torch(node: ast.Call) -> bool:
-    """Return whether a call is one of `torch.split(x, ...)`, not of `x.split(...)`: the tensor is its first argument
-    then.
-    """
+    """Return whether a call is like `torch.split(x, ...)`, with the tensor as its first argument."""
     of = node.func.value if isinstance(node.func, ast.Attribute) else None
     return isinstance(of, ast.Name) and of.id == "torch"
 
 
 def _arguments(node: ast.expr, *functions: str) -> list[ast.expr]:
-    """Return those of `x.view(...)`, or of `torch.reshape(x, ...)` without the tensor, where some function is
-    called.
-    """
+    """Return the arguments of a call of some functions, as `x.view(...)` or `torch.reshape(x, ...)`, without `x`."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr not in functions:
         return []
     named = [item.value for item in node.keywords if item.arg in _SIZES]
@@ -258,14 +246,14 @@ _SIZES = ("shape", "size", "sizes", "split_size", "split_sizes", "split_size_or_
 
 
 def slice_of_axis(node: ast.expr, axis: int, axes: int) -> ast.Slice | None:
-    """Return the slice of one axis in a subscript; `axes` is the number of axes at the time when it is taken."""
+    """Return the slice of one axis in a subscript of a tensor that has `axes` axes when that slice is taken."""
     if not isinstance(node, ast.Subscript):
         return None
     items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
     for index, item in enumerate(items):
         before, after = items[:index], items[index + 1 :]
         if not isinstance(item, ast.Slice):
-            if not isinstance(item, ast.Constant):  # a tensor, or what only running it tells
+            if not isinstance(item, ast.Constant):  # a tensor or an unknown value
                 return None
         elif axis == (axes - 1 - sum(map(_takes, after)) if any(map(_is_dots, before)) else sum(map(_leaves, before))):
             return item
@@ -277,12 +265,12 @@ def _is_dots(item: ast.expr) -> bool:
 
 
 def _takes(item: ast.expr) -> bool:
-    """Return whether an item of a subscript is about an axis that was there."""
+    """Return whether an item of a subscript applies to an axis of the tensor."""
     return isinstance(item, ast.Slice) or (isinstance(item, ast.Constant) and isinstance(item.value, int))
 
 
 def _leaves(item: ast.expr) -> bool:
-    """Return whether an axis is there behind an item of a subscript."""
+    """Return whether an item of a subscript leaves an axis in the result."""
     return isinstance(item, ast.Slice) or (isinstance(item, ast.Constant) and item.value is None)
 
 
@@ -296,7 +284,7 @@ def is_unscaled_attention(node: ast.AST) -> TypeGuard[ast.Call]:
 
 
 def nodes_of_sizes(function: ast.FunctionDef) -> Iterator[ast.AST]:
-    """Yield what stands in a method where sizes belong: in a view, a split, a slice, or the shape of a new tensor."""
+    """Yield the syntax nodes in a method that state sizes: of views, splits, slices, and new tensors."""
     for node in ast.walk(function):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _SHAPING:
             for argument in (*node.args, *(item.value for item in node.keywords)):
@@ -313,7 +301,7 @@ _SHAPING = frozenset(
 
 
 def value_of(name: str, function: ast.FunctionDef) -> ast.expr | None:
-    """Return what a method's only assignment to a name gives it."""
+    """Return the expression that a method assigns to a name; None unless there is exactly one."""
     names = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == name]
     stored = [node for node in names if isinstance(node.ctx, ast.Store)]
     for node in ast.walk(function) if len(stored) == 1 else ():
@@ -323,9 +311,7 @@ def value_of(name: str, function: ast.FunctionDef) -> ast.expr | None:
 
 
 def rearranged_by(node: ast.Call) -> ast.expr:
-    """Return what `shuffle(x, 2)` or a chain of methods, as in `x.view(...).transpose(1, 2).flatten(1, 2)`,
-    rearranges.
-    """
+    """Return the `x` in `shuffle(x, 2)` or in a chain such as `x.view(...).transpose(1, 2).flatten(1, 2)`."""
     of: ast.expr = node
     while isinstance(of, ast.Call) and isinstance(of.func, ast.Attribute) and of.func.attr in _MOVES:
         of = of.args[0] if is_of_torch(of) else of.func.value
@@ -348,9 +334,9 @@ _MOVES = (
 
 @dataclass(frozen=True)
 class CodePlace:
-    """An expression in a method: its line, counted from the method's first, its column and its text.
+    """The place of an expression in a method: its line, counted from the method's first, its column and its text.
 
-    With an `axis` it is no size, but puts the positions of that axis in another order.
+    With an `axis` the expression is no size, but reorders the positions of that axis.
     """
 
     function: str
@@ -365,17 +351,17 @@ class CodePlace:
 
     @property
     def attribute(self) -> str:
-        """The attribute that holds the size, or the order."""
+        """The name of the attribute that holds the size, or the order."""
         return f"_{'size' if self.axis is None else 'order'}_{self.function}_{self.line}_{self.column}"
 
     @property
     def is_number(self) -> bool:
-        """Whether it is written out, and so the same for all modules of the class."""
+        """Whether it is a literal number, the same for all modules of the class."""
         return self.text.isdecimal()
 
     @classmethod
     def named(cls, name: str) -> CodePlace | None:
-        """Return the place that a name stands for; None where it is the name of a plain attribute."""
+        """Return the place with a name, as `str` gives it; None if it is the name of a plain attribute."""
         match = re.fullmatch(r"(\w+)\+(\d+)\.(\d+)(?: order of axis (\d+))?: (.+)", name, re.DOTALL)
         axis = None if match is None or match[4] is None else int(match[4])
         return match and cls(match[1], int(match[2]), int(match[3]), match[5], axis)
@@ -383,7 +369,7 @@ class CodePlace:
 
 @lru_cache(maxsize=4096)
 def place_of(code: CodeType, expression: ast.expr) -> CodePlace | None:
-    """Return where an expression stands in a method, given by its code; None where the source cannot be read."""
+    """Return the place of an expression in a method, given by its code; None if the source cannot be read."""
     found = definition(code)
     if found is None:
         return None
@@ -393,10 +379,9 @@ def place_of(code: CodeType, expression: ast.expr) -> CodePlace | None:
 
 @lru_cache(maxsize=4096)
 def attribute_read(code: CodeType, expression: ast.expr) -> str | None:
-    """Return the attribute that an expression in a method reads, as in `part.width` for `self.part.width`; None for
-    others.
+    """Return the attribute that an expression in a method reads, such as `part.width` for `self.part.width`, or None.
 
-    A name is followed to where the method gives it its value, if it does so once.
+    A variable is followed to its value, if the method assigns it once.
     """
     found = definition(code)
     if found is None:

@@ -1,11 +1,10 @@
-"""Explicit sizes in place of those that stand in a module's Python, as in `x.reshape(B, N, C // self.num_heads)`.
+"""The rewriter: sets sizes in a module's Python, in attributes and in expressions as in `x.reshape(B, N, C // heads)`.
 
-A method is compiled once more from its own source with the expression replaced by an attribute, in a subclass that the
-compact module takes on. So a size has a name, which says where it stands and how it reads, and nothing but a number is
-ever stored: the code is always that of the class itself. Such a subclass is pickled as its original and the names of
-those places, and compiled anew where it is unpickled; prunekit and the original class have to be importable there.
-
-Sizes that a module's Python keeps in attributes, such as `num_heads`, or states: their values under a plan.
+An attribute such as `num_heads` is set to its value under a plan. For an expression, the method is compiled again from
+its own source with an attribute in its place, in a subclass that the compact module gets. The size has a name that says
+where the expression is and how it reads, and only numbers are ever stored: the code is always that of the class itself.
+Such a subclass is pickled as its original class and the names of those places, and compiled again when it is
+unpickled; prunekit and the original class have to be importable there.
 """
 
 from __future__ import annotations
@@ -33,225 +32,17 @@ from prunekit.channels.rewrite.call_sites import (
 )
 from prunekit.errors import ArtifactError
 
-
-def set_expressions(module: nn.Module, sizes: dict[str, Any]) -> None:
-    """Give a module a class with explicit sizes in place of expressions, and those sizes; in place.
-
-    Args:
-        sizes: by the names of places: whole numbers, or lists of them.
-
-    Raises:
-        KeyError: the module's class has no such expression, or not there.
-        ValueError: a size is none.
-    """
-    places = {}
-    for name, value in sizes.items():
-        place = CodePlace.named(name)
-        if place is None:
-            raise KeyError(name)
-        if not all(type(size) is int and size >= 0 for size in (value if isinstance(value, list) else [value])):
-            raise ValueError(f"{name}: {value!r} is no size")
-        places[place] = value
-    known = _places(type(module))
-    if not places.keys() <= known:
-        module.__class__ = _with_sizes(original_of(type(module)), known.union(places))
-        for name, value in vars(module).items():
-            if isinstance(value, MethodType) and value.__self__ is module:  # as in `self.forward = self.forward_fast`
-                vars(module)[name] = getattr(module, value.__name__)
-    for place, value in places.items():
-        vars(module)[place.attribute] = value
-
-
-def original_of(cls: type) -> type:
-    """Return the class whose methods were compiled again with explicit sizes; the class itself where none were."""
-    return cls.__bases__[0] if _places(cls) else cls
-
-
-def _places(cls: type) -> frozenset[CodePlace]:
-    found: frozenset[CodePlace] = vars(cls).get("_prunekit_places", frozenset())
-    return found
-
-
-_SIZED: dict[tuple[type, frozenset[CodePlace]], type] = {}
-_KINDS: dict[type, type] = {}
-
-
-_ORDERED = "_prunekit_ordered"
-"""What a recompiled method calls `_ordered`, which its module need not know."""
-
-
-def _with_sizes(cls: type, places: frozenset[CodePlace]) -> type:
-    if (cls, places) not in _SIZED:
-        methods: dict[str, Any] = {
-            name: _compiled(cls, name, [place for place in places if place.function == name])
-            for name in sorted({place.function for place in places})
-        }
-        told = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_prunekit_places": places}
-        if not _reduces_as_usual(cls):
-            methods["__reduce_ex__"] = _reduce_as_sized
-        _SIZED[cls, places] = _kind_of(type(cls))(cls.__name__, (cls,), {**methods, **told})
-    return _SIZED[cls, places]
-
-
-def _kind_of(metaclass: type) -> type:
-    """Return a metaclass by which pickle knows classes with explicit sizes, which no module has under their name."""
-    if metaclass not in _KINDS:
-        kind = type(metaclass.__name__, (metaclass,), {})
-        copyreg.pickle(kind, _reduce_class)
-        _KINDS[metaclass] = kind
-    return _KINDS[metaclass]
-
-
-def _reduce_class(cls: type) -> tuple[Callable[..., type], tuple[type, list[str]]] | str:
-    places = _places(cls)
-    return (sized_class, (original_of(cls), sorted(map(str, places)))) if places else cls.__qualname__
-
-
-def sized_class(cls: type, names: list[str]) -> type:
-    """Return the class with explicit sizes in the places of these names: what unpickling one calls.
-
-    Raises:
-        ArtifactError: the Python of the class is not what it was, or cannot be read.
-    """
-    places = [CodePlace.named(name) for name in names]
-    try:
-        return _with_sizes(cls, frozenset(place for place in places if place is not None))
-    except KeyError as error:
-        raise ArtifactError(
-            f"{cls.__module__}.{cls.__qualname__}: expected the Python that this model was pruned with, and there is "
-            f"no {error} in it; load the model where the class is as it was then"
-        ) from error
-
-
-def _reduces_as_usual(cls: type) -> bool:
-    """Return whether instances are pickled by their class and state, so that an explicit class comes back by itself."""
-    return all(getattr(cls, name) is getattr(object, name) for name in ("__reduce__", "__reduce_ex__"))
-
-
-def _reduce_as_sized(module: nn.Module, protocol: Any) -> Any:
-    """Return what a class's own way of pickling makes, with the class and the sizes that it doesn't know of."""
-    cls = type(module)
-    original: Any = original_of(_sized_in(cls))
-    made = original.__reduce_ex__(module, protocol)
-    if isinstance(made, str):
-        return made
-    names = {place.attribute for place in _places(_sized_in(cls))}
-    sizes = {name: value for name, value in vars(module).items() if name in names}
-    return (_as_sized, (cls, sizes, *made[:2]), *made[2:])
-
-
-def _sized_in(cls: type) -> type:
-    return next(base for base in cls.__mro__ if _places(base))
-
-
-def _as_sized(cls: type, sizes: dict[str, Any], function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    made = function(*arguments)
-    if isinstance(made, original_of(_sized_in(cls))):
-        made.__class__ = cls
-        vars(made).update(sizes)
-    return made
-
-
-def _compiled(cls: type, name: str, places: list[CodePlace]) -> FunctionType:
-    """Return a method from its own source, with attributes in the place of expressions."""
-    method = method_of(cls, name)
-    found = method and definition(method[1].__code__)
-    if not method or not found:
-        raise KeyError(name)
-    base, old = method
-    code = old.__code__
-    exchange = _Exchange(found[0], found[1], places)
-    node = exchange.visit(copy.deepcopy(found[0]))
-    if exchange.left:
-        raise KeyError(str(exchange.left[0]))
-    node.decorator_list = []
-    around = ast.parse(f"def _({', '.join([*code.co_freevars, _ORDERED])}):\n class {base.__name__}: pass")
-    around.body[0].body[0].body = [node]  # type: ignore[attr-defined]
-    flags = code.co_flags & __future__.annotations.compiler_flag
-    whole = compile(ast.fix_missing_locations(around), code.co_filename, "exec", flags, dont_inherit=True)
-    made = _code_named(whole, name)
-    cells = dict(zip(code.co_freevars, old.__closure__ or (), strict=True))
-    cells[_ORDERED] = CellType(_ordered)
-    closure = tuple(cells[variable] for variable in made.co_freevars)
-    new = FunctionType(made, old.__globals__, name, old.__defaults__, closure)
-    new.__kwdefaults__, new.__qualname__ = old.__kwdefaults__, old.__qualname__
-    return new
-
-
-def _code_named(code: CodeType, name: str) -> CodeType:
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            return constant if constant.co_name == name else _code_named(constant, name)
-    raise KeyError(name)
-
-
-class _Exchange(ast.NodeTransformer):
-    """Puts an attribute of the first argument where each of some expressions stands."""
-
-    def __init__(self, node: ast.FunctionDef, source: str, places: list[CodePlace]) -> None:
-        self.owner = [*node.args.posonlyargs, *node.args.args][0].arg
-        self.first, self.source = node.lineno, source
-        self.left = list(places)
-
-    def visit(self, node: ast.AST) -> Any:
-        place = self._place(node) if isinstance(node, ast.expr) else None
-        if place is None:
-            return self.generic_visit(node)
-        self.left.remove(place)
-        size = ast.Attribute(ast.Name(self.owner, ast.Load()), place.attribute, ast.Load())
-        if place.axis is not None and isinstance(node, ast.Call):
-            self.generic_visit(node)
-            return _in_order(node, place.axis, size)
-        if is_unscaled_attention(node):
-            self.generic_visit(node)
-            return _with_scale(node, size)
-        if is_chunk(node):
-            self.generic_visit(node)
-            return _in_parts(node, size)
-        return size
-
-    def _place(self, node: ast.expr) -> CodePlace | None:
-        for place in self.left:
-            there = (node.lineno - self.first, node.col_offset) == (place.line, place.column)
-            if there and ast.get_source_segment(self.source, node) == place.text:
-                return place
-        return None
-
-
-def _with_scale(node: ast.Call, width: ast.expr) -> ast.Call:
-    """Attention with the scale that heads of a given width have."""
-    scale = ast.BinOp(width, ast.Pow(), ast.Constant(-0.5))
-    return ast.Call(node.func, node.args, [*node.keywords, ast.keyword("scale", scale)])
-
-
-def _in_order(node: ast.Call, axis: int, order: ast.expr) -> ast.expr:
-    """Return what a call rearranges, with the positions of one axis in a given order."""
-    return ast.Call(ast.Name(_ORDERED, ast.Load()), [rearranged_by(node), ast.Constant(axis), order], [])
-
-
-def _ordered(x: torch.Tensor, axis: int, order: list[int]) -> torch.Tensor:
-    """As `x[:, order]` does for axis 1, in a third of the time on a CPU."""
-    return x.index_select(axis, torch.tensor(order, device=x.device))
-
-
-def _in_parts(node: ast.Call, sizes: ast.expr) -> ast.Call:
-    """Return a split into parts of given sizes, in place of `x.chunk(3, 1)` or `torch.chunk(x, 3, 1)`."""
-    assert isinstance(node.func, ast.Attribute)
-    source, rest = (node.args[0], node.args[2:]) if is_of_torch(node) else (node.func.value, node.args[1:])
-    named = [item for item in node.keywords if item.arg == "dim"]
-    return ast.Call(ast.Attribute(source, "split", ast.Load()), [sizes, *rest], named)
-
-
 Values = dict[str, dict[str, Any]]
-"""Module path -> attribute, or the name of an expression -> an integer, or a list or tuple of them."""
+"""Module path -> attribute, or name of an expression -> an integer, or a list or tuple of integers."""
 
 
 def attribute_values(model: nn.Module, channel_map: ChannelMap, keep: Keep) -> Values:
-    """Return what the attributes that a trial settled on are under a plan; `model` is the dense one."""
+    """Return the values under a plan of the sizes that its trial found; `model` is the dense one."""
     return values_of(model, channel_map.sizes, keep)
 
 
 def values_of(model: nn.Module, sizes: Sequence[SizeAttribute], keep: Keep) -> Values:
+    """Return the values of some sizes under a plan; `model` is the dense one."""
     values: Values = {}
     for size in sizes:
         own = values.setdefault(size.module, {})
@@ -265,11 +56,11 @@ def _with_element(old: Any, position: int | None, value: int | list[int]) -> Any
 
 
 def set_attributes(model: nn.Module, values: Mapping[str, Mapping[str, Any]]) -> None:
-    """Set attributes in place; where a name is that of an expression, see `set_expressions`.
+    """Set attributes and expressions of a model's modules, in place.
 
     Raises:
-        KeyError: there is no such module, or it has no such attribute of integers, or no such expression.
-        ValueError: the value is not of the kind and length that is there, or larger.
+        KeyError: there is no such module, attribute of integers, or expression.
+        ValueError: a value differs in type or length from the present one, or is larger.
     """
     modules = dict(model.named_modules())
     for path, named in values.items():
@@ -296,6 +87,214 @@ def _shrunk(old: list[int], new: list[int]) -> bool:
 
 
 def integers(value: Any) -> list[int] | None:
-    """Return the integers that a value consists of; None where it is anything else."""
+    """Return the integers that a value consists of; None if it is anything else."""
     items = list(value) if type(value) in (list, tuple) else [value]
     return items if items and all(type(item) is int for item in items) else None
+
+
+def set_expressions(module: nn.Module, sizes: dict[str, Any]) -> None:
+    """Set explicit sizes in place of expressions in a module's Python, by giving it another class; in place.
+
+    `sizes` are whole numbers, or lists of them, by the names of the places of the expressions.
+
+    Raises:
+        KeyError: the module's class has no such expression at a place.
+        ValueError: a value is no size.
+    """
+    places = {}
+    for name, value in sizes.items():
+        place = CodePlace.named(name)
+        if place is None:
+            raise KeyError(name)
+        if not all(type(size) is int and size >= 0 for size in (value if isinstance(value, list) else [value])):
+            raise ValueError(f"{name}: {value!r} is no size")
+        places[place] = value
+    known = _places(type(module))
+    if not places.keys() <= known:
+        module.__class__ = _with_sizes(original_of(type(module)), known.union(places))
+        for name, value in vars(module).items():
+            if isinstance(value, MethodType) and value.__self__ is module:  # as in `self.forward = self.forward_fast`
+                vars(module)[name] = getattr(module, value.__name__)
+    for place, value in places.items():
+        vars(module)[place.attribute] = value
+
+
+def original_of(cls: type) -> type:
+    """Return the class whose methods were compiled again with explicit sizes; the class itself if none were."""
+    return cls.__bases__[0] if _places(cls) else cls
+
+
+def _places(cls: type) -> frozenset[CodePlace]:
+    found: frozenset[CodePlace] = vars(cls).get("_prunekit_places", frozenset())
+    return found
+
+
+_SIZED: dict[tuple[type, frozenset[CodePlace]], type] = {}
+_KINDS: dict[type, type] = {}
+
+
+_ORDERED = "_prunekit_ordered"
+"""The name of `_ordered` in a recompiled method."""
+
+
+def _with_sizes(cls: type, places: frozenset[CodePlace]) -> type:
+    if (cls, places) not in _SIZED:
+        methods: dict[str, Any] = {
+            name: _compiled(cls, name, [place for place in places if place.function == name])
+            for name in sorted({place.function for place in places})
+        }
+        told = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_prunekit_places": places}
+        if not _reduces_as_usual(cls):
+            methods["__reduce_ex__"] = _reduce_as_sized
+        _SIZED[cls, places] = _kind_of(type(cls))(cls.__name__, (cls,), {**methods, **told})
+    return _SIZED[cls, places]
+
+
+def _kind_of(metaclass: type) -> type:
+    """Return a metaclass that tells pickle how to handle classes with explicit sizes, which are in no module."""
+    if metaclass not in _KINDS:
+        kind = type(metaclass.__name__, (metaclass,), {})
+        copyreg.pickle(kind, _reduce_class)
+        _KINDS[metaclass] = kind
+    return _KINDS[metaclass]
+
+
+def _reduce_class(cls: type) -> tuple[Callable[..., type], tuple[type, list[str]]] | str:
+    places = _places(cls)
+    return (sized_class, (original_of(cls), sorted(map(str, places)))) if places else cls.__qualname__
+
+
+def sized_class(cls: type, names: list[str]) -> type:
+    """Return the class with explicit sizes in the places of these names; called when one is unpickled.
+
+    Raises:
+        ArtifactError: the Python of the class has changed, or cannot be read.
+    """
+    places = [CodePlace.named(name) for name in names]
+    try:
+        return _with_sizes(cls, frozenset(place for place in places if place is not None))
+    except KeyError as error:
+        raise ArtifactError(
+            f"{cls.__module__}.{cls.__qualname__}: expected the Python that this model was pruned with, and there is "
+            f"no {error} in it; load the model where the class is as it was then"
+        ) from error
+
+
+def _reduces_as_usual(cls: type) -> bool:
+    """Return whether instances are pickled by their class and state, so that a sized class is restored by itself."""
+    return all(getattr(cls, name) is getattr(object, name) for name in ("__reduce__", "__reduce_ex__"))
+
+
+def _reduce_as_sized(module: nn.Module, protocol: Any) -> Any:
+    """Return the result of a class's own `__reduce_ex__`, with the sized class and its sizes."""
+    cls = type(module)
+    original: Any = original_of(_sized_in(cls))
+    made = original.__reduce_ex__(module, protocol)
+    if isinstance(made, str):
+        return made
+    names = {place.attribute for place in _places(_sized_in(cls))}
+    sizes = {name: value for name, value in vars(module).items() if name in names}
+    return (_as_sized, (cls, sizes, *made[:2]), *made[2:])
+
+
+def _sized_in(cls: type) -> type:
+    return next(base for base in cls.__mro__ if _places(base))
+
+
+def _as_sized(cls: type, sizes: dict[str, Any], function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    made = function(*arguments)
+    if isinstance(made, original_of(_sized_in(cls))):
+        made.__class__ = cls
+        vars(made).update(sizes)
+    return made
+
+
+def _compiled(cls: type, name: str, places: list[CodePlace]) -> FunctionType:
+    """Return a method compiled from its own source, with attributes in place of expressions."""
+    method = method_of(cls, name)
+    found = method and definition(method[1].__code__)
+    if not method or not found:
+        raise KeyError(name)
+    base, old = method
+    code = old.__code__
+    exchange = _ExpressionReplacer(found[0], found[1], places)
+    node = exchange.visit(copy.deepcopy(found[0]))
+    if exchange.left:
+        raise KeyError(str(exchange.left[0]))
+    node.decorator_list = []
+    around = ast.parse(f"def _({', '.join([*code.co_freevars, _ORDERED])}):\n class {base.__name__}: pass")
+    around.body[0].body[0].body = [node]  # type: ignore[attr-defined]
+    flags = code.co_flags & __future__.annotations.compiler_flag
+    whole = compile(ast.fix_missing_locations(around), code.co_filename, "exec", flags, dont_inherit=True)
+    made = _code_named(whole, name)
+    cells = dict(zip(code.co_freevars, old.__closure__ or (), strict=True))
+    cells[_ORDERED] = CellType(_ordered)
+    closure = tuple(cells[variable] for variable in made.co_freevars)
+    new = FunctionType(made, old.__globals__, name, old.__defaults__, closure)
+    new.__kwdefaults__, new.__qualname__ = old.__kwdefaults__, old.__qualname__
+    return new
+
+
+def _code_named(code: CodeType, name: str) -> CodeType:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            return constant if constant.co_name == name else _code_named(constant, name)
+    raise KeyError(name)
+
+
+class _ExpressionReplacer(ast.NodeTransformer):
+    """Puts an attribute of the first argument in place of some expressions."""
+
+    def __init__(self, node: ast.FunctionDef, source: str, places: list[CodePlace]) -> None:
+        self.owner = [*node.args.posonlyargs, *node.args.args][0].arg
+        self.first, self.source = node.lineno, source
+        self.left = list(places)
+
+    def visit(self, node: ast.AST) -> Any:
+        """Return a node with its expressions replaced."""
+        place = self._place(node) if isinstance(node, ast.expr) else None
+        if place is None:
+            return self.generic_visit(node)
+        self.left.remove(place)
+        size = ast.Attribute(ast.Name(self.owner, ast.Load()), place.attribute, ast.Load())
+        if place.axis is not None and isinstance(node, ast.Call):
+            self.generic_visit(node)
+            return _in_order(node, place.axis, size)
+        if is_unscaled_attention(node):
+            self.generic_visit(node)
+            return _with_scale(node, size)
+        if is_chunk(node):
+            self.generic_visit(node)
+            return _in_parts(node, size)
+        return size
+
+    def _place(self, node: ast.expr) -> CodePlace | None:
+        for place in self.left:
+            there = (node.lineno - self.first, node.col_offset) == (place.line, place.column)
+            if there and ast.get_source_segment(self.source, node) == place.text:
+                return place
+        return None
+
+
+def _with_scale(node: ast.Call, width: ast.expr) -> ast.Call:
+    """Return a call of attention with the scale for heads of a given width."""
+    scale = ast.BinOp(width, ast.Pow(), ast.Constant(-0.5))
+    return ast.Call(node.func, node.args, [*node.keywords, ast.keyword("scale", scale)])
+
+
+def _in_order(node: ast.Call, axis: int, order: ast.expr) -> ast.expr:
+    """Return the tensor that a call rearranges, with the positions of one axis in a given order."""
+    return ast.Call(ast.Name(_ORDERED, ast.Load()), [rearranged_by(node), ast.Constant(axis), order], [])
+
+
+def _ordered(x: torch.Tensor, axis: int, order: list[int]) -> torch.Tensor:
+    """Return what `x[:, order]` does for axis 1, in a third of the time on a CPU."""
+    return x.index_select(axis, torch.tensor(order, device=x.device))
+
+
+def _in_parts(node: ast.Call, sizes: ast.expr) -> ast.Call:
+    """Return a split into parts of given sizes, in place of `x.chunk(3, 1)` or `torch.chunk(x, 3, 1)`."""
+    assert isinstance(node.func, ast.Attribute)
+    source, rest = (node.args[0], node.args[2:]) if is_of_torch(node) else (node.func.value, node.args[1:])
+    named = [item for item in node.keywords if item.arg == "dim"]
+    return ast.Call(ast.Attribute(source, "split", ast.Load()), [sizes, *rest], named)

@@ -1,13 +1,9 @@
-"""Sizes that stand in a module's Python: which expressions called an operator, and how many of which labels they say.
+"""Size expressions: sizes stated in a module's Python, as in `x.reshape(B, N, C)`, and the labels that they count.
 
-So `x.reshape(B, N, C)`, the parts of a split, the bounds of a slice, and the scale that attention makes of a width.
-
-Expressions that put channels in another order, as a channel shuffle does: a view, a transpose and a view back.
-
-What is left of the channels need not be rectangular if the compact model states the order instead (channel shuffle:
-ShuffleNet, 2017).
-
-Which of the sizes that stand in a class's Python change under a plan, over all its modules and all their calls.
+Sizes are stated in views, in the parts of a split, in the bounds of a slice, and in the scale that attention makes of a
+width. Expressions that reorder channels, as a channel shuffle does (ShuffleNet, 2017), are here too: if the compact
+model states the order, the kept channels need not be rectangular. `StatedSizes` collects the sizes of a class that
+change under a plan, over all its modules and all their calls.
 """
 
 from __future__ import annotations
@@ -41,10 +37,10 @@ from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
 
 @dataclass(frozen=True, eq=False)
 class SizeExpression:
-    """An expression that says how many of some labels there are; or, at a position, one part of a list that it makes.
+    """An expression that counts some labels; or one item of the list that it makes, at `position`.
 
-    Labels of 0 stand for positions that stay whatever is pruned. The expression needs to be replaced where channels of
-    `decides` go. `reads` is the attribute that it reads, as in `part.width`.
+    Labels of 0 stand for positions that always stay. The expression has to be replaced if channels of `decides` are
+    removed. `reads` is the attribute that it reads, such as `part.width`.
     """
 
     place: CodePlace
@@ -55,10 +51,9 @@ class SizeExpression:
 
 
 def size_expressions(operator: TracedOperator, varying: Container[int]) -> Iterator[SizeExpression]:
-    """Yield the sizes in the expression that called an operator, where it stands in a method of a module.
+    """Yield the sizes in the expression that called an operator, if it is in a method of a module.
 
-    Args:
-        varying: axes of the operator's first result whose sizes depend on the input; these are left alone.
+    Sizes of the axes `varying` of the operator's first result depend on the input, and are left alone.
     """
     site = operator.site
     node = None if site is None else expression_at(site)
@@ -84,7 +79,7 @@ Sized = tuple[int, ast.expr, int | None, Labels]
 
 
 def _of_shape(operator: TracedOperator, node: ast.expr) -> Iterator[Sized]:
-    """Yield the sizes of axes that are labeled, or that came of one that is: heads are, and with them their width."""
+    """Yield the sizes of axes that are labeled, or made from one that is, as heads and their width are."""
     old, new = operator.call[0][0], operator.call[2][0]
     linked = set()
     for left, right in axis_groups(old, new) if operator.name != "aten.expand" else ():
@@ -115,9 +110,9 @@ def _of_split(operator: TracedOperator, node: ast.expr, *, equal: bool = False) 
 
 
 def part_sizes(operator: TracedOperator) -> list[SizeAttribute]:
-    """Return the sizes of equal parts into which an expression cuts an axis, where it can be told one for each.
+    """Return the sizes of equal parts into which an expression cuts an axis, if one can be stated for each.
 
-    But for the first axis, which may grow with the batch.
+    Not of the first axis, which may grow with the batch.
     """
     site = operator.site
     node = None if site is None else expression_at(site)
@@ -129,7 +124,7 @@ def part_sizes(operator: TracedOperator) -> list[SizeAttribute]:
 
 
 def _of_scale(operator: TracedOperator, node: ast.expr) -> Iterator[Sized]:
-    """Attention multiplies by a power of the width of a head unless it is told a scale: it keeps the dense one."""
+    """Yield the width of a head, of which attention makes its scale unless one is given: it keeps the dense one."""
     axis = len(operator.call[2][0]) - 1
     rows = _rows(operator.inputs, axis)
     if rows is not None and is_unscaled_attention(node):
@@ -156,7 +151,7 @@ def _axis(operator: TracedOperator, argument: int) -> int:
 
 
 def _rows(fields: Iterable[Field], axis: int) -> Labels | None:
-    """Return the labels along an axis, a row for each position, of the first field there; None where there are none."""
+    """Return the labels along an axis, a row for each position, of the first field there; None without one."""
     for field in fields:
         if axis in field.span:
             return rows_along(field.labels, axis)
@@ -164,22 +159,20 @@ def _rows(fields: Iterable[Field], axis: int) -> Labels | None:
 
 
 def _is_rest(node: ast.expr) -> bool:
-    """Return whether a size is given as -1: what is left."""
+    """Return whether a size is given as -1."""
     return isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)
 
 
 @dataclass(frozen=True, eq=False)
 class AvoidableConstraints:
-    """Constraints that are none if a compact model is told sizes or an order in place of an expression."""
+    """Constraints that a model does not need if sizes or an order are stated in place of an expression."""
 
     sizes: tuple[SizeAttribute, ...]
     constraints: tuple[Constraint, ...]
 
 
 def avoidable(runs: Iterable[TracedRun]) -> list[AvoidableConstraints]:
-    """Return what equal parts and shuffles ask for, by the expressions that make them, where these always do the
-    same.
-    """
+    """Return the constraints of equal parts and shuffles whose expressions do the same in every call."""
     found: dict[tuple[str, str], list[AvoidableConstraints]] = {}
     for run in runs:
         for index, operator in enumerate(run.operators):
@@ -216,7 +209,7 @@ _MOVES = frozenset(
 
 
 def _chain(operators: Sequence[TracedOperator], start: int) -> Iterator[TracedOperator]:
-    """Yield operators that move what the one before them moved, and nothing else."""
+    """Yield operators each of which only moves what the one before it moved."""
     yield operators[start]
     for before, operator in zip(operators[start:], operators[start + 1 :], strict=False):
         (fields,) = before.outputs
@@ -226,7 +219,7 @@ def _chain(operators: Sequence[TracedOperator], start: int) -> Iterator[TracedOp
 
 
 def _rearranged(chain: Sequence[TracedOperator]) -> Iterator[AvoidableConstraints]:
-    """Yield what the chain does up to each end at which the channels are on their axis again."""
+    """Yield the order that a chain makes, up to each operator after which the channels are on their axis again."""
     first = chain[0]
     for end, last in enumerate(chain[1:], 1):
         if len(first.inputs) != 1 or len(last.outputs[0]) != 1 or last.call[2][0] != first.call[0][0]:
@@ -246,9 +239,7 @@ def _rearranged(chain: Sequence[TracedOperator]) -> Iterator[AvoidableConstraint
 
 
 def _expression(first: TracedOperator, last: TracedOperator) -> tuple[CodeType, ast.expr] | None:
-    """Return the call of a function in which both ran, or the chain of methods from one to the other; with its
-    method.
-    """
+    """Return the call of a function in which both ran, or the chain of calls between them, with its method."""
     if first.caller is not None and first.caller == last.caller and first.owner == last.owner:
         node = expression_at(first.caller)
         return (first.caller.method, node) if isinstance(node, ast.Call) and node.args else None
@@ -260,10 +251,10 @@ def _expression(first: TracedOperator, last: TracedOperator) -> tuple[CodeType, 
 
 
 class StatedSizes:
-    """Collects the sizes in a class's expressions.
+    """The sizes in a class's expressions.
 
     Attributes:
-        equal: labels of which as many must stay, as one expression says how many of either there are.
+        equal: constraints that equal numbers of labels stay, because one expression counts several of them.
     """
 
     def __init__(self, channel_map: ChannelMap, keep: Keep) -> None:
@@ -276,7 +267,7 @@ class StatedSizes:
         self._reads: dict[str, str | None] = {}
 
     def note(self, module: str, sizes: Sequence[SizeExpression]) -> None:
-        """Take in the sizes of one expression when a module ran it once."""
+        """Add the sizes of one expression in one call of a module."""
         fewer = {str(size.place) for size in sizes if self._shrinks(size.labels)}
         beside = {str(size.place) for size in sizes if not size.place.is_number}
         self._changing |= fewer | (beside if fewer or any(self._shrinks(size.decides) for size in sizes) else set())
@@ -295,9 +286,7 @@ class StatedSizes:
         return np.array_equal(one, two)
 
     def _by_row(self, labels: Labels) -> Labels:
-        """Return what decides on each row: one label, as for a position in all heads, where it is the same all
-        along.
-        """
+        """Return the one label that decides on each row, as on a position in all heads; else all labels."""
         final = self._final[labels]
         for choice in self._map.deciding(final):
             if choice.all() and (choice == choice[:, :1]).all():
@@ -305,7 +294,7 @@ class StatedSizes:
         return final
 
     def _clash(self, key: tuple[str, str, int | None], left: Labels, right: Labels) -> None:
-        """Ask for equal numbers, of heads or of positions in the first one; where that was no help, give up."""
+        """Demand equal numbers of heads, or of positions in the first one; if that was tried, leave the size alone."""
         parts = np.stack([left[:, 0], right[:, 0]]) if len(left) == len(right) else None
         if parts is None or any(np.array_equal(parts, asked) for asked in self._asked):
             self._left_alone.add(key[:2])
@@ -313,14 +302,14 @@ class StatedSizes:
             self.equal.append(EqualParts(parts))
 
     def changing(self) -> list[SizeAttribute]:
-        """Return all sizes, of every module, in expressions that change in one of them."""
+        """Return the sizes, of every module, in expressions that change in at least one of them."""
         found = [size for size in self._found.values() if (size.module, size.name) not in self._left_alone]
         return [size for size in found if size.name in self._changing]
 
     def as_attributes(self, model: nn.Module) -> list[SizeAttribute]:
-        """Return the same, with attributes of integers in place of expressions that only read one: `self.num_heads`.
+        """Return the changing sizes, as attributes where an expression only reads one, as in `self.num_heads`.
 
-        Unless that would have to be two sizes at once.
+        An attribute that would need two values at once stays an expression.
         """
         read: dict[tuple[str, str], list[SizeAttribute]] = {}
         result = []
@@ -343,13 +332,13 @@ class StatedSizes:
 
 
 def _holder(size: SizeAttribute, reads: str | None, model: nn.Module) -> tuple[str, str] | None:
-    """Return the module and its attribute that an expression reads: the size itself, or -1 for what is left."""
+    """Return the module and its attribute that an expression reads, if that is the size itself or -1."""
     if reads is None:
         return None
     part, _, name = reads.rpartition(".")
     path = ".".join(filter(None, (size.module, part)))
     try:
         values = integers(vars(model.get_submodule(path)).get(name))
-    except AttributeError:  # of something that is no module
+    except AttributeError:  # not of a module
         return None
     return (path, name) if values and values[size.position or 0] in (len(size.labels), -1) else None

@@ -1,9 +1,8 @@
-"""Attention modules whose Python fixes their sizes, and equivalents with explicit sizes: a closed list.
+"""Substitutes: attention with explicit sizes in place of modules whose Python fixes how sizes follow from another.
 
-The model that is masked stays as it is. The trace follows the equivalents, which compute the same from the same
-parameters, and a compact model has one wherever the original class cannot express the sizes that are left.
-
-`nn.MultiheadAttention` with explicit sizes: heads, widths and scale need not follow from one another.
+A masked model is not changed. The trace follows the substitutes, which compute the same from the same parameters, and a
+compact model has one wherever the original class cannot express its sizes. The one for `nn.MultiheadAttention` is here,
+those of torchvision's window attention are in `prunekit.models.window_attention`.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.labels import Labels
 
 Heads = dict[str, tuple[str, int]]
-"""Module path -> name of the substituted class, and the number of heads that are left."""
+"""Module path -> name of the original class, and the number of heads."""
 
 
 class SizedAttention(nn.Module):
-    """What the equivalents have in common; each also is a subclass of the class it stands for.
+    """The base class of all substitutes; each is also a subclass of the class that it replaces.
 
     Attributes:
         heads: name of the attribute that holds the number of heads.
-        projection: name of the linear layer behind the heads, whose input lies head by head.
-        scale: what attention scores are multiplied by: that of the dense model, whatever is pruned.
+        projection: name of the linear layer behind the heads, which reads one head after the other.
+        scale: the factor of attention scores, always that of the dense model.
     """
 
     heads = "num_heads"
@@ -39,14 +38,14 @@ class SizedAttention(nn.Module):
     scale: float
 
     def dense_scale(self) -> float:
-        """Return the scale that the original computes from its dense sizes."""
+        """Return the scale that the original class computes from its dense sizes."""
         raise NotImplementedError
 
     def take_sizes(self) -> None:
-        """Read all sizes but the number of heads off the tensors."""
+        """Set all sizes but the number of heads from the tensors."""
 
     def fits_original(self) -> bool:
-        """Return whether the original class can express the sizes, so that nothing need be substituted."""
+        """Return whether the original class can express the sizes, so that no substitute is needed."""
         raise NotImplementedError
 
 
@@ -55,22 +54,25 @@ SUBSTITUTES: dict[type[nn.Module], type[SizedAttention]] = {}
 
 
 def substitutes() -> dict[type[nn.Module], type[SizedAttention]]:
-    """Return the equivalent of each class that has one; those of torchvision's only where a model can hold them."""
+    """Return all registered substitutes by the class that they replace.
+
+    Those of torchvision's classes are imported only if torchvision is, as it is wherever a model uses these classes.
+    """
     if "torchvision.models" in sys.modules:
         import_module("prunekit.models.window_attention")
     return SUBSTITUTES
 
 
 def substitute(original: type[nn.Module]) -> Callable[[Class], Class]:
-    """Register the equivalent of a class; of exactly that one, as a subclass may compute something else.
+    """Register the substitute of exactly one class; a subclass of it may compute something else.
 
     Raises:
-        ValueError: the class has an equivalent already.
+        ValueError: the class has a substitute already.
     """
 
     def register(ours: Class) -> Class:
         if original in SUBSTITUTES:
-            raise ValueError(f"{original.__name__} already has an equivalent: {SUBSTITUTES[original].__name__}")
+            raise ValueError(f"{original.__name__} already has a substitute: {SUBSTITUTES[original].__name__}")
         SUBSTITUTES[original] = ours
         return ours
 
@@ -78,75 +80,69 @@ def substitute(original: type[nn.Module]) -> Callable[[Class], Class]:
 
 
 def substitute_all(model: nn.Module) -> set[str]:
-    """Put the equivalents in place of all their originals, in place; return where."""
-    found = {path: module for path, module in model.named_modules() if type(module) in substitutes()}
+    """Put substitutes in place of all modules that have one, in place, and return their paths."""
+    known = substitutes()
+    found = {path: module for path, module in model.named_modules() if type(module) in known}
     for module in found.values():
-        ours = substitutes()[type(module)]
-        module.__class__ = ours
+        module.__class__ = known[type(module)]
         module.scale = module.dense_scale()
         module.take_sizes()
     return set(found)
 
 
 def heads_of(model: nn.Module) -> Heads:
-    """Return the number of heads of every attention module that has an equivalent or is one."""
+    """Return the number of heads of every attention module that has a substitute or is one."""
     found = {}
     for path, module in model.named_modules():
-        ours = _equivalent(module)
+        ours = _substitute_of(module)
         if ours is not None:
-            found[path] = (original_of(ours).__name__, int(getattr(module, ours.heads)))
+            found[path] = (_original_of(ours).__name__, int(getattr(module, ours.heads)))
     return found
 
 
 def heads_left(model: nn.Module, kept: Mapping[str, tuple[Labels | None, ...]]) -> Heads:
-    """Return how many heads each attention module of a dense model has left, wherever any of its sizes changes."""
+    """Return how many heads each attention module of a dense model keeps, for those with any size that changes."""
     names = {id(tensor): name for name, tensor in named_tensors(model)}
     result: Heads = {}
     for path, (name, heads) in heads_of(model).items():
         module: Any = model.get_submodule(path)
         if any(names[id(tensor)] in kept for _, tensor in named_tensors(module)):
-            weight = module.get_submodule(_require(module).projection).weight
+            weight = module.get_submodule(_substitute_of(module).projection).weight  # type: ignore[union-attr]
             columns = kept.get(names[id(weight)], (None, None))[1]
             left = heads if columns is None else len(np.unique(columns * heads // weight.shape[1]))
             result[path] = (name, left)
     return result
 
 
-def _equivalent(module: nn.Module) -> type[SizedAttention] | None:
+def _substitute_of(module: nn.Module) -> type[SizedAttention] | None:
     return type(module) if isinstance(module, SizedAttention) else substitutes().get(type(module))
 
 
-def _require(module: nn.Module) -> type[SizedAttention]:
-    ours = _equivalent(module)
-    assert ours is not None
-    return ours
-
-
-def original_of(ours: type[SizedAttention]) -> type[nn.Module]:
-    """Return the class that an equivalent stands for."""
-    return next(original for original, equivalent in SUBSTITUTES.items() if equivalent is ours)
+def _original_of(ours: type[SizedAttention]) -> type[nn.Module]:
+    """Return the class that a substitute replaces."""
+    return next(original for original, known in SUBSTITUTES.items() if known is ours)
 
 
 def set_heads(model: nn.Module, heads: Heads) -> None:
-    """Give attention modules, whose tensors are narrow already, their number of heads; substitutes where needed.
+    """Set the number of heads of attention modules with narrow tensors, and substitute them if needed; in place.
 
     Raises:
         KeyError: there is no such module at a path.
-        ValueError: the tensors are not those of that many heads.
+        ValueError: the tensors do not fit that many heads.
     """
     modules = dict(model.named_modules())
     for path, (name, count) in heads.items():
         module: Any = modules[path]
-        ours = _equivalent(module)
-        if ours is None or original_of(ours).__name__ != name:
+        ours = _substitute_of(module)
+        if ours is None or _original_of(ours).__name__ != name:
             raise KeyError(path)
         columns = module.get_submodule(ours.projection).weight.shape[1]
         if count < 1 or columns % count:
             raise ValueError(f"{path}: {columns} columns of {ours.projection} are not those of {count} heads")
-        _resize(module, ours, count)
+        _set_head_count(module, ours, count)
 
 
-def _resize(module: Any, ours: type[SizedAttention], heads: int) -> None:
+def _set_head_count(module: Any, ours: type[SizedAttention], heads: int) -> None:
     original = type(module)
     if original is not ours:
         module.__class__ = ours
@@ -170,11 +166,11 @@ class SizedMultiheadAttention(SizedAttention, nn.MultiheadAttention):
     value_dim: int
 
     def dense_scale(self) -> float:
-        """1 / sqrt(head_dim)."""
+        """Return 1 / sqrt(head_dim)."""
         return float(self.head_dim**-0.5)
 
     def take_sizes(self) -> None:
-        """Also turns torch's fast path off, which would read the projections as if they were of the original's size."""
+        """Set all sizes but the number of heads; turn off torch's fast path, which assumes the original ones."""
         self.embed_dim = self.out_proj.weight.shape[0]
         values = self.out_proj.weight.shape[1]
         self.value_dim = values // self.num_heads
@@ -207,7 +203,7 @@ class SizedMultiheadAttention(SizedAttention, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As `nn.MultiheadAttention.forward`; a 3-dimensional `attn_mask` has (batch * heads that are left) rows."""
+        """Compute what `nn.MultiheadAttention.forward` does; a 3-d `attn_mask` has (batch * kept heads) rows."""
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
         batched, shared = query.dim() == 3, query is key and key is value
@@ -236,7 +232,7 @@ class SizedMultiheadAttention(SizedAttention, nn.MultiheadAttention):
         return output if self.batch_first else output.transpose(0, 1), weights
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor, *, shared: bool) -> list[Tensor]:
-        """Queries, keys and values, (N, heads, length, width) each, with the learned and the zero key appended."""
+        """Return queries, keys and values, (N, heads, length, width) each, with the learned and zero keys appended."""
         sizes = [self.num_heads * width for width in (self.head_dim, self.head_dim, self.value_dim)]
         if shared and self.in_proj_weight is not None:
             q, k, v = F.linear(query, self.in_proj_weight, self.in_proj_bias).split_with_sizes(sizes, -1)
@@ -255,7 +251,7 @@ class SizedMultiheadAttention(SizedAttention, nn.MultiheadAttention):
         return [x.view(*x.shape[:-1], self.num_heads, -1).transpose(1, 2) for x in (q, k, v)]
 
     def _mask(self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor) -> Tensor | None:
-        """Return what is added to the scores, broadcasting to (N, heads, L, S)."""
+        """Return the mask that is added to the scores, broadcasting to (N, heads, L, S); None without one."""
         mask = None
         if attn_mask is not None:
             mask = _additive(attn_mask, q.dtype)
@@ -268,7 +264,7 @@ class SizedMultiheadAttention(SizedAttention, nn.MultiheadAttention):
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """-inf where a boolean mask forbids; others are added as they are."""
+    """Return a boolean mask as 0 and -inf; others as they are."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))

@@ -1,4 +1,4 @@
-"""Operators that compute over an axis: matrix products, pooling, reductions, softmax."""
+"""Rules of operators that compute over an axis: matrix products, pooling, reductions, softmax."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _EINSUM = {
 COUNTED = frozenset(
     {*_EINSUM, "aten.addmm", "aten._sparse_addmm", "aten.baddbmm", "aten.convolution", "aten._convolution"}
 )
-"""Operators whose multiply-accumulates count, also where nothing that goes in carries a label."""
+"""Operators whose multiply-accumulates count even if no argument has labels."""
 
 
 @register_rule(*_EINSUM)
@@ -34,7 +34,7 @@ def matrix_product(flow: LabelFlow, call: OperatorCall) -> None:
 
 @register_rule("aten.addmm", "aten._sparse_addmm", "aten.baddbmm")
 def added_matrix_product(flow: LabelFlow, call: OperatorCall) -> None:
-    """A matrix product plus a broadcast bias; torch adds zeros of the whole size to that of a sparse matrix."""
+    """Add a broadcast bias to a matrix product; for a sparse matrix, torch adds zeros of the whole size."""
     axes = _EINSUM["aten.bmm" if call.name == "aten.baddbmm" else "aten.mm"]
     product = flow.contract(call.args[1], call.args[2], *axes)
     bias = aligned(flow, call.args[0], call.out.dim())
@@ -56,7 +56,7 @@ _SPATIAL |= {f"aten.{name}{suffix}": n for name, n in (
 
 @register_rule(*_SPATIAL)
 def spatial(flow: LabelFlow, call: OperatorCall) -> None:
-    """Pooling and interpolation work on each channel by itself."""
+    """Pass channels through pooling and interpolation, which treat each by itself."""
     source = call.args[0]
     slid = set(range(source.dim() - _SPATIAL[call.name], source.dim()))
     fields = flow.fields(source)
@@ -71,9 +71,9 @@ _STATISTICS = frozenset(aten("sum mean amax amin max min var std var_mean std_me
 
 @register_rule(*_STATISTICS, *aten("prod all any argmax argmin"))
 def reduction(flow: LabelFlow, call: OperatorCall) -> None:
-    """Axes that stay keep their labels. A sum or a p-norm over a removed zero is harmless; anything else locks.
+    """Keep the labels of axes that are not reduced; lock the others unless removed zeros do not change the result.
 
-    Unless the module is a norm, which its end tells.
+    Statistics lock only if the module turns out to be no norm when it ends.
     """
     source = call.args[0]
     ndim = source.dim()
@@ -88,7 +88,7 @@ def reduction(flow: LabelFlow, call: OperatorCall) -> None:
         if not shared:
             kept.append(field)
             continue
-        if set(field.span) - reduced:  # what is left has all of the reduced axes
+        if set(field.span) - reduced:  # all of the reduced axes must be there
             kept.append(field.with_labels(flow.union.tie(field.labels, sorted(shared))))
             continue
         harmless = field.zero and _adds_nothing(call)
@@ -125,7 +125,7 @@ def along_axis(flow: LabelFlow, call: OperatorCall) -> None:
 
 @register_rule("aten.glu")
 def gated(flow: LabelFlow, call: OperatorCall) -> None:
-    """The first half of an axis times the sigmoid of the second: what meets goes together."""
+    """Merge the first half of an axis with the second, by whose sigmoid it is multiplied."""
     source = call.args[0]
     axis = call.arg(1, "dim", -1) % source.dim()
     fields = []

@@ -1,4 +1,4 @@
-"""Convolutions: plain, grouped, depthwise and transposed."""
+"""The rule of convolutions: plain, grouped, depthwise and transposed."""
 
 from __future__ import annotations
 
@@ -15,20 +15,18 @@ FIXED_PARTNER = "reads channels whose number no parameter decides, such as those
 
 
 def whole_groups(groups: int, channels_per_group: int) -> bool:
-    """Return whether a grouped convolution loses whole groups (ResNeXt, depthwise) or a column of every group
-    (RegNet).
-    """
+    """Return whether a grouped convolution loses whole groups (ResNeXt, depthwise), or columns of each (RegNet)."""
     return groups >= channels_per_group
 
 
 @register_rule("aten.convolution", "aten._convolution", "aten.convolution_overrideable")
 def convolution(flow: LabelFlow, call: OperatorCall) -> None:
-    """Plain, grouped, depthwise and transposed convolution in any number of spatial axes."""
+    """Merge input channels with the weight, and give its output channels to the result, in any number of dimensions."""
     source, weight, bias = call.args[0], call.args[1], call.arg(2, "bias")
     transposed, groups = bool(call.arg(6, "transposed", False)), int(call.arg(8, "groups", 1))
-    still = [axis for axis in range(2, source.dim()) if _stands_still(call, axis - 2)]
-    beside = [field for field in flow.fields(source) if field.span and set(field.span) <= set(still)]
-    sliding = [field for field in flow.fields(source) if set(field.span) - {0, 1} and field not in beside]
+    untouched = {axis for axis in range(2, source.dim()) if _leaves_alone(call, axis - 2)}
+    passing = [field for field in flow.fields(source) if field.span and set(field.span) <= untouched]
+    sliding = [field for field in flow.fields(source) if set(field.span) - {0, 1} and field not in passing]
     flow.lock(sliding, "a convolution slides over these channels")
     for axis in range(2, weight.dim()):
         flow.fix(flow.on_axis(weight, axis, "channels that are spread over a kernel's positions")[0])
@@ -40,9 +38,9 @@ def convolution(flow: LabelFlow, call: OperatorCall) -> None:
     kernel = weight.shape[2:].numel()
     factors = [rows[0].labels.reshape(-1) if rows else None, first, second]
     sizes = [size for size, labels in zip((len(source), *weight.shape[:2]), factors, strict=True) if labels is None]
-    aside = [field.labels.reshape(-1) for field in beside]
-    constant = positions * kernel * int(np.prod(sizes)) / float(np.prod([labels.size for labels in aside]))
-    flow.add_macs(constant, [*factors, *aside])
+    others = [field.labels.reshape(-1) for field in passing]
+    constant = positions * kernel * int(np.prod(sizes)) / float(np.prod([labels.size for labels in others]))
+    flow.add_macs(constant, [*factors, *others])
 
     consumer, producer, zero = (first, second, first_zero) if transposed else (second, first, second_zero)
     by_groups = groups > 1 and whole_groups(groups, source.shape[1] // groups)
@@ -62,24 +60,22 @@ def convolution(flow: LabelFlow, call: OperatorCall) -> None:
     produced_zero = first_zero or x_zero if by_groups else second_zero if transposed else first_zero
     channels = [] if out is None else [along(out, 1, call.out.dim())]
     flow.set(call.out, [
-        *(Field(field.labels, field.zero and bias is None) for field in (*rows, *beside)),
+        *(Field(field.labels, field.zero and bias is None) for field in (*rows, *passing)),
         *(Field(labels, produced_zero and (bias is None or b_zero)) for labels in channels),
     ])  # fmt: skip
 
 
-def _stands_still(call: OperatorCall, index: int) -> bool:
-    """Return whether a convolution leaves an axis alone: its kernel has one position there, and it neither skips nor
-    pads.
-    """
+def _leaves_alone(call: OperatorCall, index: int) -> bool:
+    """Return whether a convolution leaves a spatial axis alone: kernel size 1, stride 1 and no padding."""
     stride, padding = call.args[3], call.args[4]
     step, added = (given[index if len(given) > 1 else 0] for given in (stride, padding))
     return bool(call.args[1].shape[2 + index] == 1 and step == 1 and added == 0)
 
 
 def _whole_rows(flow: LabelFlow, source: torch.Tensor) -> list[Field]:
-    """Return fields on the batch axis, as heads that were merged with it: each row of the batch is computed by itself.
+    """Return fields on the batch axis, such as heads merged with it: each row of the batch is computed by itself.
 
-    Those that lie on channels too are tied along them, so that whole rows go.
+    Fields that lie on channels too are tied along them, so that whole rows are removed.
     """
     fields = [
         field.with_labels(flow.union.tie(field.labels, [1])) if field.span == (0, 1) else field
@@ -92,7 +88,7 @@ def _whole_rows(flow: LabelFlow, source: torch.Tensor) -> list[Field]:
 def _by_whole_groups(
     flow: LabelFlow, x: Labels | None, first: Labels | None, groups: int, out_channels: int, *, transposed: bool
 ) -> Labels | None:
-    """Return one label for each group: its inputs, its outputs and its slice of the weight."""
+    """Couple the inputs, outputs and weights of each group, and return the labels of the output."""
     if x is None or first is None:
         flow.lock([x, first], FIXED_PARTNER)
         return None
@@ -104,9 +100,7 @@ def _by_whole_groups(
 def _by_columns(
     flow: LabelFlow, x: Labels | None, first: Labels | None, second: Labels | None, groups: int, *, transposed: bool
 ) -> Labels | None:
-    """Return the same columns in every group, so that the number of groups stays; or whole groups that hang
-    together.
-    """
+    """Couple the same columns of all groups, or leave it to a constraint, and return the labels of the output."""
     if x is not None and first is not None and second is not None and not transposed and _remembers_groups(flow):
         flow.constraints.append(Grouped(x.reshape(groups, -1), first.reshape(groups, -1), second, flow.module))
         return first
@@ -121,5 +115,5 @@ def _by_columns(
 
 
 def _remembers_groups(flow: LabelFlow) -> bool:
-    """Return whether what runs is a module of torch, whose number of groups can be set."""
+    """Return whether the running module is torch's, whose number of groups can be set."""
     return flow.model is not None and isinstance(flow.model.get_submodule(flow.module), _ConvNd)

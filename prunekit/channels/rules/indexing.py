@@ -1,7 +1,4 @@
-"""Operators that take an axis apart or put parts together: select, split, index, concatenate.
-
-Tables looked up by integers, and positions put in order by their values.
-"""
+"""Rules of operators that take an axis apart, put parts together, look up positions, or sort them."""
 
 from __future__ import annotations
 
@@ -21,16 +18,16 @@ from prunekit.channels.tracing.label_flow import LabelFlow
 
 
 def _without(flow: LabelFlow, fields: Sequence[Field], axis: int, reason: str) -> list[Field]:
-    """Return fields without an axis whose every position stays: those along it alone lock, joint ones are tied.
+    """Return fields without an axis, all of whose positions stay: fields on it alone are locked, others tied.
 
-    So queries, keys and values on an axis of size 3 lose the same heads.
+    Queries, keys and values on an axis of size 3 then lose the same heads.
     """
     return [field.with_labels(np.squeeze(field.labels, axis)) for field in flow.tied_along(axis, fields, reason)]
 
 
 @register_rule("aten.select")
 def select(flow: LabelFlow, call: OperatorCall) -> None:
-    """One position of an axis."""
+    """Take one position of an axis, which is locked."""
     axis = call.args[1] % call.args[0].dim()
     flow.set(call.out, _without(flow, flow.fields(call.args[0]), axis, "one position of this axis is picked by number"))
 
@@ -39,7 +36,7 @@ def select(flow: LabelFlow, call: OperatorCall) -> None:
     "aten.split", "aten.split_with_sizes", "aten.chunk", "aten.unbind", "aten.unsafe_split", "aten.unsafe_chunk"
 )
 def split(flow: LabelFlow, call: OperatorCall) -> None:
-    """Equal parts of a labeled axis must stay equal; the trial tells whether sizes of unequal ones can be set."""
+    """Split labels, equal parts of which must stay equal; the trial tells whether sizes of unequal parts can be set."""
     source = call.args[0]
     position = 1 if call.name == "aten.unbind" else 2
     axis = call.arg(position, "dim", 0) % source.dim()
@@ -53,7 +50,7 @@ def split(flow: LabelFlow, call: OperatorCall) -> None:
     sizes = [out.shape[axis] for out in outs]
     equal = len(outs) > 1 and len(set(sizes)) == 1
     for field in fields:
-        if axis in field.span and equal and flow.module not in flow.substituted:  # which take sizes from their tensors
+        if axis in field.span and equal and flow.module not in flow.substituted:  # these take sizes from their tensors
             moved = np.moveaxis(field.labels, axis, -1)
             for row in moved.reshape(-1, moved.shape[-1]):
                 flow.constraints.append(EqualParts(row.reshape(len(outs), -1)))
@@ -64,7 +61,7 @@ def split(flow: LabelFlow, call: OperatorCall) -> None:
 
 @register_rule("aten.cat", "aten.stack")
 def concatenate(flow: LabelFlow, call: OperatorCall) -> None:
-    """Concatenate labels; a part without labels on that axis counts as locked positions."""
+    """Concatenate labels; a part without labels on that axis has locked positions."""
     tensors: list[Any] = [tensor for tensor in call.args[0] if tensor.dim() > 1 or tensor.numel()]
     axis = call.arg(1, "dim", 0) % call.out.dim()
     if call.name == "aten.stack":
@@ -88,7 +85,7 @@ def concatenate(flow: LabelFlow, call: OperatorCall) -> None:
 
 
 def _joint(flow: LabelFlow, tensors: Sequence[Any], axis: int) -> dict[tuple[int, ...], Field]:
-    """By span the fields that lie on an axis and on others in all of the tensors: concatenated like the values."""
+    """Return by span the concatenated fields that lie on an axis and on others in all of the tensors."""
     parts = [
         {field.span: field for field in flow.fields(t) if axis in field.span and len(field.span) > 1} for t in tensors
     ]
@@ -110,7 +107,7 @@ def _common(flow: LabelFlow, shapes: list[tuple[int, ...]], others: list[list[Fi
 
 @register_rule("aten.unfold")
 def windows(flow: LabelFlow, call: OperatorCall) -> None:
-    """Windows that slide along one axis: that axis is locked, others pass."""
+    """Lock the axis along which windows slide, and pass the others."""
     axis, fields = call.args[1] % call.args[0].dim(), flow.fields(call.args[0])
     flow.lock([field for field in fields if axis in field.span], "windows slide over these channels")
     flow.set(call.out, [f.with_labels(f.labels[..., None]) for f in fields if axis not in f.span])
@@ -118,7 +115,7 @@ def windows(flow: LabelFlow, call: OperatorCall) -> None:
 
 @register_rule("aten.index_select", "aten.gather", "aten.index", "aten.as_strided")
 def pick(flow: LabelFlow, call: OperatorCall) -> None:
-    """Positions picked by numbers: an axis that may change is locked."""
+    """Lock axes whose positions are picked by number."""
     if call.name == "aten.index_select":
         axis = call.args[1] % call.args[0].dim()
         replay(flow, call, [axis], PICKED)
@@ -129,7 +126,7 @@ def pick(flow: LabelFlow, call: OperatorCall) -> None:
 
 
 def _index_rows(flow: LabelFlow, call: OperatorCall) -> bool:
-    """Looked up by integers or a mask of one axis: the axes picked from go, those of the integers come, others pass."""
+    """Replace the axes that are picked from by those of the indices; return False if the labels cannot follow."""
     picked = _picked(flow, call)
     if picked is None:
         return False
@@ -140,19 +137,19 @@ def _index_rows(flow: LabelFlow, call: OperatorCall) -> bool:
 
 @dataclass(frozen=True)
 class _Picked:
-    """Axes looked up by integers, and where those of the integers come in their place."""
+    """Axes that integers pick from, and the `fresh` axes of the integers that come from position `first` instead."""
 
     axes: tuple[int, ...]
     first: int
     fresh: int
 
     def forth(self, labels: Labels) -> Labels:
-        """Return the labels of the whole, the same on all positions of `axes`, as labels of what is picked."""
+        """Return labels of the source, the same at all positions of `axes`, as labels of the result."""
         rest = np.squeeze(labels, self.axes)
         return rest.reshape(*rest.shape[: self.first], *[1] * self.fresh, *rest.shape[self.first :])
 
     def back(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return a shape of what is picked as one of the whole, with 1 on all of `axes`."""
+        """Return a shape of the result as one of the source, with 1 on all of `axes`."""
         rest = [*shape[: self.first], *shape[self.first + self.fresh :]]
         for axis in self.axes:
             rest.insert(axis, 1)
@@ -160,9 +157,7 @@ class _Picked:
 
 
 def _picked(flow: LabelFlow, call: OperatorCall) -> _Picked | None:
-    """Return how an operator picks positions of its first argument; locks the labels there, and those that decide on
-    it.
-    """
+    """Return how an operator picks positions of its first argument, and lock the labels there and of the indices."""
     source, given = call.args[0], call.args[1]
     indices = {axis: index for axis, index in enumerate(given) if index is not None}
     if any(index.dtype == torch.bool and index.dim() != 1 for index in indices.values()):
@@ -178,7 +173,7 @@ def _picked(flow: LabelFlow, call: OperatorCall) -> _Picked | None:
 
 @register_rule("aten.index_put", "aten.index_put_", "aten._index_put_impl_")
 def put(flow: LabelFlow, call: OperatorCall) -> None:
-    """Values written to positions picked by integers or a mask: labels on other axes are those of both."""
+    """Merge values with the tensor that they are written to, on axes that no integers or masks pick from."""
     target, values = call.args[0], call.args[2]
     picked = _picked(flow, call)
     if picked is None:
@@ -202,7 +197,7 @@ def put(flow: LabelFlow, call: OperatorCall) -> None:
 
 @register_rule("aten.embedding", "aten._embedding_bag", "aten._embedding_bag_forward_only")
 def embedding(flow: LabelFlow, call: OperatorCall) -> None:
-    """Rows of a table, or sums, means and maxima of them: the rows stay, the columns are the output's last axis."""
+    """Lock the rows of a table that is looked up; its columns are the last axis of the output."""
     table = call.args[0]
     flow.fix(flow.on_axis(table, 0, "channels that are spread over both rows and columns of a table")[0])
     columns, zero = flow.on_axis(table, 1, "channels that are spread over both rows and columns of a table")
@@ -220,17 +215,17 @@ _ORDERED = {
     **dict.fromkeys(("aten.cummax", "aten.cummin", "aten.cumprod", "aten.logcumsumexp"), 1),
     **dict.fromkeys(("aten.topk", "aten.kthvalue"), 2),
 }
-"""Operator -> at which position it takes its axis, which is the last one when not given."""
+"""Operator -> the position of its argument `dim`, which is -1 by default."""
 
 
 @register_rule(*_ORDERED)
 def ordered(flow: LabelFlow, call: OperatorCall) -> None:
-    """Positions of one axis compared with each other: that axis is locked, others pass."""
+    """Lock the axis whose positions are compared with each other, and pass the others."""
     source, outs = call.args[0], call.outs
     axis = call.arg(_ORDERED[call.name], "dim", -1) % max(source.dim(), 1)
-    everything = outs[0].dim() < source.dim() - 1  # the median of a whole tensor
+    whole = outs[0].dim() < source.dim() - 1  # the median of a whole tensor
     fields = flow.fields(source)
-    mixed = [field for field in fields if everything or axis in field.span]
+    mixed = [field for field in fields if whole or axis in field.span]
     flow.lock(mixed, f"{call.name} compares these channels with each other")
     rest = [field for field in fields if field not in mixed]
     for out in outs:

@@ -1,4 +1,4 @@
-"""Norms: each channel by itself, or several together."""
+"""Rules of norms: over each channel by itself, or over several together."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ TOGETHER = "a norm takes its statistics over these channels together"
     "aten.batch_norm",
 )
 def batch_norm(flow: LabelFlow, call: OperatorCall) -> None:
-    """Normalize each channel by itself: merges the channel's parameters and statistics with the input's labels."""
+    """Merge the parameters and statistics of each channel with the labels of the input."""
     source = call.args[0]
     tensors = [argument if isinstance(argument, torch.Tensor) else None for argument in call.args[1:5]]
     fields = _each_channel(flow, call, *tensors)
-    if len(tensors) < 3 or tensors[2] is None:  # no running statistics: of what lies on other axes they are taken now
+    if len(tensors) < 3 or tensors[2] is None:  # without running statistics they are taken over the other axes
         _take_statistics(flow, fields, set(range(source.dim())) - {1})
     for vector in call.outs[1:]:
         if tuple(vector.shape) == (source.shape[1],):
@@ -40,7 +40,7 @@ def batch_norm(flow: LabelFlow, call: OperatorCall) -> None:
 def _each_channel(
     flow: LabelFlow, call: OperatorCall, weight: Tensor, bias: Tensor, mean: Tensor = None, variance: Tensor = None
 ) -> list[Field]:
-    """Merge what a channel has; it stays exactly zero where neither the statistics nor the affine move it."""
+    """Merge the tensors of each channel; it stays exactly zero if neither the statistics nor the affine move it."""
     source = call.args[0]
     vectors = [_lifted(flow, v, 1, source.dim()) for v in (weight, bias, mean, variance) if v is not None]
     fields = flow.pointwise([_lifted(flow, source, 0, source.dim()), *vectors], product=False)
@@ -56,7 +56,7 @@ def _is_zero(flow: LabelFlow, tensor: Tensor) -> bool:
 
 @register_rule("aten.native_layer_norm", "aten._fused_rms_norm", "aten.rms_norm")
 def layer_norm(flow: LabelFlow, call: OperatorCall) -> None:
-    """Normalize over the last axes together: their labels pass if the running module is a norm."""
+    """Pass the labels of the last axes, over which it normalizes together, if the running module is a norm."""
     source, shape, *affine = call.args[:4]
     vectors = [argument for argument in affine if isinstance(argument, torch.Tensor)]
     lead = source.dim() - len(shape)
@@ -72,16 +72,14 @@ def layer_norm(flow: LabelFlow, call: OperatorCall) -> None:
 
 
 def _whole_rows(flow: LabelFlow, field: Field, together: set[int]) -> Field:
-    """Return a field that lies on other axes too, such as heads, tied so that whole rows go: what is left has all of
-    them.
-    """
+    """Return a field that lies on other axes too, such as heads, tied along `together`: whole rows are removed."""
     inside = sorted(set(field.span) & together)
     return field if len(inside) in (0, len(field.span)) else field.with_labels(flow.union.tie(field.labels, inside))
 
 
 @register_rule("aten.native_group_norm")
 def group_norm(flow: LabelFlow, call: OperatorCall) -> None:
-    """Normalize over equal groups of channels: each loses the same positions, so that their number stays."""
+    """Tie the same positions of all groups, so that the number of groups stays."""
     source, weight, bias = call.args[:3]
     groups = int(call.args[6])
     spatial = set(range(2, source.dim()))
@@ -131,9 +129,9 @@ DIVIDED = (
 
 @register_rule("aten._weight_norm_interface")
 def weight_norm(flow: LabelFlow, call: OperatorCall) -> None:
-    """A length for each row times the row over its norm: a removed one has no length, and stays to be divided by.
+    """Merge the rows of a weight with their lengths; removed rows have length 0, and keep a norm to be divided by.
 
-    Other axes lose exact zeros, which the norms do not see.
+    Fields on other axes pass if removed entries are exact zeros, which do not change the norms.
     """
     rows, lengths, axis = call.args[0], call.args[1], call.arg(2, "dim", 0) % call.args[0].dim()
     (scaled, norms), others = call.out, [field for field in flow.fields(rows) if axis not in field.span]
@@ -141,7 +139,7 @@ def weight_norm(flow: LabelFlow, call: OperatorCall) -> None:
     on_rows, _ = flow.on_axis(rows, axis, DIVIDED)
     on_lengths, zero = flow.on_axis(lengths, axis, DIVIDED)
     own = any(tensor is rows for _, tensor in named_tensors(flow.model)) if flow.model is not None else False
-    if not (own and zero):  # what is computed before has zeros where a row is removed
+    if not (own and zero):  # a computed weight has zeros where a row is removed
         flow.lock([on_rows, on_lengths], DIVIDED)
         on_rows = on_lengths = None
     labels = flow.join(on_rows, on_lengths, DIVIDED)

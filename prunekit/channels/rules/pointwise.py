@@ -1,6 +1,6 @@
-"""Pointwise operators: unary ones pass fields through, the others broadcast and merge them.
+"""Rules of pointwise operators: unary ones pass fields through, the others broadcast and merge them.
 
-Tensors of one number that a forward pass makes, such as the first state of a recurrent layer.
+Tensors of one number that a forward pass makes, such as the first state of a recurrent layer, are here too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ IN_PLACE = ("", "_")
 def aligned(flow: LabelFlow, tensor: torch.Tensor, ndim: int) -> tuple[Shape, list[Field]]:
     """Return the shape and fields of a tensor with leading axes of size 1 added up to `ndim`.
 
-    What was expanded along an axis counts as one value there: `expand_as` takes the size of whatever is kept.
+    An expanded axis counts as size 1: `expand_as` takes whatever size is kept.
     """
     lead = (1,) * (ndim - tensor.dim())
     fields = [field.with_labels(field.labels.reshape(lead + field.labels.shape)) for field in flow.fields(tensor)]
@@ -63,13 +63,13 @@ def broadcast(flow: LabelFlow, operands: Sequence[Any], *, product: bool) -> lis
 
 @register_rule(*aten(KEEPS_ZERO, IN_PLACE))
 def keeps_zero(flow: LabelFlow, call: OperatorCall) -> None:
-    """f(0) = 0: fields and their zeros pass."""
+    """Pass fields and their zeros, as f(0) = 0."""
     flow.set(call.outs[0], flow.fields(call.args[0]))
 
 
 @register_rule(*aten(MOVES_ZERO, IN_PLACE))
 def moves_zero(flow: LabelFlow, call: OperatorCall) -> None:
-    """f(0) need not be 0: fields pass, but removed entries are no longer known to be zero."""
+    """Pass fields without their zeros, as f(0) may be anything."""
     if call.name.removeprefix("aten.") in FRESH and call.out.shape != call.args[0].shape:
         return
     tensors = [argument for argument in call.args if isinstance(argument, torch.Tensor)]
@@ -79,7 +79,7 @@ def moves_zero(flow: LabelFlow, call: OperatorCall) -> None:
 
 @register_rule(*aten("clamp clamp_min clamp_max hardtanh", IN_PLACE))
 def clamps(flow: LabelFlow, call: OperatorCall) -> None:
-    """0 stays 0 where the bounds are numbers with 0 between them."""
+    """Pass zeros if the bounds are numbers with 0 between them."""
     limits = (-1, 1) if "hardtanh" in call.name else (None, None)
     low = call.arg(1, "max" if "clamp_max" in call.name else "min_val" if "hardtanh" in call.name else "min", limits[0])
     high = call.arg(2, "max_val" if "hardtanh" in call.name else "max", limits[1])
@@ -94,7 +94,7 @@ def clamps(flow: LabelFlow, call: OperatorCall) -> None:
 
 @register_rule("aten.pow", "aten.pow_")
 def power(flow: LabelFlow, call: OperatorCall) -> None:
-    """0 stays 0 under a positive number as exponent."""
+    """Pass zeros if the exponent is a positive number."""
     exponent = call.args[1]
     positive = isinstance(exponent, (int, float)) and exponent > 0
     (keeps_zero if positive else moves_zero)(flow, call)
@@ -102,13 +102,13 @@ def power(flow: LabelFlow, call: OperatorCall) -> None:
 
 @register_rule(*aten(SUMS, IN_PLACE))
 def sums(flow: LabelFlow, call: OperatorCall) -> None:
-    """Zero only where every operand is zero. `alpha` scales and does not matter."""
+    """Merge operands whose sum is zero only if all are; the scale `alpha` does not matter."""
     flow.set(call.out, broadcast(flow, call.args[:2] if "lerp" not in call.name else call.args[:3], product=False))
 
 
 @register_rule(*aten(PRODUCTS, IN_PLACE))
 def products(flow: LabelFlow, call: OperatorCall) -> None:
-    """Zero where any factor is zero; of a quotient, where the numerator is and the denominator is not."""
+    """Merge factors whose product is zero if any is; a quotient, if the numerator is and the denominator is not."""
     fields = broadcast(flow, call.args[:2], product=True)
     if "mul" not in call.name:
         above, below = (_zero_spans(flow, operand, call.out.dim()) for operand in call.args[:2])
@@ -119,7 +119,7 @@ def products(flow: LabelFlow, call: OperatorCall) -> None:
 
 @register_rule(*aten(SLOPES, IN_PLACE))
 def slopes(flow: LabelFlow, call: OperatorCall) -> None:
-    """The backward pass of a pointwise function: a gradient times the slope there, zero where the gradient is."""
+    """Merge a gradient with what it is multiplied by in a pointwise backward pass; zero where the gradient is."""
     tensors = [argument for argument in call.args if isinstance(argument, torch.Tensor)]
     fields = broadcast(flow, tensors, product=False)
     zero = _zero_spans(flow, call.args[0], call.out.dim())
@@ -136,7 +136,7 @@ def _zero_spans(flow: LabelFlow, operand: Any, ndim: int) -> set[tuple[int, ...]
     "aten.addcmul", "aten.addcmul_", "aten.where", "aten.masked_fill", "aten.masked_fill_", "aten._prelu_kernel"
 )
 def ternary(flow: LabelFlow, call: OperatorCall) -> None:
-    """Merge whatever meets; zeros survive only in PReLU, whose kernel maps 0 to 0."""
+    """Merge all operands; only PReLU, which maps 0 to 0, keeps zeros."""
     fields = broadcast(flow, [argument for argument in call.args if isinstance(argument, torch.Tensor)], product=False)
     kept = [field.span for field in flow.fields(call.args[0]) if field.zero] if "prelu" in call.name else []
     flow.set(call.out, [Field(field.labels, field.span in kept) for field in fields])
@@ -144,7 +144,7 @@ def ternary(flow: LabelFlow, call: OperatorCall) -> None:
 
 @register_rule("aten.copy_")
 def copy(flow: LabelFlow, call: OperatorCall) -> None:
-    """What is written replaces what was there; a broadcast source leaves its axes without labels."""
+    """Give the target the fields of the source; axes along which the source is broadcast have no labels."""
     target, source = call.args[:2]
     written = (
         broadcast(flow, [target, source], product=False)
@@ -156,22 +156,22 @@ def copy(flow: LabelFlow, call: OperatorCall) -> None:
 
 
 MADE = frozenset({"aten.zeros", "aten.full", "aten.new_zeros"})
-"""Operators with a rule for what comes out, also where nothing that goes in carries a label."""
+"""Operators whose results get labels even if no argument has any."""
 
 
 @register_rule("aten.zeros", "aten.full")
 def made(flow: LabelFlow, call: OperatorCall) -> None:
-    """Labels of its own for an axis as long as a number that the running module, or a part of it, remembers.
+    """Give new labels to an axis whose size is an attribute of the running module or one of its children.
 
-    So a state of `hidden_size` zeros goes with what it meets. Whether that size really follows, the trial tells.
+    A state of `hidden_size` zeros is then coupled with what it meets; the trial tells whether its size really follows.
     """
-    sizes, zero = _remembered(flow), call.name != "aten.full" or call.args[1] == 0
+    sizes, zero = _size_attributes(flow), call.name != "aten.full" or call.args[1] == 0
     axes = [axis for axis, size in enumerate(call.out.shape) if size > 1 and size in sizes]
     ndim = call.out.dim()
     flow.set(call.out, [Field(along(flow.union.new(call.out.shape[axis]), axis, ndim), zero) for axis in axes])
 
 
-def _remembered(flow: LabelFlow) -> set[int]:
+def _size_attributes(flow: LabelFlow) -> set[int]:
     if flow.model is None:
         return set()
     module = flow.model.get_submodule(flow.module)
@@ -179,12 +179,12 @@ def _remembered(flow: LabelFlow) -> set[int]:
 
 
 @register_rule("aten.new_zeros")
-def made_beside(flow: LabelFlow, call: OperatorCall) -> None:
-    """Zeros beside a tensor: of its shape with its labels, else with labels of their own."""
+def made_like(flow: LabelFlow, call: OperatorCall) -> None:
+    """Give new zeros the labels of a tensor if they have its shape, else new labels."""
     (zeros if call.out.shape == call.args[0].shape else made)(flow, call)
 
 
 @register_rule("aten.zeros_like", "aten.zero", "aten.zero_")
 def zeros(flow: LabelFlow, call: OperatorCall) -> None:
-    """Zeros in the shape of a tensor, with its labels."""
+    """Give zeros in the shape of a tensor its labels."""
     flow.set(call.out, [Field(field.labels, zero=True) for field in flow.fields(call.args[0])])

@@ -1,4 +1,4 @@
-"""One small pure function per family of operators, registered by name; a second registration raises."""
+"""The registry of operator rules: one small pure function per family of operators, registered by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Rule = Callable[[LabelFlow, "OperatorCall"], None]
 
 
 class OperatorCall:
-    """One operator call as a rule sees it: its name, what went in and what came out."""
+    """One operator call as a rule sees it: name, arguments and results."""
 
     __slots__ = ("args", "kwargs", "name", "out")
 
@@ -25,7 +25,7 @@ class OperatorCall:
 
     @property
     def outs(self) -> Sequence[Any]:
-        """Its results, one or several."""
+        """The results, one or several."""
         return self.out if isinstance(self.out, (tuple, list)) else [self.out]
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
@@ -36,11 +36,11 @@ class OperatorCall:
 
 
 RULES: dict[str, Rule] = {}
-"""Operator name without namespace overload, such as `aten.add` or `mylib.scan`, to its rule."""
+"""Operator name without overload, such as `aten.add` or `mylib.scan`, to its rule."""
 
 
 def aten(names: str, suffixes: Sequence[str] = ("",)) -> list[str]:
-    """Return names of ATen operators, given with spaces between them; with `("", "_")` also those in place."""
+    """Return the full names of ATen operators, given with spaces between them; with `("", "_")` in-place ones too."""
     return [f"aten.{name}{suffix}" for name in names.split() for suffix in suffixes]
 
 
@@ -50,9 +50,7 @@ def _installed() -> dict[str, EntryPoint]:
 
 
 def rule_of(name: str) -> Rule | None:
-    """Return the rule of an operator; None where there is none. One that an installed package names is imported
-    first.
-    """
+    """Return the rule of an operator, if need be from an installed package's entry point; None without one."""
     if name not in RULES and (point := _installed().get(name)) is not None:
         point.load()
     return RULES.get(name)

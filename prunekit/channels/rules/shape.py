@@ -1,4 +1,4 @@
-"""Shape operators are replayed on the labels; splits of a labeled axis leave a constraint, the rest locks."""
+"""Rules of shape operators: replayed on the labels; splits of a labeled axis leave a constraint, the rest locks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prunekit.channels.tracing.label_flow import LabelFlow
 
 
 def axis_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Return factors a reshape into the smallest groups of old axes that become groups of new axes."""
+    """Return the smallest groups of old axes of a reshape, each with the new axes that it becomes."""
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(old) or j < len(new):
@@ -38,7 +38,7 @@ def axis_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int],
 
 
 def reshape_labels(labels: Labels, old: Sequence[int], new: Sequence[int]) -> tuple[Labels, list[list[int]]]:
-    """Reshape labels like a view from `old` to `new`; also returns the groups of new axes that one axis became."""
+    """Return labels reshaped like a view from `old` to `new`, and the groups of new axes that one axis became."""
     if 0 in old:
         return np.zeros([1] * len(new), dtype=np.int64), []
     full, target, splits = list(labels.shape), [1] * len(new), []
@@ -63,9 +63,9 @@ def reshape_labels(labels: Labels, old: Sequence[int], new: Sequence[int]) -> tu
     "aten.squeeze_",
 )
 def view(flow: LabelFlow, call: OperatorCall) -> None:
-    """Merging axes repeats labels; splitting one leaves a rectangle constraint for each pair of factors."""
+    """Repeat labels where axes are merged; leave a rectangle constraint for each pair that an axis is split into."""
     source, out = call.args[0], call.out
-    if call.name.endswith("_") and source is out:  # the shape is changed already; nothing is known of the old one
+    if call.name.endswith("_") and source is out:  # the old shape is unknown by now
         flow.lock(flow.fields(source), "shape changed in place")
         flow.set(source, ())
         return
@@ -75,16 +75,16 @@ def view(flow: LabelFlow, call: OperatorCall) -> None:
         for axes in splits:
             _constrain(flow, labels, axes)
         fields.append(field.with_labels(collapse(labels)))
-    gone = set()
+    dropped = set()
     for i, j in combinations(range(len(fields)), 2):
         if set(fields[i].span) & set(fields[j].span) and not set(before[i].span) & set(before[j].span):
             locked = [k for k in (i, j) if not flow.union.find(fields[k].labels).any()]
-            gone.update(locked)  # like an axis without labels: nothing there is removed, whatever it is merged with
+            dropped.update(locked)  # like an axis without labels: nothing is removed there
             if not locked:
                 flow.constraints.append(
                     Crossed(*(flow.record(fields[k].labels, "merged with another axis") for k in (i, j)))
                 )
-    fields = [field for k, field in enumerate(fields) if k not in gone]
+    fields = [field for k, field in enumerate(fields) if k not in dropped]
     flow.set(out, fields)
 
 
@@ -115,7 +115,7 @@ def permute(flow: LabelFlow, call: OperatorCall) -> None:
 
 @register_rule("aten.as_strided_")
 def layout(flow: LabelFlow, call: OperatorCall) -> None:
-    """Pooling to one position writes other strides for its axes of size 1 in place; anything more locks."""
+    """Pass strides that pooling to one position writes in place for axes of size 1, and lock on anything more."""
     fields, shape = flow.fields(call.out), call.out.shape
     fits = all(f.labels.ndim == len(shape) and all(f.labels.shape[a] == shape[a] for a in f.span) for f in fields)
     if not (fits and call.out.is_contiguous()):
@@ -130,7 +130,7 @@ def expand(flow: LabelFlow, call: OperatorCall) -> None:
 
 
 def replay(flow: LabelFlow, call: OperatorCall, axes: Sequence[int], reason: str, *, zero: bool = True) -> None:
-    """Fields wholly on `axes`, whose positions the operator changes, lock; those that go beyond are tied along them."""
+    """Lock fields that lie only on `axes`, whose positions the operator changes, and tie the others along them."""
     passing = []
     for field in flow.fields(call.args[0]):
         shared = [axis for axis in field.span if axis in axes]
@@ -148,9 +148,9 @@ BY_POSITION = "cut, padded or rolled by positions that the model's code fixes"
 
 @register_rule("aten.slice", "aten.narrow")
 def cut(flow: LabelFlow, call: OperatorCall) -> None:
-    """Labels are cut like the values; the trial tells whether the positions can be set to what is left.
+    """Cut labels like the values; the trial tells whether the positions can be set to match the kept ones.
 
-    Those of a part of every head are tied along it, so that whole heads go.
+    Labels of a part of every head are tied along it, so that whole heads are removed.
     """
     source = call.args[0]
     axis = call.arg(1, "dim", 0) % source.dim()
@@ -169,7 +169,7 @@ def cut(flow: LabelFlow, call: OperatorCall) -> None:
 
 
 def part(flow: LabelFlow, fields: Sequence[Field], axis: int, start: int, stop: int) -> list[Field]:
-    """Return the fields of some positions of an axis; a single one stays, as nothing would be left of it."""
+    """Return the fields of some positions of an axis; a single position is locked."""
     if stop - start == 1:
         flow.lock([np.take(f.labels, [start], axis=axis) for f in fields if f.span == (axis,)], PICKED)
     taken = [np.take(f.labels, range(start, stop), axis=axis) if axis in f.span else f.labels for f in fields]
@@ -187,7 +187,7 @@ def roll(flow: LabelFlow, call: OperatorCall) -> None:
     "aten.constant_pad_nd", *[f"aten.{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)]
 )
 def pad(flow: LabelFlow, call: OperatorCall) -> None:
-    """Positions that are added to a labeled axis stay; where others go, or labeled ones are copied, it locks."""
+    """Lock positions added to a labeled axis; lock the axis where positions are cut off or copied."""
     amounts, last = call.args[1], call.out.dim() - 1
     changed = {last - i // 2: amounts[i - i % 2 : i - i % 2 + 2] for i, amount in enumerate(amounts) if amount}
     if call.name == "aten.constant_pad_nd" and all(amount >= 0 for amount in amounts):
@@ -198,8 +198,9 @@ def pad(flow: LabelFlow, call: OperatorCall) -> None:
 
 
 def _padded(flow: LabelFlow, field: Field, changed: dict[int, Sequence[int]], filled: bool) -> Field:
-    """Return what is added stays, or goes with what it was added to; zeros are as good as zero on other axes of a
-    field.
+    """Return the field with the added positions, which stay or are removed with what they were added to.
+
+    On other axes of a field, only added zeros leave removed entries zero.
     """
     amounts = [tuple(changed.get(axis, (0, 0))) if axis in field.span else (0, 0) for axis in range(field.labels.ndim)]
     added = [axis for axis in changed if axis in field.span]

@@ -1,4 +1,4 @@
-"""Operators on images that move channels into positions and back, or sample positions: each channel by itself."""
+"""Rules of operators on images that move channels into positions and back, or sample positions of each channel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SAMPLED = "sampled between places along these channels"
 
 
 def _channels(flow: LabelFlow, tensor: Any, axis: int) -> tuple[Labels | None, bool]:
-    """Return labels along the axis of channels and their zero flag; fields on the axes of positions are locked."""
+    """Return the labels of the channels and their zero flag, and lock fields on the axes of positions."""
     flow.lock([f for f in flow.fields(tensor) if any(a > axis for a in f.span)], SAMPLED)
     return flow.on_axis(tensor, axis, "channels that are spread over the batch as well")
 
@@ -26,7 +26,7 @@ def _set(flow: LabelFlow, out: Any, labels: Labels | None, axis: int, zero: bool
 
 @register_rule("aten.pixel_shuffle", "aten.col2im")
 def gathered(flow: LabelFlow, call: OperatorCall) -> None:
-    """Several channels become positions of one: those go together."""
+    """Tie the channels that become positions of one channel."""
     axis = call.out.dim() - 3
     labels, zero = _channels(flow, call.args[0], axis)
     if labels is not None:
@@ -36,7 +36,7 @@ def gathered(flow: LabelFlow, call: OperatorCall) -> None:
 
 @register_rule("aten.pixel_unshuffle", "aten.im2col")
 def scattered(flow: LabelFlow, call: OperatorCall) -> None:
-    """Positions of one channel become several channels."""
+    """Repeat the label of a channel whose positions become several channels."""
     axis = call.args[0].dim() - 3
     labels, zero = _channels(flow, call.args[0], axis)
     if labels is not None:
@@ -46,7 +46,7 @@ def scattered(flow: LabelFlow, call: OperatorCall) -> None:
 
 @register_rule("aten.channel_shuffle", "aten.native_channel_shuffle")
 def channel_shuffle(flow: LabelFlow, call: OperatorCall) -> None:
-    """Channels of several groups dealt out in turn: the same ones of every group go together."""
+    """Tie the same channels of every group, which are dealt out in turn."""
     labels, zero = _channels(flow, call.args[0], 1)
     if labels is not None:
         labels = np.repeat(flow.union.tie(labels.reshape(call.args[1], -1), [0]).reshape(-1), call.args[1])
@@ -55,7 +55,7 @@ def channel_shuffle(flow: LabelFlow, call: OperatorCall) -> None:
 
 @register_rule("aten.grid_sampler_2d", "aten.grid_sampler_3d", "torchvision.roi_align", "torchvision.roi_pool")
 def sampled(flow: LabelFlow, call: OperatorCall) -> None:
-    """Each channel sampled at places that another tensor names; the batch becomes another one."""
+    """Pass channels that are sampled at places which another tensor gives, and lock the batch."""
     flow.lock([field for argument in call.args[1:] for field in flow.fields(argument)], "says where to sample")
     labels, zero = _channels(flow, call.args[0], 1)
     flow.lock([field for field in flow.fields(call.args[0]) if 0 in field.span], SAMPLED)

@@ -1,8 +1,7 @@
-"""What memory a forward pass takes by the widths that are left: at each operator a sum of products of widths.
+"""The memory of a forward pass by kept widths: at each operator, a sum of products of widths.
 
-Which pieces of memory the operators of a forward pass make, and until which operator each one lives.
-
-Which labels lie on the tensors of a recorded forward pass: those of the same operators in the trace.
+A forward pass is recorded: which memory its operators allocate, and until which operator each allocation lives. The
+labels on its tensors are those of the same operators in the trace. From both follows the table of products.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from prunekit.utils.inputs import call, sample_count
 from prunekit.utils.tensors import gather, map_tensors
 
 TensorId = tuple[int, int]
-"""A tensor: the number of the operator that returned it, and which of its results it is."""
+"""A tensor: the number of the operator that returned it, and the number of the result."""
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, full) for name, full in vocabulary.DTYPES.items()}
 
 
 @dataclass(eq=False, slots=True)
 class Allocation:
-    """A piece of memory, alive while operators `made[0]` to `last` run; `shape` is that of its first tensor."""
+    """Allocated memory, alive while operators `made[0]` to `last` run; `shape` is that of its first tensor."""
 
     made: TensorId
     shape: tuple[int, ...]
@@ -55,42 +54,45 @@ class RecordedOperator:
 
     name: str
     module: str
-    inputs: tuple[TensorId | None, ...]  # None: of the model itself, or given to it
+    inputs: tuple[TensorId | None, ...]  # None: of the model itself, or its input
     shapes: tuple[tuple[int, ...], ...]
 
 
 @dataclass(eq=False)
 class Recording:
-    """One forward pass.
+    """The operators and allocations of one forward pass.
 
     Attributes:
-        given_bytes: of parameters, buffers and inputs.
-        inputs_bytes: of the inputs among them.
-        pieces: all others, in the order in which they were made.
+        given_bytes: bytes of parameters, buffers and inputs.
+        inputs_bytes: bytes of the inputs.
+        operators: every operator that returned tensors.
+        allocations: all other memory, in the order in which it was allocated.
     """
 
     given_bytes: int = 0
     inputs_bytes: int = 0
-    steps: list[RecordedOperator] = field(default_factory=list)
-    pieces: list[Allocation] = field(default_factory=list)
+    operators: list[RecordedOperator] = field(default_factory=list)
+    allocations: list[Allocation] = field(default_factory=list)
 
     @property
     def alive(self) -> NDArray[np.bool_]:
-        """Which pieces are alive while each operator runs: bool (steps, pieces)."""
-        step = np.arange(len(self.steps))[:, None]
-        spans = np.array([(piece.made[0], piece.last) for piece in self.pieces], dtype=np.int64).reshape(-1, 2)
+        """Which allocations are alive while each operator runs: bool (operators, allocations)."""
+        operator = np.arange(len(self.operators))[:, None]
+        spans = np.array(
+            [(allocation.made[0], allocation.last) for allocation in self.allocations], dtype=np.int64
+        ).reshape(-1, 2)
         made, last = spans.T
-        return (made <= step) & (step <= last)
+        return (made <= operator) & (operator <= last)
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is alive at once."""
-        sizes = np.array([piece.bytes for piece in self.pieces], dtype=np.int64)
+        """The most bytes that are alive at once."""
+        sizes = np.array([allocation.bytes for allocation in self.allocations], dtype=np.int64)
         return self.given_bytes + int((self.alive @ sizes).max(initial=0))
 
 
 class _MemoryRecorder(OperatorMode):
-    """Notes every operator that runs inside it, and is told when a piece of memory is let go."""
+    """A mode that records every operator that runs inside it, and when memory is freed."""
 
     def __init__(self, recording: Recording, stack: ModuleStack, given: Iterable[torch.Tensor]) -> None:
         super().__init__()
@@ -99,21 +101,23 @@ class _MemoryRecorder(OperatorMode):
         self._alive: dict[int, tuple[Allocation, Any]] = {}
 
     def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator and record it."""
         out = run_operator(func, args, kwargs)
         self._returned(str(func._schema.name).replace("::", "."), gather((args, kwargs)), gather(out))
         return out
 
     def opaque(self, name: str, tensors: tuple[torch.Tensor, ...], out: Any) -> None:
+        """Record a higher-order operator as a whole."""
         self._returned(name, list(tensors), gather(out))
 
     def _returned(self, name: str, inputs: list[torch.Tensor], outs: list[torch.Tensor]) -> None:
         if outs:
-            steps = self.recording.steps
+            operators = self.recording.operators
             known = tuple(getattr(tensor, "_prunekit_place", None) for tensor in inputs)
             shapes = tuple(tuple(shape_of(tensor)) for tensor in outs)
-            steps.append(RecordedOperator(name, self.stack.current, known, shapes))
+            operators.append(RecordedOperator(name, self.stack.current, known, shapes))
             for index, tensor in enumerate(outs):
-                place = tensor._prunekit_place = (len(steps) - 1, index)  # type: ignore[attr-defined]
+                place = tensor._prunekit_place = (len(operators) - 1, index)  # type: ignore[attr-defined]
                 for part in parts_of(tensor):
                     self._note(part, place)
 
@@ -121,21 +125,21 @@ class _MemoryRecorder(OperatorMode):
         storage, key = storage_of(tensor), memory_of(tensor)
         if storage is None or key in self._given or key in self._alive:
             return
-        piece = Allocation(place, tuple(tensor.shape), tensor.element_size(), storage.nbytes(), -1)
-        self.recording.pieces.append(piece)
-        self._alive[key] = piece, weakref.ref(storage, self._let_go(key))
+        allocation = Allocation(place, tuple(tensor.shape), tensor.element_size(), storage.nbytes(), -1)
+        self.recording.allocations.append(allocation)
+        self._alive[key] = allocation, weakref.ref(storage, self._on_free(key))
 
-    def _let_go(self, key: int) -> Callable[[Any], None]:
-        def gone(_: Any) -> None:
-            piece, _ = self._alive.pop(key)
-            piece.last = len(self.recording.steps) - 1
+    def _on_free(self, key: int) -> Callable[[Any], None]:
+        def freed(_: Any) -> None:
+            allocation, _ = self._alive.pop(key)
+            allocation.last = len(self.recording.operators) - 1
 
-        return gone
+        return freed
 
     def finish(self) -> None:
-        """What is still alive is until the end."""
-        for piece, _ in self._alive.values():
-            piece.last = len(self.recording.steps) - 1
+        """Count memory that is still alive as alive until the end."""
+        for allocation, _ in self._alive.values():
+            allocation.last = len(self.recording.operators) - 1
         self._alive.clear()
 
 
@@ -150,20 +154,21 @@ def record_memory(
     """Record a forward pass in eval mode without gradients.
 
     It computes nothing, unless the model needs values. The operators are those of eager on the CPU, with attention's
-    fused kernels; what a kernel takes besides its results (workspaces, weights in another order) is not seen, and the
-    fast path of `nn.MultiheadAttention`, one operator with much inside, is counted as the operators it stands for.
+    fused kernels. Memory that a kernel takes besides its results (workspaces, reordered weights) is not seen. The fast
+    path of `nn.MultiheadAttention`, one operator with much inside, is counted as the operators that it replaces.
 
     Args:
         model: not changed.
         example: see `prunekit.utils.inputs.as_example`. Tensors whose first axis is that of the first tensor count as
             batches, and are taken in the size of `batch`.
         dtype: "fp32", "bf16" or "fp16", of all floating-point tensors.
-        prepare: is done to the copy that runs.
+        batch: size of the batch.
+        prepare: called with the copy that runs.
 
     Raises:
         ModelError: the model does not run on the example.
     """
-    wanted = _Wanted(batch, DTYPES[dtype], prepare)
+    wanted = _BatchSettings(batch, DTYPES[dtype], prepare)
     with seeded(0), torch.no_grad(), without_fast_path(), paused_garbage_collection():
         try:
             return _recorded(model, example, wanted, fake=True)
@@ -179,13 +184,13 @@ def record_memory(
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _BatchSettings:
     batch: int
     dtype: torch.dtype
     prepare: Callable[[nn.Module], object]
 
 
-def _recorded(model: nn.Module, example: tuple[Any, ...], wanted: _Wanted, *, fake: bool) -> Recording:
+def _recorded(model: nn.Module, example: tuple[Any, ...], wanted: _BatchSettings, *, fake: bool) -> Recording:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
@@ -218,7 +223,7 @@ def _recorded(model: nn.Module, example: tuple[Any, ...], wanted: _Wanted, *, fa
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Of distinct pieces of memory."""
+    """Return the bytes of the distinct memory of some tensors."""
     storages = [storage_of(part) for tensor in tensors for part in parts_of(tensor)]
     return sum({storage._cdata: storage.nbytes() for storage in storages if storage is not None}.values())
 
@@ -228,27 +233,26 @@ Fields = tuple[Field, ...]
 
 
 def fields_of_recording(trace: Trace, recording: Recording, batch: int) -> dict[TensorId, Fields]:
-    """Return the fields of every tensor, in the numbering of the trace; none where they are not known.
+    """Return the fields of every recorded tensor, in the numbering of the trace; none if they are not known.
 
-    The trace saw attention without its fused kernels, and another batch, which may need other copies in between. What
-    a fused kernel returns has the labels of what it stands for.
-
-    Args:
-        batch: of the recording.
+    The trace ran attention without fused kernels, and `batch` may need other copies in between. The result of a fused
+    kernel has the labels of the operators that it replaces.
     """
     first = sample_count(trace.example, 1)
     traced = [operator for operator in trace.runs[0].operators if operator.call[2]]
     found: dict[TensorId, Fields] = {}
     ours = [(operator.module, operator.name, *map(len, operator.call[2])) for operator in traced]
-    theirs = [(step.module, step.name, *map(len, step.shapes)) for step in recording.steps]
+    theirs = [(operator.module, operator.name, *map(len, operator.shapes)) for operator in recording.operators]
     for tag, begin, end, start, stop in SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes():
         for index in range(start, stop):
-            step = recording.steps[index]
-            for output, shape in enumerate(step.shapes):
+            operator = recording.operators[index]
+            for output, shape in enumerate(operator.shapes):
                 if tag == "equal":
                     fields = traced[begin + index - start].outputs[output]
                 else:
-                    fields = _in_its_place(traced[begin:end], shape, (first, batch)) or _passed_on(step, shape, found)
+                    fields = _fields_of_replaced(traced[begin:end], shape, (first, batch)) or _fields_of_copied(
+                        operator, shape, found
+                    )
                 found[index, output] = tuple(field for field in fields if _fits(field, shape))
     return found
 
@@ -257,10 +261,8 @@ def _fits(field: Field, shape: Shape) -> bool:
     return field.labels.ndim == len(shape) and all(field.labels.shape[axis] == shape[axis] for axis in field.span)
 
 
-def _in_its_place(operators: Sequence[TracedOperator], shape: Shape, batches: tuple[int, int]) -> Fields:
-    """Return the fields of the last tensor of that shape; or of one that has one more axis, along which they do not
-    differ.
-    """
+def _fields_of_replaced(operators: Sequence[TracedOperator], shape: Shape, batches: tuple[int, int]) -> Fields:
+    """Return the fields of the last tensor of a shape, or of one with one more axis along which they are constant."""
     for operator in reversed(operators):
         for fields, traced in zip(operator.outputs, operator.call[2], strict=False):
             if fields and _alike(traced, shape, batches):
@@ -279,9 +281,9 @@ def _alike(traced: Shape, shape: Shape, batches: tuple[int, int]) -> bool:
     return all(a == b or a * batch == b * first for a, b in zip(traced, shape, strict=True))
 
 
-def _passed_on(step: RecordedOperator, shape: Shape, found: dict[TensorId, Fields]) -> Fields:
-    """Return the fields of an input that they fit: of a copy."""
-    for place in step.inputs:
+def _fields_of_copied(operator: RecordedOperator, shape: Shape, found: dict[TensorId, Fields]) -> Fields:
+    """Return the fields of an input that fit a shape, as those of a copy do."""
+    for place in operator.inputs:
         fields = found.get(place, ()) if place is not None else ()
         if fields and all(_fits(field, shape) for field in fields):
             return fields
@@ -293,11 +295,11 @@ Bytes = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class MemoryTable:
-    """Bytes of all that is alive, at those moments of a forward pass that are its peak at some widths.
+    """Bytes that are alive at those moments of a forward pass that are its peak at some widths.
 
     Attributes:
-        factors: of each product of widths, labels in the numbering of the trace; the first has none.
-        bytes: (moments, products) what each product is multiplied by.
+        factors: the labels of each product of widths, in the numbering of the trace; the first has none.
+        bytes: (moments, products) the factor of each product.
     """
 
     factors: tuple[tuple[Labels, ...], ...]
@@ -305,8 +307,8 @@ class MemoryTable:
 
 
 @dataclass(frozen=True, eq=False)
-class _Sized:
-    """Bytes of a tensor: a constant times the labels of every factor; and while which operators it is there."""
+class _TensorBytes:
+    """Bytes of a tensor, a constant times the labels of every factor, and during which operators it is alive."""
 
     constant: float
     factors: tuple[Labels, ...]
@@ -314,15 +316,12 @@ class _Sized:
 
 
 def memory_table(trace: Trace, batch: int, dtype: str) -> MemoryTable:
-    """Return what parameters, buffers, inputs and results of operators take in the first example's forward pass.
+    """Return the memory of the forward pass on the first example, with `batch` and `dtype` as for `record_memory`.
 
-    It is counted once, and remembered with the trace.
-
-    Args:
-        batch, dtype: as for `record_memory`.
+    It is counted once, and stored with the trace.
 
     Raises:
-        ModelError: the model does not run on that.
+        ModelError: the model does not run with these.
     """
     known: MemoryTable | None = trace.tables.get((batch, dtype))
     if known is None:
@@ -346,26 +345,26 @@ def _table(trace: Trace, batch: int, dtype: str) -> MemoryTable:
     return MemoryTable(tuple(factors), undominated(np.stack(columns, axis=1)))
 
 
-def _given(trace: Trace, recording: Recording, dtype: str) -> Iterator[_Sized]:
-    always = np.ones(max(1, len(recording.steps)), dtype=bool)
-    yield _Sized(float(recording.inputs_bytes), (), always)
+def _given(trace: Trace, recording: Recording, dtype: str) -> Iterator[_TensorBytes]:
+    always = np.ones(max(1, len(recording.operators)), dtype=bool)
+    yield _TensorBytes(float(recording.inputs_bytes), (), always)
     for name, tensor in named_tensors(trace.model()):
         element = DTYPES[dtype].itemsize if tensor.is_floating_point() else tensor.element_size()
         axes = list(zip(tensor.shape, trace.labels[name], strict=True))
         whole = np.prod([size for size, labels in axes if labels is None], dtype=np.float64)
-        yield _Sized(element * float(whole), tuple(labels for _, labels in axes if labels is not None), always)
+        yield _TensorBytes(element * float(whole), tuple(labels for _, labels in axes if labels is not None), always)
 
 
-def _made(trace: Trace, recording: Recording, batch: int) -> Iterator[_Sized]:
+def _made(trace: Trace, recording: Recording, batch: int) -> Iterator[_TensorBytes]:
     fields = fields_of_recording(trace, recording, batch)
-    for piece, alive in zip(recording.pieces, recording.alive.T, strict=True):
-        factors, covered = apart(fields[piece.made])
-        rest = np.prod([piece.shape[axis] for axis in covered], dtype=np.float64)
-        yield _Sized(piece.bytes / float(rest) if rest else 0.0, factors, alive)
+    for allocation, alive in zip(recording.allocations, recording.alive.T, strict=True):
+        factors, covered = apart(fields[allocation.made])
+        rest = np.prod([allocation.shape[axis] for axis in covered], dtype=np.float64)
+        yield _TensorBytes(allocation.bytes / float(rest) if rest else 0.0, factors, alive)
 
 
 def undominated(bytes: Bytes) -> Bytes:
-    """Return the moments, of (moments, products), at which not everything is as much or less than at another one."""
+    """Return those of the moments, (moments, products), that no other moment equals or exceeds in every product."""
     kept: list[int] = []
     changing = np.flatnonzero((bytes != bytes[0]).any(axis=0))
     for index in np.argsort(-bytes.sum(axis=1), kind="stable"):

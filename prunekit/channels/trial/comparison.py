@@ -1,4 +1,4 @@
-"""Two models on the same input, compared operator by operator: shapes and values."""
+"""The comparison of masked and compact model on one input: shapes and values, operator by operator."""
 
 from __future__ import annotations
 
@@ -29,15 +29,22 @@ from prunekit.utils.inputs import call
 from prunekit.utils.tensors import gather, map_tensors
 
 OperatorKey = tuple[str, str, int]
-"""A module path, an operator, and the how-manieth call of it directly in that module: stable where order is not."""
+"""A module path, an operator, and the number of its call directly in that module, from 0."""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first operator at which masked and compact model part.
+    """The first operator at which masked and compact model differ, or the module in which one fails.
 
-    `line` is the line of Python that ran, as file:number: text; `after` the number of operators before it, all counted;
-    `owner` the module whose method that was, which another may have called: its `forward` need not run.
+    Attributes:
+        module: path of the running module.
+        operator: its name; empty if Python code failed.
+        key: of the operator.
+        difference: the relative difference.
+        detail: what differs.
+        line: the line of Python that ran, as file:number: text.
+        after: the number of operators that ran before.
+        owner: path of the module whose method failed, if another module called it.
     """
 
     module: str
@@ -55,11 +62,11 @@ class Divergence:
 
 
 OnOperator = Callable[[OperatorKey, str, Any, list[torch.Tensor]], None]
-"""Gets an operator's key, its name, its arguments with named ones, and the tensors of its result."""
+"""Called with an operator's key, name, positional and named arguments, and the tensors of its result."""
 
 
 class _OperatorWatch(OperatorMode):
-    """Counts operators by module and hands each, with its key, to `see`."""
+    """Numbers the operators of each module and calls `see` for each of them."""
 
     def __init__(self, stack: ModuleStack, see: OnOperator) -> None:
         super().__init__()
@@ -68,6 +75,7 @@ class _OperatorWatch(OperatorMode):
         self.total = 0
 
     def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator, and show it with its key."""
         name = str(func._schema.name).replace("::", ".")
         out = without_randomness(name, run_operator(func, args, kwargs))
         self.total += 1
@@ -81,7 +89,7 @@ class _OperatorWatch(OperatorMode):
 
 
 def operators_by_key(run: TracedRun) -> dict[OperatorKey, TracedOperator]:
-    """The operators of a traced run by key."""
+    """Return the operators of a traced run by key."""
     counts: dict[tuple[str, str], int] = {}
     result = {}
     for operator in run.operators:
@@ -95,9 +103,7 @@ def operators_by_key(run: TracedRun) -> dict[OperatorKey, TracedOperator]:
 def kept_entries(
     tensor: torch.Tensor, operator: TracedOperator, output: int, channel_map: ChannelMap, keep: Keep
 ) -> Any:
-    """Return the entries of a masked tensor that the compact model has too; None if the trace saw another shape
-    here.
-    """
+    """Return the entries of a masked tensor that the compact model has too; None if its traced shape was another."""
     fields = operator.outputs[output] if output < len(operator.outputs) else ()
     for field in fields:
         labels = channel_map.resolve(field)
@@ -116,11 +122,58 @@ def kept_entries(
 
 
 @dataclass(frozen=True, eq=False)
-class Reference:
-    """What a masked model computed: the kept entries of every operator's outputs, and the tensors of its output.
+class Decision:
+    """One call that made whole numbers or booleans of floating-point values: a sort, a comparison, a suppression.
 
-    `decisions` are those that the compact model has to take alike; `precision` is how both run; `failed` is where the
-    narrow copy of one of its norms raised.
+    Its results may jump if its arguments differ by rounding alone, and everything that follows with them.
+    """
+
+    tensors: list[torch.Tensor]
+    settings: Any
+    outs: list[torch.Tensor]
+
+    def follow(self, arguments: Any, outs: Sequence[torch.Tensor], tolerance: float, peak: float) -> None:
+        """Write these results over those of another call that had the same arguments within a tolerance.
+
+        Args:
+            arguments: positional and named arguments of the other call.
+            outs: its results, changed in place.
+            tolerance: the largest relative difference of the arguments.
+            peak: the largest value so far in the run, see `relative_difference`.
+        """
+        if all(map(torch.equal, self.outs, outs)) or _without_tensors(arguments) != self.settings:
+            return
+        pairs = zip(self.tensors, gather(arguments), strict=True)
+        if all(relative_difference(want, got, peak)[0] <= tolerance for want, got in pairs):
+            for want, got in zip(self.outs, outs, strict=True):
+                if not has_gradients(want):
+                    got.resize_(want.shape).copy_(want)
+
+
+def _without_tensors(arguments: Any) -> Any:
+    """Return the arguments with a placeholder for every tensor."""
+    return map_tensors(arguments, lambda tensor: torch.Tensor)  # type: ignore[arg-type, return-value]
+
+
+def decision(name: str, arguments: Any, outs: Sequence[torch.Tensor]) -> Decision | None:
+    """Return a call as a decision; None if its results cannot jump, or if it wrote over its arguments."""
+    tensors = gather(arguments)
+    jumps = any(map(has_gradients, tensors)) and not all(map(has_gradients, outs))
+    if not jumps or name.endswith("_") or any(tensor.is_meta for tensor in [*tensors, *outs]):
+        return None
+    return Decision([tensor.clone() for tensor in tensors], _without_tensors(arguments), [out.clone() for out in outs])
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """The results of a masked model.
+
+    Attributes:
+        values: the name of every operator, and the kept entries of its outputs.
+        outputs: the tensors of the model's output.
+        decisions: those that the compact model has to repeat.
+        precision: in which both models run.
+        failed: where the narrow copy of one of its norms raised.
     """
 
     values: dict[OperatorKey, tuple[str, list[Any]]]
@@ -138,12 +191,12 @@ def record_reference(
     run: TracedRun,
     precision: Precision = OWN,
 ) -> Reference:
-    """Run the masked model on one input, its norms over channels on kept ones (see `NarrowNorms`).
+    """Return the results of the masked model on one input, its norms over channels on kept ones (see `NarrowNorms`).
 
-    Not the operators in those norms are recorded, but those that read their output.
+    Operators inside those norms are not recorded.
 
     Raises:
-        ModelError: it does not run.
+        ModelError: the model does not run.
     """
     operators = {
         key: operator for key, operator in operators_by_key(run).items() if not _inside(key[0], channel_map.norms)
@@ -178,12 +231,12 @@ def compare(
     """Run the compact model on the same input and compare every operator's entries with the masked model's.
 
     Returns:
-        The largest relative difference seen, and the first operator beyond `tolerance`, or None.
+        The largest relative difference, and the first operator beyond `tolerance`, or None.
     """
     if reference.failed is not None:
         return reference.failed.difference, reference.failed
     worst = peak = 0.0
-    own = reference.precision is OWN  # a model that rounds: what is computed from coarse numbers is as coarse
+    own = reference.precision is OWN  # results of coarse numbers are as coarse
 
     def see(key: OperatorKey, name: str, arguments: Any, outs: list[torch.Tensor]) -> None:
         nonlocal worst, peak, tolerance
@@ -207,7 +260,7 @@ def compare(
         difference, detail = float("inf"), f"{len(outputs)} tensors in the output, expected {len(reference.outputs)}"
         if want is not None and got is not None:
             difference, detail, peak = relative_difference(want, got, peak)
-            detail = f"only the model's outputs part: {detail}"
+            detail = f"only the model's outputs differ: {detail}"
         worst = max(worst, difference)
         if not difference <= tolerance:
             return difference, Divergence("", "", ("", "", -1), difference, detail, after=sys.maxsize)
@@ -217,7 +270,7 @@ def compare(
 def output_with_decisions(
     reference: Reference, compact: nn.Module, example: tuple[Any, ...], run: TracedRun
 ) -> list[torch.Tensor]:
-    """Return the tensors of the compact model's output when rounding decides in it as it did in the masked model."""
+    """Return the tensors of the compact model's output, with the decisions of the masked model in it."""
 
     def see(key: OperatorKey, name: str, arguments: Any, outs: list[torch.Tensor]) -> None:
         if key in reference.decisions:
@@ -227,13 +280,13 @@ def output_with_decisions(
 
 
 def watch_operators(model: nn.Module, example: tuple[Any, ...], run: TracedRun, see: OnOperator) -> None:
-    """Hand a model's operators to `see`, as far as it runs."""
+    """Show a model's operators to `see`, as far as the model runs."""
     with suppress(_Diverged):
         _forward(model, example, run, see, AS_DOUBLE[0])
 
 
 def _inside(path: str, norms: Container[str]) -> bool:
-    """Return whether a module is a norm or a part of one: under masks a narrow copy runs in its place."""
+    """Return whether a module is a norm or inside one, in place of which a narrow copy runs under masks."""
     return any(prefix in norms for prefix in accumulate(path.split("."), "{}.{}".format))
 
 
@@ -246,7 +299,7 @@ class _Diverged(Exception):
 def _forward(
     model: nn.Module, example: tuple[Any, ...], run: TracedRun, see: OnOperator, precision: Precision
 ) -> list[torch.Tensor]:
-    """Run a model with every operator seen, and return the tensors of its output."""
+    """Run a model, show every operator to `see`, and return the tensors of its output."""
     stack = ModuleStack(model)
     watch = _OperatorWatch(stack, see)
     gradients = torch.set_grad_enabled(run.gradients)
@@ -263,45 +316,3 @@ def _forward(
             where = Divergence(module, "", (module, "", -1), float("inf"), reason, after=watch.total, owner=owner)
             raise _Diverged(where) from error
     return [tensor.detach() for tensor in plain_in(output)]
-
-
-@dataclass(frozen=True, eq=False)
-class Decision:
-    """One call that made whole numbers or booleans of floating-point values: a sort, a comparison, a suppression.
-
-    What it says may jump when its arguments differ by rounding alone, and everything behind it with it.
-    """
-
-    tensors: list[torch.Tensor]
-    settings: Any
-    outs: list[torch.Tensor]
-
-    def follow(self, arguments: Any, outs: Sequence[torch.Tensor], tolerance: float, peak: float) -> None:
-        """Write these results over another call's where that had the same arguments to the tolerance.
-
-        Args:
-            arguments: positional and named ones of the other call.
-            outs: its results, written in place.
-            peak: the largest value met so far in the run, see `relative_difference`.
-        """
-        if all(map(torch.equal, self.outs, outs)) or settings(arguments) != self.settings:
-            return
-        pairs = zip(self.tensors, gather(arguments), strict=True)
-        if all(relative_difference(want, got, peak)[0] <= tolerance for want, got in pairs):
-            for want, got in zip(self.outs, outs, strict=True):
-                if not has_gradients(want):
-                    got.resize_(want.shape).copy_(want)
-
-
-def settings(arguments: Any) -> Any:
-    """Return the arguments with nothing left of their tensors but that they are some."""
-    return map_tensors(arguments, lambda tensor: torch.Tensor)  # type: ignore[arg-type, return-value]
-
-
-def decision(name: str, arguments: Any, outs: Sequence[torch.Tensor]) -> Decision | None:
-    """Return a call as a decision; None where its results do not jump, or where it wrote over what it was given."""
-    tensors = gather(arguments)
-    jumps = any(map(has_gradients, tensors)) and not all(map(has_gradients, outs))
-    if not jumps or name.endswith("_") or any(tensor.is_meta for tensor in [*tensors, *outs]):
-        return None
-    return Decision([tensor.clone() for tensor in tensors], settings(arguments), [out.clone() for out in outs])

@@ -1,4 +1,4 @@
-"""A model that computes in float64 without a float64 copy of its weights: each module's are made while it runs."""
+"""Models in float64: modes in which narrower floats act as float64, and weights that are converted while they run."""
 
 from __future__ import annotations
 
@@ -25,21 +25,20 @@ WIDE = {
     torch.bfloat16: torch.float64,
     torch.complex64: torch.complex128,
 }
-
-
 NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 
 
 class _Widened(OperatorMode):
-    """Every operator that takes or makes narrower floats does it in float64.
+    """A mode in which every operator that takes or makes narrower floats computes in float64.
 
-    So `x.float()` of a norm that computes in float32 does not round what is compared, and masks and grids made in
-    float32 do not meet float64 where torch wants one type.
+    So `x.float()` in a norm does not round the compared values, and masks and grids that are made in float32 do not
+    meet float64 tensors where torch requires one type.
     """
 
     def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator in float64."""
         name = func._schema.name
-        if func.is_view and name != "aten::lift_fresh":  # the same memory: whoever computes with it widens it
+        if func.is_view and name != "aten::lift_fresh":  # the same memory, which is widened where it is computed with
             return func(*args, **kwargs)
         if name.endswith("_") and isinstance(args[0], torch.Tensor) and args[0].dtype in WIDE:
             own = {WIDE[args[0].dtype]: args[0].dtype}
@@ -49,7 +48,7 @@ class _Widened(OperatorMode):
 
 
 def _changed(value: Any, dtypes: dict[torch.dtype, torch.dtype]) -> Any:
-    """Return an operator's arguments or results with other types in place of some."""
+    """Return an operator's arguments or results with some types replaced by others."""
     if isinstance(value, torch.Tensor):
         return value.to(dtypes[value.dtype]) if value.dtype in dtypes else value
     if isinstance(value, torch.dtype):
@@ -62,7 +61,7 @@ def _changed(value: Any, dtypes: dict[torch.dtype, torch.dtype]) -> Any:
 
 
 class _ReportedNarrow(TorchFunctionMode):
-    """Tensors in float64 say that they are float32, to code that asks for just that."""
+    """A mode in which float64 tensors report that they are float32, for code that requires it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -79,18 +78,18 @@ Precision = Callable[[], AbstractContextManager[Any]]
 
 
 AS_DOUBLE: tuple[Precision, ...] = (_Widened, _reported_narrow)
-"""Ways to run a model in float64 that has its tensors and inputs in it, to be tried in this order."""
+"""Modes in which a model runs in float64 if its tensors and inputs do, to be tried in this order."""
 
 
 OWN: Precision = nullcontext
-"""A model's own precision, whatever that is: operators that take float32 or bfloat16 alone run in no other."""
+"""No mode: a model's own precision, for operators that take only float32 or bfloat16."""
 
 
 Convert = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 def to_double(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tensor on the CPU, in float64 if it is a floating-point one; a complex one in complex128."""
+    """Return a copy of a tensor on the CPU, in float64 or complex128 if it is of such numbers."""
     wide = torch.float64.to_complex() if tensor.is_complex() else torch.float64
     return tensor.detach().to("cpu", wide if has_gradients(tensor) else None, copy=True)
 
@@ -101,7 +100,7 @@ def as_it_is(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def with_zeros(convert: Convert, kept: KeptIndices) -> Convert:
-    """Like `convert`, with zeros in place of removed entries."""
+    """Return `convert` followed by zeros in place of removed entries."""
 
     def masked(name: str, tensor: torch.Tensor) -> torch.Tensor:
         converted = convert(name, tensor)
@@ -111,15 +110,16 @@ def with_zeros(convert: Convert, kept: KeptIndices) -> Convert:
 
 
 def float64_copy(model: nn.Module, convert: Convert) -> nn.Module:
-    """Return a float64 copy of a model, with all its tensors converted at once."""
+    """Return a copy of a model with all its tensors converted."""
     return with_tensors(model, {name: convert(name, tensor) for name, tensor in named_tensors(model)})
 
 
 def float64_inputs(
     example: tuple[Any, ...], dtype: torch.dtype | None = torch.float64, *, noise: bool = True
 ) -> tuple[Any, ...]:
-    """Return the example in float64, or in its own precision with None; constant tensors, which hide much, become
-    noise.
+    """Return the example in float64, or in its own precision with None; constant tensors become noise.
+
+    Constant inputs would hide differences.
     """
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
@@ -136,12 +136,12 @@ def float64_inputs(
 
 @dataclass(frozen=True)
 class RunPrecision:
-    """One way to run two models that are compared.
+    """One precision in which two models are compared.
 
     Attributes:
-        convert: what their tensors become.
-        dtype: of the inputs; None: their own.
-        precision: under which they run.
+        convert: converts their tensors.
+        dtype: of the inputs; None for their own.
+        precision: the mode in which they run.
     """
 
     convert: Convert
@@ -154,7 +154,7 @@ class RunPrecision:
 
     @property
     def tolerance(self) -> float:
-        """The largest difference that counts as equal to begin with, of what is no coarser than float32."""
+        """The largest difference that counts as equal for tensors of at least float32."""
         return ROUNDING[torch.float32] if self.dtype is None else TOLERANCE
 
 
@@ -162,20 +162,20 @@ RUN_PRECISIONS = (
     *(RunPrecision(to_double, torch.float64, precision) for precision in AS_DOUBLE),
     RunPrecision(as_it_is, None, OWN),
 )
-"""In the order in which they are to be tried: float64, and only for code that does not run in it what the model has."""
+"""In the order in which they are tried: float64, and the model's own precision only if it does not run in that."""
 
 
 class Float64WhileRunning(HookOwner):
     """Converts a module's own tensors when its forward begins and drops them when it ends.
 
-    Memory stays that of the largest module, and stays warm. Tensors that another module than their owner uses are not
-    converted unless they are named: such a model fails or differs, and is then run from `float64_copy`.
+    It takes only the memory of the largest module. Tensors that another module than their owner uses are converted only
+    if they are in `borrowed`: otherwise such a model fails or differs, and is run again as a `float64_copy`.
 
     Args:
-        model: not changed: its structure is copied, without its weights.
-        convert: name and tensor -> what the module sees while it runs.
-        whole: paths of modules with which all their parts are converted: a hook on them may run these.
-        borrowed: paths of modules, each with that of another whose tensors it uses (see `Run`).
+        model: not changed; its structure is copied, without its weights.
+        convert: returns the tensor that a module uses while it runs, given its name and the original.
+        whole: paths of modules that are converted together with all their parts, which a hook on them may run.
+        borrowed: paths of modules, each with that of another whose tensors it uses (see `TracedRun`).
     """
 
     def __init__(
@@ -236,5 +236,5 @@ class Float64WhileRunning(HookOwner):
 
 
 def _write(table: dict[str, Any], entries: dict[str, Any]) -> None:
-    for key, value in entries.items():  # one by one: the table of a scripted module can no more
+    for key, value in entries.items():  # one by one, as the table of a scripted module requires
         table[key] = value

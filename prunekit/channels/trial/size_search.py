@@ -1,15 +1,12 @@
-"""Which attributes are sizes: found by trying, and only where a trial needs them.
+"""The size search: which sizes in a module's Python have to be set, found by trying where a trial fails.
 
-Never eagerly: an attribute that happens to equal a size may mean something else. Only after a model failed in a
-module's Python, or computed something else there, are the integers tried that equal an old size of an axis resized in
-that module's operators; what does not take the trial further is left alone.
+An attribute that happens to equal a size may mean something else. So only after a model failed in a module's Python, or
+computed something else there, are the integers tried that equal the old size of an axis resized in that module's
+operators; one that does not take the trial further is left alone. Sizes of axes that grow with the batch are never set.
 
-Which axes grow with the batch: their sizes are never fixed.
-
-Numbers that a module's Python makes of a width, as in `scores / math.sqrt(k.shape[-1])`: the dense ones stay.
-
-Unlike a size, such a number must be what it was. Only where values part are those looked for, in the expression that
-ran there, that are others in the compact model; and only those are fixed that no larger batch changes.
+A number that a module's Python makes of a width, as in `scores / math.sqrt(k.shape[-1])`, has to stay that of the dense
+model. Where values differ, such numbers are looked for in the expression that ran there, and set if they changed in the
+compact model and do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -52,7 +49,7 @@ from prunekit.utils.tensors import map_tensors
 
 
 class BatchAxes:
-    """Compares the trace of a model with one for twice the batch, which is only made once somebody asks."""
+    """The axes that grow with the batch, from a trace with twice the batch, which is made on first use."""
 
     def __init__(self, model: nn.Module, trace: Trace, examples: list[tuple[Any, ...]]) -> None:
         self._model, self._trace, self._examples = model, trace, examples
@@ -74,11 +71,11 @@ class BatchAxes:
 
 
 def _compared(trace: Trace, larger: Trace) -> Iterator[tuple[TracedOperator, frozenset[int]]]:
-    """By place and how often it ran before: a larger batch needs other copies in between."""
+    """Yield operators with the axes of their results that grow, matched by site, as copies in between may differ."""
     others = {(run.example, run.training): run for run in larger.runs}
     for run in trace.runs:
         other = others.get((run.example, run.training))
-        if other is None or run.repeats:  # nobody asks for operators that came before in the same way
+        if other is None or run.repeats:  # its operators are those of the run before
             continue
         sizes = {key: operator.call[2][0] for key, operator in _by_place(other)}
         for key, operator in _by_place(run):
@@ -111,15 +108,15 @@ Numbers = dict[tuple[str, CodePlace], int]
 
 
 class ScaleSearch:
-    """Compares the numbers in a model's Python with those in the Python of a compact one."""
+    """Search for numbers that the Python of a compact model makes of its widths, and that have to stay dense."""
 
     def __init__(self, model: nn.Module, examples: list[tuple[Any, ...]]) -> None:
         self._model, self._examples = model, examples
 
     def at(self, divergence: Divergence, run: TracedRun, compact: nn.Module) -> list[SizeAttribute]:
-        """Return numbers that other widths changed where values part, as sizes that no plan changes.
+        """Return the numbers at a divergence that other widths changed, as sizes that no plan changes.
 
-        In all modules of the class that computes with them.
+        They are returned for all modules of the class that computes with them.
         """
         example = float64_inputs(self._examples[run.example])
         small = self._numbers(compact, example, run, divergence.key) if divergence.operator else {}
@@ -140,7 +137,7 @@ class ScaleSearch:
     def _numbers(
         self, model: nn.Module, example: tuple[Any, ...], run: TracedRun, at: OperatorKey | None = None
     ) -> Numbers:
-        """Return what a forward pass computes with, at one operator or at all of them, as far as the model runs."""
+        """Return the numbers that a forward pass computes with, at one operator or at all, as far as the model runs."""
         with Float64WhileRunning(model, to_double, borrowed=run.borrowed) as running:
             paths = {module: path for path, module in running.model.named_modules()}
             numbers: Numbers = {}
@@ -158,7 +155,7 @@ class ScaleSearch:
 
 
 def _numbers_in(node: ast.expr, method: CodeType, names: Mapping[str, Any]) -> Iterator[tuple[CodePlace, int]]:
-    """Whole numbers that an expression reads off variables and shapes; a variable's own expression where it is none."""
+    """Yield whole numbers that an expression reads from variables and shapes; a float is followed to its expression."""
     for part in ast.walk(node):
         value = _value(part, names)
         if type(value) is int and isinstance(part, ast.expr) and (place := place_of(method, part)) is not None:
@@ -169,7 +166,7 @@ def _numbers_in(node: ast.expr, method: CodeType, names: Mapping[str, Any]) -> I
 
 
 def _value(node: ast.AST, names: Mapping[str, Any]) -> Any:
-    """Return the value of a variable, or of one element of a tensor's shape; None for anything else."""
+    """Return the value of a variable, or one element of a tensor's shape; None for anything else."""
     match node:
         case ast.Name(name):
             return names.get(name)
@@ -187,7 +184,7 @@ def _value(node: ast.AST, names: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class SizeOption:
-    """An attribute, and the axis it may be the size of: of a field at an operator, both counted within the module."""
+    """An attribute, and the axis that it may be the size of, by the numbers of an operator and of a field there."""
 
     name: str
     position: int | None
@@ -199,24 +196,24 @@ class SizeOption:
 Failure = tuple[Divergence, TracedRun]
 Outcome = tuple[float, Failure | None]
 Found = tuple[list[SizeAttribute], Failure | None]
-"""Attributes, and where the models part with them."""
+"""Attributes, and where the models differ with them; None if nowhere."""
 
 
 @dataclass(eq=False)
 class SizeSearch:
-    """Looks for attributes that take a failed trial past the module it failed in.
+    """A search for sizes that take a failed trial past the module in which it failed.
 
     Attributes:
         model: the dense model.
-        compact: what is tried; attributes are set in place, and set back.
+        compact: the compact model; attributes are set in place, and set back.
         channel_map, keep: the plan.
-        batches: tells which sizes depend on the input.
-        scales: finds numbers made of widths.
-        attempt: tries `compact` as it is: the largest difference, and where the models parted.
-        plain: whether only attributes are set, and nothing is stated in a module's Python.
-        withheld: whether something could have been stated.
-        difference: of the attempt that agreed everywhere, where one did.
-        equal: constraints without which no sizes can be stated.
+        batches: the axes that grow with the batch.
+        scales: the search for numbers made of widths.
+        attempt: compares `compact` as it is: the largest difference, and where the models differ.
+        plain: whether only attributes are set, and no expressions.
+        withheld: whether expressions could have been set.
+        difference: of the attempt that passed; None without one.
+        equal: constraints that are needed before expressions can be set.
     """
 
     model: nn.Module
@@ -233,10 +230,9 @@ class SizeSearch:
     _sizes: dict[str, StatedSizes] = field(default_factory=dict, init=False)
 
     def after(self, failed: Failure) -> list[SizeAttribute]:
-        """Return the attributes of the module that failed, or of the nearest around it that has some, and of others of
-        its class.
+        """Return sizes of the module that failed, or of the nearest one around it, and of others of its class.
 
-        Their labels are in the trace's own numbering. None where nothing helps.
+        Their labels are in the trace's own numbering. The list is empty if nothing helps.
         """
         numbers = self.scales.at(*failed, self.compact)
         if numbers and self.plain:
@@ -256,7 +252,7 @@ class SizeSearch:
     def _unstated(
         self, path: str, failed: Failure, operators: Mapping[str, list[TracedOperator]]
     ) -> list[SizeAttribute]:
-        """Return attributes whose meaning no expression tells, alone or together with what expressions tell."""
+        """Return attributes whose meaning no expression tells, alone or together with expressions."""
         if self.equal:
             return []
         found, reached = self._within(path, failed, operators)
@@ -264,8 +260,8 @@ class SizeSearch:
         return found if passed else self._stated(path, failed, found) if found else []
 
     def _within(self, path: str, failed: Failure, operators: Mapping[str, list[TracedOperator]]) -> Found:
-        """Take one attribute after the other, each time the one that gets furthest, until the module is passed."""
-        if path == failed[0].module and path not in operators:  # it only looks at sizes before it calls its parts
+        """Choose one attribute after the other, each time the one that gets furthest, until the module is passed."""
+        if path == failed[0].module and path not in operators:  # it only reads sizes before it calls its parts
             operators = {**operators, path: within(path, failed[1])}
         options = list(self._options(path, operators.get(path, [])))
         found: list[SizeAttribute] = []
@@ -287,10 +283,9 @@ class SizeSearch:
         return found, failed
 
     def _stated(self, path: str, failed: Failure, found: list[SizeAttribute]) -> list[SizeAttribute]:
-        """Return all sizes that stand in the Python of a module and of others of its class, where explicit ones help.
+        """Return all sizes in the Python of a module and of others of its class, with `found`, if setting them helps.
 
-        Together with attributes that were found to help. A method that runs several times with one size needs as
-        many channels each time: that is asked for first.
+        A method that runs several times with one size needs as many channels each time: `equal` is set first.
         """
         stated = self._collected(path)
         new = stated.changing()
@@ -343,7 +338,7 @@ class SizeSearch:
         return failure
 
     def _options(self, path: str, operators: Sequence[TracedOperator]) -> Iterator[SizeOption]:
-        """Yield every integer of a module that equals the old size of a resized axis, once for each new size."""
+        """Yield the integers of a module that equal the old size of a resized axis, once for each new size."""
         known = {(size.module, size.name, size.position) for size in self.channel_map.sizes}
         for name, value in vars(self.model.get_submodule(path)).items():
             if not self._unset(path, name):
@@ -354,7 +349,7 @@ class SizeSearch:
                     yield from self._meanings(name, element, old, operators)
 
     def _unset(self, path: str, name: str) -> bool:
-        """Return whether an attribute is what it was: a layer's own sizes follow from its tensors, and are set."""
+        """Return whether an attribute is still dense: a layer's own sizes follow from its tensors, and are set."""
         dense, compact = (vars(model.get_submodule(path)) for model in (self.model, self.compact))
         return bool(integers(dense.get(name)) is None or compact.get(name) == dense.get(name))
 
@@ -372,7 +367,7 @@ class SizeSearch:
     def _everywhere(
         self, path: str, option: SizeOption, operators: Mapping[str, list[TracedOperator]]
     ) -> list[SizeAttribute]:
-        """Return an option for a module and for all others of its class that have the same value on the same axis."""
+        """Return an option as sizes of a module and of all others of its class with the same value on the same axis."""
         cls, found = type(self.model.get_submodule(path)), []
         for other, module in self.model.named_modules():
             own = operators.get(other, [])
@@ -393,12 +388,12 @@ def within(path: str, run: TracedRun) -> list[TracedOperator]:
 
 
 def axes_of_size(operators: Iterable[TracedOperator], size: int) -> Iterator[tuple[int, int, Field, int]]:
-    """Yield labeled axes of a size: the number of the operator, that of the field there, the field, and the axis."""
+    """Yield labeled axes of a size: the numbers of operator and field, the field, and the axis."""
     for i, operator in enumerate(operators):
         for j, labeled in enumerate(fields_at(operator)):
             yield from ((i, j, labeled, axis) for axis in labeled.span if labeled.labels.shape[axis] == size)
 
 
 def fields_at(operator: TracedOperator) -> list[Field]:
-    """Return the fields of what an operator took and gave."""
+    """Return the fields of the inputs and outputs of an operator."""
     return [*operator.inputs, *(one for fields in operator.outputs for one in fields)]

@@ -1,7 +1,4 @@
-"""How far two tensors are apart, measured against what is large in the run that they come from.
-
-Where rounding or chance decides: equal scores come in any order, and both models go on with the order of one.
-"""
+"""Tolerance: the relative difference of two tensors, and how much of it rounding explains."""
 
 from __future__ import annotations
 
@@ -13,25 +10,25 @@ TOLERANCE = 1e-9
 """Largest difference over the largest reference value that float64 rounding explains."""
 
 ROUNDING = {torch.float64: TOLERANCE, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""The same by the precision that something was computed in, for models that do not run in float64."""
+"""The same by the precision of the computation, for models that do not run in float64."""
 
 FILLER = 1e6
-"""Larger values are taken for fillers, such as those that mask attention, and say nothing of the run's scale."""
+"""Larger values count as fillers, such as those that mask attention, and not for the scale of the run."""
 
 CANCELED = 1e-4
-"""Below this share of the largest value in the run, what is left of a sum may be rounding alone."""
+"""Below this share of the largest value in the run, a sum may be rounding alone."""
 
 
 def _largest(tensor: torch.Tensor) -> float:
-    """Return the largest absolute value; one vectorized pass, ten times faster than the infinity norm."""
+    """Return the largest absolute value, ten times faster than the infinity norm does."""
     low, high = torch.aminmax(tensor)
     return max(-float(low), float(high)) if low == low else float("nan")
 
 
 def relative_difference(want: torch.Tensor | None, got: torch.Tensor, peak: float) -> tuple[float, str, float]:
-    """Return the relative difference, what to say of it, and the largest value met so far in the run.
+    """Return the relative difference, its description, and the largest value so far in the run.
 
-    Values that cancel to less than `CANCELED` of that largest are rounding, and are measured against it.
+    Values that cancel to less than `CANCELED` of that largest value are rounding, and are measured against it.
     """
     if want is None:
         return 0.0, "", peak
@@ -57,6 +54,6 @@ def relative_difference(want: torch.Tensor | None, got: torch.Tensor, peak: floa
 
 
 def rounding(tensors: Iterable[torch.Tensor]) -> float:
-    """Return the largest relative difference that rounding explains in any of some tensors: that of the coarsest."""
+    """Return the relative difference that rounding explains in the tensor of lowest precision."""
     dtypes = {tensor.dtype.to_real() for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()}
     return max((ROUNDING.get(dtype, ROUNDING[torch.bfloat16]) for dtype in dtypes), default=0.0)

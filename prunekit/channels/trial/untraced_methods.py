@@ -1,10 +1,10 @@
-"""Sizes that only methods read which the examples don't run: a second forward for export, a switch for deployment.
+"""Untraced methods: sizes that only methods read which no example runs, such as a second forward for export.
 
-An attribute that no operator of the trace used has its dense value in a compact model, and such a method then fails
-there. Those that can be run are: methods that take what forward takes and give what it gives in the dense model, and
-methods without arguments that change the module and not what it computes. They have to hold in the compact model too;
-where they don't, attributes that equal an old size of a resized axis are tried, as in the trial. What can't be run,
-or found, is named.
+An attribute that no operator of the trace used keeps its dense value in a compact model, where such a method then
+fails. Some methods can be run: those with the arguments of forward that compute the same in the dense model, and those
+without arguments that change the module but not what it computes. They have to do so in the compact model too; if they
+don't, attributes that equal the old size of a resized axis are tried, as in the trial. Methods that cannot be run, and
+sizes that are not found, are named in notes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from prunekit.utils.inputs import call
 from prunekit.utils.tensors import gather, map_tensors
 
 COMBINATIONS = 64
-"""How many values of attributes are tried for one method."""
+"""How many combinations of values of attributes are tried for one method."""
 _NEVER = frozenset({"__init__", "extra_repr", "__repr__"})
 
 Holder = tuple[str, str]
@@ -55,11 +55,11 @@ Holder = tuple[str, str]
 
 @dataclass(frozen=True)
 class UntracedSizes:
-    """What methods that the examples don't run need.
+    """Sizes that untraced methods read.
 
     Attributes:
         sizes: attributes that hold a size, with labels in the trace's own numbering.
-        notes: what could not be settled, in sentences.
+        notes: sentences on methods whose sizes are not known.
     """
 
     sizes: tuple[SizeAttribute, ...] = ()
@@ -74,12 +74,14 @@ def untraced_sizes(
     kept: KeptIndices,
     examples: list[tuple[Any, ...]],
 ) -> UntracedSizes:
-    """Look through the methods of a compact model's own classes that its trial didn't run.
+    """Return the sizes that methods of a compact model read which its trial did not run.
 
     Args:
         model: the dense model.
-        compact: what passed the trial.
-        kept: as made by `kept_indices`.
+        compact: the compact model that passed the trial.
+        channel_map: the map of the plan.
+        keep: the plan.
+        kept: from `kept_indices`.
         examples: inputs as for the trace.
     """
     search = _UntracedSearch(model, compact, channel_map, keep, kept, examples)
@@ -95,7 +97,7 @@ class _UntracedSearch:
     kept: KeptIndices
     examples: list[tuple[Any, ...]]
     found: dict[str, dict[str, FunctionType]] = field(init=False)
-    """Path of a module -> its methods that read attributes which may hold a size, and its other forwards."""
+    """Path of a module -> its methods that read attributes which may be sizes, and its other forwards."""
 
     def __post_init__(self) -> None:
         self._values: dict[tuple[Holder, str], list[list[SizeAttribute]]] = {}
@@ -117,7 +119,7 @@ class _UntracedSearch:
                     others.add((type(module), name))
 
     def result(self) -> UntracedSizes:
-        """Run what can be run, and names the rest."""
+        """Run the methods that can be run, and return sizes, and notes on the others."""
         lines = self._lines_run()
         self._read = {
             holder
@@ -144,7 +146,7 @@ class _UntracedSearch:
         return UntracedSizes(tuple(self._known.values()), tuple(_in_words(self._notes)))
 
     def _holders(self, path: str, method: FunctionType) -> list[Holder]:
-        """Return attributes that a method, or one that it calls, reads and that may hold a size of a resized axis."""
+        """Return attributes that a method, or one that it calls, reads and that may be the size of a resized axis."""
         module = self.model.get_submodule(path)
         names = _names_in(type(module), method.__code__.co_name, method)
         parts = [child for child in module._modules if child in names and module._modules[child] is not None]
@@ -157,7 +159,7 @@ class _UntracedSearch:
         return found
 
     def _meanings(self, holder: Holder, path: str) -> list[list[SizeAttribute]]:
-        """Return the sizes that an attribute may be, by its positions; in the operators of a module that reads it."""
+        """Return the sizes that each item of an attribute may be, in the operators of a module that reads it."""
         if (holder, path) not in self._values:
             owner, name = holder
             dense, small = (vars(model.get_submodule(owner)).get(name) for model in (self.model, self.compact))
@@ -179,7 +181,7 @@ class _UntracedSearch:
         return [size for left, size in found.items() if 0 < left < old]
 
     def _lines_run(self) -> dict[CodeType, set[int]]:
-        """Return the lines of the methods in question that the examples run in the compact model."""
+        """Return the lines of the untraced methods that the examples run in the compact model."""
         codes = {method.__code__ for methods in self.found.values() for method in methods.values()}
         codes |= {code for _, code in self._recompiled()}
         lines: dict[CodeType, set[int]] = {}
@@ -212,7 +214,7 @@ class _UntracedSearch:
         return lines
 
     def _recompiled(self) -> Iterator[tuple[FunctionType, CodeType]]:
-        """Yield methods that the compact model has with explicit sizes, with their own code."""
+        """Yield methods that are compiled again in the compact model, with their new code."""
         for path, methods in self.found.items():
             cls = type(self.compact.get_submodule(path))
             for name, method in methods.items():
@@ -221,10 +223,9 @@ class _UntracedSearch:
                     yield method, own.__code__
 
     def _proven(self, missed: Mapping[str, Mapping[str, FunctionType]], run: TracedRun) -> Iterator[tuple[str, str]]:
-        """Yield methods that do what forward does in the dense model; takes in the sizes that this takes in the compact
-        one.
+        """Yield methods that do what forward does in the dense model, and add the sizes for this in the compact one.
 
-        Parts come before what they are parts of, whose methods call theirs.
+        Inner modules come first, because methods of the modules around them call theirs.
         """
         called = _calls(self.model, missed, float64_inputs(self.examples[run.example]), run)
         again = _calls(self.compact, called, float64_inputs(self.examples[run.example]), run)
@@ -246,7 +247,7 @@ class _UntracedSearch:
             yield path, name
 
     def _choices(self, path: str, method: FunctionType) -> Iterator[list[SizeAttribute]]:
-        """None, and then every way to give attributes another value that no method before has settled."""
+        """Yield no sizes, and then every combination of sizes of attributes that no earlier method has set."""
         settled = {(module, name) for module, name, _ in self._known}
         holders = [holder for holder in self._holders(path, method) if holder not in settled]
         every = [sizes for holder in holders for sizes in self._meanings(holder, path)]
@@ -255,7 +256,7 @@ class _UntracedSearch:
             yield [size for size in choice if size is not None]
 
     def _with(self, path: str, choice: list[SizeAttribute]) -> nn.Module:
-        """Return a copy of a module of the compact model in float64, with other values of attributes in it."""
+        """Return a float64 copy of a module of the compact model, with other values of attributes."""
         twin = float64_copy(self.compact.get_submodule(path), to_double)
         final = self.channel_map.traced.final
         inside = len(path) + 1 if path else 0
@@ -269,7 +270,7 @@ class _UntracedSearch:
     def _note_reads(
         self, path: str, name: str, method: FunctionType, lines: set[int], follow: set[tuple[str, str]]
     ) -> None:
-        """Names attributes that a method reads as sizes on lines that never ran."""
+        """Add notes on attributes that a method reads as sizes on lines that never ran."""
         module = self.model.get_submodule(path)
         for owner, attribute in self._holders(path, method):
             if (owner, attribute) in follow or not _reads_as_size(method.__code__, attribute, lines, ran=False):
@@ -286,7 +287,7 @@ class _UntracedSearch:
             ).append(path)
 
     def _left_in(self, path: str, owner: str, attribute: str) -> list[int]:
-        """Return what an attribute may have to be by the operators of a module's own Python."""
+        """Return the values that an attribute may need, by the operators of a module's own Python."""
         runs = self.channel_map.traced.trace.runs
         own = [operator for run in runs for operator in run.operators if path in (operator.module, operator.owner)]
         every = integers(getattr(self.model.get_submodule(owner), attribute)) or []
@@ -298,7 +299,7 @@ class _UntracedSearch:
 
 
 def methods_of(cls: type) -> dict[str, FunctionType]:
-    """Return the methods that the classes of a module have besides torch's own, by name."""
+    """Return the methods of a module's class by name, except those of torch."""
     found: dict[str, FunctionType] = {}
     for base in original_of(cls).__mro__:
         if base is nn.Module or base.__module__.partition(".")[0] in ("torch", "builtins"):
@@ -310,7 +311,7 @@ def methods_of(cls: type) -> dict[str, FunctionType]:
 
 
 def _names_in(cls: type, name: str, method: FunctionType) -> set[str]:
-    """Return all names that a method, and the methods of its class that it names, read."""
+    """Return all names that a method reads, and the methods of its class that it names."""
     methods, names, left = methods_of(cls), set[str](), [(name, method)]
     seen = {name}
     while left:
@@ -330,7 +331,7 @@ def _code_names(code: CodeType) -> frozenset[str]:
 
 
 def _reads_as_size(code: CodeType, attribute: str, lines: set[int], *, ran: bool) -> bool:
-    """Return whether a method reads an attribute where a size belongs, on a line that ran, or on one that did not."""
+    """Return whether a method reads an attribute as a size, on a line that ran, or on one that did not."""
     found = definition(code)
     return found is not None and any(
         isinstance(node, ast.Attribute) and node.attr == attribute and (node.lineno in lines) is ran
@@ -339,7 +340,10 @@ def _reads_as_size(code: CodeType, attribute: str, lines: set[int], *, ran: bool
 
 
 def _way_to_run(module: nn.Module, method: FunctionType) -> bool | None:
-    """False for a method that takes what forward takes; True for one that takes nothing and changes the module."""
+    """Return False for a method with the arguments of forward, True for one without any that changes the module.
+
+    None for any other, which cannot be run.
+    """
     own, forward = (
         [(p.name, p.kind) for p in inspect.signature(function).parameters.values()][1:]
         for function in (method, type(module).forward)
@@ -360,7 +364,7 @@ def _changes_its_module(function: ast.FunctionDef) -> bool:
 
 @dataclass(frozen=True)
 class _ForwardCall:
-    """One call of a module: what it got, and what it gave."""
+    """One call of a module: its arguments and results."""
 
     arguments: tuple[Any, ...]
     named: dict[str, Any]
@@ -368,7 +372,7 @@ class _ForwardCall:
 
 
 def _calls(model: nn.Module, paths: Iterable[str], example: tuple[Any, ...], run: TracedRun) -> dict[str, _ForwardCall]:
-    """Return the first call of each of some modules in a forward pass in eval mode and float64."""
+    """Return the first call of each of some modules in a forward pass, in eval mode and float64."""
     given: dict[str, Any] = {}
     found: dict[str, _ForwardCall] = {}
     wanted = set(paths)
@@ -396,9 +400,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _does_the_same(twin: nn.Module, name: str, call: _ForwardCall, *, changes: bool) -> bool:
-    """Return whether a method gives what forward gave, or leaves a module behind that does; it may change the
-    module.
-    """
+    """Return whether a method returns what forward did, or leaves the module so that forward does."""
     arguments, named = map_tensors((call.arguments, call.named), torch.clone)
     with seeded(0), _evaluating(twin):
         try:
