@@ -1,7 +1,4 @@
-"""Calibration of a job's dense model; the statistics are kept and used again while nothing has changed.
-
-Calibration of a model in training, for the stages of a schedule.
-"""
+"""Calibration of a job: statistics of its dense model, cached by content, or of a model in training."""
 
 from __future__ import annotations
 
@@ -40,13 +37,13 @@ from prunekit.utils.progress import stage, wanted
 
 @dataclass(frozen=True, eq=False)
 class CalibrationResult:
-    """Channel statistics and where they are.
+    """Channel statistics and their files.
 
     Attributes:
-        stats: of every leaf module's inputs and outputs; of several processes the main one has them, others none.
+        stats: of every leaf module's inputs and outputs; empty outside the main process.
         path: the safetensors file.
         csv: the same as a table.
-        reused: whether they were there already.
+        reused: whether they came from an earlier run.
     """
 
     stats: ChannelStats
@@ -58,7 +55,7 @@ class CalibrationResult:
 def calibrate(
     job: JobSettings, *, log: Log = stage, progress: bool | None = None, own: Own = RECIPE_ONLY
 ) -> CalibrationResult:
-    """Collect the activation statistics of a job's dense model, training that first where it has no weights."""
+    """Collect the activation statistics of a job's dense model, which is trained first if it has no weights."""
     prepared = prepare(job, own)
     baseline = train_baseline(prepared, log=log, progress=wanted(progress))
     result = calibrate_model(prepared, baseline.model, log=log)
@@ -68,7 +65,7 @@ def calibrate(
 
 
 def calibrate_model(prepared: Prepared, model: nn.Module, *, log: Log) -> CalibrationResult:
-    """Return the statistics of a model on the job's calibration images: from an earlier run, or collected now.
+    """Return the statistics of a model on the job's calibration images, from an earlier run or collected now.
 
     Raises:
         NonFiniteError: an activation is NaN or Inf; names the first layer, and its first batch and channel.
@@ -81,16 +78,16 @@ def calibrate_model(prepared: Prepared, model: nn.Module, *, log: Log) -> Calibr
         "calibration": digest(_settings(job, prepared.device)),
     }
     path = job.output / job.name / "calibration" / f"{digest(facts)}.safetensors"
-    known = _known(path, facts, log)
-    if main_has(known):
-        return CalibrationResult(known or ChannelStats({}), path, path.with_suffix(".csv"), reused=True)
+    cached = _cached(path, facts, log)
+    if main_has(cached):
+        return CalibrationResult(cached or ChannelStats({}), path, path.with_suffix(".csv"), reused=True)
     stats = _saved(_collected(prepared, model, log), path, facts, log)
     return CalibrationResult(ChannelStats({}) if stats is None else stats, path, path.with_suffix(".csv"), reused=False)
 
 
 @main_process_only
-def _known(path: Path, facts: dict[str, str], log: Log) -> ChannelStats | None:
-    """Return statistics that are there already."""
+def _cached(path: Path, facts: dict[str, str], log: Log) -> ChannelStats | None:
+    """Return the statistics of an earlier run with the same facts; None if there are none."""
     if path.is_file():
         try:
             stats = ChannelStats.load(path)
@@ -113,7 +110,7 @@ def _saved(collected: ChannelStats, path: Path, facts: dict[str, str], log: Log)
 
 
 def _collected(prepared: Prepared, model: nn.Module, log: Log) -> ChannelStats:
-    """Return statistics collected now; processes share the batches, and the main one merges what all of them saw."""
+    """Collect statistics; processes share the batches, and the main one merges the results."""
     job = prepared.job
     images = calibration_batches(prepared)
     log(f"calibration: {images.images} training {prepared.splits.task.samples}")
@@ -121,14 +118,14 @@ def _collected(prepared: Prepared, model: nn.Module, log: Log) -> ChannelStats:
     if collectors.moments is not None:
         log(f"calibration: {collectors.moments.memory}")
     with threads(job.threads):
-        found = seen_by_all(collectors, model, images, prepared.device)
+        found = merged_statistics(collectors, model, images, prepared.device)
     model.cpu()
     log(f"calibration: reduction {collectors.stats.form}, {collectors.stats.compile_seconds:.1f} s of compiling")
     return found
 
 
-def seen_by_all(collectors: Collectors, model: nn.Module, images: Batches, device: torch.device) -> ChannelStats:
-    """Return what all processes saw, each in its share of the batches; empty elsewhere than in the main one."""
+def merged_statistics(collectors: Collectors, model: nn.Module, images: Batches, device: torch.device) -> ChannelStats:
+    """Return the merged statistics of all processes, each of its share of the batches; empty outside the main one."""
     collectors.dealt(rank(), size())
     mine = images.dealt(rank(), size())
     seen = collectors.run(model, mine, device) if len(mine) else None
@@ -138,7 +135,7 @@ def seen_by_all(collectors: Collectors, model: nn.Module, images: Batches, devic
 
 
 def _settings(job: JobSettings, device: torch.device) -> list[Any]:
-    """Return all that the statistics of a model and its data depend on."""
+    """Return the settings that the statistics of a model and its data depend on."""
     return [asdict(job.calibration), job.data.batch, job.seed, device.type, _wants_moments(job), _wants_ranks(job)]
 
 
@@ -151,7 +148,7 @@ def _wants_ranks(job: JobSettings) -> bool:
 
 
 def collectors_for(job: JobSettings, model: nn.Module, images: Batches, device: torch.device) -> Collectors:
-    """Return what the job's calibration and criterion want to be seen of a model."""
+    """Return the collectors that the job's calibration and criterion need."""
     settings = job.calibration
     moments = None
     if _wants_moments(job):
@@ -173,9 +170,9 @@ def _log_too_few(stats: ChannelStats, log: Log) -> None:
 
 
 def loss_gradients(prepared: Prepared, model: nn.Module, *, log: Log) -> TaylorTerms | None:
-    """Taylor terms of the task's loss on the job's calibration samples; None where its criterion needs none.
+    """Return Taylor terms of the task's loss on the calibration samples; None if the criterion needs none.
 
-    Of several processes each looks at its share of the batches, and the main one is given the terms.
+    Processes share the batches, and the main one gets the terms.
 
     Raises:
         NonFiniteError: a gradient is NaN or Inf; names the parameter.
@@ -186,13 +183,13 @@ def loss_gradients(prepared: Prepared, model: nn.Module, *, log: Log) -> TaylorT
     images = calibration_batches(prepared)
     log(f"calibration: gradients of the loss on {images.images} training {prepared.splits.task.samples}")
     with threads(prepared.job.threads):
-        found = gradients_of_all(prepared, model.to(prepared.device), images)
+        found = merged_gradients(prepared, model.to(prepared.device), images)
     model.cpu()
     return found
 
 
-def gradients_of_all(prepared: Prepared, model: nn.Module, images: Batches) -> TaylorTerms | None:
-    """Taylor terms of all batches, of which each process has a share; None elsewhere than in the main one."""
+def merged_gradients(prepared: Prepared, model: nn.Module, images: Batches) -> TaylorTerms | None:
+    """Return the Taylor terms of all batches, which processes share; None outside the main one."""
     second = "curvature" in get_criterion(prepared.job.prune.criterion).needs
     share, mine = (rank(), size()), images.dealt(rank(), size())
     seen = None
@@ -214,7 +211,7 @@ def gradients_of_all(prepared: Prepared, model: nn.Module, images: Batches) -> T
 
 @main_process_only
 def job_patches(prepared: Prepared, model: nn.Module, chart: ChannelMap, *, log: Log) -> PatchStats | None:
-    """Patch statistics on the job's calibration images; None where its criterion needs none.
+    """Return patch statistics of the calibration images; None if the criterion needs none, or outside the main process.
 
     Raises:
         DataError: fewer than 8 calibration images.
@@ -244,12 +241,14 @@ def job_patches(prepared: Prepared, model: nn.Module, chart: ChannelMap, *, log:
 def criterion_inputs(
     prepared: Prepared, model: nn.Module, chart: ChannelMap, *, with_stats: bool = False, log: Log
 ) -> CriterionInputs:
-    """Collect what the job's criterion looks at on its calibration samples; in the main process, with all others' help.
+    """Collect what the job's criterion reads on the calibration samples; the main process has all of it.
 
     Args:
+        prepared: the job.
         model: the dense one, with its weights.
         chart: its channel map.
         with_stats: whether channel statistics are collected even if the criterion does not need them.
+        log: gets a line for each kind of statistics.
 
     Raises:
         DataError, NonFiniteError: as for `calibrate_model`, `loss_gradients` and `job_patches`.
@@ -263,7 +262,7 @@ def criterion_inputs(
 
 
 def calibration_images(prepared: Prepared) -> Any:
-    """(N, ...) the inputs of `calibration_batches`, on the job's device; a tuple where the model takes several.
+    """Return the inputs (N, ...) of `calibration_batches` on the job's device; a tuple if the model takes several.
 
     Raises:
         DataError: fewer than 8.
@@ -278,14 +277,13 @@ def calibration_batches(prepared: Prepared) -> Batches:
 
 
 def calibrate_again(prepared: Prepared, model: nn.Module) -> tuple[ChannelStats | None, TaylorTerms | None]:
-    """Return statistics and Taylor terms that the job's criterion needs, of a model in training; nothing is kept in
-    files.
+    """Return statistics and Taylor terms of a model in training, if the criterion needs them; no file is written.
 
-    Of several processes each looks at its share of the batches, and the main one is given what all found.
+    Processes share the batches, and the main one gets the results. The random state is restored.
 
     Args:
-        model: on the job's device, where it stays, under its masks; the process's random state stays as it is, and its
-            buffers are those of the main process afterwards.
+        prepared: the job.
+        model: under its masks, on the job's device; its buffers become those of the main process.
 
     Raises:
         NonFiniteError: an activation or a gradient is NaN or Inf.
@@ -295,6 +293,6 @@ def calibrate_again(prepared: Prepared, model: nn.Module) -> tuple[ChannelStats 
     with seeded(prepared.job.seed):
         if needs_activations(prepared.job.prune.criterion):
             collectors = collectors_for(prepared.job, model, images, prepared.device)
-            stats = seen_by_all(collectors, model, images, prepared.device)
+            stats = merged_statistics(collectors, model, images, prepared.device)
             stats.require_finite()
-        return stats, gradients_of_all(prepared, model, images) if "gradients" in needs else None
+        return stats, merged_gradients(prepared, model, images) if "gradients" in needs else None

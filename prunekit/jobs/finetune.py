@@ -74,8 +74,12 @@ def finetune(
 
     Args:
         job: the settings.
-        log, progress, own, resume, on_epoch: as for `prunekit.finetune`. A run that is resumed on the CPU, with the
-            same threads and number of processes, ends with the same weights as one without a break.
+        log: as for `prunekit.finetune`.
+        progress: as for `prunekit.finetune`.
+        own: as for `prunekit.finetune`.
+        resume: as for `prunekit.finetune`. A run that is resumed on the CPU, with the same threads and number of
+            processes, ends with the same weights as one without a break.
+        on_epoch: as for `prunekit.finetune`.
         finish: called with the run's folder at the end, before the run counts as finished: writes the report.
         training: whether to fine-tune. If not, the pruned model is repaired as the job's `repair` says, and that is
             all; the dense model is trained only if it has no weights and the job has a `baseline`. Labels are read to

@@ -1,4 +1,4 @@
-"""What scores are computed from in a training loop of one's own: gradients of its steps, and calibration samples."""
+"""Statistics for `Pruner`: gradients of the user's training steps, and calibration samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prunekit.criteria.criterion import get_criterion
 from prunekit.distributed.process_group import is_main, size
 from prunekit.errors import UsageError
 from prunekit.jobs.prune.one_shot import Calibration
-from prunekit.jobs.stages.sample_statistics import statistics
+from prunekit.jobs.stages.sample_statistics import activation_statistics
 from prunekit.jobs.stages.schedule_stages import StageInputs, StageStatistics
 from prunekit.planning.schedules import Stage
 from prunekit.settings.prune import PruneSettings, prune_contradictions
@@ -26,15 +26,19 @@ from prunekit.utils.context import seeded
 from prunekit.utils.inputs import to_device
 
 FROM_SAMPLES = {"stats", "moments", "patches", "ranks"}
-"""What a criterion may need that is collected from samples without labels."""
+"""Needs of a criterion that are collected from samples without labels."""
 
 
 class LoopStatistics(StageStatistics):
-    """Of a loop of one's own: the gradients of its steps, or calibration samples that are seen again at each stage.
+    """The statistics of a user's loop: gradients of its steps, or calibration samples that each stage runs again.
 
     Args:
+        settings: criterion and schedule.
+        channel_map: of the model.
         samples: inputs alone, for activations.
         pairs: inputs and targets, for second derivatives.
+        loss: for `pairs`.
+        seed: of what is random in the model.
     """
 
     def __init__(
@@ -55,17 +59,17 @@ class LoopStatistics(StageStatistics):
         self._gradients: StepGradients | None = None
 
     def active(self, model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[Any]:
-        """Look at the gradients of each step, where they are needed."""
+        """Return a context that collects the gradients of each step, if they are needed."""
         self._gradients = StepGradients(model, self._map, optimizer) if self._of_steps else None
         return self._gradients or nullcontext()
 
-    def seen(self, model: nn.Module) -> StageInputs:
-        """Return statistics and Taylor terms of the model as it is now, where the criterion needs them."""
-        if not is_main():  # which alone makes the plan
+    def collect(self, model: nn.Module) -> StageInputs:
+        """Return statistics and Taylor terms of the model as it is now, if the criterion needs them."""
+        if not is_main():  # which makes the plan
             return None, None
         terms = None if self._gradients is None else self._gradients.terms()
         with seeded(self._seed):
-            stats = statistics(model, self._samples, self._criterion) if FROM_SAMPLES & self._needs else None
+            stats = activation_statistics(model, self._samples, self._criterion) if FROM_SAMPLES & self._needs else None
             if stats is not None:
                 stats.require_finite()
             if self._pairs:
@@ -80,7 +84,7 @@ class LoopStatistics(StageStatistics):
         return stats, terms
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the gradients since the stage before."""
+        """Return the gradients since the last stage."""
         return {} if self._gradients is None else self._gradients.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -99,7 +103,7 @@ def check_calibration(
     """Return whether calibration batches need targets.
 
     Raises:
-        UsageError: the criterion can't be had from what is given, or what is given isn't looked at.
+        UsageError: the criterion needs something that isn't given, or something is given that it doesn't need.
     """
     if problems := [f"{'.'.join(path)}: {text}" for path, text in prune_contradictions(asdict(settings))]:
         raise UsageError("; ".join(problems))
@@ -141,7 +145,7 @@ def check_calibration(
 
 
 def labeled_batches(model: nn.Module, data: Any, task: Task | str | None, count: int) -> list[InputsAndTargets]:
-    """Return batches with targets, as many as have so many samples."""
+    """Return batches with targets until they hold `count` samples."""
     device, found, seen = next(model.parameters()).device, list[InputsAndTargets](), 0
     for pair in ModelBatches(model, data, task, count=count):
         found.append(to_device(pair, device))

@@ -18,7 +18,7 @@ from prunekit.errors import DataError, ModelError, UsageError, require_kind
 from prunekit.hooks.wrappers import require_values, unwrapped
 from prunekit.jobs.prune.latency_target import LatencyResult
 from prunekit.jobs.prune.plan_search import CriterionInputs, Planned, PlanSearch
-from prunekit.jobs.stages.sample_statistics import joined_samples, patch_statistics, statistics
+from prunekit.jobs.stages.sample_statistics import activation_statistics, joined_samples, patch_statistics
 from prunekit.measure.verification import verify
 from prunekit.planning.candidates import Scores
 from prunekit.planning.keywords import Where, prune_settings
@@ -448,7 +448,7 @@ class Request:
             stage(f"patch statistics of {sample_count(samples)} samples")
             patches = patch_statistics(model, samples, channel_map, repair, settings.ignore, log=stage)
             short += (*too_few_rows(patches), *dead_inputs(patches))
-        stats = self.stats or statistics(model, samples, settings.criterion)
+        stats = self.stats or activation_statistics(model, samples, settings.criterion)
         if stats is not None and "moments" in needs:
             short = [*stats.too_few_samples(), *short]
         self.notes = tuple(short)

@@ -210,8 +210,8 @@ class Pruner(Displayed):
             plan = share_plan(planned.plan)
             pairs = labeled_batches(inner, calibration, task, images) if labeled else []
             loss = get_task(task).loss if loss is None and task is not None else loss
-        evidence = LoopStatistics(self.settings, plan.channel_map, request.samples, pairs, loss, seed=seed)
-        planner = StagePlanner(self.settings, plan, planned.scores, evidence, seed=seed)
+        statistics = LoopStatistics(self.settings, plan.channel_map, request.samples, pairs, loss, seed=seed)
+        planner = StagePlanner(self.settings, plan, planned.scores, statistics, seed=seed)
         self._dense = dense = Plan(plan.channel_map, np.ones(plan.channel_map.n_labels, dtype=bool))
         self._masks = ScheduledMasks(
             inner, self._optimizer, stages, dense, planner, self._changed, gradients=gradient_masks

@@ -1,4 +1,4 @@
-"""A job's activation masks: thresholds for its model, and what the masks do on the test images."""
+"""The activation masks of a job: their thresholds, and sparsity and accuracy under them on the test images."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ TOLERANCE = 0.01
 
 
 def find_thresholds(prepared: Prepared, compact: nn.Module, *, log: Log) -> ActivationThresholds | None:
-    """Return the thresholds that the recipe names, or those that meet its target on the calibration images; None
-    without.
+    """Return the thresholds of the recipe, or those that meet its target on calibration images; None without masks.
 
     Args:
         prepared: the job.
-        compact: channels that are gone must not count as zeros, so this is the model without them.
-        log: told which layers miss the target.
+        compact: the model without its pruned channels, which must not count as zeros.
+        log: gets a line for each layer that misses the target.
     """
     settings = prepared.job.activations
     if settings is None:
@@ -52,7 +51,7 @@ def find_thresholds(prepared: Prepared, compact: nn.Module, *, log: Log) -> Acti
 
 
 def masks(model: nn.Module, thresholds: ActivationThresholds | None) -> AbstractContextManager[Any]:
-    """Return the masks as training has them; nothing without thresholds."""
+    """Return the masks for a training, a context that does nothing without thresholds."""
     if thresholds is None:
         return nullcontext()
     return ActivationMasks(model, thresholds, side=thresholds.side, count=False)
@@ -61,7 +60,7 @@ def masks(model: nn.Module, thresholds: ActivationThresholds | None) -> Abstract
 def measure_masks(
     prepared: Prepared, compact: nn.Module, thresholds: ActivationThresholds, *, log: Log
 ) -> dict[str, Any]:
-    """Sparsity and accuracy under the masks on the test images, which nothing has seen before."""
+    """Return sparsity and accuracy under the masks on the test images, which nothing has seen before."""
     data, task = prepared.job.data, prepared.splits.task
     test = batches(prepared.splits.test, data.batch, shuffle_seed=None, workers=data.reading)
     with ActivationMasks(compact, thresholds, side=thresholds.side) as active:

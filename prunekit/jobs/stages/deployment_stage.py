@@ -1,4 +1,4 @@
-"""The compact model of a job made ready to run: transformed, checked, saved as a folder of its own and loaded back."""
+"""The deployment of a job's compact model: transformed, verified, saved in a folder of its own, and loaded again."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ FOLDER = "deployed"
 
 @dataclass(frozen=True, eq=False)
 class Deployed:
-    """The model that came back from its folder.
+    """A deployed model, and how it differs from the compact one.
 
     Attributes:
-        folded: how many norms are in the layers before them.
-        kept: path of each other norm -> why it stays.
-        max_relative_difference: of the outputs against the compact model's, transformed and computed in float64.
-        after_rounding: the same of the model from its folder, whose folded weights are rounded to their own dtype.
-        inputs: images compared.
-        channels_last: whether its kernels lie so.
+        model: loaded from its folder.
+        folded: the number of norms that were folded into the layers before them.
+        kept: why each other norm is kept, by its path.
+        max_relative_difference: of the outputs from the compact model's, in float64.
+        after_rounding: the same after the folded weights are rounded to their dtype and saved.
+        inputs: images that both were compared on.
+        channels_last: whether its kernels have that memory format.
     """
 
     model: nn.Module
@@ -49,7 +50,7 @@ class Deployed:
     channels_last: bool
 
     def figures(self) -> dict[str, Any]:
-        """Return what `metrics.json` holds of it."""
+        """Return what `metrics.json` holds of the deployment."""
         return {
             "folded_norms": self.folded,
             "norms_kept": self.kept,
@@ -61,10 +62,10 @@ class Deployed:
 
 
 def require_deployable(prepared: Prepared) -> None:
-    """Refuse what would do nothing, before hours of work.
+    """Raise if a deployment would do nothing, before hours of work.
 
     Raises:
-        UsageError: no BatchNorm can be folded, or nothing has channels that could lie last.
+        UsageError: no BatchNorm can be folded, or no kernel can have its channels last.
     """
     problems = list(_idle(prepared))
     if problems:
@@ -89,14 +90,17 @@ def _idle(prepared: Prepared) -> Iterator[str]:
 
 
 def deploy(prepared: Prepared, run: RunFolder, dense: nn.Module, plan: Plan) -> Deployed | None:
-    """Transform the compact model that is in its folder, into the folder `deployed`; None where nothing is asked.
+    """Transform the compact model of a run into the folder `deployed`; None if the job deploys nothing.
 
     Args:
-        dense: the model that was pruned, for models that only their owner's code can build; not changed.
+        prepared: the job.
+        run: with the compact model in its folder.
+        dense: the model that was pruned, needed if it is not from a zoo; not changed.
+        plan: of the compact model.
 
     Raises:
-        VerificationError: the transformed model, or what comes back from its folder, computes something else: beyond
-            1e-9 in float64, and beyond rounding where weights were changed.
+        VerificationError: the transformed model, or the one loaded from its folder, computes something else: by more
+            than 1e-9 in float64, and by more than rounding if weights were changed.
     """
     wanted = prepared.job.deploy
     if not wanted.wanted:

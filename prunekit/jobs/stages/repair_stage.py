@@ -1,4 +1,4 @@
-"""A job's masked model before any fine-tuning: repaired as the job says, or with fresh BatchNorm statistics."""
+"""The repair stage: a job's masked model, repaired as the job says, or with new BatchNorm statistics."""
 
 from __future__ import annotations
 
@@ -28,12 +28,10 @@ COLUMNS = tuple(LayerRepair.__dataclass_fields__)
 def repair_model(
     prepared: Prepared, dense: nn.Module, plan: Plan, run: RunFolder, *, training: bool
 ) -> tuple[nn.Module, RepairReport | None]:
-    """Return the masked model on the CPU, and what its repair did; None where the job asks for none. Made once in a
-    run.
+    """Return the masked model on the CPU, and the report of its repair, None if the job asks for none.
 
-    Of several processes the main one repairs, and the others are given its weights.
-
-    Without repair BatchNorm statistics are taken anew if training follows, which would take them anew anyway.
+    The main process repairs once in a run, and shares the weights. Without repair, BatchNorm statistics are collected
+    again if training follows, which would change them anyway.
 
     Raises:
         DataError: fewer than 8 calibration images.
@@ -90,7 +88,7 @@ def _lines(report: RepairReport) -> list[str]:
 
 
 def repair_summary(report: RepairReport | None) -> dict[str, Any] | None:
-    """Return what `metrics.json` holds of a repair; the layers are in `repair.csv`."""
+    """Return what `metrics.json` holds of a repair, whose layers are in `repair.csv`."""
     if report is None:
         return None
     return {

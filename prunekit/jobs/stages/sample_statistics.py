@@ -1,4 +1,4 @@
-"""What a criterion and a repair look at, collected from images: from a tensor, a loader, or a job's training images."""
+"""Statistics that criteria and repairs need, collected from samples: a tensor, a loader, or a job's images."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from prunekit.utils.inputs import counted_positions, sample_count, select_sample
 from prunekit.utils.tensors import gather, map_tensors
 
 AT_ONCE = 4096
-"""Patches of a layer, about, that are looked at together: 151 MB of 512 channels and a 3 x 3 kernel in float64."""
+"""Patches of a layer, about, in a batch: 151 MB for 512 channels and a 3 x 3 kernel in float64."""
 FEWEST = 8
 """Images, at least, on which the gains of layers are measured."""
 
 
 def joined_samples(model: nn.Module, data: Any, count: int, task: Task | str | None = None) -> Any:
-    """Return the inputs of a model as one tensor, or as a tuple of all of them where it takes several.
+    """Return the inputs of a model as one tensor, or as a tuple if it takes several.
 
     Args:
-        model: what is called with them.
-        data: as `prunekit.prune` takes it.
+        model: which the inputs are for.
+        data: as for `prunekit.prune`.
         count: how many samples are taken from batches or a data set; of tensors that hold all samples, all are.
-        task: takes batches apart that come in another form; itself or its name.
+        task: unpacks batches that come in another form; itself or its name.
 
     Raises:
         DataError: fewer than 8 samples, or no tensors.
@@ -58,9 +58,9 @@ def joined_samples(model: nn.Module, data: Any, count: int, task: Task | str | N
 
 
 def padding_order(model: nn.Module, inputs: tuple[Any, ...]) -> slice | Tensor:
-    """Return an order of samples in which those with padding are spread evenly, the first of them first.
+    """Return an order of samples in which those with padding are spread evenly, beginning with one of them.
 
-    Transformers leave out a mask that masks nothing, and make other calls then: so batches are alike.
+    So every batch has padding: a transformer leaves out a mask that masks nothing, and then calls other operators.
     """
     counted = counted_positions(model, inputs)
     if counted is None:
@@ -71,7 +71,7 @@ def padding_order(model: nn.Module, inputs: tuple[Any, ...]) -> slice | Tensor:
 
 
 def in_batches(inputs: Any, size: int = BATCH) -> list[Any]:
-    """Return inputs in batches of 128, or of another size; several tensors are the first entry of each."""
+    """Return inputs in batches; several tensors become the first entry of each batch."""
     parts = [select_samples(inputs, slice(start, start + size)) for start in range(0, sample_count(inputs), size)]
     return parts if isinstance(inputs, Tensor) else [(part,) for part in parts]
 
@@ -81,8 +81,8 @@ def needs_activations(criterion: str) -> bool:
     return not {"stats", "moments", "ranks"}.isdisjoint(get_criterion(criterion).needs)
 
 
-def statistics(model: nn.Module, images: Any, criterion: str) -> ChannelStats | None:
-    """Return the activation statistics that a criterion needs; None where it needs none."""
+def activation_statistics(model: nn.Module, images: Any, criterion: str) -> ChannelStats | None:
+    """Return the activation statistics that a criterion needs; None if it needs none."""
     needs = get_criterion(criterion).needs
     if not needs_activations(criterion):
         return None
@@ -101,18 +101,18 @@ def patch_statistics(
     groups: Sequence[ChannelGroup] | None = None,
     log: Callable[[str], None] | None = None,
 ) -> PatchStats:
-    """Patch statistics of the layers that read channels which may go, with their measured gains.
+    """Return patch statistics of the layers that read channels which may be removed, with their measured gains.
 
-    Where positions are too few for a Gram matrix its ridge is raised; `too_few_rows` says so.
+    If there are too few positions for a Gram matrix, its ridge is raised; `too_few_rows` names such layers.
 
     Args:
         model: the dense one, on the images' device.
         images: (B, ...), or a tuple of all inputs.
         channel_map: of the model.
-        settings: of the repair that follows, which says how many rows and how much memory may be used.
-        ignore: globs over module paths whose output channels stay.
-        groups: those of the map whose readers are looked at; None: all.
-        log: gets a line on the memory that the statistics take before they are collected.
+        settings: of the repair that follows, with the limits of rows and memory.
+        ignore: globs over module paths whose output channels are kept.
+        groups: whose readers are looked at; None: all groups of the map.
+        log: gets a line on the memory that the statistics will take.
     """
     settings, images = settings or RepairSettings(), map_tensors(images, to_channels_last)
     channel_map.require_plain_forward("the criterion 'elimination'")

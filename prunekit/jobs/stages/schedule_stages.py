@@ -1,7 +1,4 @@
-"""Plans of a schedule's stages: channels scored anew at each, between the dense model and what was asked for.
-
-A job's schedule: a part of its fine-tuning, and what the run's folder gets of it.
-"""
+"""The stages of a pruning schedule: a plan for each, by new scores, and a job's schedule in its fine-tuning."""
 
 from __future__ import annotations
 
@@ -42,10 +39,9 @@ StageInputs = tuple[ChannelStats | None, TaylorTerms | None]
 
 
 def final_shares(plan: Plan) -> dict[str, float]:
-    """Return what is left of the resources that a schedule goes by at its end: the budgets as shares of the dense
-    model.
+    """Return the shares of the dense model's resources that a schedule leaves at its end.
 
-    A budget of time cannot be measured at each stage: there it goes by MACs, down to those of the plan.
+    These are the budgets; a budget of time, which cannot be measured at each stage, becomes the MACs of the plan.
     """
     if of_time(plan):
         return {"macs": plan.channel_map.macs(plan.keep) / plan.channel_map.macs()}
@@ -56,26 +52,26 @@ def final_shares(plan: Plan) -> dict[str, float]:
 
 
 def of_time(plan: Plan) -> bool:
-    """Return whether a plan is for a budget of time, which is measured before training and not at a stage."""
+    """Return whether a plan is for a budget of time, which is measured before training and not at each stage."""
     return any(facts_from(name, budget).measured for name, budget in plan.provenance["budgets"].items())
 
 
 class StageStatistics:
-    """What the scores of a stage are computed from, beside the weights of that moment."""
+    """The statistics that a stage's scores need besides the weights; this one has none."""
 
     def active(self, model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[Any]:
-        """Entered while the model is trained, until the plan is final."""
+        """Return a context that is active while the model is trained, until the plan is final."""
         return nullcontext()
 
-    def seen(self, model: nn.Module) -> StageInputs:
-        """Return statistics and Taylor terms of the model as it is now, where the criterion needs them.
+    def collect(self, model: nn.Module) -> StageInputs:
+        """Return statistics and Taylor terms of the model as it is now, if the criterion needs them.
 
-        All processes ask together; what the main one gets counts.
+        All processes call this together; the result in the main one counts.
         """
         return None, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was joined_samples since the stage before."""
+        """Return what was collected since the last stage."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -83,38 +79,38 @@ class StageStatistics:
 
 
 class StagePlanner(Planner):
-    """Plans for the budgets of each stage, by scores of the model as it is then.
+    """The plans of a schedule: for the budgets of each stage, by scores of the model as it is then.
 
-    Criteria of weights, statistics and gradients look at the masked model; those of Gram matrices keep the scores of
-    the dense model, because matrices of masked channels are singular. What is pruned keeps the score that it had when
-    it last was there.
+    Criteria of weights, statistics and gradients score the masked model; those of Gram matrices keep the scores of the
+    dense model, because matrices of masked channels are singular. Pruned channels keep their last score.
 
     Args:
         settings: with a schedule.
-        plan: on the dense model: its channel map, with what its trial locked, is that of all stages; the final one
-            where a budget is one of time.
-        scores: of the dense model; None elsewhere than in the main process, which makes the plans of all.
+        plan: of the dense model, whose channel map and locks hold for all stages; the final plan if a budget is one of
+            time.
+        scores: of the dense model; None outside the main process, which makes all plans.
+        statistics: collects the statistics of each stage.
         seed: of the random criterion.
     """
 
     def __init__(
-        self, settings: PruneSettings, plan: Plan, scores: Scores | None, evidence: StageStatistics, *, seed: int
+        self, settings: PruneSettings, plan: Plan, scores: Scores | None, statistics: StageStatistics, *, seed: int
     ) -> None:
         assert settings.schedule is not None
         self._asked, self._schedule, self._chart = settings, settings.schedule, plan.channel_map
-        self._evidence, self._seed = evidence, seed
+        self._statistics, self._seed = statistics, seed
         self._aim_at(plan)
         self._dense_scores = np.zeros(self._chart.n_labels) if scores is None else scores
         self._movement: Movement | None = None
         self._raw = np.full(self._chart.n_labels, np.inf)
         self.scores = self._dense_scores
-        """As the last plan was made by."""
+        """Of the last plan."""
 
     def _aim_at(self, plan: Plan) -> None:
         fixed = of_time(plan)
         self._final = plan if fixed else None
         self.final = final_shares(plan)
-        """What is left of each resource at the end."""
+        """The share that is left of each resource at the end."""
         budget = BudgetSettings(**self.final)
         self._settings = replace(in_blocks(self._asked), budget=budget) if fixed else self._asked
         budgets = plan.provenance["budgets"]
@@ -124,20 +120,20 @@ class StagePlanner(Planner):
 
     @contextmanager
     def active(self, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-        """Add up movement while training where the schedule asks for it, and what else is seen of the steps."""
+        """Collect statistics of the training steps, and movement if the schedule scores by it."""
         if self._schedule.score == "movement":
             self._movement = Movement(model, self._chart, optimizer)
-        with self._movement or nullcontext(), self._evidence.active(model, optimizer):
+        with self._movement or nullcontext(), self._statistics.active(model, optimizer):
             yield
 
     def plan(self, model: nn.Module, stage: Stage, before: Plan) -> Plan:
-        """Within the plan before, unless channels may come back; around the final one, where that is known."""
-        seen = self._evidence.seen(model) if self._looks else (None, None)
+        """Return the plan of a stage: within the last unless channels may come back, and around a final one."""
+        seen = self._statistics.collect(model) if self._looks else (None, None)
         return share_stage(lambda: self._made(model, stage, before, seen), before)
 
     @property
     def _looks(self) -> bool:
-        """Whether the model is scored as it is at a stage."""
+        """Whether each stage scores the model as it is then."""
         return self._movement is None and rescored(self._settings)
 
     def _made(self, model: nn.Module, stage: Stage, before: Plan, seen: StageInputs) -> Plan:
@@ -163,7 +159,7 @@ class StagePlanner(Planner):
         return ranked(self._raw, self._chart, self._settings)
 
     def shares(self, stage: Stage, plan: Plan) -> dict[str, tuple[float, float]]:
-        """Of each resource the share that the stage plans to leave, and the one that its plan leaves."""
+        """Return, for each resource, the share that a stage aims to leave and the one that its plan leaves."""
         found = {}
         for name, final in self.final.items():
             planned = share_kept(self._schedule.kind, stage.progress, final)
@@ -174,16 +170,14 @@ class StagePlanner(Planner):
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scores of the dense model and of what is pruned, movement and evidence so far, and a final
-        plan.
-        """
+        """Return scores, movement and statistics so far, and the final plan if it is known."""
         final = self._final
         return {
             "raw": torch.from_numpy(self._raw.copy()),
             "movement": {} if self._movement is None else self._movement.state_dict(),
             "scores": torch.from_numpy(np.array(self.scores)),
             "dense_scores": torch.from_numpy(np.array(self._dense_scores)),
-            "evidence": self._evidence.state_dict(),
+            "evidence": self._statistics.state_dict(),
             "final": None if final is None else torch.from_numpy(final.keep.copy()),
             "provenance": None if final is None else json.dumps(dict(final.provenance)),
         }
@@ -194,13 +188,13 @@ class StagePlanner(Planner):
         self._dense_scores = state["dense_scores"].cpu().numpy()
         if self._movement is not None:
             self._movement.load_state_dict(state["movement"])
-        self._evidence.load_state_dict(state["evidence"])
-        if state["final"] is not None:  # one of time is measured, and would come out a little different
+        self._statistics.load_state_dict(state["evidence"])
+        if state["final"] is not None:  # of a measured time: found again, it would differ a little
             self._aim_at(Plan(self._chart, state["final"].cpu().numpy(), json.loads(state["provenance"])))
 
 
 def rescored(settings: PruneSettings) -> bool:
-    """Return whether a criterion scores the model anew at each stage: Gram matrices are those of the dense one."""
+    """Return whether a criterion scores the model again at each stage, as those of Gram matrices do not."""
     return not {"moments", "patches"} & set(get_criterion(settings.criterion).needs)
 
 
@@ -208,10 +202,10 @@ COLUMNS = ("step", "epoch", "resource", "planned", "actual", "pruned", "regrown"
 
 
 def require_schedule(prepared: Prepared, *, training: bool) -> Timeline | None:
-    """Check a job's schedule before anything is written; None without one.
+    """Return the timeline of a job's schedule, None without one, before anything is written.
 
     Raises:
-        UsageError: it does not fit the rest of the job, or nothing is trained.
+        UsageError: the schedule does not fit the rest of the job, or nothing is trained.
     """
     job = prepared.job
     settings = job.prune.schedule
@@ -232,22 +226,24 @@ def require_schedule(prepared: Prepared, *, training: bool) -> Timeline | None:
 
 
 class JobStatistics(StageStatistics):
-    """Of a job: its calibration images, seen again at each stage."""
+    """The statistics of a job's calibration images, collected again at each stage."""
 
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared
 
-    def seen(self, model: nn.Module) -> StageInputs:
-        """Return statistics and Taylor terms of the model as it is now, where the criterion needs them."""
+    def collect(self, model: nn.Module) -> StageInputs:
+        """Return statistics and Taylor terms of the model as it is now, if the criterion needs them."""
         return calibrate_again(self._prepared, model)
 
 
 class JobSchedule:
-    """A job's schedule as a part of its fine-tuning, with what the run's folder gets of it.
+    """A job's schedule as a callback of its fine-tuning, which writes `schedule.csv`.
 
     Args:
-        plan: on the dense model; the final one where a budget is one of time.
-        scores: that it was made by; None elsewhere than in the main process.
+        prepared: the job.
+        plan: of the dense model; the final one if a budget is one of time.
+        scores: of that plan; None outside the main process.
+        run: where the schedule is logged.
     """
 
     def __init__(self, prepared: Prepared, plan: Plan, scores: Scores | None, run: RunFolder) -> None:
@@ -256,8 +252,8 @@ class JobSchedule:
         assert settings is not None
         self.settings = settings
         chart: ChannelMap = plan.channel_map
-        evidence, seed = JobStatistics(prepared), prepared.job.seed
-        self.planner = StagePlanner(prepared.job.prune, plan, scores, evidence, seed=seed)
+        statistics, seed = JobStatistics(prepared), prepared.job.seed
+        self.planner = StagePlanner(prepared.job.prune, plan, scores, statistics, seed=seed)
         self.start = Plan(chart, np.ones(chart.n_labels, dtype=bool))
         self.part = PruningSchedule(settings, self.start, self.planner, self._changed)
 
@@ -267,7 +263,7 @@ class JobSchedule:
 
     @computed_by_main
     def _changed(self, part: PruningSchedule) -> None:
-        """Write a change of the plan down; final masks are verified at once, before anything is trained under them."""
+        """Log a change of the plan, and verify final masks before anything is trained under them."""
         steps = part.timeline.steps
         rows = [row for change in part.changes for row in change_rows(change, steps)]
         write_csv(self._run.path / "schedule.csv", rows, COLUMNS)
@@ -278,11 +274,11 @@ class JobSchedule:
             self._run.log(f"schedule: final masks; masked == compact to {proof.max_relative_difference:.1e}")
 
     def finished(self, planned: Planned) -> Planned:
-        """Return the plan that training ended with, in place of the one on the dense model."""
+        """Return the search's result with the plan that training ended with."""
         return replace(planned, plan=self.part.plan, scores=self.planner.scores)
 
     def summary(self) -> dict[str, Any]:
-        """For `metrics.json`: what the curve was."""
+        """Return what `metrics.json` holds of the schedule."""
         line = self.part.timeline
         return {
             "settings": asdict(self.settings),
@@ -307,7 +303,7 @@ def _log_change(change: PlanChange, steps: int, log: Log) -> None:
 
 
 def schedule_rows(settings: PruneSettings, line: Timeline, plan: Plan) -> dict[str, Any]:
-    """Return what a dry run says: each stage with the shares that it leaves of the dense model."""
+    """Return the stages of a schedule for a dry run, with the shares of the dense model that they leave."""
     assert settings.schedule is not None
     return {
         "kind": settings.schedule.kind,

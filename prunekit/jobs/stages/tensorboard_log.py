@@ -1,7 +1,4 @@
-"""What a run shows in TensorBoard: every training while it goes on, and the run as a whole at its end.
-
-A model as a graph for TensorBoard, drawn from the channel map: what ran, in its order, and what read what.
-"""
+"""The TensorBoard log of a run: its trainings, its hyper-parameters and its model graph."""
 
 from __future__ import annotations
 
@@ -26,20 +23,122 @@ from prunekit.utils.files import flattened
 if TYPE_CHECKING:
     from tensorboard.compat.proto.graph_pb2 import GraphDef
 
-
+FIGURES = ("macs", "params", "size_bytes")
 INPUT = "input"
 
 
-def model_graph(chart: ChannelMap, plan: Plan) -> GraphDef:
-    """The operators of the run that the channel map was made from, under the modules that they ran in.
+def watching(run: RunFolder, job: JobSettings, name: str, plan: CurrentPlan = lambda: None) -> list[Callback]:
+    """Return the callbacks that write `tensorboard/<name>` and `scalars/<name>.csv` of a training, if asked for."""
+    if job.watch is None:
+        return []
+    events, table = _places(run.path, name)
+    return [TensorBoardLogger(job.watch, events, table, plan, lambda message: run.log(f"{name}: {message}"))]
 
-    Nothing is run or traced for it. A node is `<module path>/<operator>`, with `/` for the dots, so that TensorBoard
-    folds modules; edges are tensors, the shortcuts among them. Each node holds the shapes of its results, of the
-    parameters of its module what the plan leaves (`64x3x7x7 -> 40x3x7x7`), and the module's multiply-accumulates before
-    and after. Operators that read nothing but parameters, such as the transposition of a weight, are left out.
+
+def watched_before(run: RunFolder, job: JobSettings, name: str, rows: Iterable[EpochRow]) -> None:
+    """Write the scalars of a training that another run has made, unless they are there."""
+    events, table = _places(run.path, name)
+    if job.watch is None or table.exists():
+        return
+    again = TensorBoardLogger(job.watch, events, table)
+    for row in rows:
+        again.scalars(row)
+    again.close()
+
+
+def _places(run: Path, name: str) -> tuple[Path, Path]:
+    return run / "tensorboard" / name, run / "scalars" / f"{name}.csv"
+
+
+def write_summary(
+    run: RunFolder,
+    job: JobSettings,
+    chart: ChannelMap,
+    plan: Plan,
+    models: tuple[nn.Module, nn.Module],
+    metrics: Mapping[str, Any],
+) -> None:
+    """Write `tensorboard/run`: recipe and results as one row of hyper-parameters, and the model's graph.
+
+    With `watch.images` also the filters of the dense (step 0) and the compact model (step 1), and the share of each
+    weight that was removed. What an earlier attempt left there is replaced.
 
     Args:
-        chart: that the model was traced for, not one from a file.
+        run: the folder.
+        job: the settings.
+        chart: of the dense model, from its trace.
+        plan: of the compact model.
+        models: the dense and the compact one.
+        metrics: of the run.
+    """
+    if job.watch is None or not job.watch.tensorboard:
+        return
+    from tensorboard.compat.proto.event_pb2 import Event
+    from torch.utils.tensorboard import SummaryWriter
+
+    folder = run.path / "tensorboard" / "run"
+    shutil.rmtree(folder, ignore_errors=True)
+    with SummaryWriter(str(folder)) as writer:
+        graph = model_graph(chart, plan).SerializeToString()
+        writer._get_file_writer().add_event(Event(graph_def=graph))
+        writer.add_hparams(dict(_hyperparameters(asdict(job))), dict(_outcome(metrics)), run_name=".")
+        if job.watch.images:
+            for step, model in enumerate(models):
+                if (image := filters(model)) is not None:
+                    writer.add_image("filters", image, step)
+            writer.add_figure("sparsity", sparsity_figure(_pruned_shares(plan)), 0, close=False)
+
+
+def _hyperparameters(job: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    """Yield every value of a recipe under its dotted key, as text if TensorBoard has no type for it.
+
+    Values that are not set, and the output folder and name of the run, are left out.
+    """
+    for key, value in flattened(job):
+        if value not in (None, {}) and key not in ("output", "name"):
+            if isinstance(value, bool):  # which `add_hparams` would write as 0.0 or 1.0
+                value = str(value).lower()
+            yield key, value if isinstance(value, int | float) else str(value)
+
+
+def _outcome(metrics: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    scores = [score["name"] for score in metrics["task"]["scores"]]
+    for model in ("dense", "control", "pruned"):
+        for name in (*scores, *FIGURES):
+            if metrics.get(model, {}).get(name) is not None:
+                yield f"{model}/{name}", float(metrics[model][name])
+    for row in metrics["speedup"]:
+        where = f"{row['device']}, {row['runtime']}, batch {row['batch']}, {row['dtype']}"
+        yield f"speedup/{row['model']} ({where})", float(row["median"])
+    yield "parity/max_relative_difference", float(metrics["parity"]["max_relative_difference"])
+
+
+def _pruned_shares(plan: Plan) -> dict[str, float]:
+    """Return the share of each weight with two axes or more that was removed."""
+    shapes = {name: shape for name, shape in plan.channel_map.shapes.items() if len(shape) >= 2}
+    sizes = {
+        name: (plan.channel_map.parameters_kept(plan.keep, [name]), _size(shape)) for name, shape in shapes.items()
+    }
+    return {f"sparsity/{name.rpartition('.')[0] or name}": 1 - kept / size for name, (kept, size) in sizes.items()}
+
+
+def _size(shape: Iterable[int]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size
+
+
+def model_graph(chart: ChannelMap, plan: Plan) -> GraphDef:
+    """Return the operators that were traced for the channel map, under the modules that they ran in.
+
+    Nothing is run for this. A node is `<module path>/<operator>`, with `/` for the dots, so that TensorBoard folds
+    modules; edges are tensors. Each node holds the shapes of its results, the shapes of its module's parameters before
+    and after the plan (`64x3x7x7 -> 40x3x7x7`), and the module's multiply-accumulates before and after. Operators that
+    read nothing but parameters, such as the transposition of a weight, are left out.
+
+    Args:
+        chart: from a trace, not from a file.
         plan: of the same model; may be from a file.
 
     Raises:
@@ -72,7 +171,7 @@ def model_graph(chart: ChannelMap, plan: Plan) -> GraphDef:
 
 
 def _facts(module: str, plan: Plan, macs: tuple[dict[str, int], dict[str, int]]) -> dict[str, str]:
-    """Return what the plan does to a module's own parameters, and to its cost."""
+    """Return the shapes of a module's own parameters, and its MACs, before and after the plan."""
     found = {}
     for name, shape in plan.channel_map.shapes.items():
         owner, _, own = name.rpartition(".")
@@ -86,108 +185,3 @@ def _facts(module: str, plan: Plan, macs: tuple[dict[str, int], dict[str, int]])
 
 def _times(shape: Any) -> str:
     return "x".join(map(str, shape)) or "1"
-
-
-FIGURES = ("macs", "params", "size_bytes")
-
-
-def watching(run: RunFolder, job: JobSettings, name: str, plan: CurrentPlan = lambda: None) -> list[Callback]:
-    """Return what watches a training, `tensorboard/<name>` and `scalars/<name>.csv`; nothing where the job wants
-    none.
-    """
-    if job.watch is None:
-        return []
-    events, table = _places(run.path, name)
-    return [TensorBoardLogger(job.watch, events, table, plan, lambda message: run.log(f"{name}: {message}"))]
-
-
-def watched_before(run: RunFolder, job: JobSettings, name: str, rows: Iterable[EpochRow]) -> None:
-    """Write down a training that another run has made, if this one has nothing of it."""
-    events, table = _places(run.path, name)
-    if job.watch is None or table.exists():
-        return
-    again = TensorBoardLogger(job.watch, events, table)
-    for row in rows:
-        again.scalars(row)
-    again.close()
-
-
-def _places(run: Path, name: str) -> tuple[Path, Path]:
-    return run / "tensorboard" / name, run / "scalars" / f"{name}.csv"
-
-
-def write_summary(
-    run: RunFolder,
-    job: JobSettings,
-    chart: ChannelMap,
-    plan: Plan,
-    models: tuple[nn.Module, nn.Module],
-    metrics: Mapping[str, Any],
-) -> None:
-    """The run as one row of TensorBoard's hyper-parameters: the recipe and what came out; and the model's graph.
-
-    With `watch.images` the filters of the dense (step 0) and the compact model (step 1) too, and what went of each
-    layer. It goes to `tensorboard/run`, in the place of what an earlier attempt left there.
-
-    Args:
-        chart: of the model as it was traced.
-        models: the dense and the compact one.
-        metrics: of the run.
-    """
-    if job.watch is None or not job.watch.tensorboard:
-        return
-    from tensorboard.compat.proto.event_pb2 import Event
-    from torch.utils.tensorboard import SummaryWriter
-
-    folder = run.path / "tensorboard" / "run"
-    shutil.rmtree(folder, ignore_errors=True)
-    with SummaryWriter(str(folder)) as writer:
-        graph = model_graph(chart, plan).SerializeToString()
-        writer._get_file_writer().add_event(Event(graph_def=graph))
-        writer.add_hparams(dict(_hyperparameters(asdict(job))), dict(_outcome(metrics)), run_name=".")
-        if job.watch.images:
-            for step, model in enumerate(models):
-                if (image := filters(model)) is not None:
-                    writer.add_image("filters", image, step)
-            writer.add_figure("sparsity", sparsity_figure(_pruned_shares(plan)), 0, close=False)
-
-
-def _pruned_shares(plan: Plan) -> dict[str, float]:
-    """Of every weight with two axes or more the share that went."""
-    shapes = {name: shape for name, shape in plan.channel_map.shapes.items() if len(shape) >= 2}
-    sizes = {
-        name: (plan.channel_map.parameters_kept(plan.keep, [name]), _size(shape)) for name, shape in shapes.items()
-    }
-    return {f"sparsity/{name.rpartition('.')[0] or name}": 1 - kept / size for name, (kept, size) in sizes.items()}
-
-
-def _size(shape: Iterable[int]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
-
-
-def _hyperparameters(job: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
-    """Return every value of a recipe under its dotted key; what TensorBoard has no type for as text, what is not set
-    left out.
-
-    Where runs are written to, and when, is no setting to compare.
-    """
-    for key, value in flattened(job):
-        if value not in (None, {}) and key not in ("output", "name"):
-            if isinstance(value, bool):  # which `add_hparams` would write as 0.0 or 1.0
-                value = str(value).lower()
-            yield key, value if isinstance(value, int | float) else str(value)
-
-
-def _outcome(metrics: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
-    scores = [score["name"] for score in metrics["task"]["scores"]]
-    for model in ("dense", "control", "pruned"):
-        for name in (*scores, *FIGURES):
-            if metrics.get(model, {}).get(name) is not None:
-                yield f"{model}/{name}", float(metrics[model][name])
-    for row in metrics["speedup"]:
-        where = f"{row['device']}, {row['runtime']}, batch {row['batch']}, {row['dtype']}"
-        yield f"speedup/{row['model']} ({where})", float(row["median"])
-    yield "parity/max_relative_difference", float(metrics["parity"]["max_relative_difference"])

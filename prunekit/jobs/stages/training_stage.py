@@ -1,7 +1,4 @@
-"""The fine-tuning stage: under masks, and where the job says so with the compact model once its plan is final.
-
-The training runs of a job: how each is made from settings, and what is written down of it.
-"""
+"""The trainings of a job, and its fine-tuning under masks or with the compact model."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ from prunekit.utils.inputs import inputs_as_example
 
 
 def checkpoints_of(run: RunFolder, job: JobSettings, name: str, **facts: str) -> Checkpoints | None:
-    """Return where one of a job's trainings goes on from; None where the job wants no checkpoints."""
+    """Return the checkpoints of one of a job's trainings; None if the job wants none."""
     if job.checkpoint is None:
         return None
 
@@ -58,15 +55,16 @@ def checkpoints_of(run: RunFolder, job: JobSettings, name: str, **facts: str) ->
 
 
 OnEpoch = Callable[[dict[str, Any]], object]
-"""Told of an epoch as plain values: a row of `history.csv`, and `epochs`, how many there are of this training."""
+"""Called after an epoch with a row of `history.csv` as plain values, and `epochs`, the number of this training's."""
 
 
 def told(on_epoch: OnEpoch | None, name: str, settings: TrainSettings | None) -> Callable[[EpochRow], None] | None:
-    """Return what tells a caller's function of the epochs of a training, in the main process; None without one.
+    """Return a function that calls `on_epoch` after each epoch of a training; None without one, or in another process.
 
     Args:
+        on_epoch: of the caller.
         name: of the training.
-        settings: its own.
+        settings: of the training.
     """
     if on_epoch is None or settings is None or not is_main():
         return None
@@ -81,14 +79,14 @@ def told(on_epoch: OnEpoch | None, name: str, settings: TrainSettings | None) ->
 
 
 class Trainings:
-    """Trains models of a job and keeps the tables of all runs up to date.
+    """The trainings of a job, with the tables of all of them.
 
     Args:
-        prepared: what the job works on.
+        prepared: the job.
         run: where it writes.
-        progress: shows bars on stderr.
-        baseline: the dense model, which teaches where settings say `distill`.
-        on_epoch: told of each epoch.
+        baseline: the dense model, the teacher of trainings with `distill`.
+        progress: whether to show bars on stderr.
+        on_epoch: called after each epoch.
     """
 
     def __init__(
@@ -108,7 +106,7 @@ class Trainings:
             watched_before(run, prepared.job, "baseline", baseline.rows)
 
     def summary(self) -> dict[str, Any]:
-        """Return what `metrics.json` holds of them."""
+        """Return what `metrics.json` holds of the trainings."""
         return {
             "clamps": clamp_summary(self._clamps),
             "teacher": self._teaching or None,
@@ -117,16 +115,14 @@ class Trainings:
         }
 
     def control(self, dense: nn.Module) -> nn.Module:
-        """Return the dense model after as much training as the pruned one had, with the same settings but no
-        regularizer.
-        """
+        """Return the dense model after the training of the pruned one, with the same settings but no regularizer."""
         model = copied(dense)
         if self._job.sparsify is not None:
             model = self.train("control_before", model, replace(self._job.sparsify, regularize=None))
         return self.train("control", model, replace(self._job.finetune, regularize=None), *self.rewinding())
 
     def rewinding(self) -> list[Callback]:
-        """Return what the pruned model and its control share of a schedule."""
+        """Return the callbacks of a schedule that the pruned model and its control share."""
         schedule = self._job.prune.schedule
         return [] if schedule is None else [LearningRateRewinding(schedule)]
 
@@ -146,10 +142,16 @@ class Trainings:
         """Train a model in place; it is on the CPU afterwards.
 
         Args:
-            name: of the run, in tables, logs and file names.
+            name: of the training, in tables, logs and file names.
+            model: trained in place.
+            settings: of the training.
             callbacks: entered before those that the settings ask for.
-            masks, chart, removed, cut: see `CallbackInputs`.
-            until, begin: see `fit`. A paused run is then in `paused`; tables have all of it when it continues.
+            masks: see `CallbackInputs`, as for the next three.
+            chart: of the model.
+            removed: the plan whose channels are regularized.
+            cut: the plan of a compact model.
+            until: see `fit`. A training that is paused there is in `paused`.
+            begin: a paused training that continues.
         """
         inputs = CallbackInputs(self._prepared.splits, self._job.data.batch, self._teacher, chart, removed, masks, cut)
         asked = build_callbacks(settings, inputs)
@@ -209,16 +211,16 @@ class Trainings:
 
 
 PROOF_IMAGES = 64
-"""Held-out images on which masked and compact model are compared when training goes over to the latter."""
+"""Held-out images on which masked and compact model are compared before the latter is trained."""
 
 
 class Finetuning:
-    """Fine-tunes a job's pruned model.
+    """The fine-tuning of a job's pruned model.
 
     Args:
-        prepared: what the job works on.
+        prepared: the job.
         run: where it writes.
-        trainings: makes the training, and keeps its tables.
+        trainings: trains the model.
         schedule: prunes while the model is trained; None: all is pruned before.
     """
 
@@ -227,11 +229,11 @@ class Finetuning:
         self._job, self._log = prepared.job, run.log
 
     def tune(self, model: nn.Module, plan: Plan) -> tuple[nn.Module, dict[str, Any] | None]:
-        """Return the masked model in its dense size, trained in place, on the CPU; and what became of
-        `prune.compact_early`.
+        """Train the masked model in place, and return it on the CPU, with figures of `prune.compact_early`.
 
         Args:
-            plan: of a schedule the one that was tried before it.
+            model: in its dense size.
+            plan: of the masks; of a schedule, the plan that was tried before it.
         """
         schedule, early = self._schedule, self._job.prune.compact_early
         model = model.to(self._prepared.device)
@@ -245,12 +247,12 @@ class Finetuning:
             until: Callable[[], bool] = (lambda: schedule.part.masks.is_final) if early else lambda: False
             model = self._train(model, *callbacks, masks=schedule.in_force, chart=plan.channel_map, until=until)
             left = self._trainings.paused
-            return (model, None) if left is None else self._go_on(model, schedule.part.plan, thresholds, left)
+            return (model, None) if left is None else self._train_compact(model, schedule.part.plan, thresholds, left)
         self._log(f"fine-tune: {share.channels:.1%} of the channels masked, epochs: {epochs}")
         if early:
             with masked(model, plan, restore=False):
                 pass
-            return self._go_on(model.cpu(), plan, thresholds, None)
+            return self._train_compact(model.cpu(), plan, thresholds, None)
 
         trained = model
 
@@ -261,7 +263,7 @@ class Finetuning:
             with masked(trained, plan, training.optimizer, restore=False), masks(trained, thresholds):
                 yield
 
-        def figures() -> dict[str, str]:  # the main process asks alone
+        def figures() -> dict[str, str]:  # called in the main process alone
             return {} if is_sharded(trained) else {"sparsity": f"{sparsity(trained, plan).weights:.1%}"}
 
         shown = ContextCallback(under_masks, figures)
@@ -270,14 +272,15 @@ class Finetuning:
     def _train(self, model: nn.Module, *callbacks: Callback, **more: Any) -> nn.Module:
         return self._trainings.train("pruned", model, self._job.finetune, *callbacks, **more)
 
-    def _go_on(
+    def _train_compact(
         self, model: nn.Module, plan: Plan, thresholds: ActivationThresholds | None, left: PausedRun | None
     ) -> tuple[nn.Module, dict[str, Any]]:
-        """Train the compact model in the place of the masked one, and bring its weights back to their places.
+        """Train the compact model in place of the masked one, and copy its weights back.
 
         Args:
             model: masked, on the CPU.
             plan: final.
+            thresholds: of the activation masks.
             left: the training so far; None: it has not begun.
         """
         small = compact(model, plan)
@@ -297,7 +300,7 @@ class Finetuning:
 
     @computed_by_main
     def _proof(self, model: nn.Module, small: nn.Module, plan: Plan) -> float:
-        """Return the largest relative difference of outputs in float64, and of what is in the models."""
+        """Return the largest relative difference of the outputs of both models in float64."""
         some = batches(self._prepared.splits.validation, 32, shuffle_seed=None)
         held_out = (inputs_as_example(model, inputs) for inputs, _ in islice(some, PROOF_IMAGES // 32))
         return verify(model, small, plan, held_out, strict=True).max_relative_difference
