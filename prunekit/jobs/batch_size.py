@@ -1,7 +1,4 @@
-"""The largest batch that fits into memory: tried by real training steps, as many as it takes to be sure.
-
-Two steps of every training of a job, on a batch of any size: what takes as much memory as the training itself.
-"""
+"""The search for the largest batch that fits into memory, by two real steps of every training of a job."""
 
 from __future__ import annotations
 
@@ -44,16 +41,189 @@ from prunekit.training.memory_shortage import is_shortage
 from prunekit.utils.context import resolve_device, threads
 
 STEPS = 2
-"""Of the second one the optimizer's state is there already while activations are."""
+"""In the second one the optimizer's state and activations are in memory together."""
 SMALL = 1e-3
-"""A threshold for masks of activations: what they take does not depend on it."""
+"""A threshold for masks of activations, whose memory does not depend on it."""
+SMALLEST = 2
+"""Images; BatchNorm cannot train on one."""
+LEFT = 0.1
+"""Share of the free memory that is left free."""
+CLEAR = 2**26
+"""Bytes: batches that differ by less do not tell what an image takes."""
+CLOSE = 1 / 32
+"""Share of the batch or of the memory by which two runs of the same batch differ on the CPU."""
+STRIDE = 8
+"""At most so many times the last batch that fits is tried next: a line is less reliable the further it goes."""
+ROUNDS = 16
+CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+"""Files with a container's limit and use of memory, in the second and the first version of cgroups."""
+
+
+@dataclass(frozen=True)
+class TriedBatch:
+    """A batch that was trained on.
+
+    Attributes:
+        batch: its size.
+        bytes: at the peak, of the training alone; None if memory ran out.
+    """
+
+    batch: int
+    bytes: int | None
+
+    def __str__(self) -> str:
+        return f"{self.batch} images: {'does not fit' if self.bytes is None else f'{self.bytes / 1e6:.0f} MB'}"
+
+
+@dataclass(frozen=True)
+class LargestBatch:
+    """The largest batch that fits.
+
+    Attributes:
+        batch: images, for `data.batch`.
+        bytes: measured at the peak, of the training alone.
+        device: that trains.
+        available: bytes of memory that were free.
+        by: what limits the batch: "memory", or "images", the number of which it has reached.
+        tried: every batch that was trained on, in order.
+    """
+
+    batch: int
+    bytes: int
+    device: str
+    available: int
+    by: str
+    tried: tuple[TriedBatch, ...]
+
+
+def find_batch_size(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY) -> LargestBatch:
+    """Return the largest `data.batch` with which all training of a job fits into memory.
+
+    Every training of the job, with its masks, teacher and average, makes two steps on real images in the job's
+    precision. On CUDA batches are doubled until one runs out of memory, and bisected from there: the result is exact.
+    On the CPU, where the system kills a process that takes too much, they are tried in a process of their own whose
+    memory is watched. Each is chosen by the line through two that were measured, until one fits that is within 3 % of
+    one that does not, or of the free memory. A tenth of the free memory is left to others; a container's limit counts.
+
+    Args:
+        job: the settings.
+        log: gets a line for each batch.
+        own: the user's own code.
+
+    Raises:
+        UsageError: data or model do not fit, there are several processes, or the device tells nothing of its memory.
+        RunError: not even the smallest batch fits.
+    """
+    if size() > 1:
+        raise UsageError(f"--find-batch-size: expected a single process, got {size()}; start without torchrun")
+    require_optimizer(job, own)
+    device, prepared = resolve_device(job.device), prepare(job, own)
+    rehearsal = Rehearsal(prepared)
+    if device.type == "cuda":
+        available = torch.cuda.mem_get_info(device)[0]
+        search = BatchSizeSearch(
+            rehearsal.most, available, lambda batch: _on_cuda(rehearsal, device, batch), log, exact=True
+        )
+        batch = search.run()
+    elif device.type == "cpu":
+        available = int((1 - LEFT) * free_memory())
+        with _MeasuringProcess(job, own) as measure:
+            search = BatchSizeSearch(rehearsal.most, available, measure, log)
+            batch = search.run()
+    else:
+        raise UsageError(f"--find-batch-size: expected device cpu or cuda, got {device.type}, which tells no memory")
+    if not batch:
+        raise RunError(
+            f"--find-batch-size: not even {SMALLEST} images fit into the {available / 1e6:.0f} MB that are free on "
+            f"{device}; a smaller data.image_size, or `precision: bf16`, takes less"
+        )
+    taken = next(each.bytes for each in search.tried if each.batch == batch)
+    assert taken is not None
+    by = "images" if batch == rehearsal.most else "memory"
+    return LargestBatch(batch, taken, str(device), available, by, tuple(search.tried))
+
+
+def _on_cuda(rehearsal: Rehearsal, device: torch.device, batch: int) -> int | None:
+    """Return the bytes at the peak, None if memory ran out, and free the memory."""
+    try:
+        return PeakMemory(str(device)).of(lambda: rehearsal.train(batch))
+    except Exception as error:
+        if not is_shortage(error):
+            raise
+        return None
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def free_memory() -> int:
+    """Return the bytes of main memory that the machine and its container leave to a process."""
+    free = int(psutil.virtual_memory().available)
+    for limit, used in CGROUPS:
+        with suppress(OSError, ValueError):  # not there, or "max"
+            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
+    return max(0, free)
+
+
+class BatchSizeSearch:
+    """The search for the largest batch that fits.
+
+    Args:
+        most: the largest that is tried.
+        available: bytes.
+        measure: returns the bytes that a batch takes; None if memory ran out.
+        log: gets a line for each batch.
+        exact: whether to go on until the next larger batch is known not to fit, by running out of memory and not by
+            its bytes; else until the batch is `CLOSE`.
+    """
+
+    def __init__(
+        self, most: int, available: int, measure: Callable[[int], int | None], log: Log, *, exact: bool = False
+    ) -> None:
+        self._most, self._available, self._measure, self._log, self._exact = most, available, measure, log, exact
+        self.tried: list[TriedBatch] = []
+
+    def run(self) -> int:
+        """Return the batch; 0 if not even the smallest fits."""
+        low, high = 0, self._most + 1
+        batch = min(SMALLEST, self._most)
+        while self._exact or len(self.tried) < ROUNDS:
+            taken = self._measure(batch)
+            self.tried.append(TriedBatch(batch, taken))
+            fits = taken is not None and (self._exact or taken <= self._available)
+            self._log(f"batch size: {self.tried[-1]}{'' if fits or taken is None else ', too much'}")
+            low, high = (batch, high) if fits else (low, batch)
+            if not low or high - low <= 1 or (not self._exact and self._close(low, high)):
+                break
+            batch = self._next(low, high)
+        return low
+
+    def _close(self, low: int, high: int) -> bool:
+        most = max(each.bytes or 0 for each in self.tried if each.batch <= low)
+        return high - low <= CLOSE * low or most >= (1 - CLOSE) * self._available
+
+    def _next(self, low: int, high: int) -> int:
+        """Return the next batch to try: double the last, the middle of a bracket, or the prediction of a line."""
+        known = {each.batch: each.bytes for each in self.tried if each.bytes is not None}
+        there_is_more = high > self._most
+        guess = 2 * low if there_is_more else (low + high) // 2
+        other = max((batch for batch in known if 2 * batch <= low), default=0) if there_is_more else high
+        if not self._exact and other in known:
+            more = abs(known[other] - known[low])
+            if more >= CLEAR or not there_is_more:
+                guess = low + (self._available - known[low]) * abs(other - low) // max(1, more)
+        aside = 0 if there_is_more else (high - low) // 8  # a line may creep up on one of the two
+        return min(max(guess, low + 1 + aside), high - 1 - aside, STRIDE * low)
 
 
 class Rehearsal:
-    """Trains as a job would, but for two steps, on training images that are taken again where there are too few.
+    """The trainings of a job for two steps each, on training images that are repeated if there are too few.
 
-    The plan is one of equal scores for the job's budget; for budgets of time, which would have to be measured, one of
-    half of the MACs. A dense model that has its weights already, or that an earlier run has left, counts as trained.
+    The plan is one of equal scores for the job's budget, or for half of the MACs if a budget is one of time, which
+    would have to be measured. A dense model that has weights counts as trained.
 
     Raises:
         UsageError: the job trains nothing.
@@ -75,11 +245,11 @@ class Rehearsal:
 
     @property
     def most(self) -> int:
-        """Training images: no batch has more."""
+        """The number of training images, which no batch exceeds."""
         return len(self._prepared.splits.train)
 
     def train(self, batch: int) -> None:
-        """Make the steps of each training, one after the other; models are on the CPU or gone afterwards.
+        """Make two steps of each training in turn.
 
         Raises:
             MemoryShortageError: a batch of this size does not fit.
@@ -125,7 +295,7 @@ class Rehearsal:
 
 
 def _sized(splits: Splits, batch: int, steps: int) -> Splits:
-    """As many training images as there are in so many batches, and one batch to validate on at most."""
+    """Return splits with training images for so many batches, and at most one batch to validate on."""
     train, validation = splits.train, splits.validation
     return replace(splits, train=_some(train, batch * steps), validation=_some(validation, min(batch, len(validation))))
 
@@ -138,181 +308,8 @@ def _some(dataset: SampleDataset, count: int) -> SampleDataset:
     return Subset(dataset, chosen)
 
 
-SMALLEST = 2
-"""Images; BatchNorm cannot train on one."""
-LEFT = 0.1
-"""Share of the free memory that is left to everything else."""
-CLEAR = 2**26
-"""Bytes: batches that differ by less say too little of what an image takes."""
-CLOSE = 1 / 32
-"""Of the batch, or of the memory: on the CPU the next run of the same batch differs by as much."""
-STRIDE = 8
-"""How many times the last batch that fits is tried at most: a line says less the further it goes."""
-ROUNDS = 16
-CGROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
-"""Where a container's limit and use of memory stand, in the second and the first version of cgroups."""
-
-
-@dataclass(frozen=True)
-class TriedBatch:
-    """A batch that was trained on.
-
-    Attributes:
-        bytes: at the peak, of the model that is trained and all that belongs to it; None where so much was refused.
-    """
-
-    batch: int
-    bytes: int | None
-
-    def __str__(self) -> str:
-        return f"{self.batch} images: {'does not fit' if self.bytes is None else f'{self.bytes / 1e6:.0f} MB'}"
-
-
-@dataclass(frozen=True)
-class LargestBatch:
-    """What was found.
-
-    Attributes:
-        batch: images, as `data.batch` says it.
-        bytes: that it takes at the peak, as measured: the model that is trained and all that belongs to it.
-        device: that trains.
-        available: bytes that there were for it.
-        by: what ends it there: "memory", or "images", of which there are no more to train on.
-        tried: every batch that was trained on, in order.
-    """
-
-    batch: int
-    bytes: int
-    device: str
-    available: int
-    by: str
-    tried: tuple[TriedBatch, ...]
-
-
-def find_batch_size(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY) -> LargestBatch:
-    """Return the largest `data.batch` with which all training of a job fits into memory.
-
-    Every training that the job does, with masks, teacher, average and all, makes two steps on real images in the job's
-    precision. On CUDA batches are doubled until one runs out of memory, and bisected from there: the result is exact.
-    On the CPU, where nothing is refused until the system kills somebody, they are tried in a process of their own that
-    is watched as it grows, chosen by the line through two that were measured, until one fits and what does not fit, or
-    the memory that there is, is within 3 % of it. A tenth of what is free is left to others; a container counts.
-
-    Args:
-        log: told of each batch.
-        own: the user's own code, where the job's model, data or optimizer is their own.
-
-    Raises:
-        UsageError: data or model do not fit, there are several processes, or the device tells nothing of its memory.
-        RunError: not even the smallest batch fits.
-    """
-    if size() > 1:
-        raise UsageError(f"--find-batch-size: expected a single process, got {size()}; start without torchrun")
-    require_optimizer(job, own)
-    device, prepared = resolve_device(job.device), prepare(job, own)
-    rehearsal = Rehearsal(prepared)
-    if device.type == "cuda":
-        available = torch.cuda.mem_get_info(device)[0]
-        search = BatchSizeSearch(
-            rehearsal.most, available, lambda batch: _on_cuda(rehearsal, device, batch), log, exact=True
-        )
-        batch = search.run()
-    elif device.type == "cpu":
-        available = int((1 - LEFT) * free_memory())
-        with _MeasuringProcess(job, own) as measure:
-            search = BatchSizeSearch(rehearsal.most, available, measure, log)
-            batch = search.run()
-    else:
-        raise UsageError(f"--find-batch-size: expected device cpu or cuda, got {device.type}, which tells no memory")
-    if not batch:
-        raise RunError(
-            f"--find-batch-size: not even {SMALLEST} images fit into the {available / 1e6:.0f} MB that are free on "
-            f"{device}; a smaller data.image_size, or `precision: bf16`, takes less"
-        )
-    taken = next(each.bytes for each in search.tried if each.batch == batch)
-    assert taken is not None
-    by = "images" if batch == rehearsal.most else "memory"
-    return LargestBatch(batch, taken, str(device), available, by, tuple(search.tried))
-
-
-class BatchSizeSearch:
-    """Looks for the largest batch that fits.
-
-    Args:
-        most: the largest that is looked at.
-        available: bytes.
-        measure: bytes that a batch takes; None where it was refused.
-        log: told of each batch.
-        exact: goes on until the next batch is known not to fit, which is for what is refused, not for bytes; else
-            until it is `CLOSE`.
-    """
-
-    def __init__(
-        self, most: int, available: int, measure: Callable[[int], int | None], log: Log, *, exact: bool = False
-    ) -> None:
-        self._most, self._available, self._measure, self._log, self._exact = most, available, measure, log, exact
-        self.tried: list[TriedBatch] = []
-
-    def run(self) -> int:
-        """Return the batch; 0 where not even the smallest fits."""
-        low, high = 0, self._most + 1
-        batch = min(SMALLEST, self._most)
-        while self._exact or len(self.tried) < ROUNDS:
-            taken = self._measure(batch)
-            self.tried.append(TriedBatch(batch, taken))
-            fits = taken is not None and (self._exact or taken <= self._available)
-            self._log(f"batch size: {self.tried[-1]}{'' if fits or taken is None else ', too much'}")
-            low, high = (batch, high) if fits else (low, batch)
-            if not low or high - low <= 1 or (not self._exact and self._close(low, high)):
-                break
-            batch = self._next(low, high)
-        return low
-
-    def _close(self, low: int, high: int) -> bool:
-        most = max(each.bytes or 0 for each in self.tried if each.batch <= low)
-        return high - low <= CLOSE * low or most >= (1 - CLOSE) * self._available
-
-    def _next(self, low: int, high: int) -> int:
-        """Strictly between what fits and what does not: doubled, or in the middle; or as a line says."""
-        known = {each.batch: each.bytes for each in self.tried if each.bytes is not None}
-        there_is_more = high > self._most
-        guess = 2 * low if there_is_more else (low + high) // 2
-        other = max((batch for batch in known if 2 * batch <= low), default=0) if there_is_more else high
-        if not self._exact and other in known:
-            more = abs(known[other] - known[low])
-            if more >= CLEAR or not there_is_more:
-                guess = low + (self._available - known[low]) * abs(other - low) // max(1, more)
-        aside = 0 if there_is_more else (high - low) // 8  # a line may creep up on one of the two
-        return min(max(guess, low + 1 + aside), high - 1 - aside, STRIDE * low)
-
-
-def _on_cuda(rehearsal: Rehearsal, device: torch.device, batch: int) -> int | None:
-    """Return bytes at the peak; the memory is free again afterwards."""
-    try:
-        return PeakMemory(str(device)).of(lambda: rehearsal.train(batch))
-    except Exception as error:
-        if not is_shortage(error):
-            raise
-        return None
-    finally:
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
-def free_memory() -> int:
-    """Return the bytes of main memory that a process can have, of the machine and of its container."""
-    free = int(psutil.virtual_memory().available)
-    for limit, used in CGROUPS:
-        with suppress(OSError, ValueError):  # not there, or "max"
-            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
-    return max(0, free)
-
-
 class _MeasuringProcess(ExitStack):
-    """Measures batches in another process, and in a new one when that was killed."""
+    """A process that measures batches; a new one is started when it was killed."""
 
     def __init__(self, job: JobSettings, own: Own) -> None:
         super().__init__()
@@ -334,13 +331,14 @@ class _MeasuringProcess(ExitStack):
 
 
 class BatchMeasurement:
-    """What answers in the other process: bytes by which it grows while it trains, None where they were refused."""
+    """The function that the measuring process runs."""
 
     def __init__(self, job: JobSettings, own: Own) -> None:
         self._job, self._own = job, own
         self._made: Rehearsal | None = None
 
     def __call__(self, batch: int) -> int | PrunekitError | None:
+        """Return the bytes by which the process grows while it trains, None if memory ran out, or an error."""
         try:
             rehearsal = self._made = self._made or Rehearsal(prepare(self._job, self._own))
             memory = PeakMemory("cpu")

@@ -1,4 +1,4 @@
-"""The latency of models beside each other."""
+"""Benchmarks: the latency of models that are timed alternately."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from prunekit.utils.progress import stage
 from prunekit.utils.tensors import gather
 
 SAME = ("model", "device", "runtime", "batch", "threads", "dtype", "memory_format")
-"""What tells one row of a report from another."""
+"""Columns that identify a row of a report."""
 WHERE = ("device", "runtime", "batch", "threads")
 
 
@@ -68,7 +68,7 @@ class Benchmark(Displayed):
     machine: Mapping[str, Any]
 
     def figures(self) -> dict[str, Any]:
-        """Return all of it as JSON has it."""
+        """Return the benchmark as plain data."""
         return {
             "models": {name: dict(sizes) for name, sizes in self.models.items()},
             "latency": list(self.latency),
@@ -79,9 +79,7 @@ class Benchmark(Displayed):
         }
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return every model and setting: its latency in ms for the whole batch, and its speedup over the first
-        model.
-        """
+        """Return latency, in ms for the whole batch, and speedup over the first model, of each model and setting."""
         names = (*WHERE, "dtype", "memory_format", "median_ms", "low_ms", "high_ms", "p90_ms", "p99_ms", "stable")
         rows = []
         for row in self.latency:
@@ -156,8 +154,8 @@ def bench(
 ) -> Benchmark:
     """Time models alternately; the speedup of each is relative to the first.
 
-    What the machine does meanwhile meets all of them alike. Every runtime is checked against eager float32 first; where
-    it differs, it is not timed. A figure that the samples do not support is marked unstable, with what would settle it.
+    So other load on the machine affects all of them alike. Every runtime is first compared with eager float32; if its
+    outputs differ, it is not timed. A figure that the samples do not support is marked unstable, with a remedy.
 
     Args:
         models: one or more by name, which take the same input; not changed.
@@ -171,7 +169,7 @@ def bench(
         device: where they are timed: a device, several with commas between them, or `auto`: the CPU, and CUDA where
             there is one. None: where the first model is.
         repeats: timed runs of each, at least 5.
-        log: is told what is exported and timed next.
+        log: gets a line on what is exported and timed next.
 
     Raises:
         UsageError: there are no models, a device does not exist, or a runtime is not installed or cannot do what is
@@ -210,7 +208,7 @@ def bench(
 
 
 def _several(given: Any) -> Any:
-    """Return one or more of something, as a tuple."""
+    """Return one value or several as a tuple."""
     return (given,) if isinstance(given, (str, int)) else tuple(given)
 
 
@@ -229,7 +227,7 @@ def bench_targets(
         targets: one or more models that take the same input.
         settings: runtimes, batches, CPU threads, dtypes, memory formats, repeats.
         device: as for `devices`.
-        log: is told what is exported and timed next.
+        log: gets a line on what is exported and timed next.
 
     Raises:
         UsageError: the models take different inputs, a device does not exist, or a runtime is not installed
@@ -258,20 +256,21 @@ def bench_targets(
 
 
 def gated(latency: Sequence[dict[str, Any]], max_latency_ms: float) -> list[tuple[dict[str, Any], bool]]:
-    """Return the rows of the last-named model, and whether each is shown to keep a limit, in ms for the whole batch.
+    """Return the rows of the last model, and whether each is within a limit, in ms for the whole batch.
 
-    A stable row keeps it with its median, an unstable one with the whole 95 % interval: noise makes models slower, so
-    one that is fast enough in it is fast enough.
+    A stable row is compared by its median, an unstable one by the upper end of its 95 % interval: noise makes models
+    slower, so one that is fast enough in spite of it is fast enough.
     """
     rows = [row for row in latency if row["model"] == latency[-1]["model"]]
     return [(row, row["median_ms" if row["stable"] else "high_ms"] <= max_latency_ms) for row in rows]
 
 
 def devices(names: str, settings: LatencySettings) -> list[torch.device]:
-    """Return the devices that names with commas between them stand for, checked with what is to be timed there.
+    """Return the devices of a text with commas, on which everything in the settings can be timed.
 
     Args:
-        names: `auto` is the CPU, and CUDA where there is one, as far as the runtimes run there.
+        names: `auto` is the CPU, and CUDA if there is one, as far as the runtimes run there.
+        settings: what is timed.
 
     Raises:
         UsageError: a device does not exist on this machine, or a runtime is not installed or cannot do what is asked.
@@ -297,9 +296,7 @@ def _same_inputs(targets: Sequence[InputModel]) -> None:
 
 
 def _taken(target: InputModel) -> str:
-    """Return all inputs of a sample, those by name in the order of their names: numbers by their shape, others with
-    dtype.
-    """
+    """Return shapes of all inputs of a sample in words, by name, and dtypes of those that are not floating-point."""
     found = sorted(input_specs(target.example_inputs()), key=lambda spec: spec.name or "")
     return " and ".join(
         (f"{spec.name} " if spec.name else "")
@@ -310,5 +307,5 @@ def _taken(target: InputModel) -> str:
 
 
 def _unique(names: Sequence[str]) -> list[str]:
-    """Return names made different: a model timed against itself is a fair check of the timer."""
+    """Return names with numbers where they are equal, as a model may be timed against itself."""
     return [name if names.count(name) == 1 else f"{name} ({names[:i].count(name) + 1})" for i, name in enumerate(names)]

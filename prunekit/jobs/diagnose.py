@@ -1,4 +1,4 @@
-"""A model of a job, a folder, a zoo or the user's own, diagnosed on the images that it is trained on."""
+"""The diagnosis of a model on the images that it is trained on."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from prunekit.training.callbacks.scheduled_masks import steps_per_epoch
 from prunekit.training.optimizers import build_optimizer, build_schedule
 
 LOOKED_AT = 1024
-"""Images of the training split, and of the validation split, that are compared for copies."""
+"""Images of the training split, and of the validation split, that are compared to find copies."""
 BATCHES = 3
 
 
 def first_training(job: JobSettings) -> TrainSettings:
-    """Return how a job's dense model is trained first: from random weights by `baseline`, else as it is fine-tuned."""
+    """Return the settings of a job's first training: `baseline` for random weights, else `finetune`."""
     return job.finetune if job.model.weights is not None or job.baseline is None else job.baseline
 
 
@@ -44,17 +44,17 @@ def diagnose_target(
     own: Own = RECIPE_ONLY,
     seed: int = 0,
 ) -> Diagnosis:
-    """Diagnose a model on a fixed random choice of training images, as they are without augmentation.
+    """Diagnose a model on a fixed random choice of training images without augmentation.
 
     Args:
-        target: the model, with its own images when it came from a job; moved to `device`.
-        data: the images when the target has none, and how they are fed.
-        training: what the learning rate of the first step is taken from; None: it is not looked at.
+        target: the model, with its own images if it came from a job; moved to `device`.
+        data: the images if the target has none, and their batch.
+        training: settings with the learning rate of the first step; None: it is not diagnosed.
         device: where the model runs.
         count: batches that the model sees.
-        ignore: kinds of faults that are not looked for.
-        own: where the images are the user's own.
-        seed: of the choice of images, and of what is random in the model.
+        ignore: kinds of faults that are not diagnosed.
+        own: the user's own code, if the images are theirs.
+        seed: of the choice of images, and of random operators in the model.
 
     Raises:
         UsageError: there are no images, or `ignore` names no kind.
@@ -78,7 +78,7 @@ def diagnose_target(
 
 
 def first_step(model: nn.Module, training: TrainSettings, splits: Splits, batch: int) -> Optimizer | None:
-    """Return the optimizer at its first step, warm-up included; None for the user's own, whose steps are not known."""
+    """Return the optimizer at its first step, with warm-up; None for the user's own, whose steps are unknown."""
     if training.optimizer == "own" or not any(parameter.requires_grad for parameter in model.parameters()):
         return None
     optimizer = build_optimizer(model, training)

@@ -1,4 +1,4 @@
-"""How good a model is on data that training has not seen."""
+"""Evaluation of a model on test data, which training has not seen."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ def evaluate(
     own: Own = RECIPE_ONLY,
     task: str = "image_classification",
 ) -> dict[str, Any]:
-    """Measure what the task counts on the test split. The processes of a group share its batches; each sample counts
-    once.
+    """Measure the scores of the task on the test split, whose batches the processes of a group share.
 
     Args:
-        target: the model, with its own images when it came from a job.
-        data: the images when the target has none, and how they are fed (batch, workers).
+        target: the model, with its own images if it came from a job.
+        data: the images if the target has none, and their batch and workers.
         device: where the model runs.
-        own: where the images are the user's own.
-        task: what these are for.
+        own: the user's own code, if the images are theirs.
+        task: of these images.
 
     Returns:
         `model`, `task`, every score (percent; of classifiers `top1`, with `correct`, and `low` and `high`, the 95 %

@@ -1,12 +1,6 @@
-"""Why a pruned model is not as fast as its multiply-accumulates say.
+"""Explanations why a pruned model is not as fast as its multiply-accumulates say.
 
-Why a job's pruned model is not as fast as its multiply-accumulates say: a section of the report.
-
-Looks for every cause: makes the experiment that would show it, and keeps those that it shows.
-
-Why a pruned model is not as fast as its multiply-accumulates say: one function per cause, over measured figures.
-
-Each returns None where the figures do not show its cause.
+`explain` times both models by operator, and `find_causes` makes an experiment for each possible cause.
 """
 
 from __future__ import annotations
@@ -23,8 +17,7 @@ from prunekit.deploy.batchnorm_folding import fold_batchnorm
 from prunekit.errors import PrunekitError, UsageError
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.run.run_folder import Log
-from prunekit.measure.causes import experiments, operators, overheads
-from prunekit.measure.causes import widths as widths_module
+from prunekit.measure.causes import experiments, operators, overheads, widths
 from prunekit.measure.causes.breakdown import Breakdown, OperatorRow, Side, break_down
 from prunekit.measure.causes.cause import Cause
 from prunekit.measure.causes.operator_times import Layer
@@ -47,177 +40,155 @@ from prunekit.utils.inputs import as_example, call, running
 from prunekit.utils.progress import stage
 from prunekit.utils.tensors import gather, map_tensors
 
-LAYERS = 12
-"""How many layers are run alone: the slowest."""
-LARGER, LONG_MS = (8, 4, 2), 1500.0
-"""How many times larger a batch is tried: the most at which the dense model may be expected not to take longer."""
-
-
-@dataclass(frozen=True)
-class CauseSearch:
-    """What there is to look at.
-
-    Attributes:
-        dense, pruned: on the device, in eval mode.
-        inputs: an example, see `prunekit.utils.inputs.as_example`, on the device.
-        batch: samples in them.
-        device: where they run.
-        found: the time of both by operator.
-    """
-
-    dense: nn.Module
-    pruned: nn.Module
-    inputs: tuple[Any, ...]
-    batch: int
-    device: torch.device
-    found: Breakdown
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether the CPU computes."""
-        return self.device.type == "cpu"
-
-    def slowest(self) -> Iterator[tuple[str, float, Layer, Layer | None]]:
-        """Yield the pruned model's slowest layers: path, milliseconds, the layer, and the dense model's at the same
-        path.
-        """
-        keys = [(row.module, row.operator) for row in self.found.rows]
-        there = [key for key in keys if key in self.found.pruned_calls]
-        layers = [(key, self.found.pruned_calls[key].layer) for key in there]
-        ms = {(row.module, row.operator): row.pruned.ms for row in self.found.rows if row.pruned is not None}
-        for key, layer in [(key, layer) for key, layer in layers if layer is not None][:LAYERS]:
-            dense = self.found.dense_calls.get(key)
-            yield key[0], ms[key], layer, None if dense is None else dense.layer
-
-
-def find_causes(search: CauseSearch, log: Callable[[str], None]) -> tuple[Cause, ...]:
-    """Return the causes that experiments on this machine show, the most milliseconds first.
-
-    Threads come first: where they have to wait for cores, nothing else can be measured.
-    """
-    log("measuring: fewer threads")
-    threads = _fewer_threads(search)
-    if threads is not None and search.found.contention is not None and search.found.contention.oversubscribed:
-        return (threads,)
-    found = [] if threads is None else [threads]
-    for name, look in _LOOKS:
-        log(f"measuring: {name}")
-        found += [cause for cause in look(search) if cause is not None]
-    return tuple(sorted(found, key=lambda cause: -cause.ms))
-
-
-def _overheads(search: CauseSearch) -> Iterator[Cause | None]:
-    found = search.found
-    copies = experiments.copy_times(search.device)
-    yield overheads.launch_bound(found, cuda=not search.on_cpu)
-    yield operators.memory_bound(found.rows, copies, found.floor_ms, found.pruned_ms, search.batch)
-    yield operators.copying(found.rows, found.pruned_ms)
-    yield operators.without_macs(found.rows, found.macs_ratio, found.pruned_ms)
-
-
-def _norms(search: CauseSearch) -> Iterator[Cause | None]:
-    found = search.found
-    shown = operators.unfused_norms(found.rows, found.pruned_ms, None)
-    if shown is None or not search.on_cpu:
-        yield shown
-        return
-    try:
-        folded = fold_batchnorm(search.pruned, search.inputs).model
-    except PrunekitError:  # what cannot be folded has its time alone
-        yield shown
-        return
-    gain = time_pair(lambda: call(search.pruned, search.inputs), lambda: call(folded, search.inputs), search.device)
-    yield operators.unfused_norms(found.rows, found.pruned_ms, gain)
-
-
-def _widths(search: CauseSearch) -> Iterator[Cause | None]:
-    times = [
-        one
-        for path, ms, layer, dense in search.slowest()
-        if dense is not None
-        for one in experiments.width_times(path, ms, layer, dense.widths, search.device)
-    ]
-    yield widths_module.off_step_widths(times, search.found.pruned_ms)
-
-
-def _kernels(search: CauseSearch) -> Iterator[Cause | None]:
-    times = [
-        experiments.kernel_times(path, ms, layer, dense.widths, search.device)
-        for path, ms, layer, dense in search.slowest()
-        if dense is not None
-    ]
-    yield widths_module.slower_kernels([one for one in times if one is not None], search.found.pruned_ms)
-
-
-def _masks(search: CauseSearch) -> Iterator[Cause | None]:
-    hooks = experiments.mask_hooks(search.pruned)
-    bare = experiments.without_masks(search.pruned, search.inputs, search.device) if hooks else None
-    layers = {key[0]: call.layer for key, call in search.found.pruned_calls.items() if call.layer is not None}
-    zeros = experiments.zero_channels(search.pruned, layers)
-    saved = 0.0
-    for path, ms, layer, _ in search.slowest():
-        if path in zeros:
-            left = max(1, layer.widths[1] - zeros[path][0])
-            widths = (left, left) if layer.tied else (layer.widths[0], left)
-            saved += ms * experiments.share_without(layer, widths, search.device)
-    yield overheads.masks_attached(hooks, zeros, bare, saved, search.found.pruned_ms)
-
-
-def _small_numbers(search: CauseSearch) -> Iterator[Cause | None]:
-    if not search.on_cpu:
-        return
-    weights = {
-        path: count
-        for path, module in search.pruned.named_modules()
-        if (count := subnormals([*module.parameters(recurse=False), *module.buffers(recurse=False)]))
-    }
-    activations: dict[str, int] = {}
-    for (path, _), seen in search.found.pruned_calls.items():
-        if seen.subnormal:
-            activations[path] = activations.get(path, 0) + seen.subnormal
-    if weights or activations:
-        flushed = experiments.with_flushing(search.pruned, search.inputs)
-        yield overheads.subnormal_numbers(weights, activations, flushed)
-
-
-def _memory_format(search: CauseSearch) -> Iterator[Cause | None]:
-    yield operators.other_layout(experiments.with_channels_last(search.pruned, search.inputs, search.device))
-
-
-def _larger_batch(search: CauseSearch) -> Iterator[Cause | None]:
-    found = search.found
-    times = next((times for times in LARGER if times * found.dense_ms <= LONG_MS), LARGER[-1])
-    try:
-        larger = experiments.with_larger_batch(search.dense, search.pruned, search.inputs, times, search.device)
-    except Exception:  # a model's own code may take one batch only, and memory may not last
-        return
-    yield overheads.small_batch(found.speedup, found.pruned_ms, larger, search.batch, times * search.batch)
-
-
-def _fewer_threads(search: CauseSearch) -> Cause | None:
-    now, contention = torch.get_num_threads(), search.found.contention
-    if contention is None or now == 1:
-        return None
-    fewer = experiments.with_threads_of(sorted({1, now // 2}), search.pruned, search.inputs, now)
-    return overheads.too_many_threads(contention, fewer)
-
-
-_LOOKS: tuple[tuple[str, Callable[[CauseSearch], Iterator[Cause | None]]], ...] = (
-    ("operators beside copies and beside operators that do nothing", _overheads),
-    ("BatchNorm folded", _norms),
-    ("the slowest layers at rounded widths", _widths),
-    ("the slowest layers at the dense model's widths", _kernels),
-    ("masks and channels of zeros", _masks),
-    ("subnormal numbers", _small_numbers),
-    ("channels last", _memory_format),
-    ("a larger batch", _larger_batch),
-)
-
-
 SLOWEST = 15
 """Operators that an explanation shows."""
 NOISY = 0.1
 """Width of the speedup's interval, as a share of it, above which the figures are called noisy."""
+LAYERS = 12
+"""How many layers are run alone: the slowest."""
+LARGER, LONG_MS = (8, 4, 2), 1500.0
+"""How many times larger a batch is tried: the most for which the dense model should take no longer than this."""
+ROUNDS = 11
+"""Timed forward passes of each model in a job, at most."""
+
+
+def explain(
+    dense: nn.Module,
+    pruned: nn.Module,
+    example: Any,
+    *,
+    threads: int | None = None,
+    device: torch.device | str | None = None,
+    rounds: int = 15,
+    log: Log = stage,
+) -> Explanation:
+    """Time two models alternately and operator by operator, and try what would make the pruned one faster.
+
+    Every cause was measured on this machine: a layer at rounded widths, the model with another memory format, a larger
+    batch, without its masks, with subnormal numbers taken as 0, with fewer threads; or its operators' times beside
+    those of copies and of operators that do nothing. In eval mode, eager, without gradients.
+
+    Args:
+        dense: not changed.
+        pruned: the compact model, or a masked one; not changed.
+        example: what the models are called with: a tensor, a tuple of positional arguments or a mapping of arguments by
+            name; samples on the first axis of every tensor.
+        threads: of the CPU; None: as many as torch uses now.
+        device: `auto`, `cpu` or a CUDA device, which is timed by events; None: where the pruned model is.
+        rounds: timed forward passes of each model, as it is and by operator; at least 5.
+        log: gets a line on what is measured.
+
+    Raises:
+        UsageError: `example` holds no tensor, there are fewer than 5 rounds, or there is no such device.
+        ModelError: a model does not run on `example`.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> small = pk.prune(model, torch.randn(1, 4), macs=0.5).model
+        >>> print(pk.explain(model, small, torch.randn(1, 4), threads=1, rounds=5))
+        on cpu, batch 1, threads 1: ... ms, dense ... ms
+        ...
+        Operators, the slowest first
+          module  operator  dense ms  pruned ms  MACs  pruned  faster  ideal ...
+        ...
+    """
+    dense, pruned = unwrapped(dense), unwrapped(pruned)
+    if rounds < 5:
+        raise UsageError(f"rounds: expected at least 5, got {rounds}")
+    place = resolve_device(str(device or device_of(pruned)))
+    inputs = map_tensors(as_example(pruned, example), lambda tensor: tensor.to(place))
+    batch = next((tensor.shape[0] for tensor in gather(inputs) if tensor.dim()), 0)
+    if not batch:
+        raise UsageError("example: expected at least one tensor of samples, got none")
+    dense, pruned = _placed(dense, place), _placed(pruned, place)
+    with (
+        training_mode(dense, False), training_mode(pruned, False), with_threads(threads), seeded(0),
+        paused_garbage_collection(), on_device(place), torch.no_grad(),
+    ):  # fmt: skip
+        for name, model in (("dense", dense), ("pruned", pruned)):
+            with running(model, inputs, called=f"the {name} model"):
+                call(model, inputs)
+        log(f"timing {rounds} rounds of both models, as they are and by operator")
+        found = break_down(dense, pruned, inputs, batch=batch, rounds=rounds, device=place)
+        causes = find_causes(CauseSearch(dense, pruned, inputs, batch, place, found), log)
+    return _explanation(found, causes, batch, threads or torch.get_num_threads(), place)
+
+
+def _placed(model: nn.Module, device: torch.device) -> nn.Module:
+    """Return the model on a device: itself if it is there, as a copy would lose its hooks."""
+    where = device if device.index is not None or device.type != "cuda" else torch.device("cuda", 0)
+    here = all(tensor.device == where for tensor in (*model.parameters(), *model.buffers()))
+    return model if here else copied(model, device)
+
+
+def _explanation(
+    found: Breakdown, causes: tuple[Cause, ...], batch: int, threads: int, device: torch.device
+) -> Explanation:
+    return Explanation(
+        device=str(device),
+        batch=batch,
+        threads=threads,
+        dense_ms=found.dense_ms,
+        pruned_ms=found.pruned_ms,
+        speedup=found.speedup,
+        macs_ratio=found.macs_ratio,
+        shortfall_ms=found.shortfall_ms,
+        dense_outside_ms=found.dense_outside_ms,
+        pruned_outside_ms=found.pruned_outside_ms,
+        dense_operators_ms=found.dense_operators_ms,
+        pruned_operators_ms=found.pruned_operators_ms,
+        operators=found.rows,
+        causes=causes,
+        notes=tuple(_notes(found)),
+    )
+
+
+def _notes(found: Breakdown) -> Iterator[str]:
+    width, crowded = found.speedup.width, oversubscribed(found.contention)
+    if crowded:
+        yield crowded
+    elif width > NOISY:
+        yield (
+            f"noisy: the speedup's 95 % interval is {100 * width:.0f} % of it wide; an idle machine or more rounds "
+            "would settle it"
+        )
+    missing = found.pruned_ms - found.pruned_operators_ms - found.pruned_outside_ms
+    if missing > NOISY * found.pruned_ms:
+        yield (
+            f"the pruned model's operators take {found.pruned_operators_ms:.3g} ms, each by its median, of "
+            f"{found.pruned_ms:.3g} ms: {missing:.3g} ms are in neither, because rounds differed that much"
+        )
+    unknown = [row for row in found.rows if row.pruned is not None and row.pruned.macs is None]
+    if unknown:
+        names = ", ".join(sorted({row.operator for row in unknown}))
+        yield f"multiply-accumulates of {names} are not known, and not in the ratio"
+
+
+def explain_job(
+    dense: nn.Module, pruned: nn.Module, inputs: Sequence[int] | Inputs, settings: LatencySettings, log: Log
+) -> dict[str, Any] | None:
+    """Return the explanation for the first batch and thread count in eager on the CPU, for `metrics.json`.
+
+    It is None if it was not asked for, if eager is not timed, or if it failed, which is logged: the models run in ways
+    that their code may not support, which must not end the job.
+    """
+    if not settings.explain or "eager" not in settings.runtimes:
+        return None
+    example, rounds = inputs_of(inputs).sample(settings.batches[0]), min(ROUNDS, settings.repeats)
+    try:
+        found = explain(dense, pruned, example, threads=settings.threads[0], device="cpu", rounds=rounds)
+    except Exception as error:  # whatever a model's own code raises
+        log(f"explain: not done: {type(error).__name__}: {error}")
+        return None
+    for line in _lines(found):
+        log(f"explain: {line}")
+    return found.figures()
+
+
+def _lines(found: Explanation) -> list[str]:
+    lines = [f"{found.reached:.0%} of the ideal {found.macs_ratio:.2f}x, the ratio of MACs, was reached"]
+    return lines + [f"{cause.name} (about {cause.ms:.3g} ms); to fix it: {cause.fix}" for cause in found.causes]
 
 
 @dataclass(frozen=True, repr=False)
@@ -266,13 +237,15 @@ class Explanation(Displayed):
     notes: tuple[str, ...]
 
     def figures(self) -> dict[str, Any]:
-        """Return all of it as JSON has it."""
+        """Return the explanation as plain data."""
         named = {"rows" if name == "operators" else name: value for name, value in asdict(self).items()}
         return {**named, "speedup": self.speedup._asdict()}
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return every operator of every module, the pruned model's slowest first: milliseconds and MACs of both
-        models, how many times faster it is and could be, and its share of the pruned model's time.
+        """Return a row for every operator of every module, the pruned model's slowest first.
+
+        It holds milliseconds and MACs of both models, the speedup and the ideal one, and the share of the pruned
+        model's time.
         """
         return [
             {
@@ -337,146 +310,160 @@ def _sides(row: OperatorRow) -> tuple[tuple[str, Side | None], ...]:
     return ("dense", row.dense), ("pruned", row.pruned)
 
 
-def explain(
-    dense: nn.Module,
-    pruned: nn.Module,
-    example: Any,
-    *,
-    threads: int | None = None,
-    device: torch.device | str | None = None,
-    rounds: int = 15,
-    log: Log = stage,
-) -> Explanation:
-    """Time two models alternately and operator by operator, and try what would make the pruned one faster.
+@dataclass(frozen=True)
+class CauseSearch:
+    """Two models, and their times by operator, in which causes are searched for.
 
-    Every cause was measured on this machine: a layer at rounded widths, the model with another memory format, a larger
-    batch, without its masks, with subnormal numbers taken as 0, with fewer threads; or its operators' times beside
-    those of copies and of operators that do nothing. In eval mode, eager, without gradients.
-
-    Args:
-        dense: not changed.
-        pruned: the compact model, or a masked one; not changed.
-        example: what the models are called with: a tensor, a tuple of positional arguments or a mapping of arguments by
-            name; samples on the first axis of every tensor.
-        threads: of the CPU; None: as many as torch uses now.
-        device: `auto`, `cpu` or a CUDA device, which is timed by events; None: where the pruned model is.
-        rounds: timed forward passes of each model, as it is and by operator; at least 5.
-        log: told what is being measured.
-
-    Raises:
-        UsageError: `example` holds no tensor, there are fewer than 5 rounds, or there is no such device.
-        ModelError: a model does not run on `example`.
-
-    Example:
-        >>> import prunekit as pk, torch
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
-        >>> small = pk.prune(model, torch.randn(1, 4), macs=0.5).model
-        >>> print(pk.explain(model, small, torch.randn(1, 4), threads=1, rounds=5))
-        on cpu, batch 1, threads 1: ... ms, dense ... ms
-        ...
-        Operators, the slowest first
-          module  operator  dense ms  pruned ms  MACs  pruned  faster  ideal ...
-        ...
+    Attributes:
+        dense, pruned: on the device, in eval mode.
+        inputs: an example, see `prunekit.utils.inputs.as_example`, on the device.
+        batch: samples in them.
+        device: where they run.
+        found: the time of both by operator.
     """
-    dense, pruned = unwrapped(dense), unwrapped(pruned)
-    if rounds < 5:
-        raise UsageError(f"rounds: expected at least 5, got {rounds}")
-    place = resolve_device(str(device or device_of(pruned)))
-    inputs = map_tensors(as_example(pruned, example), lambda tensor: tensor.to(place))
-    batch = next((tensor.shape[0] for tensor in gather(inputs) if tensor.dim()), 0)
-    if not batch:
-        raise UsageError("example: expected at least one tensor of samples, got none")
-    dense, pruned = _placed(dense, place), _placed(pruned, place)
-    with (
-        training_mode(dense, False), training_mode(pruned, False), with_threads(threads), seeded(0),
-        paused_garbage_collection(), on_device(place), torch.no_grad(),
-    ):  # fmt: skip
-        for name, model in (("dense", dense), ("pruned", pruned)):
-            with running(model, inputs, called=f"the {name} model"):
-                call(model, inputs)
-        log(f"timing {rounds} rounds of both models, as they are and by operator")
-        found = break_down(dense, pruned, inputs, batch=batch, rounds=rounds, device=place)
-        causes = find_causes(CauseSearch(dense, pruned, inputs, batch, place, found), log)
-    return _explanation(found, causes, batch, threads or torch.get_num_threads(), place)
+
+    dense: nn.Module
+    pruned: nn.Module
+    inputs: tuple[Any, ...]
+    batch: int
+    device: torch.device
+    found: Breakdown
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the CPU computes."""
+        return self.device.type == "cpu"
+
+    def slowest(self) -> Iterator[tuple[str, float, Layer, Layer | None]]:
+        """Yield path, milliseconds and layer of the pruned model's slowest ones, and the dense layer at that path."""
+        keys = [(row.module, row.operator) for row in self.found.rows]
+        there = [key for key in keys if key in self.found.pruned_calls]
+        layers = [(key, self.found.pruned_calls[key].layer) for key in there]
+        ms = {(row.module, row.operator): row.pruned.ms for row in self.found.rows if row.pruned is not None}
+        for key, layer in [(key, layer) for key, layer in layers if layer is not None][:LAYERS]:
+            dense = self.found.dense_calls.get(key)
+            yield key[0], ms[key], layer, None if dense is None else dense.layer
 
 
-def _placed(model: nn.Module, device: torch.device) -> nn.Module:
-    """Return the model itself where it is on the device already: a copy would be without its hooks."""
-    where = device if device.index is not None or device.type != "cuda" else torch.device("cuda", 0)
-    here = all(tensor.device == where for tensor in (*model.parameters(), *model.buffers()))
-    return model if here else copied(model, device)
+def find_causes(search: CauseSearch, log: Callable[[str], None]) -> tuple[Cause, ...]:
+    """Return the causes that experiments on this machine show, the most milliseconds first.
 
-
-def _explanation(
-    found: Breakdown, causes: tuple[Cause, ...], batch: int, threads: int, device: torch.device
-) -> Explanation:
-    return Explanation(
-        device=str(device),
-        batch=batch,
-        threads=threads,
-        dense_ms=found.dense_ms,
-        pruned_ms=found.pruned_ms,
-        speedup=found.speedup,
-        macs_ratio=found.macs_ratio,
-        shortfall_ms=found.shortfall_ms,
-        dense_outside_ms=found.dense_outside_ms,
-        pruned_outside_ms=found.pruned_outside_ms,
-        dense_operators_ms=found.dense_operators_ms,
-        pruned_operators_ms=found.pruned_operators_ms,
-        operators=found.rows,
-        causes=causes,
-        notes=tuple(_notes(found)),
-    )
-
-
-def _notes(found: Breakdown) -> Iterator[str]:
-    width, crowded = found.speedup.width, oversubscribed(found.contention)
-    if crowded:
-        yield crowded
-    elif width > NOISY:
-        yield (
-            f"noisy: the speedup's 95 % interval is {100 * width:.0f} % of it wide; an idle machine or more rounds "
-            "would settle it"
-        )
-    missing = found.pruned_ms - found.pruned_operators_ms - found.pruned_outside_ms
-    if missing > NOISY * found.pruned_ms:
-        yield (
-            f"the pruned model's operators take {found.pruned_operators_ms:.3g} ms, each by its median, of "
-            f"{found.pruned_ms:.3g} ms: {missing:.3g} ms are in neither, because rounds differed that much"
-        )
-    unknown = [row for row in found.rows if row.pruned is not None and row.pruned.macs is None]
-    if unknown:
-        names = ", ".join(sorted({row.operator for row in unknown}))
-        yield f"multiply-accumulates of {names} are not known, and not in the ratio"
-
-
-ROUNDS = 11
-"""Timed forward passes of each model, as it is and by operator, at most."""
-
-
-def explain_job(
-    dense: nn.Module, pruned: nn.Module, inputs: Sequence[int] | Inputs, settings: LatencySettings, log: Log
-) -> dict[str, Any] | None:
-    """Return the explanation of the first batch and thread count in eager on the CPU, as `metrics.json` has it.
-
-    Returns:
-        None where it was not asked for, eager is not timed, or it failed, which the log says: the models are run in
-        ways that their code may not take, and a whole job is worth more than this section.
+    Threads are tried first: if they have to wait for cores, nothing else can be measured.
     """
-    if not settings.explain or "eager" not in settings.runtimes:
+    log("measuring: fewer threads")
+    threads = _fewer_threads(search)
+    if threads is not None and search.found.contention is not None and search.found.contention.oversubscribed:
+        return (threads,)
+    found = [] if threads is None else [threads]
+    for name, look in _LOOKS:
+        log(f"measuring: {name}")
+        found += [cause for cause in look(search) if cause is not None]
+    return tuple(sorted(found, key=lambda cause: -cause.ms))
+
+
+def _fewer_threads(search: CauseSearch) -> Cause | None:
+    now, contention = torch.get_num_threads(), search.found.contention
+    if contention is None or now == 1:
         return None
-    example, rounds = inputs_of(inputs).sample(settings.batches[0]), min(ROUNDS, settings.repeats)
+    fewer = experiments.with_threads_of(sorted({1, now // 2}), search.pruned, search.inputs, now)
+    return overheads.too_many_threads(contention, fewer)
+
+
+def _overheads(search: CauseSearch) -> Iterator[Cause | None]:
+    found = search.found
+    copies = experiments.copy_times(search.device)
+    yield overheads.launch_bound(found, cuda=not search.on_cpu)
+    yield operators.memory_bound(found.rows, copies, found.floor_ms, found.pruned_ms, search.batch)
+    yield operators.copying(found.rows, found.pruned_ms)
+    yield operators.without_macs(found.rows, found.macs_ratio, found.pruned_ms)
+
+
+def _norms(search: CauseSearch) -> Iterator[Cause | None]:
+    found = search.found
+    shown = operators.unfused_norms(found.rows, found.pruned_ms, None)
+    if shown is None or not search.on_cpu:
+        yield shown
+        return
     try:
-        found = explain(dense, pruned, example, threads=settings.threads[0], device="cpu", rounds=rounds)
-    except Exception as error:  # whatever a model's own code raises
-        log(f"explain: not done: {type(error).__name__}: {error}")
-        return None
-    for line in _lines(found):
-        log(f"explain: {line}")
-    return found.figures()
+        folded = fold_batchnorm(search.pruned, search.inputs).model
+    except PrunekitError:  # not folded, the norms' own time has to do
+        yield shown
+        return
+    gain = time_pair(lambda: call(search.pruned, search.inputs), lambda: call(folded, search.inputs), search.device)
+    yield operators.unfused_norms(found.rows, found.pruned_ms, gain)
 
 
-def _lines(found: Explanation) -> list[str]:
-    reached = found.speedup.median / found.macs_ratio
-    lines = [f"{reached:.0%} of the ideal {found.macs_ratio:.2f}x, the ratio of MACs, was reached"]
-    return lines + [f"{cause.name} (about {cause.ms:.3g} ms); to fix it: {cause.fix}" for cause in found.causes]
+def _widths(search: CauseSearch) -> Iterator[Cause | None]:
+    times = [
+        one
+        for path, ms, layer, dense in search.slowest()
+        if dense is not None
+        for one in experiments.width_times(path, ms, layer, dense.widths, search.device)
+    ]
+    yield widths.off_step_widths(times, search.found.pruned_ms)
+
+
+def _kernels(search: CauseSearch) -> Iterator[Cause | None]:
+    times = [
+        experiments.kernel_times(path, ms, layer, dense.widths, search.device)
+        for path, ms, layer, dense in search.slowest()
+        if dense is not None
+    ]
+    yield widths.slower_kernels([one for one in times if one is not None], search.found.pruned_ms)
+
+
+def _masks(search: CauseSearch) -> Iterator[Cause | None]:
+    hooks = experiments.mask_hooks(search.pruned)
+    bare = experiments.without_masks(search.pruned, search.inputs, search.device) if hooks else None
+    layers = {key[0]: call.layer for key, call in search.found.pruned_calls.items() if call.layer is not None}
+    zeros = experiments.zero_channels(search.pruned, layers)
+    saved = 0.0
+    for path, ms, layer, _ in search.slowest():
+        if path in zeros:
+            left = max(1, layer.widths[1] - zeros[path][0])
+            narrower = (left, left) if layer.tied else (layer.widths[0], left)
+            saved += ms * experiments.share_without(layer, narrower, search.device)
+    yield overheads.masks_attached(hooks, zeros, bare, saved, search.found.pruned_ms)
+
+
+def _small_numbers(search: CauseSearch) -> Iterator[Cause | None]:
+    if not search.on_cpu:
+        return
+    weights = {
+        path: count
+        for path, module in search.pruned.named_modules()
+        if (count := subnormals([*module.parameters(recurse=False), *module.buffers(recurse=False)]))
+    }
+    activations: dict[str, int] = {}
+    for (path, _), seen in search.found.pruned_calls.items():
+        if seen.subnormal:
+            activations[path] = activations.get(path, 0) + seen.subnormal
+    if weights or activations:
+        flushed = experiments.with_flushing(search.pruned, search.inputs)
+        yield overheads.subnormal_numbers(weights, activations, flushed)
+
+
+def _memory_format(search: CauseSearch) -> Iterator[Cause | None]:
+    yield operators.other_layout(experiments.with_channels_last(search.pruned, search.inputs, search.device))
+
+
+def _larger_batch(search: CauseSearch) -> Iterator[Cause | None]:
+    found = search.found
+    times = next((times for times in LARGER if times * found.dense_ms <= LONG_MS), LARGER[-1])
+    try:
+        larger = experiments.with_larger_batch(search.dense, search.pruned, search.inputs, times, search.device)
+    except Exception:  # a model's own code may take one batch only, and memory may not last
+        return
+    yield overheads.small_batch(found.speedup, found.pruned_ms, larger, search.batch, times * search.batch)
+
+
+_LOOKS: tuple[tuple[str, Callable[[CauseSearch], Iterator[Cause | None]]], ...] = (
+    ("operators beside copies and beside operators that do nothing", _overheads),
+    ("BatchNorm folded", _norms),
+    ("the slowest layers at rounded widths", _widths),
+    ("the slowest layers at the dense model's widths", _kernels),
+    ("masks and channels of zeros", _masks),
+    ("subnormal numbers", _small_numbers),
+    ("channels last", _memory_format),
+    ("a larger batch", _larger_batch),
+)

@@ -1,4 +1,4 @@
-"""How the channels of a model hang together, and where its MACs are."""
+"""The inspection of a model: which of its channels are coupled or locked, and where its MACs are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prunekit.measure.model_size import count_macs, count_parameters
 
 
 def inspect(target: InputModel) -> dict[str, Any]:
-    """Trace a model.
+    """Trace a model, and return its channel groups, locks and layers.
 
     Returns:
         `model`, `architecture` (its class), `input_shape`, `params`, `macs` (one sample), `free_share` (of parameters,

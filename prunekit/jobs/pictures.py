@@ -1,11 +1,4 @@
-"""Feature maps of models as pictures in a folder.
-
-Where a dense model and what pruning left of it see a class in one image, and how much that differs.
-
-How gradients flow through a job's dense model while it trains.
-
-How weights and activations of models are distributed, and which of their channels are dead or redundant.
-"""
+"""What `prunekit visualize` shows of models: feature maps, class maps, gradients, distributions, idle channels."""
 
 from __future__ import annotations
 
@@ -46,12 +39,12 @@ INPUT = "input.png"
 
 @dataclass(frozen=True)
 class FeatureMapSettings:
-    """Which feature maps are drawn, and how.
+    """The feature maps that are drawn, and their form.
 
     Attributes:
         layers: see `prunekit.capture`; None: the children of the model.
-        view: None: as each output fits.
-        grid: how pictures look.
+        view: of every output; None: the one that fits it.
+        grid: of the pictures.
     """
 
     layers: Layers | None = None
@@ -60,31 +53,32 @@ class FeatureMapSettings:
 
 
 def write_features(
-    sides: ModelPair, image: tuple[Tensor, str], folder: Path, settings: FeatureMapSettings = FeatureMapSettings()
+    pair: ModelPair, image: tuple[Tensor, str], folder: Path, settings: FeatureMapSettings = FeatureMapSettings()
 ) -> dict[str, Any]:
-    """Draw what layers make of an image, each in a PNG file.
+    """Draw the feature maps of an image, a PNG file for each layer.
 
     Args:
-        sides: the models.
-        image: an input (1, C, H, W) and what it is of; see `ModelPair.input`.
-        folder: made where it is not there.
+        pair: the models.
+        image: an input (1, C, H, W) and its name; see `ModelPair.input`.
+        folder: made if it is missing.
+        settings: layers and form.
 
     Returns:
         `model`, `image`, `models` (their names), `input` (the file of the image), and `layers`: `path`, `call`, `view`,
-        `what`, `channels`, `kept` (None where nobody knows), `note` and `picture` of each.
+        `what`, `channels`, `kept` (None if unknown), `note` and `picture` of each.
 
     Raises:
         UsageError: a glob matches nothing, or an output cannot be shown; nothing was written.
     """
     values, name = image
-    found = feature_maps(sides.models, values, settings.layers, kept=sides.kept, view=settings.view)
+    found = feature_maps(pair.models, values, settings.layers, kept=pair.kept, view=settings.view)
     rows = []
     for features in found:
         file = f"{features.path}{f'.{features.call}' if features.call else ''}.png"
         write_png(folder / file, draw(features, settings.grid, name))
         rows.append(_row(features, file))
-    write_png(folder / INPUT, sides.preprocessing.shown(values[0]))
-    return {"model": sides.name, "image": name, "models": list(sides.models), "input": INPUT, "layers": rows}
+    write_png(folder / INPUT, pair.preprocessing.shown(values[0]))
+    return {"model": pair.name, "image": name, "models": list(pair.models), "input": INPUT, "layers": rows}
 
 
 def _row(features: LayerFeatures, file: str) -> dict[str, Any]:
@@ -101,16 +95,16 @@ def _row(features: LayerFeatures, file: str) -> dict[str, Any]:
 
 
 FindClassMap = Callable[[nn.Module, Tensor, str | None, int | None], ClassMap]
-"""From a model, an image (1, C, H, W), a layer and a class, where they are known, to the map."""
+"""Returns the map of a model and an image (1, C, H, W), for a layer and a class; None: as the method chooses."""
 
 
 @dataclass(frozen=True, eq=False)
 class ClassMaps:
-    """The maps of one image.
+    """The class maps of one image by the models of a pair.
 
     Attributes:
         maps: `dense`, `pruned` or both, in this order; of one class and one layer.
-        correlation: Pearson's, of the two maps; None where there is one alone, or one is the same everywhere.
+        correlation: Pearson's, of the two maps; None if there is one alone, or if one is constant.
     """
 
     maps: Mapping[str, ClassMap]
@@ -118,11 +112,11 @@ class ClassMaps:
 
     @property
     def first(self) -> ClassMap:
-        """The map that says which class and layer all are of."""
+        """The first map, whose class and layer are those of all."""
         return next(iter(self.maps.values()))
 
     def figures(self) -> dict[str, Any]:
-        """`method`, `layer`, `class`, `correlation`, and of each model `probability` and `predicted`."""
+        """Return `method`, `layer`, `class`, `correlation`, and of each model `probability` and `predicted`."""
         first = self.first
         models = {
             side: {"probability": float(found.probabilities[0]), "predicted": int(found.predicted[0])}
@@ -133,19 +127,23 @@ class ClassMaps:
 
 
 def class_maps(
-    sides: ModelPair, image: Tensor, find: FindClassMap, *, layer: str | None, target: int | None, device: torch.device
+    pair: ModelPair, image: Tensor, find: FindClassMap, *, layer: str | None, target: int | None, device: torch.device
 ) -> ClassMaps:
-    """Look at an image with every model, for the same class at the same layer.
+    """Return the maps of an image by every model of a pair, for the same class at the same layer.
 
     Args:
+        pair: the models.
         image: (1, C, H, W).
-        layer, target: None: what the first model, the dense one where there is one, takes.
+        find: returns a map.
+        layer: None: the one that `find` chooses for the first model.
+        target: the class; None: likewise.
+        device: where the models run.
 
     Raises:
         PrunekitError: as `find` raises.
     """
     maps: dict[str, ClassMap] = {}
-    for side, model in sides.models.items():
+    for side, model in pair.models.items():
         found = find(model.to(device), image.to(device), layer, target)
         maps[side], layer, target = found, found.layer, int(found.classes[0])
     values = [found.values for found in maps.values()]
@@ -161,17 +159,17 @@ def gradient_flow(
     progress: bool = False,
     own: Own = RECIPE_ONLY,
 ) -> tuple[FlowRow, ...]:
-    """Train a job's dense model as the job does, by the plain loss, and record its gradients; the result is dropped.
+    """Train a copy of a job's dense model by the plain loss, and return records of its gradients.
 
-    From its first weights as `baseline` says, or where the job gives weights, from those as `finetune` says.
+    Random weights are trained as `baseline` says, given ones as `finetune` says.
 
     Args:
         job: the settings.
-        epochs: how long; the learning-rate schedule is fitted to it. None: as the job says.
+        epochs: to train, to which the learning-rate schedule is fitted; None: those of the job.
         records: see `GradientFlow`.
         log: gets a line at the start.
-        progress: shows a bar on stderr.
-        own: the user's own code, where the job's model, data or optimizer is their own.
+        progress: whether to show a bar on stderr.
+        own: the user's own code.
 
     Raises:
         UsageError: data, model or settings do not fit, or there is no epoch to train.
@@ -211,11 +209,10 @@ CHANNEL_COLUMNS = ("model", "layer", "channel", "finding", "like", "correlation"
 
 @dataclass(frozen=True)
 class StatisticsSettings:
-    """What is looked at.
+    """The layers whose activations are looked at, and when channels count as redundant.
 
     Attributes:
-        layers: whose activations and correlations, see `prunekit.capture`; None: convolutions, linear layers,
-            projections of attention.
+        layers: see `prunekit.capture`; None: convolutions, linear layers and projections of attention.
         threshold: see `redundant`.
     """
 
@@ -224,34 +221,35 @@ class StatisticsSettings:
 
 
 def write_statistics(
-    sides: ModelPair, folder: Path, device: torch.device, settings: StatisticsSettings = StatisticsSettings()
+    pair: ModelPair, folder: Path, device: torch.device, settings: StatisticsSettings = StatisticsSettings()
 ) -> dict[str, Any]:
     """Run models on the calibration images of their recipe and write `histograms.csv` and `channels.csv`.
 
     Args:
-        sides: the models, with their recipe.
-        folder: made where it is not there.
-        device: where to run; the models are afterwards on the CPU.
+        pair: the models, with their recipe.
+        folder: made if it is missing.
+        device: where to run; the models are on the CPU afterwards.
+        settings: layers and threshold.
 
     Returns:
         `model`, `models` (their names), `filters` (file of a picture of the first layer's, None without), `images`,
-        `threshold`, `channels` (of each model, those of layers that were looked at) and `findings`: the rows of
+        `threshold`, `channels` (of each model, in the layers that were looked at) and `findings`: the rows of
         `channels.csv`.
 
     Raises:
-        UsageError: there is no recipe, a glob matches nothing, or the threshold is none.
+        UsageError: there is no recipe, a glob matches nothing, or the threshold is invalid.
     """
-    if sides.job is None:
+    if pair.job is None:
         raise UsageError(
-            f"{sides.name}: expected a run's folder or a recipe, whose calibration images the models can be shown; "
+            f"{pair.name}: expected a run's folder or a recipe, whose calibration images the models can be shown; "
             "a picture of weights alone: prunekit visualize filters"
         )
-    images = chosen_batches(sides.job, sides.splits or _splits(sides, sides.job))
+    images = chosen_batches(pair.job, pair.splits or _splits(pair, pair.job))
     histograms: list[Row] = []
     findings: list[Row] = []
     channels = {}
-    with threads(sides.job.threads):
-        for name, model in sides.models.items():
+    with threads(pair.job.threads):
+        for name, model in pair.models.items():
             model.to(device)
             histograms += _histograms(name, model, images, device, settings.layers)
             found, channels[name] = channel_findings(model, images, device, settings.threshold, settings.layers)
@@ -262,9 +260,9 @@ def write_statistics(
     likes = [{**row, "like": None if row["like"] is None else str(row["like"])} for row in findings]
     write_csv(folder / "channels.csv", likes, CHANNEL_COLUMNS)
     return {
-        "model": sides.name,
-        "models": list(sides.models),
-        "filters": _filters(sides, folder),
+        "model": pair.name,
+        "models": list(pair.models),
+        "filters": _filters(pair, folder),
         "images": images.images,
         "threshold": settings.threshold,
         "channels": channels,
@@ -272,21 +270,21 @@ def write_statistics(
     }
 
 
-def _splits(sides: ModelPair, job: JobSettings) -> Splits:
-    if (job.data.source == "own") != (sides.own_data is not None):
+def _splits(pair: ModelPair, job: JobSettings) -> Splits:
+    if (job.data.source == "own") != (pair.own_data is not None):
         raise UsageError(
-            f"{sides.name}: its samples are the user's own; expected --data file.py:factory with data.source 'own' "
+            f"{pair.name}: its samples are the user's own; expected --data file.py:factory with data.source 'own' "
             "alone, and a task by name"
         )
-    return job_splits(job.data, Own(data=sides.own_data), job.task)
+    return job_splits(job.data, Own(data=pair.own_data), job.task)
 
 
-def _filters(sides: ModelPair, folder: Path) -> str | None:
+def _filters(pair: ModelPair, folder: Path) -> str | None:
     try:
-        found = first_filters(sides.models, sides.sample_shape, kept=sides.kept)
-    except UsageError:  # a model that reads no images
+        found = first_filters(pair.models, pair.sample_shape, kept=pair.kept)
+    except UsageError:  # the model takes no images
         return None
-    return write_png(folder / "filters.png", draw_filters(found, sides.name)).name
+    return write_png(folder / "filters.png", draw_filters(found, pair.name)).name
 
 
 def _histograms(
@@ -303,20 +301,21 @@ def _histograms(
 def channel_findings(
     model: nn.Module, batches: Any, device: torch.device, threshold: float = 0.99, layers: Layers | None = None
 ) -> tuple[list[Row], int]:
-    """Dead channels, which never change on the data, of every module's output, and redundant ones, see `redundant`.
+    """Return dead channels, which are constant on the data, and redundant ones, see `redundant`.
 
     Args:
         model: already on `device`; in eval mode while it runs.
         batches: see `run_passes`.
+        device: where the model is.
         threshold: see `redundant`.
-        layers: whose correlations are looked at; None: of all convolutions, linear layers and projections.
+        layers: whose correlations are looked at; None: all convolutions, linear layers and projections.
 
     Returns:
-        Rows: layer, channel, finding (`dead` or `redundant`), and of redundant ones like, correlation and cosine; and
-        of how many channels the correlations were looked at.
+        Rows with layer, channel, finding (`dead` or `redundant`), and of redundant ones like, correlation and cosine;
+        and the number of channels whose correlations were looked at.
 
     Raises:
-        UsageError: a glob matches nothing, or correlations take more memory than there is.
+        UsageError: a glob matches nothing, or correlations take too much memory.
     """
     widths = channels_of(model)
     chosen = (
@@ -338,7 +337,7 @@ def channel_findings(
         for layer, channels in dead
         for channel in channels
     ]
-    for pair in redundant(model, products, threshold):
-        facts = asdict(pair)
+    for like in redundant(model, products, threshold):
+        facts = asdict(like)
         rows.append({"layer": facts.pop("layer"), "channel": facts.pop("channel"), "finding": "redundant", **facts})
     return rows, sum(len(seen.shift) for seen in products)

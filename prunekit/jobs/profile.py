@@ -1,7 +1,4 @@
-"""Latency profiles: what each layer of a dense model takes at which widths on a target, and how well that predicts.
-
-A job's latency profile, in a folder of its own.
-"""
+"""Latency profiling: networks of many widths are timed on a target, and each layer's time is fitted to its widths."""
 
 from __future__ import annotations
 
@@ -50,9 +47,9 @@ from prunekit.utils.inputs import as_examples
 from prunekit.utils.progress import reporting, stage, tracked
 
 HELD_OUT = 5
-"""One in so many is not fitted to at first: on those the prediction is tested."""
+"""One network in so many is held out of a first fit, to test its predictions."""
 FEWEST = 10
-"""That a table is fitted to."""
+"""Networks, at least, that a table is fitted to."""
 
 
 def profile(
@@ -71,10 +68,10 @@ def profile(
     log: Log = stage,
     progress: bool | None = None,
 ) -> Profile:
-    """Measure networks of widths all over the range, and fit what each layer takes by its widths.
+    """Time networks of many widths, and fit the time of each layer to its widths.
 
-    Latency does not depend on weights: a model need not be trained. What was measured before on the same machine, with
-    the same versions and shapes, is taken from the cache.
+    Latency does not depend on weights: a model need not be trained. Earlier measurements on the same machine, with the
+    same versions and shapes, are taken from the cache.
 
     Args:
         model: dense; on the CPU.
@@ -83,21 +80,21 @@ def profile(
         target: runtime, device, batch, threads, dtype and memory format; None: that of `settings`. A runtime that
             cannot tell layers apart is profiled in eager, which a note says: what a plan takes on it is measured all
             the same.
-        settings: what may go, as a plan would have it: what is ignored, roundings, least widths; None: defaults.
-        channel_map: of the model, from `trace`, where it is there already.
+        settings: which channels a plan may remove: `ignore`, `round_to`, `min_channels`; None: defaults.
+        channel_map: of the model, if it was traced already.
         more_examples: further ones, for branches of the model that the first does not take.
         networks: how many to measure, at least 10; None: 40.
         cache: a folder; None: the user's own.
-        again: measures those networks of the cache anew that were timed on a machine too noisy.
-        measure: whether networks that are not in the cache are measured; else those that are there have to do.
-        transform: what is done to every network, the dense one too, before it is timed.
+        again: whether networks are measured again whose cached times are from a machine that was too noisy.
+        measure: whether networks that are not in the cache are measured; if not, the others are used alone.
+        transform: applied to every network, the dense one too, before it is timed.
         log: gets a line for each network.
         progress: whether to show bars on stderr; None: on a terminal and in a notebook.
 
     Raises:
         UsageError: the runtime is not installed, or does not take the setting; or batches cannot be made of the input.
-        NotMeasuredError: nothing is to be measured, and the cache has fewer than ten of the networks.
-        PlanError: nothing is free, or no plan passes its trial.
+        NotMeasuredError: `measure` is False, and the cache has fewer than ten of the networks.
+        PlanError: no channel is free, or no plan passes its trial.
         RunError: a network fails in the runtime.
 
     Example:
@@ -156,12 +153,12 @@ def profile(
 
 
 def in_blocks(settings: PruneSettings) -> PruneSettings:
-    """Return settings whose channel counts are multiples of the target's block too."""
+    """Return settings that also round channel counts to the target's block."""
     return replace(settings, round_to=lcm(settings.round_to, settings.target.block))
 
 
 def layer_setting(target: Target) -> tuple[Setting, list[str]]:
-    """Return the setting that a target's layers are timed in, and what to say of it.
+    """Return the setting in which a target's layers are timed, and notes on it.
 
     Raises:
         UsageError: the runtime is not installed, or does not take the setting.
@@ -174,7 +171,7 @@ def layer_setting(target: Target) -> tuple[Setting, list[str]]:
 
 
 def setting_of(target: Target) -> Setting:
-    """Return a target as the measuring core has it.
+    """Return the setting of a target.
 
     Raises:
         UsageError: the runtime is not installed, the device is not there, or they do not go together.
@@ -185,7 +182,7 @@ def setting_of(target: Target) -> Setting:
 
 
 def as_latency(target: Target) -> LatencySettings:
-    """Return a target as settings of a measurement."""
+    """Return the settings of a measurement on a target."""
     return LatencySettings(
         (target.batch,),
         (target.threads,),
@@ -205,9 +202,7 @@ def _parts(channel_map: ChannelMap, wanted: PruneSettings) -> list[GroupPart]:
 def _tried(
     model: nn.Module, channel_map: ChannelMap, wanted: PruneSettings, examples: Sequence[tuple[Any, ...]]
 ) -> ChannelMap:
-    """Return the map with what only a trial finds out: locks, and sizes that the model's Python keeps in its
-    attributes.
-    """
+    """Return the channel map with what only a trial finds: locks, and sizes in the model's Python attributes."""
 
     def choose(chart: ChannelMap) -> Keep:
         _, narrow = sampled(chart, _parts(chart, wanted), 2)
@@ -220,7 +215,7 @@ def _tried(
 def _networks(
     model: nn.Module, channel_map: ChannelMap, keeps: Sequence[Keep], transform: Transform
 ) -> Iterator[Network]:
-    """Yield networks that are cut out of the model when they are wanted; their outlines cost no copy of a weight."""
+    """Yield networks that are cut out of the model on demand; their outlines on the meta device copy no weights."""
     outline = with_tensors(model, {name: tensor.detach().to("meta") for name, tensor in named_tensors(model)})
 
     def cut(whole: nn.Module, keep: Keep) -> nn.Module:
@@ -235,7 +230,7 @@ def _networks(
 def _predicted(
     channel_map: ChannelMap, samples: Sequence[Sample], setting: Mapping[str, Any]
 ) -> tuple[NetworkPrediction, ...]:
-    """Return every network by a table that was fitted to those that are not held out."""
+    """Return the times of all networks, predicted by a table that was fitted without those held out."""
     held_out = set(range(HELD_OUT - 1, len(samples), HELD_OUT))
     rest = fit(channel_map, [one for index, one in enumerate(samples) if index not in held_out], setting)
     return tuple(
@@ -258,9 +253,9 @@ class ProfileRun:
     """A finished profile.
 
     Attributes:
-        folder: `profile.json` and, layer by layer, `profile.csv`; what was predicted of every network, `networks.csv`;
-            what every layer took in them, with its fit, `fits.json`; and whatever `finish` wrote.
-        result: the table and what it was made from.
+        folder: with `profile.json`, `profile.csv` (layers), `networks.csv` (predictions), `fits.json` (times of layers
+            with their fits), and the result of `finish`.
+        result: the profile.
         metrics: what `profile.json` holds.
     """
 
@@ -278,29 +273,27 @@ def profile_job(
     finish: Finish | None = write_report,
     own: Own = RECIPE_ONLY,
 ) -> ProfileRun:
-    """Return the latency of a job's dense model layer by layer, against their widths, on the job's `prune.target`.
-
-    Nothing is trained: latency does not depend on weights.
+    """Profile a job's dense model, which need not be trained, on the job's `prune.target`.
 
     Args:
         job: the settings.
         networks: to measure, at least 10.
-        again: measures those of the cache anew that were timed on a machine too noisy.
+        again: whether networks are measured again whose cached times are from a machine that was too noisy.
         log: gets a line for each network.
         finish: called with the folder at the end, before the run counts as finished: writes the report.
-        own: the user's own code, where the job's model or data is their own.
+        own: the user's own code.
 
     Raises:
         UsageError: data, model or target do not fit; nothing was written.
         RunError: the run failed; its folder says so.
     """
     require_report()
-    layer_setting(job.prune.target)  # a runtime that is not there is refused before anything else
+    layer_setting(job.prune.target)  # raises if the runtime is missing
     text = run_recipe(job, own)
     prepared = prepare(job, own)
-    chart = trace(prepared.model, prepared.example_inputs)
     example = prepared.example_inputs
-    inputs_like(example)  # what cannot be timed is refused before anything is written
+    chart = trace(prepared.model, example)
+    inputs_like(example)  # raises if the model cannot be timed
     transform = transform_of(prepared.model, example, job.deploy)
     with run_folder(job.output / job.name, "profile", log, text, finish) as run:
         machine = describe_machine()

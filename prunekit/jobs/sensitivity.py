@@ -1,7 +1,4 @@
-"""Sensitivity: what the output of a model loses with each number of channels that a group keeps.
-
-A job's sensitivity analysis, in a folder of its own.
-"""
+"""Sensitivity analysis: the error of a model's output for each number of channels that a group keeps."""
 
 from __future__ import annotations
 
@@ -56,18 +53,18 @@ from prunekit.utils.progress import reporting, stage, wanted
 from prunekit.utils.tensors import gather
 
 LIMITS = {"kept_1": 0.01, "kept_10": 0.1}
-"""Errors, as shares of the variance, for which the fewest kept channels are named."""
+"""Errors, as shares of the variance, for which the fewest kept channels are reported."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Sensitivity(Displayed):
-    """How sensitive a model is to the loss of channels, group by group.
+    """How sensitive a model is to the removal of channels, by group.
 
     Attributes:
         channel_map: of the model, after a trial.
-        groups: those that were looked at.
-        curves: by a group's name, from the statistics of what reads it; none where no layer that can be followed does.
-        measured: by a group's name, what the model computes with the group masked; empty if nothing was measured.
+        groups: those that were analyzed.
+        curves: by a group's name, from statistics of the layers that read it; missing if none of these can be followed.
+        measured: by a group's name, errors of the model with channels of the group masked; empty if not measured.
 
     Example:
         >>> import prunekit as pk, torch
@@ -87,17 +84,16 @@ class Sensitivity(Displayed):
     measured: Mapping[str, tuple[MeasuredPoint, ...]]
 
     def points(self) -> list[dict[str, Any]]:
-        """Of every group and number of kept labels; see `curve_rows`."""
+        """Return a row for every group and number of kept channels; see `curve_rows`."""
         return curve_rows(self.channel_map, self.curves, self.measured)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row for each group, the most sensitive first: by the error at half of the channels, measured if it
-        was, else the fast total.
+        """Return a row for each group, sorted by the error at half of the channels, measured or else the fast total.
 
-        `group`, `module`, `channels`, `macs` (that the dense model spends on the group), and for both ways, with names
+        It holds `group`, `module`, `channels`, `macs` (of the group in the dense model), and for both ways, with names
         that end in `_fast` and `_measured`: `kept_1` and `kept_10`, the least share of the channels (0..1) at which the
-        error is within 1 and 10 % of the variance, measured: of those that were tried; `half`, the error at half of
-        them. `half_total` is the sum that a budget is spent by. None where there is no such curve.
+        error is within 1 and 10 % of the variance; `half`, the error at half of the channels. `half_total` is the sum
+        by which a budget is spent. A value is None if there is no such curve.
         """
         by = "half_measured" if self.measured else "half_total"
         rows = [self._row(group) for group in self.groups]
@@ -141,8 +137,9 @@ class Sensitivity(Displayed):
 
     @property
     def agreement(self) -> float | None:
-        """Spearman's rank correlation over the groups, at half of the channels, of the fast total, which is what is
-        compared between groups, and the measured error; None without both.
+        """Spearman's rank correlation, over groups, of fast totals and measured errors at half of the channels.
+
+        None unless there are both.
         """
         pairs = [(row["half_total"], row["half_measured"]) for row in self.rows()]
         both = np.array([pair for pair in pairs if None not in pair], dtype=float).reshape(-1, 2)
@@ -165,25 +162,25 @@ def sensitivity(
     log: Log = stage,
     progress: bool | None = None,
 ) -> Sensitivity:
-    """Return what a model's output loses with each number of channels that a group keeps.
+    """Return the error of a model's output for each number of channels that a group keeps.
 
-    Fast, from unlabeled calibration images: the channels of a group go in the order of an optimal brain surgeon on
-    what its readers read (Hassibi & Stork 1993, by groups of weights); the error after each is what is left when the
-    readers' weights are fitted anew, per output of theirs, as a share of its variance. It is local, and it is what a
-    repair can reach. Measured, with `measured_on`: the same channels are masked in the model, nothing is repaired, and
-    its output is compared with the dense one; exact, see `measure.sensitivity.measure_sensitivity`.
+    The fast way needs unlabeled calibration images: the channels of a group are removed in the order of an optimal
+    brain surgeon on the inputs of the layers that read them (Hassibi & Stork 1993, by groups of weights). The error
+    after each is what remains when these layers are fitted again, per output, as a share of its variance. It is local,
+    and what a repair can reach. With `measured_on` the same channels are also masked in the model without a repair, and
+    its output is compared with the dense one; see `prunekit.measure.group_sensitivity`.
 
     Args:
         model: in any mode, on any device; not changed.
         batches: calibration samples, at least 8, preprocessed as the model wants them, as `prunekit.prune` takes them:
             images (B, ...), a loader of them...; labels are not used.
-        measured_on: samples in the same forms, with labels or without; None: not measured.
+        measured_on: samples in the same forms, with or without labels; None: nothing is measured.
         groups: globs over the names of channel groups, which are module paths; none: all.
         loss: for `measured_on` with labels, of what the model returns and the labels; None: the cross entropy of class
             scores.
         more_examples: further examples for the trace, for branches of the model that the batches do not take.
-        task: takes batches apart that come in another form; itself or its name.
-        log: told what happens, and before measuring how many forward passes it takes.
+        task: unpacks batches that come in another form; itself or its name.
+        log: gets a line for each step, and before measuring one on the number of forward passes.
         progress: whether to show bars on stderr; None: on a terminal and in a notebook.
 
     Raises:
@@ -220,7 +217,7 @@ def analyze_sensitivity(
     *,
     progress: bool = False,
 ) -> Sensitivity:
-    """As `sensitivity`, within another call's report or without one; `progress` is that of the measuring alone."""
+    """Return the same as `sensitivity`, without bars but those of the measurement."""
     calibration = joined_samples(model, images, sys.maxsize, task)
     first = next(model.parameters(), gather(calibration)[0])
     calibration = to_device(calibration, first.device)
@@ -264,7 +261,7 @@ def chosen_groups(channel_map: ChannelMap, patterns: Sequence[str]) -> tuple[Cha
 
 
 def _halved(channel_map: ChannelMap) -> Keep:
-    """Half of every group, for the trial that finds what the trace could not know."""
+    """Return a choice of half of every group, for the trial."""
     keep = np.ones(channel_map.n_labels, dtype=bool)
     for group in channel_map.groups:
         keep[group.labels[: group.labels.size // 2]] = False
@@ -274,7 +271,7 @@ def _halved(channel_map: ChannelMap) -> Keep:
 def _order(
     group: ChannelGroup, model: nn.Module, channel_map: ChannelMap, curves: Mapping[str, SensitivityCurve]
 ) -> Labels:
-    """Return the labels of a group as they go: by its curve, else the smallest weights first."""
+    """Return the labels of a group in the order of removal: by its curve, or else by the norm of their weights."""
     if group.name in curves:
         return curves[group.name].labels
     scores = score("l2", model, channel_map)[group.labels]
@@ -283,10 +280,10 @@ def _order(
 
 @dataclass(frozen=True, eq=False)
 class SensitivityRun:
-    """A finished analysis.
+    """A finished sensitivity analysis of a job.
 
     Attributes:
-        folder: `sensitivity.csv`, `sensitivity.json` and whatever `finish` wrote.
+        folder: with `sensitivity.csv`, `sensitivity.json` and the result of `finish`.
         result: the curves.
         metrics: what `sensitivity.json` holds.
     """
@@ -306,16 +303,16 @@ def analyze(
     finish: Finish | None = write_report,
     own: Own = RECIPE_ONLY,
 ) -> SensitivityRun:
-    """Return the sensitivity of a job's dense model, training that first where it has no weights; see `sensitivity`.
+    """Analyze the sensitivity of a job's dense model, which is trained first if it has no weights; see `sensitivity`.
 
     Args:
         job: the settings.
-        measured: whether to measure too, on as many images of the validation split as the job calibrates on.
+        measured: whether to measure too, on as many validation images as the job calibrates on.
         groups: globs over names of channel groups; none: all.
         log: gets a line for each stage.
         progress: whether to show bars on stderr; None: on a terminal and in a notebook.
         finish: called with the folder at the end, before the run counts as finished: writes the report.
-        own: the user's own code, where the job's model or data is their own.
+        own: the user's own code.
 
     Raises:
         UsageError: data, model or globs do not fit; nothing was written.
@@ -351,7 +348,7 @@ def _validation(prepared: Prepared) -> Batches:
 
 
 def _metrics(name: str, images: int, result: Sensitivity, labeled: Batches | None) -> dict[str, Any]:
-    """Everything that `sensitivity.json` holds."""
+    """Return what `sensitivity.json` holds."""
     points = next(iter(result.measured.values()), ())
     return {
         "name": name,

@@ -1,4 +1,4 @@
-"""What a latency profile found: the table, how well it predicts, and what every layer took in every network."""
+"""Latency profiles: the table, how well it predicts, and the times of every layer in every network."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ OUTPUTS, INPUTS, OTHERS = "output channels", "input channels", "channels"
 
 @dataclass(frozen=True)
 class NetworkPrediction:
-    """What a table from all networks but those that were held out says of a network, and what that took.
+    """The predicted and the measured time of a network, by a table that was fitted without those held out.
 
     Attributes:
-        measured_ms: scaled, as the table is, by what the dense model took beside it.
+        predicted_ms: by the table.
+        measured_ms: scaled, as the table is, by the time of the dense model beside it.
         macs_left: share of the dense model's; 1 for the dense model itself.
         held_out: whether the table was not fitted to it.
     """
@@ -36,25 +37,25 @@ class NetworkPrediction:
 
     @property
     def error(self) -> float:
-        """Relative: above 0 where the prediction is too slow."""
+        """The relative error; above 0 if the prediction is too slow."""
         return self.predicted_ms / self.measured_ms - 1
 
     def row(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the prediction as plain data."""
         return asdict(self) | {"error": self.error}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Profile(Displayed):
-    """A latency table and what it was made from.
+    """A latency table with the networks that it was fitted to.
 
     Attributes:
-        channel_map: of the model, with what a trial found out; the samples are in its numbering.
+        channel_map: of the model, after a trial; the samples are in its numbering.
         table: fitted to all networks.
-        predictions: of every network, the dense one first, by a table that was not fitted to those that were held out.
+        predictions: of every network, the dense one first, by a table that was fitted without those held out.
         samples: the networks, in the same order.
         notes: what to know about the figures.
-        seconds: that it took.
+        seconds: that the profiling took.
 
     Example:
         >>> import prunekit as pk, torch
@@ -80,11 +81,11 @@ class Profile(Displayed):
 
     @property
     def error(self) -> float:
-        """Median of the relative errors, without their signs, on networks that were held out."""
+        """Median of the absolute relative errors on networks that were held out."""
         return float(np.median([abs(check.error) for check in self.checks]))
 
     def summary(self) -> dict[str, Any]:
-        """As plain data: how well the table predicts, and what every layer takes in the dense model."""
+        """Return the errors of the table and the times of the dense model's layers as plain data."""
         return {
             "setting": dict(self.table.setting),
             "networks": len(self.samples),
@@ -97,9 +98,7 @@ class Profile(Displayed):
         }
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return every module that takes time, the slowest first: in the dense model, how widths count, and its
-        turns.
-        """
+        """Return a row for each module that takes time, the slowest first."""
         times = self.samples[0].times.modules_ms
         total = sum(times.values())
         return [
@@ -116,11 +115,10 @@ class Profile(Displayed):
         ]
 
     def fits(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Return what every module that takes time took in every network, and the fit, by the module's widths; slowest
-        first.
+        """Return the times of every module in all networks, with the fit, by its widths; the slowest first.
 
         Args:
-            model: that was profiled; says what is an output and what an input.
+            model: that was profiled; its layers tell which width is of outputs and which of inputs.
         """
         final = self.channel_map.traced.final
         kept = [sample.keep[final] for sample in self.samples]
@@ -148,14 +146,14 @@ class Profile(Displayed):
         return found
 
     def _slowest(self) -> list[LayerLatency]:
-        """Return the layers that take time, the one that takes most first."""
+        """Return the layers that take time, the slowest first."""
         times = self.samples[0].times.modules_ms
         taking = (layer for layer in self.table.layers if times.get(layer.module, 0.0) > 0)
         return sorted(taking, key=lambda layer: -times[layer.module])
 
     @property
     def accuracy(self) -> str:
-        """How well the table predicts, in a sentence."""
+        """The errors of the table in a sentence."""
         worst = max(abs(check.error) for check in self.checks)
         return (
             f"{len(self.samples)} networks in {self.seconds:.0f} s; the sum of the layers predicts those held out with "
@@ -194,13 +192,13 @@ class Profile(Displayed):
 
 
 class _Widths:
-    """The widths of a layer that plans change, each once, and the terms of its fit in them.
+    """The widths of a layer that plans can change, each once, and the terms of its fit in them.
 
     Attributes:
         free: labels of each width, in the numbering of the trace.
-        terms: milliseconds for a product of 1, the widths that multiply by their number, and the step of each; and
-            the spans that it holds within, as the number of a width, from where on, and where no more, None for never;
-            widths that no plan changes are in the milliseconds.
+        terms: of each, milliseconds for a product of 1 (with the widths that no plan changes), the numbers of the
+            widths that are multiplied, the step of each, and the spans in which the term holds: number of a width,
+            lower end, and upper end, None without one.
     """
 
     def __init__(self, layer: LayerLatency, final: Labels) -> None:
@@ -216,7 +214,7 @@ class _Widths:
                 else:
                     ms *= round_up(factor.size, step)
             for span in term.spans:
-                assert final[span.factor].any()  # what never changes is not cut at
+                assert final[span.factor].any()  # spans end at widths that plans change
                 high = span.high if span.high < np.inf else None
                 spans.append([self._number(final[span.factor], span.factor), span.low, high])
             self.terms.append({"ms": ms, "widths": widths, "steps": steps, "spans": spans})
@@ -230,13 +228,13 @@ class _Widths:
 
 
 def _turns(layer: LayerLatency) -> set[int]:
-    """Return widths from which on another fit holds."""
+    """Return the widths at which the fit changes."""
     ends = {end for term in layer.terms for span in term.spans for end in (span.low, span.high)}
     return {int(end) for end in ends if 0 < end < np.inf}
 
 
 def _name(module: str, width: Labels, model: nn.Module, channel_map: ChannelMap) -> str:
-    """Return what a width is to a module, by the axes of its weight."""
+    """Return whether a width is a module's outputs or inputs, by the axes of its weight."""
     axes = channel_map.labels.get(f"{module}.weight".lstrip("."), ())
     names = (INPUTS, OUTPUTS) if isinstance(model.get_submodule(module), _ConvTransposeNd) else (OUTPUTS, INPUTS)
     same = [name for name, axis in zip(names, axes, strict=False) if axis is not None and _alike(axis, width)]

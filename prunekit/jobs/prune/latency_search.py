@@ -1,4 +1,4 @@
-"""The search for a plan that takes the time asked for: each is measured beside the dense model, which aims the next."""
+"""The search for a plan that meets a budget of time, by measuring each beside the dense model."""
 
 from __future__ import annotations
 
@@ -31,23 +31,21 @@ from prunekit.planning.plan import Plan
 from prunekit.settings.prune import PruneSettings, facts_of
 
 CERTAIN = 0.0125
-"""Half of the 95 % interval of the median over processes that is small enough, as a share of it. Beside a tolerance of
-3 %."""
+"""Half of the 95 % interval of the median over processes, as a share of it, that is small enough (tolerance: 3 %)."""
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
-"""97.5 % of Student's distribution (1908) lie below, for 1, 2, ... degrees of freedom: a standard deviation of three
-processes is often too small by half."""
+"""97.5 % quantiles of Student's distribution (1908), for 1, 2, ... degrees of freedom."""
 
 
 class LatencySearch:
-    """Measures plans one after the other, and says what to aim the next one at.
+    """The search for the share of the time asked for at which to aim plans, by measuring one after the other.
 
     Args:
         target: the budgets of time.
         log: gets a line for each attempt.
 
     Attributes:
-        attempts: what was measured, in order; a plan that is near the goal is measured twice.
-        done: whether a plan near the goal was found, or none is left to try.
+        attempts: measured plans in order; one that is near the goal is measured twice.
+        done: whether a plan near the goal was found, or nothing is left to try.
     """
 
     def __init__(self, target: LatencyTarget, *, log: Log) -> None:
@@ -59,7 +57,7 @@ class LatencySearch:
 
     @property
     def aim(self) -> PruneSettings:
-        """Settings that the next plan is to be made for.
+        """The settings for the next plan.
 
         Raises:
             PlanError: no plan is predicted to be faster than the dense model.
@@ -67,20 +65,20 @@ class LatencySearch:
         return self._target.aim(self._share)
 
     def measure(self, plan: Plan, compact: nn.Module) -> None:
-        """Measure a plan, once more if it is near the goal, and aim anew.
+        """Measure a plan, twice if it is near the goal, and aim the next one.
 
         Args:
             plan: made for `aim`.
-            compact: the model as planned.
+            compact: the compact model.
 
         Raises:
-            PlanError: the budgets are out of reach; with the best that can be had, measured.
+            PlanError: the budgets are out of reach; names the best that was measured.
             RunError: the target cannot run the model.
         """
         target, number = self._target, self._number_of(plan)
         for again in (False, True):
             if sum(one.plan == number for one in self.attempts) > 1:
-                self.done = True  # no other plan lies nearer
+                self.done = True  # no other plan is nearer
                 return
             self._attempt(number, plan, compact)
             excess = mean_excess(self.attempts, number)
@@ -96,7 +94,7 @@ class LatencySearch:
         self._share = min(max(next_share(self.attempts), target.least_share), target.most_share)
 
     def best(self) -> Plan:
-        """Return the plan that is nearest to the goal."""
+        """Return the plan nearest to the goal."""
         excesses = [mean_excess(self.attempts, one.plan) for one in self.attempts]
         best = min(range(len(excesses)), key=lambda index: distance(excesses[index]))
         self._log(f"latency: attempt {best + 1} is taken")
@@ -111,7 +109,7 @@ class LatencySearch:
         target, chart = self._target, plan.channel_map
         timing = time_compact(target, compact)
         left = chart.macs(plan.keep) / chart.macs()
-        predicted_ms = float(target.table.at(chart, plan.keep))  # of numpy, which checkpoints do not take
+        predicted_ms = float(target.table.at(chart, plan.keep))  # a NumPy number cannot be saved in a checkpoint
         excess = float(timing.excess(target.asked))
         self.attempts.append(Attempt(number, float(self._share), predicted_ms, float(left), excess, timing))
         self._plans.append(plan)
@@ -119,12 +117,12 @@ class LatencySearch:
 
 
 def time_binds(plan: Plan) -> bool:
-    """Return whether a budget of time is what limits a plan."""
+    """Return whether a plan is limited by a budget of time."""
     return facts_of(plan.provenance["binding"]).measured
 
 
 def time_compact(target: LatencyTarget, compact: nn.Module) -> Timing:
-    """Measure a compact model on the way to a budget of time, made ready as the target says.
+    """Measure a compact model during the search, deployed as the target says.
 
     Raises:
         RunError: the target cannot run it.
@@ -135,11 +133,12 @@ def time_compact(target: LatencyTarget, compact: nn.Module) -> Timing:
 
 
 def time_delivered(target: LatencyTarget, first: Timing, model: nn.Module) -> Timing:
-    """Measure the model that is handed over, with the most processes, because its figure counts.
+    """Measure the final model, with the most processes, as its figure counts.
 
     Args:
-        first: of the first plan that was measured, which says what the dense model takes.
-        model: compacted, and transformed as the target says.
+        target: the budgets of time.
+        first: of the first plan, which tells the time of the dense model.
+        model: compact and deployed.
 
     Raises:
         RunError: the target cannot run it.
@@ -149,7 +148,7 @@ def time_delivered(target: LatencyTarget, first: Timing, model: nn.Module) -> Ti
 
 
 def rounds_of(dense_ms: float) -> int:
-    """Return how many rounds each process makes, given what the dense model takes."""
+    """Return the number of rounds in each process, given the time of the dense model."""
     effort = current_effort()
     return min(max(effort.rounds, round(effort.rounds_ms / dense_ms)), effort.most_rounds)
 
@@ -157,15 +156,18 @@ def rounds_of(dense_ms: float) -> int:
 def time_pair(
     model: nn.Module, compact: nn.Module, inputs: Inputs, settings: PruneSettings, rounds: int, most: int
 ) -> Timing:
-    """Measure a compact model beside the dense one on the target of the settings, in several processes of their own.
+    """Measure a compact model beside the dense one on the target of the settings, in several new processes.
 
-    The same model differs by some percent from process to process, whatever its interval in one of them: where its
-    memory lies is a matter of chance, and what else the machine does changes. The less they agree, the more of them
-    measure.
+    The time of a model differs by some percent from process to process, more than its interval in each: addresses in
+    memory are random, and other load changes. The less the processes agree, the more of them measure.
 
     Args:
+        model: the dense one.
+        compact: the other.
+        inputs: that both are timed on.
+        settings: target and budgets.
         rounds: in each process.
-        most: processes.
+        most: the largest number of processes.
 
     Raises:
         RunError: it cannot be measured there.
@@ -184,8 +186,7 @@ def time_pair(
 
 
 def _uncertainty(found: Sequence[Timing], settings: PruneSettings) -> float:
-    """Half of the 95 % interval of what counts, the median over processes, as a share of it; as of a normal
-    distribution."""
+    """Return half of the 95 % interval of the median over processes, as a share of it, for normal deviations."""
     if len(found) < 2:
         return 0.0
     in_ms = any(one.measured and not one.share for one in map(facts_of, settings.budget.given))
@@ -195,7 +196,7 @@ def _uncertainty(found: Sequence[Timing], settings: PruneSettings) -> float:
 
 
 def _median(found: Sequence[Timing], uncertainty: float = 0.0) -> Timing:
-    """Return the medians over processes, with intervals that hold those of all; stable where most are, and agree."""
+    """Return medians over processes, with the hull of all intervals; stable if most processes are, and agree."""
     most = sum(one.stable for one in found) > len(found) / 2
     doubts = [] if most else [doubt for one in found for doubt in one.doubts]
     if uncertainty > TOLERANCE:

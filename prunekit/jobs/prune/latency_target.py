@@ -1,4 +1,4 @@
-"""The target of a budget of time: what was asked for, what was measured on the way, and the figure that counts."""
+"""Budgets of time: the target that they are for, measured attempts to meet them, and the final result."""
 
 from __future__ import annotations
 
@@ -29,24 +29,25 @@ from prunekit.settings.prune import PruneSettings, facts_of
 from prunekit.utils.files import json_values
 
 TOLERANCE = 0.03
-"""How far the delivered time may be from the time that was asked for, as a share of it."""
+"""How far the final time may be from the time that was asked for, as a share of it."""
 GOAL = 0.99
-"""The share of the time asked for that is aimed at: the middle of what is within the tolerance and no slower."""
+"""The share of the time asked for that is aimed at: a little less, so that noise makes it no slower."""
 NEAR = 0.01
-"""An attempt this near to the goal is taken."""
+"""An attempt this near to the goal ends the search."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """A model on the target, measured beside the dense one in fresh processes.
+    """The time of a model on the target, measured beside the dense one in new processes.
 
     Attributes:
         ms, ms_low, ms_high: of a forward pass of the batch: the median over processes of their medians, and an interval
             that holds the 95 % intervals of all.
         speedup, speedup_low, speedup_high: over the dense model, pair by pair; the same.
-        stable: whether the figures support a claim; if not, `doubts` says why.
-        notes: that it was not measured in processes of its own after all, with the reason.
-        processes: how many measured it.
+        stable: whether the figures support a claim.
+        doubts: why the figures are not stable.
+        notes: why it was not measured in processes of its own, if so.
+        processes: the number of processes that measured it.
     """
 
     ms: float
@@ -61,7 +62,7 @@ class Timing:
     processes: int = 1
 
     def excess(self, asked: dict[str, float]) -> float:
-        """Return the time it takes over the time asked for: the largest over the budgets of time."""
+        """Return the time over the time asked for, the largest of all budgets of time."""
         return max(facts_of(name).excess(value, self.ms, self.speedup) for name, value in asked.items())
 
     def __str__(self) -> str:
@@ -76,11 +77,12 @@ class Attempt:
     """A plan that was measured.
 
     Attributes:
-        plan: number of the plan: a plan may be measured again, or be the same for another share.
-        share: of the time that was asked for: what the plan was made for, as predicted.
+        plan: number of the plan; a plan may be measured twice, or be the same for another share.
+        share: of the time asked for, that the plan was made for by prediction.
         predicted_ms: by the latency table.
         macs_left: share of the dense model's.
-        excess: the time it takes over the time asked for.
+        excess: the measured time over the time asked for.
+        timing: of the compact model.
     """
 
     plan: int
@@ -98,10 +100,10 @@ class Attempt:
 
 
 def next_share(attempts: Sequence[Attempt]) -> float:
-    """Return the share of the time to aim at: between neighbors on either side of the goal, else the last one scaled.
+    """Return the share of the time to aim at: between neighbors on either side of the goal, or the last one scaled.
 
-    Neighbors are plans made for about the same time, whatever they took: where kernels change from one width to the
-    next, one that is nearer to the goal may lie beyond others, and what is between it and them was tried.
+    Neighbors are plans that were made for similar times, whatever their measured times: kernels change from one width
+    to the next, so that measured times need not be in the order of the shares.
     """
     last = {one.plan: one.share for one in attempts}
     points = [(math.log(share), math.log(mean_excess(attempts, plan) / GOAL)) for plan, share in last.items()]
@@ -109,7 +111,7 @@ def next_share(attempts: Sequence[Attempt]) -> float:
     if not below or not above:
         return math.exp(points[-1][0] - points[-1][1])
     around = [(one, other) for one, other in pairwise(sorted(points)) if one[1] <= 0 < other[1]]
-    if not around:  # noise: every plan for less time took more
+    if not around:  # noise: all plans for less time took more
         nearest = (max(below, key=itemgetter(1)), min(above, key=itemgetter(1)))
         return math.exp(sum(share - excess for share, excess in nearest) / 2)
     (low, under), (high, over) = max(around, key=lambda pair: pair[1][0] - pair[0][0])
@@ -124,8 +126,8 @@ def mean_excess(attempts: Sequence[Attempt], plan: int) -> float:
 def distance(excess: float) -> float:
     """Return the distance from the goal.
 
-    Slower than asked for counts as more than any other within the tolerance, and what is beyond the tolerance as more
-    than all that is within it.
+    Slower than asked for is farther than any faster time within the tolerance, and times beyond the tolerance are
+    farther than all within.
     """
     beyond = abs(excess - 1) > TOLERANCE
     return abs(excess - GOAL) + (TOLERANCE if excess > 1 else 0.0) + (2 * TOLERANCE if beyond else 0.0)
@@ -133,15 +135,15 @@ def distance(excess: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class LatencyTarget:
-    """Budgets of time, the model that they are asked of, and all that is needed to predict and to measure its plans.
+    """Budgets of time for a model, with all that is needed to predict and measure the times of its plans.
 
     Attributes:
-        model: dense; on the CPU. Its weights make no difference to time.
-        channel_map: of it, traced.
-        inputs: that it is timed on.
-        settings: budgets, of which at least one is of time, and the runtime, device and batch.
-        profile: what layers take there, or in the runtime that stands in for it.
-        transform: what is done to the dense model and to every compact one before they are timed.
+        model: dense, on the CPU; its weights do not matter.
+        channel_map: from its trace.
+        inputs: that models are timed on.
+        settings: with at least one budget of time, and runtime, device and batch.
+        profile: on the target, or in eager if its runtime cannot tell layers apart.
+        transform: applied to the dense model and to every compact one before they are timed.
     """
 
     model: nn.Module
@@ -153,7 +155,7 @@ class LatencyTarget:
 
     @property
     def table(self) -> LatencyTable:
-        """By which plans are predicted."""
+        """The table that predicts the times of plans."""
         return self.profile.table
 
     @property
@@ -163,7 +165,7 @@ class LatencyTarget:
 
     @property
     def asked_figures(self) -> dict[str, dict[str, float]]:
-        """The same as plans note it."""
+        """The budgets of time in the form of a plan's provenance."""
         return {name: {"asked": value} for name, value in self.asked.items()}
 
     @property
@@ -173,32 +175,32 @@ class LatencyTarget:
 
     @cached_property
     def dense(self) -> nn.Module:
-        """What compact models are timed beside: the dense one with all that is done to them but pruning."""
+        """The dense model, deployed as the compact ones that are timed beside it."""
         return self.transform(self.model)
 
     @cached_property
     def least_share(self) -> float:
-        """The least time that any plan is predicted to take, over what was asked for."""
+        """The least time that is predicted for any plan, over the time asked for."""
         least = least_possible(self.channel_map, in_blocks(self.settings), self.table)
         return max(least[name] / facts_of(name).as_cost(value) for name, value in self.asked.items()) * (1 + 1e-9)
 
     @property
     def most_share(self) -> float:
-        """Just less than the dense model is predicted to take, over what was asked for."""
+        """Just less than the time predicted for the dense model, over the time asked for."""
         dense_ms = self.table.at(self.channel_map)
         shares = (facts_of(name).excess(value, dense_ms, 1.0) for name, value in self.asked.items())
         return min(shares) * (1 - 1e-6)
 
     @property
     def first_share(self) -> float:
-        """The share to aim at before anything was measured: all of the time, or the least that is predicted."""
+        """The share to aim at first: all of the time, or the least that is predicted."""
         return max(1.0, self.least_share)
 
     def aim(self, share: float) -> PruneSettings:
-        """Return the settings in blocks whose plans take that share of the time asked for, as predicted.
+        """Return settings, in blocks, whose plans are predicted to take that share of the time asked for.
 
         Raises:
-            PlanError: no plan is predicted to be faster than the dense model, so that there is nothing to aim at.
+            PlanError: no plan is predicted to be faster than the dense model.
         """
         settings = in_blocks(self.settings)
         aims = {name: facts_of(name).loosened(value, share) for name, value in self.asked.items()}
@@ -207,7 +209,7 @@ class LatencyTarget:
         return replace(settings, budget=settings.budget.changed(**aims))
 
     def out_of_reach(self, timing: Timing) -> PlanError:
-        """Return the error to raise where the fastest plan, which took so long, is too slow."""
+        """Return the error for budgets that the fastest plan, with this timing, does not meet."""
         obstacles = conflicting_limits(self.channel_map, in_blocks(self.settings), self.table)
         return PlanError(
             f"budget {self.in_words}: the plan predicted to be fastest takes {timing.ms:.4g} ms, "
@@ -218,13 +220,13 @@ class LatencyTarget:
 
 @dataclass(frozen=True, eq=False)
 class LatencyResult:
-    """The figure that counts for a budget of time: of the model that is handed over, measured last.
+    """The result of a budget of time: the time of the final model, measured last.
 
     Attributes:
-        target: what was asked for.
-        attempts: all plans that were measured on the way, in order.
-        binding: whether time is what the plan is limited by; if not, it may be faster than asked for.
-        final: what the model takes that is handed over.
+        target: with the budgets.
+        attempts: all plans that were measured, in order.
+        binding: whether time limits the plan; if not, it may be faster than asked for.
+        final: the time of the final model.
     """
 
     target: LatencyTarget
@@ -234,17 +236,17 @@ class LatencyResult:
 
     @property
     def excess(self) -> float:
-        """The time it takes over the time asked for."""
+        """The final time over the time asked for."""
         return self.final.excess(self.target.asked)
 
     @property
     def within(self) -> bool:
-        """Whether what is delivered is within the tolerance, or faster where another budget binds."""
+        """Whether the time is within the tolerance, or faster because another budget binds."""
         return abs(self.excess - 1) <= TOLERANCE or (self.excess < 1 and not self.binding)
 
     @property
     def shortfalls(self) -> list[str]:
-        """What was promised and not delivered, in sentences: each figure that is slower than asked for among it."""
+        """What was asked for and missed, or is doubtful, in sentences."""
         asked, final = self.target.in_words, self.final
         found = f"{final.ms:.4g} ms, {final.speedup:.3g}x the dense model's speed"
         texts = []
@@ -258,15 +260,15 @@ class LatencyResult:
         return texts
 
     def in_place(self, report: LatencyReport, model: str) -> LatencyReport:
-        """Return a report in which the figure that counts stands for the speedup of a model on the target.
+        """Return a report in which the final speedup replaces that of a model on the target.
 
-        A report's own figures are of one process in each setting, whose memory lies by chance; two figures for the same
-        thing, each certain to a percent, need not agree.
+        A report's own figures are of one process in each setting, and differ by some percent from process to process;
+        two figures for the same speedup would confuse.
         """
         target = self.target.settings.target
         asked = as_latency(target)
         (setting,) = choose_settings(asked, devices(target.device, asked))[0]
-        # Layouts are as models have them, not as they were asked for.
+        # A report has the memory format of the models, not of the settings.
         same = {key: value for key, value in asdict(setting).items() if key != "memory_format"}
         final, notes = self.final, list(report.notes)
         figures = {
@@ -287,7 +289,7 @@ class LatencyResult:
         return replace(report, speedup=speedup, notes=tuple(notes))
 
     def summary(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the result as plain data."""
         return {
             "asked": self.target.asked,
             "deployed": str(self.target.transform),

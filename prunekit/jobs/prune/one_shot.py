@@ -1,4 +1,4 @@
-"""Planning and pruning in one call, and repair from unlabeled images: no labels, no gradients, no training."""
+"""One-shot pruning: `prune` and `plan`, with repair from unlabeled samples, without gradients or training."""
 
 from __future__ import annotations
 
@@ -43,26 +43,26 @@ Calibration = Tensor | Mapping[str, Any] | Iterable[Any]
 """Samples: tensors that hold all of them, a data set, or a loader."""
 
 NOTES = 10
-"""Notes that a result shows."""
+"""Notes of a result that are shown."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Pruned(Displayed):
-    """What `prune` returns.
+    """The result of `prune`.
 
     Attributes:
         model: the compact model, a new one of the same class.
-        masked: the same in the dense model's size, what goes exactly 0 and the rest repaired; None without repair.
-        plan: what was kept, and why.
+        masked: the repaired model in its dense size, with zeros for removed channels; None without repair.
+        plan: which channels are kept, and why.
         scores: (n_labels,) importance of every label.
         max_relative_difference: between the masked and the compact model in float64: over all operators in the trial,
             and of the outputs where it was repaired.
-        repair: what the repair did; None without.
-        notes: what the calibration was short of, channels that were zero all along, what a repair could not fit or did
-            not keep, and what was set to 0 in the compact model as too small for full precision, in sentences; which
-            classes are not the model's own any more; which methods no example runs that may need other sizes; whether
-            all of it is frozen; and what was promised and not delivered.
-        delivered: what was asked for and measured, where a budget is one of time.
+        repair: the report of the repair; None without.
+        notes: in sentences, what the calibration was short of, channels that are always zero, what a repair could not
+            fit or did not keep, subnormal numbers that were set to 0, classes that are not the model's own any more,
+            methods that no example runs and that may need other sizes, whether all of the model is frozen, and
+            budgets of time that were missed.
+        delivered: the measured result of a budget of time; None without one.
 
     Example:
         >>> import prunekit as pk, torch
@@ -97,10 +97,10 @@ class Pruned(Displayed):
     delivered: LatencyResult | None = None
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return what is counted or measured of the dense and the pruned model, and the share that is left.
+        """Return figures of the dense and the pruned model, and the share that is left.
 
-        MACs for one sample, parameters and channels; and where a budget is one of time, milliseconds of a forward pass
-        on the target.
+        MACs for one sample, parameters and channels; with a budget of time also milliseconds of a forward pass on the
+        target.
         """
         found: dict[str, tuple[float, float]] = dict(self.plan.totals())
         if self.delivered is not None:
@@ -170,11 +170,12 @@ def prune(
 ) -> Pruned:
     """Prune a model in one call: trace, score, plan, trial, compact; with calibration data also repair.
 
-    Given an example alone, the filters of least norm go (`criterion="l2"`), and nothing is refitted. Given calibration
-    data, none of which needs a label, channels go in the order of an optimal brain surgeon on the patches that their
-    consumers read, the budget is spent where the error is least for each multiply-accumulate saved
-    (`criterion="elimination"`, `scope="per_mac"`), and what stays is refitted to what the dense model computes. All
-    criteria but elimination have `scope="uniform"`, but for budgets of time, which are spent where they cost least.
+    Given an example alone, the filters of least norm are removed (`criterion="l2"`), and nothing is fitted again. Given
+    calibration data, which needs no labels, channels are removed in the order of an optimal brain surgeon on the
+    patches that their consumers read, where the error is least for each multiply-accumulate saved
+    (`criterion="elimination"`, `scope="per_mac"`), and the kept weights are fitted to the outputs of the dense model.
+    All other criteria have `scope="uniform"` by default, except for budgets of time, which are spent where they cost
+    least.
 
     Args:
         model: any module that runs on the example; not changed.
@@ -187,36 +188,37 @@ def prune(
             several inputs: a tuple of them, or a mapping. Of a mapping, `labels` or `label` are no inputs, and what
             `forward` does not take is left out. Where it takes an `attention_mask`, batches may differ in length, and
             positions that the mask leaves out count for nothing.
-        macs, channels, params: shares of the multiply-accumulates, of the channels and of the parameters that may be
-            left, above 0 and at most 1.
+        macs: share of the multiply-accumulates that may be left, above 0 and at most 1.
+        channels: share of the channels that may be left.
+        params: share of the parameters that may be left.
         size_mb: megabytes (10^6 bytes) that parameters and buffers may take in a file.
         latency_ms: median milliseconds of one forward pass of the batch that the target names, measured.
         speedup: how many times faster than the dense model it is to be on the target, measured.
         memory_mb: megabytes alive at the peak of a forward pass, see `BudgetSettings`. At least one budget is given,
             and all that are hold; `plan.provenance` says what is left of each, and which of them binds.
-        target: runtime, device, batch, threads, dtype and memory format of what is on a target; float32 in eager
-            on one CPU thread where it is not given. The model is profiled there, and plans are measured and made anew
-            until the time is within 3 % of what was asked for; what is delivered is measured last, and in `delivered`.
-        criterion: as `prunekit list criteria` shows them, each with what it needs. What can be had from samples is
-            collected from them; gradients need labels, and are given.
+        target: runtime, device, batch, threads, dtype and memory format for budgets of time and memory; None: float32
+            in eager on one CPU thread. The model is profiled there, and plans are made and measured until the time is
+            within 3 % of the budget; the final model is measured last, see `delivered`.
+        criterion: as `prunekit list criteria` shows them, each with what it needs. What samples can give is collected
+            from them; gradients need labels, and are given.
         scope: `uniform`, the same share of every group; `global`, ranked over all of them; `per_mac`, ranked by score
             for each multiply-accumulate, or whatever else the budget counts; or `capacity`, the widest layers that
-            the budget allows, where scores only say which channels of a group go.
+            the budget allows, where scores only rank the channels of a group.
         round_to: channel counts become multiples of this where they can.
         min_channels: the fewest channels that any group keeps.
-        ignore: whose output channels stay: a glob over module paths, a module (with all that is in it), a class of
+        ignore: whose output channels are kept: a glob over module paths, a module (with all that is in it), a class of
             modules, or several of these.
         ratios: share of the output channels to keep, by globs, modules or classes as in `ignore`.
-        plain_classes: whether all modules keep their classes, and channels stay that could not go otherwise; so
-            `torch.save(model)` makes a file that loads where prunekit is not installed. `notes` names other classes.
-        settings: budgets, target and all of the above as one, in place of these keywords.
-        repair: what is refitted and how, `RepairSettings()` where calibration data is given; False: nothing.
+        plain_classes: whether all modules keep their classes, and channels whose removal needs another are kept; so a
+            file of `torch.save(model)` can be loaded where prunekit is not installed. `notes` names other classes.
+        settings: budgets, target and all of the above in one object, in place of these keywords.
+        repair: what is fitted again and how; None: `RepairSettings()` if calibration data is given; False: nothing.
         images: how many samples are taken from a loader or a data set; at least 8.
         stats: from `prunekit.calibrate`.
         gradients: from `prunekit.collect_gradients`.
         seed: of the random criterion.
         more_examples: further examples, for branches of the model that the first does not take.
-        task: whose `unpack` takes a loader's batches apart, where they come in another form; itself or its name.
+        task: whose `unpack` takes batches in another form apart; itself or its name.
         progress: whether to show stages and bars on stderr; None: on a terminal and in a notebook. The logger
             `prunekit` gets a line for each stage in any case.
         budgets: further budgets, by name.
@@ -306,20 +308,41 @@ def plan(
     progress: bool | None = None,
     **budgets: float,
 ) -> Plan:
-    """Decide which channels of a model stay: trace, score, plan for the budgets, and try it until masked == compact.
+    """Decide which channels of a model are kept: trace, score, plan, and try the plan until masked == compact.
 
     `masked`, `compact`, `transfer` and `verify` work with the plan; `prune` goes on to the compact model itself.
 
     Args:
         model: any module that runs on the example; not changed.
         example: what the model is called with: a tensor, a tuple of positional arguments, or a mapping of arguments by
-            name. May be left out where `calibration` is given.
-        calibration: samples as for `prune`, from which what the criterion looks at is collected; without them it looks
-            at the weights, or at `stats` and `gradients`.
-        macs, channels, params, size_mb, latency_ms, speedup, memory_mb, budgets: as for `prune`; at least one is given.
-        target, criterion, scope, round_to, min_channels, ignore, ratios, plain_classes, settings: as for `prune`.
-        images, stats, gradients, seed, more_examples, task, progress: as for `prune`.
-        channel_map: of this model, where it has been traced already, on the same examples in the same order.
+            name. May be left out if `calibration` is given.
+        calibration: samples as for `prune`, for what the criterion reads; without them it reads the weights, or
+            `stats` and `gradients`.
+        macs: as for `prune`, like all below without a description.
+        channels: share of the channels.
+        params: share of the parameters.
+        size_mb: megabytes of a file.
+        latency_ms: milliseconds on the target.
+        speedup: on the target.
+        memory_mb: megabytes at the peak. At least one budget is given.
+        target: of budgets of time and memory.
+        criterion: by name.
+        scope: by name.
+        round_to: multiples of channels.
+        min_channels: of each group.
+        ignore: whose output channels are kept.
+        ratios: share of the output channels to keep.
+        plain_classes: whether all modules keep their classes.
+        settings: all of these in one object.
+        images: how many samples are taken.
+        stats: from `prunekit.calibrate`.
+        gradients: from `prunekit.collect_gradients`.
+        seed: of the random criterion.
+        more_examples: for other branches of the model.
+        channel_map: of this model, if it was traced already, on the same examples in the same order.
+        task: whose `unpack` takes batches in another form apart.
+        progress: whether to show stages and bars.
+        **budgets: further budgets, by name.
 
     Raises:
         PlanError: the budget cannot be met or removes nothing, a glob matches no module, or the channel map is that of
@@ -365,12 +388,12 @@ def plan(
 
 @dataclass(eq=False)
 class Request:
-    """What a plan is made for and from, as the caller gave it, and the search for the plan.
+    """The arguments of `prune` or `plan`, and the search for the plan.
 
     Attributes:
-        samples: of the calibration data, on the model's device; None without, and before `find_plan`.
-        search: that found the plan.
-        notes: what the criterion was short of.
+        samples: of the calibration data, on the model's device; None without them, and before `find_plan`.
+        search: for the plan.
+        notes: what the calibration was short of.
     """
 
     model: nn.Module
@@ -394,11 +417,11 @@ class Request:
         require_kind("more_examples", self.more_examples, (list, tuple), "a list of examples, such as [x, y]")
 
     def find_plan(self, repair: RepairSettings | None = None, channel_map: ChannelMap | None = None) -> Planned:
-        """Read the samples, trace, collect what the criterion needs of the samples, and plan within the budgets.
+        """Read the samples, trace, collect what the criterion needs, and plan within the budgets.
 
         Args:
-            repair: settings of the repair that follows, which say how much memory statistics may take.
-            channel_map: where the model has been traced already.
+            repair: settings of the repair that follows, with the limit of memory for statistics.
+            channel_map: of the model, if it was traced already.
         """
         if self.calibration is not None:
             stage("read the samples")
@@ -439,7 +462,7 @@ class Request:
             ) from None
 
     def _criterion_inputs(self, channel_map: ChannelMap, repair: RepairSettings | None) -> CriterionInputs:
-        """Collect what the criterion needs of the samples, and note what it is short of."""
+        """Collect what the criterion needs from the samples, and note what they are short of."""
         model, samples, settings = self.model, self.samples, self.settings
         if samples is None:
             return CriterionInputs(self.stats, self.gradients, None, self.seed)
@@ -456,7 +479,7 @@ class Request:
 
 
 def _as_planned(request: Request, planned: Planned) -> Pruned:
-    """Return the compact model as the trial left it."""
+    """Return the result without a repair: the compact model of the trial."""
     flushed = without_subnormals(planned.compact, request.search.examples[0])
     difference = max(planned.max_relative_difference, flushed.max_relative_difference)
     notes = request.notes + planned.unseen + _said(flushed)
@@ -464,7 +487,7 @@ def _as_planned(request: Request, planned: Planned) -> Pruned:
 
 
 def _repaired(request: Request, planned: Planned, repairing: RepairSettings) -> Pruned:
-    """Return the compact model with what stays refitted to what the dense one computes on the samples."""
+    """Return the result with the kept weights fitted to the outputs of the dense model on the samples."""
     masked, report = repair_masked(request.model, planned.plan, request.samples, repairing, log=stage)
     stage("verify: the repaired model and the compact one")
     small = compact(masked, planned.plan)
@@ -476,10 +499,10 @@ def _repaired(request: Request, planned: Planned, repairing: RepairSettings) -> 
 
 
 def _require_running(model: nn.Module, example: tuple[Any, ...]) -> None:
-    """Checks that a model in half precision runs where it is: a trace does without, what looks at images doesn't.
+    """Raise if a model in half precision cannot run on its device, which tracing it does not need.
 
     Raises:
-        ModelError: an operator is not there in half precision.
+        ModelError: an operator is missing in half precision.
     """
     kind = next((tensor.dtype for tensor in model.parameters() if tensor.dtype in HALF), None)
     if kind is None:
@@ -497,7 +520,7 @@ def _require_running(model: nn.Module, example: tuple[Any, ...]) -> None:
 
 
 def _timed(request: Request, planned: Planned, result: Pruned) -> Pruned:
-    """Return the result with what it was measured to take, where a budget is one of time."""
+    """Return the result with its measured time, if a budget is one of time."""
     if request.search.latency is None:
         return result
     took = request.search.deliver(planned, result.model)

@@ -1,4 +1,4 @@
-"""Pruning in a training loop of one's own: masks whose plan changes on the way, then the compact model."""
+"""`Pruner`: pruning in the user's own training loop, by masks whose plan changes, and then the compact model."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ STATE = {"steps", "asked", "masks", "average", "clamps"}
 
 
 class Pruner(Displayed):
-    """Prunes a model while a training loop of one's own trains it, and gives the compact model at the end.
+    """Pruning of a model while the user's own training loop trains it, with the compact model at the end.
 
-    From when it is made until `finish` or `close` the model is under masks: after every step of the optimizer, what
-    the plan in force prunes is exactly zero. `step()`, called in the loop after `optimizer.step()`, puts the next plan
-    in force when its time has come. The last one meets the budgets, is proven at once (masked == compact), and stays
-    for as long as the loop goes on. `finish()` makes it physical: it returns the compact model, verified, and the same
-    optimizer, which now trains that and has kept its momentum; learning-rate schedulers and gradient scalers go on.
+    The model is under masks until `finish` or `close`: after every step of the optimizer, channels that the plan in
+    force prunes are exactly zero. `step()`, called in the loop after `optimizer.step()`, puts the next plan in force
+    when its step is reached. The last one meets the budgets, is verified at once (masked == compact), and holds until
+    the loop ends. `finish()` returns the compact model, verified, and the same optimizer, which now trains that model
+    with its momentum; learning-rate schedulers and gradient scalers go on.
 
     Steps are counted where the optimizer makes them, so it does no harm to call `step()` after each micro-batch, and
     steps that a GradScaler skips don't count. Criteria that look at gradients (`taylor`) see those of the loop's own
@@ -237,7 +237,7 @@ class Pruner(Displayed):
 
     @property
     def plan(self) -> Plan:
-        """The one in force."""
+        """The plan in force."""
         return self._masks.plan
 
     @property
@@ -252,21 +252,21 @@ class Pruner(Displayed):
 
     @property
     def sparsity(self) -> Sparsity:
-        """How much of the model is gone."""
+        """The shares of weights and channels that are pruned now."""
         return sparsity(self._model, self.plan)
 
     @property
     def step_count(self) -> int:
-        """How many steps the optimizer has made, those left out that a GradScaler skipped."""
+        """The number of steps that the optimizer has made, without those that a GradScaler skipped."""
         return self._steps.made
 
     @property
     def clamped(self) -> dict[str, dict[str, float]]:
-        """Of each clamp the share of values (by norm: of gradients) beyond the limit so far, 0..1, by module path."""
+        """The share of values (by norm: of gradients) beyond each clamp's limit so far, 0..1, by module path."""
         return {name: clamp.shares() for name, clamp in self._clamps.items()}
 
     def step(self) -> None:
-        """Put the next plan in force if its time has come; called after each step of the optimizer.
+        """Put the next plan in force if its step is reached; to be called after each step of the optimizer.
 
         Raises:
             UsageError: the pruner has finished or is closed.
@@ -276,13 +276,13 @@ class Pruner(Displayed):
         self._require_open("step")
         self._steps.told = True
         due = self._masks.next
-        if due is not None and self._steps.tried >= due.step:  # else nobody waits for the device
+        if due is not None and self._steps.tried >= due.step:  # else this does not wait for the device
             self._masks.reach(self._steps.made)
         if self._averaged is not None:
             self._averaged.zero_()
 
     def finish(self, *, early: bool = False) -> tuple[nn.Module, Optimizer]:
-        """Make the masks physical, and leave the model without hooks.
+        """Return the compact model and its optimizer, and remove all hooks from the given model.
 
         What was given stays as it is, with zeros where it is pruned. An average goes over to the compact model too:
         see `average`. Wrappers such as DistributedDataParallel, `torch.compile` or Accelerate's autocast are put around
@@ -314,9 +314,9 @@ class Pruner(Displayed):
         return small, self._given
 
     def close(self) -> None:
-        """Leave the model without hooks and in its dense size; what was pruned gets the values back that it had then.
+        """Remove all hooks from the model, and restore the values that its pruned weights had.
 
-        What was trained meanwhile stays. Harmless when called again, or after `finish`.
+        What was trained since is kept. Nothing happens if this is called again, or after `finish`.
         """
         if self._over:
             return
@@ -334,7 +334,7 @@ class Pruner(Displayed):
         self.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a loop that goes on from here needs, beside the states of model, optimizer and average.
+        """Return the state that a loop needs to go on, besides those of model, optimizer and average.
 
         Tensors, numbers, text, and lists and dictionaries of them: `torch.load(..., weights_only=True)` reads it.
         """
@@ -349,10 +349,9 @@ class Pruner(Displayed):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, to the bit as if there had been no break.
+        """Go on from a state, to the bit as without a break.
 
-        Call it on a pruner that was made anew with the same arguments, before or after model, optimizer and average
-        get their states.
+        Call it on a new pruner with the same arguments, before or after model, optimizer and average get their states.
 
         Raises:
             ArtifactError: the state is of another model, other budgets or another schedule.
@@ -381,9 +380,7 @@ class Pruner(Displayed):
         self._steps.begin_at(int(state["steps"]))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return each stage that was carried out: its step, channels that went and came back, and what is left of
-        what.
-        """
+        """Return a row for each stage so far: step, channels pruned and regrown, and the shares that are left."""
         return [
             {"step": change.step, "pruned": change.pruned, "regrown": change.regrown}
             | {f"{name}_left": left for name, (_, left) in change.shares.items()}
@@ -417,7 +414,7 @@ class Pruner(Displayed):
         return verify(self._model, small, self.plan, [self._example], strict=True)
 
     def _asked(self) -> str:
-        """Return what a state has to have in common with the pruner that goes on from it."""
+        """Return what a state must have in common with the pruner that loads it."""
         stages = [[stage.step, stage.progress] for stage in self._masks.stages]
         return json.dumps({"channels": self._dense.digest, "stages": stages, "settings": asdict(self.settings)})
 
@@ -430,7 +427,7 @@ class Pruner(Displayed):
         self._over = state
 
     def _unfinished(self) -> str:
-        """Return why the plan isn't final, and what to do."""
+        """Return why the plan isn't final, and what to do about it."""
         made, last = self.step_count, self._masks.stages[-1].step
         if not self._steps.told:
             return (
@@ -451,10 +448,10 @@ class Pruner(Displayed):
 
 
 class _StepCounter(HookOwner):
-    """Counts the steps that an optimizer makes.
+    """The number of steps that an optimizer has made.
 
     Attributes:
-        tried: those that a GradScaler skipped included.
+        tried: with those that a GradScaler skipped.
         told: whether the pruner's `step` was ever called.
     """
 
@@ -465,12 +462,12 @@ class _StepCounter(HookOwner):
         self.told = False
 
     def begin_at(self, step: int) -> None:
-        """Counts on from a step."""
+        """Go on counting from a step."""
         self.tried, self._skipped = step, torch.zeros(())
         self.told = step > 0
 
     def register(self) -> None:
-        """Hooks the optimizer's step."""
+        """Register hooks before and after the optimizer's step."""
         self.own(self._optimizer.register_step_pre_hook(OwnedHook(self, self._before)))
         self.own(self._optimizer.register_step_post_hook(OwnedHook(self, self._after)))
 
@@ -489,12 +486,12 @@ class _StepCounter(HookOwner):
 
     @property
     def made(self) -> int:
-        """Steps that were not skipped; waits for the device."""
+        """The number of steps that were not skipped; waits for the device."""
         return self.tried - int(self._skipped)
 
 
 def _own_optimizer(model: nn.Module, optimizer: Any) -> Optimizer:
-    """Return the optimizer that really steps.
+    """Return the optimizer inside a wrapper.
 
     Raises:
         UsageError: it is none, or of other parameters than the model's.
@@ -534,7 +531,7 @@ def _limits(given: Clamp) -> tuple[float | Mapping[str, float], Any]:
 
 
 def _differing(theirs: str, ours: str) -> str:
-    """In what two pruners differ, in words."""
+    """Return in words how two pruners differ."""
     first, second = json.loads(theirs), json.loads(ours)
     if first["settings"] != second["settings"]:
         pairs = ((key, first["settings"].get(key), value) for key, value in second["settings"].items())
