@@ -1,4 +1,4 @@
-"""Whole jobs: from the settings of a recipe to a smaller, faster, verified model and a folder with all figures.
+"""Whole jobs: from the settings of a recipe to a smaller, faster, verified model and its report.
 
 `finetune` sets a run up; `FinetuneRun` then runs its stages in order: baseline, sparsify, calibrate, plan, repair,
 fine-tune, compact, control, deploy and measure. The report is written when the run's folder is closed.

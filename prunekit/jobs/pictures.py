@@ -1,4 +1,4 @@
-"""What `prunekit visualize` shows of models: feature maps, class maps, gradients, distributions, idle channels."""
+"""Pictures and figures of what models compute: feature and class maps, gradients, distributions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Latency profiling: networks of many widths are timed on a target, and each layer's time is fitted to its widths."""
+"""Latency profiling: networks of many widths are timed, and each layer's time is fitted to its widths."""
 
 from __future__ import annotations
 

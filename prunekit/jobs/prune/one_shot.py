@@ -1,4 +1,4 @@
-"""One-shot pruning: `prune` and `plan`, with repair from unlabeled samples, without gradients or training."""
+"""One-shot pruning: `prune` and `plan`, with repair from unlabeled samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search for a plan: trace, score, plan and try it, count its memory, measure its time, and plan again.
+"""The search for a plan: trace, score, plan, try it, measure it, and plan again.
 
 Dry run, `prunekit.prune`, `Pruner` and jobs all search with `PlanSearch`, whose methods stand in the order of their
 use: `trace`, `with_profile`, `require_reachable`, `find` (or `predict`), and `deliver`.

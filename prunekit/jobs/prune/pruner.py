@@ -1,4 +1,4 @@
-"""`Pruner`: pruning in the user's own training loop, by masks whose plan changes, and then the compact model."""
+"""`Pruner`: pruning in the user's own training loop, by masks whose plan changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The results of a run: what is measured, `metrics.json` and `results.csv`, and the run as Python has it."""
+"""The results of a run: measurements, `metrics.json`, and the finished run in Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resuming of runs: the recipe and the identity that a run's folder holds, and the search for the run to resume."""
+"""Resuming of runs: the recipe and identity in a run's folder, and the search for the run."""
 
 from __future__ import annotations
 

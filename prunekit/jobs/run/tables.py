@@ -1,4 +1,4 @@
-"""The tables of a run: rows of `layers.csv`, `scores.csv`, `coupling.csv`, `locks.csv`, `history.csv` and others."""
+"""The tables of a run: rows of `layers.csv`, `scores.csv`, `locks.csv`, `history.csv` and others."""
 
 from __future__ import annotations
 

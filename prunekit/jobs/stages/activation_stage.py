@@ -1,4 +1,4 @@
-"""The activation masks of a job: their thresholds, and sparsity and accuracy under them on the test images."""
+"""The activation masks of a job: their thresholds, and what they do on the test images."""
 
 from __future__ import annotations
 

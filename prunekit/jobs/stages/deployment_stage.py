@@ -1,4 +1,4 @@
-"""The deployment of a job's compact model: transformed, verified, saved in a folder of its own, and loaded again."""
+"""The deployment of a job's compact model: transformed, verified, saved, and loaded again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Statistics that criteria and repairs need, collected from samples: a tensor, a loader, or a job's images."""
+"""Statistics that criteria and repairs need, collected from samples in any form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stages of a pruning schedule: a plan for each, by new scores, and a job's schedule in its fine-tuning."""
+"""The stages of a pruning schedule: a new plan for each, in the fine-tuning of a job."""
 
 from __future__ import annotations
 
