@@ -28,7 +28,6 @@ from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own
 from prunekit.jobs.run.resume import run_recipe
 from prunekit.jobs.run.run_folder import Finish, Log, environment, run_folder, write_report
 from prunekit.measure.effort import Effort, current_effort
-from prunekit.measure.latency.comparison import choose_settings
 from prunekit.measure.latency.machine import clock_mhz, describe_machine
 from prunekit.measure.latency_profile.layer_times import cache_folder
 from prunekit.measure.latency_profile.networks import Network, has_layer_clock, kept_times, sampled, time_networks
@@ -163,22 +162,12 @@ def layer_setting(target: Target) -> tuple[Setting, list[str]]:
     Raises:
         UsageError: the runtime is not installed, or does not take the setting.
     """
-    wanted = setting_of(target)
+    settings = as_latency(target)
+    (wanted,), _ = choose_settings(settings, devices(target.device, settings))
     if has_layer_clock(target.runtime):
         return wanted, []
     note = f"{target.runtime} cannot tell how long each layer takes: the table is of eager, and plans are measured"
     return replace(wanted, runtime="eager"), [note]
-
-
-def setting_of(target: Target) -> Setting:
-    """Return the setting of a target.
-
-    Raises:
-        UsageError: the runtime is not installed, the device is not there, or they do not go together.
-    """
-    settings = as_latency(target)
-    found, _ = choose_settings(settings, devices(target.device, settings))
-    return found[0]
 
 
 def as_latency(target: Target) -> LatencySettings:

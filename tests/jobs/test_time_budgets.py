@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from chains import Chain, random_table
-from timings import DENSE_MS, took
+from made_up_timings import DENSE_MS, took
 from torch import nn
 
 import prunekit

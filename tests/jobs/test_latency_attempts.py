@@ -7,7 +7,7 @@ import math
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from timings import took
+from made_up_timings import took
 
 from prunekit.jobs.prune.latency_target import GOAL, NEAR, Attempt, distance, mean_excess, next_share
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from timings import DENSE_MS, took
+from made_up_timings import DENSE_MS, took
 from torch import nn
 
 from prunekit.jobs.prune import latency_search
