@@ -28,6 +28,7 @@ from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own
 from prunekit.jobs.run.resume import run_recipe
 from prunekit.jobs.run.run_folder import Finish, Log, environment, run_folder, write_report
 from prunekit.measure.effort import Effort, current_effort
+from prunekit.measure.latency.comparison import choose_settings
 from prunekit.measure.latency.machine import clock_mhz, describe_machine
 from prunekit.measure.latency_profile.layer_times import cache_folder
 from prunekit.measure.latency_profile.networks import Network, has_layer_clock, kept_times, sampled, time_networks
