@@ -58,7 +58,7 @@ def test_a_model_that_no_other_process_can_have_is_said() -> None:
 
 def processes_say(monkeypatch: pytest.MonkeyPatch, figures: Iterator[Timing]) -> None:
     """In the place of processes that measure, each once."""
-    monkeypatch.setattr(latency_search, "ready", lambda *_: nullcontext(lambda rounds: next(figures)))
+    monkeypatch.setattr(latency_search, "prepared_latency", lambda *_: nullcontext(lambda rounds: next(figures)))
     monkeypatch.setattr(latency_search, "_timing", lambda found: found)
 
 
