@@ -1,4 +1,4 @@
-"""Importance from what a channel does on calibration images."""
+"""Importance from the activations of a channel on calibration images."""
 
 from __future__ import annotations
 
@@ -11,59 +11,39 @@ from torch import nn
 
 from prunekit.criteria.criterion import Evidence, Scores, register_criterion
 from prunekit.criteria.magnitude import NORMS
-from prunekit.criteria.scoring import FloatArray, IntArray, LabelMean
+from prunekit.criteria.scoring import LabelMean, require_scores
 from prunekit.errors import UsageError
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.feature_ranks import MapRanks
-from prunekit.statistics.layer_stats import LayerStats, StatsKey
+from prunekit.statistics.layer_stats import FloatArray, IntArray, LayerStats, StatsKey
 
 ActivationRecord = TypeVar("ActivationRecord", LayerStats, MapRanks)
 Accepts = Callable[[StatsKey, ActivationRecord], npt.NDArray[np.bool_] | bool]
-"""Whether an activation may speak for its channels: all of them, or one answer each, (channels,)."""
+"""Whether an activation counts for its channels: for all of them, or an answer for each, (channels,)."""
 
 ACTIVATIONS = (
-    nn.CELU,
-    nn.ELU,
-    nn.GELU,
-    nn.GLU,
-    nn.Hardshrink,
-    nn.Hardsigmoid,
-    nn.Hardswish,
-    nn.Hardtanh,  # and ReLU6
-    nn.LeakyReLU,
-    nn.LogSigmoid,
-    nn.Mish,
-    nn.PReLU,
-    nn.ReLU,
-    nn.RReLU,
-    nn.SELU,
-    nn.SiLU,
-    nn.Sigmoid,
-    nn.Softplus,
-    nn.Softshrink,
-    nn.Softsign,
-    nn.Tanh,
-    nn.Tanhshrink,
-    nn.Threshold,
-)
-"""The activation functions of PyTorch that look at one value at a time, and GLU; not Softmax, not attention."""
+    nn.CELU, nn.ELU, nn.GELU, nn.GLU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU,
+    nn.LogSigmoid, nn.Mish, nn.PReLU, nn.ReLU, nn.RReLU, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softshrink,
+    nn.Softsign, nn.Tanh, nn.Tanhshrink, nn.Threshold,
+)  # fmt: skip
+"""PyTorch's element-wise activation functions, and GLU; ReLU6 is a Hardtanh."""
 
 TIES = 1e-3
-"""What the size of activations that are never zero may add to a share of 1."""
+"""The most that the size of activations that are never zero adds to a share of 1."""
 
 
 @register_criterion(
     "activation", needs=("stats",), measures="mean |activation|", paper="Molchanov et al. 2017, Pruning CNNs"
 )
 def activation(evidence: Evidence) -> Scores:
-    """Return the mean |activation| of a label's channels, mean over the outputs of norms and activation functions that
-    carry it.
+    """Return the mean |activation| of a label's channels.
 
-    (Molchanov et al. 2017, "Pruning CNNs for resource efficient inference", use it as a baseline.) Labels that no such
-    output carries are judged by any other output, then by any input: attention's heads where they are projected.
+    It is the mean over the outputs of norms and activation functions that carry the label (a baseline of Molchanov et
+    al. 2017, "Pruning CNNs for resource efficient inference"). Labels that no such output carries are scored by any
+    other output, then by any input, as attention's heads are where they are projected.
 
     Raises:
-        UsageError: the statistics cover none of the activations of some label.
+        UsageError: the statistics cover none of the activations of a label.
         NonFiniteError: NaN or Inf was met while they were collected.
     """
     return _of_outputs(evidence, "activation", lambda layer: layer.mean_abs)
@@ -78,8 +58,8 @@ def activation(evidence: Evidence) -> Scores:
 def activation_rms(evidence: Evidence) -> Scores:
     """Return the root mean square of a label's channels, over the same outputs as `activation`.
 
-    (Molchanov et al. 2017, "Pruning CNNs for resource efficient inference", have mean and deviation of activations as
-    baselines; this holds both.)
+    Mean and deviation of activations are baselines of Molchanov et al. 2017, "Pruning CNNs for resource efficient
+    inference"; this holds both.
 
     Raises:
         UsageError, NonFiniteError: as for `activation`.
@@ -94,15 +74,15 @@ def activation_rms(evidence: Evidence) -> Scores:
     paper="Hu et al. 2016, Network trimming",
 )
 def apoz(evidence: Evidence) -> Scores:
-    """1 - APoZ: the share of a label's activations that are not zero, in 0..1 (Hu et al. 2016, "Network trimming").
+    """Return 1 - APoZ: the share of a label's activations that are not zero, in 0..1.
 
-    Zeros mean something behind a rectifier only: in outputs of activation functions, where there are any; and for
-    labels that no such module carries (a functional ReLU has none), in the inputs of modules, on channels that were
-    never negative. What lies behind no rectifier, such as attention's heads, is hardly ever zero and scores 1; there
-    the mean |activation| tells channels apart, by at most 0.001.
+    (Hu et al. 2016, "Network trimming".) Zeros mean something only behind a rectifier: in outputs of activation
+    functions; and for labels that no such module carries, as with a functional ReLU, in the inputs of modules, on
+    channels that were never negative. Channels behind no rectifier, such as attention's heads, are hardly ever zero and
+    score 1; there the mean |activation| tells them apart, by at most 0.001.
 
     Raises:
-        UsageError: there is no rectifier, or some label was not measured; names its group.
+        UsageError: there is no rectifier, or a label was not measured; names its group.
         NonFiniteError: NaN or Inf was met while the statistics were collected.
     """
     functions, stats = _activation_functions(evidence), _finite(evidence)
@@ -117,8 +97,8 @@ def apoz(evidence: Evidence) -> Scores:
         anywhere = _first_found(evidence, stats, _never_zero, *_anywhere(evidence))
         scores = np.where(np.isnan(scores), anywhere, scores)
     advice = "score by 'activation' or 'taylor', which need no zeros"
-    _require_all(scores, evidence, "criterion 'apoz': no zeros behind an activation function were seen", advice)
-    return scores
+    problem = "criterion 'apoz': no zeros behind an activation function were found"
+    return require_scores(scores, evidence, problem, advice)
 
 
 def _never_zero(layer: LayerStats) -> FloatArray:
@@ -128,14 +108,14 @@ def _never_zero(layer: LayerStats) -> FloatArray:
 
 @register_criterion("hrank", needs=("ranks",), measures="mean rank of feature maps", paper="Lin et al. 2020, HRank")
 def hrank(evidence: Evidence) -> Scores:
-    """Return the mean rank of a channel's feature maps (Lin et al. 2020, "HRank: filter pruning using high-rank feature
-    map").
+    """Return the mean rank of a channel's feature maps.
 
-    Mean over the outputs of activation functions that carry it; where there are none, over all that was measured; last
-    over outputs of linear layers, which alone carry attention's queries and keys.
+    (Lin et al. 2020, "HRank: filter pruning using high-rank feature map".) It is the mean over the outputs of
+    activation functions that carry the channel; where there are none, over all other activations; and last over outputs
+    of linear layers, which alone carry attention's queries and keys.
 
     Raises:
-        UsageError: some label has no feature maps; names its group.
+        UsageError: a label has no feature maps; names its group.
     """
     functions, stats = _activation_functions(evidence), _finite(evidence)
     scores = _first_found(
@@ -147,14 +127,13 @@ def hrank(evidence: Evidence) -> Scores:
         lambda key, maps: True,
     )
     advice = "score by 'activation' or 'chip', which need no maps"
-    _require_all(scores, evidence, "criterion 'hrank': no feature maps", advice)
-    return scores
+    return require_scores(scores, evidence, "criterion 'hrank': no feature maps", advice)
 
 
 def _of_outputs(evidence: Evidence, name: str, value: Callable[[LayerStats], FloatArray]) -> Scores:
-    """Return a value of each label from norms and activation functions, else the output of any module, else any input.
+    """Return a value of each label from norms and activation functions, else from any output, else from any input.
 
-    Last come outputs of layers whose modules are not called, such as attention's queries and keys.
+    Outputs of layers whose modules are not called, such as attention's queries and keys, come last.
     """
     norms = {path for path, module in evidence.modules.items() if isinstance(module, NORMS)}
     preferred = norms | _activation_functions(evidence)
@@ -166,8 +145,7 @@ def _of_outputs(evidence: Evidence, name: str, value: Callable[[LayerStats], Flo
         *_anywhere(evidence),
     )
     advice = "collect them over every module, or score by 'l2', which needs none"
-    _require_all(scores, evidence, f"criterion {name!r}: no statistics", advice)
-    return scores
+    return require_scores(scores, evidence, f"criterion {name!r}: no statistics", advice)
 
 
 def _anywhere(evidence: Evidence) -> tuple[Accepts[LayerStats], ...]:
@@ -194,9 +172,7 @@ def _first_found(
     value: Callable[[ActivationRecord], FloatArray],
     *preferences: Accepts[ActivationRecord],
 ) -> Scores:
-    """Return the mean of `value` over the activations that the first preference accepts, and where there are none,
-    the next.
-    """
+    """Return the mean of `value` over the activations that the first preference accepts, else over the next one's."""
     scores = np.full(evidence.channel_map.n_labels, np.nan)
     for accepts in preferences:
         if np.isnan(scores[1:]).any():
@@ -227,21 +203,10 @@ def _mean(
 
 
 def _labels(evidence: Evidence, key: StatsKey) -> IntArray | None:
-    """Return the labels of an activation's channels; where the layer's module is not called, as in attention, its
-    weight's.
-    """
+    """Return the labels of an activation's channels, from the weight where the layer's module is not called."""
     labels = evidence.channel_map.activations.get(key)
     consumer = evidence.stats.reads.get(key.module) if evidence.stats is not None else None
     if labels is not None or consumer is None or consumer.groups > 1:
         return labels
     axis = consumer.input_axis if key.side == "input" else 1 - consumer.input_axis
     return evidence.channel_map.labels.get(consumer.weight, (None, None))[axis]
-
-
-def _require_all(scores: Scores, evidence: Evidence, problem: str, advice: str) -> None:
-    for group in evidence.channel_map.groups:
-        missing = int(np.isnan(scores[group.labels]).sum())
-        if missing:
-            raise UsageError(
-                f"{problem} for {missing} of {len(group.labels)} channels of group {group.name!r}; {advice}"
-            )

@@ -1,4 +1,4 @@
-"""Importance scores by name, each with what it needs."""
+"""Criteria by name: what each needs, and the function that scores every label."""
 
 from __future__ import annotations
 
@@ -21,22 +21,21 @@ if TYPE_CHECKING:
 
 Scores = npt.NDArray[np.float64]
 Need = Literal["weights", "stats", "moments", "patches", "ranks", "gradients", "curvature", "labels"]
-"""What an importance score looks at: the weights; statistics of activations; Gram matrices of layers' inputs, of
-channels or of patches; ranks of feature maps; gradients of a loss; products of its Hessian; and labels, without which
-there is no loss."""
+"""Evidence of a criterion: the weights; statistics of activations; Gram matrices of layers' inputs, of channels or of
+patches; ranks of feature maps; gradients of a loss; products of its Hessian; and labels, which the loss needs."""
 
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """All that an importance score may look at.
+    """The evidence that a criterion scores channels by.
 
     Attributes:
         channel_map: which label every index of every parameter axis has, and the channel groups.
         modules: of the model, by path.
         parameters: of the model, by name, detached.
-        stats: channel statistics of activations; None unless they are needed or were given.
+        stats: channel statistics of activations; None if they are neither needed nor given.
         gradients: of a loss on labeled images; likewise.
-        seed: of what is random.
+        seed: of random numbers.
         patches: Gram matrices of the patches that layers read; likewise.
 
     Example:
@@ -70,11 +69,11 @@ class Criterion:
     """An importance score: a pure function from the evidence to one score for each label, shape (n_labels,).
 
     Attributes:
-        name: as recipes and functions call it.
-        function: that computes it.
-        needs: what it looks at; label-free without "labels".
-        measures: in a few words.
-        paper: whose it is; empty for a baseline.
+        name: in recipes and arguments.
+        function: computes it.
+        needs: evidence that it looks at; it is label-free without "labels".
+        measures: what it measures, in a few words.
+        paper: that introduced it; empty for a baseline.
         comparable: whether scores of different channel groups can be ranked together as they are; others are
             normalized first.
     """
@@ -99,17 +98,16 @@ def register_criterion(
 
     Args:
         name: as in `prune.criterion`.
-        needs: what the function looks at, see `Need`; a job collects it, and a call from Python asks for it. Weights
-            are there in any case.
-        measures: in a few words, for `prunekit list criteria`.
-        paper: whose it is, and the year.
+        needs: the evidence that the function looks at, see `Need`; a job collects it, and a call from Python asks for
+            it. Weights are always there.
+        measures: what it measures, in a few words, for `prunekit list criteria`.
+        paper: that introduced it, with the year.
         comparable: whether scores of different channel groups can be ranked together as they are; else they are
             normalized first where that is needed.
 
     Returns:
         A decorator of the function, which gets `Evidence` and returns one score for each label, (n_labels,) float64;
-        the lowest are removed first. `prunekit.criteria.scoring.mean_over_slices` turns values of slices into
-        scores.
+        the lowest are removed first. `prunekit.criteria.scoring.mean_over_slices` makes scores of values of slices.
 
     Raises:
         ValueError: the name is taken, or there is no such need.
@@ -150,11 +148,10 @@ def get_criterion(name: str) -> Criterion:
 
 
 def accept(reference: str, given: Any) -> Criterion:
-    """Return what a file names as a criterion: a function that it has registered, or one that looks at the weights
-    alone.
+    """Return the criterion of a function in the user's file: as it was registered, or one of the weights alone.
 
     Raises:
-        UsageError: it is no function.
+        UsageError: it is not a function.
     """
     if not callable(given):
         text = "expected a function of prunekit.criteria.criterion.Evidence that returns one score for each label"

@@ -1,4 +1,4 @@
-"""In which order the channels of a group go, and what each costs, from what their consumers read."""
+"""Elimination: channels of a group are removed one after another, always the one that adds least output error."""
 
 from __future__ import annotations
 
@@ -13,30 +13,28 @@ from prunekit.channels.channel_map import ChannelGroup, ChannelMap
 from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.labels import Labels
 from prunekit.criteria.criterion import Evidence, Scores, register_criterion
-from prunekit.criteria.scoring import FloatArray, IntArray
+from prunekit.statistics.layer_stats import FloatArray, IntArray
 from prunekit.statistics.layers.output_error import relative_scale, with_ridge
 from prunekit.statistics.layers.patch_moments import LayerMoments, PatchStats
 from prunekit.utils.progress import tracked
 
 TRUST = 0.5
-"""Exponent of layers' gains: what they are of the repaired network lies between them and no difference at all, as
-repair corrects later what went wrong early."""
-
+"""Exponent of layers' gains: those of the repaired network lie between the measured ones and 1, as repair corrects
+in later layers what earlier ones got wrong."""
 GONE = 0.1
-"""Share of a matrix's columns that may have gone before it is made smaller."""
-
+"""Share of a matrix's columns that may be removed before the matrix is made smaller."""
 AT_ONCE = 64
-"""One of so many labels that are left goes at a time; of wide groups several, as one by one takes too long."""
+"""One of so many remaining labels is removed at a time; of wide groups several, as one by one takes too long."""
 
 
 @dataclass(frozen=True, eq=False)
 class LayerObjective:
-    """A layer that reads channels of a group.
+    """The output error of a layer that reads channels of a group, as a quadratic function of its weight.
 
     Attributes:
         gram: (d + 1, d + 1) mean products of the columns it reads and of a constant.
-        weight: (o, d) in units of the end of its chain, each output over its standard deviation there; weighted by what
-            the model's output makes of an error of this layer, see `TRUST`.
+        weight: (o, d) in units of the end of its chain, each output over its standard deviation there; weighted by how
+            much an error of this layer changes the model's output, see `TRUST`.
         labels: (C,) of its input channels; d is C times the columns of each.
     """
 
@@ -47,10 +45,10 @@ class LayerObjective:
 
 @dataclass(frozen=True, eq=False)
 class Elimination:
-    """Labels of a group in the order in which they go, and the error after each.
+    """The labels of a group in the order in which they are removed, and the error after each.
 
     Attributes:
-        labels: (n,), the first goes first.
+        labels: (n,), the first is removed first.
         errors: (n,) after removing as many, with all that is left fitted again: summed over the outputs of all layers
             that read them, each over its variance and weighted as in `LayerObjective`.
         outputs: over how many outputs they are summed, each counted as its layer's gain counts.
@@ -61,107 +59,64 @@ class Elimination:
     outputs: float = 1.0
 
 
-def eliminate(labels: Labels, consumers: Sequence[LayerObjective]) -> Elimination:
-    """Remove labels one by one, always the one that costs least when the others take over what they can.
+@register_criterion(
+    "elimination",
+    needs=("weights", "patches"),
+    measures="output error that it adds, with the rest fitted again, as channels are removed one after another",
+    paper="Hassibi & Stork 1993, OBS, by channels; Frantar & Alistarh 2023, SparseGPT",
+    comparable=True,
+)
+def elimination(evidence: Evidence) -> Scores:
+    """Return the error that each label adds: the slope of the lower convex hull of its group's curve.
 
-    Of wide groups several go at once, see `AT_ONCE`; what they cost together is spread evenly over them.
+    So scores never fall along the order of removal, and ranking all of them removes along the curves of all groups at
+    once, at equal slopes. Labels of groups that no layer reads score +inf.
+    """
+    assert evidence.patches is not None
+    scores = np.full(evidence.channel_map.n_labels, np.inf)
+    for order in eliminations(evidence.modules[""], evidence.channel_map, evidence.patches).values():
+        slopes = hull_slopes(order.errors)
+        rank = 1 + 1e-9 * np.arange(slopes.size)  # within a slope the order of the curve holds
+        scores[order.labels] = (slopes + np.finfo(float).tiny) * rank
+    return scores
 
-    Optimal brain surgeon (Hassibi & Stork 1993) for whole groups of columns, as SparseGPT (Frantar & Alistarh 2023)
-    does it for single ones: removing the columns c of a layer costs tr(W_c [(G^-1)_cc]^-1 W_c^T), and W and G^-1
-    are updated for the next; the constant never goes. Costs of several consumers are added up.
+
+def hull_slopes(errors: FloatArray) -> FloatArray:
+    """Return the slopes of the lower convex hull of the curve through (0, 0), (1, errors[0]), ...: (n,), ascending."""
+    heights = np.concatenate([[0.0], errors])
+    slopes, start = np.zeros(errors.size), 0
+    while start < errors.size:
+        reached = (heights[start + 1 :] - heights[start]) / np.arange(1, heights.size - start)
+        step = int(np.flatnonzero(reached == reached.min())[-1]) + 1
+        slopes[start : start + step] = reached.min()
+        start += step
+    return slopes
+
+
+def eliminations(
+    model: nn.Module, channel_map: ChannelMap, stats: PatchStats, groups: Iterable[ChannelGroup] | None = None
+) -> dict[str, Elimination]:
+    """Return the order of removal and its errors for every channel group that some layer reads, by the group's name.
 
     Args:
-        labels: (n,) of one group.
-        consumers: all that read them.
+        model: the dense model; only read.
+        channel_map: of that model.
+        stats: of that model, from `collect_patches`.
+        groups: of the map; None: all.
     """
-    states = [_State(consumer, labels) for consumer in consumers]
-    left, order, errors, total = np.arange(labels.size), list[int](), list[float](), 0.0
-    while left.size:
-        costs = sum(state.costs(left) for state in states)
-        count = max(1, left.size // AT_ONCE)
-        chosen = left[np.argsort(costs, kind="stable")[:count]]
-        cost = max(0.0, sum(state.remove(chosen) for state in states))
-        errors += [total + cost * (i + 1) / count for i in range(count)]
-        total += cost
-        order += chosen.tolist()
-        left = np.setdiff1d(left, chosen)
-    return Elimination(labels[order], np.array(errors))
-
-
-class _State:
-    """One consumer while channels go."""
-
-    def __init__(self, consumer: LayerObjective, labels: Labels) -> None:
-        gram = consumer.gram.double()
-        columns = len(gram) - 1
-        every = torch.arange(columns, device=gram.device).reshape(len(consumer.labels), -1)
-        self._inverse = _inverse(with_ridge(gram))
-        constant = consumer.weight.new_zeros(len(consumer.weight), 1)
-        self._weight = torch.cat([consumer.weight, constant], 1).double()
-        self._columns = [every[torch.from_numpy(consumer.labels == label)].reshape(-1) for label in labels]
-        self._sizes = np.array([found.numel() for found in self._columns])
-        self._stacked = {
-            int(size): torch.stack([found for found in self._columns if found.numel() == size])
-            for size in np.unique(self._sizes)
-        }
-        self._place = np.array([np.count_nonzero(self._sizes[:i] == size) for i, size in enumerate(self._sizes)])
-        self._gone = torch.zeros(columns + 1, dtype=torch.bool, device=gram.device)
-
-    def costs(self, left: IntArray) -> FloatArray:
-        """(len(left),) cost of removing each of these alone."""
-        costs = np.zeros(left.size)
-        for size, stacked in self._stacked.items():
-            which = np.flatnonzero(self._sizes[left] == size)
-            if size and which.size:
-                columns = stacked[torch.from_numpy(self._place[left[which]]).to(stacked.device)]  # (n, size)
-                weights = self._weight[:, columns].transpose(0, 1)  # (n, o, size)
-                blocks = self._inverse[columns[:, :, None], columns[:, None, :]]
-                solved = torch.linalg.solve(blocks, weights.transpose(1, 2))
-                costs[which] = (solved.transpose(1, 2) * weights).sum((1, 2)).cpu().numpy()
-        return costs
-
-    def remove(self, chosen: IntArray) -> float:
-        """Remove the columns of some labels at once; the others take over. Returns what that costs."""
-        columns = torch.cat([self._columns[i] for i in chosen])
-        if not columns.numel():
-            return 0.0
-        weights, block = self._weight[:, columns], self._inverse[columns][:, columns]
-        cost = float((torch.linalg.solve(block, weights.T).T * weights).sum())
-        update = torch.linalg.solve(block, self._inverse[columns])
-        self._weight -= weights @ update
-        self._inverse -= self._inverse[:, columns] @ update
-        self._gone[columns] = True
-        if int(self._gone.sum()) > GONE * len(self._gone):
-            self._forget()
-        return cost
-
-    def _forget(self) -> None:
-        """Leave out the columns that have gone: nothing asks for them again, and products over them take time."""
-        left = ~self._gone
-        places = left.cumsum(0) - 1
-        self._inverse, self._weight = self._inverse[left][:, left], self._weight[:, left]
-        self._columns = [places[found] for found in self._columns]
-        self._stacked = {size: places[found] for size, found in self._stacked.items()}
-        self._gone = torch.zeros_like(self._gone[left])
-
-
-def _inverse(matrix: Tensor) -> Tensor:
-    """Of a symmetric matrix that is positive definite but for rounding errors."""
-    factor, failed = torch.linalg.cholesky_ex(matrix)
-    inverse: Tensor = torch.linalg.inv(matrix) if int(failed) else torch.cholesky_inverse(factor)
-    return inverse
+    found = {}
+    for group in tracked(channel_map.groups if groups is None else groups, "elimination", unit="group"):
+        objectives = layer_objectives(group, model, channel_map, stats)
+        if objectives:
+            outputs = weighted_output_count(group, channel_map, stats)
+            found[group.name] = replace(eliminate(group.labels, objectives), outputs=outputs)
+    return found
 
 
 def layer_objectives(
     group: ChannelGroup, model: nn.Module, channel_map: ChannelMap, stats: PatchStats
 ) -> list[LayerObjective]:
-    """Return the layers that read a group's channels: their weights carry its labels on the input side.
-
-    Args:
-        group: of `channel_map`.
-        model: the dense model.
-        stats: of that model.
-    """
+    """Return the objectives of the layers that read a group's channels: its labels are on their weights' inputs."""
     tensors, modules = dict(named_tensors(model)), dict(model.named_modules())
     read = _layers_reading(group, channel_map, stats)
     return [found for moments, labels in read for found in _by_group(moments, tensors, modules, labels)]
@@ -170,7 +125,7 @@ def layer_objectives(
 def _layers_reading(
     group: ChannelGroup, channel_map: ChannelMap, stats: PatchStats
 ) -> Iterator[tuple[LayerMoments, Labels]]:
-    """Yield layers that read channels of a group, with the labels of the groups on their input channels."""
+    """Yield the layers that read channels of a group, with the labels on their input channels."""
     for moments in stats.layers:
         labels = channel_map.labels.get(moments.layer.weight, (None, None))[moments.layer.axes[1]]
         for deciding in [] if labels is None else channel_map.deciding(labels):
@@ -192,62 +147,98 @@ def _by_group(
         yield LayerObjective(matrix, rows.flatten(1), labels)
 
 
-def eliminations(
-    model: nn.Module, channel_map: ChannelMap, stats: PatchStats, groups: Iterable[ChannelGroup] | None = None
-) -> dict[str, Elimination]:
-    """Return the order of removal and its errors for every channel group that some layer reads, by the group's name.
-
-    Args:
-        model: the dense model; only read.
-        channel_map: of that model.
-        stats: of that model, from `calibration.collect_patches`.
-        groups: those of the map that are wanted; None: all.
-    """
-    found = {}
-    for group in tracked(channel_map.groups if groups is None else groups, "elimination", unit="group"):
-        consumers = layer_objectives(group, model, channel_map, stats)
-        if consumers:
-            outputs = weighted_output_count(group, channel_map, stats)
-            found[group.name] = replace(eliminate(group.labels, consumers), outputs=outputs)
-    return found
-
-
 def weighted_output_count(group: ChannelGroup, channel_map: ChannelMap, stats: PatchStats) -> float:
-    """Over how many outputs the errors of a group are summed: those of all layers that read it, times their gains."""
+    """Return over how many outputs the errors of a group are summed: those of its readers, weighted by their gains."""
     reading = [moments for moments, _ in _layers_reading(group, channel_map, stats)]
     return float(sum(len(moments.variance) * moments.output_gain**TRUST for moments in reading))
 
 
-@register_criterion(
-    "elimination",
-    needs=("weights", "patches"),
-    measures="output error that it adds, with all that stays fitted anew, as channels go one after another",
-    paper="Hassibi & Stork 1993, OBS, by channels; Frantar & Alistarh 2023, SparseGPT",
-    comparable=True,
-)
-def elimination(evidence: Evidence) -> Scores:
-    """Return what each label adds to its group's error as it goes: the slope of the lower convex hull of the group's
-    curve.
+def eliminate(labels: Labels, objectives: Sequence[LayerObjective]) -> Elimination:
+    """Remove labels one by one, always the one that costs least once the others make up for it.
 
-    So scores never fall along the order of removal, and ranking all of them removes along the curves of all groups at
-    once, at equal slopes. Labels of groups that no layer reads score +inf.
+    Of wide groups several are removed at once, see `AT_ONCE`; their cost together is spread evenly over them.
+
+    Optimal brain surgeon (Hassibi & Stork 1993) for whole groups of columns, as SparseGPT (Frantar & Alistarh 2023)
+    does it for single ones: removing the columns c of a layer costs tr(W_c [(G^-1)_cc]^-1 W_c^T), and W and G^-1
+    are updated for the next; the constant is never removed. Costs of several layers are added up.
+
+    Args:
+        labels: (n,) of one group.
+        objectives: of all layers that read them.
     """
-    assert evidence.patches is not None
-    scores = np.full(evidence.channel_map.n_labels, np.inf)
-    for order in eliminations(evidence.modules[""], evidence.channel_map, evidence.patches).values():
-        slopes = hull_slopes(order.errors)
-        rank = 1 + 1e-9 * np.arange(slopes.size)  # within a slope the order of the curve holds
-        scores[order.labels] = (slopes + np.finfo(float).tiny) * rank
-    return scores
+    states = [_ObjectiveState(objective, labels) for objective in objectives]
+    left, order, errors, total = np.arange(labels.size), list[int](), list[float](), 0.0
+    while left.size:
+        costs = sum(state.costs(left) for state in states)
+        count = max(1, left.size // AT_ONCE)
+        chosen = left[np.argsort(costs, kind="stable")[:count]]
+        cost = max(0.0, sum(state.remove(chosen) for state in states))
+        errors += [total + cost * (i + 1) / count for i in range(count)]
+        total += cost
+        order += chosen.tolist()
+        left = np.setdiff1d(left, chosen)
+    return Elimination(labels[order], np.array(errors))
 
 
-def hull_slopes(errors: FloatArray) -> FloatArray:
-    """(n,) slopes of the lower convex hull of the curve through (0, 0), (1, errors[0]), ...: never falling."""
-    heights = np.concatenate([[0.0], errors])
-    slopes, start = np.zeros(errors.size), 0
-    while start < errors.size:
-        reached = (heights[start + 1 :] - heights[start]) / np.arange(1, heights.size - start)
-        step = int(np.flatnonzero(reached == reached.min())[-1]) + 1
-        slopes[start : start + step] = reached.min()
-        start += step
-    return slopes
+class _ObjectiveState:
+    """The objective of one layer while its channels are removed."""
+
+    def __init__(self, objective: LayerObjective, labels: Labels) -> None:
+        gram = objective.gram.double()
+        columns = len(gram) - 1
+        every = torch.arange(columns, device=gram.device).reshape(len(objective.labels), -1)
+        self._inverse = _inverse(with_ridge(gram))
+        constant = objective.weight.new_zeros(len(objective.weight), 1)
+        self._weight = torch.cat([objective.weight, constant], 1).double()
+        self._columns = [every[torch.from_numpy(objective.labels == label)].reshape(-1) for label in labels]
+        self._sizes = np.array([found.numel() for found in self._columns])
+        self._stacked = {
+            int(size): torch.stack([found for found in self._columns if found.numel() == size])
+            for size in np.unique(self._sizes)
+        }
+        self._place = np.array([np.count_nonzero(self._sizes[:i] == size) for i, size in enumerate(self._sizes)])
+        self._gone = torch.zeros(columns + 1, dtype=torch.bool, device=gram.device)
+
+    def costs(self, left: IntArray) -> FloatArray:
+        """Return the cost of removing each of these labels alone, (len(left),)."""
+        costs = np.zeros(left.size)
+        for size, stacked in self._stacked.items():
+            which = np.flatnonzero(self._sizes[left] == size)
+            if size and which.size:
+                columns = stacked[torch.from_numpy(self._place[left[which]]).to(stacked.device)]  # (n, size)
+                weights = self._weight[:, columns].transpose(0, 1)  # (n, o, size)
+                blocks = self._inverse[columns[:, :, None], columns[:, None, :]]
+                solved = torch.linalg.solve(blocks, weights.transpose(1, 2))
+                costs[which] = (solved.transpose(1, 2) * weights).sum((1, 2)).cpu().numpy()
+        return costs
+
+    def remove(self, chosen: IntArray) -> float:
+        """Remove the columns of some labels at once, let the others make up for them, and return the cost."""
+        columns = torch.cat([self._columns[i] for i in chosen])
+        if not columns.numel():
+            return 0.0
+        weights, block = self._weight[:, columns], self._inverse[columns][:, columns]
+        cost = float((torch.linalg.solve(block, weights.T).T * weights).sum())
+        update = torch.linalg.solve(block, self._inverse[columns])
+        self._weight -= weights @ update
+        self._inverse -= self._inverse[:, columns] @ update
+        self._gone[columns] = True
+        if int(self._gone.sum()) > GONE * len(self._gone):
+            self._forget()
+        return cost
+
+    def _forget(self) -> None:
+        """Drop the columns that were removed: nothing needs them again, and products over them take time."""
+        left = ~self._gone
+        places = left.cumsum(0) - 1
+        self._inverse, self._weight = self._inverse[left][:, left], self._weight[:, left]
+        self._columns = [places[found] for found in self._columns]
+        self._stacked = {size: places[found] for size, found in self._stacked.items()}
+        self._gone = torch.zeros_like(self._gone[left])
+
+
+def _inverse(matrix: Tensor) -> Tensor:
+    """Return the inverse of a symmetric matrix that is positive definite up to rounding errors."""
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    inverse: Tensor = torch.linalg.inv(matrix) if int(failed) else torch.cholesky_inverse(factor)
+    return inverse

@@ -1,7 +1,4 @@
-"""Importance from what the loss would lose: weights times their gradients and second derivatives.
-
-Importance from how training moves weights: away from zero, or towards it.
-"""
+"""Importance from gradients: how much the loss would change without a channel, and how training moves its weights."""
 
 from __future__ import annotations
 
@@ -16,9 +13,10 @@ from torch.optim import Optimizer
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.cut.model_match import require_model
 from prunekit.criteria.criterion import Evidence, Scores, register_criterion
-from prunekit.criteria.scoring import FloatArray, IntArray, LabelMean, mean_over_slices
+from prunekit.criteria.scoring import LabelMean, mean_over_slices
 from prunekit.errors import UsageError
 from prunekit.hooks.optimizer_step import StepHook, by_axis, unscaled
+from prunekit.statistics.layer_stats import FloatArray, IntArray
 from prunekit.statistics.taylor_terms import Axis
 
 
@@ -30,7 +28,7 @@ from prunekit.statistics.taylor_terms import Axis
     comparable=True,
 )
 def taylor(evidence: Evidence) -> Scores:
-    """First-order Taylor: the mean over batches of (sum over a label's slice of w * dL/dw) squared.
+    """Return first-order Taylor scores: the mean over batches of (sum over a label's slice of w * dL/dw) squared.
 
     (Molchanov et al. 2019, "Importance estimation for neural network pruning", the group contribution of a filter.) It
     estimates a change of the loss, in the same unit in every layer.
@@ -50,10 +48,10 @@ def taylor(evidence: Evidence) -> Scores:
     comparable=True,
 )
 def taylor2(evidence: Evidence) -> Scores:
-    """Second-order Taylor: the mean over batches of (sum over a label's slice of w * dL/dw - w * (H w) / 2) squared.
+    """Return second-order Taylor scores: the mean over batches of (sum of w * dL/dw - w * (H w) / 2) squared.
 
-    (Molchanov et al. 2019, "Importance estimation for neural network pruning", equation 6: w_m H_m w, with H_m a row
-    of the Hessian and w all weights.)
+    The sum is over a label's slice (Molchanov et al. 2019, "Importance estimation for neural network pruning",
+    equation 6: w_m H_m w, with H_m a row of the Hessian and w all weights).
 
     Raises:
         UsageError: the gradients are those of another model.
@@ -74,10 +72,10 @@ def taylor2(evidence: Evidence) -> Scores:
     comparable=True,
 )
 def obd(evidence: Evidence) -> Scores:
-    """Optimal brain damage: half the sum over a label's slice of H_kk * w_k^2, the mean over batches, at least 0.
+    """Return half the sum over a label's slice of H_kk * w_k^2, the mean over batches, at least 0.
 
-    (LeCun et al. 1990, "Optimal brain damage", with the Hessian's diagonal as Hutchinson's estimate, see
-    `calibration.collect_gradients`. As there, the loss is taken to be at a minimum: a negative sum counts as 0.)
+    (LeCun et al. 1990, "Optimal brain damage", with Hutchinson's estimate of the Hessian's diagonal, see
+    `collect_gradients`. As in the paper, the loss is taken to be at a minimum: a negative sum counts as 0.)
 
     Raises:
         UsageError: the gradients are those of another model.
@@ -95,7 +93,7 @@ def _mean_square(joint: FloatArray) -> FloatArray:
 def _of_slices(
     evidence: Evidence, of_axes: Mapping[Axis, FloatArray], value: Callable[[FloatArray], FloatArray]
 ) -> Scores:
-    """Return the mean over a label's slices of `value`, which gets the sums over each label, (labels, batches)."""
+    """Return the mean over a label's slices of `value` of the sums over each label, (labels, batches)."""
 
     def measure(found: LabelMean, name: str, weight: Tensor, labeled: dict[int, IntArray]) -> None:
         for axis, labels in labeled.items():
@@ -115,13 +113,13 @@ def _of_slices(
 
 
 class Movement(StepHook):
-    """Adds up, step by step while it is active, how far each channel's weights are moved away from zero.
+    """Movement of each channel's weights away from zero, summed over the optimizer's steps while the hook is active.
 
     The sum over steps of -w * dL/dw (Sanh et al. 2020, "Movement pruning", equation 5), and over all entries of a
-    label's slices on all its axes, biases and the scales of norms among them: a filter in front of a BatchNorm has
-    none of its own, because that makes the loss the same at any scale of it. Sums are comparable between groups, and
-    may be negative. What is masked has no gradient, because a channel goes with all that makes and reads it: its sum
-    stays what it was. A step that float16's loss scale skips adds nothing.
+    label's slices on all its axes, including biases and the scales of norms: a filter in front of a BatchNorm has
+    no movement of its own, because the loss is the same at any scale of it. Sums are comparable between groups, and may
+    be negative. A masked channel has no gradient, so its sum does not change. A step that float16's loss scale skips
+    adds nothing.
 
     Args:
         model: in training.
@@ -169,7 +167,7 @@ class Movement(StepHook):
         return {f"{name}:{axis}": sums.clone() for (name, axis), sums in self._sums.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from other sums.
+        """Restore sums that `state_dict` returned.
 
         Raises:
             ArtifactError: they are of another model.

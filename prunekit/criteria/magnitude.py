@@ -1,11 +1,4 @@
-"""Importance from the weights alone.
-
-Importance from how much the filters of a layer differ.
-
-Importance from the scales that norms learn.
-
-Importance by chance: the baseline that every criterion has to beat.
-"""
+"""Importance from the weights alone: magnitudes, distances between filters, scales of norms; and a random baseline."""
 
 from __future__ import annotations
 
@@ -17,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from prunekit.criteria.criterion import Evidence, Scores, register_criterion
-from prunekit.criteria.scoring import IntArray, LabelMean, mean_over_slices, require_finite
+from prunekit.criteria.scoring import LabelMean, mean_over_slices, require_finite
+from prunekit.statistics.layer_stats import IntArray
 
 
 @register_criterion(
@@ -43,7 +37,7 @@ def l2(evidence: Evidence) -> Scores:
     "lamp", needs=("weights",), measures="w^2 over what ranks above it", paper="Lee et al. 2021, LAMP", comparable=True
 )
 def lamp(evidence: Evidence) -> Scores:
-    """Layer-adaptive magnitude (Lee et al. 2021), carried from weights to channels.
+    """Return the layer-adaptive magnitude (Lee et al. 2021), of channels instead of weights.
 
     The square of a label's `l2` over the sum of its own and those that follow it in its group, in ascending order and,
     as in the paper, equal ones by their index: 1 for the last of every group that is not all zeros, so that no such
@@ -66,9 +60,7 @@ def _share_of_rest(squares: Scores) -> Scores:
 
 
 def _mean_power(evidence: Evidence, power: int) -> Scores:
-    """Return the mean over a label's axes of its slice's norm, divided so that the norm does not grow with the
-    slice.
-    """
+    """Return the mean over a label's axes of its slice's norm, relative to the size of the slice."""
 
     def measure(found: LabelMean, name: str, weight: Tensor, labeled: dict[int, IntArray]) -> None:
         wide = weight.float() if weight.dtype in (torch.float16, torch.bfloat16) else weight
@@ -81,13 +73,11 @@ def _mean_power(evidence: Evidence, power: int) -> Scores:
 
 
 BLOCK = 1 << 18
-"""Entries looked at together: their powers stay in the cache, and need no memory of the weight's size."""
+"""Entries of a weight at a time: their powers stay in the cache, and need no memory of the weight's size."""
 
 
 def _power_sums(weight: Tensor, power: int, axes: list[int]) -> dict[int, Tensor]:
-    """Return the sums of |w| or w^2 over all axes but one, float64 (size,), for each of `axes`, in one pass over the
-    weight.
-    """
+    """Return the sums of |w| or w^2 over all axes but each of `axes`, float64 (size,), in one pass over the weight."""
     sums = {axis: torch.zeros(weight.shape[axis], dtype=torch.float64) for axis in axes}
     rows = max(1, BLOCK * weight.shape[0] // max(weight.numel(), 1))
     for start in range(0, weight.shape[0], rows):
@@ -112,12 +102,11 @@ COLUMNS = 4096
     "fpgm", needs=("weights",), measures="distance to the layer's other filters", paper="He et al. 2019, FPGM"
 )
 def fpgm(evidence: Evidence) -> Scores:
-    """Return the distance to the geometric median (He et al. 2019, FPGM): how far a filter lies from the others of its
-    layer.
+    """Return the mean distance of a filter to the others of its layer (FPGM, He et al. 2019).
 
     The sum of Euclidean distances to all filters of the layer, divided by their number and by the root of their size,
-    so that layers which share labels weigh alike; the mean over those layers. A filter is a slice along the axis of
-    output channels of a weight; labels on no such axis score as in `l2`, which holds for whole groups. Costs as much as
+    so that layers which share labels count alike; the mean over those layers. A filter is a slice along the axis of
+    output channels of a weight; labels on no such axis score as in `l2`, which is so for whole groups. Costs as much as
     the product of each weight with its transpose.
     """
     found = LabelMean(evidence.channel_map)
@@ -137,13 +126,11 @@ def _output_axis(modules: Mapping[str, nn.Module], name: str) -> int:
 
 
 def _mean_distances(filters: Tensor) -> Tensor:
-    """Return the mean distance of each filter to all, itself included, over the root of their size; (n, size) ->
-    float64 (n,).
-    """
+    """Return the mean distance of filters (n, size) to all of them, over the root of their size; float64 (n,)."""
     gram = torch.zeros(len(filters), len(filters), dtype=torch.float64)
     for columns in torch.split(filters, COLUMNS, 1):
         wide = columns.cpu().to(torch.promote_types(columns.dtype, torch.float32))
-        wide = wide - wide.mean(0)  # what all share adds nothing but rounding
+        wide = wide - wide.mean(0)  # their mean adds nothing but rounding
         gram += wide @ wide.T
     squares = gram.diagonal()
     distances = (squares + squares[:, None] - 2 * gram).clamp(min=0).sqrt()
@@ -164,7 +151,7 @@ NORMS = (
     "bn_scale", needs=("weights",), measures="|scale| of norms", paper="Liu et al. 2017, Network slimming"
 )
 def bn_scale(evidence: Evidence) -> Scores:
-    """|gamma| of the norms that carry a label (Liu et al. 2017, "Network slimming"), mean over them.
+    """Return the mean |gamma| of the norms that carry a label (Liu et al. 2017, "Network slimming").
 
     Labels that no affine norm carries score as in `l2`. The two never meet in one ranking: labels of a group lie on the
     same parameters, so that all or none of them are on a norm, and across groups scores are normalized.
@@ -188,5 +175,5 @@ def _add_scales(found: LabelMean, name: str, evidence: Evidence) -> None:
 
 @register_criterion("random", needs=(), measures="nothing: the baseline")
 def random(evidence: Evidence) -> Scores:
-    """Uniform in [0, 1), from the seed alone."""
+    """Return uniform numbers in [0, 1), from the seed alone."""
     return np.random.default_rng(evidence.seed).random(evidence.channel_map.n_labels)

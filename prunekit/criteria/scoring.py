@@ -1,7 +1,4 @@
-"""From a criterion's name to one score for each label.
-
-From values along the axes of tensors to values of labels.
-"""
+"""Importance scores: one for each label from a criterion's name, and the tools that criteria are written with."""
 
 from __future__ import annotations
 
@@ -19,9 +16,14 @@ from prunekit.channels.cut.model_match import require_model
 from prunekit.criteria.criterion import Criterion, Evidence, Need, Scores, get_criterion
 from prunekit.errors import NonFiniteError, UsageError
 from prunekit.statistics.channel_stats import ChannelStats
-from prunekit.statistics.layers.patch_moments import CalibrationWarning, PatchStats
+from prunekit.statistics.layer_stats import FloatArray, IntArray
+from prunekit.statistics.layers.patch_moments import PatchStats
 from prunekit.statistics.taylor_terms import TaylorTerms
 from prunekit.utils.inputs import described
+
+
+class CalibrationWarning(UserWarning):
+    """Scores come from fewer samples than they need to be trusted."""
 
 
 def score(
@@ -34,30 +36,29 @@ def score(
     patches: PatchStats | None = None,
     seed: int = 0,
 ) -> Scores:
-    """Importance of every label: the lowest go first.
+    """Return the importance of every label: those with the lowest scores are removed first.
 
     Args:
         criterion: a registered name, or `file.py:function`; `prunekit list criteria` says what each measures and needs.
         model: the model that `channel_map` was traced from; only read.
         channel_map: its labels.
-        stats: channel statistics of that model, from `calibration.collect`; for "moments" with its `moments="full"`,
-            for "ranks" with `ranks=True`.
-        gradients: of a loss on labeled images, from `calibration.collect_gradients`; for "curvature" with its
-            `second_order=True`.
-        patches: of that model, from `calibration.collect_patches`.
+        stats: channel statistics of that model, from `calibrate`; for "moments" with its `moments="full"`, for "ranks"
+            with `ranks=True`.
+        gradients: of a loss on labeled images, from `collect_gradients`; for "curvature" with its `second_order=True`.
+        patches: of that model, from `collect_patches`.
         seed: for "random".
 
     Returns:
         (n_labels,) float64; label 0, the locked channels, scores +inf.
 
     Raises:
-        UsageError: an unknown criterion, missing statistics or gradients, or a criterion that returns anything but one
+        UsageError: the criterion is unknown, its statistics or gradients are missing, or it returns anything but one
             number for each label.
         PlanError: the map is that of another model.
         NonFiniteError: weights or statistics hold NaN or Inf; the message says where.
 
     Warns:
-        CalibrationWarning: Gram matrices come from fewer positions than channels; says their rank.
+        CalibrationWarning: Gram matrices come from fewer positions than channels; names their rank.
     """
     chosen = get_criterion(criterion)
     _require_evidence(chosen, stats, gradients, patches)
@@ -74,6 +75,42 @@ def score(
     return scores
 
 
+def _require_evidence(
+    criterion: Criterion, stats: ChannelStats | None, gradients: TaylorTerms | None, patches: PatchStats | None
+) -> None:
+    """Raise if something that a criterion needs is missing; the message says how to collect it."""
+    gradient = "gradients of the loss on labeled calibration images"
+    curvature = None if gradients is None else gradients.curvature
+    known: dict[Need, tuple[bool, str, str]] = {
+        "stats": (stats is not None, "channel statistics", "stats=calibrate(model, batches)"),
+        "moments": (
+            stats is not None and bool(stats.moments),
+            "Gram matrices of layers' inputs",
+            "stats=calibrate(model, batches, moments='full')",
+        ),
+        "patches": (
+            patches is not None,
+            "Gram matrices of the patches that layers read",
+            "patches=collect_patches(model, batches)",
+        ),
+        "ranks": (
+            stats is not None and bool(stats.ranks),
+            "ranks of feature maps",
+            "stats=calibrate(model, batches, ranks=True)",
+        ),
+        "gradients": (gradients is not None, gradient, "gradients=collect_gradients(model, batches, loss)"),
+        "curvature": (
+            curvature is not None,
+            f"second derivatives beside {gradient}",
+            "gradients=collect_gradients(model, batches, loss, second_order=True)",
+        ),
+    }
+    for is_known, what, how in (known[need] for need in reversed(criterion.needs) if need in known):
+        if not is_known:
+            samples = "" if how.startswith("gradients") else "; prunekit.plan and prune take it from calibration=loader"
+            raise UsageError(f"criterion {criterion.name!r} needs {what}: pass {how}{samples}")
+
+
 def _checked(scores: Any, channel_map: ChannelMap, criterion: str) -> Scores:
     """Return a copy of what a criterion returned, float64."""
     count = channel_map.n_labels
@@ -86,6 +123,16 @@ def _checked(scores: Any, channel_map: ChannelMap, criterion: str) -> Scores:
     return scores.astype(np.float64)
 
 
+def _require_numbers(scores: Scores, channel_map: ChannelMap, criterion: str) -> None:
+    for group in channel_map.groups:
+        count = int(np.isnan(scores[group.labels]).sum())
+        if count:
+            raise NonFiniteError(
+                f"criterion {criterion!r}: {count} of {len(group.labels)} scores of group {group.name!r} are NaN; "
+                "its weights or statistics hold NaN or Inf"
+            )
+
+
 def normalize(scores: Scores, channel_map: ChannelMap) -> Scores:
     """Return scores that can be ranked across layers: each divided by the mean score of its channel group.
 
@@ -94,6 +141,7 @@ def normalize(scores: Scores, channel_map: ChannelMap) -> Scores:
 
     Args:
         scores: (n_labels,), not negative.
+        channel_map: with their groups.
 
     Returns:
         (n_labels,) float64; +inf stays +inf, and a group whose scores are all 0 stays 0.
@@ -107,60 +155,10 @@ def normalize(scores: Scores, channel_map: ChannelMap) -> Scores:
     return result
 
 
-def _require_evidence(
-    criterion: Criterion, stats: ChannelStats | None, gradients: TaylorTerms | None, patches: PatchStats | None
-) -> None:
-    """Checks that there is what a criterion needs; the message says how to get it."""
-    gradient = "gradients of the loss on labeled calibration images"
-    missing: dict[Need, tuple[bool, str, str]] = {
-        "stats": (stats is None, "channel statistics", "stats=calibrate(model, batches)"),
-        "moments": (
-            stats is None or not stats.moments,
-            "Gram matrices of layers' inputs",
-            "stats=calibrate(model, batches, moments='full')",
-        ),
-        "patches": (
-            patches is None,
-            "Gram matrices of the patches that layers read",
-            "patches=collect_patches(model, batches)",
-        ),
-        "ranks": (
-            stats is None or not stats.ranks,
-            "ranks of feature maps",
-            "stats=calibrate(model, batches, ranks=True)",
-        ),
-        "gradients": (gradients is None, gradient, "gradients=collect_gradients(model, batches, loss)"),
-        "curvature": (
-            gradients is None or gradients.curvature is None,
-            f"second derivatives beside {gradient}",
-            "gradients=collect_gradients(model, batches, loss, second_order=True)",
-        ),
-    }
-    needed = [missing[need] for need in reversed(criterion.needs) if need in missing]
-    for lacking, what, how in needed:
-        if lacking:
-            samples = "" if how.startswith("gradients") else "; prunekit.plan and prune take it from calibration=loader"
-            raise UsageError(f"criterion {criterion.name!r} needs {what}: pass {how}{samples}")
-
-
-def _require_numbers(scores: Scores, channel_map: ChannelMap, criterion: str) -> None:
-    for group in channel_map.groups:
-        count = int(np.isnan(scores[group.labels]).sum())
-        if count:
-            raise NonFiniteError(
-                f"criterion {criterion!r}: {count} of {len(group.labels)} scores of group {group.name!r} are NaN; "
-                "its weights or statistics hold NaN or Inf"
-            )
-
-
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
-
-
 class LabelMean:
-    """Mean over several axes of what each says about a label; an axis that does not carry a label says nothing.
+    """The mean of values of a label over the axes that carry it.
 
-    Where two labels decide on an entry together, the axis says something about both; the joint label scores 0.
+    Where two labels decide on an entry together, its value counts for both; the joint label scores 0.
     """
 
     def __init__(self, channel_map: ChannelMap) -> None:
@@ -174,6 +172,7 @@ class LabelMean:
         Args:
             labels: (size,), the label of every index along the axis.
             values: (size,), not negative where `exponent` is not whole.
+            exponent: of the mean over the indices of a label.
         """
         for deciding in self._map.deciding(labels):
             found, position, count = np.unique(deciding, return_inverse=True, return_counts=True)
@@ -192,23 +191,23 @@ class LabelMean:
 
 
 Measure = Callable[[LabelMean, str, Tensor, dict[int, IntArray]], None]
-"""Adds to the mean what a named weight says about the labels on its axes: axis -> (size,)."""
+"""Adds values of a named weight to the mean; gets the labels on its axes: axis -> (size,)."""
 
 
 def mean_over_slices(evidence: Evidence, measure: Measure) -> Scores:
-    """Return the mean over a label's axes of what `measure` says about its slice.
+    """Return the mean of `measure` over the slices of each label.
 
     A slice is everything that carries the label along one axis of a weight: a filter, the columns that read it, and
-    behind a flatten all the columns of one channel together. Weights of two or more axes speak; biases and affine
-    scales do only for labels that lie on nothing else. A label on no parameter scores +inf: nothing to remove.
+    behind a flatten all the columns of one channel together. Weights of two or more axes count; biases and affine
+    scales count only for labels that lie on nothing else. A label on no parameter scores +inf: nothing to remove.
     """
-    weights = _measured(evidence, measure, vectors=False)
+    weights = _mean_of(evidence, measure, vectors=False)
     if weights.seen[1:].all():
         return weights.result()
-    return weights.result(otherwise=_measured(evidence, measure, vectors=True).result())
+    return weights.result(otherwise=_mean_of(evidence, measure, vectors=True).result())
 
 
-def _measured(evidence: Evidence, measure: Measure, *, vectors: bool) -> LabelMean:
+def _mean_of(evidence: Evidence, measure: Measure, *, vectors: bool) -> LabelMean:
     found = LabelMean(evidence.channel_map)
     for name, weight in evidence.parameters.items():
         if (weight.ndim < 2) == vectors:
@@ -219,32 +218,29 @@ def _measured(evidence: Evidence, measure: Measure, *, vectors: bool) -> LabelMe
 
 
 def require_finite(name: str, values: FloatArray) -> None:
-    """Check what was computed from a parameter.
-
-    Raises:
-        NonFiniteError: NaN or Inf is among the values; names the parameter.
-    """
+    """Raise `NonFiniteError` if NaN or Inf is among values that were computed from the parameter `name`."""
     if not np.isfinite(values).all():
         raise NonFiniteError(f"parameter {name!r} holds NaN or Inf; importance needs finite weights")
 
 
-def require_all(
-    found: LabelMean, evidence: Evidence, name: str, advice: str, *, otherwise: Scores | float = np.nan
+def require_scores(
+    scores: Scores, evidence: Evidence, problem: str, advice: str, known: npt.NDArray[np.bool_] | None = None
 ) -> Scores:
-    """Return the scores of a criterion that has to know something of every label.
+    """Return the scores if every label of a group has one.
 
     Args:
-        otherwise: for those of which `found` knows nothing.
+        scores: (n_labels,); NaN where there is none.
+        evidence: that they were computed from.
+        problem: the reason why a score would be missing, for the message.
+        advice: how to get one, for the message.
+        known: (n_labels,) labels whose scores were computed, even where they are NaN.
 
     Raises:
-        UsageError: some label is left without; names its group.
+        UsageError: a label has no score; names its group.
     """
-    scores = found.result(otherwise=otherwise)
+    missing = np.isnan(scores) if known is None else np.isnan(scores) & ~known
     for group in evidence.channel_map.groups:
-        missing = int((np.isnan(scores[group.labels]) & ~found.seen[group.labels]).sum())
-        if missing:
-            raise UsageError(
-                f"criterion {name!r}: {missing} of {len(group.labels)} channels of group {group.name!r} cannot be "
-                f"scored: {advice}"
-            )
+        count = int(missing[group.labels].sum())
+        if count:
+            raise UsageError(f"{problem} for {count} of {len(group.labels)} channels of group {group.name!r}; {advice}")
     return scores

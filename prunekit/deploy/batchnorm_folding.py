@@ -24,8 +24,7 @@ from prunekit.compaction.folded_norms import FoldedNorm, set_folds
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.measure.operator_costs import is_subnormal
 from prunekit.measure.verification import compare_outputs
-from prunekit.statistics.consumers import WEIGHT_FUNCTIONS
-from prunekit.statistics.layers.linear_layers import CallInterceptor, FunctionCall
+from prunekit.statistics.layers.linear_layers import WEIGHT_FUNCTIONS, CallInterceptor, FunctionCall
 from prunekit.utils.context import seeded, set_mode, training_mode
 from prunekit.utils.inputs import as_example, call
 from prunekit.utils.tensors import gather
@@ -129,7 +128,7 @@ def foldable(model: nn.Module, example: tuple[Any, ...]) -> Foldable:
         example: see `prunekit.utils.inputs.as_example`.
     """
     watch = _Watch(model)
-    with training_mode(model, False), plain_attention(), watch.watching():
+    with training_mode(model, False), plain_attention(), watch.intercepting():
         output = call(model, example)
     returned = {id(tensor) for tensor in gather(output)}
     tensors = {name.rpartition(".")[0]: Counter[str]() for name, _ in named_tensors(model)}

@@ -23,7 +23,7 @@ from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, Prepared, chosen_batc
 from prunekit.jobs.run.run_folder import Log, digest, weights_digest
 from prunekit.jobs.stages.sample_statistics import joined_samples, needs_activations, patch_statistics
 from prunekit.settings.job import JobSettings
-from prunekit.statistics.calibration import Collectors, StatsCollector, few_samples
+from prunekit.statistics.calibration import Collectors, StatsCollector, peek_samples
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.feature_ranks import RankCollector
 from prunekit.statistics.layers.patch_moments import PatchStats, dead_inputs, too_few_rows
@@ -152,7 +152,7 @@ def collectors_for(job: JobSettings, model: nn.Module, images: Batches, device: 
     settings = job.calibration
     moments = None
     if _wants_moments(job):
-        few, _ = few_samples(images)
+        few, _ = peek_samples(images)
         moments = MomentsCollector(
             model,
             to_device(few, device),

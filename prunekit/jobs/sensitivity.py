@@ -41,9 +41,8 @@ from prunekit.planning.sensitivity_curves import (
 )
 from prunekit.report.writers import require_report
 from prunekit.settings.job import JobSettings
-from prunekit.statistics.taylor_terms import Loss
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
-from prunekit.tasks.task import Task
+from prunekit.tasks.task import Loss, Task
 from prunekit.utils.context import paused_garbage_collection, threads
 from prunekit.utils.display import Displayed, Table, count, digits, plural, share
 from prunekit.utils.files import write_csv, write_json

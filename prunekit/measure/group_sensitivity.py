@@ -24,9 +24,8 @@ from prunekit.measure.partial_forward import DensePrefix
 from prunekit.planning.plan import Plan
 from prunekit.planning.sensitivity_curves import MeasuredPoint, keep_in_group, kept_counts
 from prunekit.statistics.calibration import calibrate
-from prunekit.statistics.taylor_terms import Loss
 from prunekit.tasks.batches import InputsAndTargets, LabeledBatch, ModelBatches
-from prunekit.tasks.task import Task
+from prunekit.tasks.task import Loss, Task
 from prunekit.utils.context import same_draws, training_mode
 from prunekit.utils.inputs import blank_padding, counted_positions, sample_count, select_samples, to_device
 from prunekit.utils.progress import reporting, tracked

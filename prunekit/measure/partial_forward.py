@@ -92,7 +92,7 @@ class _Counted(CallInterceptor):
     def run(self, inputs: Any) -> Any:
         """Return one forward pass; a model may write to what it is given."""
         given = _copied(inputs)
-        with self._pass, self.watching():
+        with self._pass, self.intercepting():
             return call(self._model, given)
 
 

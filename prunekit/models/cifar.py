@@ -1,6 +1,6 @@
 """The ResNets for 32x32 images (He et al. 2016, "Deep residual learning", section 4.2), with option-A shortcuts.
 
-`resnet8` is the smallest of the family, 78 thousand parameters: a job to try things on.
+`resnet8` is the smallest of the family, with 78 thousand parameters, for tests and first trials.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class BasicBlock(nn.Module):
         self.widened = planes - inputs
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, inputs, H, W) -> (B, planes, H / stride, W / stride)."""
+        """Map (B, inputs, H, W) to (B, planes, H / stride, W / stride)."""
         out = self.bn2(self.conv2(self.relu1(self.bn1(self.conv1(x)))))
         if self.widened:  # option A: every other position, and zeros for half of the new channels on either side
             x = F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, self.widened // 2, self.widened // 2))
@@ -60,7 +60,7 @@ class CifarResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, 3, H, W), made for 32x32 -> logits (B, num_classes)."""
+        """Map images (B, 3, H, W), as a rule 32x32, to logits (B, num_classes)."""
         x = self.relu(self.bn1(self.conv1(x)))
         x = self.layer3(self.layer2(self.layer1(x)))
         return self.linear(x.mean((2, 3)))  # type: ignore[no-any-return]

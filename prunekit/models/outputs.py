@@ -1,7 +1,4 @@
-"""What classifiers return: logits, or a tuple with auxiliary logits beside them while they train.
-
-Can this model be trained?
-"""
+"""Outputs of classifiers, with auxiliary logits in training, and checks that there are parameters to train."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from prunekit.errors import ModelError
 
 
 def logits(output: Any) -> Tensor:
-    """Return the class logits, (N, classes), of what a model returned: a tensor, or something with `.logits`.
+    """Return the class logits, (N, classes), of a model's output: a tensor, or an object with `.logits`.
 
     Raises:
         ModelError: it is neither.
@@ -49,11 +46,7 @@ def is_frozen(model: nn.Module) -> bool:
 
 
 def require_trainable(model: nn.Module) -> None:
-    """Checks that training can change something.
-
-    Raises:
-        ModelError: every parameter is frozen, or there is none.
-    """
+    """Raise `ModelError` if every parameter of a model is frozen, or if there is none."""
     if is_frozen(model):
         count = sum(1 for _ in model.parameters())
         raise ModelError(

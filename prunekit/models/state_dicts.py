@@ -1,4 +1,4 @@
-"""State dicts from files: read without running any code in them, and loaded whole or not at all."""
+"""State dicts from files: read without running code in them, and loaded as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from prunekit.utils.files import StrPath
 SUFFIXES = (".safetensors", ".pt", ".pth", ".th")
 PREFIXES = ("module.", "_orig_mod.")  # left by DistributedDataParallel and torch.compile
 NAMED = 8
-"""Names that a message gives."""
+"""The most names in a message."""
 CONTAINERS = ("state_dict", "model_state_dict", "model")
 
 
@@ -28,7 +28,7 @@ def load_weights(model: nn.Module, path: StrPath) -> None:
         model: receives every weight.
         path: `.safetensors`, or `.pt`/`.pth`/`.th` read with `weights_only=True`: a state dict, or a dict that holds
             one as `state_dict`, `model_state_dict` or `model`. Prefixes of DistributedDataParallel and torch.compile
-            go.
+            are removed.
 
     Raises:
         ModelError: the file is missing or unreadable, or its names and shapes are not the model's; all are listed.

@@ -16,9 +16,9 @@ from prunekit.channels.rewrite.substitutes import SizedAttention, substitute
 
 
 class _Windowed(SizedAttention):
-    """What torchvision's window attentions have in common; heads and widths need not follow from the input's width.
+    """Window attention of torchvision, whose heads and widths need not follow from the input's width.
 
-    `qkv` holds the rows of all queries, then keys, then values; (B, *sizes, C) goes in and comes out.
+    `qkv` holds the rows of all queries, then keys, then values; input and output are (B, *sizes, C).
     """
 
     num_heads: int
@@ -31,7 +31,7 @@ class _Windowed(SizedAttention):
     get_relative_position_bias: Callable[..., Tensor]
 
     def dense_scale(self) -> float:
-        """1 / sqrt(head_dim)."""
+        """Return 1 / sqrt(head_dim)."""
         return float((self.proj.in_features // self.num_heads) ** -0.5)
 
     def fits_original(self) -> bool:
@@ -41,7 +41,7 @@ class _Windowed(SizedAttention):
         return same and self.scale == (width // self.num_heads) ** -0.5
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shifts, cuts into windows, attends within each, and puts everything back; along two axes or three."""
+        """Shift, cut into windows, attend within each, and join them again, along two axes or three."""
         sizes = x.shape[1:-1]
         axes = list(range(1, 1 + len(sizes)))
         window, shift = self._windows(sizes)
@@ -58,7 +58,7 @@ class _Windowed(SizedAttention):
         return x[(slice(None), *(slice(size) for size in sizes))].contiguous()
 
     def _windows(self, sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Window and shift along each axis; nothing is shifted where one window covers all."""
+        """Return the window and the shift along each axis; where one window covers all, the shift is 0."""
         pairs = zip(sizes, self.window_size, self.shift_size, strict=True)
         return list(self.window_size), [0 if win >= size else shift for size, win, shift in pairs]
 
@@ -66,7 +66,7 @@ class _Windowed(SizedAttention):
         return self.get_relative_position_bias()
 
     def _attend(self, x: Tensor, mask: Tensor | None, bias: Tensor) -> Tensor:
-        """Attention within windows, (B * windows, positions, C); mask: (windows, positions, positions)."""
+        """Attend within windows, (B * windows, positions, C); mask: (windows, positions, positions)."""
         values = self.proj.weight.shape[1]
         keys = (self.qkv.weight.shape[0] - values) // 2
         parts = F.linear(x, self.qkv.weight, self._input_bias(keys)).split_with_sizes([keys, keys, values], -1)
@@ -86,7 +86,7 @@ class _Windowed(SizedAttention):
 
 
 def _cut(x: Tensor, window: Sequence[int]) -> Tensor:
-    """(B, *sizes, C) in windows: (B * windows, positions, C)."""
+    """Return (B, *sizes, C) cut into windows: (B * windows, positions, C)."""
     n = len(window)
     split = [part for size, win in zip(x.shape[1:-1], window, strict=True) for part in (size // win, win)]
     order = (0, *range(1, 2 * n, 2), *range(2, 2 * n + 1, 2), 2 * n + 1)
@@ -102,7 +102,7 @@ def _join(x: Tensor, sizes: Sequence[int], window: Sequence[int]) -> Tensor:
 
 
 def _shift_mask(x: Tensor, padded: Sequence[int], window: Sequence[int], shift: Sequence[int]) -> Tensor:
-    """-100 between positions that only the cyclic shift made neighbors, (windows, positions, positions)."""
+    """Return -100 between positions that are neighbors only by the cyclic shift, (windows, positions, positions)."""
     regions = torch.zeros(tuple(padded), dtype=torch.long)
     for axis, (size, win, s) in enumerate(zip(padded, window, shift, strict=True)):
         part = torch.tensor([0] * (size - win) + [1] * (win - s) + [2] * s if s else [0] * size)
@@ -122,7 +122,7 @@ class SizedWindowAttention3d(_Windowed, ShiftedWindowAttention3d):  # type: igno
     """torchvision's `ShiftedWindowAttention3d`."""
 
     def _windows(self, sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-        """A window is no larger than the input here, and its part of the position table is read."""
+        """Return windows that are no larger than the input; they read their part of the position table."""
         _, shift = super()._windows(sizes)
         return [min(size, win) for size, win in zip(sizes, self.window_size, strict=True)], shift
 
@@ -137,7 +137,7 @@ class SizedWindowAttentionV2(_Windowed, ShiftedWindowAttentionV2):  # type: igno
     logit_scale: nn.Parameter
 
     def dense_scale(self) -> float:
-        """1: the scale is learned."""
+        """Return 1: the scale is learned."""
         return 1.0
 
     def fits_original(self) -> bool:
@@ -149,7 +149,7 @@ class SizedWindowAttentionV2(_Windowed, ShiftedWindowAttentionV2):  # type: igno
         if self.qkv.bias is None:
             return None
         q, k, v = self.qkv.bias.split_with_sizes([keys, keys, len(self.qkv.bias) - 2 * keys])
-        return torch.cat([q, k * 0, v])  # keys have no bias, whatever its entries hold
+        return torch.cat([q, k * 0, v])  # keys have no bias; its entries are ignored
 
     def _scores(self, q: Tensor, k: Tensor) -> Tensor:
         scale = torch.clamp(self.logit_scale, max=math.log(100.0)).exp()
@@ -158,9 +158,9 @@ class SizedWindowAttentionV2(_Windowed, ShiftedWindowAttentionV2):  # type: igno
 
 @substitute(RelativePositionalMultiHeadAttention)
 class SizedRelativeAttention(SizedAttention, RelativePositionalMultiHeadAttention):  # type: ignore[misc]
-    """torchvision's `RelativePositionalMultiHeadAttention`, which takes the heads' width for the input's.
+    """torchvision's `RelativePositionalMultiHeadAttention`, whose heads are as wide as the input.
 
-    (B, groups, positions, C) goes in and comes out.
+    Input and output are (B, groups, positions, C).
     """
 
     heads = "n_heads"
@@ -172,11 +172,11 @@ class SizedRelativeAttention(SizedAttention, RelativePositionalMultiHeadAttentio
     get_relative_positional_bias: Callable[[], Tensor]
 
     def dense_scale(self) -> float:
-        """The one the dense module was made with: from the width of its input."""
+        """Return the scale of the dense module, which follows from the width of its input."""
         return float(self.scale_factor)
 
     def take_sizes(self) -> None:
-        """The width of a head."""
+        """Set the width of a head from the weights."""
         self.head_dim = self.merge.weight.shape[1] // self.n_heads
 
     def fits_original(self) -> bool:

@@ -1,8 +1,6 @@
-"""Models by name: torchvision's classifiers, exactly torchvision's own, the CIFAR ResNets, and other packages' zoos.
+"""Models by name from torchvision, timm, transformers and the CIFAR ResNets, or from a factory in the user's file.
 
-Zoos of other packages: timm's models, and image classifiers of transformers by model type. Nothing is downloaded.
-
-The user's own model: what a function in a Python file returns.
+Of timm and transformers nothing is downloaded; transformers' image classifiers are named by their model type.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ OptionalZoo = Literal["timm", "hf"]
 OPTIONAL_ZOOS: tuple[OptionalZoo, ...] = get_args(OptionalZoo)
 PACKAGES: dict[str, str] = {"timm": "timm", "hf": "transformers"}
 OF_WEIGHTS = frozenset({"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"})
-"""Arguments by which timm would fetch or unpickle weights: those come from `model.weights` alone."""
+"""Arguments by which timm would fetch or unpickle weights, which come from `model.weights` alone."""
 
 
 def package(zoo: str) -> Any:
@@ -61,7 +59,7 @@ def optional_names(zoo: str) -> tuple[str, ...]:
 
 
 def optional_builder(zoo: str, name: str) -> Callable[..., nn.Module]:
-    """Return what builds a model of an optional zoo with random weights; the name is one of `optional_names`."""
+    """Return the builder of a model of an optional zoo with random weights; the name is one of `optional_names`."""
     return _timm(name) if zoo == "timm" else _hf(name)
 
 
@@ -79,7 +77,7 @@ def _timm(name: str) -> Callable[..., nn.Module]:
 def _hf(name: str) -> Callable[..., nn.Module]:
     def build(num_classes: int | None = None, **arguments: Any) -> nn.Module:
         transformers = package("hf")
-        # Fields of every configuration, and what is in none, may name code to fetch; a model's own say its sizes.
+        # Fields of every configuration, and unknown ones, may name code to fetch; a model's own fields are its sizes.
         own = {field.name for field in fields(transformers.CONFIG_MAPPING[name])}
         known = own - {field.name for field in fields(transformers.PreTrainedConfig)}
         for key in arguments:
@@ -97,9 +95,7 @@ def _hf(name: str) -> Callable[..., nn.Module]:
 
 
 def image_shape(model: nn.Module) -> tuple[int, ...] | None:
-    """Return the shape (channels, height, width) of images that a model of these zoos says it was made for; None if
-    not.
-    """
+    """Return the shape (channels, height, width) of images that a model of these zoos is made for; None if unknown."""
     made_for = getattr(model, "pretrained_cfg", None)
     if isinstance(made_for, dict) and "input_size" in made_for:
         return tuple(made_for["input_size"])
@@ -109,7 +105,7 @@ def image_shape(model: nn.Module) -> tuple[int, ...] | None:
 
 
 ZOOS: tuple[Literal["torchvision", "cifar"], ...] = ("torchvision", "cifar")
-"""Those that are always there, in which a bare name is looked up."""
+"""The zoos that are always installed, in which a bare name is looked up."""
 WITH_INIT_WEIGHTS = (torchvision.models.googlenet, torchvision.models.inception_v3)
 
 
@@ -135,7 +131,7 @@ def build_model(settings: ModelSettings, *, num_classes: int | None) -> nn.Modul
             constructor's own number (1000 as a rule, and 10 for CIFAR).
 
     Raises:
-        ModelError: unknown name, arguments the constructor refuses, unknown weights, or weights that do not fit.
+        ModelError: unknown name, arguments that the constructor rejects, unknown weights, or weights that do not fit.
     """
     builder = _builder(settings)
     arguments = dict(settings.arguments)
@@ -155,7 +151,7 @@ def is_weights_file(settings: ModelSettings) -> bool:
 
 
 def missing_weights(settings: ModelSettings) -> str | None:
-    """Return what is missing of the weights, where it was looked for and how to supply it; None when nothing is.
+    """Return which weights are missing, where they were looked for and how to supply them; None if they are there.
 
     Weights that torchvision knows by name are missing here until they have been downloaded once.
     """
@@ -203,15 +199,15 @@ def _builder(settings: ModelSettings) -> Callable[..., nn.Module]:
 
 def _construct(settings: ModelSettings, builder: Callable[..., nn.Module], arguments: dict[str, Any]) -> nn.Module:
     if builder in WITH_INIT_WEIGHTS:
-        arguments.setdefault("init_weights", True)  # torchvision's default, which it warns about unless it is said
+        arguments.setdefault("init_weights", True)  # torchvision's default, which it warns about unless it is given
     fixed = {"weights": None} if settings.zoo == "torchvision" else {}
     try:
         return builder(**fixed, **arguments)
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise _refused(settings, arguments, error) from error
+        raise _constructor_error(settings, arguments, error) from error
 
 
-def _refused(settings: ModelSettings, arguments: dict[str, Any], error: Exception) -> ModelError:
+def _constructor_error(settings: ModelSettings, arguments: dict[str, Any], error: Exception) -> ModelError:
     return ModelError(f"model.arguments: {settings.zoo}'s {settings.name} refuses {arguments}: {error}")
 
 
@@ -239,7 +235,7 @@ def _pretrained(settings: ModelSettings, builder: Callable[..., nn.Module], argu
         path = _cached(weights.url)
         raise ModelError(f"model.weights: {path}: the file is damaged ({error}); remove it") from error
     except (TypeError, ValueError, RuntimeError) as error:
-        raise _refused(settings, arguments, error) from error
+        raise _constructor_error(settings, arguments, error) from error
 
 
 def load_factory(reference: str) -> nn.Module:
@@ -257,10 +253,10 @@ def load_factory(reference: str) -> nn.Module:
 
 
 def load_with_example(reference: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
-    """As `load_factory`, with the example that the factory returns beside the model; None where it returns none.
+    """Run a factory as `load_factory` does, and return the model and the example; None if the factory returns none.
 
     Raises:
-        ModelError: as for `load_factory`; or the example is none, or not one of this model.
+        ModelError: as for `load_factory`; or the example is not one of this model.
     """
     found = run_factory(reference, ModelError)
     model, given = found if isinstance(found, tuple) and len(found) == 2 else (found, None)

@@ -210,7 +210,7 @@ class ResumableRun(CallInterceptor):
         numbers = count()
         given = map_tensors(inputs, lambda tensor: self._input(next(numbers), tensor))
         unfused = torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
-        with self.watching(), _DispatchMode(self), unfused:
+        with self.intercepting(), _DispatchMode(self), unfused:
             try:
                 call(self._model, given)
             except (_Stopped, Exception):  # a callback from C++ may turn it into another exception
@@ -292,10 +292,10 @@ class ResumableRun(CallInterceptor):
         finally:
             self._depth -= 1
 
-    def leave(self, given: tuple[Any, ...], result: Any) -> None:
+    def leave_norm(self, given: tuple[Any, ...], result: Any) -> None:
         """Run the hooks of a module that is left, as part of a call."""
         with self._tracked():
-            super().leave(given, result)
+            super().leave_norm(given, result)
 
     @contextmanager
     def _tracked(self) -> Iterator[None]:
@@ -306,7 +306,7 @@ class ResumableRun(CallInterceptor):
         finally:
             self._depth -= 1
 
-    def transformed(self) -> None:
+    def on_transform(self) -> None:
         """Mark the pass as opaque: tensors of a transform of functions exist only in it."""
         self._mark_opaque()
 
@@ -361,7 +361,7 @@ class ResumableRun(CallInterceptor):
         made = self._untracked.get(memory_of(tensor))
         return made is not None and made() is not None
 
-    def look(self, name: str, function: Any, /, *args: Any, **named: Any) -> Any:
+    def query(self, name: str, function: Any, /, *args: Any, **named: Any) -> Any:
         """Read an attribute; a blank gives the strides of the tensor, and blanks for tensors such as `mT`."""
         mark = self._mark(args[0]) if args and isinstance(args[0], Tensor) else None
         if mark is not None and mark.blank is not None:

@@ -61,17 +61,22 @@ def calibrate(
         batches: as `prunekit.prune` takes them: tensors, or mappings of them by the names of the model's arguments; or
             tuples and lists whose first entry is that or a tuple of all arguments, such as (images, labels). Or all
             samples as one tensor or one mapping of tensors, or a data set of them.
-        device: where the batches go; None: where the model's parameters are.
-        modules, inputs, outputs, fused: as for `StatsCollector`.
+        device: of the batches; None: that of the model's parameters.
+        modules: as for `StatsCollector`.
+        inputs: as for `StatsCollector`.
+        outputs: as for `StatsCollector`.
+        fused: as for `StatsCollector`.
         moments: "full": also the Gram matrix of every layer's input channels, as `MomentsCollector` collects them.
-        moments_ignore, moments_limit_mib, moments_positions: its `ignore`, `limit_mib` and `positions`.
+        moments_ignore: `ignore` of `MomentsCollector`.
+        moments_limit_mib: its `limit_mib`.
+        moments_positions: its `positions`.
         ranks: whether to measure the ranks of feature maps too, as `RankCollector` does.
         task: takes batches apart that come in another form; itself or its name.
         progress: whether to show bars on stderr; None: on a terminal and in a notebook.
 
     Raises:
         UsageError: `batches` is empty, and as for the collectors.
-        DataError: a batch comes in a form that is not known; a `UsageError`.
+        DataError: a batch has a form that is not known; a `UsageError`.
         NonFiniteError: as for `RankCollector`.
 
     Example:
@@ -92,7 +97,7 @@ def calibrate(
     second: MomentsCollector | None = None
     pairs: Iterable[Any] = ModelBatches(model, batches, task)
     if moments == "full":
-        few, pairs = few_samples(pairs)
+        few, pairs = peek_samples(pairs)
         second = MomentsCollector(
             model,
             to_device(few, place),
@@ -104,11 +109,11 @@ def calibrate(
         return Collectors(stats, second, RankCollector(model) if ranks else None).run(model, pairs, place)
 
 
-def few_samples(batches: Iterable[Any]) -> tuple[Any, Iterator[Any]]:
-    """Return the inputs of the first two samples, and the same batches.
+def peek_samples(batches: Iterable[Any]) -> tuple[Any, Iterator[Any]]:
+    """Return the inputs of the first two samples, and an iterator over all the batches.
 
     Raises:
-        UsageError: there are none.
+        UsageError: there are no batches.
     """
     rest = iter(batches)
     for first in rest:
@@ -118,7 +123,7 @@ def few_samples(batches: Iterable[Any]) -> tuple[Any, Iterator[Any]]:
 
 @dataclass(frozen=True, eq=False)
 class Collectors:
-    """What looks on while a model runs; `moments` and `ranks` where they are wanted."""
+    """Collectors that share the forward passes of a model; `moments` and `ranks` are optional."""
 
     stats: StatsCollector
     moments: MomentsCollector | None = None
@@ -129,12 +134,12 @@ class Collectors:
         return [owner for owner in (self.stats, self.moments, self.ranks) if owner is not None]
 
     def dealt(self, rank: int, of: int) -> None:
-        """Say that what `run` is given is every `of`-th batch of a data set, from number `rank`."""
+        """Take the batches of `run` for every `of`-th of a data set, from number `rank`."""
         for owner in self._owners:
             owner.dealt(rank, of)
 
     def run(self, model: nn.Module, batches: Iterable[Any], device: torch.device) -> ChannelStats:
-        """Run the model as `collect` does, and return all that was seen so far."""
+        """Run the model over batches, in eval mode without gradients, and return all statistics so far."""
         run_passes(model, batches, device, *self._owners)
         return replace(
             self.stats.stats(),
@@ -146,13 +151,14 @@ class Collectors:
 class StatsCollector(ConsumerHooks):
     """Collects per-channel statistics of a model's activations, as a context manager of forward hooks.
 
-    Also of what layers read and make whose weight is used without their module's being called, as attention does.
+    It also measures the inputs and outputs of layers whose weight is used without a call of their module, as in
+    attention.
 
     Every forward pass of `model` inside the `with` counts, in full: every batch, every call of a module that is
-    called more than once, every position. Memory is O(channels). Train or eval mode and `no_grad` are the caller's
-    business.
+    called more than once, every position. Memory is O(channels). Train or eval mode and `no_grad` are left to the
+    caller.
 
-    Values are reduced inside the hook, because a later in-place ReLU overwrites what a hook was given.
+    Values are reduced inside the hook, because a later in-place ReLU may overwrite them.
 
     Args:
         model: the model, not compiled.
@@ -162,11 +168,11 @@ class StatsCollector(ConsumerHooks):
         axes: channel axis by module path, where `channel_axis` is wrong (an activation after a Linear, say).
         fused: whether activations are measured by kernels of `torch.compile`'s backend, which take seconds to compile
             once in a process. True: from the first; False: never; None: after so many values that it pays off. Without
-            a C++ compiler (CPU) or Triton (CUDA) the eager form stays: see `form`.
+            a C++ compiler (CPU) or Triton (CUDA) they are measured eagerly: see `form`.
 
     Raises:
-        UsageError: a path that is not there; in a hook: an activation whose number of channels changes
-            from batch to batch, or an axis that it does not have.
+        UsageError: the model has no module of that path; in a hook: the number of channels of an activation changes
+            from batch to batch, or it does not have the given axis.
         ModelError: on enter, when the model is compiled: hooks added after `torch.compile` are silently ignored.
 
     Example:
@@ -201,36 +207,34 @@ class StatsCollector(ConsumerHooks):
         self._every = modules is None
         self._called: set[str] = set()
         self._sides = {"input": inputs, "output": outputs}
-        self._axes = _known(axes or {}, self._targets)
+        self._axes = _checked_axes(axes or {}, self._targets)
         self._reducer = Reducer(fused)
         self._parts: dict[StatsKey, list[FloatArray]] = {}
 
     def register_hooks(self) -> None:
-        """Hooks the modules."""
+        """Register hooks on the modules, and intercept the consumers."""
         super().register_hooks()
         for path, module in self._targets.items():
-            if not never_called(module):  # seen where its weight is used
-                self._watch(path, module)
+            if not never_called(module):  # a consumer, measured where its weight is used
+                self._hook_module(path, module)
 
     def run(self, batches: Iterable[Any], *, device: torch.device | str | None = None) -> ChannelStats:
-        """Run the model over batches, as `collect` does, and return the statistics so far."""
+        """Run the model over batches, in eval mode without gradients, and return the statistics so far."""
         run_passes(self._model, batches, device, self)
         return self.stats()
 
     @property
     def form(self) -> str:
-        """How values were reduced: "fused"; or "eager", with the reason where it was not asked for."""
+        """How values were reduced: "fused"; or "eager", with the reason if it was not chosen."""
         return self._reducer.form
 
     @property
     def compile_seconds(self) -> float:
-        """What compiling took, once in this process."""
+        """Time that compiling took, once in this process."""
         return self._reducer.compile_seconds
 
     def stats(self) -> ChannelStats:
-        """Return the statistics so far; keys are in the order in which activations were first met.
-
-        Their provenance says which `form` of reduction made them.
+        """Return the statistics so far, in the order in which activations were first met; `form` is their provenance.
 
         Raises:
             UsageError: the model has not run inside the `with`.
@@ -239,37 +243,37 @@ class StatsCollector(ConsumerHooks):
         merged = {key: LayerStats.from_rows(combine_rows(parts)) for key, parts in self._parts.items()}
         return ChannelStats(merged, {"reduction": self.form}, reads=dict(self.consumers))
 
-    def _watch(self, path: str, module: nn.Module) -> None:
+    def _hook_module(self, path: str, module: nn.Module) -> None:
         def before(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
             self._called.add(path)
             if self._sides["input"]:
-                self._note(path, "input", first_tensor((arguments, named)))
+                self._measure(path, "input", first_tensor((arguments, named)))
 
         def after(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
-            self._note(path, "output", first_tensor(result))
+            self._measure(path, "output", first_tensor(result))
 
         self.own_forward_pre(module, before, again=True)
         if self._sides["output"]:
             self.own_forward(module, after, again=True)
 
     def start_pass(self) -> None:
-        """Forget what a pass that raised has left."""
+        """Drop the results of a pass that raised."""
         super().start_pass()
         self._called.clear()
 
     def on_input(self, consumer: Consumer, values: Tensor, axis: int) -> None:
         """Measure the input of a layer whose module is not called."""
-        self._uncalled(consumer.path, "input", values, axis)
+        self._measure_uncalled(consumer.path, "input", values, axis)
 
     def on_output(self, consumer: Consumer, values: Tensor, axis: int) -> None:
         """Measure the output of a layer whose module is not called."""
-        self._uncalled(consumer.path, "output", values, axis)
+        self._measure_uncalled(consumer.path, "output", values, axis)
 
-    def _uncalled(self, path: str, side: Side, values: Tensor, axis: int) -> None:
+    def _measure_uncalled(self, path: str, side: Side, values: Tensor, axis: int) -> None:
         if self._sides[side] and path not in self._called and (self._every or path in self._targets):
-            self._note(path, side, values, axis)
+            self._measure(path, side, values, axis)
 
-    def _note(self, path: str, side: Side, tensor: Tensor | None, axis: int | None = None) -> None:
+    def _measure(self, path: str, side: Side, tensor: Tensor | None, axis: int | None = None) -> None:
         if not self.inside:
             return
         key = StatsKey(path, side, self.ordinal(path, side))
@@ -280,13 +284,13 @@ class StatsCollector(ConsumerHooks):
             plain = next(module.parameters(), None) is None
             by_token = plain and tensor.ndim == 3 and tensor.shape[:2] == self.sequences
             axis = self._axes.get(path, 2 if by_token else channel_axis(module, tensor.ndim))
-        with torch._C.DisableTorchFunction():  # what is computed here is not the model's
+        with torch._C.DisableTorchFunction():  # these computations are not the model's
             found = self.measurable(tensor, axis)
             if found is not None:
                 self._running[key] = self._summarize(found[0], _checked_axis(*found, key))
 
     def finish_pass(self) -> None:
-        """Add what the finished forward pass showed; one that failed half way counts for nothing."""
+        """Add the results of the finished forward pass; one that raised does not count."""
         for key, rows in self._running.items():
             parts = self._parts.setdefault(key, [])
             if parts and parts[0].shape != rows.shape:
@@ -297,22 +301,20 @@ class StatsCollector(ConsumerHooks):
             parts.append(rows)
             if len(parts) == PARTS:
                 parts[:] = [combine_rows(parts)]
-        self._measured.clear()
+        self._cache.clear()
 
     def _summarize(self, tensor: Tensor, axis: int) -> FloatArray:
-        """Measure a tensor, or look it up."""
-        rows: FloatArray | None = self._measured.get(tensor, axis)
+        """Return the measurement of a tensor, from the cache if it was measured before."""
+        rows: FloatArray | None = self._cache.get(tensor, axis)
         if rows is None:
             rows = summarize(*self.without_padding(tensor, axis), self._reducer)
             rows[FIRST_NON_FINITE] *= self.number + 1
-            self._measured.put(tensor, axis, rows)
+            self._cache.put(tensor, axis, rows)
         return rows
 
 
 def first_tensor(value: Any) -> Tensor | None:
-    """Return the first floating-point tensor in a value, its tuples, lists and dictionaries included; None without
-    one.
-    """
+    """Return the first floating-point tensor in a value or in its tuples, lists and dictionaries; None if none."""
     return next((tensor for tensor in gather(value) if tensor.is_floating_point()), None)
 
 
@@ -326,7 +328,7 @@ def _targets(model: nn.Module, modules: Sequence[str] | None) -> dict[str, nn.Mo
     return {path: found[path] for path in modules}
 
 
-def _known(axes: Mapping[str, int], targets: Mapping[str, nn.Module]) -> dict[str, int]:
+def _checked_axes(axes: Mapping[str, int], targets: Mapping[str, nn.Module]) -> dict[str, int]:
     for path in axes:
         if path not in targets:
             raise UsageError(f"axes: {path!r} is not among the measured modules; {nearest(path, targets)}")

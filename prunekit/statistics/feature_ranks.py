@@ -1,4 +1,4 @@
-"""How much the feature maps of a channel hold: their ranks, as in HRank."""
+"""Ranks of a channel's feature maps, as in HRank."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class MapRanks(ChannelSums):
 class RankCollector(ConsumerHooks):
     """Measures the ranks of feature maps while a model runs, as a context manager of hooks.
 
-    Of the inputs of layers that read channels through a weight, and of the outputs of linear layers and of all other
-    modules without children. A feature map is a channel's height x width on one image, 1 x 1 of a flat input; a channel
-    of tokens has none, and there the matrix is samples x tokens of one batch. Each takes a singular value
-    decomposition, in all many times the forward pass: a few hundred images do.
+    It measures the inputs of layers that read channels through a weight, and the outputs of linear layers and of all
+    other modules without children. A feature map is a channel's height x width on one image, 1 x 1 of a flat input; for
+    a channel of tokens it is the matrix samples x tokens of one batch. Each takes a singular value decomposition, which
+    together take many times the forward pass: a few hundred images are enough.
 
     Args:
         model: the model, not compiled.
@@ -65,35 +65,35 @@ class RankCollector(ConsumerHooks):
         return dict(self._sums)
 
     def register_hooks(self) -> None:
-        """Hooks the outputs of modules."""
+        """Register hooks on the outputs of modules, and intercept the consumers."""
         super().register_hooks()
         for path, module in called_leaves(self._model).items():
-            self._watch(path, module)
+            self._hook_output(path, module)
 
     def finish_pass(self) -> None:
-        """Add the finished pass."""
+        """Add the ranks of the finished pass."""
         for key, ranks in self._running.items():
             known = self._sums.get(key)
             self._sums[key] = ranks if known is None else known.merge(ranks)
 
     def on_input(self, consumer: Consumer, values: Tensor, axis: int) -> None:
-        """Measure what a layer with a weight reads."""
-        self._note(consumer.path, "input", values, axis)
+        """Measure the input of a layer with a weight."""
+        self._measure(consumer.path, "input", values, axis)
 
     def on_output(self, consumer: Consumer, values: Tensor, axis: int) -> None:
-        """Measure what a linear layer makes: nothing else carries attention's queries and keys."""
+        """Measure the output of a linear layer: nothing else carries attention's queries and keys."""
         if axis == values.dim() - 1:
-            self._note(consumer.path, "output", values, axis)
+            self._measure(consumer.path, "output", values, axis)
 
-    def _watch(self, path: str, module: nn.Module) -> None:
+    def _hook_output(self, path: str, module: nn.Module) -> None:
         def after(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
             tensor = next(iter(gather(result)), None)
             if self.inside and tensor is not None and path not in self.consumers:
-                self._note(path, "output", tensor, channel_axis(module, tensor.ndim))
+                self._measure(path, "output", tensor, channel_axis(module, tensor.ndim))
 
         self.own_forward(module, after, again=True)
 
-    def _note(self, path: str, side: Literal["input", "output"], values: Tensor, axis: int) -> None:
+    def _measure(self, path: str, side: Literal["input", "output"], values: Tensor, axis: int) -> None:
         key = StatsKey(path, side, self.ordinal(path, side))
         if axis == values.dim() - 1:  # padding adds no rank
             values = rows_of(values, self.counted) if values.dim() == 2 else blank_padding(values, self.counted)
@@ -108,7 +108,7 @@ class RankCollector(ConsumerHooks):
 
 
 def _maps(values: Tensor, axis: int) -> Tensor | None:
-    """(maps, channels, rows, columns) in float32 at least; None where there are none."""
+    """Return feature maps (maps, channels, rows, columns) in float32 at least; None if there are none."""
     if values.ndim < 2 or not values.is_floating_point() or values.numel() == 0:
         return None
     values = values[..., None, None] if values.ndim == 2 else values

@@ -1,4 +1,4 @@
-"""Hooks that act within whole forward passes of a model, and see what its layers read and make in them."""
+"""Hooks that act within whole forward passes of a model, and get the inputs and outputs of its layers."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from prunekit.utils.progress import tracked
 
 
 class PassHooks(HookOwner):
-    """Hooks between one that opens and one that closes each forward pass of a model.
+    """Hooks that act within each forward pass of a model.
 
-    What runs outside of `model(...)`, such as the second forward of activation checkpointing, is not counted, and nor
-    is a forward pass that raises. Subclasses override `register_hooks`, `start_pass` and `finish_pass`.
+    Calls outside of `model(...)`, such as the second forward of activation checkpointing, do not count, and neither
+    does a forward pass that raises. Subclasses override `register_hooks`, `start_pass` and `finish_pass`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -48,52 +48,55 @@ class PassHooks(HookOwner):
         self._passes = 0
         self._dealt = 0, 1
         self._calls: Counter[Hashable] = Counter()
-        self._reads: ConsumerInterceptor | None = None
-        self._reading = False
+        self._interceptor: ConsumerInterceptor | None = None
+        self._intercepting = False
         self.counted: Tensor | None = None
-        """Which positions of the running pass's samples are no padding, see `counted_positions`."""
+        """Which positions of the running pass's samples are not padding, see `counted_positions`."""
         self.sequences: tuple[int, int] | None = None
         """(B, T) of samples that are sequences, see `sequence_shape`."""
 
     def dealt(self, rank: int, of: int) -> None:
-        """Say that the passes are every `of`-th of a data set's, from number `rank`: they are numbered accordingly."""
+        """Take the passes for every `of`-th of a data set's, from number `rank`; `number` counts accordingly."""
         self._dealt = rank, of
 
     @property
     def number(self) -> int:
-        """Of the running pass, or the next one, from 0."""
+        """Number of the running pass, or of the next one, from 0."""
         rank, of = self._dealt
         return rank + of * self._passes
 
     def register_hooks(self) -> None:
-        """Register the hooks that look into the pass."""
+        """Register the hooks that act within a pass."""
         raise NotImplementedError
 
     def start_pass(self) -> None:
-        """Forget what a pass that raised has left."""
+        """Prepare for a pass; the one before may have raised."""
 
     def finish_pass(self) -> None:
-        """Add what the finished pass showed."""
+        """Add the results of the finished pass."""
 
     def ordinal(self, *key: Hashable) -> int:
-        """Return how often the running pass has asked for a key before, from 0: which call of a layer it is."""
+        """Return how often the running pass asked for this key before: the number of a layer's call, from 0."""
         self._calls[key] += 1
         return self._calls[key] - 1
 
     def intercept_consumers(
-        self, before: ConsumerCallback, after: ConsumerCallback, watch: type[ConsumerInterceptor] = ConsumerInterceptor
+        self,
+        before: ConsumerCallback,
+        after: ConsumerCallback,
+        interceptor: type[ConsumerInterceptor] = ConsumerInterceptor,
     ) -> None:
-        """Watch torch's functions while the model runs.
+        """Pass the inputs and outputs of consumers to callbacks while the model runs.
 
-        Until this owner has left, attention modules that hide their projections from torch's functions are their
+        Until this owner exits, attention modules that hide their projections from torch's functions are replaced by
         equivalents, and attention's fast path is off.
         """
         self.own_context(without_fast_path())
         self.own_context(_substituted(self._model))
-        self._reads = watch(self._model, before, after)
+        self._interceptor = interceptor(self._model, before, after)
 
     def register(self) -> None:
-        """Hooks the model.
+        """Register the hooks on the model.
 
         Raises:
             ModelError: it is compiled.
@@ -107,23 +110,19 @@ class PassHooks(HookOwner):
 
     @property
     def inside(self) -> bool:
-        """Whether a forward pass of the model is running, and no transform such as vmap: it hides values."""
+        """Whether a forward pass of the model is running, without a transform such as vmap, which hides values."""
         return self._depth > 0 and torch._C._functorch.peek_interpreter_stack() is None
 
     def require_passes(self) -> None:
-        """Checks that there is something to return.
-
-        Raises:
-            UsageError: the model has not run inside the `with`.
-        """
+        """Raise `UsageError` if the model has not run inside the `with`."""
         if self._passes == 0:
             name = type(self).__name__
             raise UsageError(f"no forward pass was seen: call the model itself inside `with {name}(model)`")
 
     def measurable(self, values: Tensor, axis: int) -> tuple[Tensor, int] | None:
-        """Return an activation and its channel axis; of a nested one all parts, one behind the other, channels last.
+        """Return an activation and its channel axis; the parts of a nested one are concatenated, channels last.
 
-        None for one whose values aren't there one by one, as of sparse ones.
+        None for one whose values are not stored one by one, such as a sparse one.
         """
         if values.is_nested:
             rows = torch.cat(values.unbind())
@@ -131,10 +130,10 @@ class PassHooks(HookOwner):
         return (values, axis) if is_plain(values) else None
 
     def without_padding(self, values: Tensor, axis: int) -> tuple[Tensor, int]:
-        """Return what an activation holds at positions that are no padding, and its channel axis.
+        """Return an activation without the positions that are padding, and its channel axis.
 
         Args:
-            values: (B, T, ..., channels) or (B, channels, T) of sequences; others stay as they are.
+            values: (B, T, ..., channels) or (B, channels, T) of sequences; others are returned unchanged.
             axis: of the channels.
         """
         if self.counted is None or (axis == 1 and values.dim() > 3):
@@ -145,16 +144,16 @@ class PassHooks(HookOwner):
 
     def _enter(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         if self._depth == 0:
-            with torch._C.DisableTorchFunction():  # what is computed here is not the model's
+            with torch._C.DisableTorchFunction():  # these computations are not the model's
                 example = (*given, Keywords(named))
                 self.counted = counted_positions(self._model, example)
                 self.sequences = sequence_shape(self._model, example)
             self._calls.clear()
             self.start_pass()
         self._depth += 1  # a model may call itself
-        if self._depth == 1 and self._reads is not None:
-            self._reads.__enter__()  # type: ignore[no-untyped-call]
-            self._reading = True
+        if self._depth == 1 and self._interceptor is not None:
+            self._interceptor.__enter__()  # type: ignore[no-untyped-call]
+            self._intercepting = True
 
     def _finish(self, *forward: Any) -> None:
         if self._depth == 1:
@@ -163,25 +162,25 @@ class PassHooks(HookOwner):
 
     def _leave(self, *forward: Any) -> None:
         if self._depth == 1:
-            self._stop_reading()
+            self._stop_intercepting()
         self._depth -= 1
 
     def remove(self) -> None:
         """Remove every hook of this owner, also when a pass was interrupted."""
         super().remove()
-        self._stop_reading()
+        self._stop_intercepting()
 
-    def _stop_reading(self) -> None:
-        if self._reading and self._reads is not None:
-            self._reading = False
-            self._reads.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._reads.forget()
+    def _stop_intercepting(self) -> None:
+        if self._intercepting and self._interceptor is not None:
+            self._intercepting = False
+            self._interceptor.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._interceptor.forget()
 
 
 class MeasurementCache:
-    """What was measured of tensors in the running pass, as long as nobody writes to them; it keeps none of them alive.
+    """Measurements of tensors in the running pass, valid until they are written to; most inputs are another's output.
 
-    Most inputs are another module's output.
+    It keeps no tensor alive.
     """
 
     def __init__(self) -> None:
@@ -189,45 +188,44 @@ class MeasurementCache:
         self.clear = self._found.clear
 
     def get(self, tensor: Tensor, how: Hashable) -> Any:
-        """Return what was put for a tensor that was measured in the same way; None without."""
+        """Return the measurement of a tensor in the same way; None if there is none."""
         if tensor.is_inference() or id(tensor) not in self._found:
             return None
         reference, version, known, found = self._found[id(tensor)]
         return found if reference() is tensor and (version, known) == (tensor._version, how) else None
 
     def put(self, tensor: Tensor, how: Hashable, found: Any) -> None:
-        """Take note of what was measured of a tensor."""
-        if not tensor.is_inference():  # without a version counter nobody knows whether it was written to
+        """Store the measurement of a tensor."""
+        if not tensor.is_inference():  # it has no version counter, which tells whether it was written to
             self._found[id(tensor)] = weakref.ref(tensor), tensor._version, how, found
 
 
 class ConsumerHooks(PassHooks):
-    """Sees the input of every layer with a weight in each forward pass; subclasses say what becomes of it.
+    """Hooks that get the input and output of every consumer in each forward pass; subclasses handle them.
 
-    Inside the `with`, attention modules that hide their projections from torch's functions are their equivalents, and
-    attention's fast path is off.
+    Inside the `with`, attention modules are replaced as by `intercept_consumers`.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.consumers: dict[str, Consumer] = {}
-        """Those that were called so far, by their path."""
+        """The consumers that were called so far, by their path."""
         self._running: dict[Any, Any] = {}
-        self._measured = MeasurementCache()
+        self._cache = MeasurementCache()
 
     def start_pass(self) -> None:
-        """Forget what a pass that raised has left."""
+        """Drop the results of a pass that raised."""
         self._running.clear()
-        self._measured.clear()
+        self._cache.clear()
 
     def on_input(self, consumer: Consumer, values: Tensor, axis: int) -> None:
-        """Take note of an input, which a later layer may overwrite; `axis` holds the channels."""
+        """Handle an input, which a later layer may overwrite; `axis` holds the channels."""
 
     def on_output(self, consumer: Consumer, values: Tensor, axis: int) -> None:
-        """Take note of an output."""
+        """Handle an output."""
 
     def register_hooks(self) -> None:
-        """Prepare the watch over torch's functions, which is on while the model runs."""
+        """Intercept the consumers."""
         self.intercept_consumers(self._before, self._after)
 
     def _before(self, consumer: Consumer, values: Tensor, axis: int) -> None:
@@ -249,12 +247,13 @@ class ConsumerHooks(PassHooks):
 
 
 def run_passes(model: nn.Module, batches: Iterable[Any], device: torch.device | str | None, *owners: HookOwner) -> None:
-    """Run a model over batches, in eval mode without gradients, while the owners look on.
+    """Run a model over batches, in eval mode without gradients, with the hooks of the owners.
 
     Args:
         model: every module is afterwards in the mode it had.
         batches: inputs as `inputs_as_example` takes them, or tuples and lists whose first entry is that.
-        device: where they go; None: where the model's parameters are.
+        device: of the inputs; None: that of the model's parameters.
+        *owners: entered before the first batch and left after the last.
     """
     place = device_of(model, device)
     with training_mode(model, False), torch.compiler.set_stance("force_eager"), ExitStack() as entered:
@@ -280,7 +279,7 @@ def find_consumers(model: nn.Module, inputs: Any) -> dict[str, Consumer]:
 
 @contextmanager
 def _substituted(model: nn.Module) -> Iterator[None]:
-    """Put equivalents in place of attention modules that read their weights out of torch's sight."""
+    """Replace attention modules whose projections torch's functions do not show by equivalents."""
     originals = [module for module in model.modules() if type(module) in substitutes()]
     before = [(module, type(module), dict(vars(module))) for module in originals]
     substitute_all(model)

@@ -14,7 +14,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 class StatsKey(NamedTuple):
-    """Which activation: a module's input or output, in its `call`-th call (from 0) of one forward pass."""
+    """The key of an activation: a module's input or output, in its `call`-th call (from 0) of one forward pass."""
 
     module: str
     side: Literal["input", "output"]
@@ -33,10 +33,10 @@ class LayerStats:
     """
 
     count: IntArray
-    """Finite values seen, over all batches, calls and positions."""
+    """Finite values, over all batches, calls and positions."""
     mean: FloatArray
     squared_deviations: FloatArray
-    """Sum of (x - mean)^2: what merging needs in place of the variance."""
+    """Sum of (x - mean)^2, which merging needs in place of the variance."""
     absolute_sum: FloatArray
     min: FloatArray
     max: FloatArray
@@ -45,7 +45,7 @@ class LayerStats:
     non_finite: IntArray
     """Values that are NaN or Inf."""
     first_non_finite: IntArray
-    """In which forward pass, from 1, the channel first showed one of them; 0 where in none."""
+    """The forward pass, from 1, in which the channel first had one of them; 0 if in none."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -53,7 +53,7 @@ class LayerStats:
 
     @classmethod
     def empty(cls, channels: int) -> LayerStats:
-        """Return what is known before the first value: the neutral element of `combine`."""
+        """Return the statistics of no values: the neutral element of `combine`."""
         rows = np.zeros((len(ARRAYS), channels))
         rows[ARRAYS.index("min")], rows[ARRAYS.index("max")] = np.inf, -np.inf
         return cls.from_rows(rows)
@@ -65,7 +65,7 @@ class LayerStats:
 
     @property
     def rows(self) -> FloatArray:
-        """(arrays, channels) The fields in their order."""
+        """The fields in their order, (arrays, channels)."""
         return np.stack([getattr(self, name) for name in ARRAYS], dtype=np.float64)
 
     @property
@@ -95,7 +95,7 @@ class LayerStats:
 
     @property
     def constant(self) -> npt.NDArray[np.bool_]:
-        """Channels that showed more than one value, all of them equal: they carry nothing."""
+        """Channels with more than one value, all of them equal: they carry no information."""
         found: npt.NDArray[np.bool_] = (self.count > 1) & (self.min == self.max)
         return found
 
@@ -123,13 +123,13 @@ class ChannelSums:
 
     @property
     def mean(self) -> FloatArray:
-        """(channels,)"""
+        """Mean of each channel, (channels,)."""
         return self.total / max(self.count, 1)
 
 
 ARRAYS = tuple(field.name for field in fields(LayerStats))
 COUNTS = {"count", "zeros", "non_finite", "first_non_finite"}
-"""Those that are integers."""
+"""The arrays that hold integers."""
 
 
 def combine(parts: Sequence[LayerStats]) -> LayerStats:
@@ -142,7 +142,7 @@ def combine(parts: Sequence[LayerStats]) -> LayerStats:
 
 
 def combine_rows(parts: Sequence[FloatArray]) -> FloatArray:
-    """Return the same for rows, each (arrays, channels)."""
+    """Return the rows of all parts together, each (arrays, channels); as `combine`."""
     counts, means, deviations, absolute, lows, highs, zeros, bad, first_bad = np.stack(parts, axis=1)
     count = counts.sum(0)
     base = np.take_along_axis(means, counts.argmax(0)[None], 0)[0]

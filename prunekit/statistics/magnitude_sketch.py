@@ -74,14 +74,13 @@ class MagnitudeSketch:
         return int(self._counts[FINITE:].sum())
 
     def quantile(self, share: float) -> float:
-        """Return the threshold t for which the share of finite values with |x| < t is as near `share` as the buckets
-        allow.
+        """Return the threshold t for which the share of finite values with |x| < t is nearest to `share`.
 
         Args:
             share: 0..1.
 
         Returns:
-            t, interpolated within its bucket; 0.0 where the zeros alone reach `share`; for share 1 a t above all.
+            t, interpolated within its bucket; 0.0 if the zeros alone reach `share`; for share 1 a t above all.
 
         Raises:
             UsageError: `share` is out of range, or no finite value has been counted.
@@ -97,7 +96,7 @@ class MagnitudeSketch:
         return float(EDGES[index - 1] + part * (EDGES[index] - EDGES[index - 1]))
 
     def _below(self) -> IntArray:
-        """(FINITE,) How many values lie below each edge; zeros count as below the first."""
+        """Return how many values lie below each edge, (FINITE,); zeros count as below the first."""
         below: IntArray = self._counts[:FINITE].cpu().numpy().cumsum()
         if below[-1] == 0:
             raise UsageError("the sketch has counted no finite value: run the model on calibration data first")
@@ -105,7 +104,7 @@ class MagnitudeSketch:
 
 
 def _count(block: Tensor) -> Tensor:
-    """(BUCKETS,) How many of the values fall in each bucket."""
+    """Return how many of the values fall in each bucket, (BUCKETS,)."""
     bits = _truncated(block).view(torch.int32) & 0x7FFFFFFF  # without the sign
     nonzero = bits.clamp(max=1).sum()
     counts = torch.bincount(bits >> SHIFT, minlength=BUCKETS)
@@ -116,9 +115,7 @@ def _count(block: Tensor) -> Tensor:
 
 
 def _truncated(values: Tensor) -> Tensor:
-    """Return the values as float32, float64 rounded towards zero: never up into the next bucket or to Inf, nor down
-    to 0.
-    """
+    """Return the values as float32, float64 rounded towards zero: never up into the next bucket, nor down to 0."""
     if values.dtype != torch.float64:
         return values.float()
     magnitude = values.abs()

@@ -1,4 +1,4 @@
-"""Second moments of what layers read: the C x C Gram matrix of an input's channels, and their means."""
+"""Second moments of layers' inputs: the C x C Gram matrix of an input's channels, and their means."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from prunekit.utils.tensors import gather
 
 MIB = 2**20
 RAISED = 10
-"""Factor on the ridge of a Gram matrix of fewer positions than channels: along what nobody saw, its inverse says
-nothing."""
+"""Factor on the ridge of a Gram matrix of fewer positions than channels: its inverse is arbitrary along directions that
+no position showed."""
 STRIP = 128
-"""Rows of a symmetric product computed at a time, from the diagonal on: the other half is its mirror image."""
+"""Rows of a symmetric product computed at a time, from the diagonal on: the other half is its transpose."""
 DOUBTFUL = 1e-2
-"""Below this share of the second moment, float32 products leave a variance fewer than four digits."""
+"""Below this share of the second moment, a variance from float32 products has fewer than four digits."""
 
 
 @dataclass(frozen=True, eq=False)
 class InputMoments(ChannelSums):
     """First and second moments of the channels of a consumer's input, over all samples, places and tokens.
 
-    `count` positions: samples, times places or tokens, times calls. Sums in float64, so that parts of a data set add
-    up to the whole. A grouped convolution reads each group of
-    channels for itself: only products within a group are kept, for a depthwise one the squares.
+    `count` is the number of positions: samples, times places or tokens, times calls. Sums are in float64, so that parts
+    of a data set add up to the whole. Of a grouped convolution only products within a group are stored, of a depthwise
+    one the squares.
     """
 
     blocks: FloatArray
@@ -45,23 +45,23 @@ class InputMoments(ChannelSums):
 
     @property
     def groups(self) -> int:
-        """Number of groups; 1: the consumer reads all channels together."""
+        """Number of groups of channels; 1: the consumer reads all of them together."""
         return len(self.blocks)
 
     @property
     def rms(self) -> FloatArray:
-        """(channels,) Root of the mean of x^2."""
+        """Root of the mean of x^2, (channels,)."""
         squares: FloatArray = self.blocks.diagonal(axis1=1, axis2=2).reshape(-1) / max(self.count, 1)
         return np.sqrt(squares)
 
     @property
     def gram(self) -> FloatArray:
-        """(channels, channels) Sum of x x^T over all positions; 0 between groups, where it was not collected."""
+        """Sum of x x^T over all positions, (channels, channels); 0 between groups."""
         return _dense(self.blocks)
 
     @property
     def covariance(self) -> FloatArray:
-        """(channels, channels) Population covariance, divided by `count`; 0 between groups."""
+        """Population covariance (divided by `count`), (channels, channels); 0 between groups."""
         mean = self.mean.reshape(self.groups, -1)
         return _dense(self.blocks / max(self.count, 1) - mean[:, :, None] * mean[:, None, :])
 
@@ -71,10 +71,9 @@ class InputMoments(ChannelSums):
         return bool(np.isfinite(self.total).all() and np.isfinite(self.blocks).all())
 
     def rank(self) -> int:
-        """Return the numerical rank of the Gram matrix as far as float32 tells: at most `channels`, and `count` for
-        each group.
+        """Return the numerical rank of the Gram matrix at the precision of float32; at most `count` for each group.
 
-        Below `channels` some are sums of others on the calibration data, or dead, and the inverse does not exist.
+        Below `channels` some channels are sums of others on the calibration data, or dead, and there is no inverse.
         """
         scale = np.sqrt(self.blocks.diagonal(axis1=1, axis2=2))
         scale = np.where(scale > 0, scale, 1)
@@ -85,7 +84,7 @@ class InputMoments(ChannelSums):
 
     @property
     def too_few(self) -> bool:
-        """Whether there were fewer positions than channels in a group: then no inverse exists, whatever was seen."""
+        """Whether there were fewer positions than channels in a group, so that there is no inverse."""
         return self.count < self.channels // self.groups
 
     def merge(self, other: InputMoments) -> InputMoments:
@@ -111,26 +110,26 @@ def _dense(blocks: FloatArray) -> FloatArray:
 
 @dataclass(frozen=True, eq=False)
 class MomentSums:
-    """Sums over the positions of an activation, around a shift."""
+    """Sums of an activation and of its products over positions, around a shift, on the activation's device."""
 
     count: int
     """Positions: samples, times places or tokens."""
     total: Tensor
     """(channels,) float64."""
     blocks: Tensor
-    """(groups, channels / groups, channels / groups), in the precision of the products; below the diagonal's strips
-    nothing is written, see `mirrored`."""
+    """(groups, channels / groups, channels / groups), in the precision of the products; undefined below the strips, see
+    `mirror_strips`."""
 
     @property
     def doubtful(self) -> bool:
-        """Whether some channel's mean is so large that its variance has lost its digits."""
+        """Whether the mean of a channel is so large that its variance has lost its digits."""
         if self.blocks.dtype == torch.float64 or self.count == 0:
             return False
         second = self.blocks.diagonal(dim1=1, dim2=2).flatten().double() / self.count
         return bool((second - (self.total / self.count).square() < DOUBTFUL * second).any())
 
     def add_(self, other: MomentSums) -> MomentSums:
-        """Return both together; the blocks are added in place, as a second matrix of this size may not fit in."""
+        """Return the sums of both; the blocks are added in place, as a second matrix may not fit in memory."""
         for strip in strips(self.blocks.shape[1]):
             self.blocks[strip].add_(other.blocks[strip])
         return MomentSums(self.count + other.count, self.total + other.total, self.blocks)
@@ -140,13 +139,13 @@ Strip = tuple[slice, slice, slice]
 
 
 def strips(size: int) -> Iterator[Strip]:
-    """Yield where the upper half of every block of a size is written, strip by strip."""
+    """Yield the strips that make up the upper half of every block of a size."""
     for start in range(0, size, STRIP):
         yield slice(None), slice(start, start + STRIP), slice(start, None)
 
 
-def mirrored(blocks: Tensor) -> Tensor:
-    """Fill in what lies below the strips, in place."""
+def mirror_strips(blocks: Tensor) -> Tensor:
+    """Fill in the entries below the strips, in place."""
     for every, rows, _ in strips(blocks.shape[1]):
         behind = slice(rows.stop, None)
         blocks[every, behind, rows] = blocks[every, rows, behind].mT
@@ -154,10 +153,10 @@ def mirrored(blocks: Tensor) -> Tensor:
 
 
 class PositionSampling:
-    """Which positions of an activation count.
+    """A random choice of an activation's positions.
 
     Args:
-        rows: how many of all that one batch has, at most; None: all.
+        rows: the most positions of one batch; None: all.
         seed: of the batch.
     """
 
@@ -165,8 +164,8 @@ class PositionSampling:
         self._rows, self._seed = rows, seed
         self._drawn: dict[tuple[int, int], Tensor] = {}
 
-    def of(self, total: int, samples: int = 1) -> Tensor | None:
-        """Return positions among `total`, ascending, at random, the same in each of some samples; None: all of them."""
+    def positions(self, total: int, samples: int = 1) -> Tensor | None:
+        """Return positions among `total`, ascending, the same in each of some samples; None: all of them."""
         if self._rows is None or total * samples <= self._rows:
             return None
         count = max(1, self._rows // samples)
@@ -176,7 +175,7 @@ class PositionSampling:
 
 
 ALL = PositionSampling()
-"""Every position counts."""
+"""The choice of all positions."""
 
 
 def products(
@@ -192,10 +191,10 @@ def products(
     Args:
         activation: floating point, any shape; computed in its precision, in float32 for anything below.
         axis: which axis holds the channels.
-        groups: neighboring channels that are multiplied with each other only.
+        groups: number of groups of neighboring channels that are multiplied with each other only.
         shift: (channels,), subtracted first.
         sampling: of the positions.
-        spare: blocks of an earlier batch, which may be overwritten: taking memory anew costs as much as filling it.
+        spare: blocks of an earlier batch to overwrite: allocating memory costs as much as filling it.
     """
     values = _sampled(activation, axis, sampling)
     values = values.to(torch.promote_types(values.dtype, torch.float32))
@@ -210,14 +209,14 @@ def products(
 
 
 def _sampled(activation: Tensor, axis: int, sampling: PositionSampling) -> Tensor:
-    """(samples, channels, positions), or where channels lie innermost (1, channels, positions), a view of rows."""
+    """Return (samples, channels, positions), or (1, channels, positions), a view, where channels are innermost."""
     maps = activation.movedim(axis, 1) if activation.ndim > 2 else None
     if maps is not None and maps.is_contiguous():
         maps = maps.flatten(2)
-        chosen = sampling.of(maps.shape[2], len(maps))
+        chosen = sampling.positions(maps.shape[2], len(maps))
         return maps if chosen is None else maps.gather(2, chosen.to(maps.device).expand(*maps.shape[:2], -1))
     rows = activation.movedim(axis, -1).flatten(0, -2)  # (positions, channels)
-    chosen = sampling.of(len(rows))
+    chosen = sampling.positions(len(rows))
     return (rows if chosen is None else rows.index_select(0, chosen.to(rows.device))).T[None]
 
 
@@ -234,7 +233,7 @@ def _blocks(values: Tensor, groups: int, spare: Tensor | None) -> Tensor:
         return norms.square().view(-1, 1, 1)
     large = groups == 1 and channels > STRIP
     if samples > 1 and (positions < 4 * channels // groups or (large and values.device.type != "cpu")):
-        values = values.transpose(0, 1).flatten(1)[None]  # many small products cost more than laying them side by side
+        values = values.transpose(0, 1).flatten(1)[None]  # many small products cost more than one concatenation
         samples, positions = 1, values.shape[2]
     if large:
         return _symmetric(values.unbind(), spare)
@@ -243,7 +242,7 @@ def _blocks(values: Tensor, groups: int, spare: Tensor | None) -> Tensor:
 
 
 def _symmetric(matrices: Sequence[Tensor], spare: Tensor | None) -> Tensor:
-    """(1, n, n) Sum of the products of matrices, (n, positions) each, with their transposes: the strips of it."""
+    """Return the strips of the summed products of matrices (n, positions) with their transposes, (1, n, n)."""
     size = len(matrices[0])
     fits = spare is not None and spare.dtype == matrices[0].dtype and spare.shape[1] == size
     gram = spare if spare is not None and fits else matrices[0].new_empty(1, size, size)
@@ -264,22 +263,22 @@ class MomentsCollector(ConsumerHooks):
 
     A consumer is a layer that multiplies its input with a weight of the model, whatever its module. Every forward pass
     inside the `with` counts; a layer that is called more than once sums over its calls. Of an input with more than
-    `positions` places or tokens for each image, so many are drawn at random, anew for each batch and the same for the
-    same batches: neighboring places say nearly the same, and the products of all of them would cost more than the
-    forward pass. `InputMoments.count` is how many there were.
+    `positions` places or tokens for each image, that many are drawn at random, others for each batch and the same for
+    the same batches: neighboring places have nearly the same values, and products of all of them would cost more than
+    the forward pass. `InputMoments.count` is how many were drawn.
 
     Products are computed in the activation's precision, float32 at least, and summed in float64; where a large mean
-    would cost a variance its digits they are taken around the first batch's mean.
+    would cost a variance its digits they are computed around the first batch's mean.
 
     Args:
         model: the model, not compiled.
         images: a few samples on the model's device, on which it runs once, so that the layers and the memory are known.
         ignore: globs over paths of consumers to leave out.
-        limit_mib: memory that the sums may take, in MiB.
+        limit_mib: the most memory of the sums, in MiB.
         positions: of each image, at most; None: all of them.
 
     Raises:
-        UsageError: the sums need more; names the largest. Or a glob matches no consumer.
+        UsageError: the sums need more memory; names the largest. Or a glob matches no consumer.
         ModelError: the model is compiled.
     """
 
@@ -310,7 +309,7 @@ class MomentsCollector(ConsumerHooks):
 
     @property
     def memory(self) -> str:
-        """What the sums take and what they are taken of, in words, known before anything is collected."""
+        """The memory that the sums take, and the positions that they are of, in words; known from the start."""
         if not self.bytes:
             return "no layer reads channels through a weight"
         path, largest = max(self.bytes.items(), key=lambda item: item[1])
@@ -337,7 +336,7 @@ class MomentsCollector(ConsumerHooks):
         super()._enter(module, arguments, named)
 
     def on_input(self, consumer: Consumer, values: Tensor, axis: int) -> None:
-        """Add an input's products to the running pass."""
+        """Add the products of an input to the running pass."""
         if consumer.path in self._left_out:
             return
         found = self._products(consumer, values, (axis, consumer.groups))
@@ -345,28 +344,26 @@ class MomentsCollector(ConsumerHooks):
         self._running[consumer.path] = found if known is None else _added(known, found)
 
     def finish_pass(self) -> None:
-        """Add the finished pass."""
+        """Add the sums of the finished pass."""
         for path, found in self._running.items():
             known = self._sums.get(path)
             own = replace(found, blocks=found.blocks.to(found.total.dtype, copy=True)) if known is None else None
             self._sums[path] = own or self._sums[path].add_(found)
-        once = {id(found.blocks): (path, found.blocks) for path, found in self._running.items()}  # some read the same
+        once = {id(found.blocks): (path, found.blocks) for path, found in self._running.items()}  # some share them
         self._spare = dict(once.values())
         self.start_pass()
 
     def _products(self, consumer: Consumer, values: Tensor, how: tuple[int, int]) -> MomentSums:
-        """Return the products of an input, computed, or looked up where another layer read the same tensor."""
-        known: tuple[MomentSums, Tensor | None] | None = self._measured.get(values, how)
+        """Return the products of an input, from the cache where another layer read the same tensor."""
+        known: tuple[MomentSums, Tensor | None] | None = self._cache.get(values, how)
         if known is not None and self._shifts.setdefault(consumer.path, known[1]) is known[1]:
             return known[0]
         found = self._computed(consumer.path, values, how)
-        self._measured.put(values, how, (found, self._shifts[consumer.path]))
+        self._cache.put(values, how, (found, self._shifts[consumer.path]))
         return found
 
     def _computed(self, path: str, values: Tensor, how: tuple[int, int]) -> MomentSums:
-        """Return products around 0, or around the first batch's mean, if that shows that those around 0 would not
-        do.
-        """
+        """Return products around 0, or around the first batch's mean if around 0 they would be too inexact."""
         values, axis = self.without_padding(values, how[0])
         how = axis, how[1]
         if path not in self._shifts:
@@ -390,9 +387,7 @@ class MomentsCollector(ConsumerHooks):
 
 
 def _images(arguments: tuple[Any, ...], named: dict[str, Any]) -> int:
-    """Return how many samples a model is given: a list of them, as detection models take, or the first tensor's
-    first axis.
-    """
+    """Return the number of samples: of a list, as detection models take, or of the first tensor's first axis."""
     if arguments and isinstance(arguments[0], (list, tuple)):
         return len(arguments[0])
     first = next(iter(gather((arguments, named))), None)
@@ -400,7 +395,7 @@ def _images(arguments: tuple[Any, ...], named: dict[str, Any]) -> int:
 
 
 def _bytes(consumer: Consumer, wide: bool) -> int:
-    """Return the sums in float64, and those of the running forward pass in the model's precision."""
+    """Return the memory of the sums in float64, and of the running pass in the model's precision."""
     return int(consumer.channels**2 // consumer.groups * (8 + (8 if wide else 4)))
 
 
@@ -409,8 +404,8 @@ def _added(left: MomentSums, right: MomentSums) -> MomentSums:
 
 
 def _unshifted(sums: MomentSums, shift: Tensor | None) -> InputMoments:
-    """Sum around 0 from those around a shift."""
-    total, blocks = sums.total.cpu().double(), mirrored(sums.blocks.cpu().double())
+    """Return the moments around 0 from sums around a shift."""
+    total, blocks = sums.total.cpu().double(), mirror_strips(sums.blocks.cpu().double())
     if shift is not None:
         mean = shift.cpu().double().view(len(blocks), -1)
         parts = total.view(len(blocks), -1)

@@ -1,11 +1,8 @@
-"""Statistics of one activation, per channel: sums in one pass over it, in two where a large mean costs digits.
+"""Reductions of an activation to statistics per channel: in one pass over it, in two where a large mean costs digits.
 
-`values` is everywhere (samples, channels, positions), contiguous; or (samples, channels), where channels lie innermost.
-
-Statistics of an activation in one pass over it, by kernels that TorchInductor, torch.compile's backend, writes.
-
-One kernel serves every shape of its kind, in every layer and every model; the compiler's cache on disk shares it
-between processes.
+`values` are (samples, channels, positions), contiguous; or (samples, channels) where channels are innermost. The pass
+runs eagerly, or as a kernel of TorchInductor, torch.compile's backend. One kernel serves every shape of its kind, in
+every layer and every model; the compiler's cache on disk shares it between processes.
 """
 
 from __future__ import annotations
@@ -30,24 +27,23 @@ DEVICE_BLOCK = 2**24
 """On an accelerator launches cost more than memory traffic; this bounds the float64 copy to 128 MiB."""
 
 EXACT = 2**24
-"""Up to here float32 counts without a gap."""
+"""The largest number up to which float32 holds every integer."""
 CANCELLATION = 1e-4
-"""Below this share of the second moment a variance taken from raw moments loses more than four digits."""
+"""Below this share of the second moment a variance from raw moments loses more than four digits."""
 DEVIATIONS = ARRAYS.index("squared_deviations")
 Measure = Callable[[Tensor], Tensor]
 """The first pass: from values to what `statistics` returns."""
 
 
 def summarize(activation: Tensor, axis: int, measure: Measure | None = None) -> FloatArray:
-    """Per-channel statistics of one activation, accumulated in float64 (float32 on MPS, which has no float64).
+    """Return statistics of one activation per channel, the fields of `LayerStats`, (arrays, channels).
+
+    They are accumulated in float64; in float32 on MPS, which has no float64.
 
     Args:
         activation: floating point, any shape; it is only read.
         axis: which axis holds the channels.
-        measure: the first pass, if not `measure_eagerly`.
-
-    Returns:
-        (arrays, channels) The fields of `LayerStats`.
+        measure: the first pass; None: `measure_eagerly`.
     """
     values = _channels_second(activation.detach(), axis)
     if values.numel() == 0:
@@ -60,14 +56,14 @@ def summarize(activation: Tensor, axis: int, measure: Measure | None = None) -> 
 
 
 def measure_eagerly(values: Tensor) -> Tensor:
-    """(arrays + 1, channels) `statistics` of values (samples, channels, positions) or (samples, channels)."""
+    """Return `statistics` of values, (arrays + 1, channels), without a compiled kernel."""
     return statistics(eager_sums(values), values.numel() // values.shape[1])
 
 
 def statistics(sums: Sums, count: int) -> Tensor:
-    """(arrays + 1, channels) The fields of `LayerStats`, and last whether they need a second look.
+    """Return the fields of `LayerStats`, and last whether a second pass is needed, (arrays + 1, channels).
 
-    That is where NaN or Inf got into the sums, and where a large mean cost the variance its digits.
+    It is needed where NaN or Inf got into the sums, and where a large mean cost the variance its digits.
 
     Args:
         sums: in float64.
@@ -85,7 +81,7 @@ def statistics(sums: Sums, count: int) -> Tensor:
 
 
 def _measure_twice(values: Tensor) -> FloatArray:
-    """(arrays, channels) Finite values alone, and the variance in a second pass around the mean."""
+    """Return statistics of finite values, (arrays, channels), with the variance from a second pass around the mean."""
     sums = eager_sums(values, finite_only=True)
     *rows, _ = statistics(sums, values.numel() // values.shape[1]).numpy()
     mean, low, high = (rows[ARRAYS.index(name)] for name in ("mean", "min", "max"))
@@ -95,7 +91,7 @@ def _measure_twice(values: Tensor) -> FloatArray:
 
 
 def _channels_second(activation: Tensor, axis: int) -> Tensor:
-    """(samples, channels, positions), contiguous; or (samples, channels), where channels lie innermost."""
+    """Return (samples, channels, positions), contiguous; or (samples, channels) where channels are innermost."""
     channels, last = activation.shape[axis], activation.movedim(axis, -1)
     if channels > 1 and last.is_contiguous():  # Linear, LayerNorm, and images in channels_last memory format
         return last.reshape(-1, channels)
@@ -116,12 +112,12 @@ class Sums(NamedTuple):
 
 
 def eager_sums(values: Tensor, *, finite_only: bool = False) -> Sums:
-    """Sum accumulated in float64 (float32 on MPS, which has no float64), on the CPU.
+    """Return the sums of values, on the CPU.
 
     Args:
         values: at least one.
-        finite_only: whether NaN and Inf are counted and left out; without it they are not counted, and sums with
-            them are not finite.
+        finite_only: whether NaN and Inf are counted and left out; otherwise they are not counted, and sums with them
+            are not finite.
     """
     dim = values.ndim - 2
     blocks = _blocks(values)
@@ -136,11 +132,7 @@ def eager_sums(values: Tensor, *, finite_only: bool = False) -> Sums:
 
 
 def centered_squares(values: Tensor, mean: FloatArray) -> Tensor:
-    """(channels,) Sums of (x - mean)^2 over finite values: the second pass of the two-pass variance.
-
-    Args:
-        mean: (channels,).
-    """
+    """Return the sums of (x - mean)^2 over finite values, (channels,): the second pass of the two-pass variance."""
     dim, channels = values.ndim - 2, values.shape[1]
     center = torch.from_numpy(mean).to(values.device, _accumulator(values))
     if dim == 1:
@@ -154,9 +146,7 @@ def centered_squares(values: Tensor, mean: FloatArray) -> Tensor:
 
 
 def _blocks(values: Tensor) -> tuple[Tensor, ...]:
-    """Return rows at a time of (samples * channels, positions), to be reduced along 1; or of (samples, channels),
-    along 0.
-    """
+    """Split (samples * channels, positions), to be reduced along 1, or (samples, channels), along 0, into blocks."""
     matrix = values.flatten(0, -2)
     size = CPU_BLOCK if values.device.type == "cpu" else DEVICE_BLOCK
     return torch.split(matrix, max(1, size // matrix.shape[1]))
@@ -170,7 +160,7 @@ def _reduce(block: Tensor, wide: Tensor, flags: Tensor, dim: int) -> Tensor:
     """Return the sums of one block; `wide`, its float64 copy, and `flags` are overwritten."""
     low, high = block.amin(dim).to(wide.dtype), block.amax(dim).to(wide.dtype)
     total, squares = wide.sum(dim), _squares(wide, dim)
-    on_cpu = block.device.type == "cpu"  # elsewhere, looking at a value stalls the queue and costs more than it saves
+    on_cpu = block.device.type == "cpu"  # elsewhere, reading a value stalls the queue and costs more than it saves
     absolute = total if on_cpu and low.amin() >= 0 else wide.abs_().sum(dim)
     return torch.stack((total, squares, absolute, _zeros(block, flags, dim, wide), torch.zeros_like(low), low, high))
 
@@ -198,16 +188,16 @@ def _zeros(block: Tensor, flags: Tensor, dim: int, like: Tensor) -> Tensor:
 
 
 PAYS_OFF = 2**31
-"""Values of one kind that are reduced eagerly before a kernel is compiled for the rest: on one core that took 2 to 4 s
-longer than fused, about what compiling takes where the compiler's own cache is warm."""
+"""Values of one kind that are reduced eagerly before a kernel is compiled for the rest: on one core they took 2 to 4 s
+longer than fused, about as long as compiling takes with a warm cache of the compiler's own."""
 LARGEST = 2**31
-"""Values of an activation from which on 32-bit indices and counts do not reach."""
+"""Values of an activation from which 32-bit indices and counts overflow."""
 EXAMPLES = {2: (3136, 64), 3: (16, 64, 3136)}
-"""Shapes to compile for, by number of axes: no two sizes are equal, or the compiler would take them for one."""
+"""Shapes to compile for, by number of axes: no two sizes are equal, or the compiler would treat them as one."""
 
 
 class KernelKind(NamedTuple):
-    """What activations share a kernel."""
+    """The kind of activations that share a kernel."""
 
     ndim: int
     """3: (samples, channels, positions); 2: (samples, channels)."""
@@ -218,18 +208,18 @@ class KernelKind(NamedTuple):
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """What came of compiling for a kind of activation."""
+    """The kernel compiled for a kind of activation, or the reason why there is none."""
 
     run: Callable[[Tensor], Tensor] | None
-    """Does what `measure_eagerly` does; None where it could not be compiled."""
+    """Computes the same as `measure_eagerly`; None if it could not be compiled."""
     seconds: float
-    """What compiling took, once in a process."""
+    """Time that compiling took, once in a process."""
     error: str = ""
-    """Why there is none."""
+    """The reason why there is none."""
 
 
 class Reducer:
-    """Measures activations, fused where that is possible and pays off, otherwise eagerly.
+    """Measures activations with a fused kernel where that is possible and pays off, otherwise eagerly.
 
     Args:
         fused: True: from the first value; False: never; None: once `PAYS_OFF` values of a kind have been reduced.
@@ -237,11 +227,11 @@ class Reducer:
 
     def __init__(self, fused: bool | None) -> None:
         self._fused = fused
-        self._seen: Counter[KernelKind] = Counter()
+        self._reduced: Counter[KernelKind] = Counter()
         self._kernels: dict[KernelKind, CompiledKernel] = {}
 
     def __call__(self, values: Tensor) -> Tensor:
-        """(arrays + 1, channels) What `measure_eagerly` returns."""
+        """Return the same as `measure_eagerly`, (arrays + 1, channels)."""
         kernel = self._kernel(values)
         return measure_eagerly(values) if kernel is None or kernel.run is None else kernel.run(values)
 
@@ -250,8 +240,8 @@ class Reducer:
         if kind is None:
             return None
         if self._fused is None:
-            self._seen[kind] += values.numel()
-            if self._seen[kind] <= PAYS_OFF:
+            self._reduced[kind] += values.numel()
+            if self._reduced[kind] <= PAYS_OFF:
                 return None
         if kind not in self._kernels:
             self._kernels[kind] = compiled(kind)
@@ -259,25 +249,22 @@ class Reducer:
 
     @property
     def form(self) -> str:
-        """How values were reduced: "fused"; "eager, then fused", where that had to pay off first; or "eager", with the
-        reason where it was not asked for."""
+        """How values were reduced: "fused"; "eager, then fused"; or "eager", with the reason if it was not chosen."""
         kernels = self._kernels.values()
         if any(kernel.run for kernel in kernels):
             return "fused" if self._fused else "eager, then fused"
         if kernels:
             return f"eager ({next(iter(kernels)).error})"
-        return "eager (too few values for compiling to pay off)" if self._seen else "eager"
+        return "eager (too few values for compiling to pay off)" if self._reduced else "eager"
 
     @property
     def compile_seconds(self) -> float:
-        """What compiling the kernels in use took, once in this process."""
+        """Time that compiling the kernels in use took, once in this process."""
         return sum(kernel.seconds for kernel in self._kernels.values())
 
 
 def kind_of(values: Tensor) -> KernelKind | None:
-    """Return which kernel measures values (samples, channels, positions) or (samples, channels); None: the eager
-    form.
-    """
+    """Return the kind of kernel that measures values; None if they are measured eagerly."""
     if type(values) is not Tensor or values.device.type not in ("cpu", "cuda") or values.numel() >= LARGEST:
         return None
     return KernelKind(values.ndim, values.dtype, values.device.type, torch.get_num_threads())
@@ -285,11 +272,11 @@ def kind_of(values: Tensor) -> KernelKind | None:
 
 @cache
 def compiled(kind: KernelKind) -> CompiledKernel:
-    """Compile a kernel, once in a process; also that it failed is remembered."""
+    """Compile a kernel, once in a process, also if that fails."""
     start = time.perf_counter()
     try:
         run = _compile(torch.zeros(EXAMPLES[kind.ndim], dtype=kind.dtype, device=kind.device))
-    except Exception as error:  # whatever a compiler does not like: the eager form gives the same
+    except Exception as error:  # a compiler may raise anything; the eager form computes the same
         reason = str(error).strip().partition("\n")[0]
         return CompiledKernel(None, time.perf_counter() - start, f"compiling failed: {type(error).__name__}: {reason}")
     return CompiledKernel(run, time.perf_counter() - start)

@@ -1,11 +1,11 @@
-"""What the loss would change by, to first and second order, if slices of the weights were gone.
+"""Taylor terms: how the loss would change, to first and second order, without slices of the weights.
 
-Taylor terms from the gradients that training makes anyway.
+They come from a loss on labeled batches, or from the gradients of the optimizer's steps in training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -23,14 +23,12 @@ from prunekit.hooks.optimizer_step import StepHook, by_axis, unscaled
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.statistics.layer_stats import FloatArray
 from prunekit.tasks.batches import InputsAndTargets, ModelBatches
-from prunekit.tasks.task import Task, get_task
+from prunekit.tasks.task import Loss, Task, get_task
 from prunekit.utils.context import device_of, gradients_of, taking_gradients, training_mode
 from prunekit.utils.inputs import call, described, running, to_device
 from prunekit.utils.progress import reporting, tracked
 from prunekit.utils.tensors import gather
 
-Loss = Callable[[Any, Any], Tensor]
-"""From what the model returned and the targets to one number, the mean over the batch."""
 Axis = tuple[str, int]
 """A parameter's name and one of its axes."""
 Factors = Sequence[tuple[Tensor, Tensor | None]]
@@ -39,11 +37,11 @@ Factors = Sequence[tuple[Tensor, Tensor | None]]
 
 @dataclass(frozen=True, eq=False)
 class TaylorTerms:
-    """Weight times gradient, summed over everything but one axis: float64 (batches, size) for each axis."""
+    """Weight times gradient, summed over all axes but one: float64 (batches, size) for each axis."""
 
     terms: Mapping[Axis, FloatArray]
     curvature: Mapping[Axis, FloatArray] | None = None
-    """The same of weight times (Hessian times all weights); None where it was not asked for."""
+    """The same of weight times (Hessian times all weights); None if it was not collected."""
     diagonal: Mapping[Axis, FloatArray] | None = None
     """The same of weight squared times the Hessian's diagonal, estimated without bias."""
 
@@ -72,12 +70,12 @@ def collect_gradients(
     task: Task | str | None = None,
     progress: bool | None = None,
 ) -> TaylorTerms:
-    """Taylor terms of every axis of every parameter, batch by batch, in eval mode.
+    """Return Taylor terms of every axis of every parameter, batch by batch, in eval mode.
 
     Batches are kept apart because the square of their sum is not the sum of their squares: `criteria.taylor` needs
     both. Frozen parameters count like the others; those that the loss does not depend on have terms of 0.
 
-    Second derivatives are products of the Hessian H with two vectors, each about as dear as a backward pass: with the
+    Second derivatives are products of the Hessian H with two vectors, each about as costly as a backward pass: with the
     weights w, and with z * w, z random signs. The mean of z_k w_k (H (z * w))_k is H_kk w_k^2 (Hutchinson 1989; Bekas
     et al. 2007): its noise falls with the number of batches, and with the size of a slice.
 
@@ -88,7 +86,7 @@ def collect_gradients(
         device: where the batches go; None: where the model's parameters are.
         second_order: whether to collect `curvature` and `diagonal` too.
         seed: of the random signs.
-        dealt: number, from 0, of the first batch and the step to the next, where they are a share of a data set's.
+        dealt: number, from 0, of the first batch and the step to the next, if they are a share of a data set's.
         task: takes batches apart that come in another form; itself or its name.
         progress: whether to show bars on stderr; None: on a terminal and in a notebook.
 
@@ -116,10 +114,10 @@ def collect_gradients(
     assert wanted is not None
     rows: tuple[dict[Axis, list[FloatArray]], ...] = ({}, {}, {})
     plain = plain_attention() if second_order else nullcontext()  # fused kernels have no second derivative
-    shown = reporting(progress, "collect_gradients")
+    report = reporting(progress, "collect_gradients")
     parameters = {name: weight for name, weight in model.named_parameters() if weight.is_floating_point()}
     weights = list(parameters.values())
-    with training_mode(model, False), torch.enable_grad(), plain, shown, taking_gradients(weights, True):
+    with training_mode(model, False), torch.enable_grad(), plain, report, taking_gradients(weights, True):
         for index, pair in enumerate(tracked(ModelBatches(model, batches, task), "gradients")):
             number = 1 + dealt[0] + dealt[1] * index
             _require_targets(pair, number)
@@ -131,7 +129,7 @@ def collect_gradients(
             found: list[Factors] = [list(zip(weights, gradients, strict=True))]
             if second_order:
                 signs = torch.Generator().manual_seed(int(np.random.default_rng((seed, number)).integers(2**63)))
-                found += curvature_factors(weights, gradients, signs)  # drawn for the batch, whoever looks at it
+                found += curvature_factors(weights, gradients, signs)  # the same for a batch on any process
             for kind, factors in zip(rows, found, strict=False):
                 _add(kind, parameters, factors, number)
     if not rows[0]:
@@ -143,10 +141,10 @@ def collect_gradients(
 def _require_targets(pair: InputsAndTargets, number: int) -> None:
     inputs, targets = pair
     if targets is None or not gather(targets):
-        shown = described(inputs[0] if len(inputs) == 1 else inputs)
-        came = "alone" if targets is None else f"and {described(targets)}"
+        given = described(inputs[0] if len(inputs) == 1 else inputs)
+        rest = "alone" if targets is None else f"and {described(targets)}"
         raise UsageError(
-            f"batch {number}: expected inputs and the targets that the loss needs, got {shown} {came}; without targets "
+            f"batch {number}: expected inputs and the targets that the loss needs, got {given} {rest}; without targets "
             "score by a criterion that needs none: `prunekit list criteria` shows them"
         )
 
@@ -161,12 +159,12 @@ def _add(rows: dict[Axis, list[FloatArray]], names: Iterable[str], factors: Fact
 def _checked(loss: Tensor) -> Tensor:
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
         return loss
-    shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-    raise UsageError(f"loss: expected one number that depends on the model's parameters, got {shown}")
+    found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise UsageError(f"loss: expected one number that depends on the model's parameters, got {found}")
 
 
 def _sums(weight: Tensor, gradient: Tensor | None) -> Iterator[FloatArray]:
-    """Weight times gradient summed over all axes but one, (size,), for each axis."""
+    """Yield weight times gradient summed over all axes but one, (size,), for each axis."""
     if gradient is None:
         yield from (np.zeros(size) for size in weight.shape)
     else:
@@ -175,11 +173,11 @@ def _sums(weight: Tensor, gradient: Tensor | None) -> Iterator[FloatArray]:
 
 
 def axis_sums(weight: Tensor, gradient: Tensor, wide: torch.dtype) -> Iterator[Tensor]:
-    """Weight times gradient summed in a type over all axes but one, (size,), for each axis."""
+    """Yield weight times gradient summed in a type over all axes but one, (size,), for each axis."""
     rest = weight.detach() * gradient.detach()
     for _ in weight.shape:
         yield rest.unsqueeze(-1).flatten(1).sum(1, dtype=wide)
-        rest = rest.sum(0, dtype=wide)  # what is left for the axes behind is small
+        rest = rest.sum(0, dtype=wide)  # little is left for the axes behind
 
 
 def _require_finite(sums: FloatArray, name: str, batch: int) -> None:
@@ -196,6 +194,7 @@ def curvature_factors(
     """Return vectors and the Hessian times them: the weights, and the weights with random signs.
 
     Args:
+        weights: that the loss depends on.
         gradients: of the loss for each weight, with a graph; None where the loss does not depend on it.
         draw: of the signs, on the CPU.
 
@@ -224,20 +223,20 @@ def _hessian_times(
 
 
 STEPS = 64
-"""The most steps whose terms are kept; of more, as many that are evenly spread."""
+"""The most steps whose terms are stored; of more, as many evenly spread ones."""
 
 
 class StepGradients(StepHook):
-    """Keeps weight times gradient of the steps that an optimizer makes, as a context manager.
+    """Stores weight times gradient of an optimizer's steps, as a context manager.
 
     Each step counts as one batch of `collect_gradients`: the gradient is that of all its micro-batches and processes,
     clipped where the loop clips it before the step, and without the loss scale. Of more than `STEPS` steps every
-    second one is left out, and so on, so that memory stays bounded and the terms are of all the time since the
-    last look. Frozen parameters have no gradient and count as 0.
+    second one is left out, and so on, so that memory stays bounded and the terms cover the whole time since `terms` was
+    last called. Frozen parameters have no gradient and count as 0.
 
     Args:
         model: in training.
-        channel_map: of it; axes without free labels are left out.
+        channel_map: of the model; axes without free labels are left out.
         optimizer: torch's own, whose steps count.
     """
 
@@ -253,8 +252,8 @@ class StepGradients(StepHook):
 
     @torch.no_grad()
     def before_step(self, optimizer: Optimizer) -> None:
-        """Add the step's terms."""
-        if self._used:  # a plan was made from these
+        """Add the terms of a step."""
+        if self._used:  # a plan was made from the terms so far
             self._rows, self._steps, self._stride, self._used = [], 0, 1, False
         self._steps += 1
         if (self._steps - 1) % self._stride:
@@ -267,13 +266,13 @@ class StepGradients(StepHook):
         for name, weight in self._model.named_parameters():
             if weight.grad is not None and (axes := self._axes.get(name)):
                 gradient = weight.grad.to_dense() if weight.grad.is_sparse else weight.grad
-                sums = axis_sums(weight, gradient, torch.float32)  # in each step: half the time that float64 takes
+                sums = axis_sums(weight, gradient, torch.float32)  # half the time of float64
                 found = enumerate(islice(sums, axes[-1] + 1))
                 row |= {(name, axis): unscaled(optimizer, each) for axis, each in found if axis in axes}
         self._rows.append(row)
 
     def terms(self) -> TaylorTerms:
-        """Return the terms since the last look; the same again where no step was made since.
+        """Return the terms since the last call; the same again if no step was made since.
 
         Raises:
             UsageError: no step was made yet, or a group of channels lies on parameters without a gradient alone.
@@ -299,7 +298,7 @@ class StepGradients(StepHook):
         return TaylorTerms({key: stacked.get(key, np.zeros((rows, size))) for key, size in wanted.items()})
 
     def _stacked(self) -> dict[Axis, Tensor]:
-        """(steps, size) of each axis that had a gradient in any step."""
+        """Return the terms (steps, size) of each axis that had a gradient in any step."""
         like = {axis: values for row in self._rows for axis, values in row.items()}
         return {
             axis: torch.stack([row.get(axis, torch.zeros_like(values)) for row in self._rows])
@@ -316,7 +315,7 @@ class StepGradients(StepHook):
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the terms by parameter and axis, {"name:axis": (steps, size)}, and which steps they are of."""
+        """Return the terms by parameter and axis, {"name:axis": (steps, size)}, and the count of the steps."""
         return {
             "rows": {f"{name}:{axis}": values for (name, axis), values in self._stacked().items()},
             "kept": len(self._rows),
@@ -326,7 +325,7 @@ class StepGradients(StepHook):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state.
+        """Restore what `state_dict` returned.
 
         Raises:
             ArtifactError: it is of another model.

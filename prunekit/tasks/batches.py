@@ -1,4 +1,4 @@
-"""Whatever stands for data, as batches of what a model is called with and the targets that go with it."""
+"""Batches of any data: the inputs that a model is called with, and the targets that belong to them."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ from prunekit.utils.inputs import (
 from prunekit.utils.tensors import gather, leaves
 
 BATCH = 128
-"""Samples at a time of data that is not in batches yet."""
+"""Samples of a batch, of data that is not in batches yet."""
 InputsAndTargets = tuple[tuple[Any, ...], Any]
 """What a model is called with, see `prunekit.utils.inputs.as_example`, and targets or None."""
 
 
 @dataclass(frozen=True, eq=False)
 class LabeledBatch:
-    """What a model is called with, and its labels, where there are any."""
+    """The inputs that a model is called with, and their labels, if there are any."""
 
     inputs: tuple[Any, ...]
     labels: Tensor | None
 
     @property
     def samples(self) -> int:
-        """How many there are."""
+        """Number of samples."""
         return sample_count(self.inputs)
 
     @property
     def images(self) -> Tensor:
-        """The first of the inputs, (B, ...), by which samples are known."""
+        """The first of the inputs, (B, ...)."""
         return gather(self.inputs)[0]
 
 
@@ -60,19 +60,19 @@ class LabeledBatch:
 class ModelBatches:
     """Batches of any data: examples that a model is called with, and targets or None.
 
-    They can be gone through as often as the data itself.
+    They can be iterated over as often as the data itself.
 
     Attributes:
-        model: whose `forward` says what inputs there are.
+        model: whose `forward` names the inputs.
         data: all samples, as a tensor (N, ...) or a mapping of tensors by the names of the arguments of `forward`; or
             a map-style data set of samples, torch's or a `datasets.Dataset`; or any iterable of batches, such as a
             DataLoader. A batch is a tensor, such a mapping, or a tuple or list whose first entry is one of these or a
             tuple of all inputs, and whose second, if there is one, holds the targets. Of a mapping that comes without
             a task, `labels` or `label` are the targets, and what `forward` does not take is left out.
-        task: takes batches apart, where they come in another form; itself or its name.
-        where: what the data is for, for messages.
-        size: samples at a time, of data that is not in batches.
-        count: how many samples of a data set are taken, evenly spread; None: all.
+        task: takes batches apart that come in another form; itself or its name.
+        where: purpose of the data, for messages.
+        size: samples of a batch, of data that is not in batches.
+        count: number of samples to take of a data set, evenly spread; None: all.
     """
 
     model: nn.Module
@@ -113,12 +113,12 @@ class ModelBatches:
 
 
 def joined_inputs(model: nn.Module, batches: Sequence[tuple[Any, ...]], where: str = "calibration") -> tuple[Any, ...]:
-    """Return the inputs of all batches together; of several lengths, the shorter ones padded where a mask says so.
+    """Return the inputs of all batches together; shorter ones are padded if the model takes an `attention_mask`.
 
-    A model that takes an `attention_mask` gets one that leaves the padding out, of ones for batches that came without.
+    The mask then leaves the padding out; batches without one get ones.
 
     Raises:
-        DataError: samples have several sizes, and no mask says what is padding; or batches have other inputs.
+        DataError: samples have several sizes, and no mask marks the padding; or batches have different inputs.
     """
     rows = [arguments_by_name(model, inputs) for inputs in batches]
     masked = MASK in parameter_names(model)
@@ -169,7 +169,7 @@ def _fill_in_masks(rows: list[Row]) -> None:
 
 
 def _pad(rows: list[Row]) -> None:
-    """Bring everything that is as long as a batch's mask to the length of the longest one, on the side of padding."""
+    """Pad everything that is as long as a batch's mask to the length of the longest one, on the side of padding."""
     masks: list[Any] = [row.get(MASK) for row in rows]
     if not all(isinstance(each, Tensor) and each.dim() == 2 for each in masks):
         return
@@ -185,7 +185,7 @@ def _pad(rows: list[Row]) -> None:
 
 
 def _filler(columns: Sequence[Any], masks: Sequence[Any]) -> Any:
-    """Return what the batches themselves have at padding, such as the number of a token; 0 where they have none."""
+    """Return the value that the batches themselves have at padding, such as the number of a token; 0 if none."""
     for values, mask in zip(columns, masks, strict=True):
         if isinstance(values, Tensor) and values.shape == mask.shape and bool((mask == 0).any()):
             return values[mask == 0][0].item()
@@ -193,7 +193,7 @@ def _filler(columns: Sequence[Any], masks: Sequence[Any]) -> Any:
 
 
 def _holds_samples(data: Any) -> bool:
-    """Return whether it is a map-style data set, whose entries are samples: torch's, or one that has its protocol."""
+    """Return whether data is a map-style data set of samples: torch's, or one with its protocol."""
     if isinstance(data, Dataset):
         return not isinstance(data, IterableDataset) and hasattr(data, "__len__")
     return hasattr(data, "__getitems__") and hasattr(data, "__len__")
@@ -212,7 +212,7 @@ def _split(data: Mapping[str, Any], where: str, size: int) -> Iterator[Any]:
 
 
 def _collated(data: Any, names: Set[str] | None, where: str, size: int, count: int | None) -> Iterator[Any]:
-    """Yield the batches of samples; of those that are mappings, of the entries of some names, None: of all."""
+    """Yield batches of samples; of mappings, the entries of these names alone (None: all)."""
     total = len(data)
     chosen = torch.linspace(0, total - 1, min(total, count or total)).round().long().tolist() if total else []
     for start in range(0, len(chosen), size):
@@ -262,9 +262,7 @@ def _apart(model: nn.Module, batch: Any, task: Task | None, where: str) -> Input
 
 
 def _by_name(model: nn.Module, batch: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], Any]:
-    """Return what `forward` takes of a mapping, and its labels: to a model that need not be given them they are no
-    inputs.
-    """
+    """Return the entries of a mapping that `forward` takes, and the labels; inputs only if it requires them."""
     known = inspect.signature(model.forward).parameters
     label = next((name for name in LABELS if name in batch), None)
     names = [n for n in batch if n in known and (n not in LABELS or known[n].default is inspect.Parameter.empty)]

@@ -1,4 +1,4 @@
-"""Classifiers of images and of texts."""
+"""Classification of images and of texts: the loss, the counts and the scores."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from prunekit.tasks.task import Loss, Score, Task, register_task
 
 Z_95 = 1.959963984540054  # the 97.5 % quantile of the standard normal distribution
 LABELS = ("labels", "label")
-"""How batches of texts call their targets."""
+"""Names of the targets in batches of texts."""
 
 
 def cross_entropy(output: Any, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Return the mean cross entropy of class scores (B, classes), with that of auxiliary heads, as far as a model has
-    them.
+    """Return the mean cross entropy of class scores (B, classes), with that of auxiliary heads, if there are any.
 
     Args:
         output: what the model returned.
@@ -36,9 +35,9 @@ def cross_entropy(output: Any, labels: Tensor, label_smoothing: float = 0.0) -> 
 
 
 def hits(output: Any, labels: Tensor) -> Tensor:
-    """Return how many are right, how many there are, and how many of each class, (2 + classes,).
+    """Return the number of right answers, of samples, and of samples of each class, (2 + classes,).
 
-    A mixed image is right by the share of the class predicted.
+    A mixed image counts as right by the share of the predicted class.
     """
     scores = logits(output)
     predicted, classes = scores.argmax(1), scores.shape[1]  # (B,)
@@ -51,12 +50,12 @@ def hits(output: Any, labels: Tensor) -> Tensor:
 
 
 def top1(counts: Tensor) -> float:
-    """Return the percent that are right, of the sums of `hits`."""
+    """Return the percent of right answers, of the sums of `hits`."""
     return 100 * float(counts[0]) / float(counts[1])
 
 
 def most_frequent(counts: Tensor) -> float:
-    """Return the percent that are right where the answer is always the most frequent class, of the sums of `hits`."""
+    """Return the percent of right answers if the answer is always the most frequent class, of the sums of `hits`."""
     return 100 * float(counts[2:].max()) / float(counts[1])
 
 
@@ -78,11 +77,11 @@ def _smoothed(label_smoothing: float) -> Loss:
 
 
 def texts(batch: Any) -> tuple[dict[str, Tensor], Tensor]:
-    """Token ids (B, tokens) with what goes with them by the names of the model's arguments, and labels (B,) int64.
+    """Return token ids (B, tokens) and other inputs by the names of the model's arguments, and labels (B,) int64.
 
     Args:
         batch: a mapping with `input_ids`, `labels` or `label`, and more such as `attention_mask`, as tokenizers of
-            transformers give it. With labels among its arguments such a model would compute a loss of its own.
+            transformers return it. Labels are no inputs: given them, such a model would compute a loss of its own.
     """
     label = next((name for name in LABELS if isinstance(batch, Mapping) and name in batch), None)
     if label is None or "input_ids" not in batch or any(batch[name].ndim != 2 for name in batch if name not in LABELS):
@@ -100,4 +99,4 @@ IMAGE_CLASSIFICATION = register_task(
 TEXT_CLASSIFICATION = register_task(
     "text_classification", data="token ids with a label each, by name", measures="cross entropy; top-1"
 )(Task("text_classification", cross_entropy, hits, (TOP1,), texts, logits=logits, smoothed=_smoothed, samples="texts"))
-"""Token ids with labels (B,), for models that return their logits or something with `.logits`; top-1."""
+"""Token ids with labels (B,), for models that return logits, or an object with `.logits`; top-1."""

@@ -1,4 +1,4 @@
-"""Semantic segmentation: a class for each pixel."""
+"""Semantic segmentation, a class for each pixel: the loss, the counts and the scores."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from prunekit.models.outputs import logits
 from prunekit.tasks.task import Loss, Score, Task, register_task
 
 IGNORED = 255
-"""The class of pixels that count for nothing, as in PASCAL VOC and torchvision's references."""
+"""The class of pixels that do not count, as in PASCAL VOC and torchvision's references."""
 AUXILIARY = 0.5
 """Weight of the auxiliary head's loss, as in torchvision's reference."""
 
 
 def scores_of(output: Any) -> Tensor:
-    """Class scores (B, classes, H, W) of what a model returned: `output["out"]` as torchvision's, or as classifiers'.
+    """Return the class scores (B, classes, H, W) of an output: `output["out"]`, as torchvision's, or as of classifiers.
 
     Raises:
         ModelError: it has none.
@@ -33,10 +33,9 @@ def scores_of(output: Any) -> Tensor:
 
 
 def cross_entropy(output: Any, masks: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Return the mean cross entropy over pixels whose class is not 255, and half of that of the head `aux` where there
-    is one.
+    """Return the mean cross entropy over pixels whose class is not 255, and half of that of the head `aux`, if any.
 
-    A batch of nothing but such pixels has a loss of 0.
+    A batch without such pixels has a loss of 0.
 
     Args:
         output: what the model returned.
@@ -61,7 +60,7 @@ def _mean(scores: Tensor, masks: Tensor, label_smoothing: float) -> Tensor:
 
 
 def pixels(output: Any, masks: Tensor) -> Tensor:
-    """(3 x classes,) int64: pixels of each class that are right, that are predicted, and that there are."""
+    """Return the pixels of each class that are predicted right, predicted, and there, (3 x classes,) int64."""
     scores = scores_of(output)
     counted = masks != IGNORED
     predicted, wanted = scores.argmax(1)[counted], masks[counted]
@@ -70,8 +69,7 @@ def pixels(output: Any, masks: Tensor) -> Tensor:
 
 
 def mean_iou(counts: Tensor) -> float:
-    """Return the mean over classes of intersection over union in percent; classes that nobody has seen or predicted are
-    left out.
+    """Return the mean over classes of intersection over union in percent, without classes that never occur.
 
     The Jaccard index as PASCAL VOC measures segmentation (Everingham et al. 2015), over all pixels of all images.
     """
@@ -87,11 +85,9 @@ def pixel_accuracy(counts: Tensor) -> float:
 
 
 def only_most_frequent(counts: Tensor) -> float:
-    """Return the mean IoU in percent where every pixel is said to be of the most frequent class, of the sums of
-    `pixels`.
-    """
+    """Return the mean IoU in percent if every pixel is given the most frequent class, of the sums of `pixels`."""
     wanted = counts.reshape(3, -1)[2]
-    classes = int((wanted > 0).sum())  # of all but one, nothing is found
+    classes = int((wanted > 0).sum())  # the others are never predicted
     return 100 * float(wanted.max() / wanted.sum()) / classes if classes else 0.0
 
 
@@ -107,7 +103,7 @@ def images(batch: Any) -> tuple[Tensor, Tensor]:
     """Return images (B, C, H, W) floating point, and the class of each pixel, (B, H, W) int64.
 
     Args:
-        batch: such a pair; masks may be of any whole numbers, (B, 1, H, W) too.
+        batch: such a pair; masks may be of any type of whole numbers, and (B, 1, H, W).
     """
     if isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch):
         found, masks = batch
@@ -135,4 +131,4 @@ SEGMENTATION = register_task(
         samples="images",
     )
 )
-"""Images with masks (B, H, W), where 255 counts for nothing; the cross entropy of pixels; mean IoU, pixel accuracy."""
+"""Images with masks (B, H, W), where 255 does not count; the cross entropy of pixels; mean IoU, pixel accuracy."""

@@ -1,7 +1,4 @@
-"""The adapter between a task and everything that trains, calibrates and measures.
-
-Tasks by name, and the function that registers one.
-"""
+"""Tasks by name: how batches come apart, the loss, and the scores that training and measurements report."""
 
 from __future__ import annotations
 
@@ -20,23 +17,23 @@ from prunekit.utils.tensors import gather
 from prunekit.utils.user_code import call_factory
 
 Loss = Callable[[Any, Any], Tensor]
-"""From what the model returned and the targets to one number, the mean over the batch."""
+"""From the model's output and the targets to one number, the mean over the batch."""
 Counts = Callable[[Any, Any], Tensor]
-"""From what the model returned and the targets to (K,) numbers that add up over batches."""
+"""From the model's output and the targets to (K,) numbers that add up over batches."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """A figure of merit, from counts of all samples: so it is exact however unevenly they fall into batches.
+    """A figure of merit, from counts of all samples, so that it is exact for batches of any sizes.
 
     Attributes:
         name: its key in tables and `metrics.json`.
-        label: what reports call it, as within a sentence: `mean IoU`.
+        label: its name in reports, as within a sentence: `mean IoU`.
         of: counts (K,) float64 -> percent, 0 to 100; more is better.
-        interval: of a proportion, whose hits are counted first: counts (K,) float64 -> ends of the 95 % interval, in
-            percent; None of anything else.
-        chance: what a model reaches that always answers the most frequent class: counts (K,) float64 -> percent; None
-            where that is not known.
+        interval: of a proportion, whose hits are the first count: counts (K,) float64 -> ends of the 95 % interval, in
+            percent; None for other figures.
+        chance: score of a model that always answers the most frequent class: counts (K,) float64 -> percent; None if
+            unknown.
     """
 
     name: str
@@ -55,7 +52,7 @@ def pair(batch: Any) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class BatchUnpacker:
-    """What of a task takes batches apart; worker processes are given this, and nothing else of the task.
+    """The part of a task that takes batches apart, which worker processes get instead of the whole task.
 
     Attributes:
         task: its name, for messages.
@@ -69,7 +66,7 @@ class BatchUnpacker:
         """Return a batch's inputs and targets.
 
         Raises:
-            DataError: the task does not know how; says what came and what was expected.
+            DataError: the task cannot; names the batch's form and the expected one.
         """
         try:
             inputs, targets = self.unpack(batch)
@@ -87,21 +84,21 @@ class BatchUnpacker:
 
 @dataclass(frozen=True)
 class Task:
-    """What a model is trained for. Data carries its task (`Splits.task`), so whatever sees the data knows it.
+    """The task that a model is trained for. Data sets know their task (`Splits.task`).
 
     Attributes:
         name: of the task.
-        loss: that is trained with, validated with, and whose gradients criteria look at: what the model returned and
-            the targets -> the mean over the batch, one number.
-        counts: what the model returned and the targets -> (K,) numbers that are summed over batches and processes.
-        scores: what is told from those sums; the first chooses the best epoch.
+        loss: of training and validation, whose gradients criteria use: output and targets -> the mean over the batch,
+            one number.
+        counts: output and targets -> (K,) numbers that are summed over batches and processes.
+        scores: computed from those sums; the first one chooses the best epoch.
         unpack: a collated batch of the data set -> inputs and targets. Inputs are a tensor, a tuple of them, or a
-            mapping by the names of the arguments of `forward`; targets have a length, that of the batch. It raises
-            what it likes about a batch that is none of its own; the message is completed with what came.
-        logits: what the model returned -> class scores (N, classes), one row for each thing that is classified, which
-            distillation compares; None: the task has none, and cannot be distilled.
-        smoothed: label smoothing, 0..1 -> the loss with it; None: the task knows none.
-        samples: what data is made of, in messages.
+            mapping by the names of the arguments of `forward`; targets have a length, that of the batch. It may raise
+            any error about a batch of another form; the message is completed with a description of the batch.
+        logits: output -> class scores (N, classes), one row for each thing that is classified, which distillation
+            compares; None: the task has none, and cannot be distilled.
+        smoothed: label smoothing, 0..1 -> the loss with it; None: the task has none.
+        samples: what its samples are called in messages.
     """
 
     name: str
@@ -124,12 +121,12 @@ class Task:
         return BatchUnpacker(self.name, self.unpack)
 
     def score(self, counts: Any) -> dict[str, float]:
-        """Every score of summed counts, (K,), by name, in percent."""
+        """Return every score of summed counts, (K,), by name, in percent."""
         wide = torch.as_tensor(counts, dtype=torch.float64)
         return {score.name: float(score.of(wide)) for score in self.scores}
 
     def reached(self, counts: Any) -> float:
-        """The main score of summed counts, in percent."""
+        """Return the main score of summed counts, in percent."""
         return float(self.main.of(torch.as_tensor(counts, dtype=torch.float64)))
 
 
@@ -137,17 +134,17 @@ def training_loss(task: Task, label_smoothing: float) -> Loss:
     """Return the loss of training.
 
     Raises:
-        UsageError: label smoothing is asked for, and the task knows none.
+        UsageError: label smoothing is set, and the task has none.
     """
     if not label_smoothing:
         return task.loss
     if task.smoothed is None:
-        raise UsageError(f"label_smoothing: task {task.name!r} knows none, got {label_smoothing}; leave it out")
+        raise UsageError(f"label_smoothing: task {task.name!r} has none, got {label_smoothing}; leave it out")
     return task.smoothed(label_smoothing)
 
 
 TASKS: Registry[Task] = _TASKS
-"""What models are trained for, by the names that recipes and functions take."""
+"""Tasks, by the names that recipes and functions take."""
 Made = TypeVar("Made", bound=Task | Callable[[], Task])
 
 
@@ -156,7 +153,7 @@ def register_task(name: str, *, data: str = "", measures: str = "") -> Callable[
 
     Args:
         name: as in a recipe's `task`; also that of the `Task`.
-        data: what a batch is, in a few words, for `prunekit list tasks`.
+        data: what a batch holds, in a few words, for `prunekit list tasks`.
         measures: its loss and scores, likewise.
 
     Returns:
@@ -170,7 +167,7 @@ def register_task(name: str, *, data: str = "", measures: str = "") -> Callable[
         >>> import torch
         >>> import prunekit as pk
         >>> from prunekit.tasks.task import Score, Task
-        >>> def counts(output, target):  # of which a task's scores are made; they add up over batches
+        >>> def counts(output, target):  # a task's scores are computed from them; they add up over batches
         ...     return torch.stack([(output - target).square().sum(), target.square().sum()])
         >>> @pk.register_task("regression", data="inputs with targets (B, K)", measures="mean squared error")
         ... def regression():
@@ -198,7 +195,7 @@ def get_task(task: Task | str) -> Task:
     """Return a task, given as it is, by its name, or as `file.py:object`.
 
     Raises:
-        UsageError: there is none of that name, or it is neither.
+        UsageError: there is no such task, or it is something else.
     """
     if isinstance(task, Task):
         return task
@@ -209,7 +206,7 @@ def get_task(task: Task | str) -> Task:
 
 
 def accept(reference: str, found: Any) -> Task:
-    """Return the task that `file.py:object` names, or that the function which it names returns.
+    """Return the task that `file.py:object` names, or that the function of that name returns.
 
     Raises:
         UsageError: it is neither, or the function raises.

@@ -292,7 +292,7 @@ def test_normalize_does_not_care_about_scale_or_width() -> None:
 
 
 @pytest.mark.filterwarnings(
-    "ignore::prunekit.statistics.layers.patch_moments.CalibrationWarning"
+    "ignore::prunekit.criteria.scoring.CalibrationWarning"
 )  # two images are enough to have scores
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)

@@ -183,7 +183,7 @@ def test_dead_channels_are_said_and_go_first() -> None:
     done = prunekit.prune(model, calibration=images, macs=0.8, ignore=["stem"])
     assert dead[3]
     assert done.notes == (
-        "channels that are zero on all calibration images, and so go first and cost nothing: "
+        "channels that are zero on all calibration images, so that they are removed first and cost nothing: "
         f"{int(dead.sum())} of 16 that conv2 reads",
     )
     assert not done.plan.mask("conv1.weight")[dead].any()

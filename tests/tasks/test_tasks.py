@@ -138,7 +138,7 @@ def test_a_batch_that_a_task_cannot_unpack(name: str, batch: Any, expected: str,
     [
         (TrainSettings(mixup=0.2), "mix the labels of images, and the task is 'other'"),
         (TrainSettings(distill=DistillSettings()), r"task 'other' has none \(`logits`\)"),
-        (TrainSettings(label_smoothing=0.1), "task 'other' knows none, got 0.1"),
+        (TrainSettings(label_smoothing=0.1), "task 'other' has none, got 0.1"),
     ],
 )
 def test_what_a_task_cannot_do_is_refused(settings: TrainSettings, message: str) -> None:

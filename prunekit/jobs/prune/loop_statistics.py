@@ -19,9 +19,9 @@ from prunekit.jobs.stages.sample_statistics import activation_statistics
 from prunekit.jobs.stages.schedule_stages import StageInputs, StageStatistics
 from prunekit.planning.schedules import Stage
 from prunekit.settings.prune import PruneSettings, prune_contradictions
-from prunekit.statistics.taylor_terms import Loss, StepGradients, collect_gradients
+from prunekit.statistics.taylor_terms import StepGradients, collect_gradients
 from prunekit.tasks.batches import InputsAndTargets, ModelBatches
-from prunekit.tasks.task import Task
+from prunekit.tasks.task import Loss, Task
 from prunekit.utils.context import seeded
 from prunekit.utils.inputs import to_device
 

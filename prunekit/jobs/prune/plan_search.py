@@ -20,7 +20,7 @@ from prunekit.channels.tracing.fused_modules import is_inside
 from prunekit.channels.trial.trial import run_trial, with_untraced_sizes
 from prunekit.criteria.criterion import get_criterion
 from prunekit.criteria.elimination import weighted_output_count
-from prunekit.criteria.scoring import normalize, score
+from prunekit.criteria.scoring import CalibrationWarning, normalize, score
 from prunekit.deploy.transform import transform_of
 from prunekit.errors import PlanError, UsageError
 from prunekit.hooks.wrappers import require_values, unwrapped
@@ -38,7 +38,7 @@ from prunekit.planning.solver import feasible_plan, make_plan
 from prunekit.settings.deployment import DeploySettings
 from prunekit.settings.prune import PruneSettings, facts_of
 from prunekit.statistics.channel_stats import ChannelStats
-from prunekit.statistics.layers.patch_moments import CalibrationWarning, PatchStats
+from prunekit.statistics.layers.patch_moments import PatchStats
 from prunekit.statistics.taylor_terms import TaylorTerms
 from prunekit.utils.context import paused_garbage_collection
 from prunekit.utils.files import json_values

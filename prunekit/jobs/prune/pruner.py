@@ -37,8 +37,7 @@ from prunekit.planning.plan import Plan
 from prunekit.planning.schedules import schedule_in_steps
 from prunekit.settings.prune import PruneSettings, ScheduleKind, ScheduleSettings, Scope, Target
 from prunekit.settings.train import ClampSettings
-from prunekit.statistics.taylor_terms import Loss
-from prunekit.tasks.task import Task, get_task
+from prunekit.tasks.task import Loss, Task, get_task
 from prunekit.training.callbacks.scheduled_masks import PlanChange, ScheduledMasks
 from prunekit.training.optimizers import transfer, transfer_average
 from prunekit.utils.display import Displayed, Table

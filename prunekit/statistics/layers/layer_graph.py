@@ -1,4 +1,4 @@
-"""Finds a model's linear layers, and what becomes of their outputs: a norm, a sum with a shortcut, a rectifier."""
+"""The linear layers of a model, and the chain behind each: a norm, a sum with a shortcut, a rectifier."""
 
 from __future__ import annotations
 
@@ -28,26 +28,24 @@ _MOVES = frozenset(
     }
 )  # fmt: skip
 """Functions whose results hold values of their first argument, each at most once."""
-
-
 _SELECTING = frozenset({"__getitem__", "gather", "index_select", "masked_select", "take", "take_along_dim"})
-"""Functions that take entries of their first argument where the others say."""
+"""Functions that select entries of their first argument by the others."""
 _SORTING = frozenset({"topk", "sort", "msort"})
-"""Functions whose results are entries of their argument, in an order that their values say."""
+"""Functions that order entries of their argument by their values."""
 _WRITING = frozenset(
     {
         "__setitem__", "index_add", "index_add_", "index_copy", "index_copy_", "index_put", "index_put_", "scatter",
         "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_",
     }
 )  # fmt: skip
-"""Functions that write entries to their first argument, which lies as it did."""
+"""Functions that write entries to their first argument."""
 
 RECTIFIED = "rectified"
-"""Stage of what a ReLU makes of the end of a layer's chain."""
+"""The stage after a ReLU at the end of a layer's chain."""
 
 
 class ChainMark(NamedTuple):
-    """On a tensor: which call made its values, and the end of which layer's chain they are."""
+    """A mark on a tensor: which call made its values, and which stage of which layer's chain they are."""
 
     owner: object
     call: int
@@ -57,12 +55,12 @@ class ChainMark(NamedTuple):
 
 
 class TensorOrigin(NamedTuple):
-    """On a tensor: where what it is made of came from.
+    """A mark on a tensor: the layers that its values come from.
 
     Attributes:
-        owner: of which pass.
-        origins: the layers, by their place among the drafts, whose outputs it is made of without another in between.
-        selected: whether computed values say which entries it has and where, as for boxes that a detector selects.
+        owner: identifies the pass.
+        origins: indices, among the chains, of the layers whose outputs it is made of without another in between.
+        selected: whether computed values decide which entries it has, as for boxes that a detector selects.
         behind: the weights of all layers that it was made with, one bit each.
     """
 
@@ -74,7 +72,7 @@ class TensorOrigin(NamedTuple):
 
 @dataclass
 class LayerChain:
-    """A layer and the chain behind it, as far as it has been followed.
+    """A layer and the chain behind it, as far as it was followed.
 
     Attributes:
         shape: of its output.
@@ -82,7 +80,7 @@ class LayerChain:
         reads: how often the result of each stage is read.
         rectified: the stage that a ReLU reads.
         source: the layer whose rectified end this one reads.
-        index: where each value of the output lies at the last stage, once it was moved.
+        index: position of each value of the output at the last stage, once it was moved.
     """
 
     layer: LayerCall
@@ -94,11 +92,11 @@ class LayerChain:
     index: Tensor | None = None
 
     def places(self) -> Tensor:
-        """Return the same, before any move too."""
+        """Return the position of each value of the output at the last stage."""
         return torch.arange(self.shape.numel()).view(self.shape) if self.index is None else self.index
 
     def finished(self, calls: int) -> LayerCall:
-        """Return the layer, with as much of the chain behind it as nothing else reads from."""
+        """Return the layer with the part of its chain that nothing else reads."""
         alone = next((i for i, stage in enumerate(self.stages) if self.reads[stage] != 1), len(self.stages))
         stages = self.stages[: alone + 1]
         summed, scaled = "sum" in stages, any(stage.startswith("gain") for stage in stages)
@@ -114,7 +112,7 @@ class LayerChain:
         return _unsummed(layer, rectified=rectified)
 
     def gain(self, factor: Tensor, shape: torch.Size) -> Tensor | None:
-        """(outputs,) what a tensor that broadcasts to the last stage multiplies each output by; None if it varies."""
+        """Return the factor of each output by a tensor that broadcasts to the last stage; None if it varies."""
         values = torch.full((self.shape.numel(),), torch.nan, dtype=torch.float64)
         values[self.places().flatten()] = factor.detach().double().cpu().expand(shape).flatten()
         geometry = self.layer.geometry
@@ -124,13 +122,13 @@ class LayerChain:
 
 
 class LayerFinder(CallInterceptor):
-    """Finds the layers of one forward pass after another, and who reads each parameter.
+    """Finds the layers of a forward pass and the chains behind them, and the functions that read each parameter.
 
     Attributes:
-        drafts: of the layers, in the order in which they are called.
+        chains: of the layers, in the order in which they are called.
         readers: for each parameter and buffer the names of the functions that read it.
         calls: the names of all functions, in the order in which they are called.
-        boundary: the layers, by their place among the drafts, of whose outputs computed values select something.
+        boundary: indices, among the chains, of the layers from whose outputs computed values select something.
     """
 
     def __init__(self, model: nn.Module, norms: Iterable[str]) -> None:
@@ -138,74 +136,74 @@ class LayerFinder(CallInterceptor):
         self._clear()
 
     def _clear(self) -> None:
-        self.drafts: list[LayerChain] = []
+        self.chains: list[LayerChain] = []
         self.readers: dict[str, list[str]] = {}
         self.calls: list[str] = []
         self.boundary: set[int] = set()
         self._owner, self._bits = object(), dict[str, int]()
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """One forward pass is watched; what was found in an earlier one is forgotten."""
+    def intercepting(self) -> Iterator[None]:
+        """Intercept one forward pass, and forget the results of an earlier one."""
         self._clear()
-        with super().watching():
+        with super().intercepting():
             yield
 
     def call(self, call: FunctionCall) -> Any:
-        """Mark what a call gives."""
+        """Make a call and mark its results."""
         inputs = gather((call.args, dict(call.named)))
         marks = [self.mark(tensor) for tensor in inputs]
         self.calls.append(call.name)
         result = call.run()
-        if self.turned(result) is None:
-            for name in filter(None, (self.names.get(id(tensor)) or self.turned(tensor) for tensor in inputs)):
+        if self.transposed_name(result) is None:
+            for name in filter(None, (self.names.get(id(tensor)) or self.transposed_name(tensor) for tensor in inputs)):
                 self.readers.setdefault(name, []).append(call.name)
         if any(result is tensor and self.mark(tensor) is not None for tensor in inputs):
-            return result  # dropout in eval mode hands on what it was given
+            return result  # dropout in eval mode returns its argument
         for mark in marks:
             if mark is not None and mark.layer is not None:
-                self.drafts[mark.layer].reads[mark.stage] += 1
-        flow = self._flows(call, inputs)
+                self.chains[mark.layer].reads[mark.stage] += 1
+        origin = self._origin_of_results(call, inputs)
         if isinstance(result, Tensor):
             layer, stage = self._role(call, inputs, marks, result)
             found = ChainMark(self._owner, call.number, result._version, layer, stage)
             result._prunekit_mark = found  # type: ignore[attr-defined]
             if stage == "layer" and layer is not None:
-                flow = self._through(self.drafts[layer], flow)._replace(origins=frozenset({layer}))
+                origin = self._through(self.chains[layer], origin)._replace(origins=frozenset({layer}))
         result = list(result) if call.name == "__iter__" else result
         for tensor in gather(inputs[:1] if call.name in _WRITING else result):
-            tensor._prunekit_flow = flow  # type: ignore[attr-defined]
+            tensor._prunekit_origin = origin  # type: ignore[attr-defined]
         return iter(result) if call.name == "__iter__" else result
 
     def mark(self, tensor: Tensor) -> ChainMark | None:
-        """Return what this pass knows of a tensor that was not written to since."""
+        """Return this pass's mark of a tensor that was not written to since."""
         mark: ChainMark | None = getattr(tensor, "_prunekit_mark", None)
         return mark if mark is not None and (mark.owner, mark.version) == (self._owner, tensor._version) else None
 
-    def flow(self, tensor: Tensor) -> TensorOrigin:
-        """Return where this pass has a tensor from."""
-        flow: TensorOrigin | None = getattr(tensor, "_prunekit_flow", None)
-        return flow if flow is not None and flow.owner is self._owner else TensorOrigin(self._owner)
+    def origin(self, tensor: Tensor) -> TensorOrigin:
+        """Return the origin of a tensor in this pass."""
+        origin: TensorOrigin | None = getattr(tensor, "_prunekit_origin", None)
+        return origin if origin is not None and origin.owner is self._owner else TensorOrigin(self._owner)
 
-    def _flows(self, call: FunctionCall, inputs: list[Tensor]) -> TensorOrigin:
-        """Return where a call's results come from."""
-        flows = [self.flow(tensor) for tensor in inputs]
-        origins = frozenset().union(*(flow.origins for flow in flows))
+    def _origin_of_results(self, call: FunctionCall, inputs: list[Tensor]) -> TensorOrigin:
+        """Return the origin of a call's results."""
+        known = [self.origin(tensor) for tensor in inputs]
+        origins = frozenset().union(*(origin.origins for origin in known))
         writing = call.name in _WRITING  # to where a selection says, into a tensor that may be as long as one
-        said = [flow for i, flow in enumerate(flows) if not (writing and i and inputs[i].is_floating_point())]
-        selected = any(flow.selected for flow in said)
-        first, others = flows[:1], flows[1:]
-        if call.name in _SORTING or (call.name in _SELECTING and any(flow.origins for flow in others)):
-            selected = selected or any(flow.origins for flow in first)
+        deciding = [origin for i, origin in enumerate(known) if not (writing and i and inputs[i].is_floating_point())]
+        selected = any(origin.selected for origin in deciding)
+        first, others = known[:1], known[1:]
+        if call.name in _SORTING or (call.name in _SELECTING and any(origin.origins for origin in others)):
+            selected = selected or any(origin.origins for origin in first)
         if selected:
-            self.boundary.update(i for flow in flows if not flow.selected for i in flow.origins)
-        return TensorOrigin(self._owner, origins, selected, reduce(or_, (flow.behind for flow in flows), 0))
+            self.boundary.update(i for origin in known if not origin.selected for i in origin.origins)
+        return TensorOrigin(self._owner, origins, selected, reduce(or_, (origin.behind for origin in known), 0))
 
-    def _through(self, draft: LayerChain, flow: TensorOrigin) -> TensorOrigin:
-        """Return what a layer makes of what it reads."""
-        own = 1 << self._bits.setdefault(draft.layer.weight, len(self._bits))
-        draft.layer = replace(draft.layer, selected=flow.selected, recurrent=bool(flow.behind & own))
-        return flow._replace(behind=flow.behind | own)
+    def _through(self, chain: LayerChain, origin: TensorOrigin) -> TensorOrigin:
+        """Return the origin of a layer's output, given that of its input."""
+        own = 1 << self._bits.setdefault(chain.layer.weight, len(self._bits))
+        chain.layer = replace(chain.layer, selected=origin.selected, recurrent=bool(origin.behind & own))
+        return origin._replace(behind=origin.behind | own)
 
     def _role(
         self, call: FunctionCall, inputs: list[Tensor], marks: list[ChainMark | None], result: Tensor
@@ -218,15 +216,15 @@ class LayerFinder(CallInterceptor):
         if call.name in _PRODUCTS:
             return self._gain(call, inputs, marks, result)
         mark = marks[0] if marks else None
-        draft = self.drafts[mark.layer] if mark is not None and mark.layer is not None else None
-        if mark is None or draft is None:
+        chain = self.chains[mark.layer] if mark is not None and mark.layer is not None else None
+        if mark is None or chain is None:
             return None, ""
         if call.name == "batch_norm" and mark.stage == "layer":
-            return self._norm(call, mark, draft)
+            return self._norm(call, mark, chain)
         if call.name in _MOVES and len(inputs) == 1 and call.args and call.args[0] is inputs[0]:
-            return self._move(call, mark, draft)
+            return self._move(call, mark, chain)
         if call.name in {"relu", "relu_"}:
-            draft.rectified = draft.rectified if mark.stage == RECTIFIED else mark.stage
+            chain.rectified = chain.rectified if mark.stage == RECTIFIED else mark.stage
             return mark.layer, RECTIFIED
         return None, ""
 
@@ -237,47 +235,47 @@ class LayerFinder(CallInterceptor):
         layer = LayerCall(operands.weight, operands.bias, call.number, how, transposed=operands.transposed)
         read = self.mark(operands.inputs)
         source = read.layer if read is not None and read.stage == RECTIFIED else None
-        self.drafts.append(LayerChain(replace(layer, rows=how.rows(result)), result.shape, source=source))
-        return len(self.drafts) - 1, "layer"
+        self.chains.append(LayerChain(replace(layer, rows=how.rows(result)), result.shape, source=source))
+        return len(self.chains) - 1, "layer"
 
-    def _norm(self, call: FunctionCall, mark: ChainMark, draft: LayerChain) -> tuple[int | None, str]:
+    def _norm(self, call: FunctionCall, mark: ChainMark, chain: LayerChain) -> tuple[int | None, str]:
         running = self.names.get(id(call.args[1]))
         training = call.argument(5, "training", False)
         if running is None or training:
             return None, ""
-        draft.layer = replace(draft.layer, norm=running.rpartition(".")[0])
-        draft.stages.append("norm")
+        chain.layer = replace(chain.layer, norm=running.rpartition(".")[0])
+        chain.stages.append("norm")
         return mark.layer, "norm"
 
-    def _move(self, call: FunctionCall, mark: ChainMark, draft: LayerChain) -> tuple[int | None, str]:
-        if mark.stage != draft.stages[-1] or mark.stage == "sum":
+    def _move(self, call: FunctionCall, mark: ChainMark, chain: LayerChain) -> tuple[int | None, str]:
+        if mark.stage != chain.stages[-1] or mark.stage == "sum":
             return None, ""
-        draft.index = call.function(with_strides_of(draft.places(), call.args[0]), *call.args[1:], **call.named)
-        draft.layer = replace(draft.layer, moves=(*draft.layer.moves, call.number))
-        draft.stages.append(f"move {call.number}")
-        return mark.layer, draft.stages[-1]
+        chain.index = call.function(with_strides_of(chain.places(), call.args[0]), *call.args[1:], **call.named)
+        chain.layer = replace(chain.layer, moves=(*chain.layer.moves, call.number))
+        chain.stages.append(f"move {call.number}")
+        return mark.layer, chain.stages[-1]
 
     def _gain(
         self, call: FunctionCall, inputs: list[Tensor], marks: list[ChainMark | None], result: Tensor
     ) -> tuple[int | None, str]:
-        """Return a parameter multiplies a layer's outputs, each by one number."""
+        """Note a parameter that multiplies each of a layer's outputs by one number."""
         ends = [i for i, mark in enumerate(marks) if mark is not None and mark.layer is not None]
         if len(inputs) != 2 or len(ends) != 1 or id(inputs[1 - ends[0]]) not in self.names:
             return None, ""
         mark = marks[ends[0]]
         assert mark is not None
         assert mark.layer is not None
-        draft = self.drafts[mark.layer]
-        gain = self._factor(draft, inputs[1 - ends[0]], result.shape) if result.shape == draft.places().shape else None
-        if gain is None or mark.stage != draft.stages[-1] or mark.stage == "sum":
+        chain = self.chains[mark.layer]
+        gain = self._factor(chain, inputs[1 - ends[0]], result.shape) if result.shape == chain.places().shape else None
+        if gain is None or mark.stage != chain.stages[-1] or mark.stage == "sum":
             return None, ""
-        before = draft.layer.gain
-        draft.layer = replace(draft.layer, gain=gain if before is None else before * gain)
-        draft.stages.append(f"gain {call.number}")
-        return mark.layer, draft.stages[-1]
+        before = chain.layer.gain
+        chain.layer = replace(chain.layer, gain=gain if before is None else before * gain)
+        chain.stages.append(f"gain {call.number}")
+        return mark.layer, chain.stages[-1]
 
-    def _factor(self, draft: LayerChain, factor: Tensor, shape: torch.Size) -> Tensor | None:
-        return draft.gain(factor, shape)
+    def _factor(self, chain: LayerChain, factor: Tensor, shape: torch.Size) -> Tensor | None:
+        return chain.gain(factor, shape)
 
     def _sum(self, call: FunctionCall, marks: list[ChainMark | None]) -> tuple[int | None, str]:
         summands = [argument for argument in call.args if isinstance(argument, Tensor)]
@@ -286,22 +284,22 @@ class LayerFinder(CallInterceptor):
         ends = [
             (mark.layer, i)
             for i, mark in enumerate(marks)
-            if mark and mark.layer is not None and mark.stage == self.drafts[mark.layer].stages[-1] != "sum"
+            if mark and mark.layer is not None and mark.stage == self.chains[mark.layer].stages[-1] != "sum"
         ]
         if not ends:
             return None, ""
         layer, position = max(ends)
         other = marks[1 - position]
-        draft = self.drafts[layer]
+        chain = self.chains[layer]
         if other is None:
             return None, ""
-        draft.layer = replace(draft.layer, total=call.number, other=other.call)
-        draft.stages.append("sum")
+        chain.layer = replace(chain.layer, total=call.number, other=other.call)
+        chain.stages.append("sum")
         return layer, "sum"
 
 
 class LayerGraph(NamedTuple):
-    """What a forward pass of a model reads.
+    """The layers that a forward pass calls, and the readers of its parameters.
 
     Attributes:
         layers: every call of a convolution or a linear layer, in order.
@@ -315,21 +313,21 @@ class LayerGraph(NamedTuple):
 
 
 def find_layer_graph(model: nn.Module, inputs: Tensor | tuple[Any, ...], norms: Iterable[str] = ()) -> LayerGraph:
-    """Run a model in eval mode and find its layers, and who reads its parameters.
+    """Run a model in eval mode, and find its layers and the functions that read its parameters.
 
     Args:
         model: runs on `inputs`.
         inputs: a few samples: the first argument, or all positional ones.
-        norms: paths of modules whose insides are not looked at: those of a channel map.
+        norms: paths of modules whose inner calls do not count: those of a channel map.
     """
     finder = LayerFinder(model, norms)
-    with finder.watching():
+    with finder.intercepting():
         call(model, inputs if isinstance(inputs, tuple) else (inputs,))
     calls = {name: len(readers) for name, readers in finder.readers.items()}
-    pairs = [(draft, draft.finished(calls[draft.layer.weight])) for draft in finder.drafts]
+    pairs = [(chain, chain.finished(calls[chain.layer.weight])) for chain in finder.chains]
     plain = [layer.rectified and layer.total is None and layer.calls == 1 for _, layer in pairs]
-    alone = [of if plain[i] and draft.reads[RECTIFIED] == 1 else None for i, (draft, of) in enumerate(pairs)]
-    sources = [None if draft.source is None or of.calls > 1 else alone[draft.source] for draft, of in pairs]
+    alone = [of if plain[i] and chain.reads[RECTIFIED] == 1 else None for i, (chain, of) in enumerate(pairs)]
+    sources = [None if chain.source is None or of.calls > 1 else alone[chain.source] for chain, of in pairs]
     layers = tuple(replace(layer, source=of) for (_, layer), of in zip(pairs, sources, strict=True))
     return LayerGraph(layers, finder.readers, tuple(finder.calls))
 
@@ -340,7 +338,7 @@ def find_layers(model: nn.Module, inputs: Tensor | tuple[Any, ...], norms: Itera
 
 
 def calls_by_weight(layers: Iterable[LayerCall]) -> dict[str, tuple[LayerCall, ...]]:
-    """Return the calls of each weight, in order, each with as much of the chain behind it as all of them have."""
+    """Return the calls of each weight, in order, each with the part of its chain that all of them have."""
     found: dict[str, list[LayerCall]] = {}
     for layer in layers:
         found.setdefault(layer.weight, []).append(layer)
@@ -371,7 +369,7 @@ def _same_gain(calls: list[LayerCall]) -> bool:
 
 
 def _unsummed(layer: LayerCall, *, rectified: bool = False) -> LayerCall:
-    """Without the sum behind it."""
+    """Return a layer without the sum behind it."""
     return replace(layer, end=_plain_end(layer), total=None, other=None, moves=(), gain=None, rectified=rectified)
 
 

@@ -1,6 +1,7 @@
-"""The linear layers of a running model: seen at the level of torch's functions, by the identity of their parameters.
+"""Calls of linear layers in a running model, intercepted at the level of torch's functions.
 
-So a layer is found however its module calls it; nothing is known about classes of modules or names.
+A layer is recognized by the identity of its parameters, however its module calls it; classes and names of modules do
+not matter.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from prunekit.hooks.owner import HookOwner, after_forward, before_forward
 from prunekit.statistics.layers.patches import CONVOLUTIONS, PatchGeometry
 
 _LOOKS = frozenset({"__get__", "dim", "size", "stride", "is_contiguous", "is_floating_point", "_set_grad_enabled"})
-"""Functions that compute nothing: asking for a shape is no reading of a value."""
+"""Functions that compute nothing: asking for a shape does not read values."""
 
 
 @dataclass(frozen=True)
@@ -32,21 +33,21 @@ class LayerCall:
         weight, bias: names of its parameters.
         call: its number among all calls of torch's functions in one forward pass.
         geometry: of the patches of its input that it reads.
-        norm: path of the BatchNorm in eval mode that alone reads its output.
+        norm: path of the BatchNorm in eval mode that is the only reader of its output.
         end: which call makes the end of the chain whose values are compared, before a ReLU: "layer", "norm" or "sum".
         total: number of the call that adds `other` to its output, or to the norm's.
         other: number of the call that made the other summand.
-        rectified: whether a ReLU alone reads the end of that chain.
+        rectified: whether a ReLU is the only reader of the end of that chain.
         calls: how often the weight is used in a forward pass.
-        selected: whether what it reads was selected by computed values, as boxes by their scores: under masks its
-            positions are others.
-        recurrent: whether what it reads is made with an earlier call of its own weight.
-        transposed: whether the weight lies as (inputs, outputs).
+        selected: whether its input was selected by computed values, as boxes by their scores: under masks it has other
+            positions.
+        recurrent: whether its input was made with an earlier call of its own weight.
+        transposed: whether the weight is stored as (inputs, outputs).
         moves: numbers of the calls between the output, or the norm, and `total` that only move its values: views,
             permutations, slices.
-        gain: (outputs,) what a parameter multiplies it by before `total`.
+        gain: (outputs,) factors by which a parameter multiplies it before `total`.
         rows: of its output, see `PatchGeometry`, in the forward pass that found it.
-        source: the layer whose rectified end is all that this one reads, and which nothing else reads.
+        source: the layer whose rectified end is the only input of this one, and is read by nothing else.
     """
 
     weight: str
@@ -78,12 +79,12 @@ class LayerCall:
 
     @property
     def deferred(self) -> bool:
-        """Whether the other summand is known only after this layer ran: it is made later, or lies in another order."""
+        """Whether the other summand is known only after this layer ran: it is made later, or has another order."""
         return self.other is not None and (self.other > self.call or bool(self.moves))
 
     @property
     def ready(self) -> int:
-        """Number of the call before which all is there that this layer is fitted to."""
+        """Number of the call before which everything that this layer is fitted to is known."""
         return self.total if self.deferred and self.total is not None else self.call
 
 
@@ -112,10 +113,48 @@ class FunctionCall(NamedTuple):
         return self._replace(named={**self.named, name: value})
 
 
-class Operands(NamedTuple):
-    """What a linear layer is called with; the names are those of the model's parameters.
+class WeightFunction(NamedTuple):
+    """A torch function that multiplies channels with a weight: where its arguments are, and how the weight is stored.
 
-    `transposed`: whether the weight, as the model has it, lies as (inputs, outputs).
+    Attributes:
+        inputs, weight, bias: positions of these arguments; `bias` is None if it takes none.
+        names: of the first two.
+        spatial: number of spatial axes.
+        input_axis: of the weight; 0: it is stored as (inputs, outputs).
+    """
+
+    inputs: int
+    weight: int
+    bias: int | None
+    names: tuple[str, str]
+    spatial: int
+    input_axis: int
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether it is the function of a module, with a weight that is called `weight`."""
+        return self.names == _LAYER
+
+    def axis(self, tensor: Tensor) -> int:
+        """Return which axis of an input or output holds the channels."""
+        return tensor.dim() - self.spatial - 1
+
+
+_LAYER = ("input", "weight")
+WEIGHT_FUNCTIONS = {
+    "linear": WeightFunction(0, 1, 2, _LAYER, 0, 1),
+    **{name: WeightFunction(0, 1, 2, _LAYER, axes, 1) for name, axes in CONVOLUTIONS.items()},
+    **{f"conv_transpose{axes}d": WeightFunction(0, 1, 2, _LAYER, axes, 0) for axes in (1, 2, 3)},
+    "addmm": WeightFunction(1, 2, 0, ("mat1", "mat2"), 0, 0),
+    **{name: WeightFunction(0, 1, None, ("input", "other"), 0, 0) for name in ("mm", "matmul", "__matmul__")},
+}
+"""The functions, by name."""
+
+
+class Operands(NamedTuple):
+    """The arguments of a call of a linear layer, parameters by their names in the model.
+
+    `transposed`: whether the weight, as the model has it, is stored as (inputs, outputs).
     """
 
     inputs: Tensor
@@ -125,75 +164,66 @@ class Operands(NamedTuple):
     transposed: bool
 
 
-_PLACES = dict.fromkeys(("linear", *CONVOLUTIONS), (0, 1, 2, False)) | {
-    "addmm": (1, 2, 0, True),
-    "matmul": (0, 1, None, True),
-    "__matmul__": (0, 1, None, True),
-    "mm": (0, 1, None, True),
-}
-"""Among a function's arguments: its input, its weight, its bias; and whether the weight lies as (inputs, outputs)."""
-
-
 class CallInterceptor(TorchFunctionMode):
-    """Numbers the calls of torch's functions in forward passes; those inside `norms` count as one each.
+    """Intercepts and numbers the calls of torch's functions in forward passes; each module of `norms` counts as one.
 
-    Masked runs compute norms over several channels twice, so calls inside of these say nothing.
+    Masked runs compute norms over several channels twice, so calls inside of them are not compared.
 
     Args:
         model: whose parameters are known by name.
-        norms: paths of modules whose insides are not looked at.
+        norms: paths of modules whose inner calls do not count.
     """
 
     def __init__(self, model: nn.Module, norms: Iterable[str] = ()) -> None:
         super().__init__()
         self.names = {id(tensor): name for name, tensor in named_tensors(model)}
         self.number = self._inside = 0
-        self._norms = _Insides(self, [model.get_submodule(path) for path in norms])
+        self._norms = _NormHooks(self, [model.get_submodule(path) for path in norms])
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """One forward pass, without gradients, is watched; compiled code runs as it is written."""
+    def intercepting(self) -> Iterator[None]:
+        """Intercept one forward pass, without gradients; compiled code runs as it is written."""
         self.number = self._inside = 0
         with torch.no_grad(), self._norms, torch.compiler.set_stance("force_eager"), self:
             yield
 
     def call(self, call: FunctionCall) -> Any:
-        """Return what happens at a call; returns its result."""
+        """Make a call and return its result; subclasses override this."""
         return call.run()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         if torch._C._functorch.peek_interpreter_stack() is not None:
-            self.transformed()
+            self.on_transform()
             return function(*args, **named)
         name = getattr(function, "__name__", "")
         if name in _LOOKS:
-            looked = self.look(name, function, *args, **named)
-            if not isinstance(looked, Tensor):
-                return looked
-            function = partial(_given, looked)  # a property such as `mT` hands out a tensor
+            answer = self.query(name, function, *args, **named)
+            if not isinstance(answer, Tensor):
+                return answer
+            function = partial(_given, answer)  # a property such as `mT` hands out a tensor
         if self._inside:
             return self.compute(name, function, *args, **named)
         self.number += 1
         return self.call(FunctionCall(self.number, name, function, args, named, self.compute))
 
-    def transformed(self) -> None:
-        """What happens at a call within a transform of functions, such as vmap, where tensors aren't what they seem."""
+    def on_transform(self) -> None:
+        """Take note of a call within a transform of functions, such as vmap, whose tensors are wrapped."""
 
-    def look(self, name: str, function: Any, /, *args: Any, **named: Any) -> Any:
-        """Call one that computes nothing."""
+    def query(self, name: str, function: Any, /, *args: Any, **named: Any) -> Any:
+        """Call a function that computes nothing, such as that of a shape."""
         return function(*args, **named)
 
     def compute(self, name: str, function: Any, /, *args: Any, **named: Any) -> Any:
-        """Call one of torch's functions, those inside `norms` too."""
+        """Call any other of torch's functions, also inside `norms`."""
         return function(*args, **named)
 
-    def enter(self) -> None:
-        """A module begins whose calls do not count."""
+    def enter_norm(self) -> None:
+        """Count no calls from here on."""
         self._inside += 1
 
-    def leave(self, given: tuple[Any, ...], result: Any) -> None:
-        """It ends: all that it did is one call, with what the module was given."""
+    def leave_norm(self, given: tuple[Any, ...], result: Any) -> None:
+        """Count calls again, and all that the norm did as one call with the norm's arguments."""
         self._inside -= 1
         if not self._inside:
             self.number += 1
@@ -201,26 +231,24 @@ class CallInterceptor(TorchFunctionMode):
                 self.call(FunctionCall(self.number, "", None, given, {}, lambda *_: result))
 
     def operands(self, call: FunctionCall) -> Operands | None:
-        """Return what a linear layer is called with; None if it is none, or one whose weight or bias is no
-        parameter.
-        """
-        place = _PLACES.get(call.name)
-        if place is None or len(call.args) <= place[1]:
+        """Return the arguments of a linear layer or convolution; None of other calls, or without a parameter's name."""
+        function = WEIGHT_FUNCTIONS.get(call.name)
+        if function is None or call.name.startswith("conv_transpose") or len(call.args) <= function.weight:
             return None
-        inputs, matrix = call.args[place[0]], call.args[place[1]]
-        turned = self.turned(matrix)
-        matrix = matrix if turned is None else matrix._base
+        inputs, matrix = call.args[function.inputs], call.args[function.weight]
+        transposed = self.transposed_name(matrix) is not None
+        matrix = matrix._base if transposed else matrix
         weight = self.names.get(id(matrix))
-        bias = None if place[2] is None else (*call.args, None, None)[place[2]]
+        bias = None if function.bias is None else (*call.args, None, None)[function.bias]
         bias = call.named.get("bias") if bias is None else bias
         name = None if bias is None else self.names.get(id(bias))
-        usual = is_plain(inputs) and (not place[3] or (not call.named and matrix.dim() == 2 and inputs.dim() >= 2))
+        usual = is_plain(inputs) and (function.is_layer or (not call.named and matrix.dim() == 2 and inputs.dim() >= 2))
         if weight is None or (bias is not None and name is None) or not usual:
             return None
-        return Operands(inputs, matrix, weight, name, place[3] != (turned is not None))
+        return Operands(inputs, matrix, weight, name, function.is_layer == transposed)
 
-    def turned(self, value: Any) -> str | None:
-        """Of which matrix of the model's a tensor is the transpose, as `w.t()` is in `x @ w.t()`."""
+    def transposed_name(self, value: Any) -> str | None:
+        """Return the name of the matrix that a tensor is the transpose of, as `w.t()` in `x @ w.t()`; None if none."""
         base = value._base if isinstance(value, Tensor) and value.dim() == 2 else None
         if base is None or base.dim() != 2 or (value.shape, value.stride()) != (base.shape[::-1], base.stride()[::-1]):
             return None
@@ -231,12 +259,14 @@ def _given(result: Tensor, *_: Any, **__: Any) -> Tensor:
     return result
 
 
-class _Insides(HookOwner):
-    def __init__(self, watch: CallInterceptor, modules: list[nn.Module]) -> None:
+class _NormHooks(HookOwner):
+    """Hooks that tell an interceptor when a norm begins and ends."""
+
+    def __init__(self, interceptor: CallInterceptor, modules: list[nn.Module]) -> None:
         super().__init__()
-        self._watch, self._modules = watch, modules
+        self._interceptor, self._modules = interceptor, modules
 
     def register(self) -> None:
         for module in self._modules:
-            self.own(before_forward(module, lambda *_: self._watch.enter()))
-            self.own(after_forward(module, lambda _, given, result: self._watch.leave(given, result)))
+            self.own(before_forward(module, lambda *_: self._interceptor.enter_norm()))
+            self.own(after_forward(module, lambda _, given, result: self._interceptor.leave_norm(given, result)))

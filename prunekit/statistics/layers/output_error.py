@@ -1,7 +1,4 @@
-"""What tells how far a model is from the dense one: its outputs, or what they are made of before values select.
-
-How much a model's output makes of an error in one of its layers, measured.
-"""
+"""The error of a model's output: which outputs are compared, and how much an error in a layer changes them."""
 
 from __future__ import annotations
 
@@ -24,19 +21,19 @@ from prunekit.utils.inputs import call, counted_positions, inputs_as_example, ro
 from prunekit.utils.progress import tracked
 
 FEW = 2
-"""Samples, and one more, that show which outputs have samples first."""
+"""Samples, and one more, by which outputs whose first axis holds samples are recognized."""
 
 
 @dataclass(frozen=True)
 class OutputComparison:
-    """What of a model is compared with the dense one.
+    """The tensors of a model that are compared with those of the dense one.
 
-    All outputs that have samples first count. Of others the layers do that they are made of without another in between;
-    and so do those from whose outputs computed values select something, as a detector does the boxes that score best:
-    a list of what comes out behind that has no counterpart in the other model.
+    All outputs whose first axis holds samples are compared. Instead of other outputs, the layers are compared that they
+    are made of without another in between; and so are layers from whose outputs computed values select something, as a
+    detector selects the boxes that score best: entries of the selection have no counterpart in the other model.
 
     Attributes:
-        outputs: places among all tensors that the model returns.
+        outputs: indices among all tensors that the model returns.
         weights: of layers whose outputs are compared, over all of their calls.
     """
 
@@ -45,7 +42,7 @@ class OutputComparison:
 
     @classmethod
     def of(cls, model: nn.Module, inputs: tuple[Any, ...]) -> OutputComparison:
-        """Return what can be compared of a model.
+        """Return the comparison of a model.
 
         Args:
             model: the dense one, in eval mode.
@@ -57,42 +54,43 @@ class OutputComparison:
         outputs, made = list[int](), set(finder.boundary)
         pairs = zip(few, more, strict=True) if len(few) == len(more) else ((tensor, tensor) for tensor in more)
         for place, (one, other) in enumerate(pairs):
-            flow, lengths = finder.flow(other), [len(tensor) if tensor.dim() else 0 for tensor in (one, other)]
+            origin, lengths = finder.origin(other), [len(tensor) if tensor.dim() else 0 for tensor in (one, other)]
             by_sample = other.is_floating_point() and lengths == counts and other is not one
-            if by_sample and (not flow.selected or one.shape[1:] == other.shape[1:]):
+            if by_sample and (not origin.selected or one.shape[1:] == other.shape[1:]):
                 if not any(other is more[earlier] for earlier in outputs):
                     outputs.append(place)
-            elif not flow.selected:
-                made |= flow.origins
-        alone = {draft.layer.weight for draft in finder.drafts if draft.layer.selected}
-        weights = dict.fromkeys(finder.drafts[i].layer.weight for i in sorted(made))
+            elif not origin.selected:
+                made |= origin.origins
+        alone = {chain.layer.weight for chain in finder.chains if chain.layer.selected}
+        weights = dict.fromkeys(finder.chains[i].layer.weight for i in sorted(made))
         return cls(tuple(outputs), tuple(weight for weight in weights if weight not in alone))
 
     def values(
         self, model: nn.Module, inputs: tuple[Any, ...], counted: Tensor | None = None
     ) -> list[tuple[int | str, Tensor]]:
-        """Return what is compared, samples or positions first, in float64, each with the place or the weight that it is
-        of.
+        """Return the compared tensors in float64, samples or positions first, each with its index or weight.
 
         Args:
-            counted: which positions of the samples are no padding, see `counted_positions`; None: all.
+            model: the dense one, or one pruned from it.
+            inputs: that it is run on.
+            counted: which positions of the samples are not padding, see `counted_positions`; None: all.
         """
-        watch = _Outputs(model, frozenset(self.weights), counted)
-        with watch.watching():
+        layers = _LayerOutputs(model, frozenset(self.weights), counted)
+        with layers.intercepting():
             tensors = plain_in(call(model, inputs))
         found: list[tuple[int | str, Tensor]] = [
             (place, rows_of(tensors[place], counted).double()) for place in self.outputs
         ]
-        return found + watch.found
+        return found + layers.found
 
 
 def _returned(model: nn.Module, inputs: tuple[Any, ...], finder: LayerFinder) -> list[Tensor]:
-    with finder.watching():
+    with finder.intercepting():
         return plain_in(call(model, inputs))
 
 
-class _Outputs(CallInterceptor):
-    """Takes what some layers give."""
+class _LayerOutputs(CallInterceptor):
+    """Collects the outputs of some layers."""
 
     def __init__(self, model: nn.Module, weights: frozenset[str], counted: Tensor | None) -> None:
         super().__init__(model)
@@ -111,7 +109,7 @@ class _Outputs(CallInterceptor):
 
 
 class RelativeError:
-    """Sums over batches of how far a model is from the dense one, as a share of what that one varies by."""
+    """The squared difference of a model from the dense one over the dense one's variance, summed over batches."""
 
     def __init__(self) -> None:
         self._squares: dict[int | str, float] = {}
@@ -127,22 +125,20 @@ class RelativeError:
         self._totals[key] = want.square().sum(0) + self._totals.get(key, 0)
 
     def shares(self, flat: float) -> Iterator[float]:
-        """Yield the squared difference over variance of all that varies by more than a share `flat` of its mean
-        square.
-        """
+        """Yield the relative error of each tensor that varies by more than a share `flat` of its mean square."""
         for key, total in self._totals.items():
             count = self._counts[key]
             around = total if count == 1 else total - self._sums[key].square() / count
-            if not float(around.sum()) <= flat * float(total.sum()):  # NaN passes: where from is found out later
+            if not float(around.sum()) <= flat * float(total.sum()):  # NaN passes: its origin is found later
                 yield self._squares[key] / float(around.sum())
 
 
 RIDGE = 1e-3
-"""Added to the diagonal of a Gram matrix, as a share of its mean: dead channels have nothing there."""
+"""Added to the diagonal of a Gram matrix, as a share of its mean: dead channels have zeros there."""
 
 
 def with_gains(model: nn.Module, stats: PatchStats, inputs: Any) -> PatchStats:
-    """Measure what errors in each layer do to the model's output.
+    """Measure how much errors in each layer change the model's output.
 
     Every second input channel of a layer is removed, the others make up for them by least squares, and the model runs:
     the gain is the mean squared change of what it returns, see `OutputComparison`, over the layer's own error by its
@@ -155,7 +151,7 @@ def with_gains(model: nn.Module, stats: PatchStats, inputs: Any) -> PatchStats:
         inputs: (B, ...), as `inputs_as_example` takes them, for as many forward passes as there are layers, and one.
 
     Returns:
-        The statistics with `output_gain` filled in: 1 where a layer has nothing to measure.
+        The statistics with `output_gain` filled in: 1 for a layer where it cannot be measured.
     """
     copy = with_tensors(model, {name: tensor.detach().clone() for name, tensor in named_tensors(model)})
     tensors, modules = dict(named_tensors(copy)), dict(copy.named_modules())
@@ -204,7 +200,7 @@ def _gain(
 def _shifted(
     layer: LayerCall, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module]
 ) -> tuple[Tensor, float] | None:
-    """Return what is changed to add a constant to a layer's output, and its sign; None where there is nothing."""
+    """Return the tensor that adds a constant to a layer's output, and its sign; None if there is none."""
     if layer.bias is not None:
         return tensors[layer.bias], 1.0
     if layer.norm is not None:
@@ -213,14 +209,9 @@ def _shifted(
 
 
 def _halved(moments: LayerMoments, weight: Tensor, *, biased: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a weight without its odd input channels, what is to be added to the bias, and the errors of the outputs.
+    """Return a weight (o, C, ...) without odd input channels, the change of the bias, and the outputs' squared errors.
 
-    Args:
-        weight: (o, C, ...) in float64.
-        biased: whether there is a bias.
-
-    Returns:
-        (o, C, ...), (o,) and (o,), mean squared.
+    The weight is in float64, the others (o,); `biased`: whether there is a bias.
     """
     deep = weight.flatten(2) if weight.dim() > 2 else weight[:, :, None]  # (o, C, taps)
     parts = [
@@ -232,19 +223,19 @@ def _halved(moments: LayerMoments, weight: Tensor, *, biased: bool) -> tuple[Ten
 
 
 def _halved_group(rows: Tensor, matrix: Tensor, *, each_tap: bool, biased: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """As `_halved`, of (o, C, taps); without the taps' own statistics each of them is a layer of its own."""
+    """Return the same for rows (o, C, taps) of a group; without statistics of its own, each tap is a layer."""
     outputs, channels, taps = rows.shape
     flat = rows.transpose(1, 2).flatten(0, 1) if each_tap else rows.flatten(1)
     kept = torch.arange(flat.shape[1], device=rows.device) // (flat.shape[1] // channels) % 2 == 0
-    change = _taken_over(flat, matrix, kept, biased=biased)
+    change = _without_columns(flat, matrix, kept, biased=biased)
     errors = ((change @ matrix) * change).sum(1).clamp(min=0)
     halved = flat + change[:, :-1]
     halved = halved.view(outputs, taps, channels).transpose(1, 2) if each_tap else halved.view_as(rows)
     return halved, change[:, -1].view(outputs, -1).sum(1), errors.view(outputs, -1).sum(1)
 
 
-def _taken_over(flat: Tensor, matrix: Tensor, kept: Tensor, *, biased: bool) -> Tensor:
-    """(r, d + 1) change of a weight, and of its bias, that leaves only some columns: by least squares."""
+def _without_columns(flat: Tensor, matrix: Tensor, kept: Tensor, *, biased: bool) -> Tensor:
+    """Return the least-squares change of a weight and its bias, (r, d + 1), that leaves only some columns."""
     left = torch.cat([kept, kept.new_full((1,), biased)])
     gone = torch.cat([~kept, kept.new_zeros(1)])
     solved = torch.linalg.solve(with_ridge(matrix)[left][:, left], matrix[left][:, gone])  # (kept, gone)
@@ -262,7 +253,7 @@ def with_ridge(matrix: Tensor) -> Tensor:
 
 
 def relative_scale(moments: LayerMoments, modules: Mapping[str, nn.Module]) -> Tensor:
-    """(o,) what a layer's output is multiplied by up to the end of its chain, over its standard deviation there."""
+    """Return the scale of a layer's output at the end of its chain over its standard deviation there, (o,)."""
     scale = moments.variance.clamp(min=1e-12 * float(moments.variance.max()) or 1.0).rsqrt()
     if moments.layer.gain is not None and moments.layer.end == "sum":
         scale = scale * moments.layer.gain

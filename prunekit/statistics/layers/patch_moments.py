@@ -1,4 +1,4 @@
-"""Gram matrices of what a model's layers read, patch by patch, streamed over batches."""
+"""Gram matrices of the patches that a model's layers read, streamed over batches."""
 
 from __future__ import annotations
 
@@ -29,25 +29,21 @@ from prunekit.utils.progress import tracked
 from prunekit.utils.tensors import first_not_finite
 
 ROWS = 32768
-"""Positions sampled of each layer over all samples, at least one of each; never those that are padding."""
-
-
-class CalibrationWarning(UserWarning):
-    """Scores come from fewer samples than they need to be trusted."""
+"""Positions sampled of each layer over all samples, at least one of each, padding excluded."""
 
 
 @dataclass(frozen=True, eq=False)
 class LayerMoments:
-    """Second moments of a layer's input, and what its output is compared with.
+    """Second moments of a layer's input, and the variance that its output errors are relative to.
 
     Attributes:
         layer: the first call of a weight: moments are summed over all of them.
         grams: for each convolution group (d + 1, d + 1) mean products of the columns of a patch and a constant last,
             float64; d is channels * taps, or channels where `taps` is 1.
-        taps: columns of each channel; 1 where only the centers of patches were taken, because of the memory.
+        taps: columns of each channel; 1 if only the centers of patches were taken, to save memory.
         variance: (channels,) of the end of the chain behind the output, float64.
         rows: how many positions were sampled.
-        output_gain: what the model's output makes of an error here, 1 for a usual layer; see `gains.with_gains`.
+        output_gain: how much an error here changes the model's output, 1 for a usual layer; see `with_gains`.
     """
 
     layer: LayerCall
@@ -60,7 +56,7 @@ class LayerMoments:
 
 @dataclass(frozen=True, eq=False)
 class PatchStats:
-    """What a model's layers read, by the order in which they run."""
+    """Moments of the patches that a model's layers read, in the order in which they run."""
 
     layers: tuple[LayerMoments, ...]
 
@@ -71,9 +67,9 @@ class PatchStats:
 
 
 class _Collector(LayerFinder):
-    """Adds up moments of layers over one forward pass after another, those of a weight over all of its calls.
+    """Sums the moments of layers over forward passes, and over all calls of each weight.
 
-    Another batch may make other calls: layers are known by their weights, and what lies behind them is found anew.
+    Another batch may make other calls: layers are known by their weights, and their chains are found again.
 
     Args:
         layers: the first call of each weight, with the chain and the rows of all of its calls.
@@ -101,37 +97,37 @@ class _Collector(LayerFinder):
         self._rows: dict[int, Tensor] = {}
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """One forward pass is watched."""
+    def intercepting(self) -> Iterator[None]:
+        """Intercept one forward pass."""
         self._rows.clear()
-        with super().watching():
+        with super().intercepting():
             yield
 
     def call(self, call: FunctionCall) -> Any:
-        """Take a layer's input as it is called, and the end of its chain as that is made."""
+        """Make a call, and collect a layer's input and the end of its chain."""
         operands = self.operands(call)
         result = super().call(call)
         mark = self.mark(result) if isinstance(result, Tensor) else None
         if mark is None or mark.layer is None or mark.call != call.number:
             return result
-        layer = self._layers.get(self.drafts[mark.layer].layer.weight)
+        layer = self._layers.get(self.chains[mark.layer].layer.weight)
         if layer is None:
             return result
         if mark.stage == "layer" and operands is not None:
             self._rows[mark.layer] = self._sampled(layer, mark.layer, result)
-            geometry = self.drafts[mark.layer].layer.geometry
+            geometry = self.chains[mark.layer].layer.geometry
             self._add(layer, geometry, operands.inputs, layer.matrix(operands.matrix), result, self._rows[mark.layer])
         if mark.stage == layer.end:
             ends = self._ends.setdefault(layer.weight, [])
             ends.append(layer.geometry.outputs(result, self._rows[mark.layer]))
         return result
 
-    def _move(self, call: FunctionCall, mark: ChainMark, draft: LayerChain) -> tuple[int | None, str]:
-        """Return where it is moved, a layer is compared as it lies."""
+    def _move(self, call: FunctionCall, mark: ChainMark, chain: LayerChain) -> tuple[int | None, str]:
+        """Return no stage: the chain ends before values are moved."""
         return None, ""
 
-    def _factor(self, draft: LayerChain, factor: Tensor, shape: torch.Size) -> Tensor | None:
-        """Return what a parameter multiplies it by is known."""
+    def _factor(self, chain: LayerChain, factor: Tensor, shape: torch.Size) -> Tensor | None:
+        """Return the factor as it is: only that there is one matters here."""
         return factor
 
     def _sampled(self, layer: LayerCall, place: int, output: Tensor) -> Tensor:
@@ -139,7 +135,7 @@ class _Collector(LayerFinder):
         total, count = layer.geometry.rows(output), self.batch_rows
         if layer.calls > 1:
             count = max(1, round(count * total * self._samples / (layer.rows * self.batch_samples)))
-        earlier = sum(draft.layer.weight == layer.weight for draft in self.drafts[:place])
+        earlier = sum(chain.layer.weight == layer.weight for chain in self.chains[:place])
         seed = layer.call + 100_003 * self.batch + 1_000_003 * earlier
         among = layer.geometry.counted(layer.geometry.positions(output), self.counted)
         return sample_rows(total, count, seed, among).to(output.device)
@@ -175,9 +171,7 @@ class _Collector(LayerFinder):
 
 
 def _columns(layers: Iterable[LayerCall], tensors: Mapping[str, Tensor], limit: int) -> dict[str, int]:
-    """Return the columns of each layer's Gram matrices by its weight: those of whole patches, or of the centers of
-    the largest.
-    """
+    """Return the columns of each weight's Gram matrices: of whole patches, or, of the largest, of their centers."""
     widths = {layer.weight: layer.matrix(tensors[layer.weight]).shape[1] for layer in layers}
     found = {layer.weight: widths[layer.weight] * layer.geometry.taps for layer in layers}
     size = {layer.weight: layer.geometry.groups * gram_bytes(found[layer.weight]) for layer in layers}
@@ -189,10 +183,10 @@ def _columns(layers: Iterable[LayerCall], tensors: Mapping[str, Tensor], limit: 
     return found
 
 
-def _stated(layers: Sequence[LayerCall], columns: Mapping[str, int]) -> str:
-    """Return what the Gram matrices will take, in words."""
+def _memory_text(layers: Sequence[LayerCall], columns: Mapping[str, int]) -> str:
+    """Return the memory that the Gram matrices will take, in words."""
     if not layers:
-        return "no layer that can be followed reads channels that may go"
+        return "no layer that can be followed reads channels that may be removed"
     sizes = [layer.geometry.groups * gram_bytes(columns[layer.weight]) / 2**20 for layer in layers]
     largest = layers[sizes.index(max(sizes))]
     return (
@@ -221,10 +215,10 @@ def collect_patches(
     Args:
         model: the dense model.
         batches: tensors, or tuples and lists whose first entry is the model's input, or a tuple of all its inputs.
-        norms: paths of modules whose insides are not looked at: those of a channel map.
-        inputs: weight and axis of the inputs, of those of the layers to look at; None: all.
+        norms: paths of modules whose inner calls do not count: those of a channel map.
+        inputs: weights and their input axes, of the layers to collect; None: all.
         rows: positions sampled of each layer over `images` images.
-        images: how many there will be: only the share of each batch in `rows` depends on it.
+        images: how many there will be; decides the share of each batch in `rows`.
         memory_bytes: limit for all Gram matrices together.
         log: gets a line on the memory that they take before they are collected.
 
@@ -243,11 +237,11 @@ def collect_patches(
                 wanted = tuple(x for x in layers if inputs is None or (x.weight, x.axes[1]) in inputs)
                 columns = _columns(wanted, dict(named_tensors(model)), memory_bytes)
                 if log is not None:
-                    log(_stated(wanted, columns))
+                    log(_memory_text(wanted, columns))
                 collector = _Collector(model, wanted, norms, columns, sample_count(few))
             collector.batch, collector.batch_rows = index, max(samples, round(rows * samples / images))
             collector.batch_samples, collector.counted = samples, counted_positions(model, given)
-            with collector.watching():
+            with collector.intercepting():
                 call(model, given)
     if collector is None:
         raise UsageError("patch statistics: expected at least one batch, got none")
@@ -259,13 +253,13 @@ def collect_patches(
 
 
 def _blamed(model: nn.Module) -> str:
-    """Return the first tensor of a model that is to blame, in words; nothing where all are finite."""
+    """Return a clause on the first tensor of a model that is not finite; empty if all are finite."""
     name = first_not_finite(named_tensors(model))
     return "" if name is None else f": {name!r} of the model is not finite"
 
 
 def too_few_rows(patches: PatchStats) -> list[str]:
-    """Return what to say of each layer whose patches have more columns than positions were sampled."""
+    """Return a warning for each layer whose patches have more columns than positions were sampled."""
     return [
         f"the Gram matrix of the patches of {moments.layer.weight.rpartition('.')[0] or 'the model'} has rank "
         f"{_most(moments)} at most for {_width(moments)} columns: {moments.rows} positions are too few, and its "
@@ -276,21 +270,19 @@ def too_few_rows(patches: PatchStats) -> list[str]:
 
 
 def dead_inputs(patches: PatchStats) -> list[str]:
-    """Return one sentence on all layers that read channels which were zero at every position; none where there are
-    none.
-    """
+    """Return one warning about all layers that read channels which were zero at every position; else none."""
     dead = {moments.layer.weight.rpartition(".")[0] or "the model": _dead(moments) for moments in patches.layers}
     found = [f"{int(zero.sum())} of {len(zero)} that {path} reads" for path, zero in dead.items() if zero.any()]
-    said = "channels that are zero on all calibration images, and so go first and cost nothing: "
-    return [said + ", ".join(found)] if found else []
+    text = "channels that are zero on all calibration images, so that they are removed first and cost nothing: "
+    return [text + ", ".join(found)] if found else []
 
 
 def with_raised_ridge(patches: PatchStats, ridge: float) -> PatchStats:
-    """Return the same, where positions are too few with so much more on the diagonal that `ridge` becomes `RAISED`
-    times it.
+    """Return the moments with a larger diagonal where positions are too few, so that `ridge` is raised `RAISED` times.
 
     Args:
-        ridge: share of the mean diagonal that will be added; the constant column has none.
+        patches: of all layers.
+        ridge: share of the mean diagonal that will be added later; the constant column has none.
     """
     layers = [_raised(moments, (RAISED - 1) * ridge) if _is_short(moments) else moments for moments in patches.layers]
     return replace(patches, layers=tuple(layers))
@@ -319,6 +311,6 @@ def _most(moments: LayerMoments) -> int:
 
 
 def _dead(moments: LayerMoments) -> Tensor:
-    """(channels,) Whether a channel's columns have no product with any other one, the constant among them."""
+    """Return whether a channel's columns have no product with any other one, or with the constant, (channels,)."""
     columns = [(matrix - matrix.diag().diag()).count_nonzero(0)[:-1] == 0 for matrix in moments.grams]
     return torch.cat(columns).view(-1, moments.taps).all(1)

@@ -1,4 +1,4 @@
-"""What a linear layer reads: its unfolded input patches at sampled positions, and their Gram matrix."""
+"""Patches that convolutions and linear layers read: unfolded at sampled positions, and their Gram matrix."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK = 4096
 
 @dataclass(frozen=True)
 class PatchGeometry:
-    """How a convolution or a linear layer reads its input; a row is one position of one sample of its output.
+    """The geometry of a convolution or a linear layer; a row is one position of one sample of its output.
 
     Attributes:
         kernel, stride, padding, dilation: one entry for each spatial axis; none for a linear layer.
@@ -33,12 +33,12 @@ class PatchGeometry:
 
     @property
     def taps(self) -> int:
-        """Values that a row reads of each input channel."""
+        """Number of values that a row reads of each input channel."""
         return prod(self.kernel)
 
     @property
     def middle(self) -> int:
-        """The tap at the center of the kernel, counted in order; the first where none is."""
+        """The tap at the center of the kernel, counted in order; the first if there is no center."""
         return self.taps // 2 if all(size % 2 for size in self.kernel) else 0
 
     def rows(self, output: Tensor) -> int:
@@ -46,10 +46,10 @@ class PatchGeometry:
         return output.numel() // output.shape[self._axis]
 
     def counted(self, positions: Sequence[int], counted: Tensor | None) -> Tensor | None:
-        """(N,) which rows of an output are no padding, ascending; None: all.
+        """Return the rows of an output that are not padding, (N,), ascending; None: all.
 
         Args:
-            positions: what its rows are laid out in: (B, T, ...) of tokens or of a convolution along them.
+            positions: shape of its rows: (B, T, ...) of tokens or of a convolution along them.
             counted: see `counted_positions`.
         """
         if counted is None or len(self.kernel) > 1:
@@ -60,19 +60,19 @@ class PatchGeometry:
         return flags.nonzero().flatten() if tuple(positions) == (len(flags),) else None
 
     def positions(self, output: Tensor) -> tuple[int, ...]:
-        """Return what the rows of an output are laid out in."""
+        """Return the shape of an output's rows."""
         return (len(output), *output.shape[2:]) if self.kernel else tuple(output.shape[:-1])
 
     def positions_of(self, inputs: Tensor) -> tuple[int, ...]:
-        """Return what the rows of the output for an input are laid out in."""
+        """Return the shape of the rows of the output for an input."""
         return (len(inputs), *self.spatial(inputs)) if self.kernel else tuple(inputs.shape[:-1])
 
     def spatial(self, inputs: Tensor) -> tuple[int, ...]:
-        """Spatial sizes of the output for an input."""
+        """Return the spatial sizes of the output for an input."""
         return self.spatial_of(tuple(inputs.shape[2:]))
 
     def spatial_of(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """Spatial sizes of the output for an input of such spatial sizes."""
+        """Return the spatial sizes of the output for those of an input."""
         if not self.kernel:
             return ()
         axes = zip(sizes, self.kernel, self.stride, self.padding, self.dilation, strict=True)
@@ -83,11 +83,12 @@ class PatchGeometry:
         return len(inputs) * prod(self.spatial(inputs)) if self.kernel else inputs.numel() // inputs.shape[-1]
 
     def places(self, rows: Tensor, spatial: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """(N, taps) which positions of the input each row reads, as rows of what made it; and whether they are there.
+        """Return the positions of the input that each row reads, (N, taps), as rows of it; and whether they exist.
 
         Args:
             rows: of the output.
-            spatial, sizes: spatial sizes of the output and of the input. What is padding has some position of it.
+            spatial: spatial sizes of the output.
+            sizes: spatial sizes of the input; padding is given some position of it.
         """
         found = (rows // prod(spatial))[:, None].expand(-1, self.taps)
         there = torch.ones_like(found, dtype=torch.bool)
@@ -102,7 +103,7 @@ class PatchGeometry:
         return found, there
 
     def outputs(self, output: Tensor, rows: Tensor) -> Tensor:
-        """(N, channels): the given rows of a tensor shaped like the output."""
+        """Return some rows of a tensor shaped like the output, (N, channels)."""
         if not self.kernel:
             return output.reshape(-1, output.shape[-1])[rows]
         positions = output.shape[2:].numel()
@@ -113,11 +114,11 @@ class PatchGeometry:
         return inputs[:, index] if self.kernel else inputs[..., index]
 
     def centers(self, inputs: Tensor, rows: Tensor, spatial: tuple[int, ...]) -> Tensor:
-        """(N, channels): the input at the middle tap of each row; `spatial` are the output's sizes."""
+        """Return the input at the middle tap of each row, (N, channels); `spatial` are the output's sizes."""
         return self.patches(inputs, rows, spatial)[:, self.middle :: self.taps]
 
     def patches(self, inputs: Tensor, rows: Tensor, spatial: tuple[int, ...]) -> Tensor:
-        """(N, channels * taps): what the given rows read, channel by channel; `spatial` are the output's sizes."""
+        """Return the patches of rows, (N, channels * taps), channel by channel; `spatial` are the output's sizes."""
         if not self.kernel:
             return inputs.reshape(-1, inputs.shape[-1])[rows]
         if any(self.padding):
@@ -140,7 +141,7 @@ class PatchGeometry:
 
 
 def geometry_of(name: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> PatchGeometry | None:
-    """Return how a call of a linear layer, or of `conv1d` to `conv3d`, reads; None where it cannot be followed."""
+    """Return the geometry of a call of a linear layer, or of `conv1d` to `conv3d`; None if it is not supported."""
     if name not in CONVOLUTIONS:
         return PatchGeometry()
     axes = CONVOLUTIONS[name]
@@ -160,57 +161,51 @@ def _each(value: int | tuple[int, ...], axes: int) -> tuple[int, ...]:
 
 
 def gram_bytes(columns: int) -> int:
-    """Memory of a Gram matrix of that many columns and one constant, in float64."""
+    """Return the memory of a Gram matrix of that many columns and one constant, in float64."""
     return 8 * (columns + 1) ** 2
 
 
 def with_constant(inputs: Tensor) -> Tensor:
-    """(N, d) -> (N, d + 1), the last column 1."""
+    """Return inputs (N, d) with a last column of ones, (N, d + 1)."""
     return torch.cat([inputs, inputs.new_ones(len(inputs), 1)], 1)
 
 
 def gram(inputs: Tensor) -> Tensor:
-    """(d + 1, d + 1) mean of the products of all columns and a constant one, see `mean_products`."""
+    """Return the mean products of all columns and a constant one, (d + 1, d + 1), see `mean_products`."""
     wide = with_constant(inputs)
     return mean_products(wide, wide)
 
 
 def mean_products(left: Tensor, right: Tensor) -> Tensor:
-    """(N, d), (N, o) -> (d, o) mean over rows of the products of columns, summed in float64 block by block.
+    """Return the mean over rows of the products of columns, (N, d), (N, o) -> (d, o), summed in float64 by blocks.
 
-    Within a block float32 values are multiplied and summed as such, half the time of float64: after `BLOCK` rows that
-    is as exact as the values themselves.
+    Within a block float32 values are multiplied and summed as float32, in half the time of float64: over `BLOCK` rows
+    that is as exact as the values themselves.
     """
     total = torch.zeros(left.shape[1], right.shape[1], dtype=torch.float64, device=left.device)
     kind = summing_type(left)
     for start in range(0, len(left), BLOCK):
         rows = slice(start, start + BLOCK)
         total += left[rows].to(kind).T @ right[rows].to(kind)
-    if kind == torch.float32 and not bool(total.isfinite().all()):  # beyond 1e19 squares are no float32 any more
+    if kind == torch.float32 and not bool(total.isfinite().all()):  # squares of 1e19 exceed float32
         return mean_products(left.double(), right.double())
     return total / len(left)
 
 
 def apply_weight(inputs: Tensor, weight: Tensor) -> Tensor:
-    """(N, d), (d, o) -> (N, o) in float64, multiplied as by `mean_products`."""
+    """Return inputs times a weight in float64, (N, d), (d, o) -> (N, o), multiplied as by `mean_products`."""
     kind = summing_type(inputs)
     return (inputs.to(kind) @ weight.to(kind)).double()
 
 
 def summing_type(values: Tensor) -> torch.dtype:
-    """Return the type in which products are taken: float32 only where they are not rounded further, to TF32 or
-    bfloat16.
-    """
+    """Return the type of products: float32 only where they are not rounded further, to TF32 or bfloat16."""
     plain = values.device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
     return torch.float32 if plain and values.dtype == torch.float32 else torch.float64
 
 
 def sample_rows(total: int, count: int, seed: int, among: Tensor | None = None) -> Tensor:
-    """At most `count` of `total` rows, each at most once, ascending; the same for the same arguments.
-
-    Args:
-        among: (N,) those that may be drawn, ascending; None: all.
-    """
+    """Return at most `count` random rows of `total`, or of those in `among`, without repetition, ascending."""
     if among is not None:
         return among[sample_rows(len(among), count, seed)]
     generator = torch.Generator().manual_seed(seed)
@@ -220,16 +215,13 @@ def sample_rows(total: int, count: int, seed: int, among: Tensor | None = None) 
 
 
 def with_strides_of(index: Tensor, values: Tensor) -> Tensor:
-    """Return an index of values, as they lie in memory: so what asks for that (views, reshape) treats both alike."""
+    """Return an index with the strides of its values, so that views and reshapes treat both alike."""
     if index.stride() == values.stride():
         return index
-    lying = torch.empty_strided(values.shape, values.stride(), dtype=index.dtype, device=index.device)
-    return lying.copy_(index)
+    strided = torch.empty_strided(values.shape, values.stride(), dtype=index.dtype, device=index.device)
+    return strided.copy_(index)
 
 
 def to_channels_last(images: Tensor) -> Tensor:
-    """Return images with all channels of a pixel together in memory, and so all that is computed from them.
-
-    Gathering patches then takes half the time, and so do convolutions on CPU.
-    """
+    """Return images in channels_last format, which halves the time of patches and of convolutions on CPU."""
     return images.contiguous(memory_format=torch.channels_last) if images.dim() == 4 else images

@@ -14,10 +14,9 @@ from torch.nn import functional as F
 
 from prunekit.channels.trace import trace
 from prunekit.criteria.reconstruction import NuclearNorm, inverse_factors
-from prunekit.criteria.scoring import score
+from prunekit.criteria.scoring import CalibrationWarning, score
 from prunekit.errors import NonFiniteError, UsageError
 from prunekit.statistics.calibration import calibrate
-from prunekit.statistics.layers.patch_moments import CalibrationWarning
 from prunekit.statistics.taylor_terms import collect_gradients
 
 READS = {"conv1.weight": ("conv2", 1), "conv2.weight": ("fc", 4)}
@@ -293,9 +292,9 @@ def test_each_says_what_it_needs(net: Scored) -> None:
     first = dataclasses.replace(net.gradients, curvature=None, diagonal=None)
     cases = {
         "wanda": r"'wanda' needs channel statistics: pass stats=",
-        "obs": r"'obs' needs Gram matrices of layers' inputs: pass stats=collect\(.*moments='full'\)",
+        "obs": r"'obs' needs Gram matrices of layers' inputs: pass stats=calibrate\(.*moments='full'\)",
         "chip": r"'chip' needs Gram matrices",
-        "hrank": r"'hrank' needs ranks of feature maps: pass stats=collect\(.*ranks=True\)",
+        "hrank": r"'hrank' needs ranks of feature maps: pass stats=calibrate\(.*ranks=True\)",
         "taylor2": r"'taylor2' needs second derivatives beside gradients .*labeled.*second_order=True\)",
         "obd": r"'obd' needs second derivatives",
     }
@@ -305,7 +304,7 @@ def test_each_says_what_it_needs(net: Scored) -> None:
             score(name, net.model, net.chart, stats=stats, gradients=first)
     few = dataclasses.replace(net.stats, layers={}, moments={"conv2": net.stats.moments["conv2"]})
     for name in ("wanda", "obs", "chip"):
-        with pytest.raises(UsageError, match=f"'{name}': 5 of 5 channels of group 'conv2' cannot be scored: no input"):
+        with pytest.raises(UsageError, match=f"'{name}': no input was measured for 5 of 5 channels of group 'conv2'"):
             score(name, net.model, net.chart, stats=few)
     foreign = dataclasses.replace(net.stats, moments={"conv2": net.stats.moments["fc"]})
     with pytest.raises(UsageError, match="input of 'conv2': the channel map has 6 channels, the statistics 20"):
