@@ -87,11 +87,7 @@ class OwnedHook:
 
 
 def _inert() -> OwnedHook:
-    return OwnedHook(None, _nothing)
-
-
-def _nothing(*arguments: Any, **named: Any) -> None:
-    return None
+    return OwnedHook(None, lambda: None)
 
 
 def recomputing() -> bool:

@@ -14,69 +14,12 @@ from prunekit.distributed.process_group import is_shard, local_part, shard_like
 from prunekit.errors import ModelError
 from prunekit.planning.plan import Plan, require_plan
 
-
-class TensorVersion:
-    """The identity of a tensor, its memory, and its version counter; keeps none of them alive.
-
-    Writes through `.data` and fused optimizers move no version counter.
-    """
-
-    __slots__ = ("_address", "_tensor", "_version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._address, self._version = weakref.ref(tensor), tensor.data_ptr(), tensor._version
-
-    def same_memory(self, tensor: Tensor) -> bool:
-        """Return whether this is the same tensor in the same memory."""
-        return self._tensor() is tensor and tensor.data_ptr() == self._address
-
-    def unwritten(self, tensor: Tensor) -> bool:
-        """Return whether this is the same tensor, whose version counter has not moved."""
-        return self.same_memory(tensor) and tensor._version == self._version
-
-    def renew(self, tensor: Tensor) -> None:
-        """Take the version that the tensor has now."""
-        self._version = tensor._version
-
-    def forget(self) -> None:
-        """Count the tensor as written to."""
-        self._version = -1
-
-
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer type by the width of a floating-point value in bytes."""
-
-
 LONG = 64
 """Entries of a slice along the first axis from which on it has a mask of its own."""
-
-
-def all_or_no_bits(keep: Tensor, device: torch.device, bits: torch.dtype) -> Tensor:
-    """Return a mask for `bitwise_and`: all ones where `keep` is True, in an integer type of `BITS`.
-
-    All bits or none: three times faster than `masked_fill_`, and no -0.0 and no NaN as a product would leave.
-    """
-    return -keep.to(device, bits)  # two's complement: -1 is all ones
-
-
-def is_transformed(tensor: Tensor) -> bool:
-    """Return whether a tensor is what `torch.func.grad`, `vmap` and the like put in the place of another."""
-    return not torch.compiler.is_compiling() and bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
-
-
-def evenly(count: int, length: int) -> Tensor:
-    """Return `count` positions from 0 to `length - 1`, evenly spread; in integers, which have no rounding."""
-    return torch.arange(count) * (length - 1) // max(count - 1, 1)
-
-
 Masks = tuple[Tensor, ...]
 """Masks that `bitwise_and` zeroes pruned entries with, one after the other."""
-
-
-def zero_bits_(bits: Tensor, masks: Masks) -> None:
-    """Overwrite pruned entries of a tensor, viewed as integers, with +0.0."""
-    for mask in masks:
-        bits.bitwise_and_(mask)
 
 
 class PrunedEntries:
@@ -169,19 +112,6 @@ class PrunedEntries:
         return self._masks[key]
 
 
-def _short_masks(keep: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
-    """Return small masks that together keep the same entries, or the mask itself.
-
-    Their inner loops are long: over a kernel's few taps alone, masking takes twice as long.
-    """
-    if keep.ndim == len(shape) > 1 and shape[1:].numel() >= LONG:
-        slices, inside = keep.flatten(1).any(1).view(-1, *[1] * (keep.ndim - 1)), keep.any(0, keepdim=True)
-        if torch.equal(keep, slices & inside):
-            found = () if inside.all() else (inside.expand(1, *shape[1:]).contiguous(),)
-            return (*found, slices) if not found or not slices.all() else found
-    return (keep.expand(shape),)
-
-
 @dataclass(frozen=True)
 class MaskedTensor:
     """A parameter or buffer with pruned entries, as an attribute of a module.
@@ -266,3 +196,68 @@ def _owned(module: nn.Module, *, buffers: bool) -> dict[str, Tensor]:
     if buffers:
         owned |= module._buffers.items()
     return {name: tensor for name, tensor in owned.items() if tensor is not None and tensor.is_floating_point()}
+
+
+class TensorVersion:
+    """The identity of a tensor, its memory, and its version counter; keeps none of them alive.
+
+    Writes through `.data` and fused optimizers move no version counter.
+    """
+
+    __slots__ = ("_address", "_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._address, self._version = weakref.ref(tensor), tensor.data_ptr(), tensor._version
+
+    def same_memory(self, tensor: Tensor) -> bool:
+        """Return whether this is the same tensor in the same memory."""
+        return self._tensor() is tensor and tensor.data_ptr() == self._address
+
+    def unwritten(self, tensor: Tensor) -> bool:
+        """Return whether this is the same tensor, whose version counter has not moved."""
+        return self.same_memory(tensor) and tensor._version == self._version
+
+    def renew(self, tensor: Tensor) -> None:
+        """Take the version that the tensor has now."""
+        self._version = tensor._version
+
+    def forget(self) -> None:
+        """Count the tensor as written to."""
+        self._version = -1
+
+
+def zero_bits_(bits: Tensor, masks: Masks) -> None:
+    """Overwrite pruned entries of a tensor, viewed as integers, with +0.0."""
+    for mask in masks:
+        bits.bitwise_and_(mask)
+
+
+def all_or_no_bits(keep: Tensor, device: torch.device, bits: torch.dtype) -> Tensor:
+    """Return a mask for `bitwise_and`: all ones where `keep` is True, in an integer type of `BITS`.
+
+    All bits or none: three times faster than `masked_fill_`, and no -0.0 and no NaN as a product would leave.
+    """
+    return -keep.to(device, bits)  # two's complement: -1 is all ones
+
+
+def _short_masks(keep: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
+    """Return small masks that together keep the same entries, or the mask itself.
+
+    Their inner loops are long: over a kernel's few taps alone, masking takes twice as long.
+    """
+    if keep.ndim == len(shape) > 1 and shape[1:].numel() >= LONG:
+        slices, inside = keep.flatten(1).any(1).view(-1, *[1] * (keep.ndim - 1)), keep.any(0, keepdim=True)
+        if torch.equal(keep, slices & inside):
+            found = () if inside.all() else (inside.expand(1, *shape[1:]).contiguous(),)
+            return (*found, slices) if not found or not slices.all() else found
+    return (keep.expand(shape),)
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Return whether a tensor is what `torch.func.grad`, `vmap` and the like put in the place of another."""
+    return not torch.compiler.is_compiling() and bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def evenly(count: int, length: int) -> Tensor:
+    """Return `count` positions from 0 to `length - 1`, evenly spread; in integers, which have no rounding."""
+    return torch.arange(count) * (length - 1) // max(count - 1, 1)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from prunekit.repair.layer_samples import LayerSample, convolving
 from prunekit.repair.layer_weights import LayerWeights
-from prunekit.repair.least_squares import FLAT, WeightChange
+from prunekit.repair.least_squares import WeightChange, determined
 from prunekit.statistics.layers.linear_layers import LayerCall
 from prunekit.statistics.layers.patches import PatchGeometry, mean_products, sample_rows, with_constant
 
@@ -249,8 +249,9 @@ class PairFitter(LayerWeights):
             return None
         rows = self._index(layer, 0)
         scale = self._affine(self._modules, layer, rows)[0]
-        rows = rows[scale.abs() > FLAT * scale.abs().max()]
-        pair, weights = self._pair(layer, dense, running, rows), self._both(source, layer, hidden, rows)
+        rows = rows[determined(scale)]
+        pair, kind = self._pair(layer, dense, running, rows), self._tensors[layer.weight].dtype
+        weights = self._whole(source, hidden).T.to(kind), self._whole(layer, rows).T.to(kind)
         (first, second), before, after = gauss_newton(pair, weights, steps)
         if after < before:
             self._add(source, hidden, (first - weights[0]).T.double())
@@ -279,11 +280,6 @@ class PairFitter(LayerWeights):
         ends = shaped(rest), shaped(wanted)
         return LayerPair(first, second, before, there.to(before), *ends, running.windows_fitted, layer.rectified)
 
-    def _both(self, source: LayerCall, layer: LayerCall, hidden: Tensor, rows: Tensor) -> Weights:
-        """Return weights and constants of both layers, in units of the ends of their chains."""
-        kind = self._tensors[layer.weight].dtype
-        return self._whole(source, hidden).T.to(kind), self._whole(layer, rows).T.to(kind)
-
     def _whole(self, layer: LayerCall, rows: Tensor) -> Tensor:
         """Return the kept weights and the constant last, (o, d + 1), in units of the end of the chain."""
         scale, offset = self._affine(self._modules, layer, rows)
@@ -294,6 +290,6 @@ class PairFitter(LayerWeights):
     def _add(self, layer: LayerCall, rows: Tensor, change: Tensor) -> None:
         """Add a change, (o, d + 1) in units of the end of the chain, to outputs whose chain has a factor."""
         scale = self._affine(self._modules, layer, rows)[0]
-        usable = scale.abs() > FLAT * scale.abs().max()
+        usable = determined(scale)
         found = change[usable] / scale[usable][:, None]
         self._write(layer, rows[usable], self._index(layer, 1), WeightChange(found[:, :-1], found[:, -1]))

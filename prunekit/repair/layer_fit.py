@@ -12,7 +12,6 @@ from prunekit.repair.joint_fit import PairFitter
 from prunekit.repair.layer_samples import LayerSample
 from prunekit.repair.layer_weights import LayerWeights
 from prunekit.repair.least_squares import (
-    FLAT,
     MOST_GROUPS,
     NEGLIGIBLE,
     FitProblem,
@@ -21,6 +20,7 @@ from prunekit.repair.least_squares import (
     best_of,
     bias_compensation,
     chunks,
+    determined,
     grouped_least_squares,
     grouped_report,
     least_squares,
@@ -125,7 +125,7 @@ class LayerFitter(LayerWeights):
         wanted = dense_scale[:, None] * by_group(sample.outputs) + dense_offset[:, None]
         if running.others is not None and sample.others is not None:
             now, wanted = now + by_group(running.others), wanted + by_group(sample.others)
-        scale = torch.where(scale.abs() > FLAT * scale.abs().max(), scale, 0.0)
+        scale = torch.where(determined(scale), scale, 0.0)
         biased = layer.bias is not None or layer.norm is not None
         return GroupedProblem(inputs, now, wanted, scale, sample.fitted, layer.rectified, biased)
 
@@ -180,7 +180,7 @@ class LayerFitter(LayerWeights):
         assert running.inputs is not None
         assert sample.outputs is not None
         scale, offset = self._affine(self._modules, layer, rows)
-        usable = scale.abs() > FLAT * scale.abs().max()
+        usable = determined(scale)
         rows, scale, offset = rows[usable], scale[usable], offset[usable]
         width = len(columns) * layer.geometry.taps
         inputs = running.inputs[:, place * width : (place + 1) * width]

@@ -23,119 +23,6 @@ from prunekit.utils.tensors import map_tensors
 Sizes = tuple[int, ...]
 
 
-def convolving(reading: PatchGeometry) -> PatchGeometry:
-    """Return a reading as one of a convolution that pads nothing; that of a linear layer has one tap along one axis."""
-    if not reading.kernel:
-        return PatchGeometry((1,), (1,), (0,), (1,))
-    return PatchGeometry(reading.kernel, reading.stride, (0,) * len(reading.kernel), reading.dilation)
-
-
-@dataclass(frozen=True, eq=False)
-class SampleWindows:
-    """Windows of the output of two layers in a row: one in each of N samples, all of one size.
-
-    All positions of a window share what the first layer computes in it: computing that for scattered positions one by
-    one takes longer by a factor of the second layer's taps. A linear layer's samples are its rows, with one position.
-
-    Attributes:
-        first: how the first layer reads its input.
-        second: how the second layer reads the first's output.
-        made: spatial sizes of the first's output.
-        outputs: spatial sizes of the second's output.
-        size: positions of the second's output in a window, along each axis.
-        samples: (N,) indices of the samples.
-        starts: (N, axes) where each window begins.
-    """
-
-    first: PatchGeometry
-    second: PatchGeometry
-    made: Sizes
-    outputs: Sizes
-    size: Sizes
-    samples: Tensor
-    starts: Tensor
-
-    @classmethod
-    def drawn(
-        cls,
-        first: PatchGeometry,
-        second: PatchGeometry,
-        inputs: Tensor,
-        each: float,
-        seed: int,
-        among: Tensor | None = None,
-    ) -> SampleWindows:
-        """Draw samples and windows in them; the size does not depend on the number of images.
-
-        Args:
-            first: how the first layer reads its input.
-            second: how the second layer reads the first's output.
-            inputs: of the first layer; an image may have several samples for a linear layer.
-            each: positions of the second's output for each image, at most; below 1 if not every image has a window.
-            seed: of samples and windows.
-            among: (N,) samples that may be drawn; None: all.
-        """
-        made = first.spatial(inputs)
-        outputs = second.spatial_of(made)
-        samples = sample_rows(first.rows_of(inputs) // prod(made), max(1, round(each * len(inputs))), seed, among)
-        share = min(1.0, max(1.0, each) / prod(outputs)) ** (1 / max(1, len(outputs)))
-        size = tuple(max(1, int(share * n + 1e-6)) for n in outputs)
-        generator, number = torch.Generator().manual_seed(seed), (len(samples),)
-        starts = [torch.randint(n - m + 1, number, generator=generator) for n, m in zip(outputs, size, strict=True)]
-        at = torch.stack(starts, 1) if starts else torch.zeros(*number, 0, dtype=torch.int64)
-        return cls(first, second, made, outputs, size, samples.to(inputs.device), at.to(inputs.device))
-
-    def rows(self) -> Tensor:
-        """Return the indices of their rows in the second's output, (N * positions,), window by window."""
-        found = self.samples.view(-1, *[1] * len(self.size))
-        for i, (size, total) in enumerate(zip(self.size, self.outputs, strict=True)):
-            found = found * total + self._along(i, self.starts[:, i], size)
-        return found.flatten()
-
-    def inputs(self, inputs: Tensor) -> Tensor:
-        """Return the first layer's inputs in the windows, (N, channels, ...), with the padding of both layers."""
-        if not self.size:
-            return inputs.reshape(-1, inputs.shape[-1])[self.samples][:, :, None]
-        pads = [p + s * q for p, s, q in zip(self.first.padding, self.first.stride, self.second.padding, strict=True)]
-        padded = F.pad(inputs, [pad for pad in reversed(pads) for _ in range(2)]) if any(pads) else inputs
-        first, second = self.first, self.second
-        where: list[Any] = [self.samples.view(-1, *[1] * len(self.size)), slice(None)]
-        for i, size in enumerate(self._hidden()):
-            span = (size - 1) * first.stride[i] + first.dilation[i] * (first.kernel[i] - 1) + 1
-            where.append(self._along(i, self.starts[:, i] * second.stride[i] * first.stride[i], span))
-        return padded[tuple(where)].movedim(-1, 1)
-
-    def there(self) -> Tensor:
-        """Return bool (N, 1, ...), False where the second layer reads padding."""
-        shape = len(self.samples), *[1] * max(1, len(self.size))
-        found = torch.ones(shape, dtype=torch.bool, device=self.samples.device)
-        for i, (size, total) in enumerate(zip(self._hidden(), self.made, strict=True)):
-            at = self._along(i, self.starts[:, i] * self.second.stride[i] - self.second.padding[i], size)
-            found = found & (at >= 0) & (at < total)
-        return found[:, None]
-
-    def _hidden(self) -> Sizes:
-        """Return the spatial sizes of the second layer's input in a window."""
-        second = self.second
-        axes = zip(self.size, second.kernel, second.stride, second.dilation, strict=True)
-        return tuple((m - 1) * step + wide * (k - 1) + 1 for m, k, step, wide in axes)
-
-    def _along(self, axis: int, starts: Tensor, size: int) -> Tensor:
-        """Return positions along an axis, (N, 1.., size, ..1)."""
-        shape = [1] * len(self.size)
-        shape[axis] = size
-        positions = torch.arange(size, device=starts.device)
-        return starts.view(-1, *[1] * len(self.size)) + positions.view(shape)
-
-
-class SourceRequest(NamedTuple):
-    """A request for some input channels of the layer before, in `SampleWindows` of the requested layer's output."""
-
-    layer: LayerCall
-    each: float
-    channels: Tensor | None = None
-
-
 @dataclass(frozen=True, eq=False)
 class SampleRequest:
     """A request for a sample of a layer.
@@ -159,33 +46,12 @@ class SampleRequest:
     calls: tuple[LayerCall, ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
-class PassRoute:
-    """The calls that a model makes in a pass over one batch.
+class SourceRequest(NamedTuple):
+    """A request for some input channels of the layer before, in `SampleWindows` of the requested layer's output."""
 
-    Attributes:
-        names: of all calls.
-        layers: the calls of each weight.
-        lifetimes: of the tensors in the pass.
-        cuts: for each step of a walk the number of the call from which its passes continue.
-    """
-
-    names: tuple[str, ...]
-    layers: Mapping[str, tuple[LayerCall, ...]]
-    lifetimes: Lifetimes
-    cuts: Sequence[int]
-
-    def stop(self, weight: str) -> int:
-        """Return the number of the call before which a layer's targets are all computed."""
-        return max((call.ready for call in self.layers.get(weight, ())), default=0)
-
-    def routed(self, request: SampleRequest) -> SampleRequest:
-        """Return a request with the layer's calls in this pass."""
-        source = request.source
-        if source is not None:
-            before = self.layers.get(source.layer.weight)
-            source = None if before is None else source._replace(layer=before[0])
-        return replace(request, calls=self.layers.get(request.layer.weight, ()), source=source)
+    layer: LayerCall
+    each: float
+    channels: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,33 +85,141 @@ class LayerSample:
     totals: tuple[tuple[int, ...], ...] = ()
 
 
-@dataclass(eq=False)
-class _CallSample:
-    """The sample of one call of a layer, as far as a pass has come.
+class SampleGatherer:
+    """Samples of one layer after another over all batches, and how far the passes over each batch have come.
+
+    Batches may make different calls, as batches of different size do if a model loops over images: a batch that does
+    not take the expected route gets one of its own.
+
+    Args:
+        run: of the model.
+        batches: those to fit on first.
+        fitted: number of batches to fit on.
+        cuts: returns a walk's cuts, see `PassRoute`, from the calls of each weight and the lifetimes of tensors.
+        found: the expected calls, for which the run has learned lifetimes; None: those of the first batch.
 
     Attributes:
-        layer: the call.
-        number: among the calls of its weight.
-        share: of the rows of all these calls.
-        taken: tensors by their names in `LayerSample`.
-        total: rows of the call.
-        other: the other summand.
-        rows: indices of the sampled rows of the output.
-        windows: indices of its rows in windows.
-        places: for each value of the result so far, its index in the layer's output.
-        shape: of the layer's output.
+        route: the expected one.
     """
 
-    layer: LayerCall
-    number: int
-    share: float
-    taken: dict[str, Tensor] = field(default_factory=dict)
-    total: int = 0
-    other: Tensor | None = None
-    rows: Tensor | None = None
-    windows: Tensor | None = None
-    places: Tensor | None = None
-    shape: torch.Size = field(default_factory=torch.Size)
+    def __init__(
+        self,
+        run: LayerPass,
+        batches: Sequence[Batch],
+        fitted: int,
+        cuts: Callable[[Mapping[str, tuple[LayerCall, ...]], Lifetimes], Sequence[int]],
+        found: LayerGraph | None = None,
+    ) -> None:
+        self._run, self._batches, self._fitted = run, batches, fitted
+        self._states: list[PassState | None] = [None] * len(batches)
+        self._saved_at = [0] * len(batches)
+        self._cuts, self._by_size = cuts, dict[int, PassRoute]()
+        self.route = self._route(run.survey(batches[0]) if found is None else found)
+        self._routes = [self.route] * len(batches)
+
+    def _route(self, found: LayerGraph) -> PassRoute:
+        layers = calls_by_weight(found.layers)
+        return PassRoute(found.calls, layers, self._run.lifetimes, self._cuts(layers, self._run.lifetimes))
+
+    def take(self, request: SampleRequest, step: int, *, ahead: bool = False) -> LayerSample | None:
+        """Return a sample over all batches; None unless each batch has the same tensors.
+
+        Args:
+            request: for the sample.
+            step: of the walk, from whose cut the passes of later steps continue.
+            ahead: whether this pass runs to that cut, and to the layer's output.
+        """
+        parts: list[dict[str, Tensor]] = []
+        totals: list[tuple[int, ...]] = []
+        for i in range(len(self._batches)):
+            if not self._run_batch(i, request, step, ahead=ahead):
+                return None
+            parts.append(self._run.taken)
+            totals.append(self._run.totals)
+        names = next((list(part) for part in parts if part), [])
+        if not names or any(part and list(part) != names for part in parts):
+            return None
+        fitting = [part for part in parts[: self._fitted] if part]
+        counts = {name: sum(len(part[name]) for part in fitting) for name in names}
+        rows = next(counts[name] for name in ("inputs", "outputs", "centers") if name in counts)
+        tensors = {name: _concatenated([part.pop(name) for part in parts if part]) for name in names}
+        return LayerSample(rows, **tensors, windows_fitted=counts.get("before", 0), totals=tuple(totals))
+
+    def _run_batch(self, i: int, request: SampleRequest, step: int, *, ahead: bool) -> bool:
+        """Run a batch: from its saved state, from its start, by the route of others of its size, or by its own."""
+        for attempt in (self._continue, self._restart, self._take_known_route, self._find_route):
+            if attempt(i):
+                try:
+                    self._pass(i, request, step, ahead=ahead)
+                except DivergedError:
+                    continue
+                return True
+        self._restart(i)
+        return False
+
+    def _pass(self, i: int, request: SampleRequest, step: int, *, ahead: bool) -> None:
+        run, batch, route = self._run, self._batches[i], self._routes[i]
+        run.lifetimes, run.expected, run.taken, run.totals = route.lifetimes, route.names, {}, ()
+        keep_at, stop_at = route.cuts[step], route.stop(request.layer.weight)
+        stop_at = max(stop_at + 1, keep_at) if ahead else stop_at
+        if request.layer.weight not in route.layers:
+            return
+        kept, self._states[i] = self._states[i], None
+        now = 0 if keep_at == self._saved_at[i] else keep_at
+        found = run.take(route.routed(request), batch, kept, now, stop_at)
+        if kept is not None and not all(bool(part.isfinite().all()) for part in run.taken.values()):
+            raise DivergedError  # perhaps of a blank that was read where reads are not tracked
+        self._states[i], self._saved_at[i] = found, keep_at
+
+    def _continue(self, i: int) -> bool:
+        return True
+
+    def _restart(self, i: int) -> bool:
+        self._states[i], before, self._saved_at[i] = None, self._saved_at[i], 0
+        return before > 0
+
+    def _take_known_route(self, i: int) -> bool:
+        known = self._by_size.get(sample_count(self._batches[i].inputs))
+        self._restart(i)
+        if known is None or known is self._routes[i]:
+            return False
+        self._routes[i] = known
+        return True
+
+    def _find_route(self, i: int) -> bool:
+        self._restart(i)
+        batch = self._batches[i]
+        self._routes[i] = self._by_size[sample_count(batch.inputs)] = self._route(self._run.survey(batch))
+        return True
+
+
+@dataclass(frozen=True, eq=False)
+class PassRoute:
+    """The calls that a model makes in a pass over one batch.
+
+    Attributes:
+        names: of all calls.
+        layers: the calls of each weight.
+        lifetimes: of the tensors in the pass.
+        cuts: for each step of a walk the number of the call from which its passes continue.
+    """
+
+    names: tuple[str, ...]
+    layers: Mapping[str, tuple[LayerCall, ...]]
+    lifetimes: Lifetimes
+    cuts: Sequence[int]
+
+    def stop(self, weight: str) -> int:
+        """Return the number of the call before which a layer's targets are all computed."""
+        return max((call.ready for call in self.layers.get(weight, ())), default=0)
+
+    def routed(self, request: SampleRequest) -> SampleRequest:
+        """Return a request with the layer's calls in this pass."""
+        source = request.source
+        if source is not None:
+            before = self.layers.get(source.layer.weight)
+            source = None if before is None else source._replace(layer=before[0])
+        return replace(request, calls=self.layers.get(request.layer.weight, ()), source=source)
 
 
 class LayerPass(ResumableRun):
@@ -385,112 +359,33 @@ class LayerPass(ResumableRun):
             sample.places = call.function(with_strides_of(sample.places, call.args[0]), *call.args[1:], **call.named)
 
 
-class SampleGatherer:
-    """Samples of one layer after another over all batches, and how far the passes over each batch have come.
-
-    Batches may make different calls, as batches of different size do if a model loops over images: a batch that does
-    not take the expected route gets one of its own.
-
-    Args:
-        run: of the model.
-        batches: those to fit on first.
-        fitted: number of batches to fit on.
-        cuts: returns a walk's cuts, see `PassRoute`, from the calls of each weight and the lifetimes of tensors.
-        found: the expected calls, for which the run has learned lifetimes; None: those of the first batch.
+@dataclass(eq=False)
+class _CallSample:
+    """The sample of one call of a layer, as far as a pass has come.
 
     Attributes:
-        route: the expected one.
+        layer: the call.
+        number: among the calls of its weight.
+        share: of the rows of all these calls.
+        taken: tensors by their names in `LayerSample`.
+        total: rows of the call.
+        other: the other summand.
+        rows: indices of the sampled rows of the output.
+        windows: indices of its rows in windows.
+        places: for each value of the result so far, its index in the layer's output.
+        shape: of the layer's output.
     """
 
-    def __init__(
-        self,
-        run: LayerPass,
-        batches: Sequence[Batch],
-        fitted: int,
-        cuts: Callable[[Mapping[str, tuple[LayerCall, ...]], Lifetimes], Sequence[int]],
-        found: LayerGraph | None = None,
-    ) -> None:
-        self._run, self._batches, self._fitted = run, batches, fitted
-        self._states: list[PassState | None] = [None] * len(batches)
-        self._saved_at = [0] * len(batches)
-        self._cuts, self._by_size = cuts, dict[int, PassRoute]()
-        self.route = self._route(run.survey(batches[0]) if found is None else found)
-        self._routes = [self.route] * len(batches)
-
-    def _route(self, found: LayerGraph) -> PassRoute:
-        layers = calls_by_weight(found.layers)
-        return PassRoute(found.calls, layers, self._run.lifetimes, self._cuts(layers, self._run.lifetimes))
-
-    def take(self, request: SampleRequest, step: int, *, ahead: bool = False) -> LayerSample | None:
-        """Return a sample over all batches; None unless each batch has the same tensors.
-
-        Args:
-            request: for the sample.
-            step: of the walk, from whose cut the passes of later steps continue.
-            ahead: whether this pass runs to that cut, and to the layer's output.
-        """
-        parts: list[dict[str, Tensor]] = []
-        totals: list[tuple[int, ...]] = []
-        for i in range(len(self._batches)):
-            if not self._run_batch(i, request, step, ahead=ahead):
-                return None
-            parts.append(self._run.taken)
-            totals.append(self._run.totals)
-        names = next((list(part) for part in parts if part), [])
-        if not names or any(part and list(part) != names for part in parts):
-            return None
-        fitting = [part for part in parts[: self._fitted] if part]
-        counts = {name: sum(len(part[name]) for part in fitting) for name in names}
-        rows = next(counts[name] for name in ("inputs", "outputs", "centers") if name in counts)
-        tensors = {name: _concatenated([part.pop(name) for part in parts if part]) for name in names}
-        return LayerSample(rows, **tensors, windows_fitted=counts.get("before", 0), totals=tuple(totals))
-
-    def _run_batch(self, i: int, request: SampleRequest, step: int, *, ahead: bool) -> bool:
-        """Run a batch: from its saved state, from its start, by the route of others of its size, or by its own."""
-        for attempt in (self._continue, self._restart, self._take_known_route, self._find_route):
-            if attempt(i):
-                try:
-                    self._pass(i, request, step, ahead=ahead)
-                except DivergedError:
-                    continue
-                return True
-        self._restart(i)
-        return False
-
-    def _pass(self, i: int, request: SampleRequest, step: int, *, ahead: bool) -> None:
-        run, batch, route = self._run, self._batches[i], self._routes[i]
-        run.lifetimes, run.expected, run.taken, run.totals = route.lifetimes, route.names, {}, ()
-        keep_at, stop_at = route.cuts[step], route.stop(request.layer.weight)
-        stop_at = max(stop_at + 1, keep_at) if ahead else stop_at
-        if request.layer.weight not in route.layers:
-            return
-        kept, self._states[i] = self._states[i], None
-        now = 0 if keep_at == self._saved_at[i] else keep_at
-        found = run.take(route.routed(request), batch, kept, now, stop_at)
-        if kept is not None and not all(bool(part.isfinite().all()) for part in run.taken.values()):
-            raise DivergedError  # perhaps of a blank that was read where reads are not tracked
-        self._states[i], self._saved_at[i] = found, keep_at
-
-    def _continue(self, i: int) -> bool:
-        return True
-
-    def _restart(self, i: int) -> bool:
-        self._states[i], before, self._saved_at[i] = None, self._saved_at[i], 0
-        return before > 0
-
-    def _take_known_route(self, i: int) -> bool:
-        known = self._by_size.get(sample_count(self._batches[i].inputs))
-        self._restart(i)
-        if known is None or known is self._routes[i]:
-            return False
-        self._routes[i] = known
-        return True
-
-    def _find_route(self, i: int) -> bool:
-        self._restart(i)
-        batch = self._batches[i]
-        self._routes[i] = self._by_size[sample_count(batch.inputs)] = self._route(self._run.survey(batch))
-        return True
+    layer: LayerCall
+    number: int
+    share: float
+    taken: dict[str, Tensor] = field(default_factory=dict)
+    total: int = 0
+    other: Tensor | None = None
+    rows: Tensor | None = None
+    windows: Tensor | None = None
+    places: Tensor | None = None
+    shape: torch.Size = field(default_factory=torch.Size)
 
 
 def _concatenated(parts: list[Tensor]) -> Tensor:
@@ -504,3 +399,108 @@ def _concatenated(parts: list[Tensor]) -> Tensor:
         start += len(part)
         parts[i] = whole[:0]
     return whole
+
+
+@dataclass(frozen=True, eq=False)
+class SampleWindows:
+    """Windows of the output of two layers in a row: one in each of N samples, all of one size.
+
+    All positions of a window share what the first layer computes in it: computing that for scattered positions one by
+    one takes longer by a factor of the second layer's taps. A linear layer's samples are its rows, with one position.
+
+    Attributes:
+        first: how the first layer reads its input.
+        second: how the second layer reads the first's output.
+        made: spatial sizes of the first's output.
+        outputs: spatial sizes of the second's output.
+        size: positions of the second's output in a window, along each axis.
+        samples: (N,) indices of the samples.
+        starts: (N, axes) where each window begins.
+    """
+
+    first: PatchGeometry
+    second: PatchGeometry
+    made: Sizes
+    outputs: Sizes
+    size: Sizes
+    samples: Tensor
+    starts: Tensor
+
+    @classmethod
+    def drawn(
+        cls,
+        first: PatchGeometry,
+        second: PatchGeometry,
+        inputs: Tensor,
+        each: float,
+        seed: int,
+        among: Tensor | None = None,
+    ) -> SampleWindows:
+        """Draw samples and windows in them; the size does not depend on the number of images.
+
+        Args:
+            first: how the first layer reads its input.
+            second: how the second layer reads the first's output.
+            inputs: of the first layer; an image may have several samples for a linear layer.
+            each: positions of the second's output for each image, at most; below 1 if not every image has a window.
+            seed: of samples and windows.
+            among: (N,) samples that may be drawn; None: all.
+        """
+        made = first.spatial(inputs)
+        outputs = second.spatial_of(made)
+        samples = sample_rows(first.rows_of(inputs) // prod(made), max(1, round(each * len(inputs))), seed, among)
+        share = min(1.0, max(1.0, each) / prod(outputs)) ** (1 / max(1, len(outputs)))
+        size = tuple(max(1, int(share * n + 1e-6)) for n in outputs)
+        generator, number = torch.Generator().manual_seed(seed), (len(samples),)
+        starts = [torch.randint(n - m + 1, number, generator=generator) for n, m in zip(outputs, size, strict=True)]
+        at = torch.stack(starts, 1) if starts else torch.zeros(*number, 0, dtype=torch.int64)
+        return cls(first, second, made, outputs, size, samples.to(inputs.device), at.to(inputs.device))
+
+    def rows(self) -> Tensor:
+        """Return the indices of their rows in the second's output, (N * positions,), window by window."""
+        found = self.samples.view(-1, *[1] * len(self.size))
+        for i, (size, total) in enumerate(zip(self.size, self.outputs, strict=True)):
+            found = found * total + self._along(i, self.starts[:, i], size)
+        return found.flatten()
+
+    def inputs(self, inputs: Tensor) -> Tensor:
+        """Return the first layer's inputs in the windows, (N, channels, ...), with the padding of both layers."""
+        if not self.size:
+            return inputs.reshape(-1, inputs.shape[-1])[self.samples][:, :, None]
+        pads = [p + s * q for p, s, q in zip(self.first.padding, self.first.stride, self.second.padding, strict=True)]
+        padded = F.pad(inputs, [pad for pad in reversed(pads) for _ in range(2)]) if any(pads) else inputs
+        first, second = self.first, self.second
+        where: list[Any] = [self.samples.view(-1, *[1] * len(self.size)), slice(None)]
+        for i, size in enumerate(self._hidden()):
+            span = (size - 1) * first.stride[i] + first.dilation[i] * (first.kernel[i] - 1) + 1
+            where.append(self._along(i, self.starts[:, i] * second.stride[i] * first.stride[i], span))
+        return padded[tuple(where)].movedim(-1, 1)
+
+    def there(self) -> Tensor:
+        """Return bool (N, 1, ...), False where the second layer reads padding."""
+        shape = len(self.samples), *[1] * max(1, len(self.size))
+        found = torch.ones(shape, dtype=torch.bool, device=self.samples.device)
+        for i, (size, total) in enumerate(zip(self._hidden(), self.made, strict=True)):
+            at = self._along(i, self.starts[:, i] * self.second.stride[i] - self.second.padding[i], size)
+            found = found & (at >= 0) & (at < total)
+        return found[:, None]
+
+    def _hidden(self) -> Sizes:
+        """Return the spatial sizes of the second layer's input in a window."""
+        second = self.second
+        axes = zip(self.size, second.kernel, second.stride, second.dilation, strict=True)
+        return tuple((m - 1) * step + wide * (k - 1) + 1 for m, k, step, wide in axes)
+
+    def _along(self, axis: int, starts: Tensor, size: int) -> Tensor:
+        """Return positions along an axis, (N, 1.., size, ..1)."""
+        shape = [1] * len(self.size)
+        shape[axis] = size
+        positions = torch.arange(size, device=starts.device)
+        return starts.view(-1, *[1] * len(self.size)) + positions.view(shape)
+
+
+def convolving(reading: PatchGeometry) -> PatchGeometry:
+    """Return a reading as one of a convolution that pads nothing; that of a linear layer has one tap along one axis."""
+    if not reading.kernel:
+        return PatchGeometry((1,), (1,), (0,), (1,))
+    return PatchGeometry(reading.kernel, reading.stride, (0,) * len(reading.kernel), reading.dilation)

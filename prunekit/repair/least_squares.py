@@ -15,11 +15,14 @@ RIDGES = (1, 10, 100)
 """Multiples of the ridge that are tried; the one with the least error on held-out rows is used."""
 EXACT_RANK = 2048
 """Columns up to which a Gram matrix's rank comes from its eigenvalues, which take longer than the fit beyond."""
-
 NEGLIGIBLE = 1e-10
 """Error, as a share of the variance, below which a layer counts as equal to the dense one."""
 FLAT = 1e-6
 """Share of the norm's largest factor below which an output does not determine its weights."""
+MOST_GROUPS = 32
+"""Convolutions with more groups, such as depthwise ones, are fitted in batches of small matrices."""
+CHUNK = 2**22
+"""Values of a float64 block of rows at a time, at most: 32 MiB."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,16 +54,6 @@ class FitProblem:
         return _error(self.now[self.fitted :], self.wanted[self.fitted :], rectified=self.rectified)
 
 
-def _error(got: Tensor, wanted: Tensor, *, rectified: bool) -> float:
-    return float(_squared_errors(got, wanted, rectified=rectified).mean())
-
-
-def _squared_errors(got: Tensor, wanted: Tensor, *, rectified: bool) -> Tensor:
-    if rectified:
-        got, wanted = got.clamp(min=0), wanted.clamp(min=0)
-    return (got - wanted).square()
-
-
 @dataclass(frozen=True, eq=False)
 class WeightChange:
     """A change of a layer's weights, (o, d), and of its bias before the norm, (o,), with figures of the fit."""
@@ -76,6 +69,18 @@ class WeightChange:
         judging = slice(problem.fitted, None)
         end = problem.now[judging] + problem.scale * (apply_weight(problem.inputs[judging], self.weight.T) + self.bias)
         return _error(end, problem.wanted[judging], rectified=problem.rectified)
+
+
+def best_of(problem: FitProblem, change: WeightChange) -> tuple[WeightChange | None, float, float]:
+    """Return the change if it lowers the error on held-out rows, else None; and the error before and after."""
+    before, after = problem.error(), change.error(problem)
+    better = after < before
+    return (change if better else None), before, after if better else before
+
+
+def determined(scale: Tensor) -> Tensor:
+    """Return bool, True for outputs whose factor in the norm is large enough to determine their weights."""
+    return scale.abs() > FLAT * scale.abs().max()
 
 
 def bias_compensation(problem: FitProblem) -> WeightChange:
@@ -151,13 +156,36 @@ def least_squares(problem: FitProblem, ridge: float, rectified_steps: int = 0) -
         following = (1 + (1 + 4 * momentum**2) ** 0.5) / 2
         ahead = again + (momentum - 1) / following * (again - found)
         found, momentum = again, following
-    return _change(found, problem, solver)
-
-
-def _change(found: Tensor, problem: FitProblem, solver: _Solver) -> WeightChange:
     columns = problem.inputs.shape[1]
     bias = found[-1] if problem.biased else found.new_zeros(found.shape[1])
     return WeightChange(found[:columns].T, bias, columns, solver.rank, solver.ridge)
+
+
+def substitution(kept: Tensor, dense: Tensor, weight: Tensor, index: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+    """Fit the dense inputs as a linear function of the kept channels, and return weights that include it.
+
+    For layers whose patches are too wide for a Gram matrix: this one is over channels only, C x C. As the 1x1 layer of
+    He et al. 2017, folded into the weights; the constant is that of the interior, where no tap is padding.
+
+    Args:
+        kept: (N, k) kept channels of the input, as the running model has them.
+        dense: (N, C) all channels, as the dense model has them.
+        weight: (o, C, taps) of the dense layer.
+        index: (k,) indices of the kept channels.
+        ridge: pull toward the identity.
+
+    Returns:
+        (o, k, taps) weights and (o,) change of the bias.
+    """
+    target = dense.double()
+    identity = torch.zeros(kept.shape[1], target.shape[1], dtype=torch.float64, device=kept.device)
+    identity[torch.arange(len(index)), index] = 1
+    moments = gram(kept)
+    solver = _factored(moments, ridge, len(kept), min(len(kept), _rank(moments)), biased=True)
+    missing = target - kept.double() @ identity
+    found = torch.cholesky_solve(with_constant(kept.double()).T @ missing / len(kept), solver.factor)
+    mixing = found[:-1] + identity  # (k, C)
+    return torch.einsum("kc,oct->okt", mixing, weight), torch.einsum("c,oct->o", found[-1], weight)
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,46 +219,6 @@ def _rank(moments: Tensor) -> int:
         return int((moments.diagonal() > 0).sum())
     values = torch.linalg.eigvalsh(moments)
     return int((values > 1e-12 * float(values[-1])).sum())
-
-
-def substitution(kept: Tensor, dense: Tensor, weight: Tensor, index: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
-    """Fit the dense inputs as a linear function of the kept channels, and return weights that include it.
-
-    For layers whose patches are too wide for a Gram matrix: this one is over channels only, C x C. As the 1x1 layer of
-    He et al. 2017, folded into the weights; the constant is that of the interior, where no tap is padding.
-
-    Args:
-        kept: (N, k) kept channels of the input, as the running model has them.
-        dense: (N, C) all channels, as the dense model has them.
-        weight: (o, C, taps) of the dense layer.
-        index: (k,) indices of the kept channels.
-        ridge: pull toward the identity.
-
-    Returns:
-        (o, k, taps) weights and (o,) change of the bias.
-    """
-    target = dense.double()
-    identity = torch.zeros(kept.shape[1], target.shape[1], dtype=torch.float64, device=kept.device)
-    identity[torch.arange(len(index)), index] = 1
-    moments = gram(kept)
-    solver = _factored(moments, ridge, len(kept), min(len(kept), _rank(moments)), biased=True)
-    missing = target - kept.double() @ identity
-    found = torch.cholesky_solve(with_constant(kept.double()).T @ missing / len(kept), solver.factor)
-    mixing = found[:-1] + identity  # (k, C)
-    return torch.einsum("kc,oct->okt", mixing, weight), torch.einsum("c,oct->o", found[-1], weight)
-
-
-def best_of(problem: FitProblem, change: WeightChange) -> tuple[WeightChange | None, float, float]:
-    """Return the change if it lowers the error on held-out rows, else None; and the error before and after."""
-    before, after = problem.error(), change.error(problem)
-    better = after < before
-    return (change if better else None), before, after if better else before
-
-
-MOST_GROUPS = 32
-"""Convolutions with more groups, such as depthwise ones, are fitted in batches of small matrices."""
-CHUNK = 2**22
-"""Values of a float64 block of rows at a time, at most: 32 MiB."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -343,3 +331,13 @@ def grouped_report(name: str, parts: list[GroupedChange]) -> LayerRepair:
     applied = "patch" if bool(wins.any()) else ""
     total = float(spread.sum())
     return LayerRepair(name, applied, float(before.sum()) / total, float(after.sum()) / total, columns, note=note)
+
+
+def _error(got: Tensor, wanted: Tensor, *, rectified: bool) -> float:
+    return float(_squared_errors(got, wanted, rectified=rectified).mean())
+
+
+def _squared_errors(got: Tensor, wanted: Tensor, *, rectified: bool) -> Tensor:
+    if rectified:
+        got, wanted = got.clamp(min=0), wanted.clamp(min=0)
+    return (got - wanted).square()

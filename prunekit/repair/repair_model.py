@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -111,7 +111,8 @@ def repair(
                 after = difference(original, masked, walk.judging, judge) if count else before
     done = [dropped(layer) if layer.weight in applied[count:] else layer for layer in fitter.reports]
     layers_done = _in_model_order(done, skipped, original)
-    return _as_given(dense, masked), RepairReport(layers_done, before, after, count > 0, walk.memory, fitted)
+    repaired = with_tensors(dense, {name: tensor.detach() for name, tensor in named_tensors(masked)})
+    return repaired, RepairReport(layers_done, before, after, count > 0, walk.memory, fitted)
 
 
 def require_images(images: Tensor | Inputs) -> Inputs:
@@ -144,25 +145,6 @@ def require_images(images: Tensor | Inputs) -> Inputs:
             first = int((~torch.isfinite(tensor)).reshape(len(tensor), -1).any(1).nonzero()[0])
             raise DataError(f"calibration: sample {first} holds NaN or Inf; expected finite numbers")
     return inputs
-
-
-@dataclass(frozen=True, eq=False)
-class _LayerStep:
-    """One layer of a walk.
-
-    Attributes:
-        layer: that is fitted.
-        rows: number of positions to fit on.
-        channels: kept channels of its input, over all groups.
-        centers: whether it is fitted by channels.
-        source: samples of the layer before, to fit both together; None: the layer is fitted alone.
-    """
-
-    layer: LayerCall
-    rows: int
-    channels: Tensor
-    centers: bool
-    source: SourceRequest | None
 
 
 class LayerWalk:
@@ -219,8 +201,14 @@ class LayerWalk:
             (min(rows, default=0), max(rows, default=0)),
         )
         device = gather(inputs)[0].device
-        self._steps = [
-            _LayerStep(layer, number, kept_channels(layer, plan).to(device), too_wide(layer, plan, settings), source)
+        self._requests = [
+            SampleRequest(
+                layer,
+                number,
+                kept_channels(layer, plan).to(device),
+                centers=too_wide(layer, plan, settings),
+                source=source,
+            )
             for layer, number, source in zip(self._layers, rows, sources, strict=True)
         ]
 
@@ -233,7 +221,7 @@ class LayerWalk:
 
     def run(self) -> LayerFitter:
         """Refit all layers, and return the fitter with their reports."""
-        for layer, wanted, found in tracked(self._samples(), "repair", total=len(self._steps), unit="layer"):
+        for layer, wanted, found in tracked(self._samples(), "repair", total=len(self._requests), unit="layer"):
             if wanted is not None:
                 _require_finite(layer, wanted)
             self._fitter.refit(layer, wanted, found)
@@ -245,24 +233,23 @@ class LayerWalk:
         If computed values select a layer's inputs, the running model has other positions than the dense one: then both
         samples are the dense model's.
         """
-        for i, step in enumerate(self._steps):
-            layer = step.layer
+        for i, request in enumerate(self._requests):
+            layer = request.layer
             if self._running is None or layer.selected or layer.recurrent:
-                dense = running = self._dense_sample(i, step.channels)
+                dense = running = self._dense_sample(i, request.channels)
             else:
                 dense = self._dense_sample(i, None)
-                request = SampleRequest(layer, step.rows, step.channels, source=step.source)
-                running = self._running.take(request, i)
+                running = self._running.take(replace(request, centers=False), i)
             if dense is None or running is None or dense.totals != running.totals:
                 dense = running = None
             yield layer, dense, running
 
     def _dense_sample(self, i: int, channels: Tensor | None) -> LayerSample | None:
         """Return a sample of the dense model, which continues to where the next layer's pass will begin."""
-        step = self._steps[i]
-        source = None if step.source is None else step.source._replace(channels=None)
-        request = SampleRequest(step.layer, step.rows, channels, step.centers, outputs=True, source=source)
-        return self._dense.take(request, min(i + 1, len(self._steps) - 1), ahead=True)
+        request = self._requests[i]
+        source = None if request.source is None else request.source._replace(channels=None)
+        request = replace(request, channels=channels, outputs=True, source=source)
+        return self._dense.take(request, min(i + 1, len(self._requests) - 1), ahead=True)
 
     def undo(self, weights: Collection[str]) -> None:
         """Restore the weights that layers have in the dense model."""
@@ -279,10 +266,6 @@ def _copy(model: nn.Module) -> nn.Module:
     copy = with_tensors(model, {name: tensor.detach().clone() for name, tensor in named_tensors(model)})
     substitute_all(copy)
     return copy
-
-
-def _as_given(dense: nn.Module, repaired: nn.Module) -> nn.Module:
-    return with_tensors(dense, {name: tensor.detach() for name, tensor in named_tensors(repaired)})
 
 
 def _surveyed(model: nn.Module, inputs: Inputs, plan: Plan, samples: int) -> LayerGraph:

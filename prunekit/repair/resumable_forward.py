@@ -29,70 +29,6 @@ from prunekit.statistics.layers.linear_layers import CallInterceptor, FunctionCa
 from prunekit.utils.inputs import call, sample_count
 from prunekit.utils.tensors import gather, map_tensors
 
-
-class Blank(NamedTuple):
-    """The description of a tensor of a result, without its values."""
-
-    key: TensorKey
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, key: TensorKey, tensor: Tensor) -> Blank:
-        """Describe a tensor that was made there."""
-        return cls(key, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-
-    def tensor(self) -> Tensor:
-        """Return a tensor of this shape that takes no memory, with values that are noticed wherever they get to."""
-        return torch.full((), _poison(self.dtype), dtype=self.dtype, device=self.device).expand(self.shape)
-
-    def layout(self) -> Tensor:
-        """Return a tensor of the same strides without memory."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
-
-
-@dataclass(frozen=True, eq=False)
-class PassState:
-    """The saved state of a pass over one batch: results of its first calls, without values, and the live tensors.
-
-    Attributes:
-        calls: name and result of each call, with `Blank` for tensors.
-        tensors: live ones by where they were made; they share memory as they did in the pass.
-    """
-
-    calls: list[tuple[str, Any]]
-    tensors: dict[TensorKey, Tensor]
-
-    def copied(self, fixed: frozenset[int]) -> PassState:
-        """Return a copy with memory of its own, except for that at the addresses `fixed`."""
-        storages: dict[int, torch.UntypedStorage] = {}
-        return PassState(self.calls, {key: _copied(tensor, storages, fixed) for key, tensor in self.tensors.items()})
-
-
-def _poison(dtype: torch.dtype) -> float:
-    """Return NaN, or the largest value of a type without it."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    return 1 if dtype == torch.bool else torch.iinfo(dtype).max
-
-
-def _copied(tensor: Tensor, storages: dict[int, torch.UntypedStorage], fixed: frozenset[int]) -> Tensor:
-    """Return a view like `tensor` of a copy of its memory, the same copy for all that share it."""
-    storage = tensor.untyped_storage()
-    if storage.data_ptr() in fixed:
-        return tensor
-    copy = storages.setdefault(storage.data_ptr(), storage.clone())  # type: ignore[no-untyped-call]
-    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return empty.set_(copy, tensor.storage_offset(), tensor.shape, tensor.stride())
-
-
-def rebuilt(result: Any, items: list[Any]) -> Any:
-    """Return a tuple or list of the same type."""
-    return type(result)(*items) if hasattr(result, "_fields") else type(result)(items)
-
-
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 """Types of results that stay the same; an array of NumPy or a storage shares memory."""
 _ADDRESSES = frozenset({"data_ptr", "const_data_ptr", "mutable_data_ptr"})
@@ -106,37 +42,6 @@ _ALLOCATIONS = frozenset(
     }
 )
 """Operators whose memory is filled by something else than operators."""
-
-
-class DivergedError(BaseException):
-    """A pass made other calls than the one before it, or needs a tensor that was not saved."""
-
-
-class _Stopped(BaseException):
-    """Ends a forward pass; no `except Exception` of a model catches it."""
-
-
-class _TensorMark(NamedTuple):
-    """An attribute of a tensor: the pass that made it, where, and its description if it is a blank."""
-
-    owner: object
-    key: TensorKey
-    blank: Blank | None = None
-
-
-class _DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that passes all operators at the dispatcher to a run."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, run: ResumableRun) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._run = run
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._run.is_tracked(function, args):
-            return function(*args, **(kwargs or {}))
-        return self._run.run_operator(function, args, kwargs or {})
 
 
 class ResumableRun(CallInterceptor):
@@ -475,10 +380,104 @@ class ResumableRun(CallInterceptor):
         return kept.copied(self._fixed) if copied else kept
 
 
+@dataclass(frozen=True, eq=False)
+class PassState:
+    """The saved state of a pass over one batch: results of its first calls, without values, and the live tensors.
+
+    Attributes:
+        calls: name and result of each call, with `Blank` for tensors.
+        tensors: live ones by where they were made; they share memory as they did in the pass.
+    """
+
+    calls: list[tuple[str, Any]]
+    tensors: dict[TensorKey, Tensor]
+
+    def copied(self, fixed: frozenset[int]) -> PassState:
+        """Return a copy with memory of its own, except for that at the addresses `fixed`."""
+        storages: dict[int, torch.UntypedStorage] = {}
+        return PassState(self.calls, {key: _copied(tensor, storages, fixed) for key, tensor in self.tensors.items()})
+
+
+class Blank(NamedTuple):
+    """The description of a tensor of a result, without its values."""
+
+    key: TensorKey
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, key: TensorKey, tensor: Tensor) -> Blank:
+        """Describe a tensor that was made there."""
+        return cls(key, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+    def tensor(self) -> Tensor:
+        """Return a tensor of this shape that takes no memory, with values that are noticed wherever they get to."""
+        return torch.full((), _poison(self.dtype), dtype=self.dtype, device=self.device).expand(self.shape)
+
+    def layout(self) -> Tensor:
+        """Return a tensor of the same strides without memory."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+
+class DivergedError(BaseException):
+    """A pass made other calls than the one before it, or needs a tensor that was not saved."""
+
+
+class _Stopped(BaseException):
+    """Ends a forward pass; no `except Exception` of a model catches it."""
+
+
+class _TensorMark(NamedTuple):
+    """An attribute of a tensor: the pass that made it, where, and its description if it is a blank."""
+
+    owner: object
+    key: TensorKey
+    blank: Blank | None = None
+
+
+class _DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that passes all operators at the dispatcher to a run."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, run: ResumableRun) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._run = run
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._run.is_tracked(function, args):
+            return function(*args, **(kwargs or {}))
+        return self._run.run_operator(function, args, kwargs or {})
+
+
+def rebuilt(result: Any, items: list[Any]) -> Any:
+    """Return a tuple or list of the same type."""
+    return type(result)(*items) if hasattr(result, "_fields") else type(result)(items)
+
+
+def _copied(tensor: Tensor, storages: dict[int, torch.UntypedStorage], fixed: frozenset[int]) -> Tensor:
+    """Return a view like `tensor` of a copy of its memory, the same copy for all that share it."""
+    storage = tensor.untyped_storage()
+    if storage.data_ptr() in fixed:
+        return tensor
+    copy = storages.setdefault(storage.data_ptr(), storage.clone())  # type: ignore[no-untyped-call]
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(copy, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
 def _plain(tensor: Tensor) -> bool:
     """Return whether a tensor is plain memory: not sparse, nor with gradients, nor within a transform."""
     own = is_plain(tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     return own and (not tensor.requires_grad or isinstance(tensor, nn.Parameter))
+
+
+def _poison(dtype: torch.dtype) -> float:
+    """Return NaN, or the largest value of a type without it."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return 1 if dtype == torch.bool else torch.iinfo(dtype).max
 
 
 def _checksum(tensor: Tensor) -> int:

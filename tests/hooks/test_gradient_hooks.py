@@ -1,3 +1,5 @@
+"""Gradient hooks on inputs and results that are overwritten in place."""
+
 from __future__ import annotations
 
 import weakref

@@ -1,3 +1,5 @@
+"""Owners of hooks: registered on enter, removed on exit, and warnings where hooks never run."""
+
 from __future__ import annotations
 
 import copy

@@ -1,3 +1,5 @@
+"""Gradient masks: pruned gradients are exactly zero, and nothing spreads from them."""
+
 from __future__ import annotations
 
 import dataclasses

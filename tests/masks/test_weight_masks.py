@@ -1,3 +1,5 @@
+"""Weight masks: pruned entries are exactly zero after every step and before every forward, and nothing else changes."""
+
 from __future__ import annotations
 
 import copy
