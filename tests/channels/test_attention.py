@@ -212,7 +212,7 @@ def test_a_subclass_is_not_substituted() -> None:
     module = Own(WIDTH, HEADS)
     assert substitute_all(module) == set()
     assert heads_of(module) == {}
-    with pytest.raises(ValueError, match="already has an equivalent"):
+    with pytest.raises(ValueError, match="already has a substitute"):
         substitute(nn.MultiheadAttention)(SizedMultiheadAttention)
 
 
