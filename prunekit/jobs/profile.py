@@ -31,8 +31,14 @@ from prunekit.measure.effort import Effort, current_effort
 from prunekit.measure.latency.comparison import choose_settings
 from prunekit.measure.latency.machine import clock_mhz, describe_machine
 from prunekit.measure.latency_profile.layer_times import cache_folder
-from prunekit.measure.latency_profile.networks import Network, has_layer_clock, kept_times, sampled, time_networks
-from prunekit.measure.latency_profile.staircase_fit import Sample, fit
+from prunekit.measure.latency_profile.network_timing import (
+    Network,
+    cached_times,
+    has_layer_clock,
+    sample_widths,
+    time_networks,
+)
+from prunekit.measure.latency_profile.staircase_fit import TimedNetwork, fit_latency_table
 from prunekit.measure.runtimes.session import Setting, inputs_like
 from prunekit.planning.candidates import GroupPart, free_parts
 from prunekit.planning.feasibility import nothing_free_error
@@ -123,7 +129,7 @@ def profile(
     inputs = inputs_like(given[0])
     channel_map = _tried(model, channel_map or trace(model, *given), wanted, given)
     parts = _parts(channel_map, wanted)
-    keeps = list(sampled(channel_map, parts, networks or effort.networks))
+    keeps = list(sample_widths(channel_map, parts, networks or effort.networks))
     made = _networks(model, channel_map, keeps, transform)
     kept_in = cache_folder() if cache is None else Path(cache)
     dense, rounds = transform(model), effort.network_rounds
@@ -132,15 +138,17 @@ def profile(
         times = time_networks(dense, made, inputs, setting, repeats=rounds, cache=kept_in, again=again, log=log)
         with reporting(progress, "profile"):
             timed = tracked(times, "profile", total=len(keeps), unit="network")
-            samples = tuple(Sample(keep, found) for keep, found in zip(keeps, timed, strict=True))
+            samples = tuple(TimedNetwork(keep, found) for keep, found in zip(keeps, timed, strict=True))
     else:
-        known = kept_times(dense, made, inputs, setting, repeats=rounds, cache=kept_in)
-        samples = tuple(Sample(keep, found) for keep, found in zip(keeps, known, strict=True) if found is not None)
+        known = cached_times(dense, made, inputs, setting, repeats=rounds, cache=kept_in)
+        samples = tuple(
+            TimedNetwork(keep, found) for keep, found in zip(keeps, known, strict=True) if found is not None
+        )
         there = f"{len(samples)} of {len(keeps)} networks of the profile are in {kept_in}"
         if len(samples) < FEWEST:
             raise NotMeasuredError(f"{there}, at least {FEWEST} are needed: `prunekit profile RECIPE` measures them")
         notes += [f"{there}, measured before"]
-    table = fit(channel_map, samples, asdict(setting))
+    table = fit_latency_table(channel_map, samples, asdict(setting))
     doubtful = sum(bool(sample.times.doubts) for sample in samples)
     if doubtful:
         were = "was" if doubtful == 1 else "were"
@@ -195,7 +203,7 @@ def _tried(
     """Return the channel map with what only a trial finds: locks, and sizes in the model's Python attributes."""
 
     def choose(chart: ChannelMap) -> Keep:
-        _, narrow = sampled(chart, _parts(chart, wanted), 2)
+        _, narrow = sample_widths(chart, _parts(chart, wanted), 2)
         return narrow
 
     with paused_garbage_collection():
@@ -218,11 +226,11 @@ def _networks(
 
 
 def _predicted(
-    channel_map: ChannelMap, samples: Sequence[Sample], setting: Mapping[str, Any]
+    channel_map: ChannelMap, samples: Sequence[TimedNetwork], setting: Mapping[str, Any]
 ) -> tuple[NetworkPrediction, ...]:
     """Return the times of all networks, predicted by a table that was fitted without those held out."""
     held_out = set(range(HELD_OUT - 1, len(samples), HELD_OUT))
-    rest = fit(channel_map, [one for index, one in enumerate(samples) if index not in held_out], setting)
+    rest = fit_latency_table(channel_map, [one for index, one in enumerate(samples) if index not in held_out], setting)
     return tuple(
         NetworkPrediction(
             rest.at(channel_map, sample.keep),

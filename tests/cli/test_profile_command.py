@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from prunekit.cli import cli
-from prunekit.measure.latency_profile.layer_times import LayerTimes, load, store
+from prunekit.measure.latency_profile.layer_times import LayerTimes, read_times, write_times
 
 RECIPE = """
 name: small
@@ -32,7 +32,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, little_effort: None)
 
 
 def times_in(file: Path) -> LayerTimes:
-    times = load(file)
+    times = read_times(file)
     assert times is not None
     return times
 
@@ -61,7 +61,7 @@ def test_noisy_networks_are_told_and_measured_again(recipe: Path) -> None:
     assert invoke(recipe).exit_code == 0
     cached = list((recipe.parent / "cache" / "latency").iterdir())
     for index, file in enumerate(cached):  # the machine that tests run on may itself be noisy
-        store(file, replace(times_in(file), doubts=("another process used the cores",) if index < 2 else ()))
+        write_times(file, replace(times_in(file), doubts=("another process used the cores",) if index < 2 else ()))
     noted = invoke(recipe)
     told = re.search(r"of 10 networks (\d+) were timed on a machine too noisy", noted.output)
     assert told is not None

@@ -17,7 +17,7 @@ from prunekit.errors import RunError
 from prunekit.jobs.profile import profile
 from prunekit.jobs.prune.latency_profile import Profile
 from prunekit.measure.latency_profile.layer_times import LayerTimes
-from prunekit.measure.latency_profile.staircase_fit import Sample
+from prunekit.measure.latency_profile.staircase_fit import TimedNetwork
 from prunekit.planning.latency_table import LatencyTable, LatencyTerm, LayerLatency, Span
 from prunekit.report.pages.profile_page import fitted
 from prunekit.settings.prune import BudgetSettings, PruneSettings, Target
@@ -76,7 +76,9 @@ def test_where_kernels_change_is_told_and_drawn() -> None:
     narrow = dense.copy()
     narrow[chart.traced.final[inputs][12:]] = False
     samples = [
-        Sample(keep, LayerTimes(1.0, 1.0, {layer.module: layer.at(keep[chart.traced.final]) for layer in layers}, 0.0))
+        TimedNetwork(
+            keep, LayerTimes(1.0, 1.0, {layer.module: layer.at(keep[chart.traced.final]) for layer in layers}, 0.0)
+        )
         for keep in (dense, narrow)
     ]
     found = Profile(chart, table, (), tuple(samples), (), 1.0)

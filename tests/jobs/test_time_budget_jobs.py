@@ -133,7 +133,7 @@ def test_a_dry_run_that_measures_nothing_takes_a_profile_of_the_cache(
     measured = dry_run(job(tmp_path, 1.2), log=log.append)
     assert log[0].startswith("dry run: a budget of time is planned for by a profile of the target")
     for place in (
-        "prunekit.measure.latency_profile.networks._Bench.measure",
+        "prunekit.measure.latency_profile.network_timing._ProfileProcess.measure",
         "prunekit.jobs.prune.latency_search.time_pair",
     ):
         monkeypatch.setattr(place, lambda *_: pytest.fail("something was measured"))
@@ -151,7 +151,7 @@ def test_a_dry_run_that_measures_nothing_and_has_no_profile_goes_by_macs_and_say
 ) -> None:
     monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path / "empty"))
     for place in (
-        "prunekit.measure.latency_profile.networks._Bench.measure",
+        "prunekit.measure.latency_profile.network_timing._ProfileProcess.measure",
         "prunekit.jobs.prune.latency_search.time_pair",
     ):
         monkeypatch.setattr(place, lambda *_: pytest.fail("something was measured"))

@@ -14,8 +14,8 @@ from torch import nn
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.trace import trace
 from prunekit.measure.latency_profile.layer_times import LayerTimes
-from prunekit.measure.latency_profile.networks import sampled
-from prunekit.measure.latency_profile.staircase_fit import Sample, fit
+from prunekit.measure.latency_profile.network_timing import sample_widths
+from prunekit.measure.latency_profile.staircase_fit import TimedNetwork, fit_latency_table
 from prunekit.measure.latency_profile.width_features import features_of
 from prunekit.planning.candidates import free_parts
 from prunekit.planning.latency_table import LatencyTable, Span
@@ -24,20 +24,20 @@ from prunekit.settings.prune import PruneSettings
 
 def made_up(
     channel_map: ChannelMap, truth: LatencyTable, number: int, seed: int = 0, drift: float = 0.0, noise: float = 0.0
-) -> list[Sample]:
+) -> list[TimedNetwork]:
     """Networks with the times that a table gives them, on a machine whose speed changes by the network and layer."""
     generator = np.random.default_rng(seed)
     final = channel_map.traced.final
     samples = []
     parts = free_parts(channel_map, np.zeros(channel_map.n_labels), PruneSettings())
-    for keep in sampled(channel_map, parts, number, seed=seed):
+    for keep in sample_widths(channel_map, parts, number, seed=seed):
         speed = float(np.exp(drift * generator.standard_normal()))
         modules = {
             layer.module: speed * layer.at(keep[final]) * float(np.exp(noise * generator.standard_normal()))
             for layer in truth.layers
         }
         whole, dense = speed * truth.at(channel_map, keep), speed * truth.at(channel_map)
-        samples.append(Sample(keep, LayerTimes(whole, dense, modules, 0.0)))
+        samples.append(TimedNetwork(keep, LayerTimes(whole, dense, modules, 0.0)))
     return samples
 
 
@@ -45,7 +45,7 @@ def made_up(
 def test_a_table_is_found_from_its_own_times_whatever_the_machine_does(drift: float) -> None:
     channel_map = chain([24, 32, 16])
     truth = random_table(channel_map, (8,), 1)
-    found = fit(channel_map, made_up(channel_map, truth, 60, drift=drift), {})
+    found = fit_latency_table(channel_map, made_up(channel_map, truth, 60, drift=drift), {})
     for sample in made_up(channel_map, truth, 20, seed=5):
         ratio = found.at(channel_map, sample.keep) / truth.at(channel_map, sample.keep)
         assert ratio * truth.at(channel_map) / found.dense_ms == pytest.approx(1, rel=0.02)
@@ -54,7 +54,7 @@ def test_a_table_is_found_from_its_own_times_whatever_the_machine_does(drift: fl
 def test_steps_are_found_where_there_are_some_and_none_where_there_are_none() -> None:
     channel_map = chain([40, 48, 40])
     for step in (1, 8):
-        found = fit(channel_map, made_up(channel_map, random_table(channel_map, (step,), 3), 60), {})
+        found = fit_latency_table(channel_map, made_up(channel_map, random_table(channel_map, (step,), 3), 60), {})
         inner = next(layer for layer in found.layers if layer.module == "layers.1")
         assert {one for term in inner.terms for one in term.steps if len(term.factors) > 1} == {step}
 
@@ -82,7 +82,7 @@ def test_where_another_kernel_takes_over_is_found(share: float) -> None:
     truth = replace(truth, layers=tuple(layers))
     assert {layer.module for layer in layers if any(term.spans for term in layer.terms)} == {"layers.1"}
     samples = made_up(channel_map, truth, 60, noise=0.01)
-    found = fit(channel_map, samples, {})
+    found = fit_latency_table(channel_map, samples, {})
     cut = {layer.module: {span.low for term in layer.terms for span in term.spans} for layer in found.layers}
     narrower = max(
         n for n in (np.count_nonzero(one.keep[channel_map.traced.final][width]) for one in samples) if n < 40
@@ -116,7 +116,9 @@ def test_a_module_that_is_never_so_wide_has_no_such_kernel() -> None:
         else layer
         for layer in truth.layers
     ]
-    found = fit(channel_map, made_up(channel_map, replace(truth, layers=tuple(layers)), 60, noise=0.01), {})
+    found = fit_latency_table(
+        channel_map, made_up(channel_map, replace(truth, layers=tuple(layers)), 60, noise=0.01), {}
+    )
     cut = {layer.module: [span for term in layer.terms for span in term.spans] for layer in found.layers}
     assert cut["layers.1"]
     assert cut["layers.2"] == []
@@ -134,8 +136,10 @@ def test_hardly_any_kernel_is_made_up_from_noise_or_a_network_that_was_disturbed
             index = int(np.random.default_rng(seed).integers(1, len(samples)))
             times = samples[index].times
             slow = {path: 2 * ms for path, ms in times.modules_ms.items()}
-            samples[index] = Sample(samples[index].keep, replace(times, modules_ms=slow, whole_ms=2 * times.whole_ms))
-        found = fit(channel_map, samples, {})
+            samples[index] = TimedNetwork(
+                samples[index].keep, replace(times, modules_ms=slow, whole_ms=2 * times.whole_ms)
+            )
+        found = fit_latency_table(channel_map, samples, {})
         made += sum(any(term.spans for term in layer.terms) for layer in found.layers)
         layers += len(found.layers)
     assert made <= 0.03 * layers
@@ -145,13 +149,13 @@ def test_no_layer_gets_faster_as_it_gets_wider_but_where_its_kernel_changes() ->
     channel_map = chain([24, 32, 16])
     generator = np.random.default_rng(0)
     samples = [
-        Sample(
+        TimedNetwork(
             sample.keep,
             LayerTimes(1.0, 1.0, {path: float(generator.random()) for path in sample.times.modules_ms}, 0.0),
         )
         for sample in made_up(channel_map, random_table(channel_map, (1,), 0), 20)
     ]
-    found = fit(channel_map, samples, {})
+    found = fit_latency_table(channel_map, samples, {})
     assert min(found.outside, found.factor) >= 0
     assert all(layer.constant >= 0 and all(term.ms >= 0 for term in layer.terms) for layer in found.layers)
 
@@ -184,17 +188,17 @@ def test_products_of_a_module_with_many_are_added_up() -> None:
     (only,) = features_of(channel_map)
     assert [len(product.factors[0]) for product in only.products] == [1, 2]
     truth = random_table(channel_map, (1,), 0)
-    found = fit(channel_map, made_up(channel_map, truth, 40), {})
+    found = fit_latency_table(channel_map, made_up(channel_map, truth, 40), {})
     assert found.at(channel_map) == pytest.approx(truth.at(channel_map), rel=0.05)
 
 
 def test_networks_are_the_dense_one_and_others_of_all_sizes() -> None:
     channel_map = chain([24, 32, 40])
     parts = free_parts(channel_map, np.zeros(channel_map.n_labels), PruneSettings(min_channels=2))
-    keeps = list(sampled(channel_map, parts, 30))
+    keeps = list(sample_widths(channel_map, parts, 30))
     assert keeps[0].all()
     assert len(keeps) == 30
-    assert all(np.array_equal(a, b) for a, b in zip(keeps, sampled(channel_map, parts, 30), strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(keeps, sample_widths(channel_map, parts, 30), strict=True))
     for keep in keeps:
         for part in parts:
             assert np.count_nonzero(keep[part.labels]) in part.counts

@@ -15,9 +15,9 @@ from torchvision.models import MobileNetV2, ResNet, VisionTransformer
 from torchvision.models.resnet import BasicBlock
 
 from prunekit.measure.effort import Effort, effort_of
-from prunekit.measure.latency_profile import networks
+from prunekit.measure.latency_profile import network_timing
 from prunekit.measure.latency_profile.layer_times import LayerTimes
-from prunekit.measure.latency_profile.networks import Network, time_networks
+from prunekit.measure.latency_profile.network_timing import Network, time_networks
 from prunekit.measure.runtimes.onnx_files import NodeModules, onnx_source
 from prunekit.measure.runtimes.onnx_runtime import times_by_module
 from prunekit.measure.runtimes.openvino import undisturbed_means
@@ -107,7 +107,7 @@ def file_of(export: Export, tmp_path: Path) -> Callable[[str], Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("runtime", CLOCKS)
 def test_every_layer_of_a_network_has_its_time(runtime: str, export: Export, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(networks, "exported", export)
+    monkeypatch.setattr(network_timing, "onnx_source", export)
     models = {name: settled(build) for name, build in MODELS.items()}
     lines: list[str] = []
     with effort_of(Effort(network_ms=0.0)):

@@ -12,9 +12,21 @@ from torch import Tensor, nn
 from prunekit.errors import RunError, UsageError
 from prunekit.measure.effort import Effort, effort_of
 from prunekit.measure.latency.timing_job import SettingFailure
-from prunekit.measure.latency_profile import networks
-from prunekit.measure.latency_profile.layer_times import LayerTimes, cache_folder, load, store, structure
-from prunekit.measure.latency_profile.networks import Network, Pair, Ready, has_layer_clock, time_networks
+from prunekit.measure.latency_profile import network_timing
+from prunekit.measure.latency_profile.layer_times import (
+    LayerTimes,
+    cache_folder,
+    read_times,
+    structure_hash,
+    write_times,
+)
+from prunekit.measure.latency_profile.network_timing import (
+    Network,
+    NetworkTimer,
+    PreparedNetwork,
+    has_layer_clock,
+    time_networks,
+)
 from prunekit.measure.runtimes.runtime import RUNTIMES, Runtime
 from prunekit.measure.runtimes.session import LayerClock, Sample, Session, Setting, Source, inputs_of
 
@@ -42,9 +54,9 @@ class Spy:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[str] = []
-        monkeypatch.setattr(networks, "WorkerProcess", self.process)
+        monkeypatch.setattr(network_timing, "WorkerProcess", self.process)
 
-    def process(self, pair: Pair, folder: Path) -> Spy:
+    def process(self, pair: NetworkTimer, folder: Path) -> Spy:
         return self
 
     def __enter__(self) -> Spy:
@@ -53,7 +65,7 @@ class Spy:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def ask(self, network: Ready) -> LayerTimes | SettingFailure:
+    def ask(self, network: PreparedNetwork) -> LayerTimes | SettingFailure:
         self.asked.append(network.name)
         return LayerTimes(float(len(self.asked)), 9.0, {"0": 0.25, "": 0.5}, 0.125, ("a doubt",))
 
@@ -87,8 +99,8 @@ def test_an_interrupted_profile_measures_only_what_is_missing(spy: Spy, tmp_path
 def test_what_there_are_doubts_about_is_measured_again_where_that_is_asked_for(spy: Spy, tmp_path: Path) -> None:
     profile((4, 5), tmp_path)
     sure = LayerTimes(3.0, 9.0, {"0": 0.25}, 0.125, ())
-    files = {file: load(file) for file in tmp_path.iterdir()}
-    store(next(file for file, found in files.items() if found is not None and found.whole_ms == 1.0), sure)
+    files = {file: read_times(file) for file in tmp_path.iterdir()}
+    write_times(next(file for file, found in files.items() if found is not None and found.whole_ms == 1.0), sure)
     spy.asked.clear()
     assert [found.whole_ms for found in profile((4, 5), tmp_path)] == [3.0, 2.0]
     assert spy.asked == []
@@ -112,15 +124,15 @@ def test_code_of_the_user_that_changed_makes_another_network() -> None:
         return Own(4, 4)
 
     assert repr(before()) == repr(after())
-    assert structure(before()) == structure(before())
-    assert structure(before()) != structure(after())
+    assert structure_hash(before()) == structure_hash(before())
+    assert structure_hash(before()) != structure_hash(after())
 
 
 def test_nothing_is_started_where_all_was_measured_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         Spy(patched)
         before = profile((4,), tmp_path)
-    monkeypatch.setattr(networks, "WorkerProcess", None)
+    monkeypatch.setattr(network_timing, "WorkerProcess", None)
     assert profile((4,), tmp_path) == before
 
     def never() -> nn.Module:
@@ -223,8 +235,8 @@ def test_times_are_lower_quartiles_of_passes_that_were_timed() -> None:
 
     runtime = Runtime("own", open_session, times_layers=True)
     x = torch.randn(1, 3, 6, 6, generator=torch.Generator().manual_seed(0))
-    dense, network = (Ready(str(width), Source(net(width)), [net(width)(x).detach()]) for width in (8, 4))
-    times = Pair(runtime, dense, inputs_of((3, 6, 6)), EAGER, 5)(network)
+    dense, network = (PreparedNetwork(str(width), Source(net(width)), [net(width)(x).detach()]) for width in (8, 4))
+    times = NetworkTimer(runtime, dense, inputs_of((3, 6, 6)), EAGER, 5)(network)
     assert isinstance(times, LayerTimes), times
     assert times.modules_ms == {"a": 1.0, "": 1.0}
     assert times.rest_ms == 2.0
@@ -234,8 +246,10 @@ def test_times_are_lower_quartiles_of_passes_that_were_timed() -> None:
 def test_outputs_are_checked_against_eager() -> None:
     x = torch.randn(1, 3, 6, 6, generator=torch.Generator().manual_seed(0))
     expected = [net(4)(x).detach()]
-    pair = Pair(RUNTIMES.get("eager"), Ready("dense", Source(net(4)), expected), inputs_of((3, 6, 6)), EAGER, 5)
-    other = pair(Ready("b", Source(net(5)), expected))
+    pair = NetworkTimer(
+        RUNTIMES.get("eager"), PreparedNetwork("dense", Source(net(4)), expected), inputs_of((3, 6, 6)), EAGER, 5
+    )
+    other = pair(PreparedNetwork("b", Source(net(5)), expected))
     assert isinstance(other, SettingFailure)
     assert other.reason.startswith("b computes something else than in eager float32")
 

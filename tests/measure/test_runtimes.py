@@ -179,7 +179,7 @@ def test_what_is_measured_again_is_exported_once(monkeypatch: pytest.MonkeyPatch
         made.extend(wanted)
         return onnx_source(model, inputs, wanted, folder)
 
-    monkeypatch.setattr(latency, "exported", counted)
+    monkeypatch.setattr(latency, "onnx_source", counted)
     settings = LatencySettings((2,), (1,), 5, ("onnxruntime", "openvino"))
     with latency.prepared_latency({"dense": flat(), "pruned": flat(4)}, SHAPE, settings, [CPU]) as measured:
         reports = [measured(repeats) for repeats in (5, 6)]

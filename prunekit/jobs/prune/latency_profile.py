@@ -12,7 +12,7 @@ from torch.nn.modules.conv import _ConvTransposeNd
 
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.labels import Labels
-from prunekit.measure.latency_profile.staircase_fit import Sample
+from prunekit.measure.latency_profile.staircase_fit import TimedNetwork
 from prunekit.planning.latency_table import LatencyTable, LayerLatency, round_up
 from prunekit.utils.display import NOTHING, Displayed, Table, share
 
@@ -70,7 +70,7 @@ class Profile(Displayed):
     channel_map: ChannelMap
     table: LatencyTable
     predictions: tuple[NetworkPrediction, ...]
-    samples: tuple[Sample, ...]
+    samples: tuple[TimedNetwork, ...]
     notes: tuple[str, ...]
     seconds: float
 

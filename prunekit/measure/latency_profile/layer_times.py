@@ -1,7 +1,4 @@
-"""Networks that were measured before: one small file for each, named by all that its times depend on.
-
-What one measured network gives.
-"""
+"""The layer times of a measured network, and their cache: a file each, named by all that the times depend on."""
 
 from __future__ import annotations
 
@@ -31,15 +28,15 @@ from prunekit.utils.tensors import lies_channels_last
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """One network, measured beside the dense one, alternately; all times are lower quartiles over the rounds.
+    """The times of a network, measured alternately with the dense one; all are lower quartiles over the rounds.
 
     Attributes:
-        whole_ms: of a forward of the batch, nothing attached.
-        dense_ms: the dense network's, alternated with it in the same process: what slows the machine slows both.
-        modules_ms: path of the innermost module -> what its operators took together; "" is the model's own
-            code. A module that the runtime fuses into another has none.
-        rest_ms: what the runtime does that belongs to no module, such as changes of layout; 0 in eager.
-        doubts: why `whole_ms` over `dense_ms` supports no claim; empty where it does.
+        whole_ms: of a forward pass of the batch, without a layer clock.
+        dense_ms: of the dense network, in the same process: what slows the machine slows both.
+        modules_ms: of the operators of each module, by its path; "" is the model's own code. A module that the runtime
+            fuses into another has none.
+        rest_ms: of operators of no module, such as changes of layout; 0 in eager.
+        doubts: why the ratio of `whole_ms` and `dense_ms` supports no claim; empty if it does.
     """
 
     whole_ms: float
@@ -49,88 +46,15 @@ class LayerTimes:
     doubts: tuple[str, ...] = ()
 
 
-WAY, WAY_MOVED = 4, 5
-"""Of measuring, the second where weights are moved; raised whenever the same network would be measured otherwise."""
-
-OF_LIBRARIES = ("builtins", "torch", "torchvision", "prunekit")
-"""Whose code does not change by itself."""
-
-
 def cache_folder() -> Path:
-    """Return where profiles are kept: the `latency` folder of PRUNEKIT_CACHE, or of prunekit's in the user's cache
-    folder.
-    """
+    """Return the folder of cached profiles: `latency` in PRUNEKIT_CACHE, or in the user's cache of prunekit."""
     own = os.environ.get("PRUNEKIT_CACHE")
     user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(own or Path(user, "prunekit")).expanduser() / "latency"
 
 
-def conditions(setting: Setting, inputs: Inputs, repeats: int) -> dict[str, Any]:
-    """Return what every network of a profile has in common: setting, machine, versions, inputs and repeats."""
-    runtime, device = RUNTIMES.get(setting.runtime), torch.device(setting.device)
-    packages = ("torch", *runtime.packages)
-    return asdict(setting) | {
-        "way": WAY_MOVED if runtime.moves_weights(setting) else WAY,
-        "sample_shape": inputs.described(),
-        "repeats": repeats,
-        "cpu": cpu_name(),
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "",
-        "versions": {name: _version(name) for name in packages},
-        **_own_code(runtime),
-    }
-
-
-def _own_code(runtime: Runtime) -> dict[str, str]:
-    """Return the code around a runtime that others wrote, which may change from one run to the next."""
-    module = inspect.getmodule(runtime.open)
-    if module is None or module.__name__.partition(".")[0] in OF_LIBRARIES:
-        return {}
-    return {"runtime_code": hashlib.sha256(_source(module).encode()).hexdigest()}
-
-
-def _version(package: str) -> str:
-    """Return the version of a package, or of what brings it under another name; empty for a module of the user's
-    own.
-    """
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        brought_by = packages_distributions().get(package, [])
-        return version(brought_by[0]) if brought_by else ""
-
-
-def structure(network: nn.Module) -> str:
-    """Return a hash of all modules with their settings, of the names, shapes and layout of all parameters and
-    buffers, and of the code of the user's own classes, and of other packages'.
-    """
-    shapes = [(name, tuple(tensor.shape)) for name, tensor in network.state_dict(keep_vars=True).items()]
-    layout = "\nchannels last" if lies_channels_last(network) else ""
-    return hashlib.sha256(f"{network!r}\n{shapes}{layout}{''.join(_code(network))}".encode()).hexdigest()
-
-
-def _code(network: nn.Module) -> Iterator[str]:
-    classes = dict.fromkeys(kind for module in network.modules() for kind in type(module).__mro__)
-    for kind in classes:
-        if kind.__module__.partition(".")[0] not in OF_LIBRARIES:
-            yield _source(kind)
-
-
-@cache
-def _source(kind: type | ModuleType) -> str:
-    try:
-        return f"\n{inspect.getsource(kind)}"
-    except (OSError, TypeError):  # typed into a console
-        return ""
-
-
-def key_of(network: str, dense: str, common: Mapping[str, Any]) -> str:
-    """Return the name of a network's file, of the structures of both networks and their conditions."""
-    text = json.dumps([network, dense, common], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def load(file: Path) -> LayerTimes | None:
-    """Return what was measured before; None where there is nothing, or the file is damaged."""
+def read_times(file: Path) -> LayerTimes | None:
+    """Return the cached times; None if there is no file, or it is damaged."""
     try:
         found = read_json(file)
         modules = {str(path): _ms(ms) for path, ms in found["modules_ms"].items()}
@@ -146,6 +70,76 @@ def _ms(value: Any) -> float:
     return value
 
 
-def store(file: Path, times: LayerTimes) -> None:
-    """Write what was measured, whole or not at all."""
+def write_times(file: Path, times: LayerTimes) -> None:
+    """Write the times, whole or not at all."""
     write_json(file, asdict(times))
+
+
+def cache_key(network: str, dense: str, common: Mapping[str, Any]) -> str:
+    """Return the name of a network's file, from the hashes of both networks and their conditions."""
+    text = json.dumps([network, dense, common], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+VERSION, VERSION_MOVED = 4, 5
+"""Version of the method, the second for settings in which weights are moved; a change voids what is cached."""
+LIBRARIES = ("builtins", "torch", "torchvision", "prunekit")
+"""Packages whose code changes with their version alone."""
+
+
+def conditions(setting: Setting, inputs: Inputs, repeats: int) -> dict[str, Any]:
+    """Return what every network of a profile has in common: setting, machine, versions, inputs and repeats."""
+    runtime, device = RUNTIMES.get(setting.runtime), torch.device(setting.device)
+    packages = ("torch", *runtime.packages)
+    return asdict(setting) | {
+        "way": VERSION_MOVED if runtime.moves_weights(setting) else VERSION,
+        "sample_shape": inputs.described(),
+        "repeats": repeats,
+        "cpu": cpu_name(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "",
+        "versions": {name: _version(name) for name in packages},
+        **_runtime_code(runtime),
+    }
+
+
+def _runtime_code(runtime: Runtime) -> dict[str, str]:
+    """Return a hash of the code of a user's runtime, which may change from one run to the next."""
+    module = inspect.getmodule(runtime.open)
+    if module is None or module.__name__.partition(".")[0] in LIBRARIES:
+        return {}
+    return {"runtime_code": hashlib.sha256(_source(module).encode()).hexdigest()}
+
+
+def _version(package: str) -> str:
+    """Return the version of a package, or of the distribution that contains it; empty for the user's own modules."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        brought_by = packages_distributions().get(package, [])
+        return version(brought_by[0]) if brought_by else ""
+
+
+def structure_hash(network: nn.Module) -> str:
+    """Return a hash of all that the times of a network depend on, but for its conditions.
+
+    That is: modules with their settings, names, shapes and layout of parameters and buffers, and the code of classes
+    outside of torch.
+    """
+    shapes = [(name, tuple(tensor.shape)) for name, tensor in network.state_dict(keep_vars=True).items()]
+    layout = "\nchannels last" if lies_channels_last(network) else ""
+    return hashlib.sha256(f"{network!r}\n{shapes}{layout}{''.join(_code(network))}".encode()).hexdigest()
+
+
+def _code(network: nn.Module) -> Iterator[str]:
+    classes = dict.fromkeys(kind for module in network.modules() for kind in type(module).__mro__)
+    for kind in classes:
+        if kind.__module__.partition(".")[0] not in LIBRARIES:
+            yield _source(kind)
+
+
+@cache
+def _source(kind: type | ModuleType) -> str:
+    try:
+        return f"\n{inspect.getsource(kind)}"
+    except (OSError, TypeError):  # typed into a console
+        return ""

@@ -1,4 +1,4 @@
-"""What the time of a module may depend on: products of the widths of what it multiplies and writes."""
+"""Width features: the products of widths, of what a module multiplies and writes, that its time may depend on."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from prunekit.channels.labels import Labels, apart
 from prunekit.channels.tracing.traced_run import TracedOperator
 
 MOST = 8
-"""Products of a module that are told apart; those of one with more are added up by their number of factors."""
+"""Largest number of products of a module; more are added up by their number of factors."""
 
 
 @dataclass(frozen=True, eq=False)
-class Product:
-    """Widths that multiply.
+class WidthProduct:
+    """A weighted sum of products of widths; of a single product, unless a module has too many.
 
     Attributes:
-        weights, factors: of every product that is meant, added up: its weight, and the labels of each of its widths in
-            the numbering of the trace. One, but where a module has too many.
+        weights: of the products.
+        factors: the labels of each width of the products, in the numbering of the trace.
     """
 
     weights: tuple[float, ...]
@@ -32,22 +32,22 @@ class Product:
 
 @dataclass(frozen=True, eq=False)
 class ModuleFeatures:
-    """What a module's time may depend on.
+    """The products of widths that a module's time may depend on.
 
     Attributes:
-        kind: of the operator that multiplies the most; else of the first.
+        kind: name of the operator that multiplies the most, or of the first if none multiplies.
         signature: equal for modules that do the same at different widths.
     """
 
     module: str
     kind: str
     signature: str
-    products: tuple[Product, ...]
+    products: tuple[WidthProduct, ...]
 
 
 @dataclass
-class _Found:
-    """Products of one module while they are collected."""
+class _ModuleProducts:
+    """The products of one module while they are collected."""
 
     names: list[str] = field(default_factory=list)
     arguments: list[str] = field(default_factory=list)
@@ -65,28 +65,30 @@ def features_of(channel_map: ChannelMap) -> list[ModuleFeatures]:
     trace = channel_map.traced.trace
     run = next(run for run in trace.runs if run.example == 0 and not run.training)
     batch = trace.flow.batch
-    found: dict[str, _Found] = {}
+    found: dict[str, _ModuleProducts] = {}
     for operator in run.operators:
         if operator.counted:
-            mine = found.setdefault(operator.module, _Found())
-            mine.names.append(operator.name)
-            mine.arguments.append(_plain(operator.call[:2]))
+            products = found.setdefault(operator.module, _ModuleProducts())
+            products.names.append(operator.name)
+            products.arguments.append(_plain(operator.call[:2]))
             for weight, factors in _written(operator):
-                mine.add(weight / batch, factors)
+                products.add(weight / batch, factors)
     for term in trace.flow.macs:
-        mine = found.setdefault(term.module, _Found())
-        mine.macs[term.operator] = mine.macs.get(term.operator, 0.0) + term.constant * prod(map(len, term.factors))
-        mine.add(term.constant, term.factors)
+        products = found.setdefault(term.module, _ModuleProducts())
+        products.macs[term.operator] = products.macs.get(term.operator, 0.0) + term.constant * prod(
+            map(len, term.factors)
+        )
+        products.add(term.constant, term.factors)
         if len(term.factors) > 1:
             for factor in term.factors:
-                mine.add(term.constant, (factor,))
+                products.add(term.constant, (factor,))
     final = channel_map.traced.final
-    return [_features(module, mine, final) for module, mine in found.items()]
+    return [_features(module, products, final) for module, products in found.items()]
 
 
-def _features(module: str, found: _Found, final: Labels) -> ModuleFeatures:
+def _features(module: str, found: _ModuleProducts, final: Labels) -> ModuleFeatures:
     kind = max(found.macs, key=lambda name: found.macs[name]) if found.macs else found.names[0]
-    products = [Product((weight,), (factors,)) for weight, factors in found.products.values()]
+    products = [WidthProduct((weight,), (factors,)) for weight, factors in found.products.values()]
     if len(products) > MOST:
         products = list(_added_up(products))
     shape = [
@@ -97,25 +99,25 @@ def _features(module: str, found: _Found, final: Labels) -> ModuleFeatures:
 
 
 def _fixed(factor: Labels, final: Labels) -> int | None:
-    """Return a width that no plan changes; None for one that plans do."""
+    """Return a width that no plan changes; None for one that plans change."""
     return None if final[factor].any() else factor.size
 
 
-def _added_up(products: list[Product]) -> Iterator[Product]:
+def _added_up(products: list[WidthProduct]) -> Iterator[WidthProduct]:
     for degree in sorted({len(one.factors[0]) for one in products}):
         alike = [one for one in products if len(one.factors[0]) == degree]
-        yield Product(tuple(one.weights[0] for one in alike), tuple(one.factors[0] for one in alike))
+        yield WidthProduct(tuple(one.weights[0] for one in alike), tuple(one.factors[0] for one in alike))
 
 
 def _written(operator: TracedOperator) -> Iterator[tuple[float, tuple[Labels, ...]]]:
-    """Yield the elements of every result: a constant, and labels of each width."""
+    """Yield the number of elements of every result: a constant, and the labels of each width."""
     for shape, fields in zip(operator.call[2], operator.outputs, strict=True):
         factors, covered = apart(fields)
         yield float(prod(size for axis, size in enumerate(shape) if axis not in covered)), factors
 
 
 def _plain(value: Any) -> str:
-    """Return arguments as text: of tensors the sizes beyond the first two axes."""
+    """Return arguments as text, tensors as their sizes without the first two axes."""
     if isinstance(value, torch.Size):
         return str(tuple(value[2:]))
     if isinstance(value, (list, tuple)):

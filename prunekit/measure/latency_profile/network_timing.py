@@ -1,0 +1,285 @@
+"""Profiling: networks of many widths, timed whole and layer by layer, alternately with the dense one.
+
+Layers are timed in whole networks, where caches and layouts are those of a real run.
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from prunekit.channels.channel_map import ChannelMap, Keep
+from prunekit.channels.cut.model_copy import copied
+from prunekit.errors import RunError, UsageError
+from prunekit.measure.effort import current_effort
+from prunekit.measure.latency.comparison import Log
+from prunekit.measure.latency.machine import Load
+from prunekit.measure.latency.timing import Contention, Timer, Times, alternate, doubts, warm_up, warm_up_briefly
+from prunekit.measure.latency.timing_job import SettingFailure, check_outputs, error_line, output_tensors, weight_moves
+from prunekit.measure.latency.worker_process import UnpicklableError, WorkerDied, WorkerProcess
+from prunekit.measure.latency_profile.layer_times import (
+    LayerTimes,
+    cache_key,
+    conditions,
+    read_times,
+    structure_hash,
+    write_times,
+)
+from prunekit.measure.runtimes.onnx_files import onnx_source
+from prunekit.measure.runtimes.runtime import RUNTIMES, Runtime
+from prunekit.measure.runtimes.session import Inputs, Session, Setting, Source, inputs_of
+from prunekit.planning.candidates import GroupPart
+from prunekit.utils.context import on_device, set_mode
+from prunekit.utils.context import threads as with_threads
+from prunekit.utils.inputs import call
+
+LEAST, SPREAD = 0.1, 0.25
+"""Mean share of labels that the narrowest networks keep, and the largest difference of a part from this mean."""
+
+
+def sample_widths(channel_map: ChannelMap, parts: list[GroupPart], number: int, *, seed: int = 0) -> Iterator[Keep]:
+    """Yield the kept labels of a number of networks to measure.
+
+    The first keeps all; the others keep random shares of every part, around means that are spread evenly. Which labels
+    of a part are kept makes no difference to time.
+    """
+    generator = np.random.default_rng(seed)
+    means = np.linspace(LEAST + SPREAD / 2, 1.0, max(number - 1, 1))
+    yield np.ones(channel_map.n_labels, dtype=bool)
+    for mean in generator.permutation(means)[: number - 1]:
+        keep = np.ones(channel_map.n_labels, dtype=bool)
+        for part in parts:
+            wanted = part.labels.size * float(np.clip(mean + generator.uniform(-SPREAD, SPREAD), LEAST, 1.0))
+            keep[part.labels[part.at_most(max(wanted, 1)) :]] = False
+        yield channel_map.completed(keep)
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """A network to measure.
+
+    Attributes:
+        outline: a module with the same structure, which may be on the meta device.
+        build: returns the network itself.
+    """
+
+    name: str
+    outline: nn.Module
+    build: Callable[[], nn.Module]
+
+
+def has_layer_clock(runtime: str) -> bool:
+    """Return whether a runtime, by its name, can time each layer; models for others are profiled in eager."""
+    return RUNTIMES.get(runtime).times_layers
+
+
+def time_networks(
+    dense: nn.Module,
+    networks: Iterable[Network],
+    inputs: Sequence[int] | Inputs,
+    setting: Setting,
+    *,
+    repeats: int,
+    cache: Path | None,
+    again: bool = False,
+    log: Log = lambda text: None,
+) -> Iterator[LayerTimes]:
+    """Measure networks one after the other, whole and layer by layer, each alternated with the dense one.
+
+    All are copied, put into eval mode, checked against their outputs in eager float32, and run in one process of their
+    own on a random input. Times are cached at once, so that a profile that was interrupted can continue.
+
+    Args:
+        dense: the network that the others are made from.
+        networks: each is taken when those before it are done, and built only if its times are not cached.
+        inputs: of all networks: the shape of one input without the batch, or `Inputs`.
+        setting: in which they run.
+        repeats: how often each is run, at least 5; more often if that takes less than 1.5 seconds together.
+        cache: folder of measurements, see `cache_folder`; None for no cache.
+        again: whether doubtful times are measured again instead of taken from the cache.
+        log: called with a line for each network.
+
+    Yields:
+        The times of each network, in order.
+
+    Raises:
+        UsageError: the runtime has no layer clock.
+        RunError: a network cannot be exported, computes something else in the runtime, or fails there.
+    """
+    if not has_layer_clock(setting.runtime):
+        able = ", ".join(name for name, runtime in RUNTIMES.items() if runtime.times_layers)
+        raise UsageError(f"runtime {setting.runtime!r} cannot tell how long each layer takes; these can: {able}")
+    taken = inputs_of(inputs)
+    common, dense_hash = conditions(setting, taken, repeats), structure_hash(dense)
+    with _ProfileProcess(dense, taken, setting, repeats, log) as process:
+        for network in networks:
+            key = cache_key(structure_hash(network.outline), dense_hash, common)
+            file = cache / f"{key}.json" if cache is not None else None
+            found, origin = read_times(file) if file is not None else None, "measured before"
+            if found is None or (again and found.doubts):
+                found, origin = process.measure(network.name, network.build()), "measured"
+                if file is not None:
+                    write_times(file, found)
+            log(f"{network.name}: {found.whole_ms:.3f} ms, dense {found.dense_ms:.3f} ms, {origin}")
+            yield found
+
+
+def cached_times(
+    dense: nn.Module,
+    networks: Iterable[Network],
+    inputs: Sequence[int] | Inputs,
+    setting: Setting,
+    *,
+    repeats: int,
+    cache: Path,
+) -> Iterator[LayerTimes | None]:
+    """Yield the cached times of networks, in order, None for one without; see `time_networks` for the arguments."""
+    common, dense_hash = conditions(setting, inputs_of(inputs), repeats), structure_hash(dense)
+    for network in networks:
+        yield read_times(cache / f"{cache_key(structure_hash(network.outline), dense_hash, common)}.json")
+
+
+class _ProfileProcess(ExitStack):
+    """Measures networks in a process that is started for the first one; in this one if they cannot be pickled."""
+
+    def __init__(self, dense: nn.Module, inputs: Inputs, setting: Setting, repeats: int, log: Log) -> None:
+        super().__init__()
+        self.dense, self.inputs, self.setting, self.repeats, self.log = dense, inputs, setting, repeats, log
+        self.runtime = RUNTIMES.get(setting.runtime)
+        self.ask: Callable[[PreparedNetwork], LayerTimes | SettingFailure] | None = None
+
+    def measure(self, name: str, network: nn.Module) -> LayerTimes:
+        if self.ask is None:
+            self.folder = Path(self.enter_context(TemporaryDirectory(prefix="prunekit-")))
+            dense = self._prepared("dense", self.dense, "dense")
+            least_ms = current_effort().network_ms
+            self.timer = NetworkTimer(self.runtime, dense, self.inputs, self.setting, self.repeats, least_ms)
+            self.ask = self._start() if current_effort().own_process else self.timer
+        try:
+            found = self._answer(self._prepared(name, network, "network"))
+        except WorkerDied as error:
+            raise RunError(f"{name}: not measured in {self.setting.runtime}: {error}") from error
+        shutil.rmtree(self.folder / "network", ignore_errors=True)
+        if isinstance(found, SettingFailure):
+            raise RunError(f"{name}: not measured in {self.setting.runtime}: {found.reason}")
+        return found
+
+    def _start(self) -> Callable[[PreparedNetwork], LayerTimes | SettingFailure]:
+        try:
+            return self.enter_context(WorkerProcess(self.timer, self.folder)).ask
+        except UnpicklableError as error:
+            return self._here(error)
+
+    def _answer(self, network: PreparedNetwork) -> LayerTimes | SettingFailure:
+        assert self.ask is not None
+        try:
+            return self.ask(network)
+        except UnpicklableError as error:
+            self.ask = self._here(error)
+            return self.ask(network)
+
+    def _here(self, error: UnpicklableError) -> NetworkTimer:
+        self.log(f"{self.setting.runtime}: timed in this process, not in one of its own: {error}")
+        return self.timer
+
+    def _prepared(self, name: str, model: nn.Module, folder: str) -> PreparedNetwork:
+        plain = set_mode(copied(model, "cpu", torch.float32), False)
+        try:
+            with torch.inference_mode():
+                expected = output_tensors(call(plain, self.inputs.sample(self.setting.batch)))
+        except Exception as error:  # the model's own code, at a batch or widths at which it was not tried
+            raise RunError(f"{name}: does not run in eager: {error_line(error)}") from error
+        if self.runtime.carrier == "module":
+            return PreparedNetwork(name, Source(plain), expected)
+        keys = [self.runtime.file_key(self.setting)]
+        return PreparedNetwork(name, onnx_source(plain, self.inputs, keys, self.folder / folder), expected)
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedNetwork:
+    """A network that is ready to be measured: its source, and the tensors that it returns in eager float32."""
+
+    name: str
+    source: Source
+    expected: list[Tensor]
+
+
+@dataclass(eq=False)
+class NetworkTimer:
+    """Measures the networks that it is called with alternately with the dense one, whose session it keeps.
+
+    Attributes:
+        repeats: rounds, at least; more if they take less than `least_ms` milliseconds.
+    """
+
+    runtime: Runtime
+    dense: PreparedNetwork
+    inputs: Inputs
+    setting: Setting
+    repeats: int
+    least_ms: float = 0.0
+    dense_session: Session | None = None
+
+    def __call__(self, network: PreparedNetwork) -> LayerTimes | SettingFailure:
+        """Return the network's times, or why it failed."""
+        try:
+            with with_threads(self.setting.threads), on_device(self.setting.device), torch.inference_mode():
+                return self._measure(network)
+        except Exception as error:  # a runtime's own errors, and whatever a model's code raises
+            return SettingFailure(self.setting, error_line(error))
+        finally:
+            gc.collect()
+
+    def _measure(self, network: PreparedNetwork) -> LayerTimes:
+        device = torch.device(self.setting.device)
+        if self.dense_session is None:
+            self.dense_session = self._open(self.dense)
+            warm_up(Timer(self.dense_session.run, device), device.type)
+        session = self._open(network)
+        assert session.layers is not None
+        clock = session.layers()
+        timers = [Timer(run, device) for run in (self.dense_session.run, session.run, clock.run)]
+        for timer in timers[1:]:
+            warm_up_briefly(timer)
+        rounds = max(self.repeats, ceil(self.least_ms / sum(timer() for timer in timers)))
+        load = Load()
+        with load.watched():
+            times = alternate(timers, rounds, weight_moves(self.dense_session, session))
+        contention = load.contention(self.setting.threads) if self.setting.device == "cpu" else None
+        return _layer_times(times, clock.passes(rounds), contention)
+
+    def _open(self, network: PreparedNetwork) -> Session:
+        sample = self.inputs.sample(self.setting.batch)
+        session = self.runtime.open(network.source, sample, self.setting)
+        check_outputs(network.name, session, self.setting, network.expected)
+        return session
+
+
+def _layer_times(
+    times: Times, passes: Sequence[Mapping[str | None, float]], contention: Contention | None
+) -> LayerTimes:
+    paths = dict.fromkeys(path for found in passes for path in found)
+    modules = {path: _lower_quartile([found.get(path, 0.0) for found in passes]) for path in paths}
+    return LayerTimes(
+        whole_ms=_lower_quartile(times[1]),
+        dense_ms=_lower_quartile(times[0]),
+        modules_ms={path: ms for path, ms in modules.items() if path is not None},
+        rest_ms=modules.get(None, 0.0),
+        doubts=tuple(doubts(times[0] / times[1], contention)),
+    )
+
+
+def _lower_quartile(times: Any) -> float:
+    """Return a figure of times that other processes disturb less than the median."""
+    return float(np.percentile(times, 25))
