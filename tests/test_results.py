@@ -26,7 +26,7 @@ from prunekit.jobs.prune.one_shot import Pruned
 from prunekit.jobs.prune.plan_search import PlanSearch
 from prunekit.jobs.sensitivity import Sensitivity
 from prunekit.masks.thresholds import ActivationThresholds
-from prunekit.measure.causes.breakdown import OperatorRow, Side
+from prunekit.measure.causes.breakdown import OperatorFigures, OperatorRow
 from prunekit.measure.causes.cause import Cause
 from prunekit.measure.latency.timing import Estimate
 from prunekit.measure.verification import Verification
@@ -266,7 +266,7 @@ def test_a_diagnosis_lists_faults() -> None:
 
 
 def test_an_explanation_has_causes_and_operators() -> None:
-    side = Side(1.0, 1, 2e9, 10**6, 2000.0)
+    side = OperatorFigures(1.0, 1, 2e9, 10**6, 2000.0)
     operators = tuple(OperatorRow(name, "convolution", side, side, 1.0, 2.0, 0.006, 0.5) for name in channels())
     cause = Cause("slower kernels at these widths", 3.0, "measured " * 20, "round widths to 8")
     found = Explanation(

@@ -17,10 +17,10 @@ from prunekit.deploy.batchnorm_folding import fold_batchnorm
 from prunekit.errors import PrunekitError, UsageError
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.run.run_folder import Log
-from prunekit.measure.causes import experiments, operators, overheads, widths
-from prunekit.measure.causes.breakdown import Breakdown, OperatorRow, Side, break_down
+from prunekit.measure.causes import experiments, operator_causes, overhead_causes, width_causes
+from prunekit.measure.causes.breakdown import Breakdown, OperatorFigures, OperatorRow, break_down
 from prunekit.measure.causes.cause import Cause
-from prunekit.measure.causes.operator_times import Layer
+from prunekit.measure.causes.operator_times import IsolatedLayer
 from prunekit.measure.latency.timing import Estimate, oversubscribed, time_pair
 from prunekit.measure.operator_costs import subnormals
 from prunekit.measure.runtimes.session import Inputs, inputs_of
@@ -306,7 +306,7 @@ class Explanation(Displayed):
             yield f"    To fix it: {cause.fix}."
 
 
-def _sides(row: OperatorRow) -> tuple[tuple[str, Side | None], ...]:
+def _sides(row: OperatorRow) -> tuple[tuple[str, OperatorFigures | None], ...]:
     return ("dense", row.dense), ("pruned", row.pruned)
 
 
@@ -334,7 +334,7 @@ class CauseSearch:
         """Whether the CPU computes."""
         return self.device.type == "cpu"
 
-    def slowest(self) -> Iterator[tuple[str, float, Layer, Layer | None]]:
+    def slowest(self) -> Iterator[tuple[str, float, IsolatedLayer, IsolatedLayer | None]]:
         """Yield path, milliseconds and layer of the pruned model's slowest ones, and the dense layer at that path."""
         keys = [(row.module, row.operator) for row in self.found.rows]
         there = [key for key in keys if key in self.found.pruned_calls]
@@ -365,22 +365,22 @@ def _fewer_threads(search: CauseSearch) -> Cause | None:
     now, contention = torch.get_num_threads(), search.found.contention
     if contention is None or now == 1:
         return None
-    fewer = experiments.with_threads_of(sorted({1, now // 2}), search.pruned, search.inputs, now)
-    return overheads.too_many_threads(contention, fewer)
+    fewer = experiments.with_thread_counts(sorted({1, now // 2}), search.pruned, search.inputs, now)
+    return overhead_causes.too_many_threads(contention, fewer)
 
 
 def _overheads(search: CauseSearch) -> Iterator[Cause | None]:
     found = search.found
     copies = experiments.copy_times(search.device)
-    yield overheads.launch_bound(found, cuda=not search.on_cpu)
-    yield operators.memory_bound(found.rows, copies, found.floor_ms, found.pruned_ms, search.batch)
-    yield operators.copying(found.rows, found.pruned_ms)
-    yield operators.without_macs(found.rows, found.macs_ratio, found.pruned_ms)
+    yield overhead_causes.launch_bound(found, cuda=not search.on_cpu)
+    yield operator_causes.memory_bound(found.rows, copies, found.floor_ms, found.pruned_ms, search.batch)
+    yield operator_causes.layout_conversions(found.rows, found.pruned_ms)
+    yield operator_causes.without_macs(found.rows, found.macs_ratio, found.pruned_ms)
 
 
 def _norms(search: CauseSearch) -> Iterator[Cause | None]:
     found = search.found
-    shown = operators.unfused_norms(found.rows, found.pruned_ms, None)
+    shown = operator_causes.unfused_norms(found.rows, found.pruned_ms, None)
     if shown is None or not search.on_cpu:
         yield shown
         return
@@ -390,7 +390,7 @@ def _norms(search: CauseSearch) -> Iterator[Cause | None]:
         yield shown
         return
     gain = time_pair(lambda: call(search.pruned, search.inputs), lambda: call(folded, search.inputs), search.device)
-    yield operators.unfused_norms(found.rows, found.pruned_ms, gain)
+    yield operator_causes.unfused_norms(found.rows, found.pruned_ms, gain)
 
 
 def _widths(search: CauseSearch) -> Iterator[Cause | None]:
@@ -400,7 +400,7 @@ def _widths(search: CauseSearch) -> Iterator[Cause | None]:
         if dense is not None
         for one in experiments.width_times(path, ms, layer, dense.widths, search.device)
     ]
-    yield widths.off_step_widths(times, search.found.pruned_ms)
+    yield width_causes.off_step_widths(times, search.found.pruned_ms)
 
 
 def _kernels(search: CauseSearch) -> Iterator[Cause | None]:
@@ -409,7 +409,7 @@ def _kernels(search: CauseSearch) -> Iterator[Cause | None]:
         for path, ms, layer, dense in search.slowest()
         if dense is not None
     ]
-    yield widths.slower_kernels([one for one in times if one is not None], search.found.pruned_ms)
+    yield width_causes.slower_kernels([one for one in times if one is not None], search.found.pruned_ms)
 
 
 def _masks(search: CauseSearch) -> Iterator[Cause | None]:
@@ -423,7 +423,7 @@ def _masks(search: CauseSearch) -> Iterator[Cause | None]:
             left = max(1, layer.widths[1] - zeros[path][0])
             narrower = (left, left) if layer.tied else (layer.widths[0], left)
             saved += ms * experiments.share_without(layer, narrower, search.device)
-    yield overheads.masks_attached(hooks, zeros, bare, saved, search.found.pruned_ms)
+    yield overhead_causes.masks_attached(hooks, zeros, bare, saved, search.found.pruned_ms)
 
 
 def _small_numbers(search: CauseSearch) -> Iterator[Cause | None]:
@@ -440,11 +440,11 @@ def _small_numbers(search: CauseSearch) -> Iterator[Cause | None]:
             activations[path] = activations.get(path, 0) + seen.subnormal
     if weights or activations:
         flushed = experiments.with_flushing(search.pruned, search.inputs)
-        yield overheads.subnormal_numbers(weights, activations, flushed)
+        yield overhead_causes.subnormal_numbers(weights, activations, flushed)
 
 
 def _memory_format(search: CauseSearch) -> Iterator[Cause | None]:
-    yield operators.other_layout(experiments.with_channels_last(search.pruned, search.inputs, search.device))
+    yield operator_causes.memory_format(experiments.with_channels_last(search.pruned, search.inputs, search.device))
 
 
 def _larger_batch(search: CauseSearch) -> Iterator[Cause | None]:
@@ -454,7 +454,7 @@ def _larger_batch(search: CauseSearch) -> Iterator[Cause | None]:
         larger = experiments.with_larger_batch(search.dense, search.pruned, search.inputs, times, search.device)
     except Exception:  # a model's own code may take one batch only, and memory may not last
         return
-    yield overheads.small_batch(found.speedup, found.pruned_ms, larger, search.batch, times * search.batch)
+    yield overhead_causes.small_batch(found.speedup, found.pruned_ms, larger, search.batch, times * search.batch)
 
 
 _LOOKS: tuple[tuple[str, Callable[[CauseSearch], Iterator[Cause | None]]], ...] = (

@@ -65,11 +65,13 @@ def test_a_masked_model_is_told_to_be_compacted() -> None:
 
 
 def test_planted_subnormal_numbers_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    from prunekit.measure.causes import experiments, overheads
+    from prunekit.measure.causes import experiments, overhead_causes
 
     counted: list[tuple[dict[str, int], dict[str, int]]] = []
     monkeypatch.setattr(experiments, "with_flushing", lambda model, inputs: None)
-    monkeypatch.setattr(overheads, "subnormal_numbers", lambda weights, made, effect: counted.append((weights, made)))
+    monkeypatch.setattr(
+        overhead_causes, "subnormal_numbers", lambda weights, made, effect: counted.append((weights, made))
+    )
     model = net().eval()
     with torch.no_grad():
         model[3].weight[0] = 1e-41
@@ -83,10 +85,10 @@ def test_planted_subnormal_numbers_are_looked_at(monkeypatch: pytest.MonkeyPatch
 
 def test_threads_that_wait_for_cores_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     from prunekit.measure.causes import cause as cause_module
-    from prunekit.measure.causes import overheads
+    from prunekit.measure.causes import overhead_causes
 
     cause = cause_module.Cause("threads oversubscribed", 1.0, "", "")
-    monkeypatch.setattr(overheads, "too_many_threads", lambda *figures: cause)
+    monkeypatch.setattr(overhead_causes, "too_many_threads", lambda *figures: cause)
     monkeypatch.setattr(Contention, "oversubscribed", property(lambda self: True))
     tiny = nn.Linear(3, 3)  # no work that threads would share: they need not wait for cores here
     found = prunekit.explain(tiny, tiny, (torch.ones(1, 3),), threads=2, rounds=5)

@@ -10,7 +10,7 @@ from torch.nn.utils import prune as torch_prune
 import prunekit
 from prunekit.hooks.hook import count_hooks
 from prunekit.measure.causes import experiments
-from prunekit.measure.causes.operator_times import record
+from prunekit.measure.causes.operator_times import record_calls
 
 CPU = torch.device("cpu")
 
@@ -56,7 +56,7 @@ def test_each_way_is_what_it_says() -> None:
         assert experiments.with_flushing(model, (X,)) is not None
         assert set(seen) == {plain, (3, 1, True, False)}
     seen.clear()
-    assert set(experiments.with_threads_of((1, 2), model, (X,), now=3)) == {1, 2}
+    assert set(experiments.with_thread_counts((1, 2), model, (X,), now=3)) == {1, 2}
     assert set(seen) == {(3, threads, False, False) for threads in (1, 2, 3)}
     assert torch.get_num_threads() == 1
     seen.clear()
@@ -110,14 +110,14 @@ def test_channels_of_zeros_are_counted() -> None:
     with torch.no_grad():
         model[0].weight[[1, 5, 7]] = 0
         model[2].weight[:, [1, 5, 7]] = 0
-    layers = {path: call.layer for (path, _), call in record(model, (x,)).items() if call.layer is not None}
+    layers = {path: call.layer for (path, _), call in record_calls(model, (x,)).items() if call.layer is not None}
     assert set(layers) == {"0", "2", "4"}
     assert experiments.zero_channels(model, layers) == {"0": (3, 16)}
     assert 0 <= experiments.share_without(layers["0"], (3, 13), CPU) < 1
 
 
 def test_a_layer_is_run_at_its_pruned_widths_rounded() -> None:
-    layer = record(nn.Conv2d(13, 21, 3), (torch.randn(1, 13, 6, 6),))["", "convolution"].layer
+    layer = record_calls(nn.Conv2d(13, 21, 3), (torch.randn(1, 13, 6, 6),))["", "convolution"].layer
     assert layer is not None
     found = list(experiments.width_times("conv", 5.0, layer, (13, 64), CPU))
     assert [(one.step, one.now, one.down, one.up) for one in found] == [
@@ -131,7 +131,7 @@ def test_a_layer_is_run_at_its_pruned_widths_rounded() -> None:
 @pytest.mark.parametrize(("groups", "widths", "more"), [(1, (26, 42), 4.0), (13, (26, 26), 2.0)])
 def test_a_layer_is_run_at_the_dense_widths(groups: int, widths: tuple[int, int], more: float) -> None:
     conv = nn.Conv2d(13, 13 if groups > 1 else 21, 3, groups=groups)
-    layer = record(conv, (torch.randn(1, 13, 6, 6),))["", "convolution"].layer
+    layer = record_calls(conv, (torch.randn(1, 13, 6, 6),))["", "convolution"].layer
     assert layer is not None
     found = experiments.kernel_times("conv", 5.0, layer, widths, CPU)
     assert found is not None

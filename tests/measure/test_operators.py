@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.hooks.hook import count_hooks
-from prunekit.measure.causes.operator_times import Layer, OperatorTimer, record
+from prunekit.measure.causes.operator_times import IsolatedLayer, OperatorTimer, record_calls
 from prunekit.measure.model_size import count_macs
 from prunekit.measure.operator_costs import subnormals
 
@@ -40,14 +40,14 @@ def test_macs_of_operators_add_up_to_those_of_the_model(name: str) -> None:
     x = torch.randn(*(shape or (2, 5, 16)))
     inputs = (x,) if shape else (x, x, x)
     model.eval()
-    calls = record(model, inputs)
+    calls = record_calls(model, inputs)
     assert sum(call.macs or 0 for call in calls.values()) == len(x) * count_macs(model, inputs) > 0
     assert all(call.macs is not None for call in calls.values())
     assert count_hooks(model) == 0
 
 
 def test_operators_have_their_modules_calls_and_bytes() -> None:
-    calls = record(Net().eval(), (torch.randn(2, 3, 9, 9),))
+    calls = record_calls(Net().eval(), (torch.randn(2, 3, 9, 9),))
     stem = calls["stem", "convolution"]
     assert stem.calls == 1
     assert stem.bytes == 4 * (2 * 3 * 81 + 6 * 3 * 9 + 6 + 2 * 6 * 16)
@@ -62,7 +62,7 @@ def test_an_expanded_axis_is_moved_once() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x + torch.ones(1, 8).expand(4, 8)
 
-    assert record(Add(), (torch.ones(4, 8),))["", "add"].bytes == 4 * (32 + 8 + 32)
+    assert record_calls(Add(), (torch.ones(4, 8),))["", "add"].bytes == 4 * (32 + 8 + 32)
 
 
 def test_a_timer_times_the_same_operators() -> None:
@@ -71,7 +71,7 @@ def test_a_timer_times_the_same_operators() -> None:
     with torch.no_grad():
         total = timer()
         timer()
-    assert [set(times) for times in timer.passes] == [set(record(model, (x,)))] * 2
+    assert [set(times) for times in timer.passes] == [set(record_calls(model, (x,)))] * 2
     assert total == pytest.approx(sum(timer.passes[0].values()))
     assert all(ms > 0 for ms in timer.passes[0].values())
     assert count_hooks(model) == 0
@@ -82,12 +82,12 @@ def test_subnormal_numbers_are_counted_where_they_are_made() -> None:
     assert subnormals(torch.tensor([1e-40], dtype=torch.float64)) == 0
     model = nn.Sequential(nn.Linear(4, 3, bias=False), nn.ReLU())
     nn.init.constant_(model[0].weight, 1e-40)
-    calls = record(model, (torch.ones(2, 4),))
+    calls = record_calls(model, (torch.ones(2, 4),))
     assert {key: call.subnormal for key, call in calls.items() if call.subnormal} == {("0", "mm"): 6, ("1", "relu"): 6}
 
 
-def layer_of(model: nn.Module, *shape: int) -> Layer | None:
-    calls = record(nn.Sequential(model), (torch.randn(*shape),))
+def layer_of(model: nn.Module, *shape: int) -> IsolatedLayer | None:
+    calls = record_calls(nn.Sequential(model), (torch.randn(*shape),))
     return next(call.layer for call in calls.values() if call.macs)
 
 

@@ -1,4 +1,4 @@
-"""Where the time of a dense and a pruned model goes, operator by operator, and how much of the ideal was reached."""
+"""The breakdown of the time of a dense and a pruned model into operators."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from prunekit.measure.causes.operator_times import Key, OperatorCalls, OperatorTimer, floor, record
+from prunekit.measure.causes.operator_times import (
+    OperatorCalls,
+    OperatorKey,
+    OperatorTimer,
+    measure_floor,
+    record_calls,
+)
 from prunekit.measure.latency.machine import Load
 from prunekit.measure.latency.memory_layout import weight_movers
 from prunekit.measure.latency.timing import Contention, Estimate, Timer, alternate, paired_ratio, warm_up
@@ -18,15 +24,15 @@ from prunekit.utils.inputs import call
 
 
 @dataclass(frozen=True)
-class Side:
-    """An operator of a module in one of the two models.
+class OperatorFigures:
+    """The figures of an operator of a module in one of the two models.
 
     Attributes:
         ms: median of its time in one forward pass of the batch.
-        calls: in that pass.
-        macs: multiply-accumulates of one sample; None where no rule is known.
-        bytes: that it reads and writes for the batch, parameters included.
-        intensity: multiply-accumulates for each of these bytes; None without.
+        calls: number of calls in that pass.
+        macs: multiply-accumulates of one sample; None if no rule is known.
+        bytes: read and written for the batch, parameters included.
+        intensity: multiply-accumulates per byte; None if there are none.
     """
 
     ms: float
@@ -38,20 +44,21 @@ class Side:
 
 @dataclass(frozen=True)
 class OperatorRow:
-    """An operator of a module, dense against pruned; a side is None where that model does not run it.
+    """An operator of a module in both models.
 
     Attributes:
+        dense, pruned: its figures; None if the model does not run it.
         speedup: dense over pruned time.
         ideal: dense over pruned multiply-accumulates; None for operators that have none.
         share: of the pruned model's time.
-        excess_ms: pruned time beyond what the ideal leaves of the dense one; for operators without multiply-accumulates
-            by the ideal of the whole model.
+        excess_ms: pruned time beyond the dense time over the ideal; for operators without multiply-accumulates over the
+            ideal of the whole model.
     """
 
     module: str
     operator: str
-    dense: Side | None
-    pruned: Side | None
+    dense: OperatorFigures | None
+    pruned: OperatorFigures | None
     speedup: float | None
     ideal: float | None
     share: float
@@ -60,21 +67,21 @@ class OperatorRow:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Two models, timed alternately: as they are, and operator by operator.
+    """The times of two models, as they are and operator by operator.
 
     Attributes:
-        dense_ms, pruned_ms: median of a forward pass of the batch, nothing attached.
+        dense_ms, pruned_ms: median of a forward pass of the batch, without an operator clock.
         speedup: dense over pruned, paired.
         macs_ratio: dense over pruned multiply-accumulates.
-        dense_outside_ms, pruned_outside_ms: what is left when the operators' times are taken off: Python, dispatch, and
-            on CUDA the gaps between kernels. The smaller of the median and the difference between the fastest rounds,
-            because other processes only add to it; 0 where the median's 95 % interval does not lie above 0.
-        dense_operators_ms, pruned_operators_ms: sum of the medians of all operators. With the time outside
-            it comes near the whole; what is missing then is what other processes took.
+        dense_outside_ms, pruned_outside_ms: time outside of operators: Python, dispatch, and on CUDA the gaps between
+            kernels. The smaller of the median and the difference of the fastest rounds, as other processes only add to
+            it; 0 unless the median's 95 % interval lies above 0.
+        dense_operators_ms, pruned_operators_ms: sum of the medians of all operators. With the time outside it is nearly
+            the whole; the rest was taken by other processes.
         floor_ms: time of an operator on one number.
         rows: the pruned model's slowest first.
-        dense_calls, pruned_calls: what each model ran, for experiments on it.
-        contention: what else ran meanwhile; None where the CPU is not what was timed.
+        dense_calls, pruned_calls: calls of operators in each model, for experiments.
+        contention: for the CPU; None on other devices.
     """
 
     dense_ms: float
@@ -87,8 +94,8 @@ class Breakdown:
     pruned_operators_ms: float
     floor_ms: float
     rows: tuple[OperatorRow, ...]
-    dense_calls: Mapping[Key, OperatorCalls]
-    pruned_calls: Mapping[Key, OperatorCalls]
+    dense_calls: Mapping[OperatorKey, OperatorCalls]
+    pruned_calls: Mapping[OperatorKey, OperatorCalls]
     contention: Contention | None = None
 
     @property
@@ -109,14 +116,16 @@ def break_down(
     """Time two models in eval mode, without gradients; in each round both as they are and both by operator.
 
     Args:
-        dense, pruned: on the device, in eval mode.
+        dense: on the device, in eval mode.
+        pruned: likewise.
         inputs: an example, see `prunekit.utils.inputs.as_example`, on the device.
-        batch: samples in them.
+        batch: number of samples in it.
         rounds: at least 5.
+        device: where they run.
     """
-    calls = [record(model, inputs) for model in (dense, pruned)]
-    nothing = floor(device)
-    clocks = [OperatorTimer(model, inputs, device, nothing.clock_ms) for model in (dense, pruned)]
+    calls = [record_calls(model, inputs) for model in (dense, pruned)]
+    floor = measure_floor(device)
+    clocks = [OperatorTimer(model, inputs, device, floor.clock_ms) for model in (dense, pruned)]
     with torch.no_grad():
         forwards = [_forward(model, inputs) for model in (dense, pruned)]
         plain = [Timer(forward, device) for forward in forwards]
@@ -128,11 +137,11 @@ def break_down(
         load = Load()
         with load.watched(), weight_movers(dense, pruned) as moves:
             times = alternate(runs, rounds, [*moves, *forwards] if device.type == "cpu" else [])
-    sides = [_sides(found, clock.passes, batch) for found, clock in zip(calls, clocks, strict=True)]
+    figures = [_figures(found, clock.passes, batch) for found, clock in zip(calls, clocks, strict=True)]
     dense_ms, pruned_ms = (float(np.median(row)) for row in times[:2])
-    macs = [sum(side.macs or 0 for side in side_by_key.values()) for side_by_key in sides]
+    macs = [sum(one.macs or 0 for one in by_key.values()) for by_key in figures]
     macs_ratio = macs[0] / macs[1] if all(macs) else 1.0
-    operators = [sum(side.ms for side in side_by_key.values()) for side_by_key in sides]
+    operators = [sum(one.ms for one in by_key.values()) for by_key in figures]
     outside = [_outside(plain, whole) for plain, whole in zip(times[:2], times[2:], strict=True)]
     return Breakdown(
         dense_ms=dense_ms,
@@ -143,8 +152,8 @@ def break_down(
         pruned_outside_ms=outside[1],
         dense_operators_ms=operators[0],
         pruned_operators_ms=operators[1],
-        floor_ms=nothing.operator_ms,
-        rows=joined(sides[0], sides[1], macs_ratio, operators[1] + outside[1]),
+        floor_ms=floor.operator_ms,
+        rows=operator_rows(figures[0], figures[1], macs_ratio, operators[1] + outside[1]),
         dense_calls=calls[0],
         pruned_calls=calls[1],
         contention=load.contention(torch.get_num_threads()) if device.type == "cpu" else None,
@@ -156,39 +165,48 @@ def _forward(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
 
 
 def _outside(plain: np.ndarray[Any, Any], operators: np.ndarray[Any, Any]) -> float:
-    """Return what (N,) whole times surely have beyond the (N,) sums over their operators."""
+    """Return the time outside of operators from (N,) whole times and the (N,) sums over their operators."""
     surely = paired_ratio(plain, operators).low > 1
     return max(0.0, min(float(np.median(plain - operators)), float(plain.min() - operators.min()))) if surely else 0.0
 
 
-def _sides(calls: Mapping[Key, OperatorCalls], passes: Sequence[Mapping[Key, float]], batch: int) -> dict[Key, Side]:
+def _figures(
+    calls: Mapping[OperatorKey, OperatorCalls], passes: Sequence[Mapping[OperatorKey, float]], batch: int
+) -> dict[OperatorKey, OperatorFigures]:
     found = {}
     for key, seen in calls.items():
         ms = float(np.median([times.get(key, 0.0) for times in passes]))
         intensity = seen.macs / seen.bytes if seen.macs and seen.bytes else None
         macs = None if seen.macs is None else seen.macs / batch
-        found[key] = Side(ms, seen.calls, macs, seen.bytes, intensity)
+        found[key] = OperatorFigures(ms, seen.calls, macs, seen.bytes, intensity)
     return found
 
 
-def joined(
-    dense: Mapping[Key, Side], pruned: Mapping[Key, Side], macs_ratio: float, pruned_ms: float
+def operator_rows(
+    dense: Mapping[OperatorKey, OperatorFigures],
+    pruned: Mapping[OperatorKey, OperatorFigures],
+    macs_ratio: float,
+    pruned_ms: float,
 ) -> tuple[OperatorRow, ...]:
     """Return a row for each operator of either model, the pruned model's slowest first.
 
     Args:
+        dense: figures of the dense model.
+        pruned: figures of the pruned model.
         macs_ratio: of the whole models, dense over pruned.
-        pruned_ms: of which shares are taken: of all operators and what is between them.
+        pruned_ms: time of the pruned model, in operators and between them.
     """
     keys = dict.fromkeys((*pruned, *dense))
     rows = [_row(key, dense.get(key), pruned.get(key), macs_ratio, pruned_ms) for key in keys]
     return tuple(sorted(rows, key=lambda row: (row.pruned is None, -(row.pruned or row.dense or _NOTHING).ms)))
 
 
-_NOTHING = Side(0.0, 0, None, 0, None)
+_NOTHING = OperatorFigures(0.0, 0, None, 0, None)
 
 
-def _row(key: Key, dense: Side | None, pruned: Side | None, macs_ratio: float, pruned_ms: float) -> OperatorRow:
+def _row(
+    key: OperatorKey, dense: OperatorFigures | None, pruned: OperatorFigures | None, macs_ratio: float, pruned_ms: float
+) -> OperatorRow:
     before, after = dense or _NOTHING, pruned or _NOTHING
     ideal = before.macs / after.macs if before.macs and after.macs else None
     return OperatorRow(

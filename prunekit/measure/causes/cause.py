@@ -1,31 +1,30 @@
-"""A cause, with its evidence and the change that fixes it."""
+"""A cause of lost time, with its evidence and its fix."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, TypeVar
 
-from prunekit.measure.causes.breakdown import OperatorRow, Side
+from prunekit.measure.causes.breakdown import OperatorFigures, OperatorRow
 from prunekit.utils.display import listed
 
 LEAST = 0.02
-"""Share of the pruned model's time below which nothing is worth a sentence."""
-NAMED = 3
+"""Smallest share of the pruned model's time that is worth reporting."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why time is spent that the multiply-accumulates do not explain.
+    """A cause of time that the multiply-accumulates do not explain.
 
     Attributes:
-        name: what tables call it.
-        ms: of a forward pass of the pruned model, estimated from what was measured; causes overlap, so that they do not
-            add up. 0 for what was found and makes no difference here.
-        evidence: what was measured, in sentences.
+        name: for tables.
+        ms: estimate of the time in a forward pass of the pruned model; causes overlap, so that these do not add up. 0
+            for a cause that makes no difference here.
+        evidence: the measurements, in sentences.
         fix: the change to make.
-        modules: paths that it was found at, the slowest first; empty for the whole model.
+        modules: paths of the modules concerned, the slowest first; empty for the whole model.
     """
 
     name: str
@@ -36,47 +35,47 @@ class Cause:
 
 
 @dataclass(frozen=True)
-class Ran:
+class OperatorGroup:
     """Operators that the pruned model ran, taken together.
 
     Attributes:
         rows: the slowest first.
-        sides: what each did in the pruned model.
+        figures: of each in the pruned model.
     """
 
     rows: tuple[OperatorRow, ...]
-    sides: tuple[Side, ...]
+    figures: tuple[OperatorFigures, ...]
 
     @staticmethod
-    def those(rows: Iterable[OperatorRow], wanted: Callable[[OperatorRow, Side], bool]) -> Ran:
-        """Of all rows those that the pruned model ran and that are wanted."""
+    def select(rows: Iterable[OperatorRow], wanted: Callable[[OperatorRow, OperatorFigures], bool]) -> OperatorGroup:
+        """Return the operators that the pruned model ran and that are wanted."""
         found = [(row, row.pruned) for row in rows if row.pruned is not None and wanted(row, row.pruned)]
-        return Ran(tuple(row for row, _ in found), tuple(side for _, side in found))
+        return OperatorGroup(tuple(row for row, _ in found), tuple(figures for _, figures in found))
 
     @cached_property
     def ms(self) -> float:
-        """What they take."""
-        return sum(side.ms for side in self.sides)
+        """Their milliseconds together."""
+        return sum(one.ms for one in self.figures)
 
     @cached_property
     def excess_ms(self) -> float:
-        """What they take beyond their ideal."""
+        """Their milliseconds beyond the ideal."""
         return sum(max(0.0, row.excess_ms) for row in self.rows)
 
     @cached_property
     def calls(self) -> int:
-        """How often they ran."""
-        return sum(side.calls for side in self.sides)
+        """Number of their calls."""
+        return sum(one.calls for one in self.figures)
 
     @cached_property
     def bytes(self) -> int:
-        """What they moved."""
-        return sum(side.bytes for side in self.sides)
+        """Bytes that they moved."""
+        return sum(one.bytes for one in self.figures)
 
     @property
     def kinds(self) -> str:
         """Some of the operators' names."""
-        return some([row.operator for row in self.rows])
+        return first_names([row.operator for row in self.rows])
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -85,22 +84,22 @@ class Ran:
 
 
 class Saving(Protocol):
-    """A layer and what it would save another way."""
+    """A layer that would take less time another way."""
 
     @property
     def saved_ms(self) -> float:
-        """Milliseconds of a forward pass of the pruned model."""
+        """Milliseconds that it would save in a forward pass of the pruned model."""
 
 
 L = TypeVar("L", bound=Saving)
 
 
 def worth_naming(layers: Iterable[L], pruned_ms: float) -> list[L]:
-    """Return the layers by what they would save, the most first; none where all together are not worth a sentence."""
+    """Return the layers that save most first; none if all together save too little to report."""
     found = sorted(layers, key=lambda layer: -layer.saved_ms)
     return found if sum(layer.saved_ms for layer in found) >= LEAST * pruned_ms else []
 
 
-def some(names: Sequence[str], shown: int = NAMED) -> str:
-    """Return the first of several names, and how many more there are."""
-    return listed(dict.fromkeys(name or "(root)" for name in names), shown)
+def first_names(names: Iterable[str]) -> str:
+    """Return the first three names, and how many more there are."""
+    return listed(dict.fromkeys(name or "(root)" for name in names), 3)

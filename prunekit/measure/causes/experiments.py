@@ -1,4 +1,4 @@
-"""A model, or a layer of it, run another way beside the way it is: what causes are measured by."""
+"""Experiments that show causes: a model, or a layer of it, timed against another way of running it."""
 
 from __future__ import annotations
 
@@ -14,23 +14,19 @@ from torch.nn.utils import prune as torch_prune
 
 from prunekit.channels.cut.model_copy import copied
 from prunekit.hooks.hook import HOOK_TABLES, is_ours
-from prunekit.measure.causes.operator_times import Layer, Widths
-from prunekit.measure.causes.widths import KernelTimes, WidthTimes, rounded, size
+from prunekit.measure.causes.operator_times import IsolatedLayer, Widths
+from prunekit.measure.causes.width_causes import KernelTimes, WidthTimes, relative_macs, rounded
 from prunekit.measure.latency.timing import PairedTiming, paired_ratio, time_pair, time_runs
 from prunekit.utils.context import threads as with_threads
 from prunekit.utils.inputs import call
 from prunekit.utils.tensors import gather, map_tensors
 
-STEPS = (8, 16)
 COPIED = (1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 26)
-"""Bytes moved by the copies that others are compared with: from what fits into the first cache to what fits none."""
-SUBNORMAL = 1e-40
+"""Bytes moved by copies, from what fits into the first cache to what fits into none."""
 
 
 def copy_times(device: torch.device) -> Callable[[float], float]:
-    """Return how long copies take here: milliseconds for bytes moved, reads and writes together, on the current
-    threads.
-    """
+    """Return a function from bytes moved by a copy, reads and writes together, to milliseconds on this machine."""
     times = []
     for moved in COPIED:
         source = torch.ones(moved // 8, device=device)
@@ -39,14 +35,14 @@ def copy_times(device: torch.device) -> Callable[[float], float]:
     sizes, logs = np.log(COPIED), np.log(times)
 
     def milliseconds(moved: float) -> float:
-        beyond = max(1.0, moved / COPIED[-1])  # the largest is at the speed of memory, and so is all above it
+        beyond = max(1.0, moved / COPIED[-1])  # the largest is at the speed of memory, as are all above it
         return float(np.exp(np.interp(np.log(max(1.0, moved)), sizes, logs)) * beyond)
 
     return milliseconds
 
 
 def with_channels_last(model: nn.Module, inputs: tuple[Any, ...], device: torch.device) -> PairedTiming | None:
-    """Return the model beside a copy with channels last; None where no image or no kernel has channels to put last."""
+    """Time the model against a copy with channels last; None if it has no images or no convolutions."""
     if not any(tensor.dim() == 4 for tensor in gather(inputs)) or all(p.dim() != 4 for p in model.parameters()):
         return None
     other = copied(model).to(memory_format=torch.channels_last)
@@ -54,10 +50,11 @@ def with_channels_last(model: nn.Module, inputs: tuple[Any, ...], device: torch.
     return time_pair(lambda: call(model, inputs), lambda: call(other, images), device)
 
 
+SUBNORMAL = 1e-40
+
+
 def with_flushing(model: nn.Module, inputs: tuple[Any, ...]) -> PairedTiming | None:
-    """Return the model on one CPU thread, subnormal numbers as they are beside taken as 0; None where that cannot be
-    set.
-    """
+    """Time the model on one CPU thread against subnormal numbers taken as 0; None if that cannot be set."""
 
     def run(flush: bool) -> None:
         torch.set_flush_denormal(flush)
@@ -71,7 +68,7 @@ def with_flushing(model: nn.Module, inputs: tuple[Any, ...]) -> PairedTiming | N
 
 @contextmanager
 def _flushing_restored() -> Iterator[bool]:
-    """Yield whether flushing can be set; afterwards it is what it was, which torch does not tell."""
+    """Yield whether flushing can be set, and restore it; whether it is on is measured, as torch does not tell."""
     before = bool((torch.tensor([SUBNORMAL]) * 1.0 == 0).item())
     try:
         yield torch.set_flush_denormal(before)
@@ -79,10 +76,10 @@ def _flushing_restored() -> Iterator[bool]:
         torch.set_flush_denormal(before)
 
 
-def with_threads_of(
+def with_thread_counts(
     counts: Sequence[int], model: nn.Module, inputs: tuple[Any, ...], now: int
 ) -> dict[int, PairedTiming]:
-    """The model with `now` CPU threads beside each of some other counts."""
+    """Time the model with `now` CPU threads against each of the other counts."""
 
     def run(count: int) -> None:
         torch.set_num_threads(count)
@@ -95,23 +92,23 @@ def with_threads_of(
 def with_larger_batch(
     dense: nn.Module, pruned: nn.Module, inputs: tuple[Any, ...], times: int, device: torch.device
 ) -> PairedTiming:
-    """Return the dense beside the pruned model on `times` as many samples; the gain is the speedup."""
+    """Time the dense against the pruned model on `times` as many samples; the gain is the speedup."""
     more = map_tensors(inputs, lambda tensor: torch.cat([tensor] * times) if tensor.dim() else tensor)
     return time_pair(lambda: dense(*more), lambda: pruned(*more), device)
 
 
 def mask_hooks(model: nn.Module) -> int:
-    """Hooks of prunekit and of `torch.nn.utils.prune` on a model's modules, which run with every forward pass."""
+    """Return the number of hooks of prunekit's and torch's masks, which run with every forward pass."""
     tables = (module._forward_pre_hooks | module._forward_hooks for module in model.modules())
-    return sum(_masks(hook) for table in tables for hook in table.values())
+    return sum(_is_mask(hook) for table in tables for hook in table.values())
 
 
-def _masks(hook: object) -> bool:
+def _is_mask(hook: object) -> bool:
     return isinstance(hook, torch_prune.BasePruningMethod) or (is_ours(hook) and not getattr(hook, "inert", False))
 
 
 def without_masks(model: nn.Module, inputs: tuple[Any, ...], device: torch.device) -> PairedTiming:
-    """Return the model beside a copy that has the same weights and no hooks of masks."""
+    """Time the model against a copy with the same weights and no hooks of masks."""
     bare = copied(model)
     for module in bare.modules():
         for hook in list(module._forward_pre_hooks.values()):
@@ -123,8 +120,28 @@ def without_masks(model: nn.Module, inputs: tuple[Any, ...], device: torch.devic
     return time_pair(lambda: call(model, inputs), lambda: call(bare, inputs), device)
 
 
-def width_times(module: str, row_ms: float, layer: Layer, dense: Widths, device: torch.device) -> Iterator[WidthTimes]:
-    """Yield a layer of the pruned model alone, at its widths and with the pruned ones rounded to each step."""
+def zero_channels(model: nn.Module, layers: Mapping[str, IsolatedLayer]) -> dict[str, tuple[int, int]]:
+    """Return by module path how many output channels have weights that are all 0, and the number of all channels.
+
+    Modules without such channels are left out.
+    """
+    found = {}
+    for path, layer in layers.items():
+        weight = getattr(model.get_submodule(path), "weight", None)
+        if isinstance(weight, Tensor) and weight.dim() > 1 and weight.shape[0] == layer.widths[1]:
+            zeros = int((weight.detach().flatten(1) == 0).all(1).sum())
+            if zeros:
+                found[path] = zeros, weight.shape[0]
+    return found
+
+
+STEPS = (8, 16)
+
+
+def width_times(
+    module: str, row_ms: float, layer: IsolatedLayer, dense: Widths, device: torch.device
+) -> Iterator[WidthTimes]:
+    """Yield the times of a layer of the pruned model alone, at its widths and at widths rounded to each step."""
     steps = [(step, rounded(layer.widths, dense, step, tied=layer.tied)) for step in STEPS]
     found = [(step, pair) for step, pair in steps if pair is not None]
     if not found:
@@ -140,35 +157,19 @@ def width_times(module: str, row_ms: float, layer: Layer, dense: Widths, device:
         )  # fmt: skip
 
 
-def kernel_times(module: str, row_ms: float, layer: Layer, dense: Widths, device: torch.device) -> KernelTimes | None:
-    """Return a layer of the pruned model alone, at its widths and at the dense model's; None where these are the
-    same.
-    """
+def kernel_times(
+    module: str, row_ms: float, layer: IsolatedLayer, dense: Widths, device: torch.device
+) -> KernelTimes | None:
+    """Return the times of a layer alone, at its widths and at the dense model's; None if these are the same."""
     if layer.widths == dense:
         return None
     now, whole = time_runs([layer.build(layer.widths), layer.build(dense)], device)
-    more = size(dense, tied=layer.tied) / size(layer.widths, tied=layer.tied)
+    more = relative_macs(dense, tied=layer.tied) / relative_macs(layer.widths, tied=layer.tied)
     medians = float(np.median(now)), float(np.median(whole))
     return KernelTimes(module, row_ms, layer.widths, dense, more, *medians, paired_ratio(whole, now))
 
 
-def share_without(layer: Layer, widths: Widths, device: torch.device) -> float:
-    """Return the share of a layer's time that it would not take at smaller widths; 0 where noise would explain it."""
+def share_without(layer: IsolatedLayer, widths: Widths, device: torch.device) -> float:
+    """Return the share of a layer's time that smaller widths save; 0 if it may be noise."""
     found = time_pair(layer.build(layer.widths), layer.build(widths), device)
     return found.saved_ms / found.now_ms
-
-
-def zero_channels(model: nn.Module, layers: Mapping[str, Layer]) -> dict[str, tuple[int, int]]:
-    """Output channels of layers whose weights are all 0.
-
-    Returns:
-        Module path -> how many, and all output channels; only modules that have some.
-    """
-    found = {}
-    for path, layer in layers.items():
-        weight = getattr(model.get_submodule(path), "weight", None)
-        if isinstance(weight, Tensor) and weight.dim() > 1 and weight.shape[0] == layer.widths[1]:
-            zeros = int((weight.detach().flatten(1) == 0).all(1).sum())
-            if zeros:
-                found[path] = zeros, weight.shape[0]
-    return found

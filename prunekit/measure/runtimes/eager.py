@@ -62,10 +62,13 @@ def eager(source: Source, sample: Sample, setting: Setting) -> Session:
 
 
 def _layer_clock(module: nn.Module, inputs: Sample) -> LayerClock:
-    from prunekit.measure.causes.operator_times import OperatorTimer, floor  # which other measurements do not need
+    from prunekit.measure.causes.operator_times import (  # which other measurements do not need
+        OperatorTimer,
+        measure_floor,
+    )
 
     device = gather(inputs)[0].device
-    timer = OperatorTimer(module, inputs, device, floor(device).clock_ms)
+    timer = OperatorTimer(module, inputs, device, measure_floor(device).clock_ms)
 
     def passes(count: int) -> list[dict[str | None, float]]:
         return [_by_module(times) for times in timer.passes[-count:]]

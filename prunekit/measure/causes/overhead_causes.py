@@ -1,31 +1,22 @@
-"""Time that goes by between operators and before they begin to compute.
-
-More threads than cores that are free, or than the model has work for.
-
-A batch that is too small for the pruned model to be as much faster as it could be.
-
-Masks that still run, and channels that are zero and still there.
-
-Subnormal numbers, on which CPUs take a slow path.
-"""
+"""Causes around operators: dispatch, threads, the batch, masks that are still attached, subnormal numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from prunekit.measure.causes.breakdown import Breakdown
-from prunekit.measure.causes.cause import LEAST, Cause, some
+from prunekit.measure.causes.cause import LEAST, Cause, first_names
 from prunekit.measure.latency.timing import Contention, Estimate, PairedTiming
 from prunekit.utils.display import plural
 
 MUCH = 0.15
-"""Share of the pruned model's time."""
+"""Smallest share of the pruned model's time."""
 
 
 def launch_bound(found: Breakdown, cuda: bool) -> Cause | None:
-    """Python, dispatch and the start of kernels, which pruning channels does not shorten.
+    """Return the time of Python, dispatch and the start of kernels, which pruning channels does not shorten.
 
-    Outside of operators only what both models have is counted: they run the same Python.
+    Outside of operators only the time of both models is counted, as they run the same Python.
     """
     outside = min(found.dense_outside_ms, found.pruned_outside_ms)
     starts = [_starts(found, pruned=False), _starts(found, pruned=True)]
@@ -52,16 +43,16 @@ def launch_bound(found: Breakdown, cuda: bool) -> Cause | None:
 
 
 def _starts(found: Breakdown, *, pruned: bool) -> float:
-    sides = [row.pruned if pruned else row.dense for row in found.rows]
-    return sum(min(side.ms, side.calls * found.floor_ms) for side in sides if side is not None)
+    figures = [row.pruned if pruned else row.dense for row in found.rows]
+    return sum(min(one.ms, one.calls * found.floor_ms) for one in figures if one is not None)
 
 
 def too_many_threads(contention: Contention, fewer: Mapping[int, PairedTiming]) -> Cause | None:
-    """The pruned model is faster with fewer threads.
+    """Return the time that fewer threads would save.
 
     Args:
-        contention: while it was timed with those that it has.
-        fewer: thread count -> the model with the threads it has, and with that count.
+        contention: of the pruned model with its threads.
+        fewer: the pruned model with its threads, and with another count, by that count.
     """
     better = {count: found for count, found in fewer.items() if found.saved_ms >= LEAST * found.now_ms}
     if not better:
@@ -74,8 +65,7 @@ def too_many_threads(contention: Contention, fewer: Mapping[int, PairedTiming]) 
         ms=found.saved_ms,
         evidence=(
             f"{found.now_ms:.3g} ms with {plural(contention.threads, 'thread')}, {found.other_ms:.3g} ms with {count}: "
-            f"{found.gain.median:.2f}× [{found.gain.low:.2f}, {found.gain.high:.2f}]; {contention}"
-            f"{void}"
+            f"{found.gain.factor}; {contention}{void}"
         ),
         fix=f"torch.set_num_threads({count}) or OMP_NUM_THREADS={count}, or stop what else keeps the cores busy; then "
         f"explain again with {plural(count, 'thread')}",
@@ -83,12 +73,14 @@ def too_many_threads(contention: Contention, fewer: Mapping[int, PairedTiming]) 
 
 
 def small_batch(now: Estimate, pruned_ms: float, larger: PairedTiming, batch: int, larger_batch: int) -> Cause | None:
-    """The pruned model is more times faster than the dense one at a larger batch.
+    """Return the time that the speedup at a larger batch would save.
 
     Args:
-        now: speedup at the batch that was asked for.
-        pruned_ms: of a forward pass of it.
-        larger: the dense model beside the pruned one at `larger_batch`; the gain is the speedup.
+        now: speedup at `batch`.
+        pruned_ms: of the pruned model at `batch`.
+        larger: the dense and the pruned model at `larger_batch`; the gain is the speedup.
+        batch: number of samples.
+        larger_batch: number of samples in the larger batch.
     """
     saved = pruned_ms * (1 - now.median / larger.gain.median)
     if larger.gain.low <= now.high or saved < LEAST * pruned_ms:
@@ -99,8 +91,8 @@ def small_batch(now: Estimate, pruned_ms: float, larger: PairedTiming, batch: in
         ms=saved,
         evidence=(
             f"batch {larger_batch}: {larger.gain.median:.2f}× faster than dense [{larger.gain.low:.2f}, "
-            f"{larger.gain.high:.2f}], batch {batch}: {now.median:.2f}× [{now.low:.2f}, {now.high:.2f}]; a sample "
-            f"takes {each[1]:.3g} ms there and {each[0]:.3g} ms here"
+            f"{larger.gain.high:.2f}], batch {batch}: {now.factor}; a sample takes "
+            f"{each[1]:.3g} ms there and {each[0]:.3g} ms here"
         ),
         fix=f"run {larger_batch} samples at a time where latency allows it; where it does not, a graph runtime",
     )
@@ -113,13 +105,14 @@ def masks_attached(
     zeros_ms: float,
     pruned_ms: float,
 ) -> Cause | None:
-    """Return a model that is masked and not compact.
+    """Return the time of masks and of channels that are zero, in a model that is not compact.
 
     Args:
-        hooks: of prunekit or torch.nn.utils.prune on the model.
-        zero_channels: module path -> output channels whose weights are all 0, and all of them.
-        bare: the model as it is, and a copy without these hooks; None without hooks.
-        zeros_ms: what layers take for channels that are all 0, measured by running them without.
+        hooks: number of prunekit's and torch's masks on the model.
+        zero_channels: by module path, the number of output channels whose weights are all 0, and of all.
+        bare: the model as it is, and a copy without these hooks; None if there are none.
+        zeros_ms: time that layers would save without the channels that are 0.
+        pruned_ms: of the model.
     """
     saved = 0.0 if bare is None else bare.saved_ms
     if not hooks and zeros_ms < LEAST * pruned_ms:
@@ -132,7 +125,7 @@ def masks_attached(
         gone, total = (sum(pair[axis] for pair in zero_channels.values()) for axis in (0, 1))
         parts.append(
             f"{gone:,} of {total:,} output channels hold nothing but zeros and are computed all the same "
-            f"({some(list(zero_channels))}): {zeros_ms:.3g} ms, by running the slowest of these layers without them"
+            f"({first_names(zero_channels)}): {zeros_ms:.3g} ms, by running the slowest of these layers without them"
         )
     return Cause(
         name="masks still attached",
@@ -146,13 +139,14 @@ def masks_attached(
 def subnormal_numbers(
     weights: Mapping[str, int], activations: Mapping[str, int], flushed: PairedTiming | None
 ) -> Cause | None:
-    """Return weights or activations below the smallest number of full precision, and the time without them.
+    """Return the time of subnormal numbers: weights or activations below the smallest number of full precision.
 
-    Where that is no different the cause is there with 0 ms: other processors are slowed by them many times over.
+    It is a cause of 0 ms if they make no difference here, as other processors are slowed by them many times over.
 
     Args:
-        weights, activations: how many, by module path.
-        flushed: the model as it is, and with such numbers taken as 0 by the CPU; None where that cannot be set.
+        weights: their number by module path.
+        activations: likewise.
+        flushed: the model as it is, and with such numbers taken as 0 by the CPU; None if that cannot be set.
     """
     found = sorted(weights, key=lambda path: -weights[path]), sorted(activations, key=lambda path: -activations[path])
     if flushed is None or not (weights or activations):
@@ -160,18 +154,14 @@ def subnormal_numbers(
     saved = flushed.saved_ms if flushed.saved_ms >= LEAST * flushed.now_ms else 0.0
     here = "" if saved else ", no difference on this processor; others are slowed by them many times over"
     counts = [
-        f"{plural(sum(part.values()), f'subnormal {what}')} ({some(paths)})"
+        f"{plural(sum(part.values()), f'subnormal {what}')} ({first_names(paths)})"
         for part, paths, what in ((weights, found[0], "weight"), (activations, found[1], "activation"))
         if part
     ]
-    gain = flushed.gain
     return Cause(
         name="subnormal numbers",
         ms=saved,
-        evidence=(
-            f"{' and '.join(counts)}; taken as 0 the model runs in {flushed.other_ms:.3g} ms in place of "
-            f"{flushed.now_ms:.3g} ms: {gain.median:.2f}× [{gain.low:.2f}, {gain.high:.2f}]{here}"
-        ),
+        evidence=(f"{' and '.join(counts)}; taken as 0 the model runs in {flushed}{here}"),
         fix="prunekit.flush_subnormals(model, example) for weights, torch.set_flush_denormal(True) for activations",
         modules=tuple(dict.fromkeys((*found[0], *found[1]))),
     )

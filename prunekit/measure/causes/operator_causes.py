@@ -1,27 +1,20 @@
-"""Operators that only copy, and the memory format of images.
-
-Operators whose time is that of moving their bytes.
-
-BatchNorms that run as operators of their own.
-
-Operators that have no multiply-accumulates: pooling, activations, sums.
-"""
+"""Causes in operators: copies, memory format, memory bandwidth, norms, and operators that multiply nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from prunekit.measure.causes.breakdown import OperatorRow, Side
-from prunekit.measure.causes.cause import LEAST, Cause, Ran, some
+from prunekit.measure.causes.breakdown import OperatorFigures, OperatorRow
+from prunekit.measure.causes.cause import LEAST, Cause, OperatorGroup, first_names
 from prunekit.measure.latency.timing import PairedTiming
 from prunekit.utils.display import plural
 
 COPIES = frozenset({"clone", "contiguous", "_to_copy", "copy_", "_reshape_copy", "permute_copy", "transpose_copy"})
 
 
-def copying(rows: Iterable[OperatorRow], pruned_ms: float) -> Cause | None:
-    """Return operators that bring tensors into another order and compute nothing."""
-    found = Ran.those(rows, lambda row, side: row.operator in COPIES)
+def layout_conversions(rows: Iterable[OperatorRow], pruned_ms: float) -> Cause | None:
+    """Return the time of operators that only change the layout of tensors."""
+    found = OperatorGroup.select(rows, lambda row, _: row.operator in COPIES)
     if found.ms < LEAST * pruned_ms:
         return None
     return Cause(
@@ -29,7 +22,7 @@ def copying(rows: Iterable[OperatorRow], pruned_ms: float) -> Cause | None:
         ms=found.ms,
         evidence=(
             f"{plural(found.calls, 'operator')} ({found.kinds}) only copy: {found.ms:.3g} ms for "
-            f"{found.bytes / 1e6:.3g} MB, at {some(found.modules)}"
+            f"{found.bytes / 1e6:.3g} MB, at {first_names(found.modules)}"
         ),
         fix=(
             "take away .contiguous(), .permute() and type conversions in the forward of these modules, or let a graph "
@@ -39,56 +32,54 @@ def copying(rows: Iterable[OperatorRow], pruned_ms: float) -> Cause | None:
     )
 
 
-def other_layout(channels_last: PairedTiming | None) -> Cause | None:
-    """Convolutions that are faster with channels last.
+def memory_format(channels_last: PairedTiming | None) -> Cause | None:
+    """Return the time that channels last would save.
 
     Args:
-        channels_last: the pruned model as it is, and with weights and images in that format; None where neither is
-            four-dimensional.
+        channels_last: the pruned model as it is, and with weights and images in that format; None if it has none.
     """
     if channels_last is None or channels_last.saved_ms < LEAST * channels_last.now_ms:
         return None
-    gain = channels_last.gain
     return Cause(
         name="memory format",
         ms=channels_last.saved_ms,
-        evidence=(
-            f"with channels last {channels_last.other_ms:.3g} ms in place of {channels_last.now_ms:.3g} ms: "
-            f"{gain.median:.2f}× [{gain.low:.2f}, {gain.high:.2f}], measured alternately"
-        ),
+        evidence=f"with channels last {channels_last}, measured alternately",
         fix="prunekit.channels_last(model, example), deploy.channels_last in a recipe, and images in that format too",
     )
 
 
 NEAR = 0.5
-"""Share of the speed of a copy from which an operator counts as limited by memory."""
+"""Smallest share of the speed of a copy at which an operator counts as limited by memory."""
 FAR = 0.25
-"""Share of the best layer's multiply-accumulates in a second below which it is not limited by arithmetic."""
+"""Largest share of the best layer's multiply-accumulates per second of an operator not limited by arithmetic."""
 
 
 def memory_bound(
     rows: Iterable[OperatorRow], copy_ms: Callable[[float], float], floor_ms: float, pruned_ms: float, batch: int
 ) -> Cause | None:
-    """Return operators that move bytes at the speed of a copy while they multiply far slower than the best layer.
+    """Return the time of operators that move bytes at the speed of a copy, and multiply far slower than the best layer.
 
     Args:
-        copy_ms: time that a copy takes which moves as many bytes, reads and writes together.
-        floor_ms: time of an operator that does nothing; what is near it says nothing about memory.
+        rows: of all operators.
+        copy_ms: returns the time of a copy that moves so many bytes, reads and writes together.
+        floor_ms: time of an operator that does nothing; times near it say nothing about memory.
+        pruned_ms: of the pruned model.
+        batch: number of samples.
     """
     rows = tuple(rows)
     best = max((_rate(row.pruned) for row in rows if row.pruned is not None), default=0.0)
 
-    def copied_ms(side: Side) -> float:
+    def copied_ms(side: OperatorFigures) -> float:
         return copy_ms(side.bytes / side.calls) * side.calls
 
-    def bound(_: OperatorRow, side: Side) -> bool:
+    def bound(_: OperatorRow, side: OperatorFigures) -> bool:
         long = side.ms > 3 * floor_ms * side.calls > 0
         return long and copied_ms(side) >= NEAR * side.ms and _rate(side) < FAR * best
 
-    found = Ran.those(rows, bound)
+    found = OperatorGroup.select(rows, bound)
     if found.excess_ms < LEAST * pruned_ms:
         return None
-    ideal, macs = sum(map(copied_ms, found.sides)), batch * sum(side.macs or 0 for side in found.sides)
+    ideal, macs = sum(map(copied_ms, found.figures)), batch * sum(one.macs or 0 for one in found.figures)
     return Cause(
         name="memory-bound operators",
         ms=found.excess_ms,
@@ -106,7 +97,7 @@ def memory_bound(
     )
 
 
-def _rate(side: Side) -> float:
+def _rate(side: OperatorFigures) -> float:
     """Return the multiply-accumulates of a sample in a millisecond."""
     return (side.macs or 0) / side.ms if side.ms else 0.0
 
@@ -118,21 +109,24 @@ NORMS = frozenset(
 
 
 def unfused_norms(rows: Iterable[OperatorRow], pruned_ms: float, folded: PairedTiming | None) -> Cause | None:
-    """BatchNorm takes time that would be none inside the layer before it.
+    """Return the time of BatchNorms that could be folded into the layer before them.
 
     Args:
-        folded: the pruned model as it is, and with its norms folded; None where that was not done: then all of their
-            time counts.
+        rows: of all operators.
+        pruned_ms: of the pruned model.
+        folded: the pruned model as it is, and with its norms folded; None if that was not done: then all of their time
+            counts.
     """
-    found = Ran.those(rows, lambda row, side: row.operator in NORMS)
+    found = OperatorGroup.select(rows, lambda row, _: row.operator in NORMS)
     if found.ms < LEAST * pruned_ms or (folded is not None and folded.saved_ms < LEAST * folded.now_ms):
         return None
+    effect = "" if folded is None else f"; folded, the model runs in {folded}"
     return Cause(
         name="un-fused BatchNorm",
         ms=found.ms if folded is None else folded.saved_ms,
         evidence=(
             f"{plural(found.calls, 'operator')} for BatchNorm: {found.ms:.3g} ms, "
-            f"{100 * found.ms / pruned_ms:.0f} % of the time{_effect(folded)}"
+            f"{100 * found.ms / pruned_ms:.0f} % of the time{effect}"
         ),
         fix=(
             "prunekit.fold_batchnorm(model, example), deploy.fold_batchnorm in a recipe: they go into the layers "
@@ -142,27 +136,18 @@ def unfused_norms(rows: Iterable[OperatorRow], pruned_ms: float, folded: PairedT
     )
 
 
-def _effect(folded: PairedTiming | None) -> str:
-    if folded is None:
-        return ""
-    gain = folded.gain
-    return (
-        f"; folded, the model runs in {folded.other_ms:.3g} ms in place of {folded.now_ms:.3g} ms: "
-        f"{gain.median:.2f}× [{gain.low:.2f}, {gain.high:.2f}]"
-    )
-
-
 def without_macs(rows: Iterable[OperatorRow], macs_ratio: float, pruned_ms: float) -> Cause | None:
-    """Return operators that the ratio of multiply-accumulates does not count, and that shrink less; norms and copies
-    have causes of their own.
+    """Return the time of operators that have no multiply-accumulates, and shrink less than those that have.
+
+    Norms and copies are causes of their own.
     """
-    found = Ran.those(rows, _counts_nothing)
+    found = OperatorGroup.select(rows, _has_no_macs)
     if found.excess_ms < LEAST * pruned_ms:
         return None
     before = sum(row.dense.ms for row in found.rows if row.dense is not None)
     slowest = "; ".join(
-        f"{row.operator} in {row.module or '(root)'} {side.ms:.3g} ms"
-        for row, side in zip(found.rows[:2], found.sides, strict=False)
+        f"{row.operator} in {row.module or '(root)'} {one.ms:.3g} ms"
+        for row, one in zip(found.rows[:2], found.figures, strict=False)
     )
     return Cause(
         name="operators without multiply-accumulates",
@@ -180,5 +165,5 @@ def without_macs(rows: Iterable[OperatorRow], macs_ratio: float, pruned_ms: floa
     )
 
 
-def _counts_nothing(row: OperatorRow, side: Side) -> bool:
+def _has_no_macs(row: OperatorRow, side: OperatorFigures) -> bool:
     return side.macs == 0 and side.calls > 0 and row.operator not in NORMS | COPIES

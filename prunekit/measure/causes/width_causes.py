@@ -1,6 +1,6 @@
-"""Widths between the hardware's steps: vectors of a CPU, tiles of a tensor core.
+"""Causes in the widths of layers: off the steps of the hardware, or with slower kernels than at dense widths.
 
-Layers that multiply slower at their widths than at the dense ones: another kernel, or one with too little to do.
+Steps are the vectors of a CPU, the tiles of a tensor core.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from prunekit.measure.latency.timing import Estimate
 from prunekit.utils.display import plural
 
 SLACK = 1.01
-"""Up to here a ratio of times counts as no slower."""
+"""Largest ratio of times that counts as no slower."""
 
 
 @dataclass(frozen=True)
 class WidthTimes:
-    """A layer of the pruned model run alone: at its widths, and with the pruned ones rounded to a step.
+    """The times of a layer run alone: at its widths in the pruned model, and at widths rounded to a step.
 
     Attributes:
         module: its path.
-        row_ms: what it takes in the model.
+        row_ms: its time in the model.
         step: 8 or 16.
         now, down, up: (input, output) channels.
-        tied: whether these are the same channels, as in a depthwise convolution.
+        tied: whether input and output channels are the same ones, as in a depthwise convolution.
         now_ms, down_ms, up_ms: medians.
         up_over_now: paired ratio of times.
     """
@@ -46,36 +46,34 @@ class WidthTimes:
 
     @property
     def more_macs(self) -> float:
-        """Multiply-accumulates rounded up over those now."""
-        return self._size(self.up) / self._size(self.now)
+        """Multiply-accumulates at the widths rounded up over those now."""
+        return self._macs(self.up) / self._macs(self.now)
 
     @property
     def free(self) -> bool:
-        """Whether rounding up is no slower, and costs surely less than half of what its multiply-accumulates say."""
+        """Whether rounding up is no slower, and surely adds less than half of the multiply-accumulates' share."""
         return self.up_over_now.median <= SLACK and self.up_over_now.high < 1 + (self.more_macs - 1) / 2
 
     @property
     def saved_ms(self) -> float:
-        """In the model, against the straight line between the widths rounded down and up, or the time rounded up."""
-        down, now, up = (self._size(widths) for widths in (self.down, self.now, self.up))
+        """Time in the model above the line between the widths rounded down and up, or above the time rounded up."""
+        down, now, up = (self._macs(widths) for widths in (self.down, self.now, self.up))
         line = self.down_ms + (self.up_ms - self.down_ms) * (now - down) / (up - down)
         return self.row_ms * max(0.0, 1 - min(line, self.up_ms) / self.now_ms)
 
-    def _size(self, widths: Widths) -> int:
-        return size(widths, tied=self.tied)
+    def _macs(self, widths: Widths) -> int:
+        return relative_macs(widths, tied=self.tied)
 
 
-def size(widths: Widths, *, tied: bool) -> int:
-    """Return what multiply-accumulates are proportional to."""
+def relative_macs(widths: Widths, *, tied: bool) -> int:
+    """Return a number that the multiply-accumulates of a layer are proportional to."""
     return widths[1] if tied else widths[0] * widths[1]
 
 
 def rounded(widths: Widths, dense: Widths, step: int, *, tied: bool) -> tuple[Widths, Widths] | None:
-    """Return the pruned ones of a layer's widths rounded down and up to multiples of a step, at most to the dense
-    widths.
+    """Return a layer's widths with the pruned ones rounded down and up to multiples of a step.
 
-    Returns:
-        (down, up); None where all are multiples already, or are not pruned.
+    They are at most the dense widths. None if all are multiples already, or are not pruned.
     """
     down, up = list(widths), list(widths)
     for axis, (width, before) in enumerate(zip(widths, dense, strict=True)):
@@ -89,7 +87,7 @@ def rounded(widths: Widths, dense: Widths, step: int, *, tied: bool) -> tuple[Wi
 
 
 def off_step_widths(times: Iterable[WidthTimes], pruned_ms: float) -> Cause | None:
-    """Return layers that would be no slower with more channels; the step that saves most."""
+    """Return the time of layers that would be no slower with more channels, for the step that saves most."""
     by_step: dict[int, list[WidthTimes]] = defaultdict(list)
     for layer in times:
         if layer.free:
@@ -103,36 +101,35 @@ def off_step_widths(times: Iterable[WidthTimes], pruned_ms: float) -> Cause | No
     return Cause(
         name="widths off the hardware's steps",
         ms=sum(layer.saved_ms for layer in layers),
-        evidence=f"widths rounded up to {step} make {plural(len(layers), 'layer')} no slower: {_shown(layers)}",
+        evidence=f"widths rounded up to {step} make {plural(len(layers), 'layer')} no slower: {_step_times(layers)}",
         fix=f"prune.round_to={step} (prunekit.prune(..., round_to={step}))",
         modules=tuple(layer.module for layer in layers),
     )
 
 
-def _shown(layers: Sequence[WidthTimes]) -> str:
+def _step_times(layers: Sequence[WidthTimes]) -> str:
     return "; ".join(
-        f"{layer.module} {text(layer.now)} {layer.now_ms:.3g} ms, {text(layer.up)} {layer.up_ms:.3g} ms, "
-        f"{text(layer.down)} {layer.down_ms:.3g} ms"
+        f"{layer.module} {_text(layer.now)} {layer.now_ms:.3g} ms, {_text(layer.up)} {layer.up_ms:.3g} ms, "
+        f"{_text(layer.down)} {layer.down_ms:.3g} ms"
         for layer in layers[:3]
     )
 
 
-def text(widths: Widths) -> str:
-    """As it is shown: input channels, and output channels."""
+def _text(widths: Widths) -> str:
     return f"{widths[0]}→{widths[1]}"
 
 
-CLEARLY = 0.9
-"""Share of the dense layer's speed below which one is slower, its whole interval."""
+SLOWER = 0.9
+"""Share of the dense layer's speed below which a layer is slower."""
 
 
 @dataclass(frozen=True)
 class KernelTimes:
-    """A layer of the pruned model run alone, at its widths and at those of the dense model.
+    """The times of a layer run alone, at its widths in the pruned and in the dense model.
 
     Attributes:
         module: its path.
-        row_ms: what it takes in the model.
+        row_ms: its time in the model.
         now, dense: (input, output) channels.
         more_macs: multiply-accumulates at the dense widths over those now.
         now_ms, dense_ms: medians.
@@ -150,17 +147,17 @@ class KernelTimes:
 
     @property
     def slower(self) -> bool:
-        """Whether it surely does fewer multiply-accumulates in a second than at the dense widths."""
-        return self.dense_over_now.high < CLEARLY * self.more_macs
+        """Whether it surely does fewer multiply-accumulates per second than at the dense widths."""
+        return self.dense_over_now.high < SLOWER * self.more_macs
 
     @property
     def saved_ms(self) -> float:
-        """In the model, if it did as many in a second."""
+        """Time in the model that the speed at the dense widths would save."""
         return self.row_ms * max(0.0, 1 - self.dense_over_now.median / self.more_macs)
 
 
 def slower_kernels(times: Iterable[KernelTimes], pruned_ms: float) -> Cause | None:
-    """Return layers that do fewer multiply-accumulates in a second than at the dense model's widths."""
+    """Return the time of layers that do fewer multiply-accumulates per second than at the dense model's widths."""
     layers = worth_naming((layer for layer in times if layer.slower), pruned_ms)
     if not layers:
         return None
@@ -169,7 +166,7 @@ def slower_kernels(times: Iterable[KernelTimes], pruned_ms: float) -> Cause | No
         ms=sum(layer.saved_ms for layer in layers),
         evidence=(
             f"fewer multiply-accumulates in a second than at the dense model's widths, each alone, in "
-            f"{plural(len(layers), 'layer')}: {_shown_kernels(layers)}"
+            f"{plural(len(layers), 'layer')}: {_kernel_times(layers)}"
         ),
         fix=(
             "name the time and not the multiply-accumulates: prune.budget.speedup with this prune.target; such plans "
@@ -179,9 +176,9 @@ def slower_kernels(times: Iterable[KernelTimes], pruned_ms: float) -> Cause | No
     )
 
 
-def _shown_kernels(layers: Sequence[KernelTimes]) -> str:
+def _kernel_times(layers: Sequence[KernelTimes]) -> str:
     return "; ".join(
-        f"{layer.module} {text(layer.now)} {layer.now_ms:.3g} ms, {text(layer.dense)} {layer.dense_ms:.3g} ms for "
+        f"{layer.module} {_text(layer.now)} {layer.now_ms:.3g} ms, {_text(layer.dense)} {layer.dense_ms:.3g} ms for "
         f"{layer.more_macs:.3g} times as many"
         for layer in layers[:3]
     )
