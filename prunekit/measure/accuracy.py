@@ -1,4 +1,4 @@
-"""How good a model is at its task on data that it has not seen, counted exactly."""
+"""Accuracy: the scores of a model at its task, counted exactly."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from prunekit.utils.inputs import call, described, to_device
 
 @dataclass(frozen=True)
 class Scores:
-    """What a task tells of a model.
+    """The scores of a model at a task.
 
     Attributes:
         values: every score by name, in percent, the main one first.
-        n_test: samples.
-        counts: (K,) the sums behind them.
-        interval: 95 % interval of the main score, in percent, where that is a proportion, whose hits are counted first.
-        chance: what a model has of the main score that always answers the most frequent class, in percent; None if
-            unknown.
+        n_test: number of samples.
+        counts: (K,) sums that the scores are computed from; the first has the hits, if the main score is a proportion.
+        interval: 95 % interval of the main score, in percent; None unless it is a proportion.
+        chance: main score of a model that always answers the most frequent class, in percent; None if unknown.
     """
 
     values: dict[str, float]
@@ -37,14 +36,14 @@ class Scores:
 
     @property
     def at_chance(self) -> bool:
-        """Whether the main score is not shown to be better than chance: comparing it says nothing."""
+        """Whether the main score may be chance, so that comparing it says nothing."""
         least = next(iter(self.values.values())) if self.interval is None else self.interval[0]
         return self.chance is not None and least <= self.chance
 
     def figures(self) -> dict[str, Any]:
-        """As plain data: the scores by name and `n_test`; of a proportion also `correct`, `low` and `high`.
+        """Return plain data: the scores by name and `n_test`.
 
-        Where chance is known, also `chance` and `at_chance`.
+        For a proportion also `correct`, `low` and `high`; if chance is known, `chance` and `at_chance`.
         """
         found: dict[str, Any] = {**self.values, "n_test": self.n_test}
         if self.interval is not None:
@@ -61,12 +60,12 @@ def evaluate(
     """Return every score of a task, in eval mode and without gradients.
 
     Args:
-        model: returns what the task knows; it is moved to `device`, and its train/eval mode is restored.
-        batches: inputs and targets, as `prunekit.prune` takes them; others as the task's `unpack` returns them.
-        task: what is counted; itself or its name.
-        device: where it runs.
-        together: whether all processes of a group call this, each with its share of the batches: then their samples
-            count together, and no sample may be in two shares.
+        model: is moved to `device`; its train/eval mode is restored.
+        batches: inputs and targets, as `prunekit.prune` takes them, or in a form that the task's `unpack` takes.
+        task: a task or its name.
+        device: where the model runs.
+        together: whether all processes of a group call this, each with its share of the batches, to count all samples;
+            no sample may be in two shares.
 
     Raises:
         DataError: there are no samples, or no targets.

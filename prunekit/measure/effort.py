@@ -1,4 +1,4 @@
-"""Effort of measurements: how many networks, processes and rounds a figure of time is made of."""
+"""The effort of measurements of time: numbers of networks, processes and rounds."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured before a figure counts.
+    """The amount of measurement behind a figure of time.
 
     Attributes:
-        own_process: whether models are timed in processes started for that, which do nothing else.
-        warm_up_calls: calls of a model before any is timed, at most.
-        networks: networks that a latency table is fitted to, the dense one among them.
-        network_rounds: rounds in which each of those networks is timed, at least.
-        network_ms: milliseconds that these rounds take together, at least: a machine's speed wavers over tenths of a
-            second.
-        attempts: plans that are made and measured for a budget of time, at most.
-        processes: processes that measure a plan one after the other, at least.
-        most_processes: as many at most, while their median is uncertain.
-        last_processes: as many at most for the model that is delivered, whose figure counts.
-        tries: how often a plan is measured at most, with twice the rounds each time, while it is unstable in most
-            processes.
-        rounds: rounds in each process, at least.
-        rounds_ms: milliseconds that these rounds take together, at least.
-        most_rounds: rounds in each process, at most.
+        own_process: whether models are timed in processes of their own.
+        warm_up_calls: most calls of a model before it is timed.
+        networks: number of networks that a latency table is fitted to, with the dense one.
+        network_rounds: least number of rounds in which each of those networks is timed.
+        network_ms: least time of these rounds together, as a machine's speed varies over tenths of a second.
+        attempts: most plans that are made and measured for a budget of time.
+        processes: least number of processes that measure a plan, one after the other.
+        most_processes: most processes, while their median is uncertain.
+        last_processes: the same for the final model, whose figure is reported.
+        tries: most measurements of a plan, with twice the rounds each time, while it is unstable in most processes.
+        rounds: least number of rounds in each process.
+        rounds_ms: least time of these rounds together.
+        most_rounds: most rounds in each process.
     """
 
     own_process: bool = True
@@ -50,13 +48,13 @@ _EFFORT: ContextVar[Effort] = ContextVar("prunekit effort", default=DEFAULT)
 
 
 def current_effort() -> Effort:
-    """Return the effort that measurements take here."""
+    """Return the effort that is in force."""
     return _EFFORT.get()
 
 
 @contextmanager
 def effort_of(effort: Effort) -> Iterator[None]:
-    """Let all measurements inside take the given effort."""
+    """Put an effort in force for all measurements inside."""
     token = _EFFORT.set(effort)
     try:
         yield

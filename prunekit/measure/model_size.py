@@ -1,7 +1,4 @@
-"""How large a model is: multiply-accumulates, parameters, bytes on disk and in memory.
-
-What each module of a model takes and makes, holds and computes, in the order in which a forward pass runs them.
-"""
+"""The size of a model: multiply-accumulates, parameters, bytes on disk and in memory, whole and by module."""
 
 from __future__ import annotations
 
@@ -28,16 +25,14 @@ from prunekit.utils.tensors import gather
 
 
 def count_macs(model: nn.Module, example_inputs: tuple[Tensor, ...]) -> int:
-    """Return the multiply-accumulates of one sample's forward in eval mode, by torch's `FlopCounterMode` (which counts
-    two each).
+    """Return the multiply-accumulates of one sample's forward pass in eval mode, by torch's rules for FLOPs.
 
-    Heads that the model's own `fuse()` takes out, as YOLO's that only training needs, do not count.
+    Heads that only training needs and the model's own `fuse()` removes, as in YOLO, do not count.
 
     Args:
         model: its train/eval mode is restored.
         example_inputs: what forward takes, batch first; the count is divided by the batch size.
     """
-
     parts = fused_away(model)
 
     def counted() -> int:
@@ -69,22 +64,20 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def count_bytes(model: nn.Module) -> int:
-    """Return the bytes of all parameters and buffers, shared ones once: a weights file is larger by its header
-    alone.
-    """
+    """Return the bytes of all parameters and buffers, shared ones once; a weights file has only a header more."""
     return sum(part.nbytes for _, tensor in named_tensors(model) for part in parts_of(tensor))
 
 
 def count_memory(model: nn.Module, example_inputs: tuple[Any, ...], batch: int = 1, dtype: DtypeName = "fp32") -> int:
-    """Return bytes at the peak of a forward pass: parameters, buffers, inputs, and all results of operators that are
-    alive.
+    """Return the bytes of parameters, buffers, inputs and live results of operators at the peak of a forward pass.
 
     See `record_memory` for what is counted. A runtime takes more: kernels have workspaces, and freed memory is kept.
 
     Args:
         model: not changed.
         example_inputs: what forward takes, batch first; of any batch.
-        batch, dtype: that are counted for.
+        batch: number of samples to count for.
+        dtype: of all floating-point tensors.
 
     Raises:
         ModelError: the model does not run on that.
@@ -105,17 +98,17 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """One module, with what is its own: modules inside it have rows of their own.
+    """The figures of one module, without those of modules inside it, which have rows of their own.
 
     Attributes:
-        path: the first that it has in the model; empty for the model itself.
+        path: its first path in the model; empty for the model itself.
         kind: its class.
         inputs, outputs: shapes of the tensors of its first call, with the batch.
-        params: parameter elements; those that a row before has already are in `shared_params` alone.
+        params: parameter elements; those of an earlier row are only in `shared_params`.
         trainable: of `params`, those with `requires_grad`.
         macs: multiply-accumulates for one sample, over all calls.
-        activation_bytes: of the tensors that its calls returned, for the whole batch, each piece of memory once: what
-            works in place or returns a view makes none.
+        activation_bytes: of the tensors that its calls returned, for the whole batch, shared memory once: none for
+            modules that work in place or return a view.
         calls: in one forward pass; 0: it never runs, or another module computes with its parameters.
     """
 
@@ -133,7 +126,7 @@ class ModuleRow:
 
 @dataclass(frozen=True)
 class ModuleTable:
-    """The rows of a model, and the MACs of all together (one sample), which are those of `count_macs`."""
+    """The rows of a model, and its MACs for one sample, the same as those of `count_macs`."""
 
     rows: tuple[ModuleRow, ...]
     macs: int
@@ -141,12 +134,12 @@ class ModuleTable:
 
 
 @dataclass
-class _Seen:
-    """What a forward pass showed, by module path.
+class _PassRecord:
+    """The record of a forward pass, by module path.
 
     Attributes:
         order: of first calls.
-        held: one tensor for each piece of memory, so that no other gets its address meanwhile.
+        tensors: one for each storage, kept so that no other storage gets its address.
     """
 
     order: dict[str, int] = field(default_factory=dict)
@@ -155,26 +148,26 @@ class _Seen:
     calls: Counter[str] = field(default_factory=Counter)
     macs: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
-    held: dict[int, Tensor] = field(default_factory=dict)
+    tensors: dict[int, Tensor] = field(default_factory=dict)
 
-    def hold(self, tensors: list[Tensor]) -> int:
-        """Return the bytes of those pieces of memory that were not seen before."""
+    def add(self, tensors: list[Tensor]) -> int:
+        """Return the bytes of storages that are new, and keep them."""
         found = 0
         for tensor in tensors:
             storage = storage_of(tensor)
-            if storage is not None and storage._cdata not in self.held:
-                self.held[storage._cdata] = tensor.detach()
+            if storage is not None and storage._cdata not in self.tensors:
+                self.tensors[storage._cdata] = tensor.detach()
                 found += storage.nbytes()
         return found
 
 
 def module_table(model: nn.Module, example_inputs: tuple[Any, ...]) -> ModuleTable:
-    """Run a model once, in eval mode without gradients, and say what each module did.
+    """Return the figures of each module in a forward pass, in eval mode without gradients.
 
     MACs are those of torch's `FlopCounterMode` (which counts two each), at the innermost module that runs. All outputs
-    are kept until the pass has ended, which takes their memory. Rows: modules without children that run, and others
-    that have parameters, or multiply or return something of their own; modules whose parameters are used without their
-    being called, as in attention, stand behind the module around them, unused ones at the end.
+    are kept until the pass has ended, which takes their memory. There are rows for modules without children that run,
+    and for others with parameters, multiplications or results of their own. A module whose parameters are used although
+    it is not called, as in attention, comes after the module around it, and an unused one last.
 
     Args:
         model: not changed; its modes are restored.
@@ -190,18 +183,18 @@ def module_table(model: nn.Module, example_inputs: tuple[Any, ...]) -> ModuleTab
     return ModuleTable(tuple(rows), sum(seen.macs.values()) // batch, batch)
 
 
-def _run(model: nn.Module, example_inputs: tuple[Any, ...]) -> _Seen:
-    seen, counter, counted = _Seen(), FlopCounter(), 0
+def _run(model: nn.Module, example_inputs: tuple[Any, ...]) -> _PassRecord:
+    seen, counter, counted = _PassRecord(), FlopCounter(), 0
 
     def run() -> None:
         nonlocal seen, counter, counted
-        seen, counter, counted = _Seen(), FlopCounter(), 0
-        seen.hold(plain_in([*model.parameters(), *model.buffers(), example_inputs]))
+        seen, counter, counted = _PassRecord(), FlopCounter(), 0
+        seen.add(plain_in([*model.parameters(), *model.buffers(), example_inputs]))
         with stack, counter:
             call(model, example_inputs)
 
     def since() -> int:
-        """Multiply-accumulates since it was asked the last time."""
+        """Return the multiply-accumulates since the last call of this."""
         nonlocal counted
         before, counted = counted, counter.macs
         return counted - before
@@ -215,7 +208,7 @@ def _run(model: nn.Module, example_inputs: tuple[Any, ...]) -> _Seen:
     def leave(path: str, module: nn.Module, given: Any, result: Any) -> None:
         seen.macs[path] += since()
         seen.outputs.setdefault(path, _shapes(result))
-        seen.bytes[path] += seen.hold(plain_in(result))
+        seen.bytes[path] += seen.add(plain_in(result))
 
     stack = ModuleStack(model, enter, leave)
     with (
@@ -231,7 +224,7 @@ def _shapes(value: Any) -> Shapes:
     return tuple(tuple(shape_of(tensor)) for tensor in gather(value))
 
 
-def _ordered(model: nn.Module, seen: _Seen) -> list[tuple[str, nn.Module]]:
+def _ordered(model: nn.Module, seen: _PassRecord) -> list[tuple[str, nn.Module]]:
     """Return the modules that have a row, in the order of their first calls."""
     found = []
     for index, (path, module) in enumerate(model.named_modules()):
@@ -242,15 +235,15 @@ def _ordered(model: nn.Module, seen: _Seen) -> list[tuple[str, nn.Module]]:
     return [(path, module) for _, _, path, module in sorted(found, key=lambda row: row[:2])]
 
 
-def _place(path: str, seen: _Seen) -> tuple[int, int]:
-    """Of a module that is not called: behind the module around it, or at the end where that is the model itself."""
+def _place(path: str, seen: _PassRecord) -> tuple[int, int]:
+    """Return a key to sort by: a module that is not called comes after the one around it, or last."""
     around = path
     while around and around not in seen.order:
         around = around.rpartition(".")[0]
     return seen.order[around] if around or not path else len(seen.order), int(around != path)
 
 
-def _row(path: str, module: nn.Module, seen: _Seen, counted: set[int], batch: int) -> ModuleRow:
+def _row(path: str, module: nn.Module, seen: _PassRecord, counted: set[int], batch: int) -> ModuleRow:
     own = list(module.parameters(recurse=False))
     fresh = [parameter for parameter in own if id(parameter) not in counted]
     counted.update(map(id, own))

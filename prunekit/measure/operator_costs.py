@@ -1,4 +1,4 @@
-"""What an operator call multiplies and moves, from its arguments and its result."""
+"""Costs of a call of an operator, from its arguments and result: multiply-accumulates and bytes moved."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _FLOPS = {**flop_registry, aten._sparse_addmm: flop_registry[aten.addmm]}
 class FlopCounter(OperatorMode):
     """Counts FLOPs (two for each multiply-accumulate) by the rules of torch's `FlopCounterMode`.
 
-    That one tracks modules by hooks on gradient functions of what they are given, and fails on the view of a parameter,
-    as of a class token, which requires a gradient under `no_grad` and has no such function; and it doesn't look into
-    higher-order operators.
+    `FlopCounterMode` itself tracks modules by hooks on the gradient functions of their inputs. It fails on the view of
+    a parameter, such as a class token, which requires a gradient under `no_grad` and has no such function; and it
+    doesn't look into higher-order operators.
     """
 
     def __init__(self) -> None:
@@ -30,6 +30,7 @@ class FlopCounter(OperatorMode):
         self.flops = 0
 
     def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run the operator and add its FLOPs."""
         packet = func.overloadpacket
         out = run_operator(func, args, kwargs)
         if packet in _FLOPS:
@@ -45,9 +46,7 @@ class FlopCounter(OperatorMode):
 def macs_of(operator: Any, args: Sequence[Any], named: Mapping[str, Any], result: Any) -> int | None:
     """Return the multiply-accumulates of one call, by the rules of torch's `FlopCounterMode` and those below.
 
-    Returns:
-        0 for an operator that multiplies nothing in the sense of a layer; None for one of attention or recurrence that
-        has no rule.
+    0 for an operator that is no layer; None for one of attention or recurrence without a rule.
     """
     packet = operator.overloadpacket
     if packet in _FLOPS:
@@ -58,15 +57,13 @@ def macs_of(operator: Any, args: Sequence[Any], named: Mapping[str, Any], result
 
 
 def _scaled_dot_product(args: Sequence[Any]) -> int:
-    """Return scores and values, of query (..., L, E), key (..., S, E) and value (..., S, F)."""
+    """Count scores and values, for query (..., L, E), key (..., S, E) and value (..., S, F)."""
     query, key, value = args[:3]
     return int(prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
 
 
 def _fused_layer(args: Sequence[Any]) -> int:
-    """Return a whole attention or encoder layer in one operator: its matrices on every token of (B, L, D), and the
-    scores.
-    """
+    """Count an attention or encoder layer in one operator: its matrices on every token of (B, L, D), and scores."""
     batch, tokens, width = args[0].shape
     matrices = sum(part.numel() for part in args if isinstance(part, Tensor) and part.dim() == 2)
     return int(batch * tokens * (matrices + 2 * tokens * width))
@@ -81,7 +78,7 @@ _RULES: dict[Any, Callable[[Sequence[Any]], int]] = {
 
 
 def is_view(operator: Any) -> bool:
-    """Return whether an operator returns another shape of its input's memory, and moves nothing."""
+    """Return whether an operator returns a view of its input, and moves nothing."""
     aliases = [value.alias_info for value in operator._schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
 
@@ -95,16 +92,14 @@ _UNFILLED = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty}
 
 
 def bytes_moved(operator: Any, args: Any, named: Any, result: Any) -> int:
-    """Return the bytes of all inputs, parameters among them, and results; each counted once, as if caches held
-    nothing else.
-    """
+    """Return the bytes of all inputs, parameters and results, each counted once."""
     if is_idle(operator):
         return 0
     return sum(_bytes(tensor) for part in (args, named, result) for tensor in gather(part))
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor; an axis that was expanded is there once."""
+    """Return the bytes of a tensor, without the repetitions along expanded axes."""
     if tensor.layout != torch.strided or tensor.is_nested:
         return 0
     sizes = (size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
@@ -112,9 +107,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def subnormals(value: Any) -> int:
-    """Return how many numbers of float32 or float64 in nested tensors are subnormal: below the smallest of full
-    precision.
-    """
+    """Return how many numbers of float32 or float64 in nested tensors are subnormal, below full precision."""
     found = 0
     for tensor in gather(value):
         if tensor.dtype in (torch.float32, torch.float64) and tensor.layout == torch.strided and not tensor.is_nested:
@@ -123,10 +116,10 @@ def subnormals(value: Any) -> int:
 
 
 def is_subnormal(tensor: Tensor) -> Tensor:
-    """bool, of the shape of a tensor of floating-point numbers: which of them processors compute with slowly.
+    """Return bool, of the shape of a floating-point tensor: with which numbers processors compute slowly.
 
-    Not of float16 and less: they are computed in float32, where their smallest numbers are like any other, or by units
-    that take them as fast. bfloat16 has the range of float32.
+    None of float16 and smaller types: they are computed in float32, in which their smallest numbers are normal, or by
+    units that are as fast with them. bfloat16 has the range of float32.
     """
     tiny = torch.finfo(tensor.dtype).tiny
     if tiny > torch.finfo(torch.float32).tiny:

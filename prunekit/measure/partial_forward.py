@@ -1,7 +1,7 @@
-"""Forward passes that begin where a mask begins to matter: what lies before is the dense model's, computed once.
+"""Partial forward passes of masked models: calls before the first masked tensor return the dense model's results.
 
-Everything that a masked model computes before it first reads a masked tensor is what the dense model computes on the
-same images. So the calls of torch's functions up to there are not run again: they return what they returned then.
+Until a masked model reads a masked tensor, it computes the same as the dense model on the same samples. So the calls of
+torch's functions up to there are not run again: their recorded results are returned.
 """
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ from prunekit.utils.inputs import call, sample_count
 from prunekit.utils.tensors import gather, map_tensors
 
 MEMORY_BYTES = 2**31
-"""What the dense results that are held for one batch may take; groups for which more is needed run as a whole."""
+"""Limit of the dense results that are kept for one batch; groups that need more run as a whole."""
 WHOLE = 1
+"""The first call: a pass from there on is a whole one."""
 
 Masked = Callable[[str], AbstractContextManager[Any]]
-"""Masks a group, by its name, as a context manager."""
+"""Returns a context manager that masks a group, by its name."""
 
 
 class DensePrefix:
-    """Runs a model with a group masked, from the first call on that is not as in the dense model.
+    """Runs a model with a group masked, from the first call on that differs from the dense model.
 
-    That nothing else changes is tried on a few images, group by group: where the outputs are not the same to the last
-    bit (code that torch does not see reads a tensor, or writes to one), that group's passes run as a whole; and so do
-    all passes over a batch on which other calls are made, as by a model that loops over its images.
+    This is tried on a few samples, group by group: if the outputs are not the same to the last bit (as code that torch
+    does not see reads a tensor, or writes to one), that group's passes run as a whole. So do all passes over a batch on
+    which the dense model makes other calls, as a model that loops over its samples.
 
     Args:
         model: dense, in eval mode.
-        inputs: of a few samples, a tensor or an example, see `prunekit.utils.inputs.as_example`; below too.
+        inputs: a few samples, as a tensor or an example, see `prunekit.utils.inputs.as_example`; below too.
         tensors: by a group's name the names of the tensors that its masks change.
         masked: see `Masked`.
-        batch: samples of the largest batch to come.
+        batch: number of samples of the largest batch to come.
     """
 
     def __init__(
@@ -49,11 +50,11 @@ class DensePrefix:
     ) -> None:
         self._model = model
         self._results: dict[int, Any] = {}
-        survey = _Survey(model)
-        survey.run(inputs)
-        self._calls, self._alike = survey.calls, True
-        starts = {name: survey.start(read) for name, read in tensors.items()}
-        self.starts, self._held = survey.affordable(starts, MEMORY_BYTES * sample_count(inputs) // max(1, batch))
+        accesses = _MemoryAccesses(model)
+        accesses.run(inputs)
+        self._calls, self._alike = accesses.calls, True
+        starts = {name: accesses.start(read) for name, read in tensors.items()}
+        self.starts, self._needed = accesses.affordable(starts, MEMORY_BYTES * sample_count(inputs) // max(1, batch))
         self.record(inputs)
         for name in self.starts:
             with masked(name):
@@ -61,28 +62,28 @@ class DensePrefix:
                     self.starts[name] = WHOLE
 
     def record(self, inputs: Any) -> Any:
-        """Run the dense model; what a later pass needs of it is held until the next one is recorded."""
+        """Run the dense model, and keep the results that later passes need until the next call of this."""
         self._results.clear()
-        recorder = _Recorder(self._model, self._held, self._results)
+        recorder = _DenseRecorder(self._model, self._needed, self._results)
         output = recorder.run(inputs)
         self._alike = recorder.calls == self._calls
         return output
 
     def run(self, name: str, inputs: Any) -> Any:
-        """Run the model, in which a group is masked now, on the inputs that were recorded last."""
+        """Run the model with a group masked, which the caller has done, on the inputs that were recorded last."""
         if self.starts[name] == WHOLE or not self._alike:
             return call(self._model, _copied(inputs))
         return _Replay(self._model, self.starts[name], self._results).run(inputs)
 
 
-class _Counted(CallInterceptor):
-    """Numbers the calls inside forward passes alone: masks look at their tensors before one begins."""
+class _NumberedCalls(CallInterceptor):
+    """Numbers the calls inside forward passes; masks make other calls before one begins."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.calls: list[str] = []
         self._model = model
-        self._pass = _Pass(model, self)
+        self._pass = _PassStart(model, self)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._pass.inside:
@@ -90,16 +91,16 @@ class _Counted(CallInterceptor):
         return super().__torch_function__(function, types, args, kwargs)
 
     def run(self, inputs: Any) -> Any:
-        """Return one forward pass; a model may write to what it is given."""
+        """Run one forward pass, on copies of the inputs, as a model may write to them."""
         given = _copied(inputs)
         with self._pass, self.intercepting():
             return call(self._model, given)
 
 
-class _Pass(PassHooks):
-    """Says when a pass of the model runs, behind the hooks that are there already."""
+class _PassStart(PassHooks):
+    """Notices the start of a pass of the model, after the hooks that exist already."""
 
-    def __init__(self, model: nn.Module, counted: _Counted) -> None:
+    def __init__(self, model: nn.Module, counted: _NumberedCalls) -> None:
         super().__init__(model)
         self._counted = counted
 
@@ -110,8 +111,8 @@ class _Pass(PassHooks):
         self._counted.number = 0
 
 
-class _Survey(_Counted):
-    """Which call reads, makes or writes to which memory, in one dense forward pass."""
+class _MemoryAccesses(_NumberedCalls):
+    """The calls that read, create and write to each piece of memory, in one dense forward pass."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -130,7 +131,7 @@ class _Survey(_Counted):
         return output
 
     def call(self, call: FunctionCall) -> Any:
-        """Note what it reads, write to and make."""
+        """Note what it reads, writes to and creates."""
         self.calls.append(call.name)
         given = gather((call.args, dict(call.named)))
         versions = [tensor._version for tensor in given]
@@ -148,9 +149,9 @@ class _Survey(_Counted):
         return result
 
     def start(self, names: Iterable[str]) -> int:
-        """Return the first call that must run when some tensors change: before it nothing reads them.
+        """Return the first call that must run when some tensors change: none before it reads them.
 
-        Nor is anything that was made before it written to later: what is held is as it was at the end.
+        Nor does a later call write to a result of an earlier one: results are kept as they are at the end of the pass.
         """
         reads = [self._read.get(self._parameters[name], [math.inf])[0] for name in names]
         start = min([*reads, self.number + 1])
@@ -161,7 +162,7 @@ class _Survey(_Counted):
             start = min(torn)
 
     def affordable(self, starts: Mapping[str, int], limit: int) -> tuple[dict[str, int], frozenset[int]]:
-        """Return the starts for which what must be held fits into the limit, late ones first; and the calls to hold."""
+        """Return the starts whose results fit into the limit, late ones first, and the calls to keep results of."""
         places: set[int] = set()
         chosen = dict.fromkeys(starts, WHOLE)
         for name, start in sorted(starts.items(), key=lambda item: -item[1]):
@@ -172,21 +173,21 @@ class _Survey(_Counted):
         return chosen, frozenset(number for number, made in self._made.items() if places.intersection(made))
 
 
-class _Recorder(_Counted):
-    """Keeps the results of a dense pass: tensors where they are needed, else something of their shape."""
+class _DenseRecorder(_NumberedCalls):
+    """Records the results of a dense pass: tensors if they are needed, else placeholders of their shape."""
 
-    def __init__(self, model: nn.Module, held: frozenset[int], results: dict[int, Any]) -> None:
+    def __init__(self, model: nn.Module, needed: frozenset[int], results: dict[int, Any]) -> None:
         super().__init__(model)
-        self._held, self._results = held, results
+        self._needed, self._results = needed, results
 
     def call(self, call: FunctionCall) -> Any:
         self.calls.append(call.name)
         result = call.run()
-        self._results[call.number] = result if call.number in self._held else map_tensors(result, _hollow)
+        self._results[call.number] = result if call.number in self._needed else map_tensors(result, _placeholder)
         return result
 
 
-class _Replay(_Counted):
+class _Replay(_NumberedCalls):
     """Returns recorded results up to a call, and runs from there on."""
 
     def __init__(self, model: nn.Module, start: int, results: Mapping[int, Any]) -> None:
@@ -203,12 +204,12 @@ def _copied(inputs: Any) -> tuple[Any, ...]:
 
 
 def _place(tensor: Tensor) -> int:
-    """Return where a tensor's values are; of one without memory of its own, itself."""
+    """Return the address of a tensor's values, or the tensor's own if it has no storage."""
     storage = storage_of(tensor)
     return id(tensor) if storage is None else storage.data_ptr()
 
 
-def _hollow(tensor: Tensor) -> Tensor:
+def _placeholder(tensor: Tensor) -> Tensor:
     return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 

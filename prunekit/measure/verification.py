@@ -1,7 +1,4 @@
-"""The proof: the compact model computes what the masked model computes.
-
-How far apart two outputs of a model are.
-"""
+"""Verification: the proof that the compact model computes what the masked model computes."""
 
 from __future__ import annotations
 
@@ -32,45 +29,15 @@ from prunekit.utils.inputs import as_examples, call, example_advice, sample_coun
 from prunekit.utils.tensors import gather
 
 
-def largest_difference(want: Any, got: Any) -> tuple[float, str]:
-    """Return the largest relative difference of any tensor, infinite where two cannot be compared, and what it says."""
-    references, values = ([tensor.detach() for tensor in plain_in(output)] for output in (want, got))
-    if not references:
-        raise UsageError(f"no tensor in the model's output ({type(want).__name__}): there is nothing to compare")
-    if len(references) != len(values):
-        return inf, f"{len(values)} tensors in the output, expected {len(references)}"
-    return max(apart(reference, value) for reference, value in zip(references, values, strict=True))
-
-
-def apart(want: torch.Tensor, got: torch.Tensor) -> tuple[float, str]:
-    """`largest_difference` of two tensors, of the same dtype."""
-    if want.shape != got.shape:
-        return inf, f"output of shape {tuple(got.shape)}, expected {tuple(want.shape)}"
-    if want.is_complex() and got.is_complex():
-        want, got = torch.view_as_real(want.resolve_conj()), torch.view_as_real(got.resolve_conj())
-    if not want.is_floating_point():
-        return (0.0, "") if torch.equal(want, got) else (inf, "whole or boolean numbers in the output differ")
-    if want.isnan().any() or got.isnan().any():
-        return inf, "NaN in the output"
-    finite = want.isfinite()
-    if not torch.equal(want[~finite], got[~finite]):
-        return inf, "Inf in one output only"
-    if not finite.any():
-        return 0.0, ""
-    want, got = want[finite], got[finite]
-    found = float((want - got).abs().max()) / max(float(want.abs().max()), torch.finfo(want.dtype).tiny)
-    return found, f"outputs differ by {found:.3g} of the largest"
-
-
 @dataclass(frozen=True, repr=False)
 class Verification(Displayed):
-    """How far masked and compact model are apart.
+    """The difference of the outputs of masked and compact model.
 
     Attributes:
         max_relative_difference: largest absolute difference of any output over the largest absolute reference value.
-        inputs: samples compared.
-        dtype: the coarsest in which both were computed: float64, but for models whose code runs in no other precision
-            than its own, such as quantized layers. Then what that rounds counts as equal.
+        inputs: number of samples compared.
+        dtype: the coarsest in which both were computed: float64, except for models whose code only runs in its own
+            precision, such as quantized layers; then its rounding counts as equal.
 
     Example:
         >>> import prunekit as pk, torch
@@ -112,28 +79,28 @@ def verify(
     tolerance: float = TOLERANCE,
     strict: bool = False,
 ) -> Verification:
-    """Compare masked and compact model in float64 on the CPU: their outputs in eval mode, and what is in them.
+    """Compare masked and compact model in float64 on the CPU: their outputs in eval mode, and their tensors.
 
-    The masked model is the dense-sized one with zeros where the plan prunes: these are set in the copy that runs.
+    The masked model is the dense-sized one with zeros where the plan prunes; they are set in the copy that runs.
 
     A model whose code does not run in float64 is compared in its own precision, as in the trial of its plan.
 
-    An output need not show a wrong index: the channel may be dead on these inputs. So every tensor of the compact
-    model is compared with the kept entries of the masked one as well. Scores that are equal but for rounding may come
-    in another order: outputs that differ are compared once more with the order of the masked model in both.
+    A wrong index need not change an output, as the channel may be dead on these inputs. So every tensor of the compact
+    model is also compared with the kept entries of the masked one. Scores that are equal up to rounding may be in
+    another order: outputs that differ are compared again with the order of the masked model in both.
 
-    Both are compared as they come back from a file: without what Accelerate or torch put around a method of an
+    Both are compared as they would be loaded from a file: without wrappers of Accelerate or torch around a method of an
     instance, such as autocast.
 
     Args:
         masked: the model of dense size, whose norms see kept channels only, as under the masks; not changed.
-        compact: what `prunekit.compaction.compact_model` made of it.
+        compact: the compact model that was made of it.
         plan: for finding the operator when they differ.
         examples: what the models are called with: a tensor, a tuple of positional arguments or a mapping of arguments
             by name; or a list or other iterable of such examples.
-        tolerance: largest relative difference that counts as equal; at least what the precision rounds in which the
+        tolerance: largest relative difference that counts as equal; at least the rounding of the precision in which the
             model runs.
-        strict: whether the model has to be zero already where the plan prunes, as training under masks leaves it.
+        strict: whether the model must be zero where the plan prunes, as it is after training under masks.
 
     Raises:
         PlanError: the plan is that of another model.
@@ -155,25 +122,25 @@ def verify(
     require_plan(plan, masked)
     if not isinstance(tolerance, (int, float)) or not tolerance >= 0:
         raise UsageError(f"tolerance: expected a relative difference of at least 0, got {tolerance!r}")
-    masked_in, compact_in = _Twins(masked, None if strict else plan), _Twins(compact)
+    masked_in, compact_in = _ModelCopies(masked, None if strict else plan), _ModelCopies(compact)
     misplaced_in: dict[RunPrecision, str] = {}
     worst, seen, coarsest, ways = 0.0, 0, TOLERANCE, RUN_PRECISIONS
     for example in as_examples(masked, examples):
-        expected = _expected(masked_in, example, ways, lambda twin: NarrowNorms(twin, plan.channel_map, plan.keep))
+        expected = _expected(masked_in, example, ways, lambda copy: NarrowNorms(copy, plan.channel_map, plan.keep))
         way, allowed = expected.way, max(tolerance, expected.rounding)
         ways = ways[ways.index(way) :]  # what does not run in float64 on one example is not tried on the next
-        masked_twin, compact_twin, inputs = masked_in[way], compact_in[way], way.inputs(example, noise=False)
+        masked_copy, compact_copy, inputs = masked_in[way], compact_in[way], way.inputs(example, noise=False)
         if way not in misplaced_in:
-            misplaced_in[way] = _misplaced(masked_twin, compact_twin, plan, tolerance)
+            misplaced_in[way] = _misplaced(masked_copy, compact_copy, plan, tolerance)
         misplaced = misplaced_in[way]
         try:
-            got = _run(compact_twin, inputs, way)
+            got = _run(compact_copy, inputs, way)
         except Exception as error:  # whatever the model's own code makes of a wrong size
             difference, reason = inf, reason_of(error)
         else:
             difference, reason = largest_difference(expected.output, got)
         if misplaced or not difference <= allowed:
-            difference, reason = _by_operator(masked_twin, compact_twin, plan, inputs, way, misplaced or reason)
+            difference, reason = _by_operator(masked_copy, compact_copy, plan, inputs, way, misplaced or reason)
         if misplaced and difference <= allowed:
             difference, reason = inf, f"{misplaced}; no operator before shows it"
         if not difference <= allowed:
@@ -197,39 +164,69 @@ def compare_outputs(
 ) -> float:
     """Return the largest relative difference of the outputs of two models in eval mode, in float64 on the CPU.
 
-    Of a model whose code does not run in float64, in its own precision; then what that rounds is taken as equal.
+    A model whose code does not run in float64 is compared in its own precision; then its rounding counts as equal.
 
     Args:
         model: the reference.
         changed: what should compute the same.
         example: see `prunekit.utils.inputs.as_example`.
         tolerance: largest relative difference that counts as equal.
-        narrow: what is compared in the model's own precision, if it is not `changed`.
+        narrow: the model to compare in its own precision, instead of `changed`.
 
     Raises:
         VerificationError: they differ by more, or one output holds NaN.
         ModelError: the model does not run.
     """
-    expected = _expected(_Twins(model), example)
+    expected = _expected(_ModelCopies(model), example)
     way = expected.way
     other = changed if narrow is None or way.dtype is not None else narrow
-    got = _run(_Twins(other)[way], way.inputs(example, noise=False), way)
+    got = _run(_ModelCopies(other)[way], way.inputs(example, noise=False), way)
     difference, reason = largest_difference(expected.output, got)
     if not difference <= max(tolerance, expected.rounding):
         raise VerificationError(f"{type(model).__name__} and its changed copy differ: {reason}")
     return difference
 
 
+def largest_difference(want: Any, got: Any) -> tuple[float, str]:
+    """Return the largest relative difference of any tensor, infinite if two cannot be compared, and a description."""
+    references, values = ([tensor.detach() for tensor in plain_in(output)] for output in (want, got))
+    if not references:
+        raise UsageError(f"no tensor in the model's output ({type(want).__name__}): there is nothing to compare")
+    if len(references) != len(values):
+        return inf, f"{len(values)} tensors in the output, expected {len(references)}"
+    return max(_tensor_difference(reference, value) for reference, value in zip(references, values, strict=True))
+
+
+def _tensor_difference(want: torch.Tensor, got: torch.Tensor) -> tuple[float, str]:
+    """Return the same for two tensors, of the same dtype."""
+    if want.shape != got.shape:
+        return inf, f"output of shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+    if want.is_complex() and got.is_complex():
+        want, got = torch.view_as_real(want.resolve_conj()), torch.view_as_real(got.resolve_conj())
+    if not want.is_floating_point():
+        return (0.0, "") if torch.equal(want, got) else (inf, "whole or boolean numbers in the output differ")
+    if want.isnan().any() or got.isnan().any():
+        return inf, "NaN in the output"
+    finite = want.isfinite()
+    if not torch.equal(want[~finite], got[~finite]):
+        return inf, "Inf in one output only"
+    if not finite.any():
+        return 0.0, ""
+    want, got = want[finite], got[finite]
+    found = float((want - got).abs().max()) / max(float(want.abs().max()), torch.finfo(want.dtype).tiny)
+    return found, f"outputs differ by {found:.3g} of the largest"
+
+
 @dataclass(frozen=True, eq=False)
 class _Expected:
-    """What a model computes; `rounding` is how far it may be off by the coarsest numbers that it computes with."""
+    """The output of the reference; `rounding` is the relative error by the coarsest dtype that it computes with."""
 
     way: RunPrecision
     output: Any
     rounding: float
 
 
-class _Twins(dict[RunPrecision, nn.Module]):
+class _ModelCopies(dict[RunPrecision, nn.Module]):
     """Copies of a model by the way in which they run, made when they are asked for; masked, where a plan is given."""
 
     def __init__(self, model: nn.Module, plan: Plan | None = None) -> None:
@@ -244,31 +241,31 @@ class _Twins(dict[RunPrecision, nn.Module]):
 
 
 def _expected(
-    twins: _Twins,
+    copies: _ModelCopies,
     example: tuple[Any, ...],
     ways: Sequence[RunPrecision] = RUN_PRECISIONS,
     around: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext,
 ) -> _Expected:
-    """Return the output in the first way of running a model that its code lets through."""
+    """Return the output in the first way of running a model that does not fail."""
     failures = []
     for way in ways:
         watch = _Rounding()
         try:
-            with around(twins[way]), watch if way.dtype is None else nullcontext():
-                output = _run(twins[way], way.inputs(example, noise=False), way)
+            with around(copies[way]), watch if way.dtype is None else nullcontext():
+                output = _run(copies[way], way.inputs(example, noise=False), way)
         except Exception as error:  # whatever the model's own code makes of a type that it does not expect
             failures.append(error)
-            twins.pop(way, None)
+            copies.pop(way, None)
             continue
         return _Expected(way, output, max(way.tolerance, watch.found))
     raise ModelError(
-        f"{type(twins.model).__name__} does not run, neither in float64 nor as it is: {type(failures[-1]).__name__}: "
-        f"{failures[-1]}; {example_advice(twins.model, [example])}"
+        f"{type(copies.model).__name__} does not run, neither in float64 nor as it is: {type(failures[-1]).__name__}: "
+        f"{failures[-1]}; {example_advice(copies.model, [example])}"
     ) from failures[-1]
 
 
 class _Rounding(OperatorMode):
-    """Sees how coarse the numbers are that a model computes with."""
+    """Finds the coarsest dtype that a model computes with."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,7 +285,7 @@ def _run(model: nn.Module, inputs: tuple[Any, ...], way: RunPrecision) -> Any:
 def _by_operator(
     masked: nn.Module, compact: nn.Module, plan: Plan, inputs: tuple[Any, ...], way: RunPrecision, reason: str
 ) -> tuple[float, str]:
-    """Return where two models first part; nowhere if only equal scores came in another order, see `Decision`."""
+    """Return where two models first differ; nowhere if only equal scores are in another order, see `Decision`."""
     if plan.channel_map.source is None:
         return inf, f"{reason}; the plan was read from a file: trace the model again to find the operator"
     run = plan.channel_map.traced.trace.runs[0]
@@ -301,7 +298,7 @@ def _by_operator(
 
 
 def _not_masked(masked: nn.Module, plan: Plan) -> str:
-    """Say that a model was not masked, if so: the dense one is given by mistake."""
+    """Return a message that a model is not masked, as if the dense one was given; empty if it is."""
     for name, tensor in named_tensors(masked):
         keep = plan.mask(name) if has_gradients(tensor) and not is_variance(name) else None
         if keep is not None and bool(tensor.detach().masked_fill(keep.to(tensor.device), 0).any()):
@@ -313,7 +310,7 @@ def _not_masked(masked: nn.Module, plan: Plan) -> str:
 
 
 def _misplaced(masked: nn.Module, compact: nn.Module, plan: Plan, tolerance: float) -> str:
-    """Return the first tensor of the compact model that is not the kept entries of the masked one's; empty if none."""
+    """Return a message on the first tensor of the compact model that is not the masked one's, cut; empty if none is."""
     narrow = dict(named_tensors(compact))
     for name, tensor in named_tensors(masked):
         if name in narrow and has_gradients(tensor) and tensor.numel():
