@@ -21,7 +21,7 @@ from prunekit.measure.causes import experiments, operator_causes, overhead_cause
 from prunekit.measure.causes.breakdown import Breakdown, OperatorFigures, OperatorRow, break_down
 from prunekit.measure.causes.cause import Cause
 from prunekit.measure.causes.operator_times import IsolatedLayer
-from prunekit.measure.latency.timing import Estimate, oversubscribed, time_pair
+from prunekit.measure.latency.timing import Estimate, oversubscribed, time_paired
 from prunekit.measure.operator_costs import subnormals
 from prunekit.measure.runtimes.session import Inputs, inputs_of
 from prunekit.report.pages.explain_page import operator_cells
@@ -389,7 +389,7 @@ def _norms(search: CauseSearch) -> Iterator[Cause | None]:
     except PrunekitError:  # not folded, the norms' own time has to do
         yield shown
         return
-    gain = time_pair(lambda: call(search.pruned, search.inputs), lambda: call(folded, search.inputs), search.device)
+    gain = time_paired(lambda: call(search.pruned, search.inputs), lambda: call(folded, search.inputs), search.device)
     yield operator_causes.unfused_norms(found.rows, found.pruned_ms, gain)
 
 

@@ -24,7 +24,7 @@ def rows(
     return operator_rows(dense, pruned, 2.0, PRUNED_MS)
 
 
-def beside(now: float, other: float, spread: float = 0.02) -> PairedTiming:
+def paired(now: float, other: float, spread: float = 0.02) -> PairedTiming:
     gain = now / other
     return PairedTiming(now, other, Estimate(gain, gain * (1 - spread), gain * (1 + spread)))
 
@@ -71,11 +71,11 @@ def test_norms_copies_and_operators_without_macs() -> None:
 
 
 def test_norms_that_were_folded_count_by_what_it_saved() -> None:
-    found = operator_causes.unfused_norms(NET, PRUNED_MS, beside(10, 8))
+    found = operator_causes.unfused_norms(NET, PRUNED_MS, paired(10, 8))
     assert found is not None
     assert found.ms == 2
     assert "folded, the model runs in 8 ms in place of 10 ms: 1.25× [" in found.evidence
-    assert operator_causes.unfused_norms(NET, PRUNED_MS, beside(10, 10)) is None
+    assert operator_causes.unfused_norms(NET, PRUNED_MS, paired(10, 10)) is None
 
 
 def test_memory_bound_is_near_a_copy_and_far_from_the_best_layer() -> None:
@@ -179,29 +179,29 @@ def test_pruned_widths_are_rounded(
 
 def test_a_batch_is_too_small_where_a_larger_one_is_surely_better() -> None:
     now = Estimate(1.2, 1.1, 1.3)
-    found = overhead_causes.small_batch(now, PRUNED_MS, beside(40, 20), 1, 8)
+    found = overhead_causes.small_batch(now, PRUNED_MS, paired(40, 20), 1, 8)
     assert found is not None
     assert found.ms == pytest.approx(PRUNED_MS * (1 - 1.2 / 2))
     assert "a sample takes 2.5 ms there and 10 ms here" in found.evidence
-    assert overhead_causes.small_batch(now, PRUNED_MS, beside(40, 20, spread=0.4), 1, 8) is None
-    assert overhead_causes.small_batch(now, PRUNED_MS, beside(24, 20), 1, 8) is None
+    assert overhead_causes.small_batch(now, PRUNED_MS, paired(40, 20, spread=0.4), 1, 8) is None
+    assert overhead_causes.small_batch(now, PRUNED_MS, paired(24, 20), 1, 8) is None
 
 
 def test_another_memory_format() -> None:
-    found = operator_causes.memory_format(beside(10, 5))
+    found = operator_causes.memory_format(paired(10, 5))
     assert found is not None
     assert found.ms == 5
-    for none in (None, beside(10, 5, spread=0.6), beside(10, 9.95, spread=0.0), beside(10, 12)):
+    for none in (None, paired(10, 5, spread=0.6), paired(10, 9.95, spread=0.0), paired(10, 12)):
         assert operator_causes.memory_format(none) is None
 
 
 def test_subnormal_numbers_need_a_count_and_an_effect() -> None:
-    found = overhead_causes.subnormal_numbers({"a": 3, "b": 40}, {"c": 1}, beside(10, 2))
+    found = overhead_causes.subnormal_numbers({"a": 3, "b": 40}, {"c": 1}, paired(10, 2))
     assert found is not None
     assert found.modules == ("b", "a", "c")
     assert "43 subnormal weights (b, a) and 1 subnormal activation (c)" in found.evidence
-    assert overhead_causes.subnormal_numbers({}, {}, beside(10, 2)) is None
-    harmless = overhead_causes.subnormal_numbers({"a": 3}, {}, beside(10, 10))
+    assert overhead_causes.subnormal_numbers({}, {}, paired(10, 2)) is None
+    harmless = overhead_causes.subnormal_numbers({"a": 3}, {}, paired(10, 10))
     assert harmless is not None
     assert harmless.ms == 0
     assert "no difference on this processor" in harmless.evidence
@@ -209,7 +209,7 @@ def test_subnormal_numbers_need_a_count_and_an_effect() -> None:
 
 
 def test_masks_and_zeros_that_stayed() -> None:
-    found = overhead_causes.masks_attached(4, {}, beside(10, 9), 0.0, PRUNED_MS)
+    found = overhead_causes.masks_attached(4, {}, paired(10, 9), 0.0, PRUNED_MS)
     assert found is not None
     assert found.ms == 1
     assert "4 hooks of masks run with every forward pass: without them 9 ms" in found.evidence
@@ -223,7 +223,7 @@ def test_masks_and_zeros_that_stayed() -> None:
 
 
 def test_too_many_threads() -> None:
-    fewer = {1: beside(10, 4), 2: beside(10, 6)}
+    fewer = {1: paired(10, 4), 2: paired(10, 6)}
     found = overhead_causes.too_many_threads(Contention(4, 2, 1.0), fewer)
     assert found is not None
     assert (found.name, found.ms) == ("threads oversubscribed", 6)
@@ -234,4 +234,4 @@ def test_too_many_threads() -> None:
     assert calm.name == "more threads than it has work for"
     assert "void" not in calm.evidence
     assert "4 on 2 cores, of which other processes kept 1.0 busy" in found.evidence
-    assert overhead_causes.too_many_threads(Contention(4, 2, 1.0), {1: beside(10, 12)}) is None
+    assert overhead_causes.too_many_threads(Contention(4, 2, 1.0), {1: paired(10, 12)}) is None

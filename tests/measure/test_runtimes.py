@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 
 from prunekit.export.onnx import export_onnx
 from prunekit.measure.effort import Effort, effort_of
-from prunekit.measure.latency import comparison as latency
+from prunekit.measure.latency import comparison
 from prunekit.measure.latency.comparison import measure_latency
 from prunekit.measure.latency.timing_job import SettingFailure, SettingTimes, TimingJob, output_tensors, run_job
 from prunekit.measure.runtimes.onnx_files import onnx_source
@@ -179,9 +179,9 @@ def test_what_is_measured_again_is_exported_once(monkeypatch: pytest.MonkeyPatch
         made.extend(wanted)
         return onnx_source(model, inputs, wanted, folder)
 
-    monkeypatch.setattr(latency, "onnx_source", counted)
+    monkeypatch.setattr(comparison, "onnx_source", counted)
     settings = LatencySettings((2,), (1,), 5, ("onnxruntime", "openvino"))
-    with latency.prepared_latency({"dense": flat(), "pruned": flat(4)}, SHAPE, settings, [CPU]) as measured:
+    with comparison.prepared_latency({"dense": flat(), "pruned": flat(4)}, SHAPE, settings, [CPU]) as measured:
         reports = [measured(repeats) for repeats in (5, 6)]
     assert made == [(2, "float32"), (2, "float32")]
     assert [[row["repeats"] for row in report.rows] for report in reports] == [[5] * 4, [6] * 4]

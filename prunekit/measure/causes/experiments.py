@@ -16,7 +16,7 @@ from prunekit.channels.cut.model_copy import copied
 from prunekit.hooks.hook import HOOK_TABLES, is_ours
 from prunekit.measure.causes.operator_times import IsolatedLayer, Widths
 from prunekit.measure.causes.width_causes import KernelTimes, WidthTimes, relative_macs, rounded
-from prunekit.measure.latency.timing import PairedTiming, paired_ratio, time_pair, time_runs
+from prunekit.measure.latency.timing import PairedTiming, paired_ratio, time_paired, time_runs
 from prunekit.utils.context import threads as with_threads
 from prunekit.utils.inputs import call
 from prunekit.utils.tensors import gather, map_tensors
@@ -47,7 +47,7 @@ def with_channels_last(model: nn.Module, inputs: tuple[Any, ...], device: torch.
         return None
     other = copied(model).to(memory_format=torch.channels_last)
     images = map_tensors(inputs, lambda x: x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x)
-    return time_pair(lambda: call(model, inputs), lambda: call(other, images), device)
+    return time_paired(lambda: call(model, inputs), lambda: call(other, images), device)
 
 
 SUBNORMAL = 1e-40
@@ -63,7 +63,7 @@ def with_flushing(model: nn.Module, inputs: tuple[Any, ...]) -> PairedTiming | N
     with _flushing_restored() as possible, with_threads(1):
         if not possible:
             return None
-        return time_pair(lambda: run(False), lambda: run(True), torch.device("cpu"))
+        return time_paired(lambda: run(False), lambda: run(True), torch.device("cpu"))
 
 
 @contextmanager
@@ -86,7 +86,7 @@ def with_thread_counts(
         call(model, inputs)
 
     with with_threads(now):
-        return {count: time_pair(partial(run, now), partial(run, count), torch.device("cpu")) for count in counts}
+        return {count: time_paired(partial(run, now), partial(run, count), torch.device("cpu")) for count in counts}
 
 
 def with_larger_batch(
@@ -94,7 +94,7 @@ def with_larger_batch(
 ) -> PairedTiming:
     """Time the dense against the pruned model on `times` as many samples; the gain is the speedup."""
     more = map_tensors(inputs, lambda tensor: torch.cat([tensor] * times) if tensor.dim() else tensor)
-    return time_pair(lambda: dense(*more), lambda: pruned(*more), device)
+    return time_paired(lambda: dense(*more), lambda: pruned(*more), device)
 
 
 def mask_hooks(model: nn.Module) -> int:
@@ -117,7 +117,7 @@ def without_masks(model: nn.Module, inputs: tuple[Any, ...], device: torch.devic
         for table in (getattr(module, name) for name in HOOK_TABLES):
             for key in [key for key, hook in table.items() if is_ours(hook)]:
                 del table[key]
-    return time_pair(lambda: call(model, inputs), lambda: call(bare, inputs), device)
+    return time_paired(lambda: call(model, inputs), lambda: call(bare, inputs), device)
 
 
 def zero_channels(model: nn.Module, layers: Mapping[str, IsolatedLayer]) -> dict[str, tuple[int, int]]:
@@ -171,5 +171,5 @@ def kernel_times(
 
 def share_without(layer: IsolatedLayer, widths: Widths, device: torch.device) -> float:
     """Return the share of a layer's time that smaller widths save; 0 if it may be noise."""
-    found = time_pair(layer.build(layer.widths), layer.build(widths), device)
+    found = time_paired(layer.build(layer.widths), layer.build(widths), device)
     return found.saved_ms / found.now_ms

@@ -132,7 +132,7 @@ class PairedTiming:
         return f"{self.other_ms:.3g} ms in place of {self.now_ms:.3g} ms: {self.gain.factor}"
 
 
-def time_pair(now: Callable[[], object], other: Callable[[], object], device: torch.device) -> PairedTiming:
+def time_paired(now: Callable[[], object], other: Callable[[], object], device: torch.device) -> PairedTiming:
     """Time a model as it is and another way of running it."""
     return paired_timing(*time_runs([now, other], device))
 

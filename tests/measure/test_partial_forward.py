@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from prunekit.channels.trace import trace
 from prunekit.hooks.hook import count_hooks
 from prunekit.masks.weight_masks import WeightMasks
-from prunekit.measure import partial_forward as prefix
+from prunekit.measure import partial_forward
 from prunekit.measure.partial_forward import WHOLE, DensePrefix
 from prunekit.planning.plan import Plan
 from prunekit.planning.sensitivity_curves import keep_in_group
@@ -108,13 +108,13 @@ def test_what_lies_before_a_mask_is_not_computed_again(monkeypatch: pytest.Monke
     found, plans = prefixed(model)
     ran: list[int] = []
 
-    class Spy(prefix._Replay):
+    class Spy(partial_forward._Replay):
         def call(self, call: Any) -> Any:
             if call.name == "conv2d":
                 ran.append(call.number >= self._start)
             return super().call(call)
 
-    monkeypatch.setattr(prefix, "_Replay", Spy)
+    monkeypatch.setattr(partial_forward, "_Replay", Spy)
     images = torch.randn(4, 3, 6, 6)
     found.record(images)
     for index, (name, plan) in enumerate(plans.items()):

@@ -1,4 +1,4 @@
-"""CPU quotas of containers, as Linux tells of them."""
+"""CPU quotas of containers, as Linux reports them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from prunekit.measure.latency import machine
-from prunekit.measure.latency import machine as quota
 from prunekit.measure.latency.row_text import machine_text
 
 STATS = "usage_usec 12\nnr_periods {}\nnr_throttled {}\nthrottled_usec 5\n"
@@ -16,8 +15,8 @@ STATS = "usage_usec 12\nnr_periods {}\nnr_throttled {}\nthrottled_usec 5\n"
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tree of cgroups without any."""
-    monkeypatch.setattr(quota, "GROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(quota, "MEMBERSHIP", tmp_path / "self")
+    monkeypatch.setattr(machine, "GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(machine, "MEMBERSHIP", tmp_path / "self")
     return tmp_path / "cgroup"
 
 
@@ -32,9 +31,9 @@ def belongs(groups: Path, *lines: str) -> None:
 
 
 def test_without_cgroups_there_is_no_quota(groups: Path) -> None:
-    assert (quota.cpu_quota(), quota.quota_periods()) == (None, {})
+    assert (machine.cpu_quota(), machine.quota_periods()) == (None, {})
     belongs(groups, "0::/")
-    assert quota.cpu_quota() is None
+    assert machine.cpu_quota() is None
 
 
 def test_the_smallest_quota_of_all_groups_that_a_process_lies_in_counts(groups: Path) -> None:
@@ -43,29 +42,29 @@ def test_the_smallest_quota_of_all_groups_that_a_process_lies_in_counts(groups: 
     write(groups / "slurm/job", cpu_max="150000 100000\n", cpu_stat=STATS.format(10, 2))
     write(groups / "slurm/job/step", cpu_max="max 100000\n")
     write(groups / "other", cpu_max="1000 100000\n")
-    assert quota.cpu_quota() == 1.5
-    before = quota.quota_periods()
+    assert machine.cpu_quota() == 1.5
+    before = machine.quota_periods()
     assert before[groups / "slurm/job"] == (10, 2)
     write(groups / "slurm/job", cpu_stat=STATS.format(18, 8))
-    assert quota.throttled_share(before, quota.quota_periods()) == 0.75
-    assert quota.throttled_share(before, before) == quota.throttled_share(before, {}) == 0
+    assert machine.throttled_share(before, machine.quota_periods()) == 0.75
+    assert machine.throttled_share(before, before) == machine.throttled_share(before, {}) == 0
 
 
 @pytest.mark.parametrize("path", ["/", "/../..", "/docker/0123"])
 def test_in_a_container_the_topmost_group_is_its_own(groups: Path, path: str) -> None:
     belongs(groups, f"0::{path}")
     write(groups, cpu_max="50000 100000\n")
-    assert quota.cpu_quota() == 0.5
+    assert machine.cpu_quota() == 0.5
 
 
 def test_the_first_version_of_cgroups(groups: Path) -> None:
     belongs(groups, "5:memory:/a", "2:cpu,cpuacct:/docker/0123", "1:name=systemd:/", "0::/")
     write(groups / "cpu,cpuacct", cpu_cfs_quota_us="-1\n", cpu_cfs_period_us="100000\n")
-    assert quota.cpu_quota() is None
+    assert machine.cpu_quota() is None
     write(groups / "cpu,cpuacct/docker/0123", cpu_cfs_quota_us="250000\n", cpu_cfs_period_us="100000\n")
-    assert quota.cpu_quota() == 2.5
+    assert machine.cpu_quota() == 2.5
     write(groups / "cpu,cpuacct/docker/0123", cpu_stat="nr_periods 4\nnr_throttled 1\nthrottled_time 9\n")
-    assert list(quota.quota_periods().values()) == [(4, 1)]
+    assert list(machine.quota_periods().values()) == [(4, 1)]
 
 
 def test_what_was_held_back_is_seen_and_said(groups: Path) -> None:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune as torch_prune
 
 from prunekit.measure.effort import Effort
-from prunekit.measure.latency import comparison as latency
-from prunekit.measure.latency import machine, timing, timing_job
+from prunekit.measure.latency import comparison, machine, timing, timing_job
 from prunekit.measure.latency.comparison import measure_latency
 from prunekit.measure.latency.timing import alternate, paired_ratio, warm_up
 from prunekit.settings.deployment import LatencySettings
@@ -135,8 +134,8 @@ def test_models_that_python_does_not_copy_are_timed_with_the_outputs_they_have(m
     torch_prune.l1_unstructured(halved, "weight", 0.5)
     models = {"complex": Turned(), "normed": normed, "halved": halved}
     jobs: list[timing_job.TimingJob] = []
-    apart = latency.run_job_apart
-    monkeypatch.setattr(latency, "run_job_apart", lambda job, folder: (jobs.append(job), apart(job, folder))[1])
+    apart = comparison.run_job_apart
+    monkeypatch.setattr(comparison, "run_job_apart", lambda job, folder: (jobs.append(job), apart(job, folder))[1])
     report = measure_latency(models, (4,), LatencySettings(batches=(2,), repeats=5), [CPU])
     assert [row["model"] for row in report.rows] == list(models)
     x = jobs[0].inputs.sample(2)
