@@ -50,7 +50,7 @@ def measure_sensitivity(
     what the compact model computes. Each batch is read once; the model runs on it as `forward_passes` says.
 
     Args:
-        model: the dense model; its tensors and modes are afterwards what they were.
+        model: the dense model; its tensors and modes are restored.
         channel_map: of that model, after a trial.
         orders: by a group's name its labels in the order in which they are removed.
         batches: as `prunekit.prune` takes them, with labels or without; moved to the model's device.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, TypeVar
 
 from prunekit.measure.causes.breakdown import OperatorFigures, OperatorRow
 from prunekit.utils.display import listed
@@ -81,23 +80,6 @@ class OperatorGroup:
     def modules(self) -> tuple[str, ...]:
         """Paths of the modules that run them."""
         return tuple(dict.fromkeys(row.module for row in self.rows))
-
-
-class Saving(Protocol):
-    """A layer that would take less time another way."""
-
-    @property
-    def saved_ms(self) -> float:
-        """Milliseconds that it would save in a forward pass of the pruned model."""
-
-
-L = TypeVar("L", bound=Saving)
-
-
-def worth_naming(layers: Iterable[L], pruned_ms: float) -> list[L]:
-    """Return the layers that save most first; none if all together save too little to report."""
-    found = sorted(layers, key=lambda layer: -layer.saved_ms)
-    return found if sum(layer.saved_ms for layer in found) >= LEAST * pruned_ms else []
 
 
 def first_names(names: Iterable[str]) -> str:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from prunekit.measure.causes.cause import Cause, worth_naming
+from prunekit.measure.causes.cause import LEAST, Cause
 from prunekit.measure.causes.operator_times import Widths
 from prunekit.measure.latency.timing import Estimate
 from prunekit.utils.display import plural
@@ -95,7 +96,7 @@ def off_step_widths(times: Iterable[WidthTimes], pruned_ms: float) -> Cause | No
     if not by_step:
         return None
     step, most = max(by_step.items(), key=lambda item: sum(layer.saved_ms for layer in item[1]))
-    layers = worth_naming(most, pruned_ms)
+    layers = _worth_naming(most, pruned_ms)
     if not layers:
         return None
     return Cause(
@@ -158,7 +159,7 @@ class KernelTimes:
 
 def slower_kernels(times: Iterable[KernelTimes], pruned_ms: float) -> Cause | None:
     """Return the time of layers that do fewer multiply-accumulates per second than at the dense model's widths."""
-    layers = worth_naming((layer for layer in times if layer.slower), pruned_ms)
+    layers = _worth_naming([layer for layer in times if layer.slower], pruned_ms)
     if not layers:
         return None
     return Cause(
@@ -182,3 +183,12 @@ def _kernel_times(layers: Sequence[KernelTimes]) -> str:
         f"{layer.more_macs:.3g} times as many"
         for layer in layers[:3]
     )
+
+
+Layers = TypeVar("Layers", list[WidthTimes], list[KernelTimes])
+
+
+def _worth_naming(layers: Layers, pruned_ms: float) -> Layers:
+    """Return the layers that save most first; none if all together save too little to report."""
+    layers.sort(key=lambda layer: -layer.saved_ms)
+    return layers if sum(layer.saved_ms for layer in layers) >= LEAST * pruned_ms else []

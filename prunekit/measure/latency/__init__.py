@@ -1,1 +1,1 @@
-"""Latency of models beside each other: timed alternately, in a process for each runtime."""
+"""Latency of several models: timed alternately, in a process for each runtime."""

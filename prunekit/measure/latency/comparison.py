@@ -95,7 +95,7 @@ def measure_latency(
         inputs: of the models: the shape of one input without the batch, such as (3, 224, 224), or `Inputs`.
         settings: runtimes, batches, CPU threads, dtypes, memory formats, and the number of rounds.
         devices: where to time; CUDA is timed with its own events, every run synchronized.
-        log: called with what is exported and timed next.
+        log: called with a line before every export and timing.
 
     Raises:
         UsageError: a runtime is not installed, or cannot run in any of the settings; nothing was measured.

@@ -1,4 +1,4 @@
-"""The layout of weights in memory: a matter of chance that may be worth more than what is measured.
+"""The layout of weights in memory: it is random, and may change a time by more than the effect that is measured.
 
 A process lays a model out once, and all that it measures is of that layout, however narrow the interval is (Mytkowicz
 et al., "Producing wrong data without doing anything obviously wrong!", 2009). If the weights are moved every other

@@ -105,9 +105,9 @@ def alternate(runs: Sequence[Callable[[], float]], rounds: int, moves: Sequence[
 
 
 ROUNDS, FEWER_ROUNDS, LONG_MS = 9, 5, 400.0
-"""Rounds; fewer where one takes longer than this."""
+"""Number of rounds; fewer if a round takes longer than `LONG_MS`."""
 CALLS_BEFORE, BEFORE_MS = 3, 200.0
-"""Calls before a run is timed; fewer where they take longer."""
+"""Number of calls before a run is timed; fewer if they take longer than `BEFORE_MS`."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class PairedTiming:
 
     @property
     def saved_ms(self) -> float:
-        """What the other way saves; 0 unless the interval of the gain lies above 1."""
+        """Milliseconds that the other way saves; 0 unless the interval of the gain lies above 1."""
         return max(0.0, self.now_ms - self.other_ms) if self.gain.low > 1 else 0.0
 
     def __str__(self) -> str:
@@ -134,7 +134,9 @@ class PairedTiming:
 
 def time_paired(now: Callable[[], object], other: Callable[[], object], device: torch.device) -> PairedTiming:
     """Time a model as it is and another way of running it."""
-    return paired_timing(*time_runs([now, other], device))
+    times = time_runs([now, other], device)
+    medians = np.median(times, axis=1)
+    return PairedTiming(float(medians[0]), float(medians[1]), paired_ratio(times[0], times[1]))
 
 
 def time_runs(runs: Sequence[Callable[[], object]], device: torch.device) -> Times:
@@ -151,11 +153,6 @@ def warm_up_briefly(run: Callable[[], float]) -> float:
     while len(times) < CALLS_BEFORE and sum(times) < BEFORE_MS:
         times.append(run())
     return times[-1]
-
-
-def paired_timing(now: Times, other: Times) -> PairedTiming:
-    """Return the summary of (N,) paired times."""
-    return PairedTiming(float(np.median(now)), float(np.median(other)), paired_ratio(now, other))
 
 
 RESAMPLES = 2000
@@ -252,7 +249,7 @@ def doubts(values: Times, contention: Contention | None) -> list[str]:
 
     Args:
         values: (N,) times or ratios, in the order in which they were taken.
-        contention: for the CPU; None where it does not matter.
+        contention: for the CPU; None on other devices.
     """
     void = oversubscribed(contention)
     found = [void] if void else [_wide(values), _drift(values)]  # a void measurement needs no other reason

@@ -1,1 +1,1 @@
-"""Latency profiles: what each layer takes by its widths, measured in whole networks and fitted."""
+"""Latency profiles: the time of each layer by its widths, measured in whole networks and fitted."""

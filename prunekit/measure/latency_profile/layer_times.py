@@ -82,7 +82,7 @@ def cache_key(network: str, dense: str, common: Mapping[str, Any]) -> str:
 
 
 VERSION, VERSION_MOVED = 4, 5
-"""Version of the method, the second for settings in which weights are moved; a change voids what is cached."""
+"""Version of the method, the second for settings in which weights are moved; a change voids cached times."""
 LIBRARIES = ("builtins", "torch", "torchvision", "prunekit")
 """Packages whose code changes with their version alone."""
 
