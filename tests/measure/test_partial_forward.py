@@ -136,4 +136,4 @@ def test_where_torch_does_not_see_what_reads_a_mask_the_pass_is_whole() -> None:
 def test_what_does_not_fit_into_memory_is_not_held() -> None:
     found, _ = prefixed(net(chained), batch=10**9)
     assert set(found.starts.values()) == {WHOLE}
-    assert not found._held
+    assert not found._needed
