@@ -254,7 +254,7 @@ def test_a_profile_has_the_slowest_module_first(chart: ChannelMap) -> None:
 
 def test_a_diagnosis_lists_faults() -> None:
     findings = tuple(
-        Finding("dead_channel", name, index, "channels that change", "64 that do not", "look at the weights")
+        Finding(name, index, "channels that change", "64 that do not", "look at the weights", kind="dead_channel")
         for index, name in enumerate(channels())
     )
     found = Diagnosis(findings, ("dead_channel",), {"frozen_parameter": "there are no labels"}, 32, {"loss": 2.3})

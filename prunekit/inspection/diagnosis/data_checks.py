@@ -1,7 +1,4 @@
-"""Samples: their statistics, copies, and labels.
-
-What is wrong before the model runs: copies, labels, normalization.
-"""
+"""Checks on the data (copies, labels that are no class, normalization), and the recorder of batches."""
 
 from __future__ import annotations
 
@@ -15,24 +12,112 @@ import torch
 from torch import Tensor
 
 from prunekit.errors import DataError
-from prunekit.inspection.diagnosis.findings import BEFORE, Finding, check
-from prunekit.inspection.diagnosis.observation import DataSeen, Observation
-from prunekit.tasks.batches import InputsAndTargets, LabeledBatch
+from prunekit.inspection.diagnosis.findings import DATA_ORDER, Finding, check
+from prunekit.inspection.diagnosis.observation import DataSummary, Observation
+from prunekit.tasks.batches import LabeledBatch, InputsAndTargets
 from prunekit.utils.inputs import described
 from prunekit.utils.tensors import map_tensors
 
+COPIES = 0.01
+"""Share of copies from which on a data set is a fault: exact copies in well-known sets are far fewer
+(Barz & Denzler 2020, "Do we train on test data?")."""
+OFF_CENTER = 1.5
+"""Absolute mean beyond which inputs are not normalized to mean 0 and standard deviation 1 (LeCun et al. 1998,
+"Efficient BackProp", section 4.3). Images that are normalized by the statistics of ImageNet are off a little."""
+NARROW, WIDE = 0.3, 3.0
+"""Standard deviations below and above which inputs are not normalized; pixels from 0 to 1 have about 0.25, those from
+0 to 255 about 60."""
 IGNORED = -100
-"""The label that torch's cross entropy leaves out."""
+"""The label that torch's cross entropy ignores."""
+
+
+@check("duplicated_data", "data")
+def duplicated_data(observation: Observation) -> Iterator[Finding]:
+    """Yield how many images equal each other, or held-out images, bit for bit."""
+    data = observation.data
+    share = _share(data.copies, data.images, data.images, data.total)
+    leaked = _share(data.leaked, data.held_out, data.images, data.total)
+    if data.copies > 1 and share >= COPIES:
+        yield _copies(data, share)
+    if data.leaked > 1 and leaked >= COPIES:
+        yield Finding(
+            "data",
+            DATA_ORDER,
+            "held-out images that are not trained on",
+            f"{data.leaked} of {data.held_out} held-out images are among {data.images} training images",
+            "split the data again, without copies in two splits: accuracy on these says nothing",
+            {"leaked": data.leaked, "held_out": data.held_out, "share_of_the_set": leaked},
+        )
+
+
+def _copies(data: DataSummary, share: float) -> Finding:
+    conflicting = f", {data.conflicting} of them with another label" if data.conflicting else ""
+    about = f", about {share:.0%} of the data set" if data.images < data.total else ""
+    return Finding(
+        "data",
+        DATA_ORDER,
+        f"fewer than {COPIES:.0%} of the images equal to another",
+        f"{data.copies} of {data.images} are copies of one before{conflicting}{about}",
+        "remove the copies, and look at how the images are listed and shuffled",
+        {"copies": data.copies, "images": data.images, "conflicting": data.conflicting, "share_of_the_set": share},
+    )
+
+
+def _share(found: int, of: int, images: int, total: int) -> float:
+    """Return the share in the whole set, estimated from a random part of it.
+
+    A copy is found only if its original is in that part as well.
+    """
+    return min(1.0, found / max(1, of) * (total / max(1, images)))
+
+
+@check("labels_out_of_range", "data")
+def labels_out_of_range(observation: Observation) -> Iterator[Finding]:
+    """Yield class labels that the model has no score for."""
+    labels, classes = observation.data.labels, observation.data.classes
+    if labels is None or classes is None:
+        return
+    wrong = ((labels < 0) | (labels >= classes)) & (labels != IGNORED)
+    if wrong.any():
+        values = np.unique(labels[wrong])
+        yield Finding(
+            "data",
+            DATA_ORDER,
+            f"labels from 0 to {classes - 1}, one for each of the model's {classes} scores",
+            f"{wrong.sum()} of {len(labels)} are others: {', '.join(map(str, values[:8]))}",
+            "number the classes from 0, or give the model as many outputs as there are classes",
+            {"labels": values[:100].tolist(), "count": int(wrong.sum()), "classes": classes},
+        )
+
+
+@check("input_normalization", "data")
+def input_normalization(observation: Observation) -> Iterator[Finding]:
+    """Yield the means and standard deviations of inputs that are not normalized."""
+    mean, std = observation.data.mean, observation.data.std
+    off = (np.abs(mean) > OFF_CENTER) | (std < NARROW) | (std > WIDE)
+    if off.any():
+        yield Finding(
+            "data",
+            DATA_ORDER,
+            f"channels with a mean within {OFF_CENTER:g} of 0 and a standard deviation from {NARROW:g} to {WIDE:g}",
+            f"means {_numbers(mean)}, standard deviations {_numbers(std)}",
+            "scale pixels to 0..1, then subtract the mean of this data and divide by its standard deviation, once",
+            {"mean": mean.tolist(), "std": std.tolist()},
+        )
+
+
+def _numbers(values: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> str:
+    return ", ".join(f"{value:.3g}" for value in values[:4]) + (", ..." if len(values) > 4 else "")
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Where the batches are from.
+    """The data set that batches are from.
 
     Attributes:
-        more: further data, as `diagnose` takes it, of the same set; looked at for copies and labels alone.
-        held_out: data of which no sample may be among those.
-        total: how many samples the data set has; None: those that are looked at are all.
+        more: further batches of the set, as `diagnose` takes them; only looked at for copies and labels.
+        held_out: held-out batches, none of whose samples should be in the set.
+        total: number of samples in the data set; None: all of them are given.
     """
 
     more: Any = ()
@@ -41,10 +126,10 @@ class Pool:
 
 
 def batches_of(pairs: Iterable[InputsAndTargets], where: str) -> list[LabeledBatch]:
-    """Return batches as `diagnose` takes them.
+    """Return batches of inputs and labels.
 
     Raises:
-        DataError: labels are no tensor of as many, or some batches have them and others have none.
+        DataError: labels are no tensor of one label for each input, or only some batches have labels.
     """
     found: list[LabeledBatch] = []
     for number, (inputs, labels) in enumerate(pairs, 1):
@@ -62,20 +147,9 @@ def batches_of(pairs: Iterable[InputsAndTargets], where: str) -> list[LabeledBat
     return found
 
 
-def class_labels(labels: Tensor) -> bool:
-    """Return whether labels are numbers of classes: integers, (B,) or (B, H, W)."""
-    return not labels.is_floating_point() and labels.dtype != torch.bool
-
-
-def in_range(labels: Tensor, classes: int) -> Tensor:
-    """Return labels that are no class put into the first one, or a loss would raise; those that it leaves out stay."""
-    fits = ((labels >= 0) & (labels < classes)) | (labels == IGNORED)
-    return labels.where(fits, 0)
-
-
 @dataclass
-class DataWatch:
-    """Takes note of batches as they come."""
+class DataRecorder:
+    """Statistics of batches, added one by one."""
 
     pool: Pool
     classes: int | None = None
@@ -88,7 +162,7 @@ class DataWatch:
     _sums: list[np.ndarray[Any, Any]] = field(default_factory=list)
 
     def add(self, batch: LabeledBatch) -> None:
-        """Images and labels of one batch."""
+        """Add the images and labels of a batch."""
         if batch.images.is_floating_point():
             self._measure(batch.images)
         labels = batch.labels
@@ -112,13 +186,13 @@ class DataWatch:
         channels = channels.where(finite, 0.0)
         self._sums.append(torch.stack([finite.sum(1).double(), channels.sum(1), channels.square().sum(1)]).numpy())
 
-    def result(self) -> DataSeen:
-        """Return what was seen, further and held-out batches included."""
+    def result(self) -> DataSummary:
+        """Return statistics and counts, with further and held-out batches."""
         measured = self._statistics()
         for batch in batches_of(self.pool.more, "more"):
             self.add(batch)
         held_out = [key for batch in batches_of(self.pool.held_out, "held_out") for key in _digests(batch.images)]
-        return DataSeen(
+        return DataSummary(
             *measured,
             not_finite=self._not_finite,
             images=self._images,
@@ -140,101 +214,19 @@ class DataWatch:
 
 
 def _digests(images: Tensor) -> Sequence[bytes]:
-    """Return what each image is known by: equal for those that are equal bit for bit, and for no others."""
+    """Return a digest of each image: two are equal if the images are equal bit for bit."""
     rows = images.cpu().contiguous()
     return [
         hashlib.blake2b(row.reshape(-1).view(torch.uint8).numpy().tobytes(), digest_size=16).digest() for row in rows
     ]
 
 
-COPIES = 0.01
-"""Share of a data set that are copies from which on it is a fault: the exact ones in well-known sets are far fewer
-(Barz & Denzler 2020, "Do we train on test data?")."""
-OFF_CENTER = 1.5
-"""Mean of the inputs, in absolute value, from which on they are unlike normalized ones: mean 0 and standard deviation 1
-(LeCun et al. 1998, "Efficient BackProp", section 4.3). Sets of other images than those of ImageNet are off a little."""
-NARROW, WIDE = 0.3, 3.0
-"""Standard deviations below and above which they are unlike normalized ones; pixels from 0 to 1 have about 0.25,
-those from 0 to 255 about 60."""
+def class_labels(labels: Tensor) -> bool:
+    """Return whether labels are class indices: integers, (B,) or (B, H, W)."""
+    return not labels.is_floating_point() and labels.dtype != torch.bool
 
 
-@check("duplicated_data", "data")
-def duplicated_data(seen: Observation) -> Iterator[Finding]:
-    """Yield images that are equal bit for bit: among themselves, or to held-out ones."""
-    data = seen.data
-    share = _share(data.copies, data.images, data.images, data.total)
-    leaked = _share(data.leaked, data.held_out, data.images, data.total)
-    if data.copies > 1 and share >= COPIES:
-        yield _copies(data, share)
-    if data.leaked > 1 and leaked >= COPIES:
-        yield Finding(
-            "duplicated_data",
-            "data",
-            BEFORE,
-            "held-out images that are not trained on",
-            f"{data.leaked} of {data.held_out} held-out images are among {data.images} training images",
-            "split the data anew, without copies in two splits: accuracy on these says nothing",
-            {"leaked": data.leaked, "held_out": data.held_out, "share_of_the_set": leaked},
-        )
-
-
-def _copies(data: DataSeen, share: float) -> Finding:
-    conflicting = f", {data.conflicting} of them with another label" if data.conflicting else ""
-    about = f", about {share:.0%} of the data set" if data.images < data.total else ""
-    return Finding(
-        "duplicated_data",
-        "data",
-        BEFORE,
-        f"fewer than {COPIES:.0%} of the images equal to another",
-        f"{data.copies} of {data.images} are copies of one before{conflicting}{about}",
-        "remove the copies, and look at how the images are listed and shuffled",
-        {"copies": data.copies, "images": data.images, "conflicting": data.conflicting, "share_of_the_set": share},
-    )
-
-
-def _share(found: int, of: int, images: int, total: int) -> float:
-    """Return the share in the whole set, where a random part was looked at: each copy is seen only if its original
-    is as well.
-    """
-    return min(1.0, found / max(1, of) * (total / max(1, images)))
-
-
-@check("labels_out_of_range", "data")
-def labels_out_of_range(seen: Observation) -> Iterator[Finding]:
-    """Class labels that the model has no score for."""
-    labels, classes = seen.data.labels, seen.data.classes
-    if labels is None or classes is None:
-        return
-    wrong = ((labels < 0) | (labels >= classes)) & (labels != IGNORED)
-    if wrong.any():
-        values = np.unique(labels[wrong])
-        yield Finding(
-            "labels_out_of_range",
-            "data",
-            BEFORE,
-            f"labels from 0 to {classes - 1}, one for each of the model's {classes} scores",
-            f"{wrong.sum()} of {len(labels)} are others: {', '.join(map(str, values[:8]))}",
-            "number the classes from 0, or give the model as many outputs as there are classes",
-            {"labels": values[:100].tolist(), "count": int(wrong.sum()), "classes": classes},
-        )
-
-
-@check("input_normalization", "data")
-def input_normalization(seen: Observation) -> Iterator[Finding]:
-    """Yield inputs whose mean and standard deviation are not those of normalized ones."""
-    mean, std = seen.data.mean, seen.data.std
-    off = (np.abs(mean) > OFF_CENTER) | (std < NARROW) | (std > WIDE)
-    if off.any():
-        yield Finding(
-            "input_normalization",
-            "data",
-            BEFORE,
-            f"channels with a mean within {OFF_CENTER:g} of 0 and a standard deviation from {NARROW:g} to {WIDE:g}",
-            f"means {_numbers(mean)}, standard deviations {_numbers(std)}",
-            "scale pixels to 0..1, then subtract the mean of this data and divide by its standard deviation, once",
-            {"mean": mean.tolist(), "std": std.tolist()},
-        )
-
-
-def _numbers(values: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> str:
-    return ", ".join(f"{value:.3g}" for value in values[:4]) + (", ..." if len(values) > 4 else "")
+def in_range(labels: Tensor, classes: int) -> Tensor:
+    """Return labels with those that are no class put into the first one, as a loss would raise; `IGNORED` is kept."""
+    fits = ((labels >= 0) & (labels < classes)) | (labels == IGNORED)
+    return labels.where(fits, 0)

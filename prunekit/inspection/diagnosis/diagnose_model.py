@@ -1,6 +1,6 @@
-"""Every check on one observation of a model.
+"""The diagnosis of a model: every check on one observation, root causes first.
 
-Root causes first: what another finding is likely to have caused is told with it.
+What a finding is likely to have caused is listed with it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from prunekit.errors import DataError, UsageError, nearest
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.inspection.diagnosis import activation_checks as activations
-from prunekit.inspection.diagnosis import activation_checks as norms
-from prunekit.inspection.diagnosis import data_checks as data
-from prunekit.inspection.diagnosis import gradient_checks as gradients
-from prunekit.inspection.diagnosis import gradient_checks as learning_rate
-from prunekit.inspection.diagnosis import gradient_checks as parameters
-from prunekit.inspection.diagnosis import numeric_checks as numbers
-from prunekit.inspection.diagnosis import numeric_checks as shapes
+from prunekit.inspection.diagnosis import activation_checks, data_checks, failure_checks, gradient_checks
 from prunekit.inspection.diagnosis.data_checks import Pool, batches_of
 from prunekit.inspection.diagnosis.findings import CHECKS, Diagnosis, Finding
 from prunekit.inspection.diagnosis.observation import Observation, StepSize
@@ -29,46 +22,8 @@ from prunekit.inspection.diagnosis.observer import Loss, observe
 from prunekit.tasks.batches import ModelBatches
 from prunekit.tasks.task import Task, get_task
 
-_UNITS = frozenset({"dead_relu", "saturated_sigmoid", "constant_channels", "batchnorm_variance"})
-_SIZES = frozenset({"exploding_gradient", "vanishing_gradient", "learning_rate"})
-AFTER: dict[str, frozenset[str]] = {
-    "input_normalization": _UNITS | _SIZES,
-    "non_finite": _UNITS | _SIZES,
-    "batchnorm_variance": _UNITS | {"exploding_gradient", "learning_rate"},
-    "constant_channels": _UNITS,
-    "dead_relu": _UNITS,
-    "saturated_sigmoid": _UNITS,
-    "exploding_gradient": frozenset({"learning_rate"}),
-}
-"""What a fault causes in modules that run later."""
-BEFORE = dict.fromkeys(_UNITS, frozenset({"vanishing_gradient"}))
-"""What it causes on the way back, in modules that ran before."""
-LAST = ("vanishing_gradient", "exploding_gradient", "learning_rate")
-"""Consequences of the others more often than their cause."""
-
-
-def folded(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Return the findings that no other explains, in order of execution, each with those that it explains."""
-    roots: list[Finding] = []
-    below: list[list[Finding]] = []
-    for finding in sorted(findings, key=lambda each: (each.kind in LAST, each.order)):
-        cause = next((index for index, root in enumerate(roots) if _explains(root, finding)), None)
-        if cause is None:
-            roots.append(finding)
-            below.append([])
-        else:
-            below[cause].append(finding)
-    whole = (replace(root, consequences=tuple(rest)) for root, rest in zip(roots, below, strict=True))
-    return tuple(sorted(whole, key=lambda each: each.order))
-
-
-def _explains(root: Finding, finding: Finding) -> bool:
-    later = root.order <= finding.order and finding.kind in AFTER.get(root.kind, ())
-    return later or finding.kind in BEFORE.get(root.kind, ())
-
-
-FILES = (data, shapes, numbers, parameters, norms, activations, gradients, learning_rate)
-"""Imported so that their checks are registered."""
+CHECK_FILES = (activation_checks, data_checks, failure_checks, gradient_checks)
+"""Files that register their checks when they are imported."""
 
 
 def diagnose(
@@ -82,34 +37,35 @@ def diagnose(
     pool: Pool | None = None,
     seed: int = 0,
 ) -> Diagnosis:
-    """Look for what is wrong with a model and its data: every kind in `prunekit.inspection.diagnosis.findings.CHECKS`.
+    """Look for faults in a model and its data: every kind in `prunekit.inspection.diagnosis.findings.CHECKS`.
 
-    The model runs forward and backward on each batch in train mode, and on the first one in eval mode, and the
-    curvature of the loss is taken there. Parameters, buffers, gradients, modes, hooks and the process's random state
-    are afterwards what they were. Channels that are masked, zero by weights of zeros, are not reported as dead.
+    The model runs forward and backward on each batch in train mode, and forward on the first one in eval mode; the
+    curvature of the loss is computed on the first one. Parameters, buffers, gradients, modes, hooks and the process's
+    random state are afterwards what they were. Masked channels, which are zero by weights of zeros, are not reported
+    as dead.
 
     Args:
-        model: with the weights, on the device and in the mode in which it would be trained; dense, masked or compact.
+        model: a dense, masked or compact model, with the weights, device and mode that it is trained with.
         batches: a few batches of inputs (B, ...) and labels, as the model is trained on them, in any form that
-            `prunekit.prune` takes; gradients and learning rate are not looked at where labels are missing. All are kept
-            in memory.
-        loss: from what the model returned and the labels to one number, the mean over the batch; None: cross entropy
-            over (B, classes), for labels (B,) that number the classes, or the task's.
-        task: takes batches apart that come in another form, and has a loss; itself or its name.
-        optimizer: SGD, Adam or AdamW as it would make its first step; None: the learning rate is not looked at.
-        ignore: kinds that are not looked for, such as `frozen_parameter` where that is meant.
-        pool: what else there is of the data, for copies; None: the batches are all.
-        seed: of dropout and of whatever else is random in the model.
+            `prunekit.prune` takes; without labels, gradients and learning rate are not checked. All of them are kept in
+            memory.
+        loss: a function of the model's output and the labels that returns one number, the mean over the batch; None:
+            the task's loss, or cross entropy of scores (B, classes) and class labels (B,).
+        task: a task or its name, which splits batches of another form and has a loss.
+        optimizer: SGD, Adam or AdamW before its first step; None: the learning rate is not checked.
+        ignore: kinds that are not looked for, such as `frozen_parameter` if parameters are frozen on purpose.
+        pool: the rest of the data set, which is searched for copies; None: the batches are the whole set.
+        seed: seed of dropout and other randomness in the model.
 
     Raises:
-        UsageError: a kind in `ignore` is none.
-        DataError: there are no batches, or one comes in a form that is not known.
+        UsageError: a name in `ignore` is no kind of fault.
+        DataError: there are no batches, or one has an unknown form.
         ModelError: the model is compiled: hooks added after `torch.compile` are silently ignored.
 
     Example:
         >>> import prunekit as pk, torch
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
-        >>> model[0].bias.data.fill_(-100)[:2]  # no ReLU behind it ever opens
+        >>> model[0].bias.data.fill_(-100)[:2]  # the ReLU behind it is always 0
         tensor([-100., -100.])
         >>> print(pk.diagnose(model, [(torch.randn(32, 4), torch.randint(2, (32,)))]))
         1 fault (32 training images, loss ...)
@@ -129,44 +85,82 @@ def diagnose(
     pool = pool or Pool()
     more, held_out = ModelBatches(model, pool.more, task, "more"), ModelBatches(model, pool.held_out, task, "held_out")
     pool = replace(pool, more=more, held_out=held_out)
-    seen = observe(model, given, loss or (None if task is None else task.loss), step, pool, seed)
+    observation = observe(model, given, loss or (None if task is None else task.loss), step, pool, seed)
     wanted = [each for kind, each in CHECKS.items() if kind not in ignore]
-    skipped = {each.kind: reason for each in wanted if (reason := seen.missing.get(each.needs)) is not None}
+    skipped = {each.kind: reason for each in wanted if (reason := observation.missing.get(each.needs)) is not None}
     run = [each for each in wanted if each.kind not in skipped]
-    found = (finding for each in run for finding in each.run(seen))
+    found = (finding for each in run for finding in each.run(observation))
     return Diagnosis(
-        findings=folded(found),
+        findings=with_consequences(found),
         checked=tuple(each.kind for each in run),
         skipped=skipped,
-        images=seen.images,
-        figures=_figures(seen),
+        images=observation.images,
+        figures=_figures(observation),
     )
 
 
 def require_kinds(ignore: Sequence[str]) -> None:
-    """Checks that each is a kind of fault.
+    """Raise unless every name is a kind of fault.
 
     Raises:
-        UsageError: one is none; names the nearest.
+        UsageError: one is no kind; the message has the nearest.
     """
     for kind in ignore:
         if kind not in CHECKS:
             raise UsageError(f"ignore: there is no check {kind!r}; {nearest(kind, CHECKS)}")
 
 
-def _figures(seen: Observation) -> dict[str, float]:
-    figures = {"loss": sum(seen.loss) / len(seen.loss)} if seen.loss else {}
-    if seen.sharpness is not None:
-        figures["sharpness"] = seen.sharpness
-    if seen.step is not None:
-        figures["lr"] = seen.step.lr
-    return figures
-
-
 def step_size(optimizer: Optimizer) -> StepSize | None:
-    """Return how an optimizer makes its first step; None for one whose steps are not known."""
+    """Return the first step of an optimizer; None if its steps are unknown."""
     groups = optimizer.param_groups
     lr = max(float(group["lr"]) for group in groups)
     if isinstance(optimizer, SGD):
         return StepSize(lr, max(float(group["momentum"]) for group in groups))
     return StepSize(lr, adaptive=True) if isinstance(optimizer, (Adam, AdamW)) else None
+
+
+def _figures(observation: Observation) -> dict[str, float]:
+    figures = {"loss": sum(observation.losses) / len(observation.losses)} if observation.losses else {}
+    if observation.sharpness is not None:
+        figures["sharpness"] = observation.sharpness
+    if observation.step is not None:
+        figures["lr"] = observation.step.lr
+    return figures
+
+
+_UNITS = frozenset({"dead_relu", "saturated_sigmoid", "constant_channels", "batchnorm_variance"})
+_SIZES = frozenset({"exploding_gradient", "vanishing_gradient", "learning_rate"})
+CAUSED_LATER: dict[str, frozenset[str]] = {
+    "input_normalization": _UNITS | _SIZES,
+    "non_finite": _UNITS | _SIZES,
+    "batchnorm_variance": _UNITS | {"exploding_gradient", "learning_rate"},
+    "constant_channels": _UNITS,
+    "dead_relu": _UNITS,
+    "saturated_sigmoid": _UNITS,
+    "exploding_gradient": frozenset({"learning_rate"}),
+}
+"""Kinds of faults that a fault causes in modules that run later."""
+CAUSED_EARLIER = dict.fromkeys(_UNITS, frozenset({"vanishing_gradient"}))
+"""Kinds that it causes in modules that run earlier, by their gradients."""
+CONSEQUENCES = ("vanishing_gradient", "exploding_gradient", "learning_rate")
+"""Kinds that are more often a consequence of others than their cause."""
+
+
+def with_consequences(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Return the root causes in order of execution, each with the findings that it is likely to have caused."""
+    roots: list[Finding] = []
+    below: list[list[Finding]] = []
+    for finding in sorted(findings, key=lambda each: (each.kind in CONSEQUENCES, each.order)):
+        cause = next((index for index, root in enumerate(roots) if _explains(root, finding)), None)
+        if cause is None:
+            roots.append(finding)
+            below.append([])
+        else:
+            below[cause].append(finding)
+    whole = (replace(root, consequences=tuple(rest)) for root, rest in zip(roots, below, strict=True))
+    return tuple(sorted(whole, key=lambda each: each.order))
+
+
+def _explains(root: Finding, finding: Finding) -> bool:
+    later = root.order <= finding.order and finding.kind in CAUSED_LATER.get(root.kind, ())
+    return later or finding.kind in CAUSED_EARLIER.get(root.kind, ())

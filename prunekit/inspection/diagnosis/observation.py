@@ -1,29 +1,92 @@
-"""What was seen of a model on a few batches: all that checks look at.
-
-A model as it was before it is looked at, and put back to that.
-"""
+"""An observation of a model on a few batches, which all checks look at."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.layer_stats import FloatArray, IntArray
-from prunekit.utils.context import set_mode, training_mode
 
 Shape = tuple[int, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """What was observed of a model on a few batches.
+
+    Attributes:
+        model: the model, unchanged.
+        order: place of every module that ran in the order of execution, by path.
+        data: statistics of the images and labels.
+        images: number of images that the model ran on.
+        failure: the exception that ended the observation; None if there was none.
+        stats: statistics of activations in train mode.
+        eval_stats: statistics of activations in eval mode.
+        nonlinearities: inputs of nonlinearities, by (path, function, call).
+        gradients: norms of the gradients; None if there was no loss.
+        losses: the loss of each batch.
+        modes: modes of each BatchNorm with running statistics, by path.
+        training: whether the model was given in train mode.
+        step: the first step of the optimizer; None if unknown.
+        sharpness: largest eigenvalue of the loss's Hessian, or a lower bound of it; None if unknown.
+        trial: losses of one batch in successive steps of the optimizer; empty if none were tried.
+        missing: what checks may need and is not here, with the reason.
+    """
+
+    model: nn.Module
+    order: Mapping[str, int]
+    data: DataSummary
+    images: int
+    failure: Failure | None
+    stats: ChannelStats
+    eval_stats: ChannelStats
+    nonlinearities: Mapping[tuple[str, str, int], NonlinearityInputs]
+    gradients: GradientNorms | None
+    losses: tuple[float, ...]
+    modes: Mapping[str, BatchNormModes]
+    training: bool
+    step: StepSize | None
+    sharpness: float | None
+    trial: tuple[float, ...]
+    missing: Mapping[str, str]
+
+    def place(self, path: str) -> int:
+        """Return the place of a module in the order of execution; one that did not run comes last."""
+        return self.order.get(path, len(self.order))
+
+
 @dataclass(frozen=True)
-class Step:
-    """One step on a tensor's way: a module, or a function of torch's between modules, and the shape that it gave."""
+class Failure:
+    """An exception that the model or the loss raised.
+
+    Attributes:
+        module: path of the module that was running; empty for the model itself and the loss.
+        received: shapes of its input tensors.
+        operands: shapes of the tensors on the line that raised, by name, if that line is in the model's own code.
+        error: type and first line of the message.
+        line: line of the model's code that raised.
+        trail: how the tensor was computed, up to there.
+        of_shapes: whether it raised because sizes do not fit together.
+        stage: which pass raised.
+    """
+
+    module: str
+    received: tuple[Shape, ...]
+    operands: Mapping[str, Shape]
+    error: str
+    line: str
+    trail: tuple[TrailStep, ...]
+    of_shapes: bool
+    stage: str = "the forward pass"
+
+
+@dataclass(frozen=True)
+class TrailStep:
+    """One step in how a tensor was computed: a module, or a torch function between modules, and its output shape."""
 
     name: str
     shape: Shape
@@ -32,41 +95,16 @@ class Step:
         return f"{self.name} {self.shape}"
 
 
-@dataclass(frozen=True)
-class Failure:
-    """An exception of the model's, or of the loss.
-
-    Attributes:
-        module: path of the module that was running; empty for the model itself and the loss.
-        received: shapes of the tensors it was given.
-        operands: tensors that the line uses which raised, by name, where that line is the model's own.
-        error: type and first line.
-        line: the model's line that raised.
-        trail: the way of the tensor up to there.
-        of_shapes: whether sizes did not go together; else something else was wrong.
-        stage: where it happened.
-    """
-
-    module: str
-    received: tuple[Shape, ...]
-    operands: Mapping[str, Shape]
-    error: str
-    line: str
-    trail: tuple[Step, ...]
-    of_shapes: bool
-    stage: str = "the forward pass"
-
-
 @dataclass(frozen=True, eq=False)
-class Units:
-    """What a nonlinearity was given, over all batches.
+class NonlinearityInputs:
+    """The inputs of a nonlinearity over all batches.
 
     Attributes:
         function: `relu`, `sigmoid`, `tanh` or `hardsigmoid`.
         after: path of the module without children that ran last before it.
         low, high: (channels,) smallest and largest value.
-        flat: how many values lie where the function is flat on either side.
-        count: how many values there were.
+        flat: number of values where the function is flat, on either side.
+        count: number of all values.
     """
 
     function: str
@@ -76,21 +114,21 @@ class Units:
     flat: int
     count: int
 
-    def merge(self, other: Units) -> Units:
-        """Return both together."""
+    def merge(self, other: NonlinearityInputs) -> NonlinearityInputs:
+        """Return the inputs of both together."""
         low, high = np.minimum(self.low, other.low), np.maximum(self.high, other.high)
-        return Units(self.function, self.after, low, high, self.flat + other.flat, self.count + other.count)
+        return replace(self, low=low, high=high, flat=self.flat + other.flat, count=self.count + other.count)
 
 
 @dataclass(frozen=True, eq=False)
-class Gradients:
-    """Norms of the loss's gradient, the largest over the batches.
+class GradientNorms:
+    """Norms of the gradients of the loss, the largest over the batches.
 
     Attributes:
-        outputs: of modules' outputs, by path.
-        model: of what the model returned.
-        parameters: of trainable parameters, by name; None: the loss does not depend on it in any batch.
-        not_finite: the first gradient on the way back that was NaN or Inf, as the path of a module; None: none.
+        outputs: those of the outputs of modules, by path.
+        model: that of the model's output.
+        parameters: those of trainable parameters, by name; None if the loss depends on the parameter in no batch.
+        not_finite: path of the first module in the backward pass whose gradient was NaN or Inf; None if all are finite.
     """
 
     outputs: Mapping[str, float]
@@ -100,7 +138,7 @@ class Gradients:
 
 
 @dataclass(frozen=True)
-class Modes:
+class BatchNormModes:
     """Whether a BatchNorm is in train mode: as the model came, after `model.train()` and after `model.eval()`."""
 
     found: bool
@@ -109,20 +147,20 @@ class Modes:
 
 
 @dataclass(frozen=True, eq=False)
-class DataSeen:
-    """Images and labels.
+class DataSummary:
+    """Statistics and counts of images and labels.
 
     Attributes:
-        mean, std: (C,) of the images' channels; empty where the inputs are not floating-point.
-        not_finite: how many of their values are NaN or Inf.
-        images: how many were looked at, for copies.
-        total: how many the data set has.
-        copies: how many are equal, bit for bit, to one before.
-        conflicting: how many of those have another label than that one.
-        held_out: how many held-out images were looked at.
-        leaked: how many of these are among the images.
-        labels: (N,) class labels, of all positions; None where they are no class labels.
-        classes: how many the model scores; None where that is not known.
+        mean, std: (C,) of the images' channels; empty if the inputs are not floating-point.
+        not_finite: number of values that are NaN or Inf.
+        images: number of images that were compared with each other.
+        total: number of images in the data set.
+        copies: number of images that equal an earlier one, bit for bit.
+        conflicting: number of copies whose label differs from that of the earlier image.
+        held_out: number of held-out images that were compared.
+        leaked: number of held-out images that are among the images.
+        labels: (N,) class labels, of all positions; None if labels are no classes.
+        classes: number of classes that the model scores; None if unknown.
     """
 
     mean: FloatArray
@@ -140,98 +178,14 @@ class DataSeen:
 
 @dataclass(frozen=True)
 class StepSize:
-    """How the optimizer steps.
+    """The first step of an optimizer.
 
     Attributes:
-        lr: learning rate of the first step.
+        lr: its learning rate.
         momentum: of SGD.
-        adaptive: whether the first step moves every weight by `lr`, as Adam's does.
+        adaptive: whether it moves every weight by `lr`, as Adam's does.
     """
 
     lr: float
     momentum: float = 0.0
     adaptive: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Observation:
-    """A model on a few batches.
-
-    Attributes:
-        model: as it is afterwards, which is as it was.
-        order: place of each module that ran in order of execution, by path.
-        data: its images and labels.
-        images: how many the model saw.
-        failure: what ended the observation early.
-        stats: activations in train mode.
-        evaluated: activations in eval mode.
-        units: nonlinearities by (path, function, call).
-        gradients: of the loss; None where there was none.
-        loss: of each batch.
-        modes: of each BatchNorm with running statistics, by path.
-        training: whether the model itself came in train mode.
-        step: the optimizer's.
-        sharpness: largest eigenvalue of the loss's Hessian, or a bound below it.
-        trial: the loss of one batch in successive steps, where the sharpness is beyond what the step size takes; else
-            empty.
-        missing: what is not there, by what a check may need, with the reason.
-    """
-
-    model: nn.Module
-    order: Mapping[str, int]
-    data: DataSeen
-    images: int
-    failure: Failure | None
-    stats: ChannelStats
-    evaluated: ChannelStats
-    units: Mapping[tuple[str, str, int], Units]
-    gradients: Gradients | None
-    loss: tuple[float, ...]
-    modes: Mapping[str, Modes]
-    training: bool
-    step: StepSize | None
-    sharpness: float | None
-    trial: tuple[float, ...]
-    missing: Mapping[str, str]
-
-    def place(self, path: str) -> int:
-        """Return the place of a module in order of execution; one that did not run comes last."""
-        return self.order.get(path, len(self.order))
-
-
-@contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Parameters and buffers are afterwards what they were: running statistics move in train mode, and a model's own
-    forward may put other tensors in the place of its buffers."""
-    owners = [(module, dict(module._buffers.items())) for module in model.modules()]
-    tensors = [*model.parameters(), *model.buffers()]
-    before = [tensor.detach().clone() for tensor in tensors]
-    try:
-        yield
-    finally:
-        for module, buffers in owners:
-            for name, buffer in buffers.items():
-                module._buffers[name] = buffer
-        with torch.no_grad():
-            for tensor, value in zip(tensors, before, strict=True):
-                if not torch.equal(tensor, value):
-                    tensor.copy_(value)
-
-
-def batchnorm_modes(model: nn.Module) -> dict[str, Modes]:
-    """Return how every BatchNorm with running statistics follows the mode of the model; modes are afterwards what they
-    were.
-
-    `model.train()` and `model.eval()` are called, because a model's own may do something else.
-    """
-    norms = {
-        path: module
-        for path, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and module.running_var is not None
-    }
-    found = [module.training for module in norms.values()]
-    with training_mode(model, True):
-        training = [module.training for module in norms.values()]
-        set_mode(model, False)
-        evaluating = [module.training for module in norms.values()]
-    return dict(zip(norms, map(Modes, found, training, evaluating), strict=True))

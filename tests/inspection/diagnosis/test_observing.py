@@ -9,10 +9,10 @@ from torch.nn import functional as F
 
 from prunekit.errors import DataError, ModelError, UsageError
 from prunekit.hooks.hook import count_hooks
+from prunekit.inspection.diagnosis.curvature import TRIAL, largest_eigenvalue, recovers, try_steps
 from prunekit.inspection.diagnosis.data_checks import Pool
 from prunekit.inspection.diagnosis.diagnose_model import diagnose
 from prunekit.inspection.diagnosis.findings import CHECKS, check
-from prunekit.inspection.diagnosis.gradient_checks import TRIAL, largest_eigenvalue, recovers, trial
 from prunekit.inspection.diagnosis.observation import StepSize
 
 
@@ -53,7 +53,7 @@ def test_sharpness_is_the_largest_eigenvalue(eigenvalues: tuple[float, ...]) -> 
 def test_a_quadratic_diverges_just_beyond_the_stable_rate(share: float, grows: bool, momentum: float) -> None:
     weight = torch.ones(1, dtype=torch.float64, requires_grad=True)
     step = StepSize(share * 2 * (1 + momentum) / 10, momentum)
-    losses = trial(lambda: 5 * weight.square().sum(), [weight], step)
+    losses = try_steps(lambda: 5 * weight.square().sum(), [weight], step)
     assert recovers(losses) != grows
     assert (len(losses) == TRIAL) == grows
 

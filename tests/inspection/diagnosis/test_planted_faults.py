@@ -176,7 +176,7 @@ PLANTED = [
     Planted("non_finite", "conv2", nothing, "input of conv2", TakesLogarithm),
     Planted("non_finite", "bn2", nothing, "the gradient of its output is NaN or Inf, the first on the way", TakesRoot),
     Planted("exploding_gradient", "conv3", exploding, "times on its way back through conv3"),
-    Planted("vanishing_gradient", "layers.", nothing, "modules up to here learn next to nothing", Sigmoids),
+    Planted("vanishing_gradient", "layers.", nothing, "modules up to here learn hardly anything", Sigmoids),
     Planted("dead_relu", "", dead, "16 of 16 channels behind conv3 are 0 for all 128 inputs"),
     Planted("saturated_sigmoid", "sigmoid", saturated, "100.0%"),
     Planted("constant_channels", "fc1", constant, "12 of 24 channels never change"),

@@ -1,6 +1,6 @@
-"""What runs in which order, what nonlinearities are given, and which gradients come back.
+"""Recorders of a running model: the modules that run, what nonlinearities are given, and gradients.
 
-What an exception of a model's says about shapes.
+If the model raises an exception, `failure_of` says which module ran, and how its tensors came about.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator
 from prunekit.channels.tracing.tracer import channel_axis
 from prunekit.hooks.hook import never_called
 from prunekit.hooks.owner import HookOwner
-from prunekit.inspection.diagnosis.observation import Failure, Shape, Step, Units
+from prunekit.inspection.diagnosis.observation import Failure, NonlinearityInputs, Shape, TrailStep
 from prunekit.utils.tensors import gather
 
 FLAT = 0.04
@@ -31,40 +31,42 @@ a unit learns 25 times slower (saturation: Glorot & Bengio 2010, "Understanding 
 feedforward neural networks")."""
 _EDGE = math.atanh(math.sqrt(1 - FLAT))
 LIMITS = {"sigmoid": 2 * _EDGE, "tanh": _EDGE, "hardsigmoid": 3.0}
-"""Inputs, in absolute value, from which on they are that flat; `hardsigmoid` has no slope at all there."""
-TRAIL = 8
-"""Steps of a tensor's way that are shown."""
+"""Absolute values of inputs beyond which they are flat; `hardsigmoid` has no slope at all there."""
 _RECTIFIERS = {"relu", "hardtanh", "clamp_min", "threshold"}
+TRAIL = 8
+"""Steps that a trail has at most."""
+SHAPE_WORDS = re.compile(
+    r"\b(shapes?|sizes?|dimensions?|channels?|expand|broadcast|numel|stack|split|view|batch_size|Expected \d-?D)\b",
+    re.I,
+)
+"""Words in torch's messages about sizes that do not fit together, for which it has no exception of their own."""
+_TORCH = f"{Path(torch.__file__).parent}/"
+_PACKAGE = Path(__file__).parents[2]
+_AROUND = (
+    *(f"{_PACKAGE / room}/" for room in ("inspection", "statistics", "hooks", "masks")),
+    f"{_PACKAGE / 'channels' / 'tracing' / 'dispatch_modes.py'}",
+)
 
 
-@dataclass(frozen=True, eq=False)
-class Ran:
-    """One call of a module; `node` is what autograd knows its first result by."""
-
-    path: str
-    step: Step
-    node: Any
-
-
-class Running(ModuleStack):
-    """The modules that run, in order; the stack stays as it is when one raises.
+class ExecutionRecorder(ModuleStack):
+    """The modules that run, in order of execution; the stack is left as it is when one raises.
 
     Attributes:
-        order: place of each module by path, by when it was first entered.
-        calls: every call of a module without children in the latest forward pass.
-        received: shapes of the tensors that each module now running was given, outermost first.
+        order: place of each module in the order in which modules are first entered, by path.
+        calls: calls of modules without children in the latest forward pass.
+        received: input tensors of every module that is running, outermost first.
+        last: path of the module without children that ran last.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, self._entered, self._left)
         self.order: dict[str, int] = {}
-        self.calls: list[Ran] = []
+        self.calls: list[ModuleCall] = []
         self.received: list[list[Tensor]] = []
         self.last = ""
-        """Path of the module without children that ran last."""
 
     def begin(self) -> None:
-        """Forget the pass before."""
+        """Forget the previous pass."""
         self.calls.clear()
         self.received.clear()
         self.paths[1:] = []
@@ -81,19 +83,19 @@ class Running(ModuleStack):
         self.last = path
         tensors = gather(output)
         if tensors:
-            step = Step(f"{path or type(module).__name__} ({type(module).__name__})", tuple(tensors[0].shape))
-            self.calls.append(Ran(path, step, tensors[0].grad_fn))
+            step = TrailStep(f"{path or type(module).__name__} ({type(module).__name__})", tuple(tensors[0].shape))
+            self.calls.append(ModuleCall(path, step, tensors[0].grad_fn))
 
-    def trail(self, tensors: list[Tensor]) -> tuple[Step, ...]:
-        """Return how the first of some tensors came about: through modules, and functions between them.
+    def trail(self, tensors: list[Tensor]) -> tuple[TrailStep, ...]:
+        """Return how the first of some tensors was computed: by modules, and functions between them.
 
-        Without a graph, as of frozen models, the modules that ran last.
+        Without an autograd graph, as in frozen models, these are the modules that ran last.
         """
         node = next((tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None), None)
         if node is None:
             return tuple(ran.step for ran in self.calls[-TRAIL:])
         known = {ran.node: ran for ran in self.calls if ran.node is not None}
-        steps: list[Step] = []
+        steps: list[TrailStep] = []
         while node is not None and len(steps) < TRAIL:
             between, node = _back(node, known)
             steps += between
@@ -103,21 +105,30 @@ class Running(ModuleStack):
         return tuple(reversed(steps[:TRAIL]))
 
 
-def _before(node: Any, known: Mapping[Any, Ran]) -> Any:
-    """Return the node before a module's result: its first input that leads to another module's."""
+@dataclass(frozen=True, eq=False)
+class ModuleCall:
+    """One call of a module, with the autograd node of its first output."""
+
+    path: str
+    step: TrailStep
+    node: Any
+
+
+def _before(node: Any, known: Mapping[Any, ModuleCall]) -> Any:
+    """Return the first input of a module's output node that leads to the output of another module."""
     for following, _ in node.next_functions:
         if following is not None and _back(following, known)[1] is not None:
             return following
     return None
 
 
-def _back(start: Any, known: Mapping[Any, Ran]) -> tuple[list[Step], Any]:
-    """Return the nearest module's result at or before a node, and the functions on the way; None without one."""
+def _back(start: Any, known: Mapping[Any, ModuleCall]) -> tuple[list[TrailStep], Any]:
+    """Return the functions between a node and the nearest module output before it, and that output's node or None."""
     queue, parents = deque([start]), {start: None}
     while queue:
         node = queue.popleft()
         if node in known:
-            way: list[Step | None] = []
+            way: list[TrailStep | None] = []
             at = parents[node]
             while at is not None:
                 way.append(_function(at))
@@ -130,47 +141,52 @@ def _back(start: Any, known: Mapping[Any, Ran]) -> tuple[list[Step], Any]:
     return [], None
 
 
-def _function(node: Any) -> Step | None:
-    """Return a function between modules, as autograd calls it."""
+def _function(node: Any) -> TrailStep | None:
+    """Return a function between modules, by autograd's name."""
     shapes = [tuple(each.shape) for each in getattr(node, "_input_metadata", ())]
-    return Step(re.sub(r"Backward\d*$", "", node.name()).lower(), shapes[0]) if shapes else None
+    return TrailStep(re.sub(r"Backward\d*$", "", node.name()).lower(), shapes[0]) if shapes else None
 
 
-class UnitWatch(OperatorMode):
-    """What nonlinearities are given, whether modules or functions: `nn.ReLU`, `F.relu` and `x.relu_()` alike."""
+class NonlinearityRecorder(OperatorMode):
+    """The inputs of nonlinearities, whether modules or functions: `nn.ReLU`, `F.relu` and `x.relu_()` alike.
 
-    def __init__(self, running: Running) -> None:
+    Attributes:
+        inputs: by the innermost module that runs, the function, and the number of its call there.
+    """
+
+    def __init__(self, execution: ExecutionRecorder) -> None:
         super().__init__()
-        self._running = running
+        self._execution = execution
         self._calls: Counter[tuple[str, str]] = Counter()
-        self.units: dict[tuple[str, str, int], Units] = {}
-        """By the innermost module that runs, the function, and its number among its calls there."""
+        self.inputs: dict[tuple[str, str, int], NonlinearityInputs] = {}
 
     def begin(self) -> None:
-        """Forget how often each was called in the pass before."""
+        """Start counting calls at the beginning of a pass."""
         self._calls.clear()
 
     def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Note the input before an in-place function overwrites it."""
+        """Record the input before an in-place function overwrites it."""
         function = _nonlinearity(func, args)
         if function is not None and args[0].ndim > 1 and args[0].numel():
-            self._note(function, args[0])
+            self._record(function, args[0])
         return run_operator(func, args, kwargs)
 
-    def _note(self, function: str, values: Tensor) -> None:
-        path = self._running.current
+    def _record(self, function: str, values: Tensor) -> None:
+        path = self._execution.current
         key = path, function, self._calls[path, function]
         self._calls[path, function] += 1
-        after = self._running.last
-        axis = channel_axis(self._running.model.get_submodule(after), values.ndim)
+        after = self._execution.last
+        axis = channel_axis(self._execution.model.get_submodule(after), values.ndim)
         channels = values.movedim(axis, 0).flatten(1)
         low, high = torch.aminmax(channels.float(), dim=1)
         limit = LIMITS.get(function)
         flat = 0 if limit is None else int((values.abs() >= limit).sum())
-        seen = Units(function, after, low.double().cpu().numpy(), high.double().cpu().numpy(), flat, values.numel())
-        before = self.units.get(key)
-        if before is None or before.low.shape == seen.low.shape:
-            self.units[key] = seen if before is None else before.merge(seen)
+        inputs = NonlinearityInputs(
+            function, after, low.double().cpu().numpy(), high.double().cpu().numpy(), flat, values.numel()
+        )
+        before = self.inputs.get(key)
+        if before is None or before.low.shape == inputs.low.shape:
+            self.inputs[key] = inputs if before is None else before.merge(inputs)
 
 
 def _nonlinearity(func: Any, args: Any) -> str | None:
@@ -183,12 +199,12 @@ def _nonlinearity(func: Any, args: Any) -> str | None:
     return "relu" if lower == 0 else None
 
 
-class GradientWatch(HookOwner):
-    """Norms of the gradients of modules' outputs as they come back.
+class GradientRecorder(HookOwner):
+    """Norms of the gradients of modules' outputs.
 
     Attributes:
-        squares: their squares by path, of the latest backward pass, all calls of a module together.
-        not_finite: path of the first whose gradient was NaN or Inf.
+        squares: squared norms of the latest backward pass by path, all calls of a module together.
+        not_finite: path of the first module whose gradient was NaN or Inf; None if all are finite.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -198,6 +214,7 @@ class GradientWatch(HookOwner):
         self.not_finite: str | None = None
 
     def register(self) -> None:
+        """Register hooks on every module with parameters or without children, and on the model."""
         for path, module in self._model.named_modules():
             own = any(True for _ in module.parameters(recurse=False))
             if never_called(module):
@@ -215,55 +232,35 @@ class GradientWatch(HookOwner):
         return look
 
     def begin(self) -> None:
-        """Forget the pass before."""
+        """Forget the previous pass."""
         self.squares.clear()
 
     @property
     def norms(self) -> dict[str, float]:
-        """Norms of the latest backward pass, by path."""
+        """The norms of the latest backward pass, by path."""
         return {path: math.sqrt(square) for path, square in self.squares.items() if square >= 0}
 
 
-def shapes_of(tensors: list[Tensor]) -> tuple[Shape, ...]:
-    """Their shapes."""
-    return tuple(tuple(tensor.shape) for tensor in tensors)
-
-
-SHAPE_WORDS = re.compile(
-    r"\b(shapes?|sizes?|dimensions?|channels?|expand|broadcast|numel|stack|split|view|batch_size|Expected \d-?D)\b",
-    re.I,
-)
-"""What torch's messages about sizes that do not go together have in common: there is no exception of their own."""
-_TORCH = f"{Path(torch.__file__).parent}/"
-_PACKAGE = Path(__file__).parents[2]
-_AROUND = (
-    *(f"{_PACKAGE / room}/" for room in ("inspection", "statistics", "hooks", "masks")),
-    f"{_PACKAGE / 'channels' / 'tracing' / 'dispatch_modes.py'}",
-)
-
-
-def failure_of(error: Exception, running: Running, stage: str = "the forward pass") -> Failure:
-    """Return what happened, from an exception and from what was running."""
+def failure_of(error: Exception, execution: ExecutionRecorder, stage: str = "the forward pass") -> Failure:
+    """Return a failure, from an exception and the modules that were running."""
     text = str(error).strip().splitlines()
     line, operands = _own_line(error)
-    received = running.received[-1] if running.received else []
-    inside = running.paths[-1] != ""
+    received = execution.received[-1] if execution.received else []
+    inside = execution.paths[-1] != ""
     return Failure(
-        module=running.current,
+        module=execution.current,
         received=shapes_of(received),
         operands={name: tuple(tensor.shape) for name, tensor in operands.items()},
         error=f"{type(error).__name__}: {text[0] if text else ''}",
         line=line,
-        trail=running.trail([*(received if inside else []), *operands.values()]),
+        trail=execution.trail([*(received if inside else []), *operands.values()]),
         of_shapes=not isinstance(error, (TypeError, AttributeError)) and bool(SHAPE_WORDS.search(str(error))),
         stage=stage,
     )
 
 
 def _own_line(error: Exception) -> tuple[str, dict[str, Tensor]]:
-    """Return the innermost line of the model's own code, and the tensors that it names; empty where all of it is
-    torch's.
-    """
+    """Return the innermost line of the model's own code, and the tensors that it names; empty if there is none."""
     frames = zip(traceback.walk_tb(error.__traceback__), traceback.extract_tb(error.__traceback__), strict=True)
     for (frame, _), summary in reversed(list(frames)):
         if not summary.filename.startswith((_TORCH, *_AROUND)):
@@ -274,6 +271,11 @@ def _own_line(error: Exception) -> tuple[str, dict[str, Tensor]]:
     return "", {}
 
 
-def shown(shapes: tuple[Shape, ...]) -> str:
+def shapes_of(tensors: list[Tensor]) -> tuple[Shape, ...]:
+    """Return the shapes of tensors."""
+    return tuple(tuple(tensor.shape) for tensor in tensors)
+
+
+def shapes_text(shapes: tuple[Shape, ...]) -> str:
     """Return shapes as text."""
     return ", ".join(map(str, shapes)) or "no tensor"

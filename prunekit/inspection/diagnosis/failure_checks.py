@@ -1,7 +1,4 @@
-"""NaN and Inf: where they come from.
-
-Sizes that do not go together, and whatever else a model raises.
-"""
+"""Checks on what fails: numbers that are not finite, sizes that do not fit together, and other exceptions."""
 
 from __future__ import annotations
 
@@ -12,66 +9,66 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from prunekit.inspection.diagnosis.findings import BEFORE, NAMED, Finding, check
-from prunekit.inspection.diagnosis.forward_watch import shown
+from prunekit.inspection.diagnosis.findings import DATA_ORDER, MAX_NAMES, Finding, check
 from prunekit.inspection.diagnosis.observation import Failure, Observation
+from prunekit.inspection.diagnosis.recorders import shapes_text
 from prunekit.utils.display import listed
 
 
 @check("non_finite", "data")
-def non_finite(seen: Observation) -> Iterator[Finding]:
-    """Yield the first place that is NaN or Inf: images, a parameter or buffer, an activation, the loss, a gradient."""
+def non_finite(observation: Observation) -> Iterator[Finding]:
+    """Yield the first NaN or Inf: in the images, a parameter or buffer, an activation, the loss, or a gradient."""
     for place in (_images, _tensors, _activation, _loss, _gradient):
-        found = place(seen)
+        found = place(observation)
         if found is not None:
             yield found
             return
 
 
-def _images(seen: Observation) -> Finding | None:
-    if not seen.data.not_finite:
+def _images(observation: Observation) -> Finding | None:
+    if not observation.data.not_finite:
         return None
-    count = seen.data.not_finite
+    count = observation.data.not_finite
     came = f"{count} values of the images are NaN or Inf"
-    return _finding("data", BEFORE, came, "look at how images are read and normalized", {"count": count})
+    return _finding("data", DATA_ORDER, came, "look at how images are read and normalized", {"count": count})
 
 
-def _tensors(seen: Observation) -> Finding | None:
-    named: Iterable[tuple[str, Tensor]] = [*seen.model.named_parameters(), *seen.model.named_buffers()]
+def _tensors(observation: Observation) -> Finding | None:
+    named: Iterable[tuple[str, Tensor]] = [*observation.model.named_parameters(), *observation.model.named_buffers()]
     wrong = [name for name, tensor in named if not bool(torch.isfinite(tensor).all())]
     if not wrong:
         return None
-    first = min(wrong, key=lambda name: seen.place(name.rpartition(".")[0]))
+    first = min(wrong, key=lambda name: observation.place(name.rpartition(".")[0]))
     path = first.rpartition(".")[0]
-    came = f"{listed([first, *(name for name in wrong if name != first)], NAMED)} hold NaN or Inf"
+    came = f"{listed([first, *(name for name in wrong if name != first)], MAX_NAMES)} hold NaN or Inf"
     advice = "load weights that are finite; where training made these, lower the learning rate"
-    return _finding(path, seen.place(path), came, advice, {"tensors": wrong})
+    return _finding(path, observation.place(path), came, advice, {"tensors": wrong})
 
 
-def _activation(seen: Observation) -> Finding | None:
-    stats, mode = (seen.stats, "train") if seen.stats.non_finite else (seen.evaluated, "eval")
+def _activation(observation: Observation) -> Finding | None:
+    stats, mode = (observation.stats, "train") if observation.stats.non_finite else (observation.eval_stats, "eval")
     if not stats.non_finite:
         return None
     first, after = stats.non_finite[0], len(stats.non_finite) - 1
     path, side = first.key.module, first.key.side
     came = f"in {mode} mode {first}; {after} activations after it have some too"
-    where = "what comes before this module, between it and the one before" if side == "input" else "this module"
+    where = "what is computed between this module and the one before" if side == "input" else "this module"
     advice = f"look into {where}: a division by zero, the logarithm or root of what may be 0, an overflow"
     figures = {"count": first.count, "batch": first.batch, "channel": first.channel, "after": after, "mode": mode}
-    return _finding(path, seen.place(path), came, advice, figures)
+    return _finding(path, observation.place(path), came, advice, figures)
 
 
-def _loss(seen: Observation) -> Finding | None:
-    wrong = [number for number, value in enumerate(seen.loss, 1) if value - value != 0]
+def _loss(observation: Observation) -> Finding | None:
+    wrong = [number for number, value in enumerate(observation.losses, 1) if value - value != 0]
     if not wrong:
         return None
-    came = f"the loss of batch {wrong[0]} is {seen.loss[wrong[0] - 1]}, and every module's output is finite"
+    came = f"the loss of batch {wrong[0]} is {observation.losses[wrong[0] - 1]}, and every module's output is finite"
     advice = "look at the loss, and at what the model computes behind its last module"
-    return _finding("", len(seen.order), came, advice, {"batch": wrong[0]})
+    return _finding("", len(observation.order), came, advice, {"batch": wrong[0]})
 
 
-def _gradient(seen: Observation) -> Finding | None:
-    gradients = seen.gradients
+def _gradient(observation: Observation) -> Finding | None:
+    gradients = observation.gradients
     if gradients is None:
         return None
     wrong = [name for name, norm in gradients.parameters.items() if norm is not None and norm - norm != 0]
@@ -79,36 +76,36 @@ def _gradient(seen: Observation) -> Finding | None:
         return None
     path = gradients.not_finite if gradients.not_finite is not None else wrong[-1].rpartition(".")[0]
     came = f"the gradient of its output is NaN or Inf, the first on the way back; {len(wrong)} parameters get such ones"
-    advice = "look for what has no slope there behind this module: the root of 0, a division by a norm that is 0"
-    return _finding(path, seen.place(path), came, advice, {"parameters": wrong})
+    advice = "look behind this module for an operation that has no gradient: the root of 0, a division by a norm of 0"
+    return _finding(path, observation.place(path), came, advice, {"parameters": wrong})
 
 
 def _finding(path: str, order: int, came: str, advice: str, evidence: dict[str, object]) -> Finding:
-    return Finding("non_finite", path, order, "finite numbers", came, advice, evidence)
+    return Finding(path, order, "finite numbers", came, advice, evidence)
 
 
 @check("shape_mismatch", "data")
-def shape_mismatch(seen: Observation) -> Iterator[Finding]:
-    """Yield a module, or an operator between modules, was given sizes that it does not take."""
-    failure = seen.failure
+def shape_mismatch(observation: Observation) -> Iterator[Finding]:
+    """Yield the module, or operator between modules, whose inputs have sizes that it does not take."""
+    failure = observation.failure
     if failure is not None and failure.of_shapes:
-        advice = "change the size where it is made, on the way that the tensor took, or what the module is built for"
-        yield _finding_shapes(seen, failure, "shape_mismatch", _wanted(seen.model, failure), advice)
+        advice = "change the size where the tensor is computed, or the size that the module is built for"
+        yield _failed(observation, failure, _wanted(observation.model, failure), advice)
 
 
 @check("run_error", "data")
-def run_error(seen: Observation) -> Iterator[Finding]:
-    """Yield the model, the loss or the backward pass raised for another reason."""
-    failure = seen.failure
+def run_error(observation: Observation) -> Iterator[Finding]:
+    """Yield the exception that the model, the loss or the backward pass raised for another reason."""
+    failure = observation.failure
     if failure is not None and not failure.of_shapes:
-        expected = f"{failure.stage} to run to its end"
-        yield _finding_shapes(seen, failure, "run_error", expected, "see the line and the error")
+        expected = f"{failure.stage} to finish"
+        yield _failed(observation, failure, expected, "see the line and the error")
 
 
-def _finding_shapes(seen: Observation, failure: Failure, kind: str, expected: str, advice: str) -> Finding:
+def _failed(observation: Observation, failure: Failure, expected: str, advice: str) -> Finding:
     at = f"{failure.line}: " if failure.line else ""
     given = [f"{name} {shape}" for name, shape in failure.operands.items()]
-    received = ", ".join(given) if given and not failure.module else shown(failure.received)
+    received = ", ".join(given) if given and not failure.module else shapes_text(failure.received)
     came = f"{received}, in {failure.stage}; {at}{failure.error}"
     if failure.trail:
         came += f"; its way: {' -> '.join(map(str, failure.trail))}"
@@ -119,11 +116,11 @@ def _finding_shapes(seen: Observation, failure: Failure, kind: str, expected: st
         "line": failure.line,
         "error": failure.error,
     }
-    return Finding(kind, failure.module, seen.place(failure.module), expected, came, advice, evidence)
+    return Finding(failure.module, observation.place(failure.module), expected, came, advice, evidence)
 
 
 def _wanted(model: nn.Module, failure: Failure) -> str:
-    """Return what the module that raised takes."""
+    """Return which inputs the module that raised takes."""
     module = model.get_submodule(failure.module)
     kind = type(module).__name__
     if isinstance(module, _ConvNd):
@@ -138,4 +135,4 @@ def _wanted(model: nn.Module, failure: Failure) -> str:
         return f"an input (..., {', '.join(map(str, module.normalized_shape))}) of {kind}"
     if failure.stage == "the loss":
         return "outputs and labels that the loss takes: for a classifier scores (N, classes) and labels (N,)"
-    return f"sizes that go together in {kind}"
+    return f"sizes that fit together in {kind}"
