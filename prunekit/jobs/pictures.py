@@ -14,8 +14,8 @@ from prunekit.channels.cut.model_copy import copied
 from prunekit.data.loader import Batches
 from prunekit.data.sources import Splits
 from prunekit.errors import UsageError
-from prunekit.inspection.capture.layer_selection import Layers, channels_of, choose
-from prunekit.inspection.capture.redundancy import CorrelationCollector, redundant
+from prunekit.inspection.capture.layer_selection import Layers, channels_of, select_layers
+from prunekit.inspection.capture.redundancy import CorrelationCollector, redundant_channels
 from prunekit.inspection.visualize.class_maps import ClassMap, correlation
 from prunekit.inspection.visualize.distributions import activation_distributions, rows_of, weight_distributions
 from prunekit.inspection.visualize.feature_maps import LayerFeatures, View, feature_maps
@@ -77,7 +77,7 @@ def write_features(
         file = f"{features.path}{f'.{features.call}' if features.call else ''}.png"
         write_png(folder / file, draw(features, settings.grid, name))
         rows.append(_row(features, file))
-    write_png(folder / INPUT, pair.preprocessing.shown(values[0]))
+    write_png(folder / INPUT, pair.preprocessing.to_image(values[0]))
     return {"model": pair.name, "image": name, "models": list(pair.models), "input": INPUT, "layers": rows}
 
 
@@ -213,7 +213,7 @@ class StatisticsSettings:
 
     Attributes:
         layers: see `prunekit.capture`; None: convolutions, linear layers and projections of attention.
-        threshold: see `redundant`.
+        threshold: see `redundant_channels`.
     """
 
     layers: Layers | None = None
@@ -301,13 +301,13 @@ def _histograms(
 def channel_findings(
     model: nn.Module, batches: Any, device: torch.device, threshold: float = 0.99, layers: Layers | None = None
 ) -> tuple[list[Row], int]:
-    """Return dead channels, which are constant on the data, and redundant ones, see `redundant`.
+    """Return dead channels, which are constant on the data, and redundant ones, see `redundant_channels`.
 
     Args:
         model: already on `device`; in eval mode while it runs.
         batches: see `run_passes`.
         device: where the model is.
-        threshold: see `redundant`.
+        threshold: see `redundant_channels`.
         layers: whose correlations are looked at; None: all convolutions, linear layers and projections.
 
     Returns:
@@ -319,12 +319,12 @@ def channel_findings(
     """
     widths = channels_of(model)
     chosen = (
-        list(widths) if layers is None else [path for path in choose(model, layers, "layers").paths if path in widths]
+        list(widths) if layers is None else [path for path in select_layers(model, layers, "layers").paths if path in widths]
     )
     stats = StatsCollector(model, inputs=False, fused=False)
     pairs = [CorrelationCollector(model, chosen)] if chosen else []
     run_passes(model, batches, device, stats, *pairs)
-    found, products = stats.stats(), [product for one in pairs for product in one.products()]
+    found, products = stats.stats(), [product for one in pairs for product in one.correlations()]
     dead: list[tuple[str, Iterable[int]]] = [
         (f"{key.module}, call {key.call + 1}" if key.call else key.module, channels)
         for key, channels in found.dead().items()
@@ -337,7 +337,7 @@ def channel_findings(
         for layer, channels in dead
         for channel in channels
     ]
-    for like in redundant(model, products, threshold):
+    for like in redundant_channels(model, products, threshold):
         facts = asdict(like)
         rows.append({"layer": facts.pop("layer"), "channel": facts.pop("channel"), "finding": "redundant", **facts})
     return rows, sum(len(seen.shift) for seen in products)

@@ -181,7 +181,7 @@ def _title(found: ClassMaps) -> str:
 def _panels(sides: ModelPair, values: Any, shown: str, found: ClassMaps) -> list[Panel]:
     from prunekit.inspection.visualize.image_files import Panel, enlarged, heated, overlaid
 
-    pixels = sides.preprocessing.shown(values[0])
+    pixels = sides.preprocessing.to_image(values[0])
     panels = [Panel(shown, enlarged(pixels))]
     for side, one in found.maps.items():
         drawn = overlaid(pixels, one.values[0]) if one.layer else heated(one.values[0])

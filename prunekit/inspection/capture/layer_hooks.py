@@ -1,7 +1,4 @@
-"""Hooks on chosen layers: what each of their calls reads and makes, and the gradients of both, as it happens.
-
-Layers that are not called as modules: where a weight is used, whole or in parts.
-"""
+"""Hooks on chosen layers, which get every tensor that a layer reads or returns, and the gradients of both."""
 
 from __future__ import annotations
 
@@ -18,54 +15,25 @@ from prunekit.errors import UsageError, nearest
 from prunekit.hooks.gradient_hooks import GradientChange, InputGradients, OutputGradients, hook_gradient, tensor_hook
 from prunekit.hooks.hook import HookWarning, recomputing, refuse_compiled
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.inspection.capture.layer_selection import Layers, choose
-from prunekit.statistics.consumers import Consumer, ConsumerCallback, ConsumerInterceptor
+from prunekit.inspection.capture.layer_selection import Layers, select_layers
+from prunekit.statistics.consumers import Consumer, ConsumerInterceptor, ConsumerCallback
 from prunekit.statistics.forward_passes import PassHooks
 from prunekit.statistics.layers.linear_layers import FunctionCall
 from prunekit.utils.tensors import gather, map_tensors
 
-_PARTS = frozenset({"split", "split_with_sizes", "chunk", "narrow", "__getitem__", "unbind"})
-
-
-class WeightUses(ConsumerInterceptor):
-    """As `ConsumerInterceptor`, and also where parts of a weight are used, in several calls.
-
-    So are the three projections of cross-attention, which are packed into one weight.
-    """
-
-    def __init__(self, model: nn.Module, before: ConsumerCallback, after: ConsumerCallback) -> None:
-        super().__init__(model, before, after)
-        self._parts: dict[int, tuple[Tensor, str]] = {}
-
-    def forget(self) -> None:
-        """Let go of the weights that were computed in a pass."""
-        super().forget()
-        self._parts.clear()
-
-    def _name_of(self, weight: Tensor) -> str | None:
-        return super()._name_of(weight) or self._parts.get(id(weight), (weight, None))[1]
-
-    def _follow(self, call: FunctionCall, result: Any) -> None:
-        super()._follow(call, result)
-        name = self.names.get(id(call.args[0])) if call.name in _PARTS and call.args else None
-        if name is not None:
-            parts = result if isinstance(result, tuple | list) else (result,)
-            self._parts |= {id(part): (part, name) for part in parts}  # held, or an id might be another's
-
-
 What = Literal["input", "output", "grad_input", "grad_output"]
 
 
-class Where(NamedTuple):
-    """Which tensor it is.
+class TensorKey(NamedTuple):
+    """The key of one tensor of a layer.
 
     Attributes:
-        path: of the module; the name of the weight where that has no module of its own.
-        what: what the tensor is to it.
+        path: path of the module, or name of the weight if it has no module of its own.
+        what: whether it is an input or an output, or the gradient of one.
         batch: number of the model's forward pass, from 0; None outside of one.
-        call: which of the layer's calls in that pass, from 0.
-        position: among all tensors of a nested value: of the arguments in order and then the named ones, or of
-            the result.
+        call: number of the layer's call in that pass, from 0.
+        position: its number among all tensors of a nested value: of the positional and then the named arguments, or
+            of the result.
     """
 
     path: str
@@ -79,21 +47,21 @@ class Where(NamedTuple):
 
 
 class LayerHooks(PassHooks):
-    """Shows the tensors that chosen layers read and make, in the order in which that happens.
+    """Hooks that pass the tensors of chosen layers to `on_tensor`, in the order in which they are computed.
 
     Args:
-        model: not compiled.
+        model: the model, which is not compiled.
         layers: see `Layers`.
         what: which tensors.
-        every: of so many forward passes the first.
+        every: only the first of so many forward passes is observed.
 
     Raises:
-        UsageError: a glob, a class or a group matches nothing, or there is no such tensor to look at.
+        UsageError: a glob, a class or a group matches nothing, or `what` is no tensor of a layer.
         ModelError: the model is compiled: hooks added after `torch.compile` are silently ignored.
     """
 
     purpose = "layers"
-    """What messages begin with."""
+    """Name of the call that uses the hooks, with which messages begin."""
 
     def __init__(self, model: nn.Module, layers: Layers, what: What | Iterable[What], every: int = 1) -> None:
         model = unwrapped(model, offloaded=True, compiled=False)
@@ -103,18 +71,18 @@ class LayerHooks(PassHooks):
         self.what = _checked(what, name)
         if every < 1:
             raise UsageError(f"{name}: every: expected a whole number of at least 1, got {every}")
-        self._chosen, self._every = choose(model, layers, name), every
+        self._chosen, self._every = select_layers(model, layers, name), every
         self._begun = 0
         self._called: set[str] = set()
         self._idle = True
 
-    def seen(self, where: Where, values: Tensor, axis: int) -> Tensor | None:
-        """Get a tensor whose axis `axis` holds the channels; return the one to use in its place, or None."""
+    def on_tensor(self, key: TensorKey, values: Tensor, axis: int) -> Tensor | None:
+        """Return the tensor to use in place of one whose channels are on `axis`; None to leave it."""
         raise NotImplementedError
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The layers that are looked at."""
+        """Paths of the chosen layers."""
         return self._chosen.paths
 
     def __exit__(
@@ -128,17 +96,17 @@ class LayerHooks(PassHooks):
             else:
                 why = (
                     f"none of {names} ran while the model did; where a weight is used without its module's being "
-                    "called, choose the weight: 'path.weight'"
+                    "called, select_layers the weight: 'path.weight'"
                 )
             warnings.warn(f"{self.purpose}: {why}", HookWarning, stacklevel=2)
 
     def start_pass(self) -> None:
-        """A forward pass of the model begins."""
+        """Start a forward pass of the model."""
         self._begun += 1
         self._called.clear()
 
     def register_hooks(self) -> None:
-        """Hooks the layers."""
+        """Register hooks on the layers."""
         for path, module in self._chosen.modules.items():
             self._hook(path, module)
         if self._chosen.functional:
@@ -159,14 +127,14 @@ class LayerHooks(PassHooks):
             outputs = OutputGradients(self, partial(self.gradients, path, "grad_output", module))
             self.own_forward(module, outputs.after, again=True)
 
-    def _next(self, path: str, what: What) -> Where | None:
-        """Return where the next tensor of a layer is; None where this forward pass is not looked at."""
+    def _next(self, path: str, what: What) -> TensorKey | None:
+        """Return the key of the next call of a layer; None if this forward pass is not observed."""
         self._idle = False
         inside = self.inside or recomputing()
         call = self.ordinal(path, what)
         if inside and (self._begun - 1) % self._every:
             return None
-        return Where(path, what, self._begun - 1 if inside else None, call, 0)
+        return TensorKey(path, what, self._begun - 1 if inside else None, call, 0)
 
     def _before(self, path: str, module: nn.Module, arguments: Any, named: Any) -> Any:
         return None if recomputing() else self._all(path, "input", module, (arguments, named))
@@ -175,11 +143,11 @@ class LayerHooks(PassHooks):
         return None if recomputing() else self._all(path, "output", module, result)
 
     def _all(self, path: str, what: What, module: nn.Module, value: Any) -> Any:
-        where = self._next(path, what)
-        if where is None:
+        key = self._next(path, what)
+        if key is None:
             return None
         found = [
-            self.seen(where._replace(position=i), tensor, channel_axis(module, tensor.dim()))
+            self.on_tensor(key._replace(position=i), tensor, channel_axis(module, tensor.dim()))
             for i, tensor in enumerate(gather(value))
         ]
         if all(tensor is None for tensor in found):
@@ -188,25 +156,25 @@ class LayerHooks(PassHooks):
         return map_tensors(value, lambda tensor: _first(next(replaced), tensor))
 
     def gradients(self, path: str, what: What, module: nn.Module | int) -> GradientChange:
-        """Return what the gradients of the call that runs now go through; `module` or the axis of its channels."""
-        where = self._next(path, what)
+        """Return what changes the gradients of the current call; `module` may be the axis of its channels."""
+        key = self._next(path, what)
 
         def change(gradient: Tensor, index: int) -> Tensor | None:
-            if where is None:
+            if key is None:
                 return None
             axis = module if isinstance(module, int) else channel_axis(module, gradient.dim())
-            return self.seen(where._replace(position=index), gradient, axis)
+            return self.on_tensor(key._replace(position=index), gradient, axis)
 
         return change
 
     def _read(self, consumer: Consumer, values: Tensor, axis: int) -> Tensor | None:
-        """Return a layer reads whose module may not be called."""
+        """Return the tensor that a layer reads whose module may not be called; None if it is left."""
         if not self._alone(consumer):
             return None
         read = values
         if "input" in self.what and not recomputing():
-            where = self._next(consumer.path, "input")
-            read = values if where is None else _first(self.seen(where, values, axis), values)
+            key = self._next(consumer.path, "input")
+            read = values if key is None else _first(self.on_tensor(key, values, axis), values)
         if "grad_input" in self.what and read.requires_grad:
             read = read.view_as(read)  # what this reader alone sends back
             hook_gradient(read, tensor_hook(self, self.gradients(consumer.path, "grad_input", axis), 0))
@@ -217,8 +185,8 @@ class LayerHooks(PassHooks):
             return None
         made = values
         if "output" in self.what and not recomputing():
-            where = self._next(consumer.path, "output")
-            made = values if where is None else _first(self.seen(where, values, axis), values)
+            key = self._next(consumer.path, "output")
+            made = values if key is None else _first(self.on_tensor(key, values, axis), values)
         if "grad_output" in self.what and made.grad_fn is not None:
             hook_gradient(made, tensor_hook(self, self.gradients(consumer.path, "grad_output", axis), 0))
         return None if made is values else made
@@ -239,3 +207,32 @@ def _checked(what: What | Iterable[What], name: str) -> Sequence[What]:
     if not several:
         raise UsageError(f"{name}: what: expected some of {', '.join(get_args(What))}, got none")
     return tuple(dict.fromkeys(several))
+
+
+_PARTS = frozenset({"split", "split_with_sizes", "chunk", "narrow", "__getitem__", "unbind"})
+
+
+class WeightUses(ConsumerInterceptor):
+    """A `ConsumerInterceptor` that also finds where parts of a weight are used, in several calls.
+
+    The three projections of cross-attention, for example, are packed into one weight.
+    """
+
+    def __init__(self, model: nn.Module, before: ConsumerCallback, after: ConsumerCallback) -> None:
+        super().__init__(model, before, after)
+        self._parts: dict[int, tuple[Tensor, str]] = {}
+
+    def forget(self) -> None:
+        """Forget the weights that were computed in a pass."""
+        super().forget()
+        self._parts.clear()
+
+    def _name_of(self, weight: Tensor) -> str | None:
+        return super()._name_of(weight) or self._parts.get(id(weight), (weight, None))[1]
+
+    def _follow(self, call: FunctionCall, result: Any) -> None:
+        super()._follow(call, result)
+        name = self.names.get(id(call.args[0])) if call.name in _PARTS and call.args else None
+        if name is not None:
+            parts = result if isinstance(result, tuple | list) else (result,)
+            self._parts |= {id(part): (part, name) for part in parts}  # held, or an id might be another's

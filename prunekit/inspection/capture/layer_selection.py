@@ -1,4 +1,4 @@
-"""Which layers are looked at: by glob, by type, or by channel group."""
+"""The selection of layers: by glob, by class, or by channel group; and the weights of their channels."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ from prunekit.utils.globs import matching
 Layer = str | type[nn.Module] | ChannelGroup
 Layers = Layer | Iterable[Layer]
 """Globs over module paths, classes of modules, channel groups, or several of these. A glob that matches no module may
-match names of weights, which are then seen where they are used, without a module's being called."""
-
+match names of weights, which are then observed where they are used, without a call of a module."""
 NEVER_RUN = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SelectedLayers:
     """Layers by their paths, in the order of the model.
 
     Attributes:
-        modules: those that may be called.
-        functional: paths of those whose weight may be used without their being called, as attention does: of modules,
-            and names of weights that have no module of their own.
+        modules: modules that may be called.
+        functional: paths of modules whose weight may be used without a call, as in attention, and names of weights
+            that have no module of their own.
     """
 
     modules: dict[str, nn.Module]
@@ -39,17 +38,17 @@ class Chosen:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """All of them: modules in the order of the model, then weights without one."""
+        """Paths of all layers: modules in the order of the model, then weights without a module."""
         return (*self.modules, *sorted(self.functional - self.modules.keys()))
 
 
-def choose(model: nn.Module, layers: Layers, key: str) -> Chosen:
-    """Find the layers that are meant.
+def select_layers(model: nn.Module, layers: Layers, key: str) -> SelectedLayers:
+    """Return the layers of a model that globs, classes or channel groups select.
 
     Args:
-        model: whose they are.
+        model: the model.
         layers: see `Layers`.
-        key: what they are for; messages begin with it.
+        key: the setting that they are for, with which messages begin.
 
     Raises:
         UsageError: one of them matches nothing; the message gives near spellings.
@@ -70,56 +69,12 @@ def choose(model: nn.Module, layers: Layers, key: str) -> Chosen:
             seen.add(id(module))
             called[path] = module
     functional = found & hidden | found - modules.keys()
-    return Chosen(called, frozenset(name.removesuffix(".weight") for name in functional))
+    return SelectedLayers(called, frozenset(name.removesuffix(".weight") for name in functional))
 
 
 def _named(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules by every path that they have, but the model itself."""
     return {path: module for path, module in model.named_modules(remove_duplicate=False) if path}
-
-
-def attention_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the weights of attention's projections, which their modules may not be called for, by the names that
-    choose them.
-    """
-    hidden = _hidden(model)
-    weights = ((name, parameter) for name, parameter in model.named_parameters() if name.endswith("weight"))
-    return {path: parameter for name, parameter in weights if (path := name.removesuffix(".weight")) in hidden}
-
-
-def layers_with_channels(model: nn.Module) -> dict[str, nn.Module]:
-    """Convolutions and linear layers by their paths."""
-    return {path: module for path, module in model.named_modules() if isinstance(module, (_ConvNd, nn.Linear))}
-
-
-def channels_of(model: nn.Module) -> dict[str, int]:
-    """Return how many channels each of the layers makes whose correlations can be had, by their paths."""
-    modules: dict[str, Any] = dict(layers_with_channels(model))
-    made = {path: int(getattr(module, "out_channels", 0) or module.out_features) for path, module in modules.items()}
-    return made | {path: len(weight) for path, weight in attention_weights(model).items()}
-
-
-def weights_with_channels(model: nn.Module) -> dict[str, Tensor]:
-    """Return the weights of convolutions, of linear layers and of attention's projections by their paths."""
-    of_layers = {path: weight_of(module) for path, module in layers_with_channels(model).items()}
-    return of_layers | {path: weight.detach() for path, weight in attention_weights(model).items()}
-
-
-def weight_of(module: nn.Module) -> Tensor:
-    """Return the weight of one of these, as it is used: it may be computed, as `torch.nn.utils.parametrizations` do."""
-    return cast(Tensor, module.weight).detach()
-
-
-def _hidden(model: nn.Module) -> set[str]:
-    """Return layers in attention modules, whose weights may be used out of their modules' sight."""
-    hosts = {path for path, module in model.named_modules() if _is_host(module)}
-    weights = {name for name, tensor in named_tensors(model) if tensor.dim() == 2 and isinstance(tensor, nn.Parameter)}
-    inside = {name for name in weights if any(name.startswith(f"{host}." if host else "") for host in hosts)}
-    return {name.removesuffix(".weight") for name in inside}
-
-
-def _is_host(module: nn.Module) -> bool:
-    return type(module) in substitutes() or isinstance(module, tuple(substitutes().values()))
 
 
 def _paths(layer: Layer, modules: dict[str, nn.Module], hidden: set[str], model: nn.Module, key: str) -> Iterable[str]:
@@ -143,11 +98,11 @@ def _paths(layer: Layer, modules: dict[str, nn.Module], hidden: set[str], model:
 
 
 def _of_group(group: ChannelGroup, modules: dict[str, nn.Module], hidden: set[str], key: str) -> Iterator[str]:
-    """Yield the layers that make or scale the channels of a group."""
+    """Yield the layers that compute or scale the channels of a group."""
     found = False
     for name, axis in group.slots:
         path = name.rpartition(".")[0]
-        if path in modules and _is_host(modules[path]):  # what its projections make is not what it makes
+        if path in modules and _is_host(modules[path]):  # the channels of its projections are not its own
             path = name if name in hidden else ""
         transposed = path in modules and bool(getattr(modules[path], "transposed", False))
         if (path in modules or path in hidden) and axis == int(transposed):
@@ -155,3 +110,45 @@ def _of_group(group: ChannelGroup, modules: dict[str, nn.Module], hidden: set[st
             yield path
     if not found:
         raise UsageError(f"{key}: none of the model's modules makes the channels of group {group.name!r}")
+
+
+def attention_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the weights of attention's projections, whose modules may not be called, by the names that choose them."""
+    hidden = _hidden(model)
+    weights = ((name, parameter) for name, parameter in model.named_parameters() if name.endswith("weight"))
+    return {path: parameter for name, parameter in weights if (path := name.removesuffix(".weight")) in hidden}
+
+
+def _hidden(model: nn.Module) -> set[str]:
+    """Return the paths of layers in attention modules, whose weights may be used without a call of the layer."""
+    hosts = {path for path, module in model.named_modules() if _is_host(module)}
+    weights = {name for name, tensor in named_tensors(model) if tensor.dim() == 2 and isinstance(tensor, nn.Parameter)}
+    inside = {name for name in weights if any(name.startswith(f"{host}." if host else "") for host in hosts)}
+    return {name.removesuffix(".weight") for name in inside}
+
+
+def _is_host(module: nn.Module) -> bool:
+    return type(module) in substitutes() or isinstance(module, tuple(substitutes().values()))
+
+
+def layers_with_channels(model: nn.Module) -> dict[str, nn.Module]:
+    """Return convolutions and linear layers by their paths."""
+    return {path: module for path, module in model.named_modules() if isinstance(module, (_ConvNd, nn.Linear))}
+
+
+def channels_of(model: nn.Module) -> dict[str, int]:
+    """Return the number of output channels of each layer whose correlations can be computed, by its path."""
+    modules: dict[str, Any] = dict(layers_with_channels(model))
+    made = {path: int(getattr(module, "out_channels", 0) or module.out_features) for path, module in modules.items()}
+    return made | {path: len(weight) for path, weight in attention_weights(model).items()}
+
+
+def weights_with_channels(model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights of convolutions, of linear layers and of attention's projections by their paths."""
+    of_layers = {path: weight_of(module) for path, module in layers_with_channels(model).items()}
+    return of_layers | {path: weight.detach() for path, weight in attention_weights(model).items()}
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """Return the weight of a layer, which may be computed, as by `torch.nn.utils.parametrizations`."""
+    return cast(Tensor, module.weight).detach()

@@ -1,7 +1,4 @@
-"""Where captured tensors are kept: in memory, where they are, or in files; never more than a limit.
-
-How much full copies of what layers read and make would take.
-"""
+"""The store of captured tensors (memory or files, up to a limit), and how much full copies take."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from prunekit.errors import UsageError
-from prunekit.inspection.capture.layer_hooks import LayerHooks, What, Where
+from prunekit.inspection.capture.layer_hooks import LayerHooks, TensorKey, What
 from prunekit.inspection.capture.layer_selection import Layers
 from prunekit.utils.context import same_random_state, training_mode
 from prunekit.utils.files import StrPath, atomic_file
@@ -29,26 +26,18 @@ from prunekit.utils.tensors import gather, map_tensors
 
 MIB = 2**20
 SHARE = 0.5
-"""Of the memory, or of the disk, that is free when a capture begins: its limit where none is given."""
+"""Share of the free memory or disk space that a capture may take if no limit is given."""
+SAMPLE = 32 * 2**20
+"""Bytes of a timed copy: more than caches hold, so that the time is proportional to the size."""
 
 
-@dataclass(frozen=True)
-class OnDisk:
-    """A tensor in a file of its own."""
-
-    path: Path
-
-    def read(self) -> Tensor:
-        return load_file(self.path)["value"]
-
-
-class Store:
-    """Keeps copies.
+class TensorStore:
+    """A store of copies of tensors.
 
     Args:
-        to: `cpu`; `device`, where the tensors are; or a folder, which is made.
-        limit_mib: how much is kept at most; None: half of what is free.
-        device: of the model.
+        to: `cpu`; `device`, where the tensors are; or a folder, which is created.
+        limit_mib: limit of what is kept; None: half of what is free.
+        device: device of the model.
 
     Raises:
         UsageError: the folder holds files already, or is a file; the limit is negative.
@@ -80,13 +69,13 @@ class Store:
         return int(psutil.virtual_memory().available)
 
     def keep(self, value: Any, source: Tensor, name: Callable[[], str], too_much: Callable[[int], Exception]) -> Any:
-        """Copy the tensors of a value that a reducer made, so that nothing that is written to `source` changes them.
+        """Copy the tensors of a reducer's result, so that writing to `source` does not change them.
 
         Args:
             value: tensors, nested or not, and anything else.
-            source: what it was made of.
-            name: what a file is called, without its number.
-            too_much: the error to raise where so many bytes more are beyond the limit.
+            source: the tensor that it was computed from.
+            name: name of a file, without its number.
+            too_much: returns the error to raise if so many more bytes exceed the limit.
         """
         needed = sum(tensor.numel() * tensor.element_size() for tensor in gather(value))
         if self.bytes + needed > self.limit:
@@ -99,13 +88,24 @@ class Store:
         path = self.folder / f"{next(self._numbers):06d}_{name()}.safetensors"
         with atomic_file(path) as temporary:
             save_file({"value": value.detach().cpu().contiguous()}, temporary)
-        return OnDisk(path)
+        return TensorFile(path)
 
     def _copied(self, tensor: Tensor, source: Tensor) -> Tensor:
         tensor = tensor.detach()
         moved = tensor.cpu() if self._cpu else tensor
         shared = moved.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
         return moved.clone() if shared else moved
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """A tensor in a file."""
+
+    path: Path
+
+    def read(self) -> Tensor:
+        """Return the tensor."""
+        return load_file(self.path)["value"]
 
 
 def mib(count: float) -> str:
@@ -116,19 +116,15 @@ def mib(count: float) -> str:
     return f"{count:.0f} B"
 
 
-SAMPLE = 32 * 2**20
-"""Bytes: more than caches hold, so that the time of more grows with their number."""
-
-
 @dataclass(frozen=True)
-class Size:
-    """What one forward pass would add to a record, without a reducer.
+class CaptureSize:
+    """The size of full copies of the tensors of a forward pass.
 
     Attributes:
-        tensors: how many.
-        bytes: of all of them; gradients count as much as what they are of.
-        channels: of all of them together.
-        copy_ms: what copying as many bytes takes here, measured; None where that was not.
+        tensors: number of tensors.
+        bytes: bytes of all tensors; a gradient counts as many as its tensor.
+        channels: number of channels of all tensors.
+        copy_ms: measured time of copying as many bytes; None if it was not measured.
     """
 
     tensors: int
@@ -141,21 +137,33 @@ class Size:
         return f"{self.tensors} tensors, {mib(self.bytes)} for each forward pass{more}"
 
 
-class _Sizes(LayerHooks):
+def size_of(model: nn.Module, layers: Layers, what: What | Iterable[What], example: tuple[Any, ...]) -> CaptureSize:
+    """Return the size of full copies of one forward pass, which runs in eval mode without gradients; see `capture`."""
+    several: tuple[What, ...] = (what,) if isinstance(what, str) else tuple(what)
+    sides: list[tuple[What, ...]] = [("input",) if one in ("input", "grad_input") else ("output",) for one in several]
+    with training_mode(model, False), torch.no_grad(), same_random_state():
+        counted = []
+        for side in dict.fromkeys(sides):
+            with _SizeCounter(model, layers, side) as sizes:
+                call(model, example)
+            counted += [sizes] * sides.count(side)
+    return CaptureSize(*(sum(getattr(one, name) for one in counted) for name in ("tensors", "bytes", "channels")))
+
+
+class _SizeCounter(LayerHooks):
     def __init__(self, model: nn.Module, layers: Layers, what: tuple[What, ...]) -> None:
         super().__init__(model, layers, what)
         self.tensors = self.bytes = self.channels = 0
 
-    def seen(self, where: Where, values: Tensor, axis: int) -> None:
+    def on_tensor(self, key: TensorKey, values: Tensor, axis: int) -> None:
+        """Count a tensor."""
         self.tensors += 1
         self.bytes += values.numel() * values.element_size()
         self.channels += values.shape[axis] if values.dim() else 1
 
 
 def copy_ms(count: int, device: torch.device) -> float:
-    """Return milliseconds that copies of so many bytes to the CPU's memory take: the best of three, of 32 MiB at
-    most.
-    """
+    """Return the milliseconds that copying so many bytes to the CPU takes: the best of three, from at most 32 MiB."""
     sample = torch.ones(max(1, min(count, SAMPLE)), dtype=torch.uint8, device=device)
     taken = []
     for _ in range(3):
@@ -164,24 +172,3 @@ def copy_ms(count: int, device: torch.device) -> float:
         taken.append(time.perf_counter() - start)
         del copied
     return 1000 * min(taken) * count / len(sample)
-
-
-def size_of(model: nn.Module, layers: Layers, what: What | Iterable[What], example: tuple[Any, ...]) -> Size:
-    """Return what full copies of one forward pass take: counted in one, in eval mode without gradients.
-
-    Args:
-        model, layers, what: as for `capture`.
-        example: see `prunekit.utils.inputs.as_example`.
-
-    Raises:
-        UsageError: as for `capture`.
-    """
-    several: tuple[What, ...] = (what,) if isinstance(what, str) else tuple(what)
-    sides: list[tuple[What, ...]] = [("input",) if one in ("input", "grad_input") else ("output",) for one in several]
-    with training_mode(model, False), torch.no_grad(), same_random_state():
-        counted = []
-        for side in dict.fromkeys(sides):
-            with _Sizes(model, layers, side) as sizes:
-                call(model, example)
-            counted += [sizes] * sides.count(side)
-    return Size(*(sum(getattr(one, name) for one in counted) for name in ("tensors", "bytes", "channels")))

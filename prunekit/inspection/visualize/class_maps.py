@@ -1,11 +1,4 @@
-"""Class activation maps: where in an image a model sees a class.
-
-Class activation maps as formulas: from what a layer returned, and its gradient, to one map for each image.
-
-Which pixels a class score depends on: its gradient with respect to the image.
-
-The class scores that maps and gradients are of.
-"""
+"""Class maps: where in an image a model sees a class, by class activation maps or by gradients of pixels."""
 
 from __future__ import annotations
 
@@ -19,81 +12,31 @@ from torch import Tensor, nn
 from prunekit.channels.tracing.execution import without_fast_path
 from prunekit.errors import ModelError, UsageError, nearest
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.inspection.visualize.spatial_outputs import Call, Read, SpatialActivations
+from prunekit.inspection.visualize.spatial_outputs import LinearCall, SpatialActivations, SpatialCall
 from prunekit.models.outputs import logits
 from prunekit.utils.context import frozen, training_mode
 from prunekit.utils.inputs import running
 
 CamMethod = Literal["cam", "grad_cam", "grad_cam_pp", "layer_cam", "eigen_cam"]
-METHODS: tuple[CamMethod, ...] = get_args(CamMethod)
-Formula = Callable[[Tensor, Tensor], Tensor]
-"""From activations A (B, C, h, w) and the score's gradient with respect to them, alike, to maps (B, h, w)."""
-
-
-def cam(activations: Tensor, weights: Tensor) -> Tensor:
-    """CAM (Zhou et al. 2016, "Learning deep features for discriminative localization"): sum_c w_c A_c.
-
-    Args:
-        activations: (B, C, h, w) of the layer that is averaged over its places and read by the classifier.
-        weights: (B, C), the classifier's for the class of each image.
-    """
-    return torch.einsum("bchw,bc->bhw", activations, weights)
-
-
-def grad_cam(activations: Tensor, gradients: Tensor) -> Tensor:
-    """Grad-CAM (Selvaraju et al. 2017): relu(sum_c w_c A_c), w_c the mean of the gradient over its places."""
-    return cam(activations, gradients.mean((2, 3))).relu()
-
-
-def grad_cam_pp(activations: Tensor, gradients: Tensor) -> Tensor:
-    """Grad-CAM++ (Chattopadhay et al. 2018): w_c = sum_ij a_ij relu(g_ij), a = g^2 / (2 g^2 + (sum A) g^3).
-
-    The score of the paper is exp(S) of the logit S, so that all its derivatives are powers of S's; exp(S) itself, in
-    the relu, scales the whole map and is left out.
-    """
-    square = gradients.square()
-    below = 2 * square + activations.sum((2, 3), keepdim=True) * square * gradients
-    shares = torch.where(below != 0, square / torch.where(below != 0, below, 1), 0)
-    return cam(activations, (shares * gradients.relu()).sum((2, 3))).relu()
-
-
-def layer_cam(activations: Tensor, gradients: Tensor) -> Tensor:
-    """Layer-CAM (Jiang et al. 2021): relu(sum_c relu(g_c) A_c), a weight for each place."""
-    return (activations * gradients.relu()).sum(1).relu()
-
-
-def eigen_cam(activations: Tensor) -> Tensor:
-    """Eigen-CAM (Muhammad & Yeasin 2020): activations projected on their first right singular vector; no class.
-
-    Places are the rows, channels the columns, and nothing is centered, as in the paper. The sign, which a singular
-    vector does not have, is the one that makes the sum of the map positive.
-    """
-    rows = activations.flatten(2).transpose(1, 2)  # (B, h w, C)
-    left, values, _ = torch.linalg.svd(rows, full_matrices=False)
-    first = left[..., 0] * values[..., :1]  # (B, h w)
-    sign = torch.where(first.sum(1, keepdim=True) < 0, -1, 1)
-    maps: Tensor = (first * sign).reshape(len(first), *activations.shape[2:])
-    return maps.relu()
-
-
-FORMULAS: dict[CamMethod, Formula] = {"grad_cam": grad_cam, "grad_cam_pp": grad_cam_pp, "layer_cam": layer_cam}
-"""Those that need the gradient."""
-
-
+CAM_METHODS: tuple[CamMethod, ...] = get_args(CamMethod)
+SaliencyMethod = Literal["gradient", "smooth_grad"]
+SALIENCY_METHODS: tuple[SaliencyMethod, ...] = get_args(SaliencyMethod)
 ClassIndex = int | Sequence[int] | Tensor | None
-"""A class, or one for each image; None: that of the highest score."""
+"""A class, or one for each image; None: the class of the highest score."""
+Formula = Callable[[Tensor, Tensor], Tensor]
+"""A function of activations (B, C, h, w) and the score's gradients of them that returns maps (B, h, w)."""
 
 
 @dataclass(frozen=True, eq=False)
 class ClassMap:
-    """Where in each image a model sees a class, on the CPU.
+    """Maps of where in each image a model sees a class, on the CPU.
 
     Attributes:
-        method: how it was found.
-        layer: whose activations it is made of; None: it is of the pixels.
-        values: (B, h, w), float32 or float64; not negative, but for `cam`.
+        method: the method that computed the maps.
+        layer: path of the layer whose activations were used; None for maps of pixels.
+        values: (B, h, w), float32 or float64; not negative, except for `cam`.
         classes: (B,) int64, the class of each map.
-        probabilities: (B,), the softmax of these classes.
+        probabilities: (B,), softmax of these classes.
         predicted: (B,) int64, the class of the highest score.
     """
 
@@ -105,55 +48,21 @@ class ClassMap:
     predicted: Tensor
 
 
-def class_map(method: str, layer: str | None, values: Tensor, scores: Tensor, classes: Tensor) -> ClassMap:
-    """Return a map with what the scores (B, classes) say of its classes (B,)."""
-    scores = scores.detach()
-    probabilities = scores.softmax(1).gather(1, classes[:, None])[:, 0]
-    return ClassMap(method, layer, values.cpu(), classes.cpu(), probabilities.cpu(), scores.argmax(1).cpu())
+@dataclass(frozen=True)
+class Smoothing:
+    """Settings of SmoothGrad.
 
-
-def require_images(images: Tensor) -> None:
-    """Checks that there is a batch of images.
-
-    Raises:
-        UsageError: there is none.
+    Attributes:
+        samples: number of noisy copies of each image.
+        noise: standard deviation of the noise, as a share of the range of the image's values.
+        seed: seed of the noise.
+        batch: number of copies in a batch.
     """
-    if images.ndim != 4 or not len(images):
-        raise UsageError(f"images: expected one or more, (B, C, H, W), got a tensor of shape {tuple(images.shape)}")
 
-
-def class_scores(output: Any) -> Tensor:
-    """Return the logits (B, classes) of what a model returned.
-
-    Raises:
-        ModelError: there are none.
-    """
-    scores = logits(output)
-    if scores.ndim != 2:
-        raise ModelError(
-            f"expected a classifier, which returns logits (B, classes), got {tuple(scores.shape)}; wrap the model so "
-            "that it returns the scores to look at, one column for each"
-        )
-    return scores
-
-
-def chosen(scores: Tensor, target: ClassIndex) -> Tensor:
-    """Return the class of each image, (B,) int64, on the device of the scores (B, classes).
-
-    Raises:
-        UsageError: there is no such class, or there are not as many as images.
-    """
-    if target is None:
-        return scores.detach().argmax(1)
-    images, classes = scores.shape
-    found = torch.as_tensor(target, dtype=torch.int64, device=scores.device)
-    found = found.expand(images) if found.ndim == 0 else found
-    if found.shape != (images,):
-        raise UsageError(f"target: expected a class, or one for each of {images} images, got {found.numel()}")
-    wrong = found[(found < 0) | (found >= classes)]
-    if len(wrong):
-        raise UsageError(f"class {int(wrong[0])}: the model has {classes} classes, 0 to {classes - 1}")
-    return found
+    samples: int = 25
+    noise: float = 0.15
+    seed: int = 0
+    batch: int = 8
 
 
 def class_activation_map(
@@ -164,20 +73,20 @@ def class_activation_map(
     method: CamMethod = "grad_cam",
     target: ClassIndex = None,
 ) -> ClassMap:
-    """Return where in each image a model sees a class: one forward pass, and one backward pass down to the layer.
+    """Return where in each image a model sees a class, by one forward pass, and one backward pass to the layer.
 
-    On dense, masked and compact models, convolutional ones and those of tokens, whose tokens are put back into their
-    places. In eval mode; modes, hooks, parameters and their gradients are afterwards what they were. See
-    `prunekit.inspection.visualize.class_maps` for the methods and where they are from.
+    For dense, masked and compact models, convolutional ones and those of tokens, which are put back into their places.
+    The model runs in eval mode; modes, hooks, parameters and their gradients are afterwards what they were. See
+    `prunekit.inspection.visualize.class_maps` for the methods and their papers.
 
     Args:
         model: returns class logits (B, classes).
         images: (B, C, H, W), on the model's device; may be float64, as the model's weights.
-        layer: path of a module whose output has a height and width, or is the tokens of patches. None: the last one,
-            for models of tokens the last whose patches the score depends on.
-        method: `cam` needs a layer whose mean over all places is what the classifier, a linear layer, reads;
-            `eigen_cam` looks at no class.
-        target: the class, or one for each image; None: the one of the highest score.
+        layer: path of a module whose output has a height and width, or is the tokens of patches. None: the last one;
+            for models of tokens, the last one on whose patches the score depends.
+        method: `cam` needs a linear classifier that reads the mean of the layer over all places; `eigen_cam` depends
+            on no class.
+        target: the class, or one for each image; None: the class of the highest score.
 
     Raises:
         ModelError: there is no such layer, its output is no image, or the score does not depend on it; or the model is
@@ -194,24 +103,24 @@ def class_activation_map(
         ((4, 14, 14), [1, 1, 1, 1])
     """
     model = unwrapped(model, offloaded=True)
-    if method not in METHODS:
-        raise UsageError(f"method {method!r}: {nearest(method, METHODS)}")
+    if method not in CAM_METHODS:
+        raise UsageError(f"method {method!r}: {nearest(method, CAM_METHODS)}")
     require_images(images)
     backward = method in FORMULAS
     kept = SpatialActivations(model, layer, images.shape)
     with training_mode(model, False), without_fast_path(), torch.enable_grad() if backward else torch.no_grad(), kept:
-        # With frozen weights, too, there is a gradient; and a first layer may overwrite what it is given.
+        # The image requires a gradient in case all weights are frozen; a first layer may overwrite its input.
         with running(model, images):
             output = model(images.detach().requires_grad_(backward).clone())
         scores = class_scores(output)
-        classes = chosen(scores, target)
+        classes = class_indices(scores, target)
         picked = scores.gather(1, classes[:, None])
         call = kept.backward(picked.sum()) if backward else kept.found()
         values = _values(call, method, kept.last_linear, scores, classes)
     return class_map(method, call.layer, values, scores, classes)
 
 
-def _values(call: Call, method: CamMethod, read: Read | None, scores: Tensor, classes: Tensor) -> Tensor:
+def _values(call: SpatialCall, method: CamMethod, read: LinearCall | None, scores: Tensor, classes: Tensor) -> Tensor:
     activations = _wide(call.values)
     if method == "eigen_cam":
         return eigen_cam(activations)
@@ -222,11 +131,11 @@ def _values(call: Call, method: CamMethod, read: Read | None, scores: Tensor, cl
 
 
 def _wide(values: Tensor) -> Tensor:
-    """At least float32: sums over places overflow in float16."""
+    """Return values in float32 at least, as sums over places overflow in float16."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _classifier(call: Call, read: Read | None, scores: Tensor) -> Tensor:
+def _classifier(call: SpatialCall, read: LinearCall | None, scores: Tensor) -> Tensor:
     """Return weights (classes, C) of the linear layer that reads the mean of an output and gives the scores."""
     means = _wide(call.values).mean((2, 3))
     if read is not None and read.given.shape == means.shape and torch.equal(read.returned, scores.detach()):
@@ -237,49 +146,6 @@ def _classifier(call: Call, read: Read | None, scores: Tensor) -> Tensor:
         f"layer {call.layer!r}: cam needs a linear classifier that reads the mean of this layer over all places, with "
         "nothing in between; use grad_cam, which needs neither and is the same up to a factor where both can be had"
     )
-
-
-def correlation(first: Tensor, second: Tensor) -> list[float | None]:
-    """Pearson correlation of two maps, image by image; None where one of them is the same everywhere.
-
-    Args:
-        first, second: (B, h, w).
-
-    Raises:
-        UsageError: they are not of one shape.
-    """
-    if first.shape != second.shape or first.ndim != 3:
-        raise UsageError(
-            f"expected two maps of one shape (B, h, w), got {tuple(first.shape)} and {tuple(second.shape)}"
-        )
-    rows = torch.stack((first, second)).double().flatten(2)  # (2, B, h w)
-    largest = rows.abs().amax(2)
-    rows = rows - rows.mean(2, keepdim=True)
-    norms = rows.norm(dim=2)
-    flat = (norms <= 1e-9 * largest).any(0)
-    values = (rows[0] * rows[1]).sum(1) / norms.prod(0).clamp_min(torch.finfo(torch.float64).tiny)
-    return [None if empty else float(value) for value, empty in zip(values, flat.tolist(), strict=True)]
-
-
-SaliencyMethod = Literal["gradient", "smooth_grad"]
-METHODS_saliency_maps: tuple[SaliencyMethod, ...] = get_args(SaliencyMethod)
-
-
-@dataclass(frozen=True)
-class Smoothing:
-    """How SmoothGrad averages.
-
-    Attributes:
-        samples: noisy copies of each image.
-        noise: standard deviation of the noise, as a share of the range of the image's values.
-        seed: of the noise.
-        batch: copies that go through the model at once.
-    """
-
-    samples: int = 25
-    noise: float = 0.15
-    seed: int = 0
-    batch: int = 8
 
 
 def saliency(
@@ -293,19 +159,20 @@ def saliency(
     """Return the largest absolute gradient of a class's logit over the channels of each pixel.
 
     `gradient` is that of the image (Simonyan et al. 2014, "Deep inside convolutional networks"), `smooth_grad` the mean
-    of those of noisy copies of it (Smilkov et al. 2017), the noise the same for the same seed. For every model whose
-    logits have a gradient; in eval mode. Modes, random states, parameters and their gradients are afterwards what they
-    were, and no hook is used.
+    gradient of noisy copies of it (Smilkov et al. 2017), with the same noise for the same seed. For every model whose
+    logits have a gradient; it runs in eval mode. Modes, random states, parameters and their gradients are afterwards
+    what they were, and no hook is used.
 
     Args:
         model: returns class logits (B, classes).
         images: (B, C, H, W), on the model's device.
-        target: the class, or one for each image; None: the one of the highest score of the image without noise.
-        smoothing: of `smooth_grad`.
+        method: `gradient` or `smooth_grad`.
+        target: the class, or one for each image; None: the class of the highest score of the image without noise.
+        smoothing: settings of `smooth_grad`.
 
     Raises:
         ModelError: the logits do not depend on the image, or there are none.
-        UsageError: there is no such method or class, or the smoothing is none.
+        UsageError: there is no such method or class, or a setting of the smoothing is out of range.
 
     Example:
         >>> import prunekit as pk, torch
@@ -316,8 +183,8 @@ def saliency(
         >>> noisy = pk.saliency(model, torch.randn(2, 3, 8, 8), method="smooth_grad")
     """
     model = unwrapped(model, offloaded=True)
-    if method not in METHODS_saliency_maps:
-        raise UsageError(f"method {method!r}: {nearest(method, METHODS_saliency_maps)}")
+    if method not in SALIENCY_METHODS:
+        raise UsageError(f"method {method!r}: {nearest(method, SALIENCY_METHODS)}")
     require_images(images)
     with training_mode(model, False), torch.enable_grad():
         if method == "gradient":
@@ -326,7 +193,7 @@ def saliency(
             with torch.no_grad(), running(model, images):
                 output = model(images.clone())
             scores = class_scores(output)
-            classes = chosen(scores, target)
+            classes = class_indices(scores, target)
             gradients = _smoothed(model, images, classes, smoothing or Smoothing())
     return class_map(method, None, gradients.abs().amax(1), scores, classes)
 
@@ -336,9 +203,9 @@ def _gradients(model: nn.Module, images: Tensor, target: ClassIndex) -> tuple[Te
     leaf = images.detach().clone().requires_grad_()
     with frozen(model):
         with running(model, images):
-            output = model(leaf.clone())  # a first layer may overwrite what it is given
+            output = model(leaf.clone())  # a first layer may overwrite its input
         scores = class_scores(output)
-        classes = chosen(scores, target)
+        classes = class_indices(scores, target)
         picked = scores.gather(1, classes[:, None]).sum()
         if picked.requires_grad:
             picked.backward()  # type: ignore[no-untyped-call]  # reentrant checkpointing refuses torch.autograd.grad
@@ -365,3 +232,123 @@ def _smoothed(model: nn.Module, images: Tensor, classes: Tensor, how: Smoothing)
             part = slice(start, start + how.batch)
             total[part] += _gradients(model, noisy[part], classes[part])[0]
     return total / how.samples
+
+
+def class_map(method: str, layer: str | None, values: Tensor, scores: Tensor, classes: Tensor) -> ClassMap:
+    """Return a map with the probabilities of its classes (B,), from scores (B, classes)."""
+    scores = scores.detach()
+    probabilities = scores.softmax(1).gather(1, classes[:, None])[:, 0]
+    return ClassMap(method, layer, values.cpu(), classes.cpu(), probabilities.cpu(), scores.argmax(1).cpu())
+
+
+def require_images(images: Tensor) -> None:
+    """Raise unless a tensor is a batch of images.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if images.ndim != 4 or not len(images):
+        raise UsageError(f"images: expected one or more, (B, C, H, W), got a tensor of shape {tuple(images.shape)}")
+
+
+def class_scores(output: Any) -> Tensor:
+    """Return the logits (B, classes) in the output of a model.
+
+    Raises:
+        ModelError: it has none.
+    """
+    scores = logits(output)
+    if scores.ndim != 2:
+        raise ModelError(
+            f"expected a classifier, which returns logits (B, classes), got {tuple(scores.shape)}; wrap the model so "
+            "that it returns the scores to look at, one column for each"
+        )
+    return scores
+
+
+def class_indices(scores: Tensor, target: ClassIndex) -> Tensor:
+    """Return the class of each image, (B,) int64, on the device of the scores (B, classes).
+
+    Raises:
+        UsageError: there is no such class, or not one class for each image.
+    """
+    if target is None:
+        return scores.detach().argmax(1)
+    images, classes = scores.shape
+    found = torch.as_tensor(target, dtype=torch.int64, device=scores.device)
+    found = found.expand(images) if found.ndim == 0 else found
+    if found.shape != (images,):
+        raise UsageError(f"target: expected a class, or one for each of {images} images, got {found.numel()}")
+    wrong = found[(found < 0) | (found >= classes)]
+    if len(wrong):
+        raise UsageError(f"class {int(wrong[0])}: the model has {classes} classes, 0 to {classes - 1}")
+    return found
+
+
+def correlation(first: Tensor, second: Tensor) -> list[float | None]:
+    """Return the Pearson correlation of two maps (B, h, w) for each image; None if one is constant.
+
+    Raises:
+        UsageError: the maps have different shapes.
+    """
+    if first.shape != second.shape or first.ndim != 3:
+        raise UsageError(
+            f"expected two maps of one shape (B, h, w), got {tuple(first.shape)} and {tuple(second.shape)}"
+        )
+    rows = torch.stack((first, second)).double().flatten(2)  # (2, B, h w)
+    largest = rows.abs().amax(2)
+    rows = rows - rows.mean(2, keepdim=True)
+    norms = rows.norm(dim=2)
+    flat = (norms <= 1e-9 * largest).any(0)
+    values = (rows[0] * rows[1]).sum(1) / norms.prod(0).clamp_min(torch.finfo(torch.float64).tiny)
+    return [None if empty else float(value) for value, empty in zip(values, flat.tolist(), strict=True)]
+
+
+def cam(activations: Tensor, weights: Tensor) -> Tensor:
+    """Return CAM: sum_c w_c A_c (Zhou et al. 2016, "Learning deep features for discriminative localization").
+
+    Args:
+        activations: (B, C, h, w) of the layer that is averaged over its places and then read by the classifier.
+        weights: (B, C), the weights of the classifier for the class of each image.
+    """
+    return torch.einsum("bchw,bc->bhw", activations, weights)
+
+
+def grad_cam(activations: Tensor, gradients: Tensor) -> Tensor:
+    """Return Grad-CAM: relu(sum_c w_c A_c), w_c the mean of the gradient over places (Selvaraju et al. 2017)."""
+    return cam(activations, gradients.mean((2, 3))).relu()
+
+
+def grad_cam_pp(activations: Tensor, gradients: Tensor) -> Tensor:
+    """Return Grad-CAM++: w_c = sum_ij a_ij relu(g_ij), a = g^2 / (2 g^2 + (sum A) g^3) (Chattopadhay et al. 2018).
+
+    The score of the paper is exp(S) of the logit S, so that all its derivatives are powers of those of S;
+    the factor exp(S) in the relu scales the whole map and is left out.
+    """
+    square = gradients.square()
+    below = 2 * square + activations.sum((2, 3), keepdim=True) * square * gradients
+    shares = torch.where(below != 0, square / torch.where(below != 0, below, 1), 0)
+    return cam(activations, (shares * gradients.relu()).sum((2, 3))).relu()
+
+
+def layer_cam(activations: Tensor, gradients: Tensor) -> Tensor:
+    """Return Layer-CAM: relu(sum_c relu(g_c) A_c), with a weight for each place (Jiang et al. 2021)."""
+    return (activations * gradients.relu()).sum(1).relu()
+
+
+def eigen_cam(activations: Tensor) -> Tensor:
+    """Return Eigen-CAM: activations projected on their first right singular vector (Muhammad & Yeasin 2020).
+
+    It depends on no class. Places are the rows, channels the columns, and nothing is centered, as in the paper. The
+    sign of a singular vector is arbitrary; here it makes the sum of the map positive.
+    """
+    rows = activations.flatten(2).transpose(1, 2)  # (B, h w, C)
+    left, values, _ = torch.linalg.svd(rows, full_matrices=False)
+    first = left[..., 0] * values[..., :1]  # (B, h w)
+    sign = torch.where(first.sum(1, keepdim=True) < 0, -1, 1)
+    maps: Tensor = (first * sign).reshape(len(first), *activations.shape[2:])
+    return maps.relu()
+
+
+FORMULAS: dict[CamMethod, Formula] = {"grad_cam": grad_cam, "grad_cam_pp": grad_cam_pp, "layer_cam": layer_cam}
+"""The methods that need gradients."""

@@ -1,4 +1,4 @@
-"""How weights and activations of each layer are distributed, as histograms."""
+"""Histograms of the weights and activations of each layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.inspection.capture.layer_hooks import LayerHooks, Where
+from prunekit.inspection.capture.layer_hooks import LayerHooks, TensorKey
 from prunekit.inspection.capture.layer_selection import Layers, weights_with_channels
 from prunekit.statistics.forward_passes import run_passes
 
@@ -23,9 +23,9 @@ class Distribution:
 
     Attributes:
         low, high: the least and the greatest value.
-        counts: values in each bin.
-        zeros: those that are exactly 0.
-        not_finite: NaN and Inf, which are in no bin.
+        counts: number of values in each bin.
+        zeros: number of values that are exactly 0.
+        not_finite: number of NaN and Inf, which are in no bin.
     """
 
     low: float
@@ -36,12 +36,12 @@ class Distribution:
 
     @property
     def total(self) -> int:
-        """Finite values."""
+        """Number of finite values."""
         return sum(self.counts)
 
 
 def weight_distributions(model: nn.Module, bins: int = BINS) -> dict[str, Distribution]:
-    """Of the weights of each convolution, linear layer and projection of attention, by its path."""
+    """Return histograms of the weights of every convolution, linear layer and projection of attention, by path."""
     found = {}
     for path, weight in weights_with_channels(model).items():
         low, high = _range(weight)
@@ -58,16 +58,16 @@ def activation_distributions(
     device: torch.device | str | None = None,
     bins: int = BINS,
 ) -> dict[str, Distribution]:
-    """Of what layers return, over all calls, by their paths in order of execution; in eval mode.
+    """Return histograms of the outputs of layers in eval mode, over all calls, by path in order of execution.
 
     The model runs twice over the batches: once for the ranges, once to count.
 
     Args:
-        model: not changed.
-        batches: can be gone through twice; see `run_passes`.
+        model: the model, which is not changed.
+        batches: batches that can be iterated twice; see `run_passes`.
         layers: see `prunekit.capture`; None: convolutions, linear layers and projections of attention.
-        device: where the batches go; None: where the model's parameters are.
-        bins: of each histogram.
+        device: device of the batches; None: that of the model's parameters.
+        bins: number of bins of each histogram.
 
     Raises:
         UsageError: a glob matches nothing.
@@ -87,31 +87,31 @@ def activation_distributions(
             counts[path] = _counted(values, low, high, bins) + counts.get(path, 0)
 
     for look in (widen, count):
-        run_passes(model, batches, device, _Outputs(model, chosen, look))
+        run_passes(model, batches, device, _OutputHooks(model, chosen, look))
     return {path: _distribution(*ranges[path], found) for path, found in counts.items()}
 
 
-class _Outputs(LayerHooks):
-    """Shows what layers return."""
+class _OutputHooks(LayerHooks):
+    """Hooks that pass the outputs of layers to a function."""
 
     def __init__(self, model: nn.Module, layers: Layers, look: Callable[[str, Tensor], None]) -> None:
         super().__init__(model, layers, "output")
         self._look = look
 
-    def seen(self, where: Where, values: Tensor, axis: int) -> None:
-        """Show one of them."""
+    def on_tensor(self, key: TensorKey, values: Tensor, axis: int) -> None:
+        """Pass an output to the function."""
         with torch._C.DisableTorchFunction():
-            self._look(where.path, values.detach())
+            self._look(key.path, values.detach())
 
 
 def _range(values: Tensor) -> tuple[float, float]:
-    """Return the least and the greatest finite value; inf and -inf where there is none."""
+    """Return the least and the greatest finite value; inf and -inf if there is none."""
     finite = values[values.isfinite()].float()
     return (float(finite.min()), float(finite.max())) if len(finite) else NO_RANGE
 
 
 def _counted(values: Tensor, low: float, high: float, bins: int) -> Tensor:
-    """(bins + 2,) How many values are in each bin; the last two are of zeros and of what is not finite."""
+    """Return the number of values in each bin, of zeros, and of values that are not finite, (bins + 2,)."""
     width = (high - low) / bins or 1.0
     finite = values[values.isfinite()].float()
     place = ((finite - low) / width).long().clamp_(0, bins - 1)

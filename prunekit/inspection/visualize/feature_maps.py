@@ -1,7 +1,4 @@
-"""Feature maps: what layers make of one image, the pruned model's channels where the dense one has them.
-
-How the output of a layer is shown: as maps, as bars, or with its tokens back in their places.
-"""
+"""Feature maps: the outputs of layers for one image, with pruned channels in the places of the dense model."""
 
 from __future__ import annotations
 
@@ -16,108 +13,30 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from prunekit.errors import UsageError
-from prunekit.inspection.capture.layer_selection import Layers, choose
+from prunekit.inspection.capture.layer_selection import Layers, select_layers
 from prunekit.inspection.capture.recorder import Captured, capture
 from prunekit.inspection.visualize.spatial_outputs import layout_of
 from prunekit.utils.context import training_mode
 from prunekit.utils.inputs import running
 
 View = Literal["maps", "tokens", "bars"]
-NAMES = {"maps": "maps", "tokens": "tokens in their places", "bars": "bars"}
-
-
-@dataclass(frozen=True, eq=False)
-class Shown:
-    """The output of a layer for one image.
-
-    Attributes:
-        view: how it is shown.
-        values: (C, h, w); (C, 1, 1) as bars.
-        what: what the output is, in words.
-    """
-
-    view: View
-    values: Tensor
-    what: str
-
-
-def shown(values: Tensor, image: Sequence[int], layer: str, view: View | None = None) -> Shown:
-    """Return the view that fits an output, or the one that is asked for.
-
-    Args:
-        values: the output of a layer for one image.
-        image: (1, C, H, W) of the model's input.
-        layer: its path, for messages.
-        view: None: the one that fits.
-
-    Raises:
-        UsageError: the output is none that can be shown, or not in this view; says what it is, and which view fits.
-    """
-    found = _fitting(values, image)
-    if found is None:
-        sizes = " x ".join(map(str, values.shape)) or "a single number"
-        raise UsageError(
-            f"{layer}: its output, {sizes}, is neither maps of an image, nor tokens that fill one, nor a vector: no "
-            "view fits; choose the module around it, or one before or after it"
-        )
-    if view in (None, found.view):
-        return found
-    raise UsageError(
-        f"{layer}: its output is {found.what}, which cannot be shown as {NAMES[str(view)]}; the view that fits is "
-        f"{found.view}"
-    )
-
-
-def _fitting(values: Tensor, image: Sequence[int]) -> Shown | None:
-    values = values.float() if not values.is_complex() else values.abs()
-    layout = layout_of(values.shape, image)
-    if layout is not None:
-        maps = layout.maps(values)[0]
-        if layout.order != "tokens":
-            return Shown("maps", maps, f"{_count(len(maps), 'map')} of {_sizes(maps)}")
-        more = f" and {layout.prefix} more" if layout.prefix else ""
-        return Shown("tokens", maps, f"{values.shape[1]} tokens of {len(maps)} channels ({_sizes(maps)}{more})")
-    one = values[0] if values.dim() and values.shape[0] == 1 else values
-    if one.dim() >= 1 and one.shape[0] > 0 and math.prod(one.shape[1:]) == 1:
-        return Shown("bars", one.reshape(-1, 1, 1), f"a vector of {_count(len(one), 'value')}")
-    return None
-
-
-def _sizes(maps: Tensor) -> str:
-    return f"{maps.shape[1]} x {maps.shape[2]}"
-
-
-def _count(count: int, name: str) -> str:
-    return f"{count} {name}{'s'[: count != 1]}"
-
-
-def in_dense_places(values: Tensor, kept: Tensor) -> Tensor:
-    """Return the channels of a pruned model (K, h, w) where the dense one has them: (C, h, w), NaN where they are gone.
-
-    Args:
-        kept: bool (C,), with K True.
-    """
-    placed = torch.full((len(kept), *values.shape[1:]), math.nan, dtype=values.dtype)
-    placed[kept] = values
-    return placed
-
-
-Kept = Callable[[str, int], NDArray[np.bool_] | None]
-"""From a module's path and which of its calls it is to which of the dense model's channels are left, (C,)."""
+VIEW_NAMES = {"maps": "maps", "tokens": "tokens in their places", "bars": "bars"}
+KeptChannels = Callable[[str, int], NDArray[np.bool_] | None]
+"""A function of a module's path and the number of its call that returns which channels are kept, (C,), or None."""
 PRUNED = "pruned"
 
 
 @dataclass(frozen=True, eq=False)
 class LayerFeatures:
-    """What one call of a layer makes of an image.
+    """The output of one call of a layer for an image, in one or two models.
 
     Attributes:
-        path, call: of which module, and which of its calls in a forward pass.
-        view: how it is shown.
-        what: what the output of the first model is, in words.
-        sides: name of a model -> (C, h, w), with NaN where the channel is gone.
-        kept: which channels are left, (C,); None where nobody knows, or nothing was pruned.
-        note: what to know when looking at it.
+        path, call: path of the module, and number of its call in a forward pass.
+        view: how the output is shown.
+        what: description of the output of the first model.
+        sides: name of a model -> (C, h, w), with NaN for pruned channels.
+        kept: which channels are kept, (C,); None if unknown, or if nothing was pruned.
+        note: a remark for the reader.
     """
 
     path: str
@@ -130,16 +49,16 @@ class LayerFeatures:
 
     @property
     def channels(self) -> int:
-        """How many there are to show."""
+        """Number of channels to show."""
         return max(len(values) for values in self.sides.values())
 
     @property
     def name(self) -> str:
-        """The path, with the number of the call where it is not the first."""
+        """The path, with the number of the call if it is not the first."""
         return f"{self.path}, call {self.call + 1}" if self.call else self.path
 
     def limits(self, together: bool = False) -> tuple[Tensor, Tensor]:
-        """Least and greatest finite value of each channel over all models, (C,) each; of all channels if `together`."""
+        """Return the least and greatest finite value of each channel in all models, (C,), or of all `together`."""
         sides = [values for values in self.sides.values() if len(values) == self.channels]
         every = torch.cat([values.flatten(1) for values in sides], 1)
         finite = every.isfinite()
@@ -155,17 +74,17 @@ def feature_maps(
     image: Tensor,
     layers: Layers | None = None,
     *,
-    kept: Kept | None = None,
+    kept: KeptChannels | None = None,
     view: View | None = None,
 ) -> list[LayerFeatures]:
-    """Run models on an image and take the outputs of layers, in the order in which the first model runs them.
+    """Run models on an image and return the outputs of layers, in the order in which the first model runs them.
 
     Args:
-        models: by name; `pruned` is what is left of another, whose module paths are the same. In eval mode.
+        models: models by name, in eval mode; `pruned` is pruned from another, whose module paths it has.
         image: (1, C, H, W).
-        layers: see `prunekit.capture`; found in the first model. None: its children, as far as they can be shown.
-        kept: which channels are left.
-        view: how outputs are shown; None: as each fits.
+        layers: layers of the first model, see `prunekit.capture`; None: its children, as far as they can be shown.
+        kept: which channels are kept.
+        view: how outputs are shown; None: in the view that fits.
 
     Raises:
         UsageError: a glob matches nothing, no layer that it matches runs, or an output cannot be shown.
@@ -173,7 +92,7 @@ def feature_maps(
     """
     first = next(iter(models.values()))
     wanted = [path for path, _ in first.named_children()] if layers is None else layers
-    paths = choose(first, wanted, "layers").paths
+    paths = select_layers(first, wanted, "layers").paths
     taken = {name: _taken(name, model, image, paths) for name, model in models.items()}
     found = []
     for key in next(iter(taken.values())):
@@ -189,7 +108,7 @@ def feature_maps(
 
 
 def _taken(name: str, model: nn.Module, image: Tensor, paths: Iterable[str]) -> dict[tuple[str, int], Captured]:
-    """Return the first tensor of floating-point numbers that each call returned."""
+    """Return the first floating-point tensor that each call returned."""
     known = {*dict(model.named_modules()), *dict(model.named_parameters())}
     here = [path for path in paths if path in known]  # the other model may have folded norms
     if not here:
@@ -208,11 +127,11 @@ def _features(
     key: tuple[str, int],
     taken: Mapping[str, Mapping[tuple[str, int], Captured]],
     image: tuple[int, ...],
-    kept: Kept | None,
+    kept: KeptChannels | None,
     view: View | None,
 ) -> LayerFeatures:
     path, call = key
-    views = {name: shown(calls[key].value, image, path, view) for name, calls in taken.items() if key in calls}
+    views = {name: view_of(calls[key].value, image, path, view) for name, calls in taken.items() if key in calls}
     first = next(iter(views.values()))
     mask = kept(path, call) if kept is not None and PRUNED in views else None
     sides, mask, note = aligned({name: one.values for name, one in views.items()}, mask, "channels")
@@ -222,15 +141,15 @@ def _features(
 def aligned(
     sides: dict[str, Tensor], mask: NDArray[np.bool_] | None, what: str
 ) -> tuple[dict[str, Tensor], NDArray[np.bool_] | None, str]:
-    """Put what is left in the pruned model where the dense one has it.
+    """Put the rows of the pruned model into their places in the dense one.
 
     Args:
         sides: name of a model -> (N, ...).
-        mask: which are left in the pruned one; None where nobody knows.
-        what: they are, for the note.
+        mask: which rows the pruned model keeps; None if unknown.
+        what: what rows are, for the note.
 
     Returns:
-        The sides, with NaN where something is gone; the mask, None where it does not fit; and why it does not.
+        The sides, with NaN for pruned rows; the mask, None if it does not fit; and a note why.
     """
     if PRUNED not in sides:
         return sides, None, ""
@@ -238,5 +157,77 @@ def aligned(
     if mask is not None and int(mask.sum()) == left and all(count == len(mask) for count in dense):
         return {**sides, PRUNED: in_dense_places(sides[PRUNED], torch.from_numpy(np.array(mask)))}, mask, ""
     if mask is None and dense == [left]:
-        return sides, None, ""  # nothing is gone
+        return sides, None, ""  # nothing was pruned
     return sides, None, f"which of the {what} the {left} are is not known: they stand in their own order"
+
+
+def in_dense_places(values: Tensor, kept: Tensor) -> Tensor:
+    """Return channels (K, h, w) in their places by a mask (C,) with K True: (C, h, w), NaN for the others."""
+    placed = torch.full((len(kept), *values.shape[1:]), math.nan, dtype=values.dtype)
+    placed[kept] = values
+    return placed
+
+
+@dataclass(frozen=True, eq=False)
+class OutputView:
+    """The output of a layer for one image, in a view.
+
+    Attributes:
+        view: how it is shown.
+        values: (C, h, w); (C, 1, 1) as bars.
+        what: description of the output.
+    """
+
+    view: View
+    values: Tensor
+    what: str
+
+
+def view_of(values: Tensor, image: Sequence[int], layer: str, view: View | None = None) -> OutputView:
+    """Return an output in the view that fits.
+
+    Args:
+        values: the output of a layer for one image.
+        image: shape (1, C, H, W) of the model's input.
+        layer: path of the layer, for messages.
+        view: the view that is required; None: any.
+
+    Raises:
+        UsageError: the output cannot be shown, or not in this view; the message says which view fits.
+    """
+    found = _fitting(values, image)
+    if found is None:
+        sizes = " x ".join(map(str, values.shape)) or "a single number"
+        raise UsageError(
+            f"{layer}: its output, {sizes}, is neither maps of an image, nor tokens that fill one, nor a vector: no "
+            "view fits; choose the module around it, or one before or after it"
+        )
+    if view in (None, found.view):
+        return found
+    raise UsageError(
+        f"{layer}: its output is {found.what}, which cannot be shown as {VIEW_NAMES[str(view)]}; the view that fits is "
+        f"{found.view}"
+    )
+
+
+def _fitting(values: Tensor, image: Sequence[int]) -> OutputView | None:
+    values = values.float() if not values.is_complex() else values.abs()
+    layout = layout_of(values.shape, image)
+    if layout is not None:
+        maps = layout.maps(values)[0]
+        if layout.order != "tokens":
+            return OutputView("maps", maps, f"{_count(len(maps), 'map')} of {_sizes(maps)}")
+        more = f" and {layout.prefix} more" if layout.prefix else ""
+        return OutputView("tokens", maps, f"{values.shape[1]} tokens of {len(maps)} channels ({_sizes(maps)}{more})")
+    one = values[0] if values.dim() and values.shape[0] == 1 else values
+    if one.dim() >= 1 and one.shape[0] > 0 and math.prod(one.shape[1:]) == 1:
+        return OutputView("bars", one.reshape(-1, 1, 1), f"a vector of {_count(len(one), 'value')}")
+    return None
+
+
+def _sizes(maps: Tensor) -> str:
+    return f"{maps.shape[1]} x {maps.shape[2]}"
+
+
+def _count(count: int, name: str) -> str:
+    return f"{count} {name}{'s'[: count != 1]}"

@@ -1,4 +1,4 @@
-"""First-layer filters as images: what a network looks for in its input."""
+"""Filters of the first layer as images: what a network looks for in its input."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from prunekit.errors import UsageError, nearest
-from prunekit.inspection.visualize.feature_maps import Kept, aligned
+from prunekit.inspection.visualize.feature_maps import KeptChannels, aligned
 from prunekit.inspection.visualize.image_files import Pixels
 from prunekit.inspection.visualize.image_grids import GONE, grid, headed, kept_of, page, spread, tile
 
 
 @dataclass(frozen=True, eq=False)
-class Filters:
+class LayerFilters:
     """The filters of one layer.
 
     Attributes:
-        path: of the layer.
-        sides: name of a model -> weights (N, in, height, width), with NaN where a filter is gone.
-        kept: which of them are left, (N,); None where nobody knows, or nothing was pruned.
-        note: what to know when looking at them.
+        path: path of the layer.
+        sides: name of a model -> weights (N, in, height, width), with NaN for pruned filters.
+        kept: which filters are kept, (N,); None if unknown, or if nothing was pruned.
+        note: a remark for the reader.
     """
 
     path: str
@@ -35,16 +35,19 @@ class Filters:
 
 
 def first_filters(
-    models: Mapping[str, nn.Module], image: tuple[int, ...], layer: str | None = None, *, kept: Kept | None = None
-) -> Filters:
-    """Return the filters of the first layer that reads an image: a convolution, or a linear layer that reads all its
-    pixels.
+    models: Mapping[str, nn.Module],
+    image: tuple[int, ...],
+    layer: str | None = None,
+    *,
+    kept: KeptChannels | None = None,
+) -> LayerFilters:
+    """Return the filters of the first layer that reads the image, a convolution or a linear layer.
 
     Args:
-        models: by name; `pruned` is what is left of another, whose module paths are the same.
-        image: (C, H, W) of the models' input.
+        models: models by name; `pruned` is pruned from another, whose module paths it has.
+        image: shape (C, H, W) of the models' input.
         layer: path of another layer; None: the first in the order of the model.
-        kept: which filters are left.
+        kept: which filters are kept.
 
     Raises:
         UsageError: there is no such layer, or its weights are no images.
@@ -61,11 +64,13 @@ def first_filters(
             f"{what} has no filters that are images: expected a convolution in two dimensions, or a linear layer that "
             f"reads all pixels of {' x '.join(map(str, image))}; see what layers return: prunekit visualize features"
         )
-    return Filters(path, *aligned(_weights(models, path, image), None if kept is None else kept(path, 0), "filters"))
+    return LayerFilters(
+        path, *aligned(_weights(models, path, image), None if kept is None else kept(path, 0), "filters")
+    )
 
 
 def _images(module: nn.Module, image: tuple[int, ...]) -> Tensor | None:
-    """Return filters (N, in, height, width) of a layer."""
+    """Return the filters (N, in, height, width) of a layer; None if it has none."""
     weight = getattr(module, "weight", None)
     if isinstance(module, nn.Conv2d) and isinstance(weight, Tensor):
         return weight.detach().float().cpu()
@@ -77,24 +82,23 @@ def _images(module: nn.Module, image: tuple[int, ...]) -> Tensor | None:
 def _weights(models: Mapping[str, nn.Module], path: str, image: tuple[int, ...]) -> dict[str, Tensor]:
     sides = {}
     for name, model in models.items():
-        module = dict(model.named_modules()).get(path)  # the other model may have folded it
+        module = dict(model.named_modules()).get(path)  # the pruned model may have folded it
         found = None if module is None else _images(module, image)
         if found is not None:
             sides[name] = found
     return sides
 
 
-def draw_filters(filters: Filters, title: str = "", most: int | None = 256) -> Pixels:
+def draw_filters(filters: LayerFilters, title: str = "", most: int | None = 256) -> Pixels:
     """Return the picture of a layer's filters, (H, W, 3): a panel for each model, numbered, pruned ones crossed out.
 
-    All are on one scale, with zero as mid-gray; it ends at the 99.5th percentile of the absolute weights, for a few
-    large ones would leave all others gray. Those of 1 or 3 input channels are shown as they are, others as the mean
-    over these.
+    All have one scale with zero as mid-gray, which ends at the 99.5th percentile of the absolute weights, as a few
+    large ones would leave all others gray. Filters of more than 3 input channels are shown as the mean over these.
 
     Args:
         filters: see `first_filters`.
-        title: behind the layer's name.
-        most: filters shown, evenly spread where there are more; None: all.
+        title: text after the layer's name.
+        most: limit of filters, which are evenly spread; None: all.
     """
     scale = _scale(torch.cat([values.flatten() for values in map(_colors, filters.sides.values())]).abs())
     panels = []
@@ -112,19 +116,19 @@ def _scale(sizes: Tensor) -> float:
 
 
 def _colors(weights: Tensor) -> Tensor:
-    """(N, 3, height, width)"""
+    """Return weights as red, green and blue, (N, 3, height, width)."""
     mean = weights if weights.shape[1] in (1, 3) else weights.mean(1, keepdim=True)
     return mean.expand(-1, 3, -1, -1)
 
 
 def _tile(values: Tensor, number: int, crossed: bool) -> Pixels:
-    """Return one filter (3, height, width) with values -1..1."""
+    """Return the tile of one filter (3, height, width) with values -1..1."""
     gone = bool(values.isnan().all())
     pixels = (127.5 + 127.5 * values.nan_to_num()).round().to(torch.uint8).permute(1, 2, 0).numpy()
     return tile(np.full(pixels.shape, GONE, np.uint8) if gone else pixels, number, crossed=crossed, gone=gone)
 
 
-def _heading(filters: Filters, title: str, most: int | None) -> tuple[str, str]:
+def _heading(filters: LayerFilters, title: str, most: int | None) -> tuple[str, str]:
     weights = next(iter(filters.sides.values()))
     count, channels, height, width = weights.shape
     parts = [f"{count} filters of {channels} x {height} x {width}", *kept_of(filters.kept)]

@@ -1,7 +1,4 @@
-"""Image files as a model's input, inputs as images again, and values as colors.
-
-Maps over the image that they are of, dense beside pruned, as one picture.
-"""
+"""Image files as inputs of models, values as colors, and panels of images as one picture."""
 
 from __future__ import annotations
 
@@ -25,21 +22,34 @@ from prunekit.utils.files import StrPath, atomic_file
 Pixels = NDArray[np.uint8]
 """(H, W, 3) red, green and blue."""
 Transform = Callable[[Image.Image], Tensor]
-"""From an image in RGB to a model's input, (C, H, W)."""
-
+"""A function of an image in RGB that returns a model's input, (C, H, W)."""
 COLORS = "viridis"
-"""Steps that are equal in value look equal, in gray and to the color-blind too (Smith & van der Walt 2015)."""
+"""Equal steps in value look equal, also in gray and to the color-blind (Smith & van der Walt 2015)."""
 MARGIN = 8 / 7
-"""Images are cut out of one that is so much larger, as torchvision's presets do (256 and 224)."""
+"""Factor by which images are resized beyond the size that is cut out, as in torchvision's presets (256 and 224)."""
+HEAT = "inferno"
+"""Dark to bright in even steps, with a bright end that few photographs contain."""
+SIDE = 336
+"""Approximate pixels of a panel's longer side."""
+OPACITY = 0.75
+"""Opacity of the largest value of a map over its image."""
+INK, FAINT = "#1f2937", "#6b7280"
+STYLE: dict[Any, Any] = {
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.titlesize": 10.5,
+    "text.parse_math": False,
+}
 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """From an image to a model's input and back.
+    """The preprocessing from an image to a model's input, and back.
 
     Args:
-        shape: (C, H, W) of the input, with C 1 or 3.
-        mean, std: of a pixel in 0..1, per channel; subtracted, and divided by. For C 1 their average is taken.
+        shape: shape (C, H, W) of the input, with C 1 or 3.
+        mean, std: mean and standard deviation of pixels in 0..1 for each channel; for C 1 their average is used.
 
     Raises:
         UsageError: the input is no image.
@@ -55,7 +65,7 @@ class Preprocessing:
             raise UsageError(f"--image: expected a model that takes images of 1 or 3 channels, but it takes {got}")
 
     def __call__(self, image: Image.Image) -> Tensor:
-        """(C, H, W) float32. An image of exactly H x W is taken as it is, of others the center."""
+        """Return an image as input, (C, H, W) float32; one that is not H x W is resized, and its center cut out."""
         channels, height, width = self.shape
         image = image.convert("L" if channels == 1 else "RGB")
         if image.size != (width, height):
@@ -65,8 +75,8 @@ class Preprocessing:
         pixels: Tensor = pil_to_tensor(image)
         return (pixels.float() / 255 - mean) / std
 
-    def shown(self, values: Tensor) -> Pixels:
-        """Return an input (C, H, W) as the image that it was made of."""
+    def to_image(self, values: Tensor) -> Pixels:
+        """Return an input (C, H, W) as an image."""
         mean, std = self._normalization()
         pixels = (values.detach().cpu().float() * std + mean).clamp(0, 1).expand(3, -1, -1)
         return np.ascontiguousarray((pixels * 255).round().to(torch.uint8).permute(1, 2, 0).numpy())
@@ -78,10 +88,10 @@ class Preprocessing:
 
 
 def read_image(path: StrPath, transform: Transform) -> Tensor:
-    """Read an image file, turned as its EXIF data says, and make it a model's input, (C, H, W).
+    """Read an image file, rotated by its EXIF data, as a model's input, (C, H, W).
 
     Raises:
-        DataError: the file is not there, cannot be opened, is no image, or breaks off; says which and why.
+        DataError: the file does not exist, cannot be opened, is no image, or is truncated.
     """
     path = Path(path)
     try:
@@ -98,107 +108,22 @@ def read_image(path: StrPath, transform: Transform) -> Tensor:
     return transform(image)
 
 
-def colored(values: NDArray[np.floating] | Tensor, low: float, high: float) -> NDArray[np.uint8]:
-    """Return values (...) as colors (..., 3) from the darkest, for `low` and below, to the brightest, for `high` and
-    above.
-
-    NaN and Inf are red, which is none of these colors.
-    """
-    import matplotlib
-
-    array = np.asarray(values.detach().cpu().numpy() if isinstance(values, Tensor) else values, dtype=np.float64)
-    span = high - low if high > low else 1.0
-    with np.errstate(invalid="ignore"):
-        found = matplotlib.colormaps[COLORS](np.clip((array - low) / span, 0, 1), bytes=True)[..., :3]
-    found[~np.isfinite(array)] = (214, 39, 40)
-    return np.ascontiguousarray(found)
-
-
 def write_png(path: StrPath, pixels: Pixels) -> Path:
-    """Write pixels (H, W, 3) as a PNG file, whole or not at all."""
+    """Write pixels (H, W, 3) as a PNG file, atomically."""
     path = Path(path)
     with atomic_file(path) as temporary:
         Image.fromarray(pixels).save(temporary, format="PNG", optimize=True)
     return path
 
 
-HEAT = "inferno"
-"""Dark to bright in even steps, and its bright end is no color of most photographs."""
-SIDE = 336
-"""Pixels of a panel's longer side, about."""
-OPACITY = 0.75
-"""Of the largest value of a map that lies over its image."""
-INK, FAINT = "#1f2937", "#6b7280"
-STYLE: dict[Any, Any] = {
-    "font.family": "sans-serif",
-    "font.size": 10,
-    "text.color": INK,
-    "axes.titlesize": 10.5,
-    "text.parse_math": False,
-}
-
-
-@dataclass(frozen=True, eq=False)
-class Panel:
-    """One image of a picture, (H, W, 3), with a line above it and one below."""
-
-    title: str
-    pixels: Pixels
-    note: str = ""
-
-
-def enlarged(pixels: Pixels) -> Pixels:
-    """Return an image (H, W, 3) with its longer side about `SIDE`: pixels of a small one become squares."""
-    height, width = pixels.shape[:2]
-    times = max(1, SIDE // max(height, width))
-    return pixels.repeat(times, 0).repeat(times, 1)
-
-
-def overlaid(pixels: Pixels, values: Tensor) -> Pixels:
-    """Return a map over its image: the more, the less is seen of the image, which is gray; nothing below zero.
-
-    Args:
-        pixels: (H, W, 3).
-        values: (h, w); interpolated linearly.
-
-    Returns:
-        (H, W, 3), the image enlarged.
-    """
-    import matplotlib
-
-    image = enlarged(pixels).astype(np.float64)
-    gray = image @ (0.299, 0.587, 0.114)
-    heat = _resized(values.clamp_min(0), image.shape[:2])
-    heat = heat / max(float(heat.max()), 1e-300)
-    colors = matplotlib.colormaps[HEAT](heat, bytes=True)[..., :3].astype(np.float64)
-    opacity = OPACITY * np.sqrt(heat)[..., None]  # what lies in the middle is seen too
-    return ((1 - opacity) * gray[..., None] + opacity * colors).round().clip(0, 255).astype(np.uint8)
-
-
-def heated(values: Tensor) -> Pixels:
-    """Return a map (H, W) as colors (H, W, 3), enlarged; what is beyond the 99.5th percentile is as bright as that.
-
-    A few pixels have gradients far above all others (Smilkov et al. 2017, section 3).
-    """
-    import matplotlib
-
-    array = values.detach().cpu().double().numpy()
-    top = max(float(np.percentile(array, 99.5)), 1e-300)
-    return enlarged(matplotlib.colormaps[HEAT](np.clip(array / top, 0, 1), bytes=True)[..., :3])
-
-
-def _resized(values: Tensor, size: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    given = values.detach().cpu().to(torch.float64)[None, None]
-    resized = F.interpolate(given, tuple(size), mode="bilinear", align_corners=False)
-    return np.asarray(resized[0, 0].numpy(), dtype=np.float64)
-
-
 def write_picture(path: Path, panels: Sequence[Panel], title: str, scale: str) -> Path:
-    """Write panels beside each other as a PNG file, whole or not at all.
+    """Write panels side by side as a PNG file, atomically.
 
     Args:
-        title: above all of them.
-        scale: what the ends of the colors are.
+        path: path of the file.
+        panels: the panels.
+        title: text above all panels.
+        scale: meaning of the ends of the colors.
     """
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -227,3 +152,73 @@ def write_picture(path: Path, panels: Sequence[Panel], title: str, scale: str) -
         with atomic_file(path) as temporary:
             canvas.print_png(temporary)  # type: ignore[no-untyped-call]
     return path
+
+
+@dataclass(frozen=True, eq=False)
+class Panel:
+    """One image (H, W, 3) of a picture, with a line above it and one below."""
+
+    title: str
+    pixels: Pixels
+    note: str = ""
+
+
+def overlaid(pixels: Pixels, values: Tensor) -> Pixels:
+    """Return a map over its image in gray, which larger values cover more; values below zero are transparent.
+
+    Args:
+        pixels: (H, W, 3).
+        values: (h, w); interpolated linearly.
+
+    Returns:
+        The enlarged image, (H, W, 3).
+    """
+    import matplotlib
+
+    image = enlarged(pixels).astype(np.float64)
+    gray = image @ (0.299, 0.587, 0.114)
+    heat = _resized(values.clamp_min(0), image.shape[:2])
+    heat = heat / max(float(heat.max()), 1e-300)
+    colors = matplotlib.colormaps[HEAT](heat, bytes=True)[..., :3].astype(np.float64)
+    opacity = OPACITY * np.sqrt(heat)[..., None]  # values in the middle are visible too
+    return ((1 - opacity) * gray[..., None] + opacity * colors).round().clip(0, 255).astype(np.uint8)
+
+
+def _resized(values: Tensor, size: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    given = values.detach().cpu().to(torch.float64)[None, None]
+    resized = F.interpolate(given, tuple(size), mode="bilinear", align_corners=False)
+    return np.asarray(resized[0, 0].numpy(), dtype=np.float64)
+
+
+def heated(values: Tensor) -> Pixels:
+    """Return a map (H, W) as colors (H, W, 3), enlarged; colors end at the 99.5th percentile.
+
+    A few pixels have gradients far above all others (Smilkov et al. 2017, section 3).
+    """
+    import matplotlib
+
+    array = values.detach().cpu().double().numpy()
+    top = max(float(np.percentile(array, 99.5)), 1e-300)
+    return enlarged(matplotlib.colormaps[HEAT](np.clip(array / top, 0, 1), bytes=True)[..., :3])
+
+
+def enlarged(pixels: Pixels) -> Pixels:
+    """Return an image (H, W, 3) whose longer side is about `SIDE`; pixels of a small one become squares."""
+    height, width = pixels.shape[:2]
+    times = max(1, SIDE // max(height, width))
+    return pixels.repeat(times, 0).repeat(times, 1)
+
+
+def colored(values: NDArray[np.floating] | Tensor, low: float, high: float) -> NDArray[np.uint8]:
+    """Return values (...) as colors (..., 3) from dark, for `low` and below, to bright, for `high` and above.
+
+    NaN and Inf are red, which is none of these colors.
+    """
+    import matplotlib
+
+    array = np.asarray(values.detach().cpu().numpy() if isinstance(values, Tensor) else values, dtype=np.float64)
+    span = high - low if high > low else 1.0
+    with np.errstate(invalid="ignore"):
+        found = matplotlib.colormaps[COLORS](np.clip((array - low) / span, 0, 1), bytes=True)[..., :3]
+    found[~np.isfinite(array)] = (214, 39, 40)
+    return np.ascontiguousarray(found)

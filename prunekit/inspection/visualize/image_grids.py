@@ -19,7 +19,7 @@ from prunekit.inspection.visualize.feature_maps import LayerFeatures
 from prunekit.inspection.visualize.image_files import Pixels, colored
 
 SMALLEST, LARGEST = 56, 112
-"""Pixels of a map's longer side, about: smaller ones are enlarged without blurring, larger ones are averaged."""
+"""Pixels of a map's longer side: smaller maps are enlarged without blurring, larger ones are averaged."""
 LABEL, GAP, MARGIN, HEAD = 15, 5, 14, 46
 WHITE, INK, SOFT, GONE, CROSS = (255, 255, 255), (31, 41, 55), (107, 114, 128), (229, 231, 235), (190, 18, 60)
 BARS, GONE_BAR = {"dense": "#64748b", "pruned": "#0f766e"}, "#e5a13d"
@@ -33,11 +33,11 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class GridSettings:
-    """How a grid looks.
+    """Settings of a grid.
 
     Attributes:
-        most: channels shown, evenly spread where there are more; None: all.
-        together: whether one scale serves all channels of a layer; else each has its own, the same in all models.
+        most: limit of channels, which are evenly spread; None: all.
+        together: whether all channels of a layer have one scale; else each has its own, the same in all models.
     """
 
     most: int | None = 64
@@ -48,9 +48,9 @@ def draw(features: LayerFeatures, settings: GridSettings = GridSettings(), title
     """Return the picture of a layer, (H, W, 3): a panel for each model.
 
     Args:
-        features: what the layer made of an image.
-        settings: how it looks.
-        title: behind the layer's name.
+        features: the output of the layer.
+        settings: settings of the grid.
+        title: text after the layer's name.
     """
     chosen = spread(features.channels, settings.most)
     if features.view == "bars":
@@ -67,7 +67,7 @@ def draw(features: LayerFeatures, settings: GridSettings = GridSettings(), title
 
 
 def spread(channels: int, most: int | None) -> NDArray[np.int64]:
-    """Return the numbers of as many channels as are shown, evenly spread."""
+    """Return the numbers of at most so many channels, evenly spread."""
     if most is None or channels <= most:
         return np.arange(channels)
     return np.unique(np.linspace(0, channels - 1, most).round().astype(np.int64))
@@ -81,30 +81,28 @@ def _panel(
 
 
 def grid(tiles: Sequence[Pixels]) -> Pixels:
-    """Tiles of one size as one picture, about as wide as high."""
+    """Return tiles of one size as one picture, about as wide as high."""
     stacked = torch.from_numpy(np.stack(tiles)).permute(0, 3, 1, 2)  # (N, 3, h, w)
     found = make_grid(stacked, nrow=columns(len(tiles), tiles[0].shape), padding=GAP, pad_value=255)
     return np.ascontiguousarray(found.permute(1, 2, 0).numpy())
 
 
 def columns(count: int, shape: Sequence[int]) -> int:
-    """Tiles in a row so that all of them, of (h, w), are about as wide as high."""
+    """Return how many tiles (h, w) to put in a row for a picture about as wide as high."""
     near = min(count, max(1, round(math.sqrt(count * shape[0] / shape[1]))))
     whole = [found for found in (near, near - 1, near + 1, near - 2) if found > 0 and count % found == 0]
-    return whole[0] if whole else near  # without a last row that is nearly empty
+    return whole[0] if whole else near  # avoids a last row that is nearly empty
 
 
 def _tile(values: Tensor, low: float, high: float, number: int, crossed: bool) -> Pixels:
-    """Return one channel (h, w) with its number above it."""
+    """Return the tile of one channel (h, w)."""
     gone = bool(values.isnan().all())
     pixels = np.full((*values.shape, 3), GONE, np.uint8) if gone else colored(values, low, high)
     return tile(pixels, number, crossed=crossed, gone=gone)
 
 
 def tile(pixels: Pixels, number: int, *, crossed: bool = False, gone: bool = False) -> Pixels:
-    """Return a small picture with its number above it, crossed out where it is pruned, faintly where there is
-    nothing left.
-    """
+    """Return a small picture with its number above it, crossed out if pruned, and faintly if it is gone."""
     image = Image.fromarray(_sized(pixels))
     made = Image.new("RGB", (image.width, image.height + LABEL), WHITE)
     made.paste(image, (0, LABEL))
@@ -135,7 +133,7 @@ def _font(size: int) -> Any:
 
 
 def page(panels: Sequence[tuple[str, Pixels]], heading: tuple[str, str]) -> Pixels:
-    """Panels beside each other under their names, and two lines above all."""
+    """Return panels side by side under their names, and a heading of two lines."""
     size = [_font(16), _font(12), _font(13)]
     measure = ImageDraw.Draw(Image.new("RGB", (1, 1)))
     text = max(int(measure.textlength(line, font=font)) for line, font in zip(heading, size, strict=False))
@@ -152,12 +150,12 @@ def page(panels: Sequence[tuple[str, Pixels]], heading: tuple[str, str]) -> Pixe
 
 
 def headed(name: str, title: str, parts: Sequence[str], note: str) -> tuple[str, str]:
-    """Return the two lines above a page."""
+    """Return the two lines of a heading."""
     return name + (f", {title}" if title else ""), "; ".join([*parts, *filter(None, [note])])
 
 
 def kept_of(kept: NDArray[np.bool_] | None) -> list[str]:
-    """Return how many are left, for a heading; nothing where nobody knows."""
+    """Return how many are kept, for a heading; nothing if unknown."""
     if kept is None:
         return []
     left = int(kept.sum())

@@ -1,7 +1,4 @@
-"""Which outputs of a layer are images, and which of their axes are the places in it.
-
-What a layer returns as an image, copied at once, and the gradient of a score with respect to that.
-"""
+"""Outputs of layers that are images: their layout, copies of them, and the gradient of a score for them."""
 
 from __future__ import annotations
 
@@ -23,18 +20,21 @@ from prunekit.utils.context import is_reentrant, own_gradients
 from prunekit.utils.tensors import gather
 
 MOST_PREFIXES = 16
-"""Tokens that stand for no place: a class token, one for distillation, registers (Darcet et al. 2024)."""
+"""Limit of tokens without a place: a class token, one for distillation, registers (Darcet et al. 2024)."""
+HINT = "prunekit inspect shows the names of layers"
+_BARS = "see them as bars: prunekit visualize features"
+_ELSE = "name a layer before it, or see which pixels matter: prunekit visualize saliency"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the output of a layer shows an image.
+    """The layout of a layer's output that is an image.
 
     Attributes:
         order: `channels_first` (B, C, h, w), `channels_last` (B, h, w, C), or `tokens` (B, prefix + h w, C).
         height, width: h and w.
         prefix: tokens before those of the image.
-        fits: whether h and w are the image's over a stride; else they are only taken for such.
+        fits: whether h and w are those of the image over a stride; else they are only assumed to be.
     """
 
     order: Literal["channels_first", "channels_last", "tokens"]
@@ -53,17 +53,16 @@ class Layout:
 
 
 def layout_of(shape: Sequence[int], image: Sequence[int]) -> Layout | None:
-    """Return the layout of an output, as far as its shape tells: one row of it is one image, and h x w is the image's
-    height and width over a stride.
+    """Return the layout of an output by its shape, whose height and width are those of the image over a stride.
 
-    Four axes that fit no stride are taken as (B, C, h, w), as convolutions without padding give them.
+    Four axes that fit no stride are taken for (B, C, h, w), as convolutions without padding return them.
 
     Args:
-        shape: of the output.
-        image: (B, C, H, W) of the model's input.
+        shape: shape of the output.
+        image: shape (B, C, H, W) of the model's input.
 
     Returns:
-        None where the output has no places: a vector for each image, a single place, windows, a clip, or text.
+        None if the output has no places: a vector for each image, a single place, windows, a clip, or text.
     """
     if shape[:1] != image[:1]:
         return None
@@ -78,7 +77,7 @@ def layout_of(shape: Sequence[int], image: Sequence[int]) -> Layout | None:
 
 
 def spatial_output(result: Any, image: Sequence[int]) -> tuple[Tensor, Layout] | None:
-    """Return the first tensor of what a module returned that is an image, with its layout."""
+    """Return the first tensor of a module's output that is an image, with its layout."""
     for tensor in gather(result):
         if tensor.is_floating_point() and (layout := layout_of(tensor.shape, image)) is not None:
             return tensor, layout
@@ -87,7 +86,7 @@ def spatial_output(result: Any, image: Sequence[int]) -> tuple[Tensor, Layout] |
 
 @lru_cache(maxsize=8)
 def _sizes(size: tuple[int, int]) -> frozenset[tuple[int, int]]:
-    """Heights and widths that strides make of an image, patches at its edges dropped or padded; no single place."""
+    """Return all heights and widths of an image over a stride, with patches at its edges dropped or padded."""
     found = {(size[0] // stride, size[1] // stride) for stride in range(1, max(size) + 1)}
     found |= {(math.ceil(size[0] / stride), math.ceil(size[1] / stride)) for stride in range(1, max(size) + 1)}
     return frozenset((height, width) for height, width in found if height * width > 1)
@@ -98,7 +97,7 @@ def _fits(shape: Sequence[int], size: tuple[int, int]) -> bool:
 
 
 def _grid(tokens: int, size: tuple[int, int]) -> tuple[int, int] | None:
-    """Return the height and width of so many tokens, as few as may be left over."""
+    """Return the height and width that so many tokens have, with as few as possible left over."""
     found = [grid for grid in _sizes(size) if 0 <= tokens - grid[0] * grid[1] <= MOST_PREFIXES]
     # A handful of tokens would fit nearly any grid.
     found = [grid for grid in found if grid[0] * grid[1] > tokens - grid[0] * grid[1]]
@@ -106,7 +105,7 @@ def _grid(tokens: int, size: tuple[int, int]) -> tuple[int, int] | None:
 
 
 def why_not(layer: str, result: Any, image: Sequence[int]) -> str:
-    """Return what a layer returned that is no image, and which view fits it."""
+    """Return why a layer's output is no image, and which view fits it."""
     tensors = [tensor for tensor in gather(result) if tensor.is_floating_point()]
     if not tensors:
         return f"{layer} returns {type(result).__name__}, which holds no tensor of floating-point numbers; {_ELSE}"
@@ -127,72 +126,31 @@ def why_not(layer: str, result: Any, image: Sequence[int]) -> str:
     return f"{layer} returns {shape}, {what}"
 
 
-_BARS = "see them as bars: prunekit visualize features"
-_ELSE = "name a layer before it, or see which pixels matter: prunekit visualize saliency"
-
-
-HINT = "prunekit inspect shows the names of layers"
-
-
-@dataclass(eq=False)
-class Call:
-    """One call of a layer whose output is an image.
-
-    Attributes:
-        layer: its path; of layers that hand the same tensor on, the outermost one's.
-        output: what it returned, which may be overwritten later.
-        values: a copy of that as it was, (B, C, h, w).
-        stop: where a backward pass has seen the output's gradient; None where none comes here.
-        gradient: like `values`; None until a backward pass has come here.
-    """
-
-    layer: str
-    output: Tensor
-    layout: Layout
-    values: Tensor
-    version: int
-    stop: GradientEdge | None = None
-    gradient: Tensor | None = None
-
-    def note(self, gradient: Tensor, index: int) -> None:
-        """Take the gradient of the output."""
-        self.gradient = self.layout.maps(gradient.detach().clone())
-
-
-@dataclass(frozen=True)
-class Read:
-    """What the last linear layer of a forward pass was given, and returned."""
-
-    linear: nn.Linear
-    given: Tensor
-    returned: Tensor
-
-
 class SpatialActivations(HookOwner):
-    """Keeps what a layer returned in the last of its calls, as an image, and the gradient that comes back.
+    """The output of a layer in its last call as an image, and its gradient.
 
     The copy is made before anything can overwrite the output, and the gradient is that of the values copied, also where
-    a later operation works in place. Where no layer is named, all are candidates: of those that return channels with
-    a height and width the last one, and what comes after it as tokens.
+    a later operation works in place. If no layer is named, all are candidates: the last one that returns channels with
+    a height and width, and those that return tokens after it.
 
     Args:
-        model: in the mode in which it is to run.
+        model: the model, in the mode in which it runs.
         layer: path of a module, or None.
-        image: (B, C, H, W) of the input.
+        image: shape (B, C, H, W) of the input.
 
     Raises:
-        ModelError: on enter, when the model has no such layer or is compiled; in the forward pass, when the layer named
-            returns no image.
+        ModelError: on enter, if the model has no such layer or is compiled; in the forward pass, if the layer returns
+            no image.
     """
 
     def __init__(self, model: nn.Module, layer: str | None, image: Sequence[int]) -> None:
         super().__init__()
         self._model, self._layer, self._image = model, layer, tuple(image)
-        self.calls: list[Call] = []
-        self.last_linear: Read | None = None
+        self.calls: list[SpatialCall] = []
+        self.last_linear: LinearCall | None = None
 
     def register(self) -> None:
-        """Hooks the layer, or all of them, and linear layers."""
+        """Register hooks on the layer, or on all of them, and on linear layers."""
         refuse_compiled(self._model, type(self).__name__)
         modules = {path: module for path, module in self._model.named_modules() if path and not never_called(module)}
         if self._layer is not None and self._layer not in modules:
@@ -229,8 +187,8 @@ class SpatialActivations(HookOwner):
             self.calls.clear()
         self.calls.append(self._call(path, output, layout))
 
-    def _call(self, path: str, output: Tensor, layout: Layout) -> Call:
-        call = Call(path, output, layout, layout.maps(output.detach().clone()), output._version)
+    def _call(self, path: str, output: Tensor, layout: Layout) -> SpatialCall:
+        call = SpatialCall(path, output, layout, layout.maps(output.detach().clone()), output._version)
         if output.grad_fn is not None:
             call.stop = _below(output)
             hook_gradient(output, tensor_hook(self, call.note, 0))
@@ -238,13 +196,13 @@ class SpatialActivations(HookOwner):
 
     def _linear(self, module: nn.Module, arguments: Any, named: Any, result: Any) -> None:
         if isinstance(module, nn.Linear) and arguments:
-            self.last_linear = Read(module, arguments[0].detach(), result.detach())
+            self.last_linear = LinearCall(module, arguments[0].detach(), result.detach())
 
-    def found(self) -> Call:
+    def found(self) -> SpatialCall:
         """Return the last call.
 
         Raises:
-            ModelError: the layer did not run, or there is none whose output is an image.
+            ModelError: the layer did not run, or no output is an image.
         """
         if self.calls:
             return self.calls[-1]
@@ -258,17 +216,17 @@ class SpatialActivations(HookOwner):
             "that uses it"
         )
 
-    def backward(self, score: Tensor) -> Call:
-        """Send the gradient of a score back to the calls; those of parameters stay as they are.
+    def backward(self, score: Tensor) -> SpatialCall:
+        """Run the backward pass of a score to the calls, without changing gradients of parameters.
 
         Args:
             score: one number.
 
         Returns:
-            The last call that it reaches, of tokens the last of whose patches any has a gradient.
+            The last call that the gradient reaches; for tokens, the last with a gradient at any patch.
 
         Raises:
-            ModelError: there is none.
+            ModelError: the gradient reaches no call.
         """
         call = self.found()
         stops = [one.stop for one in self.calls if one.stop is not None]
@@ -295,11 +253,45 @@ class SpatialActivations(HookOwner):
 
 
 def _below(output: Tensor) -> GradientEdge:
-    """Just below the operation that made an output, or the tensor that it is a view of.
+    """Return the edge just below the operation that computed an output, or the tensor that it is a view of.
 
-    A backward pass that is asked for the gradient there runs every hook on the output, and little more.
+    A backward pass to this edge runs every hook on the output, and little more.
     """
     base = output._base
     node = output.grad_fn if base is None or base.grad_fn is None else base.grad_fn
     assert node is not None
     return next(GradientEdge(below, index) for below, index in node.next_functions if below is not None)
+
+
+@dataclass(eq=False)
+class SpatialCall:
+    """One call of a layer whose output is an image.
+
+    Attributes:
+        layer: path of the layer; of several that pass on the same tensor, of the outermost one.
+        output: the output, which may be overwritten later.
+        values: a copy of the output, (B, C, h, w).
+        stop: the edge where the output's gradient is known; None if it has none.
+        gradient: the gradient, like `values`; None before the backward pass.
+    """
+
+    layer: str
+    output: Tensor
+    layout: Layout
+    values: Tensor
+    version: int
+    stop: GradientEdge | None = None
+    gradient: Tensor | None = None
+
+    def note(self, gradient: Tensor, index: int) -> None:
+        """Take the gradient of the output."""
+        self.gradient = self.layout.maps(gradient.detach().clone())
+
+
+@dataclass(frozen=True)
+class LinearCall:
+    """What the last linear layer of a forward pass was given, and returned."""
+
+    linear: nn.Linear
+    given: Tensor
+    returned: Tensor

@@ -13,7 +13,12 @@ from prunekit.errors import UsageError
 from prunekit.hooks.hook import count_hooks
 from prunekit.inspection.capture import redundancy as correlations
 from prunekit.inspection.capture.recorder import capture
-from prunekit.inspection.capture.redundancy import CorrelationCollector, Products, redundant, weight_cosines
+from prunekit.inspection.capture.redundancy import (
+    ChannelCorrelations,
+    CorrelationCollector,
+    redundant_channels,
+    weight_cosines,
+)
 from prunekit.jobs.pictures import channel_findings
 
 CPU = torch.device("cpu")
@@ -48,9 +53,9 @@ def batches() -> list[Tensor]:
     return [3 + torch.randn(size, 3, 8, 8, generator=draw) for size in (16, 16, 8)]
 
 
-def stem(seen: CorrelationCollector) -> Products:
+def stem(seen: CorrelationCollector) -> ChannelCorrelations:
     """What is known of the first layer."""
-    return next(found for found in seen.products() if found.layer == "stem")
+    return next(found for found in seen.correlations() if found.layer == "stem")
 
 
 @torch.no_grad()
@@ -80,7 +85,7 @@ def test_correlations_are_those_of_all_values_together(net: Net, batches: list[T
     with CorrelationCollector(net) as seen, capture(net, ["stem", "inner", "head"]) as record, torch.no_grad():
         for images in batches:
             net(images)
-    products = seen.products()
+    products = seen.correlations()
     assert [found.layer for found in products] == ["stem", "inner", "head"]
     for found in products:
         path = found.layer
@@ -102,7 +107,7 @@ def test_what_was_seen_too_little_or_is_constant_is_told_by_its_weights(net: Net
     plant(net)
     with CorrelationCollector(net) as seen, torch.no_grad():
         net(torch.randn(1, 3, 3, 3))  # 9 places
-    (pair,) = redundant(net, [stem(seen)])
+    (pair,) = redundant_channels(net, [stem(seen)])
     assert (pair.channel, pair.like, pair.correlation) == (7, 2, None)
     with CorrelationCollector(net) as seen, torch.no_grad():
         net(torch.ones(1, 3, 16, 16)[:, :, :1, :1].expand(64, 3, 1, 1))
@@ -115,7 +120,7 @@ def test_channels_that_are_not_finite_are_like_no_other(net: Net, batches: list[
     with CorrelationCollector(net) as seen, torch.no_grad():
         for images in batches:
             net(images)
-    (pair,) = redundant(net, [stem(seen)])
+    (pair,) = redundant_channels(net, [stem(seen)])
     assert (pair.channel, pair.correlation) == (7, None)
 
 
@@ -178,7 +183,7 @@ def test_projections_of_attention_are_looked_at_part_by_part() -> None:
         }  # fmt: skip
     with CorrelationCollector(net) as seen, torch.no_grad():
         net(tokens)
-    parts = [(part.layer, part.first, len(part.shift)) for part in seen.products() if "in_proj" in part.layer]
+    parts = [(part.layer, part.first, len(part.shift)) for part in seen.correlations() if "in_proj" in part.layer]
     assert parts == [("own.in_proj_weight", 0, 24), *(("cross.in_proj_weight", first, 8) for first in (0, 8, 16))]
     assert count_hooks(net) == 0
 
@@ -197,4 +202,4 @@ def test_what_is_too_wide_for_the_memory_is_refused_with_what_it_takes(
 
 def test_a_threshold_is_a_share(net: Net) -> None:
     with pytest.raises(UsageError, match=r"threshold: expected a size of correlations, above 0 and up to 1, got 1.5"):
-        redundant(net, [], 1.5)
+        redundant_channels(net, [], 1.5)

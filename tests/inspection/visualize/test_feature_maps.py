@@ -8,7 +8,7 @@ from torch import Tensor, nn
 import prunekit
 from prunekit.errors import ModelError, UsageError
 from prunekit.hooks.hook import count_hooks
-from prunekit.inspection.visualize.feature_maps import feature_maps, shown
+from prunekit.inspection.visualize.feature_maps import feature_maps, view_of
 from prunekit.inspection.visualize.image_grids import GridSettings, columns, draw
 
 IMAGE = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -106,7 +106,7 @@ def test_the_children_are_shown_where_no_layer_is_named(sides: tuple[dict[str, n
 )
 def test_each_output_is_shown_as_it_fits(shape: tuple[int, ...], view: str, sizes: tuple[int, ...], what: str) -> None:
     values = torch.arange(float(np.prod(shape))).reshape(shape)
-    found = shown(values, (1, 3, 32, 32), "layer")
+    found = view_of(values, (1, 3, 32, 32), "layer")
     assert (found.view, tuple(found.values.shape), found.what) == (view, sizes, what)
     if view == "tokens":
         assert torch.equal(found.values[:, 1, 2], values[0, shape[1] - 16 + 6])
@@ -115,9 +115,9 @@ def test_each_output_is_shown_as_it_fits(shape: tuple[int, ...], view: str, size
 def test_a_view_that_does_not_fit_is_refused_with_the_one_that_does() -> None:
     message = "head: its output is a vector of 10 values, which cannot be shown as maps; the view that fits is bars"
     with pytest.raises(UsageError, match=message):
-        shown(torch.zeros(1, 10), (1, 3, 32, 32), "head", "maps")
+        view_of(torch.zeros(1, 10), (1, 3, 32, 32), "head", "maps")
     with pytest.raises(UsageError, match="qkv: its output, 4 x 49 x 24, is neither maps of an image, nor tokens"):
-        shown(torch.zeros(4, 49, 24), (1, 3, 32, 32), "qkv")
+        view_of(torch.zeros(4, 49, 24), (1, 3, 32, 32), "qkv")
 
 
 def test_a_layer_that_is_not_there_or_a_model_that_does_not_run(

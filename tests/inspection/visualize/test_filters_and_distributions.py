@@ -10,7 +10,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from prunekit.errors import UsageError
 from prunekit.hooks.hook import count_hooks
-from prunekit.inspection.capture.redundancy import Products, redundant
+from prunekit.inspection.capture.redundancy import ChannelCorrelations, redundant_channels
 from prunekit.inspection.visualize.distributions import activation_distributions, rows_of, weight_distributions
 from prunekit.inspection.visualize.filters import draw_filters, first_filters
 from prunekit.statistics.moments import InputMoments
@@ -125,12 +125,12 @@ def test_weights_that_are_computed_and_layers_that_are_not_called() -> None:
     assert set(weight_distributions(model, 4)) == set(found)
     assert found["self_attn.out_proj"].total == 3 * 5 * 8
     assert weight_distributions(model, 4)["linear1"].total == 16 * 8
-    assert "linear1" in {pair.layer for pair in redundant(model, [_none("linear1", 16)], 0.05)}
+    assert "linear1" in {pair.layer for pair in redundant_channels(model, [_none("linear1", 16)], 0.05)}
 
 
-def _none(layer: str, channels: int) -> Products:
+def _none(layer: str, channels: int) -> ChannelCorrelations:
     zeros = np.zeros(channels)
-    return Products(layer, 0, zeros, InputMoments(0, zeros.copy(), np.outer(zeros, zeros)[None]))
+    return ChannelCorrelations(layer, 0, zeros, InputMoments(0, zeros.copy(), np.outer(zeros, zeros)[None]))
 
 
 def test_what_is_not_finite_or_all_the_same() -> None:

@@ -24,9 +24,9 @@ def test_files_are_prepared_as_the_data_and_torchvision_do(tmp_path: Path) -> No
 
 def test_an_input_shows_the_image_that_it_was_made_of(tmp_path: Path) -> None:
     preprocessing = Preprocessing((3, 90, 140), (0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
-    assert np.array_equal(preprocessing.shown(preprocessing(PHOTO)), np.asarray(PHOTO))
+    assert np.array_equal(preprocessing.to_image(preprocessing(PHOTO)), np.asarray(PHOTO))
     gray = Preprocessing((1, 90, 140))
-    assert np.array_equal(gray.shown(gray(PHOTO))[..., 1], np.asarray(PHOTO.convert("L")))
+    assert np.array_equal(gray.to_image(gray(PHOTO))[..., 1], np.asarray(PHOTO.convert("L")))
     assert Preprocessing((3, 40, 20))(PHOTO).shape == (3, 40, 20)
     with pytest.raises(UsageError, match="takes images of 1 or 3 channels, but it takes 4 x 8 x 8"):
         Preprocessing((4, 8, 8))
