@@ -14,7 +14,7 @@ from torch import Tensor
 from prunekit.errors import DataError
 from prunekit.inspection.diagnosis.findings import DATA_ORDER, Finding, check
 from prunekit.inspection.diagnosis.observation import DataSummary, Observation
-from prunekit.tasks.batches import LabeledBatch, InputsAndTargets
+from prunekit.tasks.batches import InputsAndTargets, LabeledBatch
 from prunekit.utils.inputs import described
 from prunekit.utils.tensors import map_tensors
 

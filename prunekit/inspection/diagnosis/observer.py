@@ -31,7 +31,6 @@ from prunekit.inspection.diagnosis.recorders import (
 from prunekit.models.outputs import auxiliary, logits
 from prunekit.statistics.calibration import StatsCollector
 from prunekit.statistics.channel_stats import ChannelStats
-from prunekit.statistics.calibration import StatsCollector
 from prunekit.tasks.batches import LabeledBatch
 from prunekit.utils.context import device_of, gradients_of, seeded, set_mode, training_mode
 from prunekit.utils.inputs import call, select_samples, to_device
@@ -189,7 +188,9 @@ class Observer:
         inside = {path: norm for path, norm in self.outputs.items() if path}
         return GradientNorms(inside, self.outputs.get("", 0.0), self.parameters, self.output_gradients.not_finite)
 
-    def curvature(self, batch: LabeledBatch, step: StepSize, classes: int | None) -> tuple[float | None, tuple[float, ...]]:
+    def curvature(
+        self, batch: LabeledBatch, step: StepSize, classes: int | None
+    ) -> tuple[float | None, tuple[float, ...]]:
         """Return the sharpness of the loss on a batch in train mode, and the losses of steps that were tried.
 
         The sharpness is None if it cannot be computed; steps are tried only where it is beyond the step's limit.
