@@ -43,7 +43,7 @@ from prunekit.masks.masked_model import sparsity
 from prunekit.measure.verification import Verification, verify
 from prunekit.planning.plan import Plan
 from prunekit.repair.repair_report import RepairReport
-from prunekit.report.writers import require_report
+from prunekit.report.requirements import require_report
 from prunekit.settings.job import JobSettings
 from prunekit.training.callbacks.selection import needs_plan
 from prunekit.utils.context import threads

@@ -43,7 +43,7 @@ from prunekit.measure.runtimes.session import Setting, inputs_like
 from prunekit.planning.candidates import GroupPart, free_parts
 from prunekit.planning.feasibility import nothing_free_error
 from prunekit.planning.plan import Plan
-from prunekit.report.writers import require_report
+from prunekit.report.requirements import require_report
 from prunekit.settings.deployment import LatencySettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.prune import PruneSettings, Target

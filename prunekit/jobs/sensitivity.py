@@ -39,7 +39,7 @@ from prunekit.planning.sensitivity_curves import (
     keep_in_group,
     rank_correlation,
 )
-from prunekit.report.writers import require_report
+from prunekit.report.requirements import require_report
 from prunekit.settings.job import JobSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import Loss, Task

@@ -1,4 +1,4 @@
-"""The figures that a reader looks for first."""
+"""The headline of a run (tiles, a sentence, the table of its models, lines), which page and terminal share."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from prunekit.utils import display as numbers
 from prunekit.utils.display import Table
 
 MODELS = ("dense", "control", "pruned", "deployed")
-"""The models of a run, as far as it has them: without fine-tuning there is no control."""
+"""Models that a run may have; without fine-tuning there is no control."""
 OPTIONAL = ("control", "deployed")
+PROVEN = 1e-9
+"""Largest relative difference of masked and compact model that counts as rounding in float64."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One figure in large type; `doubtful` is one that says nothing."""
+    """One figure in large type; a `doubtful` one says nothing."""
 
     label: str
     value: str
@@ -36,8 +38,42 @@ class Row:
     change: str
 
 
+def sentence(metrics: Mapping[str, Any]) -> str:
+    """Return the result in one sentence, empty if nothing was measured.
+
+    For example "1.74× faster on this CPU (eager, batch 1), top-1 98.52 % against 98.89 %, 55.8 % fewer parameters,
+    verified."
+    """
+    text = ", ".join(_parts(metrics)).replace(" %", "\u00a0%")
+    return f"{capital(text)}." if text else ""
+
+
+def _parts(metrics: Mapping[str, Any]) -> Iterator[str]:
+    dense, pruned, against = (metrics.get(name) or {} for name in ("dense", "pruned", reference(metrics)))
+    if (row := speedup(metrics)) is not None:
+        yield _speed(row)
+    name, label = scores(metrics)[0]
+    if numbers.is_number(pruned.get(name)) and numbers.is_number(against.get(name)):
+        chance = " (at chance, so that it says nothing)" if guessing(metrics) else ""
+        yield f"{label} {numbers.percent(pruned[name], 2)} against {numbers.percent(against[name], 2)}{chance}"
+    before, after = dense.get("params"), pruned.get("params")
+    if numbers.is_number(before) and numbers.is_number(after) and before:
+        yield f"{numbers.share(abs(1 - after / before))} {'fewer' if after <= before else 'more'} parameters"
+    parity = metrics.get("parity", {}).get("max_relative_difference")
+    if numbers.is_number(parity) and parity <= PROVEN:
+        yield "verified"
+
+
+def _speed(row: Mapping[str, Any]) -> str:
+    ratio, device = row["median"], row.get("device", "cpu")
+    where = "on this CPU" if device == "cpu" else f"on {device}"
+    change = f"{numbers.factor(ratio)} faster" if ratio >= 1 else f"{numbers.factor(1 / ratio)} slower"
+    unstable = f",{unstable_mark(row)}" if unstable_mark(row) else ""
+    return f"{change} {where} ({row.get('runtime', 'eager')}, batch {row.get('batch', '–')}{unstable})"
+
+
 def tiles(metrics: Mapping[str, Any]) -> Iterator[Tile]:
-    """Yield the figures at the top of the page, as far as they were measured."""
+    """Yield the figures at the top of the page that were measured."""
     dense, pruned = model(metrics, "dense"), model(metrics, "pruned")
     for label, key in (("MACs", "macs"), ("Parameters", "params")):
         if numbers.is_number(dense.get(key)) and numbers.is_number(pruned.get(key)):
@@ -48,45 +84,6 @@ def tiles(metrics: Mapping[str, Any]) -> Iterator[Tile]:
     parity = metrics.get("parity", {}).get("max_relative_difference")
     if numbers.is_number(parity):
         yield Tile("Masked against compact", numbers.scientific(parity), "largest relative difference")
-
-
-def model(metrics: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the figures of a model, with the interval of its score; {} if the run has none of that name."""
-    return {**(metrics.get(name) or {}), **((metrics.get("accuracy") or {}).get(name) or {})}
-
-
-def speedup(metrics: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the row of the speedup that stands for all, the first on the CPU where there is one; None if untimed."""
-    rows = [row for row in metrics.get("speedup", []) if numbers.is_number(row.get("median"))]
-    return next((row for row in rows if row.get("device") == "cpu"), rows[0]) if rows else None
-
-
-def reference(metrics: Mapping[str, Any]) -> str:
-    """Return what the pruned model is fairly compared with: the control where there is one, else the dense model."""
-    return "control" if numbers.is_number(model(metrics, "control").get(scores(metrics)[0][0])) else "dense"
-
-
-def guessing(metrics: Mapping[str, Any]) -> bool:
-    """Return whether the model that the pruned one is compared with is no better than chance: then the scores say
-    nothing.
-    """
-    return bool(model(metrics, reference(metrics)).get("at_chance"))
-
-
-def scores(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Name and label of every score of the run's task, the main one first."""
-    found = metrics.get("task", {}).get("scores") or [{"name": "top1", "label": "top-1"}]
-    return [(score["name"], score["label"]) for score in found]
-
-
-def capital(text: str) -> str:
-    """With a capital letter first, the others as they are."""
-    return text[:1].upper() + text[1:]
-
-
-def samples(metrics: Mapping[str, Any]) -> str:
-    """Return what the data is made of."""
-    return str(metrics.get("task", {}).get("samples", "images"))
 
 
 def _accuracy_tile(metrics: Mapping[str, Any]) -> Iterator[Tile]:
@@ -107,11 +104,6 @@ def _speedup_tile(metrics: Mapping[str, Any]) -> Iterator[Tile]:
         interval = numbers.interval(row.get("low"), row.get("high"))
         where = f"{row.get('device')}, batch {row.get('batch')}, 95 %: {interval}{unstable_mark(row)}"
         yield Tile("Speedup", numbers.factor(row["median"]), where)
-
-
-def models(metrics: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the columns of the table of models."""
-    return tuple(name for name in MODELS if name not in OPTIONAL or name in metrics)
 
 
 def compared(metrics: Mapping[str, Any]) -> Iterator[Row]:
@@ -151,38 +143,71 @@ def compared(metrics: Mapping[str, Any]) -> Iterator[Row]:
             yield Row(label, of_pruned((numbers.share(sparsity[key]), "")), "")
 
 
+def _accuracy(model: Mapping[str, Any], name: str, *, interval: bool = True) -> tuple[str, str]:
+    ends = numbers.interval(model.get("low"), model.get("high")) if interval else ""
+    return numbers.percent(model.get(name), 2), ends
+
+
+def _points(before: Mapping[str, Any], pruned: Mapping[str, Any], name: str) -> str:
+    difference = numbers.difference(before.get(name), pruned.get(name))
+    return difference if difference == numbers.NOTHING else f"{difference} points"
+
+
+def _whole(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else numbers.NOTHING
+
+
 def comparison(metrics: Mapping[str, Any]) -> Table:
-    """Return the same as a table of text: every measure of each model, and how the pruned one compares."""
+    """Return the table of models as text: every measure of each model, and how the pruned one compares."""
     headings = ("", *models(metrics), f"pruned against {reference(metrics)}")
     rows = [(row.label, *(" ".join(cell).strip() for cell in row.cells), row.change) for row in compared(metrics)]
     return Table(headings, rows)
 
 
-def repaired(metrics: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what repair did, in a line, where the run had any."""
-    found = metrics.get("repair")
-    if found:
-        errors = " → ".join(numbers.share(found.get(when), 2) for when in ("before", "after"))
-        end = "" if found.get("kept") else ": no better, so nothing was changed"
-        layers = f"{found.get('refitted')} of {found.get('layers')} layers refitted"
-        yield f"output error on held-out images {errors} of its variance{end}; {layers}"
+def models(metrics: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the columns of the table of models."""
+    return tuple(name for name in MODELS if name not in OPTIONAL or name in metrics)
 
 
-def deployed(metrics: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what was done to the compact model for running it, in a line, where the run was asked to."""
-    found = metrics.get("deployment")
-    if found:
-        norms = f"{found['folded_norms']} BatchNorms folded, " if found["folded_norms"] else ""
-        layout = "channels last, " if found["channels_last"] else ""
-        apart, rounded = (numbers.scientific(found[key]) for key in ("max_relative_difference", "after_rounding"))
-        proof = f"equal to the pruned model to {apart} on {found['inputs']} images in float64"
-        yield f"{norms}{layout}{proof}, to {rounded} with its weights rounded to their own dtype"
+def model(metrics: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the figures of a model, with the interval of its score; {} if the run has none of that name."""
+    return {**(metrics.get(name) or {}), **((metrics.get("accuracy") or {}).get(name) or {})}
+
+
+def speedup(metrics: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the row of the main speedup, the first on the CPU if there is one; None if nothing was timed."""
+    rows = [row for row in metrics.get("speedup", []) if numbers.is_number(row.get("median"))]
+    return next((row for row in rows if row.get("device") == "cpu"), rows[0]) if rows else None
+
+
+def reference(metrics: Mapping[str, Any]) -> str:
+    """Return what the pruned model is fairly compared with: the control where there is one, else the dense model."""
+    return "control" if numbers.is_number(model(metrics, "control").get(scores(metrics)[0][0])) else "dense"
+
+
+def guessing(metrics: Mapping[str, Any]) -> bool:
+    """Return whether the model that the pruned one is compared with is at chance, so that scores say nothing."""
+    return bool(model(metrics, reference(metrics)).get("at_chance"))
+
+
+def scores(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return name and label of every score of the run's task, the main one first."""
+    found = metrics.get("task", {}).get("scores") or [{"name": "top1", "label": "top-1"}]
+    return [(score["name"], score["label"]) for score in found]
+
+
+def capital(text: str) -> str:
+    """Return text with a capital first letter."""
+    return text[:1].upper() + text[1:]
+
+
+def samples(metrics: Mapping[str, Any]) -> str:
+    """Return what samples of the data are called, such as images."""
+    return str(metrics.get("task", {}).get("samples", "images"))
 
 
 def budgeted(plan: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a plan leaves of each budget, a line each: shares of the dense model, megabytes, and predicted
-    time.
-    """
+    """Yield a line for each budget of a plan: what is left and was asked for, as share, megabytes or predicted time."""
     for name, found in plan.get("budgets", {}).items():
         facts = facts_from(name, found)
         left, asked, dense = (facts.shown(found[key]) for key in ("left", "asked", "dense"))
@@ -192,7 +217,7 @@ def budgeted(plan: Mapping[str, Any]) -> Iterator[str]:
 
 
 def on_time(metrics: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what was delivered for budgets of time, in a line, where the run had any."""
+    """Yield the time that was delivered for budgets of time in a line, if the run had any."""
     found = metrics.get("delivered")
     if found:
         final, target = found["final"], found["target"]
@@ -210,8 +235,29 @@ def on_time(metrics: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
+def deployed(metrics: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the changes of the deployed model in a line, if the run has one."""
+    found = metrics.get("deployment")
+    if found:
+        norms = f"{found['folded_norms']} BatchNorms folded, " if found["folded_norms"] else ""
+        layout = "channels last, " if found["channels_last"] else ""
+        apart, rounded = (numbers.scientific(found[key]) for key in ("max_relative_difference", "after_rounding"))
+        proof = f"equal to the pruned model to {apart} on {found['inputs']} images in float64"
+        yield f"{norms}{layout}{proof}, to {rounded} with its weights rounded to their own dtype"
+
+
+def repaired(metrics: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the result of the repair in a line, if the run had one."""
+    found = metrics.get("repair")
+    if found:
+        errors = " → ".join(numbers.share(found.get(when), 2) for when in ("before", "after"))
+        end = "" if found.get("kept") else ": no better, so nothing was changed"
+        layers = f"{found.get('refitted')} of {found.get('layers')} layers refitted"
+        yield f"output error on held-out images {errors} of its variance{end}; {layers}"
+
+
 def masked(metrics: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what activation masks do on the test images, in a line, where the run had any."""
+    """Yield the effect of activation masks on the test images in a line, if the run had any."""
     found = metrics.get("activations")
     if found:
         target = f" (target {numbers.share(found['target'])})" if numbers.is_number(found.get("target")) else ""
@@ -221,20 +267,20 @@ def masked(metrics: Mapping[str, Any]) -> Iterator[str]:
 
 
 def taught(metrics: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what the teacher of each training run took, a line each."""
+    """Yield the time of the teacher in each training run, a line each."""
     for run, cost in (metrics.get("teacher") or {}).items():
         yield f"{run}: {numbers.duration(cost['seconds'])}, {numbers.share(cost['step_share'])} of the training steps"
 
 
 def compiled(metrics: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what came of compiling the steps of each training run, a line each."""
+    """Yield the time to compile the steps of each training run, or why they ran in eager, a line each."""
     for run, found in (metrics.get("compiled") or {}).items():
         seconds = f"{run}: {numbers.duration(found['seconds'])} of compiling"
         yield seconds if found["fallback"] is None else f"{run}: in eager, because {found['fallback']}"
 
 
 def early(metrics: Mapping[str, Any]) -> Iterator[str]:
-    """When masks were made physical, in a sentence, where training went on with the compact model."""
+    """Yield when masks became final and training went on with the compact model, in a sentence."""
     if found := metrics.get("compacted_early"):
         yield (
             f"The plan was final after {numbers.digits(found['epoch'])} epochs; there masked and compact model agreed "
@@ -243,22 +289,8 @@ def early(metrics: Mapping[str, Any]) -> Iterator[str]:
 
 
 def clamped(metrics: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each training run and gradient clamp: what the module that needed it most needed."""
+    """Yield a line for each training run and gradient clamp: the module with the largest share beyond the limit."""
     for row in metrics.get("clamps", []):
         what = "values" if row.get("by") == "value" else "gradients"
         share = numbers.share(row.get("share"), 2)
         yield f"{row.get('run')}, {row.get('clamp')}: {share} of the {what} at {row.get('module') or 'the model'}"
-
-
-def _accuracy(model: Mapping[str, Any], name: str, *, interval: bool = True) -> tuple[str, str]:
-    ends = numbers.interval(model.get("low"), model.get("high")) if interval else ""
-    return numbers.percent(model.get(name), 2), ends
-
-
-def _points(before: Mapping[str, Any], pruned: Mapping[str, Any], name: str) -> str:
-    difference = numbers.difference(before.get(name), pruned.get(name))
-    return difference if difference == numbers.NOTHING else f"{difference} points"
-
-
-def _whole(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else numbers.NOTHING

@@ -1,14 +1,17 @@
-"""What a run folder holds, as far as the run came."""
+"""The files of a run folder, as far as the run wrote them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pandas as pd
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
 from prunekit.errors import ArtifactError
 from prunekit.utils.files import read_json
@@ -86,9 +89,9 @@ class Run:
     profile: dict[str, Any] = field(default_factory=dict)
     fits: dict[str, Any] = field(default_factory=dict)
     damaged: Mapping[str, str] = field(default_factory=dict)
-    """Names of files that are there and cannot be read, and why; they are left out."""
+    """Names of files that cannot be read and are left out, with the reason."""
     page: Path | None = None
-    """Where the page goes that links lead from; None: into the folder."""
+    """Path of the page that links lead from; None: in the folder."""
 
     @property
     def page_folder(self) -> Path:
@@ -97,13 +100,14 @@ class Run:
 
 
 def read_run(folder: Path, *, whole: bool = True) -> Run:
-    """Read a run folder.
+    """Read the files of a run.
 
     Args:
-        whole: whether a damaged file is an error; else it counts as not there, and is named.
+        folder: the folder of the run.
+        whole: whether a damaged file is an error; else it counts as missing, and is named.
 
     Raises:
-        ArtifactError: the folder is not there, or a file in it is damaged.
+        ArtifactError: the folder does not exist, or a file in it is damaged.
     """
     damaged: dict[str, str] = {}
 
@@ -155,7 +159,16 @@ def _table(path: Path, columns: tuple[str, ...]) -> pd.DataFrame | None:
 
 
 def records(frame: Any) -> list[dict[str, Any]] | None:
-    """Return a table's rows, with None where a field is empty; None where there is no table."""
+    """Return the rows of a table, with None for empty fields; None if there is no table."""
     if frame is None:
         return None
     return [dict(record) for record in frame.astype(object).where(frame.notna(), None).to_dict("records")]
+
+
+def recipe_of(run: Run) -> dict[str, Any]:
+    """Return the recipe of a run as nested dicts; {} if there is none, or none that can be read."""
+    try:
+        found = YAML(typ="safe", pure=True).load(StringIO(run.recipe or ""))
+    except YAMLError:
+        return {}
+    return found if isinstance(found, dict) else {}

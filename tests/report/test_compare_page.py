@@ -13,7 +13,7 @@ import pytest
 from synthetic_run import metrics, write_run
 
 from prunekit.errors import ArtifactError, UsageError
-from prunekit.report.figures.pareto import Point, by_latency, by_macs, front, letter, pareto, settings, sides
+from prunekit.report.figures.pareto import Point, by_latency, by_macs, compared_runs, front, letter, pareto, settings
 from prunekit.report.pages.compare_page import differences, write_comparison
 from prunekit.report.run_data import read_run
 
@@ -74,7 +74,7 @@ def test_a_report_that_is_missing_is_written(make: Make, three: list[Path], tmp_
 
 
 def test_models_that_runs_share_are_there_once(three: list[Path]) -> None:
-    found = sides([read_run(folder) for folder in three])
+    found = compared_runs([read_run(folder) for folder in three])
     assert [point.label for point in by_macs(found)] == ["dense A+B+C", "control A+B+C", "A", "B", "C"]
     setting = settings(found)[0]
     assert setting == "eager, cpu, batch 1, 1 thread, float32"
@@ -85,7 +85,7 @@ def test_models_that_runs_share_are_there_once(three: list[Path]) -> None:
 
 def test_other_test_sets_and_machines_are_told_apart(make: Make, three: list[Path], tmp_path: Path) -> None:
     folders = [three[0], make("d", seed=3, macs=0.3), make("e", cpu="another", macs=0.3)]
-    found = sides([read_run(folder) for folder in folders])
+    found = compared_runs([read_run(folder) for folder in folders])
     assert len({point.group for point in by_macs(found)}) == 2
     assert len({point.group for point in by_latency(found, settings(found)[0])}) == 3
     notes = write_comparison(folders, tmp_path / "page.html")["notes"]

@@ -80,7 +80,7 @@ def test_tables_sort_by_numbers_with_prefixes_and_by_names(tmp_path: Path) -> No
     rows = "".join(
         f'<tr id="{row}">{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>' for row, cells in CELLS.items()
     )
-    script = Path(prunekit.report.__file__).with_name("sort.js").read_text(encoding="utf-8")
+    script = (Path(prunekit.report.__file__).with_name("templates") / "sort.js").read_text(encoding="utf-8")
     page = tmp_path / "table.html"
     page.write_text(TABLE.format(heads=heads, rows=rows, script=script), encoding="utf-8")
     shown, said = browse(page, tmp_path / "profile", "--dump-dom")

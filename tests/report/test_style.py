@@ -7,7 +7,7 @@ from importlib.resources import files
 
 import pytest
 
-STYLE = files("prunekit.report").joinpath("style.html").read_text(encoding="utf-8")
+STYLE = files("prunekit.report").joinpath("templates", "style.html").read_text(encoding="utf-8")
 TEXT = (("ink", "paper"), ("soft", "paper"), ("soft", "pale"), ("ink", "warn"), ("teal", "paper"), ("teal", "pale"),
         ("on", "teal"), ("on", "amber"))  # fmt: skip
 DRAWN = ("teal", "orange", "gold", "slate", "violet", "rose", "blue", "lime")

@@ -12,7 +12,7 @@ from prunekit.cli.models import ModelOptions, check_recipes, model_command, one_
 from prunekit.cli.options import split_overrides
 from prunekit.cli.output import Console, plain, save
 from prunekit.errors import UsageError
-from prunekit.report.writers import require_report
+from prunekit.report.requirements import require_report
 from prunekit.utils.display import text_of
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from prunekit.cli.options import common_options
 from prunekit.cli.output import Console, plain
 from prunekit.errors import UsageError
 from prunekit.registries import SECTIONS
-from prunekit.report.writers import require_report
+from prunekit.report.requirements import require_report
 from prunekit.utils.display import table
 
 COMPARISON = "comparison.html"

@@ -32,7 +32,7 @@ from prunekit.cli.models import (
 )
 from prunekit.cli.options import data_option, load_job, own_model_option, recipe_options
 from prunekit.cli.output import Console, check_folder, plain, save
-from prunekit.report.writers import require_report
+from prunekit.report.requirements import require_report
 from prunekit.utils.display import table
 
 if TYPE_CHECKING:

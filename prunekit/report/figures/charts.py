@@ -1,7 +1,4 @@
-"""The figures of the report, each as an SVG element that stands on its own in the page.
-
-A pruning schedule as a figure: what it means to leave, what its plans leave, and the channels of each change.
-"""
+"""Charts of the pages, each as an SVG element that stands on its own, and the canvas that they are schedule on."""
 
 from __future__ import annotations
 
@@ -62,18 +59,25 @@ STYLE: dict[Any, Any] = {
     "ytick.color": "#6b7280",
     "legend.frameon": False,
 }
+POINTS = 400
+"""Points of the curve of a schedule."""
+LINES = (COLORS["pruned"], COLORS["control"], *SPARE_COLORS)
 
 
 @contextmanager
 def canvas(
     columns: int, rows: int, height: float, name: str, grid: Mapping[str, float] | None = None, used: int | None = None
 ) -> Iterator[tuple[Figure, Any]]:
-    """A figure of the page's width, `height` inches high, and its panels in a flat array; `name` is the page's own.
+    """Yield a figure of the page's width and its panels in a flat array.
 
     Args:
-        grid: where the panels are, as `Figure.subplots_adjust` has it; None: they are fitted around what is written at
-            their sides, which takes as long as drawing them does.
-        used: how many of the panels are drawn in; None: all. The others stay blank.
+        columns: number of panels side by side.
+        rows: number of rows of panels.
+        height: height of the figure in inches.
+        name: name of the figure, unique in its page.
+        grid: positions of the panels, as for `Figure.subplots_adjust`; None: they are fitted around their labels, which
+            takes as long as drawing.
+        used: number of panels that are drawn in, the others stay blank; None: all.
     """
     # Ids in an SVG come from this salt: without one per figure, figures of a page would share clip paths.
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
@@ -85,10 +89,12 @@ def canvas(
 
 
 def svg(figure: Figure, label: str, *, lit: bool = False) -> Markup:
-    """Return the figure as an element of the page; `label` says what it shows to those who cannot see it.
+    """Return a figure as an element of the page.
 
     Args:
-        lit: it stands on white in the dark too, because its colors are those of a scale.
+        figure: the figure.
+        label: text for those who cannot see it.
+        lit: whether it has a white background in the dark too, because its colors are those of a scale.
     """
     stream = io.StringIO()
     # `savefig` would draw it twice, the first time for its layout alone, which drawing takes care of.
@@ -102,9 +108,19 @@ def svg(figure: Figure, label: str, *, lit: bool = False) -> Markup:
 
 
 def evenly(names: Sequence[str], most: int) -> list[str]:
-    """Return the names, or as many of them as are legible, evenly chosen."""
+    """Return the names, or as many of them as are legible, evenly spread."""
     chosen = np.unique(np.linspace(0, len(names) - 1, min(most, len(names))).round().astype(int))
     return [names[index] for index in chosen]
+
+
+def shortened(text: str, length: int = 34) -> str:
+    """Return a module path, without its beginning if it is too long."""
+    return text if len(text) <= length else f"…{text[1 - length :]}"
+
+
+def figure_or_none(draw: Callable[[pd.DataFrame], Any], frame: pd.DataFrame | None) -> Any:
+    """Return the figure of a table; None if the run wrote no rows."""
+    return None if frame is None or frame.empty else draw(frame)
 
 
 def _color(name: str, names: list[str]) -> str:
@@ -113,7 +129,7 @@ def _color(name: str, names: list[str]) -> str:
 
 
 def widths(layers: pd.DataFrame) -> Markup:
-    """Output channels of every layer before (pale) and after (solid), in the order of the model."""
+    """Return the output channels of every layer before (pale) and after (solid), in the order of the model."""
     with canvas(1, 1, 3.0, "widths") as (figure, (axes,)):
         index = np.arange(len(layers))
         axes.bar(index, layers["out_before"], width=0.85, color=PALE, label="dense")
@@ -126,7 +142,7 @@ def widths(layers: pd.DataFrame) -> Markup:
 
 
 def histograms(scores: pd.DataFrame) -> tuple[Markup, int, int]:
-    """Importance scores per channel group, kept and removed channels apart.
+    """Return histograms of importance scores by channel group, for kept and removed channels.
 
     Returns:
         The figure, how many groups it shows, and how many there are.
@@ -164,13 +180,8 @@ def _histogram(axes: Any, name: str, group: pd.DataFrame) -> None:
     axes.grid(visible=False)
 
 
-def shortened(text: str, length: int = 34) -> str:
-    """Return the end of a module path that is too long."""
-    return text if len(text) <= length else f"…{text[1 - length :]}"
-
-
 def coupling(slots: pd.DataFrame) -> tuple[Markup, int, int]:
-    """Return which modules carry the channels of each group: a row for each group, a column for each module.
+    """Return the modules that have the channels of each group: a row for each group, a column for each module.
 
     Returns:
         The figure, how many groups it shows (those on the most modules), and how many there are.
@@ -194,11 +205,11 @@ def coupling(slots: pd.DataFrame) -> tuple[Markup, int, int]:
 
 
 def curves(history: pd.DataFrame, labels: Mapping[str, str] = LABELS) -> Markup:
-    """Loss and validation score by epoch, one color per run.
+    """Return loss and validation score by epoch, with a color for each training run.
 
     Args:
-        history: of all runs; the score is in the column of `validation_` and its name.
-        labels: of scores, by name.
+        history: epochs of all training runs, with the score in the column of `validation_` and its name.
+        labels: labels of scores by name.
     """
     found = [name for name in history.columns if name.startswith("validation_") and name != "validation_loss"]
     if not found:
@@ -230,12 +241,12 @@ def curves(history: pd.DataFrame, labels: Mapping[str, str] = LABELS) -> Markup:
 
 
 def _wide(losses: pd.DataFrame) -> bool:
-    """Return whether positive values differ so much that the small ones would lie on the axis."""
+    """Return whether positive losses differ so much that small ones would lie on the axis."""
     return bool(losses.min().min() > 0 and losses.max().max() > 50 * losses.min().min())
 
 
 def latencies(samples: pd.DataFrame) -> Markup:
-    """Every timed run as a dot, with the median and the range from p10 to p90, one panel per setting."""
+    """Return every timed run as a dot, with median and the range from p10 to p90, in a panel for each setting."""
     keys = ["device", "runtime", "batch", "threads", "dtype"]
     if "memory_format" in samples.columns:
         layout = samples["memory_format"].map(lambda name: "" if name == "contiguous" else f", {name}")
@@ -269,22 +280,12 @@ def _latency_panel(axes: Any, key: tuple[Any, ...], frame: pd.DataFrame) -> None
     axes.grid(axis="y", visible=False)
 
 
-def figure_or_none(draw: Callable[[pd.DataFrame], Any], frame: pd.DataFrame | None) -> Any:
-    """Return the figure, or None when the run wrote no rows for it."""
-    return None if frame is None or frame.empty else draw(frame)
-
-
-POINTS = 400
-"""Of a curve."""
-LINES = (COLORS["pruned"], COLORS["control"], *SPARE_COLORS)
-
-
-def drawn(changes: pd.DataFrame, summary: Mapping[str, Any] | None) -> Markup:
+def schedule(changes: pd.DataFrame, summary: Mapping[str, Any] | None) -> Markup:
     """Return the share of each resource over epochs, planned and actual, and the channels of each change.
 
     Args:
-        changes: as in `schedule.csv`.
-        summary: of `metrics.json`; None for a run that has not finished, whose curve is not drawn.
+        changes: rows of `schedule.csv`.
+        summary: the schedule in `metrics.json`; None for a run that has not finished, whose curve is not drawn.
     """
     line = None if summary is None else _timeline(summary)
     with canvas(2, 1, 3.3, "schedule") as (figure, (shares, channels)):
@@ -325,12 +326,12 @@ def _timeline(summary: Mapping[str, Any]) -> Timeline:
 
 
 def _closest(epochs: pd.Series) -> float:
-    """Return the least distance of two changes, of which bars take a part."""
+    """Return the smallest distance between two changes, of which the bars take a part."""
     return float(np.diff(epochs).min()) if len(epochs) > 1 else 0.5
 
 
 def _frame(panels: tuple[Any, ...], line: Timeline) -> None:
-    """The whole training, with the step from which masks are final."""
+    """Show the whole training, and the step from which masks are final."""
     final = line.stages[-1].step / line.steps
     for axes in panels:
         axes.set_xlim(-0.02 * line.epochs, 1.02 * line.epochs)

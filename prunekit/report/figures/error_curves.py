@@ -1,4 +1,4 @@
-"""Sensitivity curves as figures: all groups as a table of colors, and some of them as lines."""
+"""Figures of sensitivity: errors of all groups as a table of colors, and of some groups as lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WAY_COLORS = {"error_fast": COLORS["pruned"], "error_measured": "#d97706"}
 MAX_ROWS = 64
 MAX_LINES = 12
 LEAST = 4
-"""How many of these are the least sensitive groups."""
+"""Number of the least sensitive groups among the lines."""
 EIGHTHS = range(7, 0, -1)
 LOWEST, HIGHEST = 1e-3, 1.0
 HEAT = LinearSegmentedColormap.from_list("heat", ["#fdfdfb", "#fdeecb", "#fbc766", "#e3812b", "#a93a1c", "#5c1414"])
@@ -29,13 +29,14 @@ Kept = Mapping[str, int]
 
 
 def ways(rows: pd.DataFrame) -> list[str]:
-    """Return which errors there are at all."""
+    """Return the kinds of errors in the table."""
     return [way for way in WAYS if rows[way].notna().any()]
 
 
 def most_sensitive(rows: pd.DataFrame) -> list[str]:
-    """Return the groups by the error at half of their channels, the largest first: measured if any was, else the
-    fast total.
+    """Return groups by their error at half of the channels, the largest first.
+
+    It is the measured error if there is one, else the fast total.
     """
     halves = rows[rows["kept"] == np.maximum(1, rows["channels"] // 2)].set_index("group")
     by = "error_measured" if rows["error_measured"].notna().any() else "error_total"
@@ -43,11 +44,11 @@ def most_sensitive(rows: pd.DataFrame) -> list[str]:
 
 
 def heatmap(rows: pd.DataFrame, kept: Kept | None = None) -> tuple[Markup, int, int]:
-    """Error of every group at seven shares of its channels, in percent of the variance, in the order of the model.
+    """Return the error of every group at seven shares of its channels, in percent of the variance.
 
     Args:
-        rows: as in `sensitivity.csv`.
-        kept: how many channels a plan keeps of each group: marked.
+        rows: rows of `sensitivity.csv`, in the order of the model.
+        kept: number of channels that a plan keeps of each group, which is marked.
 
     Returns:
         The figure, how many groups it shows (the most sensitive ones), and how many there are.
@@ -74,7 +75,7 @@ def _errors(by_kept: pd.Series, size: int) -> list[float]:
 
 
 def _cells(axes: Any, errors: NDArray[np.float64]) -> None:
-    """A table of colors with numbers in it."""
+    """Draw a table of colors with numbers in it."""
     edges = np.arange(errors.shape[1] + 1) - 0.5, np.arange(errors.shape[0] + 1) - 0.5
     norm = LogNorm(LOWEST, HIGHEST, clip=True)
     axes.pcolormesh(*edges, np.maximum(errors, LOWEST), norm=norm, cmap=HEAT, edgecolors="white", linewidth=0.8)
@@ -97,17 +98,14 @@ def _percent(error: float) -> str:
 
 
 def _mark(axes: Any, shares: Sequence[float]) -> None:
-    """Where a plan stands, at the foot of each row: the numbers stay legible."""
+    """Mark where a plan is, at the bottom of each row, so that numbers stay legible."""
     places, rows = [8 * (1 - share) - 1 for share in shares], np.arange(len(shares)) + 0.34
     axes.plot(places, rows, "^", color=INK, markersize=4.5, markeredgecolor="white", markeredgewidth=0.7, clip_on=False)
     axes.set_xlim(-1.4, len(EIGHTHS) - 0.4)
 
 
 def lines(rows: pd.DataFrame, kept: Kept | None = None) -> tuple[Markup, int, int]:
-    """Error against the share of channels kept: the groups that are most sensitive, and those that are least so.
-
-    Args:
-        rows, kept: as for `heatmap`.
+    """Return error against the share of channels kept, of the most and the least sensitive groups; see `heatmap`.
 
     Returns:
         The figure, how many groups it shows, and how many there are.

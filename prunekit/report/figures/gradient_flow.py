@@ -1,4 +1,4 @@
-"""Gradient flow as a figure: how large the gradients of each layer are, and how that changes over training."""
+"""The figure of gradient flow: the size of each layer's gradients, and how it changes over training."""
 
 from __future__ import annotations
 
@@ -39,14 +39,12 @@ STYLE: dict[Any, Any] = {
 
 
 def shown_layers(rows: pd.DataFrame) -> list[str]:
-    """Return the layers that a figure shows, in the order of the model: all, or as many as are legible, evenly
-    chosen.
-    """
+    """Return the layers of a figure in the order of the model: as many as are legible, evenly spread."""
     return figures.evenly(list(rows["layer"].drop_duplicates()), MOST_LAYERS)
 
 
 def flow_height(rows: pd.DataFrame) -> float:
-    """Inches that a figure of these rows needs."""
+    """Return the height of a figure of these rows in inches."""
     return 0.19 * len(shown_layers(rows)) + 1.6
 
 
@@ -75,7 +73,7 @@ def draw_flow(figure: Figure, rows: pd.DataFrame) -> None:
 
 
 def flow_figures(rows: pd.DataFrame | None) -> list[tuple[str, Markup, int, int]]:
-    """For each training its name, its figure, how many layers that shows, and how many there are."""
+    """Return for each training run its name, its figure, the number of layers shown, and the number of all layers."""
     if rows is None or rows.empty:
         return []
     return [
@@ -93,7 +91,7 @@ def _svg(name: str, rows: pd.DataFrame) -> Markup:
 
 
 def write_flow(path: Path, rows: pd.DataFrame, title: str) -> Path:
-    """Write the figure of one training run as a PNG file, whole or not at all."""
+    """Write the figure of one training run as a PNG file, atomically."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10.4, flow_height(rows) + 0.35), dpi=120, layout="constrained")
         canvas = FigureCanvasAgg(figure)
@@ -139,7 +137,7 @@ def _over_time(axes: Any, rows: pd.DataFrame, layers: list[str]) -> Any:
 
 
 def _plain_log(axis: Any) -> None:
-    """Labels such as 1e-05: the default ones are mathematics, which text that stays text shows as source."""
+    """Label a logarithmic axis like 1e-05: default labels are mathematics, which SVG text shows as source."""
     axis.set_major_locator(LogLocator(numticks=6))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())

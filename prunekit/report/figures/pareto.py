@@ -1,7 +1,4 @@
-"""Score against cost of several runs, with the Pareto front of those that can be compared.
-
-What several runs measured, as points of score against cost, and which of these nothing else beats.
-"""
+"""The figure of scores against costs of several runs, with the Pareto fronts of those that can be compared."""
 
 from __future__ import annotations
 
@@ -17,25 +14,32 @@ from matplotlib.ticker import MaxNLocator
 from prunekit.measure.latency.row_text import setting_text
 from prunekit.report.figures.charts import COLORS, INK, SPARE_COLORS, canvas, svg
 from prunekit.report.headline import model, scores
-from prunekit.report.pages.run_page import recipe_of
-from prunekit.report.run_data import Run
+from prunekit.report.run_data import Run, recipe_of
 from prunekit.utils.display import is_number
 
 TEST_KEYS = ("source", "root", "name", "columns", "test_share", "split_seed")
-"""Of a recipe's `data`: what decides which samples are tested on."""
+"""Keys of a recipe's `data` that decide on the test samples."""
 MACHINE_KEYS = ("platform", "cpu", "cpu_cores", "cuda", "torch")
 SHARED = ("dense", "control")
-"""Models that runs may have in common."""
+"""Models that several runs may share."""
+LINES = (COLORS["pruned"], *SPARE_COLORS, COLORS["control"])
+"""Colors of the groups of points that can be compared, in turn."""
+MARKS = {"pruned": "o", "deployed": "P", "dense": "D", "control": "s"}
+MAX_PANELS = 6
+SAME, TEXT = (0.03, 0.03), (0.16, 0.07)
+"""Approximate shares of a panel's width and height: of marks that cover each other, and of a label."""
 
 
 @dataclass(frozen=True)
-class Side:
-    """A run of a comparison.
+class ComparedRun:
+    """One run of a comparison.
 
     Attributes:
-        letter: what it is called in tables and figures.
-        tested: what its scores are of; runs with the same are comparable in them.
-        machine: what its latencies are of, `tested` included.
+        letter: name of the run in tables and figures.
+        run: its files.
+        recipe: its recipe.
+        tested: what its scores depend on; scores of runs with the same are comparable.
+        machine: what its latencies depend on, including `tested`.
     """
 
     letter: str
@@ -56,20 +60,37 @@ class Side:
         return found if isinstance(found, dict) else {}
 
     def model(self, name: str) -> dict[str, Any]:
-        """Return the figures of one of its models, with the interval of its score; {} where it has none of that
-        name.
-        """
+        """Return the figures of one of its models, with the interval of its score; {} if it has no such model."""
         return model(self.run.metrics, name)
+
+
+def compared_runs(runs: Sequence[Run]) -> list[ComparedRun]:
+    """Return the runs with letters, in the order in which they were named."""
+    return [_side(letter(index), run) for index, run in enumerate(runs)]
+
+
+def letter(index: int) -> str:
+    """Return a to Z, AA, AB, ... as columns of a spreadsheet are called."""
+    return (letter(index // 26 - 1) if index >= 26 else "") + chr(ord("A") + index % 26)
+
+
+def _side(name: str, run: Run) -> ComparedRun:
+    recipe = recipe_of(run)
+    data = recipe.get("data") if isinstance(recipe.get("data"), dict) else {}
+    samples = (run.metrics.get("dense") or {}).get("n_test")
+    tested = (scores(run.metrics)[0][0], *(f"{key} {(data or {}).get(key)}" for key in TEST_KEYS), f"{samples} samples")
+    machine = tuple(f"{key} {run.environment.get(key)}" for key in MACHINE_KEYS)
+    return ComparedRun(name, run, recipe, tested, (*tested, *machine))
 
 
 @dataclass(frozen=True)
 class Point:
-    """A model: its score in percent against what it costs, each with the ends of its interval where it has one.
+    """One model: its score in percent against its cost, each with the ends of its interval if it has one.
 
     Attributes:
-        label: letters of the runs, with what it is where it is not pruned.
+        label: letters of the runs, after the kind of the model unless it is pruned.
         kind: dense, control, pruned or deployed.
-        group: points of the same are comparable.
+        group: points with the same group are comparable.
         sizes: multiply-accumulates and parameters of the model.
         stable: whether the cost supports a claim.
     """
@@ -85,36 +106,15 @@ class Point:
     stable: bool = True
 
 
-def sides(runs: Sequence[Run]) -> list[Side]:
-    """The runs, lettered in the order in which they were named."""
-    return [_side(letter(index), run) for index, run in enumerate(runs)]
-
-
-def letter(index: int) -> str:
-    """Return a to Z, AA, AB, ... as columns of a spreadsheet are called."""
-    return (letter(index // 26 - 1) if index >= 26 else "") + chr(ord("A") + index % 26)
-
-
-def _side(name: str, run: Run) -> Side:
-    recipe = recipe_of(run)
-    data = recipe.get("data") if isinstance(recipe.get("data"), dict) else {}
-    samples = (run.metrics.get("dense") or {}).get("n_test")
-    tested = (scores(run.metrics)[0][0], *(f"{key} {(data or {}).get(key)}" for key in TEST_KEYS), f"{samples} samples")
-    machine = tuple(f"{key} {run.environment.get(key)}" for key in MACHINE_KEYS)
-    return Side(name, run, recipe, tested, (*tested, *machine))
-
-
-def settings(found: Sequence[Side]) -> list[str]:
-    """Return where anything was timed, in words; those of most runs first."""
+def settings(found: Sequence[ComparedRun]) -> list[str]:
+    """Return the settings in which runs were timed, in words; those of most runs first."""
     names = [{setting_text(row) for row in side.run.metrics.get("latency", [])} for side in found]
     order = dict.fromkeys(setting_text(row) for side in found for row in side.run.metrics.get("latency", []))
     return sorted(order, key=lambda name: -sum(name in one for one in names))
 
 
-def by_macs(found: Sequence[Side]) -> list[Point]:
-    """Return scores against multiply-accumulates; a dense model or control that several runs have in common is there
-    once.
-    """
+def by_macs(found: Sequence[ComparedRun]) -> list[Point]:
+    """Return scores against multiply-accumulates; dense models and controls that runs share are one point."""
     points = [
         Point(
             side.letter, kind, side.tested, _sizes(row), float(row["macs"]), float(row[side.score[0]]), None, _ends(row)
@@ -126,12 +126,12 @@ def by_macs(found: Sequence[Side]) -> list[Point]:
     return list(once(points))
 
 
-def by_latency(found: Sequence[Side], setting: str) -> list[Point]:
+def by_latency(found: Sequence[ComparedRun], setting: str) -> list[Point]:
     """Return scores against median milliseconds in a setting; a control takes as long as its dense model."""
     return list(once([point for side in found for point in _timed(side, setting)]))
 
 
-def _timed(side: Side, setting: str) -> Iterator[Point]:
+def _timed(side: ComparedRun, setting: str) -> Iterator[Point]:
     rows = {row.get("model"): row for row in side.run.metrics.get("latency", []) if setting_text(row) == setting}
     for kind in ("dense", "control", "pruned", "deployed"):
         row, model = rows.get("dense" if kind == "control" else kind), side.model(kind)
@@ -154,10 +154,10 @@ def _ends(model: Mapping[str, Any]) -> tuple[float, float] | None:
 
 
 def once(points: Sequence[Point]) -> Iterator[Point]:
-    """Points, with those of a dense model or control that runs have in common made one.
+    """Yield points, with those of a dense model or control that runs share merged into one.
 
-    They are of one model where group, score and sizes are the same. A latency, which each run measured anew, is then
-    the middle one, and its bar reaches from the lowest end to the highest.
+    They are of one model if group, score and sizes are the same. Each run measured its latency again: the point gets
+    the middle one, with a bar from the lowest end to the highest.
     """
     together: dict[tuple[Any, ...], list[Point]] = {}
     for point in points:
@@ -180,11 +180,18 @@ def once(points: Sequence[Point]) -> Iterator[Point]:
         )
 
 
-def front(points: Sequence[Point]) -> list[Point]:
-    """Return the Pareto front: points that support a claim and that no other beats in score at no more cost; cheapest
-    first.
+def groups(points: Sequence[Point]) -> list[list[Point]]:
+    """Return groups of points that can be compared with each other."""
+    together: dict[tuple[str, ...], list[Point]] = {}
+    for point in points:
+        together.setdefault(point.group, []).append(point)
+    return list(together.values())
 
-    All must be of one group.
+
+def front(points: Sequence[Point]) -> list[Point]:
+    """Return the Pareto front of one group of points, the cheapest first.
+
+    It has the points that support a claim, and for which no other has a better score at no more cost.
     """
     best: list[Point] = []
     for point in sorted((one for one in points if one.stable), key=lambda one: (one.cost, -one.score)):
@@ -193,25 +200,10 @@ def front(points: Sequence[Point]) -> list[Point]:
     return best
 
 
-def groups(points: Sequence[Point]) -> list[list[Point]]:
-    """Return the points that can be compared with each other, together."""
-    together: dict[tuple[str, ...], list[Point]] = {}
-    for point in points:
-        together.setdefault(point.group, []).append(point)
-    return list(together.values())
-
-
 def fronts(points: Sequence[Point]) -> list[list[Point]]:
     """Return the front of each of the groups."""
     return [front(group) for group in groups(points)]
 
-
-LINES = (COLORS["pruned"], *SPARE_COLORS, COLORS["control"])
-"""Of the groups of points that can be compared, in turn."""
-MARKS = {"pruned": "o", "deployed": "P", "dense": "D", "control": "s"}
-MAX_PANELS = 6
-SAME, TEXT = (0.03, 0.03), (0.16, 0.07)
-"""Shares of a panel's width and height: of marks that cover each other, and of the text of a label, about."""
 
 Panel = tuple[str, str, Sequence[Point]]
 """Title, name of the cost with its unit, and points."""
@@ -266,7 +258,7 @@ def _mark(axes: Any, point: Point, color: str) -> None:
 
 
 def _labels(axes: Any, points: Sequence[Point], most: float) -> None:
-    """A label for each mark, one for marks at the same place, and below the mark where it would lie on another."""
+    """Label each mark, marks at the same place once, and below a mark where the label would cover another."""
     ends = [end for point in points for end in (point.score, *(point.score_ends or ()))]
     span = (max(ends, default=1.0) - min(ends, default=0.0)) or 1.0
     placed: list[tuple[Point, list[str]]] = []
@@ -292,7 +284,7 @@ def _near(one: Point, other: Point, most: float, span: float, reach: tuple[float
 
 
 def _reach(value: float, ends: tuple[float, float] | None) -> list[list[float]] | None:
-    """Return how far an interval reaches to either side; a median may lie at its very end, never beyond."""
+    """Return how far an interval reaches to either side of a value, which may lie at its end."""
     return None if ends is None else [[max(0.0, value - ends[0])], [max(0.0, ends[1] - value)]]
 
 

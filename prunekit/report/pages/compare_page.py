@@ -1,7 +1,4 @@
-"""From the folders of several runs to one page that compares them.
-
-What differs between the recipes of several runs.
-"""
+"""The page that compares several runs: scores, latencies, and what differs between their recipes."""
 
 from __future__ import annotations
 
@@ -17,74 +14,25 @@ from prunekit.report.figures.pareto import (
     MACHINE_KEYS,
     MAX_PANELS,
     TEST_KEYS,
+    ComparedRun,
     Panel,
     Point,
-    Side,
     by_latency,
     by_macs,
+    compared_runs,
     fronts,
     pareto,
     settings,
-    sides,
 )
-from prunekit.report.headline import capital, guessing, reference
-from prunekit.report.pages.run_page import PROVEN, write_report
+from prunekit.report.headline import PROVEN, capital, guessing, reference
+from prunekit.report.pages.run_page import write_report
+from prunekit.report.rendering import linked, write
 from prunekit.report.run_data import read_run
-from prunekit.report.templates import linked, write
 from prunekit.settings.job import WITHOUT_EFFECT
 from prunekit.utils import display as numbers
 from prunekit.utils.files import flattened
 
 ABSENT = "–"
-
-
-@dataclass(frozen=True)
-class Differences:
-    """Keys of recipes whose values differ, with the value of each recipe as text.
-
-    Attributes:
-        rows: (key, values).
-        missing: keys that recipes of another version do not have, and on which the others agree.
-    """
-
-    rows: tuple[tuple[str, tuple[str, ...]], ...]
-    missing: tuple[str, ...]
-
-
-def differences(recipes: Sequence[Mapping[str, Any]]) -> Differences:
-    """Compare recipes key by key, in the order of the first that has the key.
-
-    A section that one recipe leaves out (`null`) and another fills is a difference in each of its keys.
-    """
-    flats = [{key: _word(value) for key, value in flattened(recipe)} for recipe in recipes]
-    # A section that is null here has keys elsewhere: those say what differs.
-    sections = {key.rpartition(".")[0] for one in flats for key in one}
-    rows, missing = [], []
-    for key in dict.fromkeys(key for one in flats for key in one):
-        if key.split(".")[0] in WITHOUT_EFFECT or key in sections:
-            continue
-        values = [one.get(key, ABSENT) for one in flats]
-        if len(set(values)) > 1:
-            known = {one[key] for one in flats if key in one}
-            emptied = any(_emptied(one, key) for one in flats)
-            if len(known) > 1 or emptied:
-                rows.append((key, tuple(values)))
-            else:
-                missing.append(key)
-    return Differences(tuple(rows), tuple(missing))
-
-
-def _emptied(flat: Mapping[str, str], key: str) -> bool:
-    """Return whether a section that would hold the key is null in a recipe."""
-    parts = key.split(".")
-    return any(flat.get(".".join(parts[:length])) == "null" for length in range(1, len(parts)))
-
-
-def _word(value: Any) -> str:
-    """Return a value as a recipe has it."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
 PAGE = "report.html"
 
 
@@ -100,7 +48,7 @@ def write_comparison(folders: Sequence[Path], page: Path) -> dict[str, Any]:
         UsageError: a run has not finished, or is of another kind.
         ArtifactError: a folder is not there, or a file in it is damaged.
     """
-    found = sides([read_run(folder) for folder in folders])
+    found = compared_runs([read_run(folder) for folder in folders])
     _require_finished(found)
     for side in found:
         if not (side.run.folder / PAGE).exists():
@@ -122,11 +70,11 @@ def write_comparison(folders: Sequence[Path], page: Path) -> dict[str, Any]:
     return result
 
 
-def _require_finished(found: Sequence[Side]) -> None:
-    """Checks that all are runs that have finished.
+def _require_finished(found: Sequence[ComparedRun]) -> None:
+    """Raise unless all runs have finished.
 
     Raises:
-        UsageError: which are not, a line each.
+        UsageError: some have not; the message has a line for each.
     """
     wrong = []
     for side in found:
@@ -141,7 +89,7 @@ def _require_finished(found: Sequence[Side]) -> None:
         raise UsageError("\n".join(wrong))
 
 
-def compared(found: Sequence[Side]) -> dict[str, Any]:
+def compared(found: Sequence[ComparedRun]) -> dict[str, Any]:
     """Return the tables of the page as plain data: runs, latencies, what differs between recipes, and notes."""
     return {
         "runs": [_run(side) for side in found],
@@ -151,7 +99,7 @@ def compared(found: Sequence[Side]) -> dict[str, Any]:
     }
 
 
-def _run(side: Side) -> dict[str, Any]:
+def _run(side: ComparedRun) -> dict[str, Any]:
     dense, pruned = side.model("dense"), side.model("pruned")
     against, (name, label), metrics = reference(side.run.metrics), side.score, side.run.metrics
     parity = (metrics.get("parity") or {}).get("max_relative_difference")
@@ -177,7 +125,7 @@ def _run(side: Side) -> dict[str, Any]:
     }
 
 
-def _latency(side: Side) -> Iterator[dict[str, Any]]:
+def _latency(side: ComparedRun) -> Iterator[dict[str, Any]]:
     rows = side.run.metrics.get("latency", [])
     dense = {setting_text(row): row for row in rows if row.get("model") == "dense"}
     speedups = {(row.get("model", "pruned"), setting_text(row)): row for row in side.run.metrics.get("speedup", [])}
@@ -199,7 +147,7 @@ def _latency(side: Side) -> Iterator[dict[str, Any]]:
         }
 
 
-def _panels(found: Sequence[Side]) -> Iterator[Panel]:
+def _panels(found: Sequence[ComparedRun]) -> Iterator[Panel]:
     yield "multiply-accumulates", "millions of MACs, one sample", [_in_millions(point) for point in by_macs(found)]
     for setting in settings(found):
         yield setting, "median latency, ms", by_latency(found, setting)
@@ -214,8 +162,8 @@ def _in_millions(point: Point) -> Point:
     return replace(point, cost=point.cost / 1e6)
 
 
-def _notes(found: Sequence[Side]) -> Iterator[str]:
-    """Yield what keeps runs from being compared, and what each says of itself."""
+def _notes(found: Sequence[ComparedRun]) -> Iterator[str]:
+    """Yield why runs cannot be compared, and the shortfalls of each."""
     if len({side.tested for side in found}) > 1:
         what = [key for key in TEST_KEYS if len({str(side.data.get(key)) for side in found}) > 1]
         keys = f" ({', '.join(f'data.{key}' for key in what)})" if what else ""
@@ -231,9 +179,56 @@ def _notes(found: Sequence[Side]) -> Iterator[str]:
             yield f"{side.letter} fell short: {shortfall}"
 
 
-def _parts(found: Sequence[Side], by: str) -> str:
-    """Letters of runs that are alike, e.g. "A, B and C apart from D"."""
+def _parts(found: Sequence[ComparedRun], by: str) -> str:
+    """Return letters of runs that are alike, e.g. "A, B | C"."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for side in found:
         groups.setdefault(getattr(side, by), []).append(side.letter)
     return " | ".join(", ".join(letters) for letters in groups.values())
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Keys of recipes whose values differ, with the value of each recipe as text.
+
+    Attributes:
+        rows: (key, values).
+        missing: keys that recipes of another version do not have, and on which the others agree.
+    """
+
+    rows: tuple[tuple[str, tuple[str, ...]], ...]
+    missing: tuple[str, ...]
+
+
+def differences(recipes: Sequence[Mapping[str, Any]]) -> Differences:
+    """Compare recipes key by key, in the order of the first that has the key.
+
+    A section that one recipe leaves out (`null`) and another fills is a difference in each of its keys.
+    """
+    flats = [{key: _word(value) for key, value in flattened(recipe)} for recipe in recipes]
+    # A section that is null in one recipe has keys in another, which show the difference.
+    sections = {key.rpartition(".")[0] for one in flats for key in one}
+    rows, missing = [], []
+    for key in dict.fromkeys(key for one in flats for key in one):
+        if key.split(".")[0] in WITHOUT_EFFECT or key in sections:
+            continue
+        values = [one.get(key, ABSENT) for one in flats]
+        if len(set(values)) > 1:
+            known = {one[key] for one in flats if key in one}
+            emptied = any(_emptied(one, key) for one in flats)
+            if len(known) > 1 or emptied:
+                rows.append((key, tuple(values)))
+            else:
+                missing.append(key)
+    return Differences(tuple(rows), tuple(missing))
+
+
+def _emptied(flat: Mapping[str, str], key: str) -> bool:
+    """Return whether a section that would hold the key is null in a recipe."""
+    parts = key.split(".")
+    return any(flat.get(".".join(parts[:length])) == "null" for length in range(1, len(parts)))
+
+
+def _word(value: Any) -> str:
+    """Return a value as a recipe has it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""From an explanation of where a pruned model's time goes to one self-contained HTML page, or a section of one."""
+"""The page of an explanation of a pruned model's time, and its values for the section of a run's page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from markupsafe import Markup
 
 from prunekit.report.headline import Tile
-from prunekit.report.templates import write
+from prunekit.report.rendering import write
 from prunekit.utils.display import count, digits, factor, interval, share
 
 BARS = 30
@@ -20,19 +20,17 @@ OTHERS = "all other modules"
 
 
 def write_explanation(folder: Path, result: Mapping[str, Any]) -> Path:
-    """Render `explain.html` into a folder, which is made, and return its path.
+    """Render `explain.html` into a folder, which is created, and return its path.
 
     Args:
-        folder: of the page.
-        result: a `workflow.explain.Explanation` as JSON has it, with the names of its `dense` and `pruned` models.
+        folder: the folder of the page.
+        result: a `prunekit.jobs.explain.Explanation` as JSON, with the names of its `dense` and `pruned` models.
     """
     return write(folder / "explain.html", "explain.html", **explained(result))
 
 
 def explained(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the templates show of an explanation: `result` itself, where it was measured, tiles, bars and
-    rows.
-    """
+    """Return the values of the templates of an explanation: itself, where it was measured, tiles, bars and rows."""
     threads = f"{result['threads']} CPU thread{'s'[: result['threads'] != 1]}"
     return {
         "result": result,
@@ -44,8 +42,10 @@ def explained(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def operator_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a row of the table of operators: module, operator, dense and pruned ms, dense and pruned MACs of a sample,
-    achieved and ideal speedup, share of the pruned time, MACs for each byte moved.
+    """Return a row of the table of operators.
+
+    Its cells are module, operator, dense and pruned ms, dense and pruned MACs of a sample, achieved and ideal speedup,
+    share of the pruned time, and MACs for each byte moved.
     """
     dense, pruned = row["dense"] or {}, row["pruned"] or {}
     macs = [count(side["macs"]) if side.get("macs") else digits(None) for side in (dense, pruned)]
@@ -63,9 +63,7 @@ def operator_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def module_times(result: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """Dense and pruned milliseconds by module: the slowest in the pruned model's order of time, the others together,
-    and what is in no operator.
-    """
+    """Return dense and pruned milliseconds by module, the slowest first, all others together, and those outside."""
     times: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for row in result["rows"]:
         for side, name in enumerate(("dense", "pruned")):

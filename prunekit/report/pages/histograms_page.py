@@ -17,8 +17,8 @@ from prunekit.errors import ArtifactError
 from prunekit.report.figures import charts as figures
 from prunekit.report.figures.charts import COLORS, MAX_GROUPS, canvas, shortened, svg
 from prunekit.report.pages.images_page import as_data, read_facts, read_picture
+from prunekit.report.rendering import linked, write
 from prunekit.report.run_data import read_run
-from prunekit.report.templates import linked, write
 from prunekit.utils.files import read_json
 
 FACTS, PAGE = "histograms.json", "histograms.html"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from prunekit.errors import ArtifactError
-from prunekit.report.templates import write
+from prunekit.report.rendering import write
 from prunekit.utils.files import read_json
 
 FACTS = "features.json"

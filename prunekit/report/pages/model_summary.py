@@ -104,7 +104,7 @@ class ModelSummary(Displayed):
 
     def to_html(self) -> str:
         """Return a page that needs no other file."""
-        from prunekit.report.templates import rendered
+        from prunekit.report.rendering import rendered
 
         totals = self._totals().partition(": ")[2]
         return rendered("summary.html", summary=self, totals=totals, records=self.rows())

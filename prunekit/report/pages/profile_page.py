@@ -1,7 +1,4 @@
-"""What the page of a latency profile shows.
-
-Figures of a latency profile: what layers take by their widths, and what the sum of the layers predicts.
-"""
+"""The page of a latency profile: what layers take by their widths, and how well their sum predicts networks."""
 
 from __future__ import annotations
 
@@ -23,6 +20,16 @@ from prunekit.report.figures.charts import COLORS, GRAY, INK, canvas, shortened,
 from prunekit.report.headline import Tile
 from prunekit.report.run_data import Run, records
 from prunekit.utils.display import digits, duration, share
+
+MAX_PANELS, COLUMNS = 12, 3
+SHARES = (1.0, 0.75, 0.5, 0.25)
+"""Shares of the other widths at which a fit is drawn."""
+DEPTH = LinearSegmentedColormap.from_list("depth", ["#f4b266", "#5fb3a8", "#0b4f4a"])
+"""Colors from a small share of the other widths to all of them."""
+KINDS = {"fitted to": ("o", GRAY, 20), "held out": ("o", COLORS["pruned"], 34), "dense": ("D", INK, 34)}
+"""How networks are marked: shape, color, size."""
+Layer = Mapping[str, Any]
+Numbers = NDArray[np.float64]
 
 
 def values(run: Run) -> dict[str, Any]:
@@ -54,101 +61,8 @@ def _tiles(facts: Mapping[str, Any]) -> list[Tile]:
     return [*tiles, Tile("Profiled in", duration(facts["seconds"]), "without what the cache had")]
 
 
-MAX_PANELS, COLUMNS = 12, 3
-SHARES = (1.0, 0.75, 0.5, 0.25)
-"""Of the other widths, that a fit is drawn at."""
-DEPTH = LinearSegmentedColormap.from_list("depth", ["#f4b266", "#5fb3a8", "#0b4f4a"])
-"""From few of the other widths to all."""
-
-Layer = Mapping[str, Any]
-Numbers = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Alike:
-    """Layers that do the same at the same widths, and so share a fit.
-
-    Attributes:
-        layers: as in `fits.json`, the slowest first.
-        ms: that they take together in the dense model.
-        main: number of the width that is drawn along: the one that changes their time the most.
-    """
-
-    layers: tuple[Layer, ...]
-    ms: float
-    main: int
-
-    @property
-    def widths(self) -> Sequence[Mapping[str, Any]]:
-        """Name and channels in the dense model of each width."""
-        found: Sequence[Mapping[str, Any]] = self.layers[0]["widths"]
-        return found
-
-    @property
-    def full(self) -> Numbers:
-        """(widths,) in the dense model."""
-        return np.array([width["channels"] for width in self.widths], dtype=float)
-
-    @property
-    def drawn(self) -> str:
-        """How its fit is drawn: in steps where widths count in steps, or kernels change."""
-        stepped = any(step > 1 for term in self.layers[0]["terms"] for step in term["steps"])
-        return "steps-mid" if stepped or any(term.get("spans") for term in self.layers[0]["terms"]) else "default"
-
-    def at(self, kept: Numbers) -> Numbers:
-        """Return the milliseconds of the fit, (points,), at (points, widths) kept channels."""
-        return fitted(self.layers[0], kept)
-
-    @property
-    def points(self) -> tuple[Numbers, Numbers]:
-        """(layers * networks, widths) kept channels, each layer's dense network first, and the milliseconds."""
-        rows = [row for layer in self.layers for row in layer["measured"]]
-        return np.array([row["kept"] for row in rows], dtype=float), np.array([row["ms"] for row in rows])
-
-    def others(self, kept: Numbers) -> Numbers:
-        """(points,) shares of the widths that are not drawn along: their geometric mean, 1 where there are none."""
-        rest = [number for number in range(len(self.widths)) if number != self.main]
-        if not rest:
-            return np.ones(len(kept))
-        shares = np.maximum(kept[:, rest], 1) / self.full[rest]
-        return np.asarray(np.exp(np.log(shares).mean(axis=1)), dtype=float)
-
-
-def fitted(layer: Layer, kept: Numbers) -> Numbers:
-    """Return what a layer's fit says, in milliseconds, (points,), at (points, widths) kept channels."""
-    result = np.full(len(kept), float(layer["constant_ms"]))
-    for term in layer["terms"]:
-        product = np.full(len(kept), float(term["ms"]))
-        for width, step in zip(term["widths"], term["steps"], strict=True):
-            product = product * round_up(kept[:, width], step)
-        for width, low, high in term.get("spans", ()):  # a run of before has none
-            product = product * ((low <= kept[:, width]) & (kept[:, width] < (math.inf if high is None else high)))
-        result += product
-    return result
-
-
-def together(layers: Sequence[Layer]) -> list[Alike]:
-    """Return the layers of at least one width by their fits, those that take the most together first."""
-    groups: dict[str, list[Layer]] = {}
-    for layer in layers:
-        if layer["widths"]:
-            groups.setdefault(repr([layer[key] for key in ("constant_ms", "widths", "terms")]), []).append(layer)
-    found = [
-        Alike(tuple(group), sum(one["measured"][0]["ms"] for one in group), _main(group[0]))
-        for group in groups.values()
-    ]
-    return sorted(found, key=lambda one: -one.ms)
-
-
-def _main(layer: Layer) -> int:
-    full = np.array([width["channels"] for width in layer["widths"]], dtype=float)
-    narrow = np.where(np.eye(len(full), dtype=bool), 1.0, full)
-    return int(np.argmax(np.abs(fitted(layer, narrow) - fitted(layer, full[None]))))
-
-
 def layers(found: Sequence[Layer]) -> tuple[Markup, int, int]:
-    """Return the milliseconds of the costliest layers against one width, measured and as fitted, by what is left of the
-    others.
+    """Return the milliseconds of the costliest layers against one width, measured and fitted.
 
     Returns:
         The figure, how many panels it has, and how many there would be of all layers.
@@ -204,15 +118,11 @@ def _legend(figure: Any) -> list[Any]:
     return [*lines, Line2D([], [], **dot, label="measured"), Line2D([], [], **ring, markersize=5, label="dense")]
 
 
-KINDS = {"fitted to": ("o", GRAY, 20), "held out": ("o", COLORS["pruned"], 34), "dense": ("D", INK, 34)}
-"""How networks are marked: shape, color, size."""
-
-
 def predictions(networks: Sequence[Mapping[str, Any]]) -> Markup:
-    """Whole networks: predicted against measured milliseconds, and the error against the MACs that are left.
+    """Return predicted against measured milliseconds of networks, and the error against the MACs that are left.
 
     Args:
-        networks: as in `networks.csv`, the dense one first.
+        networks: rows of `networks.csv`, the dense one first.
     """
     kinds = ["dense", *("held out" if row["held_out"] else "fitted to" for row in networks[1:])]
     with canvas(2, 1, 3.6, "predictions") as (figure, (whole, errors)):
@@ -233,3 +143,85 @@ def predictions(networks: Sequence[Mapping[str, Any]]) -> Markup:
         errors.set(xlabel="multiply-accumulates left, %", ylabel="percent of the measured time")
         figure.legend(loc="outside upper right", ncols=3)
         return svg(figure, "Predicted against measured latency of whole networks, and the error of the prediction")
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Layers that do the same at the same widths, and so share a fit.
+
+    Attributes:
+        layers: the layers as in `fits.json`, the slowest first.
+        ms: their time together in the dense model.
+        main: number of the width on the horizontal axis: the one that changes their time most.
+    """
+
+    layers: tuple[Layer, ...]
+    ms: float
+    main: int
+
+    @property
+    def widths(self) -> Sequence[Mapping[str, Any]]:
+        """Name and channels in the dense model of each width."""
+        found: Sequence[Mapping[str, Any]] = self.layers[0]["widths"]
+        return found
+
+    @property
+    def full(self) -> Numbers:
+        """(widths,) in the dense model."""
+        return np.array([width["channels"] for width in self.widths], dtype=float)
+
+    @property
+    def drawn(self) -> str:
+        """Drawing style of the fit: in steps if widths count in blocks or kernels change."""
+        stepped = any(step > 1 for term in self.layers[0]["terms"] for step in term["steps"])
+        return "steps-mid" if stepped or any(term.get("spans") for term in self.layers[0]["terms"]) else "default"
+
+    def at(self, kept: Numbers) -> Numbers:
+        """Return the milliseconds of the fit, (points,), at (points, widths) kept channels."""
+        return fitted(self.layers[0], kept)
+
+    @property
+    def points(self) -> tuple[Numbers, Numbers]:
+        """(layers * networks, widths) kept channels, each layer's dense network first, and the milliseconds."""
+        rows = [row for layer in self.layers for row in layer["measured"]]
+        return np.array([row["kept"] for row in rows], dtype=float), np.array([row["ms"] for row in rows])
+
+    def others(self, kept: Numbers) -> Numbers:
+        """Return the geometric mean of the shares of the other widths, (points,); 1 if there are none."""
+        rest = [number for number in range(len(self.widths)) if number != self.main]
+        if not rest:
+            return np.ones(len(kept))
+        shares = np.maximum(kept[:, rest], 1) / self.full[rest]
+        return np.asarray(np.exp(np.log(shares).mean(axis=1)), dtype=float)
+
+
+def together(layers: Sequence[Layer]) -> list[Alike]:
+    """Return the layers of at least one width by their fits, those that take most time together first."""
+    groups: dict[str, list[Layer]] = {}
+    for layer in layers:
+        if layer["widths"]:
+            groups.setdefault(repr([layer[key] for key in ("constant_ms", "widths", "terms")]), []).append(layer)
+    found = [
+        Alike(tuple(group), sum(one["measured"][0]["ms"] for one in group), _main(group[0]))
+        for group in groups.values()
+    ]
+    return sorted(found, key=lambda one: -one.ms)
+
+
+def _main(layer: Layer) -> int:
+    full = np.array([width["channels"] for width in layer["widths"]], dtype=float)
+    narrow = np.where(np.eye(len(full), dtype=bool), 1.0, full)
+    return int(np.argmax(np.abs(fitted(layer, narrow) - fitted(layer, full[None]))))
+
+
+def fitted(layer: Layer, kept: Numbers) -> Numbers:
+    """Return the milliseconds of a layer's fit, (points,), at (points, widths) kept channels."""
+    result = np.full(len(kept), float(layer["constant_ms"]))
+    for term in layer["terms"]:
+        product = np.full(len(kept), float(term["ms"]))
+        for width, step in zip(term["widths"], term["steps"], strict=True):
+            product = product * round_up(kept[:, width], step)
+        for width, low, high in term.get("spans", ()):  # runs of older versions have none
+            product = product * ((low <= kept[:, width]) & (kept[:, width] < (math.inf if high is None else high)))
+        result += product
+    return result

@@ -11,7 +11,7 @@ from prunekit.report.sections.section import register_section
 
 
 @register_section("scores", about="importance scores of kept and removed channels", order=140)
-class Scores:
+class ScoresSection:
     """Importance scores of kept and removed channels."""
 
     def read(self, run: Run) -> dict[str, Any]:
@@ -20,7 +20,7 @@ class Scores:
 
 
 @register_section("sensitivity", about="error against kept channels, which a plan was made from", order=150)
-class Sensitivity:
+class SensitivitySection:
     """Error against kept channels, which a plan was made from."""
 
     def read(self, run: Run) -> dict[str, Any] | None:
@@ -32,8 +32,8 @@ class Sensitivity:
         return {"sensitivity": (curves.heatmap(run.sensitivity, kept), curves.lines(run.sensitivity, kept))}
 
 
-@register_section("coupling", about="channels that must stay or go together", order=160)
-class Coupling:
+@register_section("coupling", about="channels that can only be kept or removed together", order=160)
+class CouplingSection:
     """Channels that are coupled."""
 
     def read(self, run: Run) -> dict[str, Any]:
@@ -41,8 +41,8 @@ class Coupling:
         return {"coupling": figures.figure_or_none(figures.coupling, run.coupling)}
 
 
-@register_section("locks", about="channels that stay, and why", order=170)
-class Locks:
+@register_section("locks", about="locked channels, and why", order=170)
+class LocksSection:
     """Locked channels, with reasons."""
 
     def read(self, run: Run) -> dict[str, Any]:

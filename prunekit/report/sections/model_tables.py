@@ -9,14 +9,14 @@ from prunekit.measure.latency import row_text
 from prunekit.report import headline
 from prunekit.report.figures import charts as figures
 from prunekit.report.pages.explain_page import explained
+from prunekit.report.rendering import rendered
 from prunekit.report.run_data import Run, records
 from prunekit.report.sections.section import register_section
-from prunekit.report.templates import rendered
 from prunekit.utils.display import factor, interval
 
 
 @register_section("result", about="scores and sizes of the models, and what budgets left", order=10)
-class Result:
+class ResultSection:
     """The models beside each other: scores, sizes, and what budgets left."""
 
     def read(self, run: Run) -> dict[str, Any]:
@@ -39,7 +39,7 @@ class Result:
 
 
 @register_section("latency", about="what was timed, and what budgets of time came to", order=20)
-class Latency:
+class LatencySection:
     """What was timed, and what budgets of time came to."""
 
     def read(self, run: Run) -> Run:
@@ -64,7 +64,7 @@ class Latency:
 
 
 @register_section("explanation", about="what keeps the pruned model from its ideal speed", order=30)
-class Explanation:
+class ExplanationSection:
     """What keeps the pruned model from its ideal speed."""
 
     def read(self, run: Run) -> Mapping[str, Any] | None:
@@ -74,7 +74,7 @@ class Explanation:
 
 
 @register_section("widths", about="the layers that compute, before and after", order=90)
-class Widths:
+class WidthsSection:
     """The layers that compute, before and after."""
 
     def read(self, run: Run) -> dict[str, Any]:

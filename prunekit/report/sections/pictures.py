@@ -11,7 +11,7 @@ from prunekit.report.sections.section import register_section
 
 
 @register_section("maps", about="class activation and saliency maps", order=100)
-class Maps:
+class MapsSection:
     """Where the models look: class activation and saliency maps."""
 
     def read(self, run: Run) -> dict[str, Any] | None:
@@ -21,7 +21,7 @@ class Maps:
 
 
 @register_section("features", about="pictures of feature maps", order=110)
-class Features:
+class FeaturesSection:
     """What layers make of an image: pictures of feature maps."""
 
     def read(self, run: Run) -> dict[str, Any] | None:
@@ -31,7 +31,7 @@ class Features:
 
 
 @register_section("filters", about="the filters of the first layer", order=120)
-class Filters:
+class FiltersSection:
     """The filters of the first layer."""
 
     def read(self, run: Run) -> dict[str, Any] | None:
@@ -41,7 +41,7 @@ class Filters:
 
 
 @register_section("statistics", about="dead and redundant channels", order=130)
-class Statistics:
+class StatisticsSection:
     """Dead and redundant channels, with a link to all histograms."""
 
     def read(self, run: Run) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""The sections of a run's page by name, and the function that registers one."""
+"""Sections of a run's page: the protocol that they follow, and their registry."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from markupsafe import Markup, escape
 
 from prunekit import registries
 from prunekit.errors import UsageError
+from prunekit.report.rendering import rendered
 from prunekit.report.run_data import Run
-from prunekit.report.templates import rendered
 from prunekit.utils.registry import Registry
 
 SECTIONS: Registry[Section] = registries.SECTIONS
 
 
-class Shown(Protocol):
-    """What shows a part of a run.
+class SectionContent(Protocol):
+    """The content of a section.
 
-    It may have `text`, from what was read to lines for the terminal. It has `html`, from what was read to HTML, unless
-    it is one of prunekit whose `read` returns the values of the template of its name.
+    It has `html`, from what was read to HTML, unless it is prunekit's own and `read` returns the values of the template
+    of its name. It may have `text`, from what was read to lines for the terminal.
     """
 
     def read(self, run: Run) -> Any:
-        """Return what there is to show of a run; None if the page has no such section."""
+        """Return the content of a run's section; None if the page has no such section."""
 
 
 Kind = TypeVar("Kind")
@@ -33,25 +33,25 @@ Kind = TypeVar("Kind")
 
 @dataclass(frozen=True)
 class Section:
-    """A section of a run's page, and what the terminal says of it; see `register_section`."""
+    """A section of a run's page and of the terminal's text; see `register_section`."""
 
     name: str
-    shown: Shown
+    content: SectionContent
     about: str = ""
     order: float = 500
 
     def html(self, run: Run) -> Markup:
-        """The section of a run as HTML; empty where there is none."""
-        data = self.shown.read(run)
+        """Return the section of a run as HTML; empty if the run has no such section."""
+        data = self.content.read(run)
         if data is None:
             return Markup()
-        html = getattr(self.shown, "html", None)
+        html = getattr(self.content, "html", None)
         return escape(html(data)) if html is not None else rendered(f"sections/{self.name}.html", **data)
 
     def text(self, run: Run) -> list[str]:
-        """Return what the terminal says of it once a run has finished, in lines."""
-        say = getattr(self.shown, "text", None)
-        data = None if say is None else self.shown.read(run)
+        """Return the lines that the terminal says of a finished run."""
+        say = getattr(self.content, "text", None)
+        data = None if say is None else self.content.read(run)
         return [] if say is None or data is None else list(say(data))
 
 
@@ -93,38 +93,38 @@ def register_section(name: str, *, about: str, order: float = 500) -> Callable[[
     """
 
     def register(kind: type[Kind]) -> type[Kind]:
-        shown: Any = kind()
-        SECTIONS.add(name, Section(name, shown, about, order), kind)
+        content: Any = kind()
+        SECTIONS.add(name, Section(name, content, about, order), kind)
         return kind
 
     return register
 
 
 def accept(reference: str, found: Any) -> Section:
-    """Return the section of what `file.py:object` names: a class that it registers, or one with `read` and `html`.
+    """Return the section that `file.py:object` names: a class that it registers, or one with `read` and `html`.
 
     Raises:
         UsageError: it is neither.
     """
     if isinstance(found, Section):
         return found
-    registered = next((each for each in SECTIONS.imported if type(each.shown) is found), None)
+    registered = next((each for each in SECTIONS.imported if type(each.content) is found), None)
     if registered is not None:
         return registered
-    shown = found() if isinstance(found, type) else found
-    if not all(callable(getattr(shown, name, None)) for name in ("read", "html")):
+    content = found() if isinstance(found, type) else found
+    if not all(callable(getattr(content, name, None)) for name in ("read", "html")):
         raise UsageError(
             f"section {reference}: expected a class with the methods read(run) and html(data), got "
             f"{getattr(found, '__name__', type(found).__name__)}"
         )
-    return Section(reference, shown)
+    return Section(reference, content)
 
 
 def ordered(named: Iterable[str] = ()) -> Sequence[Section]:
-    """Return every section that is known, and those that are named beside them, as they follow each other on a page.
+    """Return all known sections and those that are named, in the order of the page.
 
     Raises:
-        UsageError: there is none of a name.
+        UsageError: there is no section of a name.
     """
     found = {id(one): one for one in map(SECTIONS.get, [*SECTIONS.names, *named])}
     return sorted(found.values(), key=lambda one: one.order)

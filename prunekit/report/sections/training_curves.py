@@ -11,15 +11,15 @@ from markupsafe import Markup
 
 from prunekit.report import headline
 from prunekit.report.figures import charts as figures
-from prunekit.report.figures.charts import drawn
+from prunekit.report.figures.charts import schedule
 from prunekit.report.figures.gradient_flow import flow_figures
+from prunekit.report.rendering import rendered
 from prunekit.report.run_data import Run, records
 from prunekit.report.sections.section import register_section
-from prunekit.report.templates import rendered
 
 
 @register_section("curves", about="losses and gradients of the training", order=40)
-class Curves:
+class CurvesSection:
     """The training: losses, gradients, and what its steps took."""
 
     def read(self, run: Run) -> Run | None:
@@ -55,18 +55,18 @@ def _skipped(history: pd.DataFrame | None) -> dict[str, int]:
 
 
 @register_section("schedule", about="what was pruned when, while fine-tuning", order=50)
-class Schedule:
+class ScheduleSection:
     """What was pruned when, where channels were removed while the model was fine-tuned."""
 
     def read(self, run: Run) -> dict[str, Any] | None:
         """Return a figure of what was planned and what was left; None if the run had no schedule."""
         if run.schedule is None or run.schedule.empty:
             return None
-        return {"metrics": run.metrics, "schedule": drawn(run.schedule, summary=run.metrics.get("schedule"))}
+        return {"metrics": run.metrics, "schedule": schedule(run.schedule, summary=run.metrics.get("schedule"))}
 
 
 @register_section("repair", about="what repair did, layer by layer", order=60)
-class Repair:
+class RepairSection:
     """What repair did, layer by layer."""
 
     def read(self, run: Run) -> dict[str, Any] | None:
@@ -80,7 +80,7 @@ class Repair:
 
 
 @register_section("activations", about="what activation masks do on the test images", order=70)
-class Activations:
+class ActivationsSection:
     """What activation masks do on the test images."""
 
     def read(self, run: Run) -> dict[str, Any] | None:
@@ -94,7 +94,7 @@ class Activations:
 
 
 @register_section("clamps", about="how often gradients were clamped", order=80)
-class Clamps:
+class ClampsSection:
     """How often gradients were clamped."""
 
     def read(self, run: Run) -> dict[str, Any] | None:

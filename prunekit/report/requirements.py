@@ -1,4 +1,4 @@
-"""A run, a sensitivity analysis, a latency profile, or a comparison of runs as one self-contained HTML page."""
+"""The optional packages that reports need."""
 
 from importlib.util import find_spec
 
@@ -6,10 +6,10 @@ from prunekit.errors import UsageError
 
 
 def require_report() -> None:
-    """Raise, before any work, where the packages that draw pictures and write TensorBoard's events are missing.
+    """Raise, before any work, if packages for pictures or TensorBoard's events are not installed.
 
     Raises:
-        UsageError: says what to install.
+        UsageError: some are missing; the message says how to install them.
     """
     missing = [package for package in ("matplotlib", "tensorboard") if find_spec(package) is None]
     if missing:

@@ -1,36 +1,8 @@
-"""The templates of all pages and sections, and the one way in which they become text and files.
-
-Addresses of pages, from each other.
-
-How figures of the pages were measured, in a sentence each: shown on hover, on focus and on a tap.
-"""
+"""Notes on how figures of the pages were measured, a sentence each: shown on hover, on focus and on a tap."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import os
-from functools import cache
-from importlib.resources import files
-from pathlib import Path
-from typing import Any
-from urllib.parse import quote
-
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
-
-from prunekit.measure.latency import row_text
-from prunekit.utils import display as numbers
-from prunekit.utils.files import write_text
-
-
-def linked(target: Path, page: Path) -> str:
-    """Address of a file as seen from the page's folder: it stays right where all are moved together."""
-    try:
-        return quote(os.path.relpath(target.resolve(), page.resolve().parent).replace(os.sep, "/"))
-    except ValueError:  # on another drive
-        return target.resolve().as_uri()
-
 
 _SCORE = (
     "Share of the test images that are right. Nothing was trained, calibrated or chosen on them. In brackets: the 95 % "
@@ -56,7 +28,6 @@ _ERROR = (
     "Mean squared error of the layer's output against the dense model's on held-out images, as a share of the dense "
     "output's variance"
 )
-
 METHODS = {
     "Top-1": _SCORE,
     "top-1": _SCORE,
@@ -75,7 +46,7 @@ METHODS = {
         "Peak of parameters, buffers, inputs and what operators return until nothing reads it; what a process takes is "
         "more."
     ),
-    "Channels removed": "Of the channels that could go: those that are locked are not counted.",
+    "Channels removed": "Share of the channels that can be removed: locked ones are not counted.",
     "Zero weights under the masks": "Share of the dense model's weights that the masks hold at exactly zero.",
     "median, ms": f"Median. {_TIMED}",
     "latency, ms": f"Median. {_TIMED}",
@@ -93,58 +64,58 @@ METHODS = {
         "By the latency table: the sum of what the layers take by their widths, fitted to networks that were timed."
     ),
     "error before": f"{_ERROR}, before its weights were fitted.",
-    "after": f"{_ERROR}, with its weights fitted to what is left.",
+    "after": f"{_ERROR}, with its weights fitted to the kept channels.",
     "rank": "Of the Gram matrix of the layer's inputs, and of how many columns.",
     "ridge": "Added to the diagonal of the Gram matrix, as a share of its mean.",
     "zeros, calibration images": "Share of exact zeros on the images that the threshold was found on.",
     "zeros, test images": "Share of exact zeros on the test images, which the threshold has not seen.",
     "dead": "Channels of any module's output that never change on the calibration images.",
     "redundant": (
-        "Channels that say the same as an earlier one of their layer: by the correlation of what the two return, or by "
-        "the cosine of their weights."
+        "Channels that an earlier channel of their layer can replace: by the correlation of their outputs, or by the "
+        "cosine of their weights."
     ),
     "kept": "Output channels after over before.",
     "MACs left": "Multiply-accumulates of the plan's compact model, as a share of the dense model's.",
-    "measured, ms": "Median of the compact model, timed beside the dense one, as often as it took for its interval.",
+    "measured, ms": "Median of the compact model, timed in turn with the dense one, as often as its interval needed.",
     "of the time asked for": "Measured time over the time that the budget allows; above 100 % is a shortfall.",
     "|x| is zeroed below": (
         "Threshold of the absolute value: the target's quantile on the calibration images, from a sketch of all values."
     ),
     "limit": "What the clamp allows at most: of a value's size, or of the norm of a gradient.",
     "share clamped": "Of the values (by norm: of the gradients) that were beyond the limit in this training.",
-    "channels that stay": "How many of them are locked by this reason.",
+    "locked channels": "Number of channels that are locked for this reason.",
     "out": "Channels that the layer makes, before and after.",
     "in": "Channels that the layer reads, before and after.",
     "left": "Share of the dense model's that is left.",
     "dense": _SCORE,
-    "points": "Difference in percentage points, pruned less what it is against.",
+    "points": "Difference in percentage points: the pruned model less the one that it is compared with.",
     "dense ms": "Median time of the operator in forward passes of the dense model.",
     "pruned ms": "Median time of the operator in forward passes of the pruned model, timed in turn with the dense one.",
     "pruned": _MACS,
     "share of the time": "Of the pruned model's time.",
-    "gain, ms": "What a forward pass of the pruned model gains by the fix, measured with and without it in turn.",
+    "gain, ms": "Time that the fix saves in a forward pass of the pruned model, measured with and without it in turn.",
     "ms": "Of the dense model's own run, layer by layer.",
     "share": "Of the whole model's.",
-    "constant, ms": "What stays at any width, by the fit.",
+    "constant, ms": "Time that does not depend on any width, by the fit.",
     "widths step by": "Block of channels that kernels work in: a width counts as the next multiple of it.",
-    "kernel changes at": "Widths from which on the fit has coefficients of its own, as another kernel is chosen there.",
+    "kernel changes at": "Widths from which on the fit has other coefficients, because another kernel is chosen there.",
     "fit error": "Median relative error over the networks that the fit was made from.",
-    "activations": "Bytes of the outputs; what works in place or returns a view takes none.",
+    "activations": "Bytes of the outputs; in-place operations and views take none.",
     "calls": "How often the module ran in one forward pass.",
-    "total": "Sum over the layers that read the group, each counted as the model's output makes much of its errors.",
-    "fast": "From calibration statistics, the readers' weights fitted to what is left.",
+    "total": "Sum over the layers that read the group, each weighted by its effect on the model's output.",
+    "fast": "From calibration statistics, with the readers' weights fitted to the kept channels.",
     "measured": "With the group masked in the running model, nothing fitted.",
-    "correlation": "Pearson's, of what the two channels return on the calibration images.",
-    "cosine of weights": "Of the weights that the two channels are made by, without biases.",
+    "correlation": "Pearson correlation of the outputs of the two channels on the calibration images.",
+    "cosine of weights": "Cosine of the weights of the two channels, without biases.",
     "Ideal": "Ratio of the models' multiply-accumulates, dense over pruned: the speedup if time followed them.",
-    "In no operator": "What a forward pass takes beyond its operators: Python, and the framework between them.",
+    "In no operator": "Time of a forward pass outside of operators: Python, and the framework.",
     "Median error of the prediction": "Of predicted over measured time, on networks that the table was not fitted to.",
     "Largest error": "Of predicted over measured time, on networks that the table was not fitted to.",
     "Dense model": "Median of whole forward passes.",
-    "Costliest layer": "Share of the dense model's time, of the layer timed in place.",
+    "Costliest layer": "Share of the dense model's time, measured in place.",
     "Profiled in": "Wall time of building, exporting and timing the networks.",
-    "Channel groups": "Channels that stay or go together, found by running the model once.",
-    "Most sensitive": "Variance that is wrong when the group keeps half of its channels, all else whole.",
+    "Channel groups": "Channels that can only be kept or removed together, found by running the model once.",
+    "Most sensitive": "Error as a share of the variance when only this group is pruned, to half of its channels.",
     "Fast against measured": "Spearman's rank correlation of the two errors at half of the channels, over the groups.",
     "Latency": f"Median. {_TIMED}",
     "each dot": f"Each dot is a forward pass, or a few of them: {_TIMED}",
@@ -158,8 +129,8 @@ METHODS = {
     ),
     "Feature maps": "Outputs of layers for one image, copied while the models ran in eval mode.",
     "Importance scores": "A score for each channel by prune.criterion of the recipe; see prunekit list criteria.",
-    "Error against kept channels": "Of the layers that read a group, fitted to what is left, by statistics.",
-    "Channels that hang together": "Found by running the model once with labeled channels, operator by operator.",
+    "Error against kept channels": "Of the layers that read a group, fitted to the kept channels, by statistics.",
+    "Coupled channels": "Found by running the model once with labeled channels, operator by operator.",
     "Weights": "Histograms of 48 equal bins from the least to the greatest weight.",
     "Activations": "Histograms of 48 equal bins of what layers return on the calibration images, in eval mode.",
     "Predicted against measured": "Whole forward passes of networks of random widths, alternated with the dense model.",
@@ -169,60 +140,11 @@ METHODS = {
     "faster": "Dense over pruned milliseconds of this operator; medians of forward passes timed in turn.",
     "MACs/byte": "Arithmetic intensity: multiply-accumulates for each byte that the pruned operator reads or writes.",
 }
-"""By label, as tiles, rows and headings have it."""
+"""Notes by the labels of tiles, rows and headings."""
 
 
 def how(label: str, method: str | None = None) -> Markup:
-    """Return a label with its method, or that of another label; as plain text where there is none."""
+    """Return a label with the note of its own or another label; as plain text if there is none."""
     found = METHODS["Top-1"] if label.startswith("Top-1 on the test ") else METHODS.get(method or label)
     text = escape(label)
     return text if found is None else Markup('<abbr tabindex="0" title="{}">{}</abbr>').format(found, text)
-
-
-SCRIPTS = ("sort.js", "scroll.js")
-FILTERS = (
-    "count",
-    "difference",
-    "digits",
-    "duration",
-    "factor",
-    "interval",
-    "moment",
-    "percent",
-    "scientific",
-    "share",
-    "size",
-)
-MISSING = Markup('<p class="soft">This run has no {}.</p>')
-"""What a section says in the place of a file that a run did not write."""
-
-
-def write(page: Path, template: str, **values: Any) -> Path:
-    """Write a page whole or not at all, and return its path."""
-    write_text(page, rendered(template, **values))
-    return page
-
-
-def rendered(template: str, **values: Any) -> Markup:
-    """Return a template with its values filled in, which are escaped."""
-    return Markup(environment().get_template(template).render(**values))
-
-
-@cache
-def environment() -> Environment:
-    """Return where the pages' templates are, with the filters that write numbers in them."""
-    found = Environment(
-        loader=PackageLoader("prunekit.report", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    found.filters.update({name: getattr(numbers, name) for name in FILTERS})
-    found.filters.update({"doubtful": row_text.unstable_mark, "computed": row_text.dtype_text, "how": how})
-    found.globals["missing"] = lambda what: MISSING.format(what)
-    # The only script that a page's policy lets run is this one, by its hash.
-    script = "".join(files("prunekit.report").joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS)
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
-    found.globals.update({"script": Markup(script), "script_source": f"sha256-{digest}"})
-    return found

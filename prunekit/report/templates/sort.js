@@ -1,5 +1,5 @@
 "use strict";
-// Tables of the class "sortable" get a button in every heading: ascending, descending, as written. A page is whole without.
+// Tables of the class "sortable" get a button in every heading: ascending, descending, as written. The page works without it.
 const SCALES = { k: 1e3, M: 1e6, G: 1e9, T: 1e12 };
 const NUMBER = /^\[?([-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?)(?![\w.])\s?(?:([kMGT])B?(?!\w))?/;
 const ORDERS = [null, "ascending", "descending"];

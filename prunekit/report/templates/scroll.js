@@ -1,4 +1,4 @@
-// What is wider than the screen fades where it goes on, and says so. A page is whole without.
+// Elements that are wider than the screen fade at the edge where they continue. The page works without this script.
 const WIDE = [...document.querySelectorAll(".scroll, figure, pre")];
 
 function mark(element) {
