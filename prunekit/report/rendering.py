@@ -34,11 +34,11 @@ FILTERS = (
     "size",
 )
 MISSING = Markup('<p class="soft">This run has no {}.</p>')
-"""What a section says in the place of a file that a run did not write."""
+"""Text of a section for a file that a run did not write."""
 
 
 def write(page: Path, template: str, **values: Any) -> Path:
-    """Write a page whole or not at all, and return its path."""
+    """Write a page atomically, and return its path."""
     write_text(page, rendered(template, **values))
     return page
 
@@ -50,7 +50,7 @@ def rendered(template: str, **values: Any) -> Markup:
 
 @cache
 def environment() -> Environment:
-    """Return where the pages' templates are, with the filters that write numbers in them."""
+    """Return the environment of the templates, with the filters that format numbers."""
     found = Environment(
         loader=PackageLoader("prunekit.report", "templates"),
         autoescape=True,
@@ -61,7 +61,7 @@ def environment() -> Environment:
     found.filters.update({name: getattr(numbers, name) for name in FILTERS})
     found.filters.update({"doubtful": row_text.unstable_mark, "computed": row_text.dtype_text, "how": how})
     found.globals["missing"] = lambda what: MISSING.format(what)
-    # The only script that a page's policy lets run is this one, by its hash.
+    # The policy of a page allows only this script, by its hash.
     script = "".join(
         files("prunekit.report").joinpath("templates", name).read_text(encoding="utf-8") for name in SCRIPTS
     )
@@ -71,7 +71,7 @@ def environment() -> Environment:
 
 
 def linked(target: Path, page: Path) -> str:
-    """Address of a file as seen from the page's folder: it stays right where all are moved together."""
+    """Return the address of a file relative to the page's folder, so that both can be moved together."""
     try:
         return quote(os.path.relpath(target.resolve(), page.resolve().parent).replace(os.sep, "/"))
     except ValueError:  # on another drive

@@ -96,7 +96,7 @@ class LayerHooks(PassHooks):
             else:
                 why = (
                     f"none of {names} ran while the model did; where a weight is used without its module's being "
-                    "called, select_layers the weight: 'path.weight'"
+                    "called, choose the weight: 'path.weight'"
                 )
             warnings.warn(f"{self.purpose}: {why}", HookWarning, stacklevel=2)
 

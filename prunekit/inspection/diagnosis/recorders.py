@@ -5,6 +5,7 @@ If the model raises an exception, `failure_of` says which module ran, and how it
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 import traceback
@@ -44,7 +45,7 @@ _TORCH = f"{Path(torch.__file__).parent}/"
 _PACKAGE = Path(__file__).parents[2]
 _AROUND = (
     *(f"{_PACKAGE / room}/" for room in ("inspection", "statistics", "hooks", "masks")),
-    f"{_PACKAGE / 'channels' / 'tracing' / 'dispatch_modes.py'}",
+    inspect.getfile(OperatorMode),
 )
 
 
@@ -61,7 +62,7 @@ class ExecutionRecorder(ModuleStack):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, self._entered, self._left)
         self.order: dict[str, int] = {}
-        self.calls: list[ModuleCall] = []
+        self.calls: list[RecordedCall] = []
         self.received: list[list[Tensor]] = []
         self.last = ""
 
@@ -84,7 +85,7 @@ class ExecutionRecorder(ModuleStack):
         tensors = gather(output)
         if tensors:
             step = TrailStep(f"{path or type(module).__name__} ({type(module).__name__})", tuple(tensors[0].shape))
-            self.calls.append(ModuleCall(path, step, tensors[0].grad_fn))
+            self.calls.append(RecordedCall(path, step, tensors[0].grad_fn))
 
     def trail(self, tensors: list[Tensor]) -> tuple[TrailStep, ...]:
         """Return how the first of some tensors was computed: by modules, and functions between them.
@@ -106,7 +107,7 @@ class ExecutionRecorder(ModuleStack):
 
 
 @dataclass(frozen=True, eq=False)
-class ModuleCall:
+class RecordedCall:
     """One call of a module, with the autograd node of its first output."""
 
     path: str
@@ -114,7 +115,7 @@ class ModuleCall:
     node: Any
 
 
-def _before(node: Any, known: Mapping[Any, ModuleCall]) -> Any:
+def _before(node: Any, known: Mapping[Any, RecordedCall]) -> Any:
     """Return the first input of a module's output node that leads to the output of another module."""
     for following, _ in node.next_functions:
         if following is not None and _back(following, known)[1] is not None:
@@ -122,7 +123,7 @@ def _before(node: Any, known: Mapping[Any, ModuleCall]) -> Any:
     return None
 
 
-def _back(start: Any, known: Mapping[Any, ModuleCall]) -> tuple[list[TrailStep], Any]:
+def _back(start: Any, known: Mapping[Any, RecordedCall]) -> tuple[list[TrailStep], Any]:
     """Return the functions between a node and the nearest module output before it, and that output's node or None."""
     queue, parents = deque([start]), {start: None}
     while queue:

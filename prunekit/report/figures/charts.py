@@ -1,4 +1,4 @@
-"""Charts of the pages, each as an SVG element that stands on its own, and the canvas that they are schedule on."""
+"""Charts of the pages, each as an SVG element that stands on its own, and the canvas that they are drawn on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the tables of `visualize histograms` to one self-contained HTML page."""
+"""The page of `visualize histograms`: distributions of weights and activations, dead and redundant channels."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from prunekit.utils.files import read_json
 
 FACTS, PAGE = "histograms.json", "histograms.html"
 MOST_ROWS = 200
-"""Of a table; the others are in the CSV file."""
+"""Limit of rows of a table; all are in the CSV file."""
 
 
 def write_histograms(folder: Path, run: Path | None = None) -> Path:
     """Render `histograms.html` into a folder that `prunekit.jobs.pictures.write_statistics` has written.
 
     Args:
-        folder: with what it returned in `histograms.json`.
-        run: folder of the run whose scores are shown too, if it has some.
+        folder: the folder, with its result in `histograms.json`.
+        run: folder of a run whose scores are shown too, if it has any.
 
     Raises:
         ArtifactError: a file is missing or damaged.
@@ -81,7 +81,7 @@ def _panel(axes: Any, name: str, rows: pd.DataFrame, *, log: bool) -> None:
         if edges[0] == edges[-1]:
             edges = edges + np.linspace(-0.5, 0.5, len(edges))  # a single value
         shares = 100 * part["count"].to_numpy() / max(part["count"].sum(), 1)
-        # Bins of one model are as wide as another's only where their ranges are the same.
+        # Bins of two models have the same width only if their ranges are the same.
         shares = shares / (edges[1] - edges[0])
         color = COLORS.get(str(model), COLORS["pruned"])
         axes.stairs(shares, edges, color=color, fill=True, alpha=0.25)
@@ -96,16 +96,16 @@ def _panel(axes: Any, name: str, rows: pd.DataFrame, *, log: bool) -> None:
     axes.tick_params(axis="y", which="both", left=False)
 
 
-def summed(folder: Path, start: Path) -> dict[str, Any] | None:
-    """Return what `histograms.json` in a folder says of each model: how many of its channels are dead and redundant.
+def histogram_counts(folder: Path, start: Path) -> dict[str, Any] | None:
+    """Return how many channels of each model are dead and redundant, by `histograms.json` in a folder.
 
     Args:
-        folder: of the page of histograms.
-        start: of the page that leads there.
+        folder: folder of the page of histograms.
+        start: folder of the page that links to it.
 
     Returns:
-        `images`, `threshold`, `page` (from `start`) and `rows`: `model`, `channels`, `dead`, `redundant`; None where
-        there is no such file, or no page.
+        `images`, `threshold`, `page` (from `start`) and `rows`: `model`, `channels`, `dead`, `redundant`; None if there
+        is no such file, or no page.
 
     Raises:
         ArtifactError: the file is damaged.
@@ -124,7 +124,7 @@ def summed(folder: Path, start: Path) -> dict[str, Any] | None:
 
 
 def by_layer(findings: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For each model and layer how many channels are dead and redundant."""
+    """Return the dead and the redundant channels of each model and layer."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for one in findings:
         key = one["model"], one["layer"]

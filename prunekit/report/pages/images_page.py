@@ -1,4 +1,4 @@
-"""Pictures of feature maps, filters, class activation and saliency maps in a folder, as parts of a page."""
+"""The page of feature maps, and pictures of filters and class maps as data of other pages."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from prunekit.utils.files import read_json
 
 FACTS = "features.json"
 LARGEST = 1_000_000
-"""Bytes of pictures in a page, a third more as text, so that it stays under 3 MB; others are named with their files."""
+"""Limit of bytes of feature maps in a page, which take a third more as text; other pictures are named by their file."""
 LARGEST_MAPS = 650_000
-"""The same of class activation and saliency maps."""
+"""Limit of bytes of class activation and saliency maps in a page."""
 
 
 def write_features(folder: Path) -> Path:
@@ -24,11 +24,11 @@ def write_features(folder: Path) -> Path:
     Raises:
         ArtifactError: a file is missing or damaged.
     """
-    return write(folder / "features.html", "features.html", features=pictured(folder))
+    return write(folder / "features.html", "features.html", features=features_data(folder))
 
 
-def pictured(folder: Path) -> dict[str, Any] | None:
-    """Return what `features.json` in a folder says, with the pictures as data; None where there is none.
+def features_data(folder: Path) -> dict[str, Any] | None:
+    """Return `features.json` of a folder, with the pictures as data; None if there is none.
 
     Raises:
         ArtifactError: the file, or one of the pictures, is damaged or missing.
@@ -44,8 +44,8 @@ def pictured(folder: Path) -> dict[str, Any] | None:
     return {**facts, "folder": folder.name, "input": as_data(read_picture(folder / facts["input"])), "layers": layers}
 
 
-def filters_of(folder: Path) -> dict[str, Any] | None:
-    """Return what `filters.json` in a folder says, with the picture as data; None where there is none.
+def filters_data(folder: Path) -> dict[str, Any] | None:
+    """Return `filters.json` of a folder, with the picture as data; None if there is none.
 
     Raises:
         ArtifactError: the file, or the picture, is damaged or missing.
@@ -55,8 +55,8 @@ def filters_of(folder: Path) -> dict[str, Any] | None:
     return facts and {**facts, "data": as_data(read_picture(folder / "filters.png"))}
 
 
-def mapped(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield what the JSON files in a folder of maps say, each with its picture as data, the newest first.
+def maps_data(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the JSON files of a folder of maps, each with its picture as data, the newest first.
 
     Raises:
         ArtifactError: a file, or one of the pictures, is damaged or missing.
@@ -97,5 +97,5 @@ def read_picture(path: Path) -> bytes:
 
 
 def as_data(picture: bytes) -> str:
-    """Return a PNG file as an address that holds it."""
+    """Return a PNG file as a data URL."""
     return f"data:image/png;base64,{base64.b64encode(picture).decode('ascii')}"

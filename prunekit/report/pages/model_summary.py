@@ -24,18 +24,18 @@ NAMES = {getattr(torch, torch_name): name for name, torch_name in DTYPES.items()
 
 @dataclass(frozen=True, repr=False)
 class ModelSummary(Displayed):
-    """What each module of a model takes and makes, holds and computes, in order of execution.
+    """A table of a model's modules in order of execution, with totals.
 
     Attributes:
-        name: of the model.
+        name: name of the model.
         modules: see `ModuleRow`; parameters that several modules share count in the first.
-        batch: of the example, which shapes and bytes are of.
+        batch: batch size of the example, to which shapes and bytes belong.
         params, trainable: elements of all parameters; `trainable` of those with `requires_grad`.
         macs: multiply-accumulates for one sample, as `FlopCounterMode` counts them.
-        activation_bytes: of all rows together, as a backward pass would need about.
-        weight_bytes: of parameters and buffers.
-        peak_bytes: the most that is alive at once in a forward pass without gradients, see
-            `prunekit.measure.model_size.count_memory`; None where that cannot be counted, as in float64.
+        activation_bytes: bytes of all rows, about what a backward pass needs.
+        weight_bytes: bytes of parameters and buffers.
+        peak_bytes: most bytes alive at once in a forward pass without gradients, see
+            `prunekit.measure.model_size.count_memory`; None if that cannot be counted, as in float64.
 
     Example:
         >>> import prunekit as pk, torch
@@ -70,8 +70,8 @@ class ModelSummary(Displayed):
             (
                 row.path or "(root)",
                 row.kind,
-                shown(row.inputs),
-                shown(row.outputs),
+                shapes_text(row.inputs),
+                shapes_text(row.outputs),
                 _held(row),
                 count(row.macs),
                 share(row.macs / total),
@@ -95,10 +95,13 @@ class ModelSummary(Displayed):
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows as plain values; shapes as text, such as `1x3x224x224`."""
-        return [{**asdict(row), "inputs": shown(row.inputs), "outputs": shown(row.outputs)} for row in self.modules]
+        return [
+            {**asdict(row), "inputs": shapes_text(row.inputs), "outputs": shapes_text(row.outputs)}
+            for row in self.modules
+        ]
 
     def to_csv(self, path: StrPath) -> Path:
-        """Write the rows as a CSV file, whole or not at all."""
+        """Write the rows as a CSV file, atomically."""
         write_csv(Path(path), self.rows())
         return Path(path)
 
@@ -111,14 +114,14 @@ class ModelSummary(Displayed):
 
 
 def summary(model: nn.Module, example: Any, *, name: str | None = None) -> ModelSummary:
-    """Shapes, parameters, MACs and activation memory of each module, by one forward pass in eval mode.
+    """Return shapes, parameters, MACs and activation memory of each module, by one forward pass in eval mode.
 
-    On dense, masked and compact models of any kind; modes, random state and hooks are afterwards what they were.
+    For dense, masked and compact models of any kind; modes, random state and hooks are afterwards what they were.
 
     Args:
-        model: not changed.
+        model: the model, which is not changed.
         example: a tensor, a tuple of positional arguments or a mapping of arguments by name; batch first.
-        name: what the model is called; None: its class.
+        name: name of the model; None: its class.
 
     Raises:
         UsageError: the example is none of these.
@@ -165,12 +168,12 @@ def _peak(model: nn.Module, given: tuple[Any, ...], batch: int) -> int | None:
         return None
 
 
-def shown(shapes: Shapes) -> str:
-    """Return shapes as text, such as `1x64x8x8, 1x10`; of more than three the first ones and how many there are."""
+def shapes_text(shapes: Shapes) -> str:
+    """Return shapes as text, such as `1x64x8x8, 1x10`; of more than three only two and their number."""
     texts = ["x".join(map(str, shape)) or "scalar" for shape in shapes]
     return ", ".join(texts) if len(texts) <= 3 else f"{', '.join(texts[:2])}, ... ({len(texts)})"
 
 
 def _held(row: ModuleRow) -> str:
-    """Parameters, with those that were counted before."""
+    """Return the number of parameters, and of shared ones that were counted before."""
     return count(row.params) + (f" (+{count(row.shared_params)} shared)" if row.shared_params else "")

@@ -1,4 +1,4 @@
-"""Sections on the models of a run: scores, sizes, latency, layers, and what slows the pruned model down."""
+"""Sections on the models of a run: scores, sizes, latency, layers, and causes of missing speed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from prunekit.report.sections.section import register_section
 from prunekit.utils.display import factor, interval
 
 
-@register_section("result", about="scores and sizes of the models, and what budgets left", order=10)
+@register_section("result", about="scores and sizes of the models, and budgets", order=10)
 class ResultSection:
-    """The models beside each other: scores, sizes, and what budgets left."""
+    """The models side by side: scores, sizes, and budgets."""
 
     def read(self, run: Run) -> dict[str, Any]:
         """Return the metrics, and the lines that page and terminal share."""
@@ -38,9 +38,9 @@ class ResultSection:
         yield from (f"Deployed: {line}" for line in data["deployed"])
 
 
-@register_section("latency", about="what was timed, and what budgets of time came to", order=20)
+@register_section("latency", about="measured latencies, and budgets of time", order=20)
 class LatencySection:
-    """What was timed, and what budgets of time came to."""
+    """Measured latencies, and budgets of time."""
 
     def read(self, run: Run) -> Run:
         """Return the run: its metrics and samples."""

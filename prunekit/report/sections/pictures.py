@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from prunekit.report.pages.histograms_page import summed
-from prunekit.report.pages.images_page import filters_of, mapped, pictured
+from prunekit.report.pages.histograms_page import histogram_counts
+from prunekit.report.pages.images_page import features_data, filters_data, maps_data
 from prunekit.report.run_data import Run
 from prunekit.report.sections.section import register_section
 
@@ -16,7 +16,7 @@ class MapsSection:
 
     def read(self, run: Run) -> dict[str, Any] | None:
         """Return the maps in the folder, with their pictures."""
-        maps = list(mapped(run.folder / "maps"))
+        maps = list(maps_data(run.folder / "maps"))
         return {"maps": maps} if maps else None
 
 
@@ -26,7 +26,7 @@ class FeaturesSection:
 
     def read(self, run: Run) -> dict[str, Any] | None:
         """Return the pictures in the folder."""
-        features = pictured(run.folder / "features")
+        features = features_data(run.folder / "features")
         return None if features is None else {"features": features}
 
 
@@ -36,7 +36,7 @@ class FiltersSection:
 
     def read(self, run: Run) -> dict[str, Any] | None:
         """Return the picture in the folder."""
-        filters = filters_of(run.folder / "filters")
+        filters = filters_data(run.folder / "filters")
         return None if filters is None else {"filters": filters}
 
 
@@ -46,5 +46,5 @@ class StatisticsSection:
 
     def read(self, run: Run) -> dict[str, Any] | None:
         """Return what the histograms in the folder come to."""
-        statistics = summed(run.folder / "histograms", run.page_folder)
+        statistics = histogram_counts(run.folder / "histograms", run.page_folder)
         return None if statistics is None else {"statistics": statistics}

@@ -60,18 +60,18 @@ def register_section(name: str, *, about: str, order: float = 500) -> Callable[[
 
     What it decorates is a class that is made without arguments, and has
 
-    - `read(run)`, which gets a run's folder as it was read (`run.folder` with its files, `run.metrics`, tables such as
-      `run.layers`) and returns what there is to show, or None;
-    - `html(data)`, which returns that as HTML: a `markupsafe.Markup` goes to the page as it is, other text is escaped;
-    - `text(data)`, where the terminal is to say something: lines of text.
+    - `read(run)`, which gets the files of a run (`run.folder`, `run.metrics`, tables such as `run.layers`) and returns
+      the content of the section, or None;
+    - `html(data)`, which returns the content as HTML: a `markupsafe.Markup` is not changed, other text is escaped;
+    - `text(data)`, optional, which returns lines for the terminal.
 
-    A section of others that raises is named on the page in its place, and the page has the rest.
+    If a user's section raises, the page names it in its place, and has the rest.
 
     Args:
-        name: as messages call it.
-        about: what it shows, in one line.
-        order: where it stands on the page: those of prunekit are at multiples of 10 from 10 (the result) to 170 (what
-            is locked), environment and recipe come last.
+        name: name of the section in messages.
+        about: one line on its content.
+        order: its place on the page: prunekit's own sections are at multiples of 10 from 10 (the result) to 170
+            (locked channels); environment and recipe come last.
 
     Returns:
         A decorator that returns the class as it is.

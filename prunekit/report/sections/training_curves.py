@@ -1,4 +1,4 @@
-"""Sections on what was trained, masked and repaired: curves, schedule, repair, activation masks, gradient clamps."""
+"""Sections on training: curves, pruning schedule, repair, activation masks, and gradient clamps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from prunekit.report.sections.section import register_section
 
 @register_section("curves", about="losses and gradients of the training", order=40)
 class CurvesSection:
-    """The training: losses, gradients, and what its steps took."""
+    """The training: losses, gradients, and the cost of its steps."""
 
     def read(self, run: Run) -> Run | None:
         """Return the run, unless nothing was trained."""
@@ -41,33 +41,33 @@ class CurvesSection:
         )
 
     def text(self, run: Run) -> Iterator[str]:
-        """Yield what teachers took, and when masks were made physical."""
+        """Yield the time of teachers, and when training went on with the compact model."""
         yield from (f"Teacher's time: {line}" for line in headline.taught(run.metrics))
         yield from (f"Compact early: {line}" for line in headline.early(run.metrics))
 
 
 def _skipped(history: pd.DataFrame | None) -> dict[str, int]:
-    """Return steps that training runs did not make, by run, where there are any."""
+    """Return the number of skipped steps of each training run that skipped some."""
     if history is None or "skipped" not in history.columns:
         return {}
     by_run = history.groupby("run", sort=False)["skipped"].sum()
     return {str(run): int(steps) for run, steps in by_run.items() if steps > 0}
 
 
-@register_section("schedule", about="what was pruned when, while fine-tuning", order=50)
+@register_section("schedule", about="the channels that were pruned while fine-tuning", order=50)
 class ScheduleSection:
-    """What was pruned when, where channels were removed while the model was fine-tuned."""
+    """The pruning schedule of a model that was pruned while it was fine-tuned."""
 
     def read(self, run: Run) -> dict[str, Any] | None:
-        """Return a figure of what was planned and what was left; None if the run had no schedule."""
+        """Return a figure of planned and actual shares; None if the run had no schedule."""
         if run.schedule is None or run.schedule.empty:
             return None
         return {"metrics": run.metrics, "schedule": schedule(run.schedule, summary=run.metrics.get("schedule"))}
 
 
-@register_section("repair", about="what repair did, layer by layer", order=60)
+@register_section("repair", about="the repair, layer by layer", order=60)
 class RepairSection:
-    """What repair did, layer by layer."""
+    """The repair, layer by layer."""
 
     def read(self, run: Run) -> dict[str, Any] | None:
         """Return the line that page and terminal share, and a row for each layer."""
@@ -79,9 +79,9 @@ class RepairSection:
         yield from (f"Repair: {line}" for line in data["repaired"])
 
 
-@register_section("activations", about="what activation masks do on the test images", order=70)
+@register_section("activations", about="the effect of activation masks on the test images", order=70)
 class ActivationsSection:
-    """What activation masks do on the test images."""
+    """The effect of activation masks on the test images."""
 
     def read(self, run: Run) -> dict[str, Any] | None:
         """Return the line that page and terminal share, and the metrics with the thresholds."""
