@@ -319,7 +319,9 @@ def channel_findings(
     """
     widths = channels_of(model)
     chosen = (
-        list(widths) if layers is None else [path for path in select_layers(model, layers, "layers").paths if path in widths]
+        list(widths)
+        if layers is None
+        else [path for path in select_layers(model, layers, "layers").paths if path in widths]
     )
     stats = StatsCollector(model, inputs=False, fused=False)
     pairs = [CorrelationCollector(model, chosen)] if chosen else []
