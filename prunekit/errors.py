@@ -1,6 +1,6 @@
 """One exception family: what was expected, what came, where, and what to do next.
 
-`exit_code` is what the command line returns: 2 for wrong usage, 1 for a run that failed.
+The command line returns `exit_code`: 2 for wrong usage, 1 for a run that failed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class UsageError(PrunekitError):
 
 
 class SettingsError(UsageError, ValueError):
-    """Settings hold what they cannot; all of it is in the message. A `ValueError` too, for whoever fills them in."""
+    """Settings have invalid values; all of them are in the message. It is also a `ValueError`."""
 
 
 class RecipeError(UsageError):
@@ -54,7 +54,7 @@ class PlanError(UsageError):
 
 
 class ResumeError(UsageError):
-    """What is to be resumed is of another recipe, plan or version, still runs, or has finished."""
+    """A run cannot be resumed: it has another recipe, plan or version, still runs, or has finished."""
 
 
 class RunError(PrunekitError):
@@ -62,11 +62,11 @@ class RunError(PrunekitError):
 
 
 class PeerError(RunError):
-    """Another process of this run failed, and said why itself.
+    """Another process of this run failed, and reported the reason itself.
 
     Args:
-        message: who failed, and why.
-        exit_code: that of the process that failed.
+        message: which process failed, and why.
+        exit_code: of the process that failed.
     """
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
@@ -79,7 +79,7 @@ class NonFiniteError(RunError):
 
 
 class MemoryShortageError(RunError):
-    """A batch does not fit into memory; the message names its size and how the largest that does is found."""
+    """A batch does not fit into memory; the message has its size, and how to find the largest that does."""
 
 
 class VerificationError(RunError):
@@ -87,7 +87,7 @@ class VerificationError(RunError):
 
 
 class NotMeasuredError(UsageError):
-    """Nothing was to be measured, and what was measured before is not enough."""
+    """A measurement is missing, and measuring was not allowed."""
 
 
 class ArtifactError(RunError):
@@ -95,12 +95,13 @@ class ArtifactError(RunError):
 
 
 def require_kind(key: str, given: Any, kind: type | tuple[type, ...], instead: str) -> None:
-    """Checks that an argument is of a type.
+    """Raise if an argument is of another type.
 
     Args:
         key: name of the argument; the message begins with it.
-        given: None is let through, for arguments that may be left out.
-        instead: what was expected, and the call that makes one.
+        given: the argument; None is allowed.
+        kind: the type or types that it may have.
+        instead: what was expected, and a call that makes one.
 
     Raises:
         UsageError: it is of another type.
@@ -111,17 +112,17 @@ def require_kind(key: str, given: Any, kind: type | tuple[type, ...], instead: s
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the kind of an error and the first line of what it says."""
+    """Return the type of an error and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def cut_short(text: str) -> str:
-    """Return a text of at most 60 characters: of a longer one the beginning."""
+    """Return a text of at most 60 characters, cut off if it is longer."""
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def nearest(name: str, allowed: Iterable[str], *, count: int = 3) -> str:
-    """Say which allowed names look most like `name`: "did you mean 'a' or 'b'?", or lists a few."""
+    """Return the allowed names that are most like a name, as "did you mean 'a' or 'b'?", or a list of some."""
     allowed = sorted(set(allowed))
     close = get_close_matches(name, allowed, n=count, cutoff=0.5)
     if close:

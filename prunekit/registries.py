@@ -1,6 +1,6 @@
 """The registries, by which settings and the command line know names without importing what bears them.
 
-Names that settings of several floors and the command line share; imports nothing that is slow to import.
+Types of settings that several modules share are here too. Nothing here is slow to import.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from annotated_types import Ge
 from prunekit.utils.registry import Registered, Registry
 
 
-def _by(place: str) -> Callable[[str, Any], Any]:
-    """Return a function of a module that is imported once it is called."""
+def _lazily(place: str) -> Callable[[str, Any], Any]:
+    """Return a function of a module that is imported when it is called."""
     module, _, name = place.rpartition(".")
     return lambda reference, found: getattr(import_module(module), name)(reference, found)
 
@@ -25,29 +25,31 @@ BUDGETS: Registry[Any] = Registry(
     "budgets",
     "prunekit.planning.budgets",
     "register_budget",
-    _by("prunekit.planning.budgets.budget.accept"),
+    _lazily("prunekit.planning.budgets.budget.accept"),
 )
 CRITERIA: Registry[Any] = Registry(
     "criterion",
     "criteria",
     "prunekit.criteria",
     "register_criterion",
-    _by("prunekit.criteria.criterion.accept"),
+    _lazily("prunekit.criteria.criterion.accept"),
 )
 SECTIONS: Registry[Any] = Registry(
     "report section",
     "sections",
     "prunekit.report.sections",
     "register_section",
-    _by("prunekit.report.sections.section.accept"),
+    _lazily("prunekit.report.sections.section.accept"),
 )
-TASKS: Registry[Any] = Registry("task", "tasks", "prunekit.tasks", "register_task", _by("prunekit.tasks.task.accept"))
+TASKS: Registry[Any] = Registry(
+    "task", "tasks", "prunekit.tasks", "register_task", _lazily("prunekit.tasks.task.accept")
+)
 RUNTIMES: Registry[Any] = Registry(
     "runtime",
     "runtimes",
     "prunekit.measure.runtimes",
     "register_runtime",
-    _by("prunekit.measure.runtimes.runtime.accept"),
+    _lazily("prunekit.measure.runtimes.runtime.accept"),
 )
 
 
@@ -55,5 +57,5 @@ PositiveInt = Annotated[int, Ge(1)]
 RuntimeName = Annotated[str, Registered(RUNTIMES)]
 DtypeName = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[DtypeName, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Torch's names, which rows of results have, by those of settings."""
+"""Names of dtypes in torch, and in rows of results, by their names in settings."""
 MemoryFormat = Literal["contiguous", "channels_last"]

@@ -45,7 +45,7 @@ from torch import nn
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.map_builder import build_map
 from prunekit.channels.tracing.tracer import trace_model
-from prunekit.distributed.process_group import is_sharded
+from prunekit.distributed.sharded_tensors import is_sharded
 from prunekit.errors import ModelError
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.utils.inputs import as_example

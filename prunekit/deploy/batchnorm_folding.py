@@ -1,8 +1,7 @@
-"""Which BatchNorms alone read what a convolution or a linear layer computes: seen while the model runs.
+"""BatchNorm folded into the convolution or linear layer before it (Jacob et al., 2018).
 
-Layers and norms are known by the identity of their tensors, not by names or classes of modules.
-
-BatchNorm folded into the convolution or linear layer before it (Jacob et al., 2018).
+Which norms can be folded is found by running the model: a norm must be the only reader of a layer's output. Layers and
+norms are identified by their tensors, not by names or classes of modules.
 """
 
 from __future__ import annotations
@@ -30,16 +29,69 @@ from prunekit.utils.inputs import as_example, call
 from prunekit.utils.tensors import gather
 
 
+@dataclass(frozen=True, eq=False)
+class FoldedModel:
+    """What `fold_batchnorm` returns.
+
+    Attributes:
+        model: a new one, in eval mode.
+        norms: path of each folded norm -> path of the layer that does its work.
+        kept: path of each other norm that ran -> why it was not folded.
+        max_relative_difference: of the outputs on the example, in float64.
+    """
+
+    model: nn.Module
+    norms: dict[str, str]
+    kept: dict[str, str]
+    max_relative_difference: float
+
+
+def fold_batchnorm(model: nn.Module, example: Any, *, tolerance: float = TOLERANCE) -> FoldedModel:
+    """Fold every BatchNorm that alone reads a convolution's or a linear layer's output into that layer.
+
+    The result computes the same in eval mode, with one operator and one pass over the activations less for each norm.
+    Folded weights that are subnormal in their dtype, with which processors are slow, become 0. The model is for
+    inference: it has no statistics that training could update. It is saved and loaded like any other; `prunekit.verify`
+    compares with the masked model before folding, not after.
+
+    Args:
+        model: not changed.
+        example: what the model is called with: a tensor, a tuple of positional arguments or a mapping of arguments by
+            name; layers are found by running the model on it.
+        tolerance: largest relative difference of the outputs, in float64, that counts as equal.
+
+    Raises:
+        UsageError: the example is none of these.
+        VerificationError: the folded model computes something else.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU())
+        >>> folded = pk.fold_batchnorm(model, torch.randn(1, 3, 8, 8))
+        >>> folded.norms, folded.max_relative_difference < 1e-12
+        ({'1': '0'}, True)
+        >>> folded.model(torch.randn(1, 3, 8, 8)).shape
+        torch.Size([1, 8, 6, 6])
+    """
+    model = unwrapped(model)
+    given = as_example(model, example)
+    found = foldable_norms(model, given)
+    double = _fold_in_place(float64_copy(model, to_double), found.pairs)
+    narrow = fold_copy(model, found.pairs)
+    difference = compare_outputs(model, double, given, tolerance=tolerance, narrow=narrow)
+    return FoldedModel(narrow, {pair.norm: pair.layer for pair in found.pairs}, found.kept, difference)
+
+
 @dataclass(eq=False)
 class FoldablePair:
     """A norm, and the layer whose output it reads.
 
     Attributes:
         norm: path of the module that owns the running statistics.
-        shape: of what it reads.
-        layer: path of the module that owns the weight; empty where nothing with a weight of its own computed it.
-        transposed: whether that is a transposed convolution, whose weight lies as (inputs, outputs).
-        biased: whether the layer was called with its module's own bias, or with none where the module has none.
+        shape: of the norm's input.
+        layer: path of the module that owns the layer's weight; empty if the input is not the output of a layer.
+        transposed: whether the layer is a transposed convolution, whose weight is (inputs, outputs, ...).
+        biased: whether the layer was called with its module's own bias, or with None if the module has none.
         output: of the layer.
     """
 
@@ -51,9 +103,67 @@ class FoldablePair:
     output: Tensor | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class FoldableNorms:
+    """The norms of a model that can be folded.
+
+    Attributes:
+        pairs: norms with their layers, in the order in which they run.
+        kept: path of every other norm -> why it cannot be folded.
+    """
+
+    pairs: tuple[FoldablePair, ...]
+    kept: dict[str, str] = field(default_factory=dict)
+
+
+def foldable_norms(model: nn.Module, example: tuple[Any, ...]) -> FoldableNorms:
+    """Return the norms that `fold_batchnorm` folds: they alone read a layer's output, and are plain BatchNorms."""
+    found = norms_after_layers(model, example)
+    reasons = {pair.norm: _more_than_a_norm(model.get_submodule(pair.norm), pair) for pair in found.pairs}
+    more = {norm: reason for norm, reason in reasons.items() if reason}
+    return FoldableNorms(tuple(pair for pair in found.pairs if pair.norm not in more), found.kept | more)
+
+
+def norms_after_layers(model: nn.Module, example: tuple[Any, ...]) -> FoldableNorms:
+    """Run a model once in eval mode, and return the norms that are the only readers of a layer's output."""
+    watch = _FoldingWatch(model)
+    with training_mode(model, False), plain_attention(), watch.intercepting():
+        output = call(model, example)
+    returned = {id(tensor) for tensor in gather(output)}
+    tensors = {name.rpartition(".")[0]: Counter[str]() for name, _ in named_tensors(model)}
+    for name, count in watch.readers.items():
+        tensors[name.rpartition(".")[0]][name] = count
+    found: list[FoldablePair] = []
+    kept: dict[str, str] = {}
+    for pair in watch.pairs:
+        reason = next(_reasons(pair, watch, tensors, returned), "")
+        if reason:
+            kept.setdefault(pair.norm, reason)
+        else:
+            found.append(pair)
+    return FoldableNorms(tuple(found), kept)
+
+
+def _reasons(
+    pair: FoldablePair, watch: _FoldingWatch, tensors: dict[str, Counter[str]], returned: set[int]
+) -> Iterator[str]:
+    """Yield the reasons why a norm cannot be folded."""
+    if not pair.layer or pair.output is None:
+        yield "what it reads is not the output of a convolution or a linear layer"
+        return
+    if max(tensors[pair.norm].values()) > 1:
+        yield "it runs several times, or something else reads its parameters"
+    if max(tensors[pair.layer].values()) > 1:
+        yield f"{pair.layer} runs several times, or something else reads its parameters"
+    if watch.made[id(pair.output)].reads > 1 or id(pair.output) in returned:
+        yield f"something else reads the output of {pair.layer} too"
+    if not pair.biased:
+        yield f"{pair.layer} has no place for a bias"
+
+
 @dataclass(eq=False)
-class _Made:
-    """An output of a layer; kept, so that nothing else gets its identity."""
+class _LayerOutput:
+    """An output of a layer; it is held so that its `id` is not reused."""
 
     tensor: Tensor
     weight: str
@@ -62,10 +172,12 @@ class _Made:
     reads: int = 0
 
 
-class _Watch(CallInterceptor):
+class _FoldingWatch(CallInterceptor):
+    """Records layers, norms, and what reads which tensor, while a model runs."""
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self.made: dict[int, _Made] = {}
+        self.made: dict[int, _LayerOutput] = {}
         self.pairs: list[FoldablePair] = []
         self.readers: Counter[str] = Counter()
         self.norms: list[Any] = []
@@ -92,7 +204,7 @@ class _Watch(CallInterceptor):
         name = self.names.get(id(weight), "")
         owner = self._own.get(name.rpartition(".")[0], {})
         biased = owner.get("weight") is weight and "bias" in owner and owner["bias"] is bias
-        self.made[id(result)] = _Made(result, name, "transpose" in call.name, biased)
+        self.made[id(result)] = _LayerOutput(result, name, "transpose" in call.name, biased)
 
     def _norm(self, call: FunctionCall) -> None:
         read, running = call.argument(0, "input"), call.argument(1, "running_mean")
@@ -107,133 +219,8 @@ class _Watch(CallInterceptor):
         self.pairs.append(pair)
 
 
-@dataclass(frozen=True, eq=False)
-class Foldable:
-    """What of a model's norms can be folded.
-
-    Attributes:
-        pairs: in the order in which they run.
-        kept: path of every other norm -> why it stays.
-    """
-
-    pairs: tuple[FoldablePair, ...]
-    kept: dict[str, str] = field(default_factory=dict)
-
-
-def foldable(model: nn.Module, example: tuple[Any, ...]) -> Foldable:
-    """Run a model once in eval mode and find the norms that alone read the output of a layer of their own.
-
-    Args:
-        model: its mode is restored.
-        example: see `prunekit.utils.inputs.as_example`.
-    """
-    watch = _Watch(model)
-    with training_mode(model, False), plain_attention(), watch.intercepting():
-        output = call(model, example)
-    returned = {id(tensor) for tensor in gather(output)}
-    tensors = {name.rpartition(".")[0]: Counter[str]() for name, _ in named_tensors(model)}
-    for name, count in watch.readers.items():
-        tensors[name.rpartition(".")[0]][name] = count
-    found: list[FoldablePair] = []
-    kept: dict[str, str] = {}
-    for pair in watch.pairs:
-        reason = next(_reasons(pair, watch, tensors, returned), "")
-        if reason:
-            kept.setdefault(pair.norm, reason)
-        else:
-            found.append(pair)
-    return Foldable(tuple(found), kept)
-
-
-def _reasons(pair: FoldablePair, watch: _Watch, tensors: dict[str, Counter[str]], returned: set[int]) -> Iterator[str]:
-    """Yield what keeps a norm from being folded."""
-    if not pair.layer or pair.output is None:
-        yield "what it reads is not the output of a convolution or a linear layer"
-        return
-    if max(tensors[pair.norm].values()) > 1:
-        yield "it runs several times, or something else reads its parameters"
-    if max(tensors[pair.layer].values()) > 1:
-        yield f"{pair.layer} runs several times, or something else reads its parameters"
-    if watch.made[id(pair.output)].reads > 1 or id(pair.output) in returned:
-        yield f"something else reads the output of {pair.layer} too"
-    if not pair.biased:
-        yield f"{pair.layer} has no place for a bias"
-
-
-@dataclass(frozen=True, eq=False)
-class Folded:
-    """What `fold_batchnorm` returns.
-
-    Attributes:
-        model: a new one, in eval mode.
-        norms: path of each folded norm -> path of the layer that does its work.
-        kept: path of each other norm that ran -> why it stays.
-        max_relative_difference: of the outputs on the example, in float64.
-    """
-
-    model: nn.Module
-    norms: dict[str, str]
-    kept: dict[str, str]
-    max_relative_difference: float
-
-
-def fold_batchnorm(model: nn.Module, example: Any, *, tolerance: float = TOLERANCE) -> Folded:
-    """Fold every BatchNorm that alone reads a convolution's or a linear layer's output into that layer.
-
-    What is left computes the same in eval mode with one operator and one pass over the activations less for each norm.
-    Folded weights that processors would compute with slowly, as subnormal in their dtype, are 0.
-    It is for inference: no statistics are left that training could update. Folders of folded models are written and
-    read as others are; `prunekit.verify` compares with the masked model before folding, not after.
-
-    Args:
-        model: not changed.
-        example: what the model is called with: a tensor, a tuple of positional arguments or a mapping of arguments by
-            name; layers are found by running the model on it.
-        tolerance: largest relative difference of the outputs, in float64, that counts as equal.
-
-    Raises:
-        UsageError: the example is none of these.
-        VerificationError: the folded model computes something else.
-
-    Example:
-        >>> import prunekit as pk, torch
-        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU())
-        >>> folded = pk.fold_batchnorm(model, torch.randn(1, 3, 8, 8))
-        >>> folded.norms, folded.max_relative_difference < 1e-12
-        ({'1': '0'}, True)
-        >>> folded.model(torch.randn(1, 3, 8, 8)).shape
-        torch.Size([1, 8, 6, 6])
-    """
-    model = unwrapped(model)
-    given = as_example(model, example)
-    found = to_fold(model, given)
-    double = _folded(float64_copy(model, to_double), found.pairs)
-    narrow = folded(model, found.pairs)
-    difference = compare_outputs(model, double, given, tolerance=tolerance, narrow=narrow)
-    return Folded(narrow, {pair.norm: pair.layer for pair in found.pairs}, found.kept, difference)
-
-
-def to_fold(model: nn.Module, example: tuple[Any, ...]) -> Foldable:
-    """Return what `fold_batchnorm` folds: norms that alone read a layer's output and do no more than a norm."""
-    found = foldable(model, example)
-    reasons = {pair.norm: _more_than_a_norm(model.get_submodule(pair.norm), pair) for pair in found.pairs}
-    more = {norm: reason for norm, reason in reasons.items() if reason}
-    return Foldable(tuple(pair for pair in found.pairs if pair.norm not in more), found.kept | more)
-
-
-def folded(model: nn.Module, pairs: Sequence[FoldablePair]) -> nn.Module:
-    """Return a copy in eval mode with norms folded, as `to_fold` found them in a model of these modules; nothing is
-    checked.
-
-    Args:
-        model: of any widths; may be without values, on the meta device.
-    """
-    own = {name: tensor.detach().clone() for name, tensor in named_tensors(model)}
-    return set_mode(_folded(with_tensors(model, own), pairs), False)
-
-
 def _more_than_a_norm(module: nn.Module, pair: FoldablePair) -> str:
-    """Return why a module is not a norm with, at most, its parts in a row behind it; empty where it is one."""
+    """Return why a module is more than a norm and the modules inside it in sequence; empty if it is not."""
     if not isinstance(module, _BatchNorm):
         return f"{type(module).__name__} is no BatchNorm of torch"
     norm = copied(module, "cpu", torch.float64).eval()
@@ -248,19 +235,17 @@ def _more_than_a_norm(module: nn.Module, pair: FoldablePair) -> str:
     return "" if same else f"{type(module).__name__} does more than a norm and its parts behind it"
 
 
-def _scale_and_shift(norm: _BatchNorm) -> tuple[Tensor, Tensor]:
-    """(channels,) each, in float64."""
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    scale = (norm.running_var.double() + norm.eps).rsqrt()
-    if norm.weight is not None:
-        scale = scale * norm.weight.double()
-    shift = -norm.running_mean.double() * scale
-    return scale, shift if norm.bias is None else shift + norm.bias.double()
+def fold_copy(model: nn.Module, pairs: Sequence[FoldablePair]) -> nn.Module:
+    """Return a copy in eval mode with the norms of `foldable_norms` folded; it is not verified.
+
+    The model may have other widths than the one that they were found in, and may be on the meta device.
+    """
+    own = {name: tensor.detach().clone() for name, tensor in named_tensors(model)}
+    return set_mode(_fold_in_place(with_tensors(model, own), pairs), False)
 
 
 @torch.no_grad()
-def _folded(model: nn.Module, pairs: Sequence[FoldablePair]) -> nn.Module:
+def _fold_in_place(model: nn.Module, pairs: Sequence[FoldablePair]) -> nn.Module:
     """Fold norms in place, computing in float64."""
     norms = [model.get_submodule(pair.norm) for pair in pairs]
     set_folds(model, {pair.norm: pair.layer for pair in pairs})
@@ -273,6 +258,17 @@ def _folded(model: nn.Module, pairs: Sequence[FoldablePair]) -> nn.Module:
         for tensor in (weight, bias):  # small scales make subnormal numbers, which are slow
             tensor.masked_fill_(is_subnormal(tensor), 0)
     return model
+
+
+def _scale_and_shift(norm: _BatchNorm) -> tuple[Tensor, Tensor]:
+    """Return the scale and the shift of each channel, (channels,), in float64."""
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    scale = (norm.running_var.double() + norm.eps).rsqrt()
+    if norm.weight is not None:
+        scale = scale * norm.weight.double()
+    shift = -norm.running_mean.double() * scale
+    return scale, shift if norm.bias is None else shift + norm.bias.double()
 
 
 def _scaled(weight: Tensor, scale: Tensor, *, transposed: bool) -> Tensor:

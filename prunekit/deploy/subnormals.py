@@ -1,6 +1,6 @@
-"""Numbers too small for full precision, which many processors compute with a hundred times slower than with others.
+"""Subnormal numbers: too small for full precision, and up to a hundred times slower on many processors.
 
-Those of float32, bfloat16 and float64: float16 is computed in wider formats, which hold its smallest numbers normally.
+Only those of float32, bfloat16 and float64 count: float16 is computed in wider formats, in which they are normal.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from prunekit.utils.inputs import as_example
 
 
 @dataclass(frozen=True, eq=False)
-class Flushed:
+class FlushedModel:
     """What `flush_subnormals` returns.
 
     Attributes:
-        model: a new one; the given one where there was nothing to do.
+        model: a new one; the given one if it has none.
         counts: name of each tensor that held subnormal numbers -> how many.
         max_relative_difference: of the outputs on the example, in float64.
-        stay: why those that are there were left; empty where none were.
+        stay: why subnormal numbers were left; empty if none were.
     """
 
     model: nn.Module
@@ -38,7 +38,7 @@ class Flushed:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What there is to say, in sentences."""
+        """Messages about the result."""
         return (str(self),) if self.counts or self.stay else ()
 
     def __str__(self) -> str:
@@ -48,8 +48,8 @@ class Flushed:
         )
 
 
-def flush_subnormals(model: nn.Module, example: Any) -> Flushed:
-    """Return a copy with zeros in place of subnormal weights and buffers, where there are any.
+def flush_subnormals(model: nn.Module, example: Any) -> FlushedModel:
+    """Return a copy with zeros in place of subnormal weights and buffers, if there are any.
 
     Args:
         model: not changed.
@@ -70,20 +70,20 @@ def flush_subnormals(model: nn.Module, example: Any) -> Flushed:
     model = unwrapped(model)
     given = as_example(model, example)
     if not count_subnormals(model):
-        return Flushed(model, {}, 0.0)
+        return FlushedModel(model, {}, 0.0)
     own = {name: tensor.detach().clone() for name, tensor in named_tensors(model)}
     flushed = with_tensors(model, own)
     counts = flush_subnormals_in_place(flushed)
-    return Flushed(flushed, counts, compare_outputs(model, flushed, given))
+    return FlushedModel(flushed, counts, compare_outputs(model, flushed, given))
 
 
-def without_subnormals(model: nn.Module, example: tuple[Any, ...]) -> Flushed:
-    """As `flush_subnormals`, but a model that computes something else without such numbers stays as it is."""
+def without_subnormals(model: nn.Module, example: tuple[Any, ...]) -> FlushedModel:
+    """Return what `flush_subnormals` returns; the model itself if it computes something else without such numbers."""
     try:
         return flush_subnormals(model, example)
-    except VerificationError as error:  # it takes their logarithm, or divides by them
+    except VerificationError as error:  # the model takes their logarithm, or divides by them
         count = sum(count_subnormals(model).values())
-        return Flushed(model, {}, 0.0, f"{count} subnormal numbers stay: {error}")
+        return FlushedModel(model, {}, 0.0, f"{count} subnormal numbers stay: {error}")
 
 
 def count_subnormals(model: nn.Module) -> dict[str, int]:
@@ -102,9 +102,9 @@ def flush_subnormals_in_place(model: nn.Module) -> dict[str, int]:
 
 
 def _holding(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield parameters and buffers that hold subnormal numbers, by name, and where: bool, of the same shape.
+    """Yield parameters and buffers with subnormal numbers by name, and a mask of them of the same shape.
 
-    Complex ones as their real and imaginary parts; sparse ones are not looked at.
+    Complex tensors are viewed as real ones; sparse tensors are left out.
     """
     for name, tensor in named_tensors(model):
         if tensor.layout != torch.strided:

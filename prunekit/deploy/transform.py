@@ -1,7 +1,4 @@
-"""What a deployment does to a model, done to many of its structure: for timing, where weights make no difference.
-
-Weights laid out with their channels last, as most convolution kernels read them.
-"""
+"""Transforms of a model for its deployment: channels-last weights, and all changes as one function for timing."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from prunekit.channels.cut.model_copy import named_tensors, with_tensors
-from prunekit.deploy.batchnorm_folding import FoldablePair, folded, to_fold
+from prunekit.deploy.batchnorm_folding import FoldablePair, fold_copy, foldable_norms
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.measure.verification import compare_outputs
 from prunekit.settings.deployment import DeploySettings
@@ -20,10 +17,9 @@ from prunekit.utils.tensors import with_channels_last
 
 
 def channels_last(model: nn.Module, example: Any) -> nn.Module:
-    """Return a copy whose convolutions hold their weights channels-last, and so compute their outputs.
+    """Return a copy whose convolutions have channels-last weights, and so compute channels-last outputs.
 
-    Memory alone lies in another order: names and shapes stay. A model folder says so, and models loaded from it lie
-    so again.
+    Only the order in memory changes, not names or shapes. Model folders record it, and loaded models have it again.
 
     Args:
         model: not changed.
@@ -31,7 +27,7 @@ def channels_last(model: nn.Module, example: Any) -> nn.Module:
 
     Raises:
         UsageError: the example is none of these.
-        VerificationError: the copy computes something else, as code may that looks at strides.
+        VerificationError: the copy computes something else, as code that reads strides may.
 
     Example:
         >>> import prunekit as pk, torch
@@ -47,18 +43,19 @@ def channels_last(model: nn.Module, example: Any) -> nn.Module:
 
 
 def laid_out(model: nn.Module) -> nn.Module:
-    """As `channels_last`; nothing is checked. The model may be without values, on the meta device."""
+    """Return what `channels_last` returns, without verifying it; the model may be on the meta device."""
     moved = {name: with_channels_last(tensor.detach()) for name, tensor in named_tensors(model)}
     return with_tensors(model, moved)
 
 
 @dataclass(frozen=True, eq=False)
 class Transform:
-    """What `fold_batchnorm` and `channels_last` do to a model, as a function of it and of every compact model of it.
+    """`fold_batchnorm` and `channels_last` as one function, for a model and all compact models made of it.
 
-    Nothing is checked. Models without values, on the meta device, are taken too.
+    Results are not verified. Models may be on the meta device.
 
     Attributes:
+        settings: which changes to make.
         pairs: norms to fold and the layers before them.
     """
 
@@ -67,7 +64,7 @@ class Transform:
 
     def __call__(self, model: nn.Module) -> nn.Module:
         """Return a copy in eval mode; the model itself where there is nothing to do."""
-        found = folded(model, self.pairs) if self.settings.fold_batchnorm else model
+        found = fold_copy(model, self.pairs) if self.settings.fold_batchnorm else model
         return laid_out(found) if self.settings.channels_last else found
 
     def __str__(self) -> str:
@@ -80,11 +77,6 @@ AS_IT_IS = Transform()
 
 
 def transform_of(model: nn.Module, example: tuple[Any, ...], settings: DeploySettings) -> Transform:
-    """Finds, once, in a dense model what of it and its compact models a deployment changes.
-
-    Args:
-        model: not changed.
-        example_inputs: an example, see `prunekit.utils.inputs.as_example`.
-    """
-    pairs = to_fold(model, example).pairs if settings.fold_batchnorm else ()
+    """Return the transform of a dense model, and of its compact models, for a deployment."""
+    pairs = foldable_norms(model, example).pairs if settings.fold_batchnorm else ()
     return Transform(settings, tuple(replace(pair, output=None) for pair in pairs))

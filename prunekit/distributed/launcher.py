@@ -1,4 +1,4 @@
-"""What a launcher such as `torchrun` says in the environment; read without torch."""
+"""The environment that a launcher such as `torchrun` sets, read without torch."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ import os
 from prunekit.errors import UsageError
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torch reads (`init_method="env://"`); `torchrun`, `accelerate launch` and PyTorchJob set all of them."""
-
-
+"""Variables that torch reads (`init_method="env://"`); `torchrun`, `accelerate launch` and PyTorchJob set them."""
 SHARDING = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
-"""What `accelerate launch` sets where it is to split the model itself."""
+"""Variables that `accelerate launch` sets to split the model itself."""
 
 
 def launched() -> bool:
     """Return whether this is one of several processes that a launcher started.
 
     Raises:
-        UsageError: it says so, but not all that it takes to find the others; or the model is to be split over them.
+        UsageError: variables that are needed to find the others are missing or wrong, or the model would be split.
     """
     if not ("RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"):
         return False
@@ -42,7 +40,7 @@ def launched() -> bool:
 
 
 def leads() -> bool:
-    """Return whether this process is the one that speaks: the first of those that were started, or the only one."""
+    """Return whether this process writes to the console: it is the first that was started, or the only one."""
     return os.environ.get("RANK", "0") == "0" or not launched()
 
 

@@ -1,12 +1,7 @@
-"""The group of processes that work on one job: torch's default process group.
+"""The process group of a job: who is in it, what the processes exchange, and how they fail together.
 
-What the processes of a group tell each other. Every process must make the same calls in the same order.
-
-One process fails, all do, and one of them says why.
-
-Joining the group of processes that a launcher started.
-
-Tensors of which each process has a part: the parameters of a sharded model, their gradients and momentum.
+It is torch's default process group. Every process must make the same calls in the same order. If one fails, all fail,
+and the first says why.
 """
 
 from __future__ import annotations
@@ -20,11 +15,11 @@ from contextlib import contextmanager
 from datetime import timedelta
 from hashlib import sha256
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -33,6 +28,21 @@ from prunekit.errors import PeerError, RunError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+T = TypeVar("T")
+TIMEOUT = timedelta(minutes=30)
+"""Of one exchange between processes that are all at work; waiting for a process that works alone has no limit."""
+LONGEST_NAP_S = 0.5
+"""The longest pause between two checks whether the main process is done, which may be timing models meanwhile."""
+INTERRUPTED = 130
+TOLD_S = 5.0
+"""How long another process may take to say why it failed."""
+GONE = ("by peer", "remote process exit")
+"""Parts of the messages of gloo and NCCL about a process that has ended."""
+LOST = (
+    "another process has ended without a message: killed, out of memory, or its machine is gone; a run that keeps "
+    "checkpoints goes on with --resume"
+)
 
 
 def rank() -> int:
@@ -46,7 +56,7 @@ def size() -> int:
 
 
 def is_main() -> bool:
-    """Return whether this is the process that writes, logs and measures: the first."""
+    """Return whether this is the main process, the first, which writes, logs and measures."""
     return rank() == 0
 
 
@@ -55,30 +65,49 @@ def grouped() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-INTERRUPTED = 130
-TOLD_S = 5.0
-"""How long another process may take to say why it failed."""
-GONE = ("by peer", "remote process exit")
-"""What gloo and NCCL say where a process they talk to is no more."""
-LOST = (
-    "another process has ended without a word: killed, out of memory, or its machine is gone; a run that keeps "
-    "checkpoints goes on with --resume"
-)
+@contextmanager
+def join_group() -> Iterator[None]:
+    """Join the group that the environment describes, and leave it at the end; do nothing for a single process.
+
+    Backends are gloo on the CPU, and nccl on CUDA if available. A group that exists already is used, and stays.
+
+    Raises:
+        UsageError: the environment is incomplete.
+        RunError: the others cannot be reached.
+    """
+    if grouped() or not launched():
+        yield
+        return
+    if cuda := torch.cuda.is_available():
+        torch.cuda.set_device(local_rank() % torch.cuda.device_count())  # too few devices raise when one is used
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=TIMEOUT)
+    except (RuntimeError, ValueError, OSError) as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise RunError(
+            f"process {os.environ['RANK']} of {os.environ['WORLD_SIZE']}: expected to meet the others at {where}: "
+            f"{error}; check MASTER_ADDR, MASTER_PORT and that all processes are started"
+        ) from error
+    try:
+        wait_for_all()  # else a process that fails at once would break the setup of another
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def store() -> Store:
-    """Return the small values that all processes of the group see."""
+    """Return the store of small values that all processes of the group share."""
     return PrefixStore("prunekit", _get_default_store())
 
 
 @contextmanager
 def one_for_all(*passing: type[BaseException]) -> Iterator[None]:
-    """Tell the other processes when this one fails; where another failed first, raise `PeerError` with its reason.
+    """Tell the other processes if this one fails; if another failed first, raise `PeerError` with its reason.
 
-    A process that waits for another in an exchange fails because that is gone; it is not the one to say why.
+    A process that fails because another one is gone in an exchange does not count as the first.
 
     Args:
-        passing: exceptions that are no failures.
+        *passing: exceptions that are not failures.
     """
     try:
         yield
@@ -97,10 +126,10 @@ def one_for_all(*passing: type[BaseException]) -> Iterator[None]:
 
 
 def require_no_failure() -> None:
-    """Look whether a process has failed.
+    """Raise if another process has failed.
 
     Raises:
-        PeerError: one has.
+        PeerError: one has failed.
     """
     found = _failure(store(), 0.0) if store().check(["failed"]) else None
     if found is not None:
@@ -108,7 +137,7 @@ def require_no_failure() -> None:
 
 
 def _claim(error: BaseException) -> PeerError | None:
-    """Note the first failure of the group; None where it is this process's, else the other's."""
+    """Record a failure if it is the first of the group; return that of the other process, or None if this is it."""
     try:
         shared = store()
         if shared.add("failed", 1) == 1:
@@ -118,7 +147,7 @@ def _claim(error: BaseException) -> PeerError | None:
             shared.set("failure", json.dumps(told))
             return None
         found = _failure(shared, TOLD_S)
-    except (RuntimeError, ValueError):  # torch: the store has gone with the process that held it
+    except (RuntimeError, ValueError):  # torch: the store is gone with the process that held it
         return PeerError("process 0 has ended", 1)
     if found is None:
         return PeerError("another process failed and did not say why", 1)
@@ -126,7 +155,7 @@ def _claim(error: BaseException) -> PeerError | None:
 
 
 def _failure(shared: Store, seconds: float) -> tuple[int, PeerError] | None:
-    """Return who failed first, and how; None where it has not said so within some seconds."""
+    """Return the rank and the failure of the process that failed first; None if it is not told within some seconds."""
     end = time.monotonic() + seconds
     while not shared.check(["failure"]):
         if time.monotonic() >= end:
@@ -136,23 +165,18 @@ def _failure(shared: Store, seconds: float) -> tuple[int, PeerError] | None:
     return number, PeerError(text, code)
 
 
-T = TypeVar("T")
-LONGEST_NAP_S = 0.5
-"""Between two looks at whether the main process is done: models may be timed on this machine meanwhile."""
-
-
 def everyone(flag: bool) -> bool:
-    """Return whether it is so in every process."""
+    """Return whether a flag is true in every process."""
     return total(int(flag))[0] == size()
 
 
 def main_says(flag: bool) -> bool:
-    """Return whether it is so in the main process."""
+    """Return whether a flag is true in the main process."""
     return total(int(flag and is_main()))[0] > 0
 
 
 def total(*numbers: float) -> tuple[float, ...]:
-    """Sum over all processes, in float64: exact for whole numbers up to 2^53."""
+    """Return sums over all processes, in float64: exact for whole numbers up to 2^53."""
     if size() == 1:
         return numbers
     sums = torch.tensor(numbers, dtype=torch.float64, device=_where())
@@ -179,9 +203,7 @@ def gather_values(value: T) -> list[T]:
 
 
 def gather_on_main(value: T) -> Iterator[T]:
-    """Return the value of each process in their order, one at a time: they may be large. Elsewhere than on main
-    nothing.
-    """
+    """Return the value of each process in their order, one at a time, as they may be large; nothing except on main."""
     if is_main():
         return chain([value], (_received(other) for other in range(1, size())))
     dist.send_object_list([value], dst=0)
@@ -195,10 +217,10 @@ def _received(source: int) -> Any:
 
 
 def from_main(make: Callable[[], T]) -> T:
-    """Return what the main process makes, in every process; those wait for it as long as it takes.
+    """Return in every process what the main process makes; the others wait as long as it takes.
 
     Raises:
-        Whatever `make` raises; in the other processes `PeerError`, once `one_for_all` has told them.
+        BaseException: what `make` raises; in the other processes `PeerError`, once `one_for_all` has told them.
     """
     if size() == 1:
         return make()
@@ -218,10 +240,10 @@ def from_main(make: Callable[[], T]) -> T:
 
 
 def require_equal(value: str, what: str) -> None:
-    """Checks that all processes have the same.
+    """Raise if a value is not the same in all processes.
 
     Raises:
-        RunError: they have not; names those that differ from the main one.
+        RunError: it is not; names the processes that differ from the main one.
     """
     found = gather_values(value)
     differing = [str(number) for number, other in enumerate(found) if other != found[0]]
@@ -235,10 +257,10 @@ def require_equal(value: str, what: str) -> None:
 
 @torch.no_grad()
 def share_tensors(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
-    """Write the main process's values into every process's tensors of the same names.
+    """Copy the main process's values into the tensors of the same names in every process.
 
     Raises:
-        RunError: names, shapes or types differ.
+        RunError: names, shapes or dtypes differ.
     """
     if size() == 1:
         return
@@ -253,7 +275,7 @@ def share_tensors(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
 
 @contextmanager
 def in_turn() -> Iterator[None]:
-    """Main first, then one process of each machine, then the rest: what the first ones download the others find."""
+    """Run the main process first, then one of each machine, then the others, which find what the first downloaded."""
     turn = 0 if is_main() else 1 if local_rank() == 0 else 2
     for _ in range(turn):
         wait_for_all()
@@ -263,7 +285,7 @@ def in_turn() -> Iterator[None]:
 
 
 def wait_for_all() -> None:
-    """Wait until every process is here, as long as it takes."""
+    """Wait until every process has called this, as long as it takes."""
     if size() == 1:
         return
     shared = store()
@@ -275,83 +297,8 @@ def wait_for_all() -> None:
 
 
 def _where(tensor: Tensor | None = None) -> torch.device:
-    """Return where an exchange can be made: at the tensor, else on the CPU if the group's backends know it."""
+    """Return the device for an exchange: that of the tensor, or else the CPU, if the group has a backend for it."""
     backends = str(dist.get_backend_config())
     if tensor is not None and tensor.device.type in backends:
         return tensor.device
     return torch.device("cpu" if "cpu" in backends else "cuda")
-
-
-TIMEOUT = timedelta(minutes=30)
-"""Of one exchange between processes that are all at work; waiting for one that works alone has no limit."""
-
-
-@contextmanager
-def join_group() -> Iterator[None]:
-    """Make the group that the environment describes, and leave it; nothing for a single process.
-
-    gloo on the CPU, and nccl on CUDA where that is there. A group that exists already is used as it is, and stays.
-
-    Raises:
-        UsageError: the environment is incomplete.
-        RunError: the others cannot be reached.
-    """
-    if grouped() or not launched():
-        yield
-        return
-    if cuda := torch.cuda.is_available():
-        torch.cuda.set_device(local_rank() % torch.cuda.device_count())  # too few are an error once one is asked for
-    try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=TIMEOUT)
-    except (RuntimeError, ValueError, OSError) as error:
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise RunError(
-            f"process {os.environ['RANK']} of {os.environ['WORLD_SIZE']}: expected to meet the others at {where}: "
-            f"{error}; check MASTER_ADDR, MASTER_PORT and that all processes are started"
-        ) from error
-    try:
-        wait_for_all()  # or one that fails at once would break what another is still setting up
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def is_shard(tensor: Tensor) -> bool:
-    """Return whether this is a DTensor; asked without an import of its module, which takes most of a second."""
-    return type(tensor) not in (Tensor, nn.Parameter) and hasattr(tensor, "placements")
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Return whether each process has only a part of the model's parameters."""
-    return any(is_shard(parameter) for parameter in model.parameters())
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor, in the same memory; the tensor itself where it is whole."""
-    if not is_shard(tensor):
-        return tensor
-    with torch.no_grad():
-        return cast("Tensor", tensor.to_local())  # type: ignore[attr-defined]
-
-
-@torch.no_grad()
-def full_tensor(tensor: Tensor) -> Tensor:
-    """Return a tensor put together from the parts of all processes, which must all ask; itself where it is whole."""
-    return cast("Tensor", tensor.full_tensor()) if is_shard(tensor) else tensor  # type: ignore[attr-defined]
-
-
-@torch.no_grad()
-def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a whole tensor in parts that lie where those of another do; itself where that is whole or of another
-    shape.
-
-    Args:
-        tensor: the same in all processes; nothing is sent.
-        like: on whose device the parts are.
-    """
-    if not is_shard(like) or tensor.shape != like.shape:
-        return tensor
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    assert isinstance(like, DTensor)
-    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

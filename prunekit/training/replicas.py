@@ -18,12 +18,12 @@ from prunekit.distributed.process_group import (
     from_main,
     gather_values,
     is_main,
-    is_sharded,
     rank,
     require_equal,
     share_tensors,
     size,
 )
+from prunekit.distributed.sharded_tensors import is_sharded
 from prunekit.errors import UsageError
 from prunekit.training.compatibility import two_samples
 from prunekit.utils.context import same_random_state, seeded, training_mode

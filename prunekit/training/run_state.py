@@ -14,17 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.data.sources import Splits
-from prunekit.distributed.process_group import (
-    from_main,
-    full_tensor,
-    gather_values,
-    is_main,
-    is_shard,
-    is_sharded,
-    main_says,
-    rank,
-    shard_like,
-)
+from prunekit.distributed.process_group import from_main, gather_values, is_main, main_says, rank
+from prunekit.distributed.sharded_tensors import full_tensor, is_shard, is_sharded, shard_like
 from prunekit.errors import NonFiniteError, ResumeError
 from prunekit.settings.train import TrainSettings
 from prunekit.training.callbacks.callback import CallbackList

@@ -113,7 +113,7 @@ def test_a_run_that_lost_a_process_goes_on_bit_identically(whole: Finished, fact
     runs = tmp_path / "runs"
     for who, training in ((1, "pruned"), (0, "pruned-compact"), (1, "control")):
         (said,) = together(2, tmp_path / training, killed, runs, factory, who, training, killed=[who])
-        assert said.startswith("RunError: another process has ended without a word")
+        assert said.startswith("RunError: another process has ended without a message")
         (status,) = (runs / "small").glob("*/status.json")
     with pytest.raises(ResumeError, match="processes: 2 there, 1 here"):
         finetune(job(runs, **CHANGES), log=print, own=Own(model=factory), resume="auto")

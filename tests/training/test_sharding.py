@@ -16,7 +16,8 @@ from process_group import together
 from torch import Tensor, nn
 from training_models import CPU, Ends, EndsAfter, splits
 
-from prunekit.distributed.process_group import is_shard, is_sharded, local_part, rank, size
+from prunekit.distributed.process_group import rank, size
+from prunekit.distributed.sharded_tensors import is_shard, is_sharded, local_part
 from prunekit.errors import PrunekitError
 from prunekit.jobs.prune.plan_search import PlanSearch
 from prunekit.masks.masked_model import masked

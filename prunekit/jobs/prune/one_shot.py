@@ -13,7 +13,7 @@ from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.tracing.tracer import HALF
 from prunekit.compaction.compact_model import compact, remarks
 from prunekit.criteria.criterion import get_criterion
-from prunekit.deploy.subnormals import Flushed, without_subnormals
+from prunekit.deploy.subnormals import FlushedModel, without_subnormals
 from prunekit.errors import DataError, ModelError, UsageError, require_kind
 from prunekit.hooks.wrappers import require_values, unwrapped
 from prunekit.jobs.prune.latency_target import LatencyResult
@@ -527,5 +527,5 @@ def _timed(request: Request, planned: Planned, result: Pruned) -> Pruned:
     return replace(result, delivered=took, notes=result.notes + tuple(took.shortfalls))
 
 
-def _said(flushed: Flushed) -> tuple[str, ...]:
+def _said(flushed: FlushedModel) -> tuple[str, ...]:
     return (*flushed.notes, *remarks(flushed.model))

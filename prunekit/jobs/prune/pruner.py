@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from prunekit.compaction.compact_model import compact
-from prunekit.distributed.process_group import is_sharded
+from prunekit.distributed.sharded_tensors import is_sharded
 from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.hooks.hook import OwnedHook
 from prunekit.hooks.optimizer_step import optimizer_of

@@ -11,7 +11,7 @@ from torch import nn
 from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.compaction.model_folder import load, save
 from prunekit.data.loader import batches
-from prunekit.deploy.batchnorm_folding import Folded, fold_batchnorm, foldable
+from prunekit.deploy.batchnorm_folding import FoldedModel, fold_batchnorm, norms_after_layers
 from prunekit.deploy.transform import channels_last
 from prunekit.errors import UsageError
 from prunekit.jobs.run.job_inputs import Prepared
@@ -75,7 +75,7 @@ def require_deployable(prepared: Prepared) -> None:
 def _idle(prepared: Prepared) -> Iterator[str]:
     wanted, model = prepared.job.deploy, prepared.model
     if wanted.fold_batchnorm:
-        found = foldable(model, prepared.example_inputs)
+        found = norms_after_layers(model, prepared.example_inputs)
         if not found.pairs:
             reasons = [f"{path}: {reason}" for path, reason in found.kept.items()][:3] or ["it has none"]
             yield (
@@ -109,7 +109,7 @@ def deploy(prepared: Prepared, run: RunFolder, dense: nn.Module, plan: Plan) -> 
     validation = prepared.splits.validation
     held_out, _ = next(iter(batches(validation, min(IMAGES, len(validation)), shuffle_seed=None)))
     example = inputs_as_example(compact, held_out)
-    folded = fold_batchnorm(compact, example) if wanted.fold_batchnorm else Folded(compact, {}, {}, 0.0)
+    folded = fold_batchnorm(compact, example) if wanted.fold_batchnorm else FoldedModel(compact, {}, {}, 0.0)
     model = channels_last(folded.model, example) if wanted.channels_last else folded.model
     save(
         model,
