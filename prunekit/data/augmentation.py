@@ -1,7 +1,4 @@
-"""Augmentation of single images by torchvision's transforms, the same for the same seed, epoch and image.
-
-Images of a batch mixed with each other, labels in the same shares: mixup and CutMix.
-"""
+"""Augmentation of images, the same for the same seed, epoch and image; mixup and CutMix of batches."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from prunekit.settings.inputs import Augment, AugmentSettings
 from prunekit.utils.context import same_random_state
 
 Draw = tuple[int, int]
-"""Seed and epoch that random augmentation depends on, besides the image's index."""
+"""Seed and epoch, which augmentation depends on besides the image's index."""
 
 Pixels = TypeVar("Pixels", Tensor, Image.Image)
 NAMED: dict[str, AugmentSettings] = {
@@ -40,9 +37,9 @@ class Augmentation:
     """The transforms that settings ask for.
 
     Attributes:
-        resizes: whether `pixels` takes an image of any size; else it takes one of the final size.
-        pixels: of a Pillow image or of values in 0..1; None changes nothing.
-        normalized: of a normalized image, in which 0 is the mean; None changes nothing.
+        resizes: whether `pixels` takes images of any size; else they must have the final size.
+        pixels: transform of a Pillow image or of values in 0..1; None: no transform.
+        normalized: transform of a normalized image, in which 0 is the mean; None: no transform.
     """
 
     resizes: bool
@@ -52,7 +49,7 @@ class Augmentation:
 
 @cache
 def augmentation(augment: Augment, size: int) -> Augmentation:
-    """Return the transforms of a named augmentation or of settings; what they give is `size` pixels high and wide."""
+    """Return the transforms of a named augmentation or of settings, whose results are `size` pixels high and wide."""
     chosen = augment if isinstance(augment, AugmentSettings) else NAMED[augment]
     pixels = list(_pixels(chosen, size))
     return Augmentation(
@@ -63,7 +60,7 @@ def augmentation(augment: Augment, size: int) -> Augmentation:
 
 
 def _pixels(settings: AugmentSettings, size: int) -> Iterator[v2.Transform]:
-    """In the order of torchvision's own recipes."""
+    """Yield the transforms of pixels, in the order of torchvision's own recipes."""
     if settings.crop == "shift":
         yield v2.RandomCrop(size, padding=size // 10, padding_mode="edge")
     elif settings.crop == "padded":
@@ -82,13 +79,13 @@ def _pixels(settings: AugmentSettings, size: int) -> Iterator[v2.Transform]:
 
 
 def augmented(image: Pixels, transform: v2.Transform | None, draw: Draw | None, *which: int) -> Pixels:
-    """Return one image changed at random; torch's random state is afterwards what it was.
+    """Return one image after a random transform; torch's random state is restored.
 
     Args:
         image: (C, H, W) or a Pillow image.
-        transform: which change; None for none.
-        draw: seed and epoch; None changes nothing.
-        which: the image's index in its data set, and what tells one change of it from another.
+        transform: to apply; None: none.
+        draw: seed and epoch; None: no transform is applied.
+        *which: the image's index in its data set, and a number for each further transform of it.
     """
     if transform is None or draw is None:
         return image
@@ -98,22 +95,22 @@ def augmented(image: Pixels, transform: v2.Transform | None, draw: Draw | None, 
 
 @contextmanager
 def drawn_from(*draw: int) -> Iterator[None]:
-    """What torch draws on the CPU depends on these numbers alone; its random state is afterwards what it was."""
+    """Seed what torch draws on the CPU by these numbers; its random state is restored afterwards."""
     seed = _seed(*draw)
     with torch.random.fork_rng(devices=[]):  # the transforms draw from the CPU's generator alone
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would start CUDA's anew as well
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed CUDA as well
         yield
 
 
 @contextmanager
 def drawing(draw: Draw | None) -> Iterator[Callable[[int], None]]:
-    """Make what a data set of the user's draws at random for an image depend on seed, epoch and index alone.
+    """Make what a user's data set draws at random for an image depend on seed, epoch and index alone.
 
-    So it is the same for any number of workers, and in a run that goes on in the middle of an epoch. Yields what is
-    called with an image's index before it is read; afterwards the generators' states are what they were.
+    It is then the same for any number of workers, and in a run that is resumed in the middle of an epoch. Yields a
+    function to call with an image's index before reading it; the generators' states are restored afterwards.
 
     Args:
-        draw: seed and epoch; None changes nothing.
+        draw: seed and epoch; None: nothing is seeded.
     """
     if draw is None:
         yield lambda index: None
@@ -134,16 +131,16 @@ def _seed(*draw: int) -> int:
 
 
 MIXING = 2
-"""Tells what is drawn for a batch from what is drawn for the image of the same number."""
+"""Number that separates draws for a batch from draws for the image of the same number."""
 
 
 @dataclass(frozen=True)
 class Mixing:
-    """Mixup (Zhang et al. 2018) or CutMix (Yun et al. 2019); where both are on, each batch draws one of them.
+    """Mixup (Zhang et al. 2018) or CutMix (Yun et al. 2019); if both are on, each batch draws one of them.
 
     Attributes:
-        classes: how many there are; two at least.
-        mixup: the share of an image is drawn from Beta(mixup, mixup); 0 is off, and one of the two is on.
+        classes: number of classes, at least two.
+        mixup: the share of an image is drawn from Beta(mixup, mixup); 0 is off. One of the two must be on.
         cutmix: the share of the area that stays is drawn from Beta(cutmix, cutmix); 0 is off.
     """
 
@@ -157,10 +154,10 @@ class Mixing:
         Args:
             images: (B, C, H, W) float.
             labels: (B,) int64.
-            draw: seed, epoch and the batch's number in it; nothing else decides what is drawn.
+            draw: seed, epoch and the batch's number in it, which determine what is drawn.
 
         Returns:
-            Images, and the share of every class in each: (B, classes) float32, rows sum to 1.
+            Images, and the share of every class in each, (B, classes) float32; rows sum to 1.
         """
         kinds: list[v2.Transform] = []
         if self.mixup:

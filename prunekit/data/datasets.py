@@ -1,8 +1,7 @@
-"""Labeled images that give whole batches at once: `fetch(indices)` beside the usual `dataset[i]`.
+"""Data sets of labeled images that read whole batches: `fetch(indices)` beside `dataset[i]`.
 
-Images that cannot be read: skipped, each counted once, and an error when they are too many.
-
-From pixels to a model's input: size, augmentation, normalization.
+`ImageTransform` turns pixels into a model's input: size, augmentation, normalization. `CorruptImages` counts the images
+that cannot be read, which are skipped, and raises if there are too many.
 """
 
 from __future__ import annotations
@@ -22,136 +21,28 @@ from prunekit.data.augmentation import Augmentation, Draw, augmentation, augment
 from prunekit.errors import DataError
 from prunekit.settings.inputs import Augment
 
-
-class CorruptImages:
-    """The corrupt images found so far, by name with the reason; shared by all parts of a data set.
-
-    Args:
-        limit: how many may be skipped.
-    """
-
-    def __init__(self, limit: int = 0) -> None:
-        self.limit = limit
-        self.found: dict[str, str] = {}
-
-    @classmethod
-    def allowing(cls, limit: int | float, images: int) -> CorruptImages:
-        """None found yet; the limit is a number, or a share (0..1) of so many images, rounded down."""
-        return cls(limit if isinstance(limit, int) else int(limit * images))
-
-    def add(self, name: str, reason: str) -> None:
-        """Count one more, unless it is known.
-
-        Raises:
-            DataError: there are more than the limit; gives their number and names the first few.
-        """
-        self.merge({name: reason})
-
-    def merge(self, found: Mapping[str, str]) -> None:
-        """Count what another process found.
-
-        Raises:
-            DataError: as for `add`.
-        """
-        self.found.update({name: reason for name, reason in found.items() if name not in self.found})
-        if len(self.found) <= self.limit:
-            return
-        first = [f"{name}: expected an image, but {reason}" for name, reason in list(self.found.items())[:3]]
-        if not self.limit:
-            raise DataError(f"{first[0]}; remove or replace it, or let some be skipped with data.max_corrupt=N")
-        raise DataError(
-            f"{len(self.found)} images cannot be read, and data.max_corrupt allows {self.limit}; remove or replace "
-            f"them: {'; '.join(first)}" + ("; ..." if len(self.found) > 3 else "")
-        )
-
-
-def describe_corrupt(found: Mapping[str, str]) -> str:
-    """Return one line about images that were skipped, with the first few names."""
-    names = ", ".join(list(found)[:3])
-    return f"{len(found)} corrupt image{'s'[: len(found) != 1]} skipped: {names}" + (", ..." if len(found) > 3 else "")
-
-
 ERASING = 1
-"""Tells what is drawn for it from what is drawn before for the same image."""
+"""Number that separates draws for erasing from earlier draws for the same image."""
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
-@dataclass(frozen=True)
-class ImageTransform:
-    """How an image becomes an input of (3, size, size).
-
-    Args:
-        size: height and width.
-        mean: of a pixel in 0..1, per channel; subtracted.
-        std: standard deviation of a pixel in 0..1, per channel; divided by.
-        augment: what is drawn at random where a seed and an epoch are given.
-    """
-
-    size: int
-    mean: tuple[float, ...] = IMAGENET_MEAN
-    std: tuple[float, ...] = IMAGENET_STD
-    augment: Augment = "none"
-
-    def image(self, image: Image.Image, draw: Draw | None, index: int) -> Tensor:
-        """Return one Pillow image in RGB as (3, size, size) float32.
-
-        An image of exactly `size` squared is taken as it is; any other has its shorter side resized to 8/7 of that and
-        its center cut out, as torchvision's classification presets do (256 and 224).
-        """
-        change = self._augmentation(draw)
-        if not change.resizes and image.size != (self.size, self.size):
-            image = center_crop(resize(image, [round(self.size * 8 / 7)]), [self.size, self.size])
-        image = augmented(image, change.pixels, draw, index)
-        normalized = self.normalized(pil_to_tensor(image).float() / 255)
-        return augmented(normalized, change.normalized, draw, index, ERASING)
-
-    def batch(self, images: Tensor, draw: Draw | None, indices: Tensor) -> Tensor:
-        """Return images (B, C, H, W) with values in 0..1 as (B, 3, size, size); bilinear, antialiased when they
-        shrink.
-        """
-        change = self._augmentation(draw)
-        if not change.resizes and images.shape[-2:] != (self.size, self.size):
-            shrinks = min(images.shape[-2:]) > self.size
-            images = F.interpolate(
-                images, (self.size, self.size), mode="bilinear", align_corners=False, antialias=shrinks
-            )
-        images = _each(images, change.pixels, draw, indices)
-        return _each(self.normalized(images), change.normalized, draw, indices, ERASING)
-
-    def _augmentation(self, draw: Draw | None) -> Augmentation:
-        return augmentation("none" if draw is None else self.augment, self.size)
-
-    def normalized(self, images: Tensor) -> Tensor:
-        """(..., C, H, W) in 0..1 with C 1 or 3 -> (..., 3, H, W)."""
-        mean, std = torch.tensor(self.mean), torch.tensor(self.std)
-        return (images - mean[:, None, None]) / std[:, None, None]
-
-
-def _each(images: Tensor, transform: v2.Transform | None, draw: Draw | None, indices: Tensor, *which: int) -> Tensor:
-    """Return images (B, C, H, W) changed one by one."""
-    if transform is None:
-        return images
-    pairs = zip(images, indices.tolist(), strict=True)
-    return torch.stack([augmented(image, transform, draw, index, *which) for image, index in pairs])
-
-
 @runtime_checkable
 class SampleDataset(Protocol):
-    """A data set of any task: inputs, as `prunekit.utils.inputs.inputs_as_example` takes them, with targets."""
+    """A data set of any task: inputs, see `prunekit.utils.inputs.inputs_as_example`, with targets."""
 
     @property
     def corrupt(self) -> CorruptImages:
-        """What could not be read so far."""
+        """Samples that could not be read so far."""
 
     def __len__(self) -> int: ...
 
     def fetch(self, indices: Tensor, draw: Draw | None = None) -> tuple[Any, Any]:
-        """Return a batch: inputs and targets, samples on the first axis, without what cannot be read.
+        """Return a batch, inputs and targets with samples on the first axis, without samples that cannot be read.
 
         Args:
             indices: (B,) int64, which samples.
-            draw: seed and epoch of random augmentation; None leaves the samples as they are.
+            draw: seed and epoch of random augmentation; None: no augmentation.
         """
 
 
@@ -167,25 +58,131 @@ class ImageDataset(SampleDataset, Protocol):
         """Return one image, (C, H, W) float32 normalized, and its label."""
 
     def fetch(self, indices: Tensor, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
-        """Return a batch: images (B, C, H, W) float32 normalized, labels (B,) int64, without what cannot be read.
+        """Return a batch, normalized images (B, C, H, W) float32 and labels (B,) int64, without corrupt images.
 
         Args:
             indices: (B,) int64, which images.
-            draw: seed and epoch of random augmentation; None leaves the images as they are.
+            draw: seed and epoch of random augmentation; None: no augmentation.
         """
 
 
+class CorruptImages:
+    """The corrupt images found so far, by name with the reason; shared by all parts of a data set.
+
+    Args:
+        limit: the most that may be skipped.
+    """
+
+    def __init__(self, limit: int = 0) -> None:
+        self.limit = limit
+        self.found: dict[str, str] = {}
+
+    @classmethod
+    def allowing(cls, limit: int | float, images: int) -> CorruptImages:
+        """Return a count with a limit that is a number, or a share (0..1) of all images, rounded down."""
+        return cls(limit if isinstance(limit, int) else int(limit * images))
+
+    def add(self, name: str, reason: str) -> None:
+        """Count an image, unless it has been counted.
+
+        Raises:
+            DataError: there are more than the limit; names the first few.
+        """
+        self.merge({name: reason})
+
+    def merge(self, found: Mapping[str, str]) -> None:
+        """Count the images that another process found.
+
+        Raises:
+            DataError: as in `add`.
+        """
+        self.found.update({name: reason for name, reason in found.items() if name not in self.found})
+        if len(self.found) <= self.limit:
+            return
+        first = [f"{name}: expected an image, but {reason}" for name, reason in list(self.found.items())[:3]]
+        if not self.limit:
+            raise DataError(f"{first[0]}; remove or replace it, or allow some to be skipped with data.max_corrupt=N")
+        raise DataError(
+            f"{len(self.found)} images cannot be read, and data.max_corrupt allows {self.limit}; remove or replace "
+            f"them: {'; '.join(first)}" + ("; ..." if len(self.found) > 3 else "")
+        )
+
+
+def describe_corrupt(found: Mapping[str, str]) -> str:
+    """Return a line about skipped images, with the first few names."""
+    names = ", ".join(list(found)[:3])
+    return f"{len(found)} corrupt image{'s'[: len(found) != 1]} skipped: {names}" + (", ..." if len(found) > 3 else "")
+
+
+@dataclass(frozen=True)
+class ImageTransform:
+    """The way from an image to an input of (3, size, size).
+
+    Args:
+        size: height and width.
+        mean: of a pixel in 0..1, per channel; subtracted.
+        std: standard deviation of a pixel in 0..1, per channel; divided by.
+        augment: random changes, made if a seed and an epoch are given.
+    """
+
+    size: int
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
+    augment: Augment = "none"
+
+    def image(self, image: Image.Image, draw: Draw | None, index: int) -> Tensor:
+        """Return a Pillow image in RGB as (3, size, size) float32.
+
+        An image of exactly this size stays as it is; of any other, the shorter side is resized to 8/7 of it and the
+        center is cut out, as torchvision's classification presets do (256 and 224).
+        """
+        change = self._augmentation(draw)
+        if not change.resizes and image.size != (self.size, self.size):
+            image = center_crop(resize(image, [round(self.size * 8 / 7)]), [self.size, self.size])
+        image = augmented(image, change.pixels, draw, index)
+        normalized = self.normalized(pil_to_tensor(image).float() / 255)
+        return augmented(normalized, change.normalized, draw, index, ERASING)
+
+    def batch(self, images: Tensor, draw: Draw | None, indices: Tensor) -> Tensor:
+        """Return images (B, C, H, W) of values in 0..1 as (B, 3, size, size), resized bilinearly with antialiasing."""
+        change = self._augmentation(draw)
+        if not change.resizes and images.shape[-2:] != (self.size, self.size):
+            shrinks = min(images.shape[-2:]) > self.size
+            images = F.interpolate(
+                images, (self.size, self.size), mode="bilinear", align_corners=False, antialias=shrinks
+            )
+        images = _each(images, change.pixels, draw, indices)
+        return _each(self.normalized(images), change.normalized, draw, indices, ERASING)
+
+    def _augmentation(self, draw: Draw | None) -> Augmentation:
+        return augmentation("none" if draw is None else self.augment, self.size)
+
+    def normalized(self, images: Tensor) -> Tensor:
+        """Return images (..., C, H, W) of values in 0..1, with C 1 or 3, normalized: (..., 3, H, W)."""
+        mean, std = torch.tensor(self.mean), torch.tensor(self.std)
+        return (images - mean[:, None, None]) / std[:, None, None]
+
+
+def _each(images: Tensor, transform: v2.Transform | None, draw: Draw | None, indices: Tensor, *which: int) -> Tensor:
+    """Return images (B, C, H, W) with a transform applied to each."""
+    if transform is None:
+        return images
+    pairs = zip(images, indices.tolist(), strict=True)
+    return torch.stack([augmented(image, transform, draw, index, *which) for image, index in pairs])
+
+
 class Indexable:
-    """`dataset[i]` for everything that can fetch a batch."""
+    """Base class that implements `dataset[i]` by `fetch`."""
 
     def __len__(self) -> int:
         raise NotImplementedError
 
     def fetch(self, indices: Tensor, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
+        """Return a batch, see `ImageDataset.fetch`."""
         raise NotImplementedError
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        if not -len(self) <= index < len(self):  # IndexError is also what ends Python's `for` over a data set
+        if not -len(self) <= index < len(self):  # an IndexError also ends Python's `for` over a data set
             raise IndexError(f"image {index} of a data set of {len(self)}")
         images, labels = self.fetch(torch.tensor([index % len(self)]))
         if not len(labels):
@@ -195,18 +192,19 @@ class Indexable:
 
 @dataclass(frozen=True, eq=False)
 class TensorImages(Indexable):
-    """Images in memory, stored as uint8; scaled, resized, repeated to three channels and normalized per batch.
+    """Images in memory as uint8, which are scaled, resized, repeated to three channels and normalized per batch.
 
     Args:
         pixels: (N, C, H, W) uint8 with C 1 or 3.
         labels: (N,) int64.
-        feed: how they are fed.
-        scale: the largest pixel value (16 for the digits, 255 for photographs).
+        transform: from pixels to inputs.
+        scale: largest pixel value (16 for the digits, 255 for photographs).
+        corrupt: counts corrupt images.
     """
 
     pixels: Tensor
     labels: Tensor
-    feed: ImageTransform
+    transform: ImageTransform
     scale: float = 255.0
     corrupt: CorruptImages = field(default_factory=CorruptImages)
 
@@ -216,7 +214,7 @@ class TensorImages(Indexable):
     def fetch(self, indices: Tensor, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
         """Return a batch: images (B, 3, size, size) float32, labels (B,) int64."""
         images = self.pixels[indices].float() / self.scale  # (B, C, H, W)
-        return self.feed.batch(images, draw, indices), self.labels[indices]
+        return self.transform.batch(images, draw, indices), self.labels[indices]
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,7 +231,7 @@ class Subset(Indexable):
 
     @property
     def corrupt(self) -> CorruptImages:
-        """Those of the underlying data set."""
+        """The corrupt images of the underlying data set."""
         return self.dataset.corrupt
 
     def __len__(self) -> int:
@@ -245,10 +243,10 @@ class Subset(Indexable):
 
 
 def check_labels(labels: Tensor, classes: Sequence[str], where: str) -> None:
-    """Checks that every label of (N,) names one of the classes.
+    """Raise if a label of (N,) is none of the classes.
 
     Raises:
-        DataError: a label is negative or too large; the message gives the first.
+        DataError: a label is negative or too large; names the first.
     """
     wrong = ((labels < 0) | (labels >= len(classes))).nonzero().flatten()
     if len(wrong):
@@ -260,13 +258,13 @@ def check_labels(labels: Tensor, classes: Sequence[str], where: str) -> None:
 
 
 def numbered_classes(labels: Tensor, where: str) -> tuple[str, ...]:
-    """Return the classes of labels (N,) without names: as many as the largest label says.
+    """Return numbers as names of the classes of labels (N,), up to the largest label.
 
     Raises:
         DataError: there are fewer than two, or one has no images.
     """
     count = int(labels.max()) + 1
-    # Of more classes than images the first len + 1 hold a gap already: a label of a billion costs no memory.
+    # With more classes than images, the first len + 1 already have a gap: a label of a billion costs no memory.
     expected = torch.arange(min(count, len(labels) + 1))
     gaps = expected[~torch.isin(expected, labels)].tolist()
     if count < 2 or gaps:

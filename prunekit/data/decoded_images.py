@@ -1,6 +1,6 @@
-"""Images that are decoded when they are asked for: files, and the data sets of others.
+"""Data sets whose images are decoded when they are fetched: files, and map-style data sets.
 
-Images of every mode as the red, green and blue of 8 bits that models are given.
+Images of every mode are converted to RGB of 8 bits.
 """
 
 from __future__ import annotations
@@ -20,18 +20,16 @@ from prunekit.data.datasets import CorruptImages, ImageTransform, Indexable
 from prunekit.errors import DataError
 
 WHITE = 0xFFFF
-"""Of 16 bits."""
+"""The largest value of 16 bits."""
 
 
 def in_rgb(image: Image.Image) -> Image.Image:
-    """Return an image in RGB; 16 bits of gray are scaled to 8, where Pillow alone cuts off all that is brighter than
-    255.
+    """Return an image in RGB; it is decoded if it was only opened.
 
-    Args:
-        image: may only have been opened; this decodes it.
+    Gray images of 16 bits are scaled to 8, where Pillow would clip values above 255.
 
     Raises:
-        ValueError: its pixels are floating-point numbers, or beyond 16 bits: nobody says which of them is white.
+        ValueError: its pixels are floating-point numbers, or beyond 16 bits, so that white is undefined.
     """
     if image.mode == "F":
         raise ValueError("its pixels are floating-point numbers; expected 8 or 16 bits")
@@ -44,29 +42,27 @@ def in_rgb(image: Image.Image) -> Image.Image:
 
 
 class _Decoded(Indexable):
-    """Decodes one image after the other and leaves out what cannot be."""
+    """A data set that decodes one image after the other, and leaves out corrupt ones."""
 
     labels: Tensor
-    feed: ImageTransform
+    transform: ImageTransform
     corrupt: CorruptImages
 
     def _name(self, index: int) -> str:
         raise NotImplementedError
 
     def _read(self, index: int) -> Image.Image | Tensor:
-        """Return one image in RGB; a tensor is an input already. Whatever this raises but DataError marks a corrupt
-        image.
-        """
+        """Return an image in RGB, or a tensor that is an input; any error but `DataError` marks a corrupt image."""
         raise NotImplementedError
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def fetch(self, indices: Tensor, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
-        """Return a batch: images (B, C, H, W) float32, labels (B,) int64; images that cannot be read are left out.
+        """Return a batch, images (B, C, H, W) float32 and labels (B,) int64, without corrupt images.
 
         Raises:
-            DataError: more images than allowed cannot be read; names them.
+            DataError: more images than allowed are corrupt; names them.
         """
         read = []
         with drawing(draw) as begin:
@@ -75,7 +71,7 @@ class _Decoded(Indexable):
                 if (image := self._try(index, draw)) is not None:
                     read.append((index, image))
         if not read:
-            return torch.empty(0, 3, self.feed.size, self.feed.size), self.labels[:0]
+            return torch.empty(0, 3, self.transform.size, self.transform.size), self.labels[:0]
         return torch.stack([image for _, image in read]), self.labels[[index for index, _ in read]]
 
     def _try(self, index: int, draw: Draw | None) -> Tensor | None:
@@ -86,7 +82,7 @@ class _Decoded(Indexable):
         except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, EOFError and more
             self.corrupt.add(self._name(index), f"{type(error).__name__}: {error}")
             return None
-        return image if isinstance(image, Tensor) else self.feed.image(image, draw, index)
+        return image if isinstance(image, Tensor) else self.transform.image(image, draw, index)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +91,7 @@ class FolderImages(_Decoded):
 
     paths: tuple[Path, ...]
     labels: Tensor
-    feed: ImageTransform
+    transform: ImageTransform
     corrupt: CorruptImages = field(default_factory=CorruptImages)
 
     def _name(self, index: int) -> str:
@@ -107,7 +103,7 @@ class FolderImages(_Decoded):
 
 
 class MapStyle(Sized, Protocol):
-    """`torch.utils.data.Dataset` with a length: item i is an image and its label."""
+    """A `torch.utils.data.Dataset` with a length."""
 
     def __getitem__(self, index: int, /) -> Any: ...
 
@@ -116,21 +112,21 @@ class MapStyle(Sized, Protocol):
 class MappedImages(_Decoded):
     """A map-style data set of others.
 
-    An image is a Pillow image, or uint8: an array (H, W) or (H, W, C) or a tensor (C, H, W), with C 1 or 3; or a float
-    tensor (C, H, W), which is fed as it is.
+    An image is a Pillow image; or uint8 pixels, an array (H, W) or (H, W, C) or a tensor (C, H, W), with C 1 or 3; or a
+    float tensor (C, H, W), which is not transformed.
 
     Args:
-        dataset: gives pairs of image and label.
-        labels: (N,) int64, what the labels will be.
-        feed: how pixels are fed.
-        where: what the data is, for messages.
-        corrupt: counts the images that raise.
-        shape: (C, H, W) of float tensors, None for pixels.
+        dataset: of pairs of image and label.
+        labels: (N,) int64, the labels that it must return.
+        transform: from pixels to inputs.
+        where: name of the data in messages.
+        corrupt: counts corrupt images.
+        shape: (C, H, W) of float tensors; None for pixels.
     """
 
     dataset: MapStyle
     labels: Tensor
-    feed: ImageTransform
+    transform: ImageTransform
     where: str
     corrupt: CorruptImages = field(default_factory=CorruptImages)
     shape: tuple[int, ...] | None = None
@@ -154,10 +150,10 @@ class MappedImages(_Decoded):
 
 
 def pixels(image: Any, where: str) -> Image.Image | Tensor:
-    """Return what a data set gave as a Pillow image in RGB, or as a float32 tensor (C, H, W) that is an input already.
+    """Return an image of a data set as a Pillow image in RGB, or as a float32 tensor (C, H, W), which is an input.
 
     Raises:
-        DataError: it is neither that nor uint8 pixels.
+        DataError: it is neither a Pillow image nor uint8 pixels nor a float tensor.
     """
     if isinstance(image, Image.Image):
         return in_rgb(image)

@@ -1,9 +1,4 @@
-"""Map-style data sets of others, checked: torchvision's by name, and what a user's factory returns.
-
-torchvision's own data sets by name.
-
-Data sets of Hugging Face's library `datasets`: a folder that it saved, or a name on its hub; the extra `hf-data`.
-"""
+"""Data sets of other libraries: torchvision's by name, Hugging Face's, and map-style ones."""
 
 from __future__ import annotations
 
@@ -25,22 +20,21 @@ from prunekit.errors import DataError, UsageError, nearest
 from prunekit.settings.inputs import DataSettings
 
 LABELS = ("targets", "labels", "_labels")
-"""Attributes in which torchvision's data sets keep their labels."""
+"""Attributes of torchvision's data sets that may hold their labels."""
 SAMPLES = 16
 
 
 def mapped(
-    dataset: Any, settings: DataSettings, feed: ImageTransform, where: str, corrupt: CorruptImages
+    dataset: Any, settings: DataSettings, transform: ImageTransform, where: str, corrupt: CorruptImages
 ) -> MappedImages:
-    """Wrap a map-style data set after a look at its first readable image.
+    """Wrap a map-style data set after checking its first readable image.
 
-    Labels are read without decoding where the data set keeps them (`targets` or `labels`); else every image is asked
-    for once.
+    Labels are read without decoding if the data set has them (`targets` or `labels`); else every item is read once.
 
     Raises:
-        DataError: it has no length or no items, an item is no pair of image and whole number, or an image is neither
+        DataError: it has no length or no items, an item is not a pair of image and whole number, or an image is neither
             pixels nor a float tensor.
-        UsageError: the settings change pixels, and the images are float tensors, which are fed as they are.
+        UsageError: the settings change pixels, but the images are float tensors, which are not transformed.
     """
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise DataError(
@@ -55,14 +49,14 @@ def mapped(
             f"{where}: data.augment, data.mean and data.std change pixels, but the images are float tensors, which are "
             "fed as they are; give Pillow images or uint8, or leave these settings out"
         )
-    return MappedImages(dataset, labels, feed, where, corrupt, shape)
+    return MappedImages(dataset, labels, transform, where, corrupt, shape)
 
 
 def classes_of(dataset: Any, parts: list[MappedImages]) -> tuple[str, ...]:
-    """Return the classes that a data set names, or as many as the largest training label says.
+    """Return the class names of a data set, or numbers up to the largest training label.
 
     Raises:
-        DataError: labels outside of the classes.
+        DataError: a label is none of the classes.
     """
     names = getattr(dataset, "classes", None)
     if isinstance(names, list | tuple) and len(names) > 1:
@@ -75,15 +69,13 @@ def classes_of(dataset: Any, parts: list[MappedImages]) -> tuple[str, ...]:
 
 
 def sample_bytes(part: MappedImages) -> bytes:
-    """Return the labels, and a few images spread over the data set, as bytes; decoding all of them would take too
-    long.
-    """
+    """Return the labels and a few images of a data set as bytes; decoding all would take too long."""
     chosen = torch.linspace(0, len(part) - 1, min(SAMPLES, len(part))).long()
     return part.labels.numpy().tobytes() + part.fetch(chosen)[0].numpy().tobytes()
 
 
 def _item(dataset: MapStyle, index: int, where: str, corrupt: CorruptImages) -> tuple[Any, int] | None:
-    """Image and label; None for a corrupt image."""
+    """Return an image and its label; None for a corrupt image."""
     name = f"{where}: image {index}"
     try:
         item = dataset[index]
@@ -102,9 +94,7 @@ def _item(dataset: MapStyle, index: int, where: str, corrupt: CorruptImages) -> 
 
 
 def _look(dataset: Any, where: str, corrupt: CorruptImages) -> tuple[Tensor, Any]:
-    """Return the labels of all images, (N,) int64, and the first image that can be read; a corrupt image's label is
-    never used.
-    """
+    """Return all labels, (N,) int64, with any value for corrupt images, and the first image that can be read."""
     known = _known_labels(dataset)
     labels, first = [], None
     for index in range(len(dataset)):
@@ -143,16 +133,16 @@ SETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     **dict.fromkeys(("CLEVRClassification", "ImageNet", "Imagenette"), _VAL),
     **dict.fromkeys(("FGVCAircraft", "OxfordIIITPet"), _TRAINVAL),
 }
-"""Data sets with one label for each image, and what selects their training and their test part."""
+"""Data sets with one label for each image, and the arguments for their training and their test part."""
 
 
 def open_sets(settings: DataSettings) -> tuple[Any, Any]:
-    """Return the training and the test part of a data set, nothing downloaded unless `settings.download`.
+    """Return the training and the test part of a data set; nothing is downloaded unless `settings.download`.
 
-    Some, such as CIFAR10, are kept as pickles, which torchvision loads after it has checked their MD5 sums.
+    Some, such as CIFAR10, are pickles, which torchvision loads after checking their MD5 sums.
 
     Raises:
-        UsageError: there is no such data set among those that have labels and a test part.
+        UsageError: there is no data set of this name with labels and a test part.
         DataError: files are missing or damaged, or cannot be downloaded.
     """
     name = str(settings.name)
@@ -172,7 +162,7 @@ def _open(kind: Any, settings: DataSettings, **part: Any) -> Any:
         part["download"] = settings.download
     try:
         return kind(str(settings.root), **part)
-    except Exception as error:  # RuntimeError, OSError, ValueError, ModuleNotFoundError: none leaves a usable data set
+    except Exception as error:  # RuntimeError, OSError, ValueError, ModuleNotFoundError
         raise DataError(_missing(kind, settings, part, error)) from error
 
 
@@ -190,7 +180,7 @@ def _missing(kind: Any, settings: DataSettings, part: dict[str, Any], error: Exc
 
 
 def _files(kind: Any, root: Path, part: dict[str, Any]) -> list[Path]:
-    """Return the files that a data set needs, where its class says so; the three ways in which torchvision does."""
+    """Return the files that a data set needs, if its class lists them, for which torchvision has three ways."""
     if hasattr(kind, "train_list"):  # CIFAR, STL10
         return [root / kind.base_folder / entry[0] for entry in (*kind.train_list, *kind.test_list)]
     if hasattr(kind, "resources"):  # MNIST and those made like it
@@ -200,18 +190,18 @@ def _files(kind: Any, root: Path, part: dict[str, Any]) -> list[Path]:
 
 
 FIRST_WITHOUT_SCRIPTS = 4
-"""The major version of `datasets` from which on no code of a data set's repository is ever run."""
+"""The first major version of `datasets` that runs no code of a data set's repository."""
 HELD_OUT = ("test", "validation")
 
 
 class HuggingFaceRows:
-    """Rows of a data set as pairs of image and label.
+    """Rows of a Hugging Face data set as pairs of image and label.
 
     Args:
         rows: a `datasets.Dataset`.
         image: name of the column of images.
         label: name of the column of labels.
-        classes: name of each label; None where the column has none.
+        classes: name of each label; None if the column has no names.
     """
 
     def __init__(self, rows: Any, image: str, label: str, classes: tuple[str, ...] | None) -> None:
@@ -230,13 +220,13 @@ class HuggingFaceRows:
 
 
 def open_rows(settings: DataSettings) -> dict[str, HuggingFaceRows]:
-    """Return the parts of a data set: train, and test and validation where they are; of one without parts, train alone.
+    """Return the parts of a data set: train, and test and validation if it has them.
 
-    A hub's data set is fetched, or taken from the library's cache, only with `settings.download`. `trust_remote_code`
-    is never given, and versions of the library that know it are refused.
+    A data set on the hub is fetched, or read from the library's cache, only with `settings.download`.
+    `trust_remote_code` is never set, and versions of the library that have it raise.
 
     Raises:
-        UsageError: a name without `download`, or columns that are not there or not told apart.
+        UsageError: a name without `download`, or columns are missing or ambiguous.
         DataError: the library is missing or too old, or the data cannot be read or has no training part.
     """
     library, where = _library(), str(settings.root or settings.name)
@@ -244,7 +234,7 @@ def open_rows(settings: DataSettings) -> dict[str, HuggingFaceRows]:
         raise UsageError(f"data.download: expected true, because {where} is on the hub; or save it, and give data.root")
     try:
         found = library.load_dataset(where) if settings.root is None else library.load_from_disk(where)
-    except Exception as error:  # the library raises OSError, ValueError, pyarrow's and huggingface_hub's errors
+    except Exception as error:  # OSError, ValueError, errors of pyarrow and huggingface_hub
         kind = "a data set on Hugging Face's hub" if settings.root is None else "a folder that `save_to_disk` wrote"
         raise DataError(f"{where}: expected {kind}, but: {type(error).__name__}: {error}") from error
     parts = dict(found) if isinstance(found, Mapping) else {"train": found}
@@ -254,7 +244,7 @@ def open_rows(settings: DataSettings) -> dict[str, HuggingFaceRows]:
     classes = getattr(parts["train"].features[label], "names", None)
     names = ["train", *(name for name in HELD_OUT if name in parts)]
     rows = {name: HuggingFaceRows(parts[name], image, label, classes and tuple(classes)) for name in names}
-    if "test" not in rows and "validation" in rows:  # as ImageNet's, whose validation images are what is reported
+    if "test" not in rows and "validation" in rows:  # as for ImageNet, whose results are on the validation images
         rows["test"] = rows.pop("validation")
     return rows
 
@@ -275,7 +265,7 @@ def _library() -> Any:
 
 
 def _columns(library: Any, features: Mapping[str, Any], settings: DataSettings, where: str) -> tuple[str, str]:
-    """Return the names of the columns of images and labels: as the settings say, or the only ones of their kind."""
+    """Return the columns of images and labels: those of the settings, or the only ones of their kind."""
     if settings.columns is not None:
         for name in settings.columns:
             if name not in features:

@@ -1,6 +1,6 @@
-"""One folder of images for each class, as `torchvision.datasets.ImageFolder` has it.
+"""Local files of images: a folder for each class, or a NumPy archive.
 
-Images and labels in a NumPy archive, checked as they are read.
+Folders are read as `torchvision.datasets.ImageFolder` reads them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from prunekit.data.datasets import numbered_classes
 from prunekit.errors import DataError, nearest
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-
+TWO_PARTS = ("x_train", "y_train", "x_test", "y_test")
+ONE_PART = ("images", "labels")
 LabeledFiles = tuple[tuple[Path, int], ...]
 
 
 @dataclass(frozen=True)
 class ClassFolders:
-    """The files found, each with its label, and the test images where they have a folder of their own."""
+    """Image files with their labels; test images apart if they have a folder of their own."""
 
     classes: tuple[str, ...]
     rest: LabeledFiles
@@ -35,12 +36,12 @@ class ClassFolders:
 def scan_folder(root: Path) -> ClassFolders:
     """Find the images of `root/train/<class>/` and `root/test/<class>/`, or of `root/<class>/`.
 
-    `root/val/` does for `root/test/`, as ImageNet has it. Classes are the folders' names in alphabetical order; files
-    lie at any depth below them, and come in ImageFolder's order. Unlike there, hidden folders are no classes.
+    `root/val/` may replace `root/test/`, as for ImageNet. Classes are the folders' names in alphabetical order; files
+    are at any depth below them, in ImageFolder's order. Unlike there, hidden folders are not classes.
 
     Raises:
-        DataError: no class folder, a class without images, both `test/` and `val/`, or a test class that is not
-            trained.
+        DataError: no class folder, a class without images, both `test/` and `val/`, or a test class that is not in
+            the training images.
     """
     if not root.is_dir():
         raise DataError(f"{root}: expected a folder, but this is a file; a NumPy archive is read with data.source=npz")
@@ -73,16 +74,12 @@ def _files(folder: Path, classes: tuple[str, ...]) -> LabeledFiles:
 
 
 def _images(folder: Path) -> list[Path]:
-    walk = sorted(os.walk(folder, followlinks=True))  # as ImageFolder does, so that image i is the same one there
+    walk = sorted(os.walk(folder, followlinks=True))  # as ImageFolder does, so that indices are the same
     paths = [Path(root, name) for root, _, names in walk for name in sorted(names)]
     paths = [path for path in paths if path.suffix.lower() in EXTENSIONS and path.is_file()]
     if not paths:
         raise DataError(f"{folder}: no images here; expected files that end in {', '.join(EXTENSIONS)}")
     return paths
-
-
-TWO_PARTS = ("x_train", "y_train", "x_test", "y_test")
-ONE_PART = ("images", "labels")
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,7 @@ class LabeledArrays:
 
 @dataclass(frozen=True)
 class NpzArchive:
-    """The parts of an archive."""
+    """The classes and the parts of an archive."""
 
     classes: tuple[str, ...]
     rest: LabeledArrays
@@ -104,13 +101,13 @@ class NpzArchive:
 
 
 def read_npz(path: Path) -> NpzArchive:
-    """Read `x_train, y_train, x_test, y_test`, or `images, labels`; `classes` (names) where it is there.
+    """Read the arrays `x_train, y_train, x_test, y_test`, or `images, labels`, and perhaps `classes` (names).
 
-    Images are uint8, (N, H, W) or (N, H, W, C) with C 1 or 3; labels are integers, (N,). Without `classes` there are
-    as many as the largest training label says.
+    Images are uint8, (N, H, W) or (N, H, W, C) with C 1 or 3; labels are integers, (N,). Without `classes`, labels
+    are numbered up to the largest training label.
 
     Raises:
-        DataError: not an archive, arrays missing, or shapes, types or labels wrong; the message names the array.
+        DataError: it is no archive, or an array is missing or has a wrong shape, dtype or labels; names the array.
     """
     arrays = _load(path)
     if all(name in arrays for name in TWO_PARTS):
@@ -122,12 +119,16 @@ def read_npz(path: Path) -> NpzArchive:
             f"{path}: expected arrays {', '.join(TWO_PARTS)}, or {', '.join(ONE_PART)}; "
             f"found {', '.join(sorted(arrays)) or 'none'}"
         )
-    return NpzArchive(_npz_classes(path, arrays, rest), rest, test)
+    if "classes" in arrays:
+        classes = tuple(str(name) for name in np.atleast_1d(arrays["classes"]))
+    else:
+        classes = numbered_classes(rest.labels, f"{path}: {rest.name}")
+    return NpzArchive(classes, rest, test)
 
 
 def _load(path: Path) -> dict[str, np.ndarray[Any, Any]]:
     try:
-        with path.open("rb") as file:  # opened here: np.load leaves a file open that it cannot read
+        with path.open("rb") as file:  # opened here, because np.load leaves a file open that it cannot read
             if not zipfile.is_zipfile(file):  # NumPy would take it for a pickle and advise to load it unsafely
                 raise ValueError("it is no zip file, or a part of one")
             file.seek(0)
@@ -151,9 +152,3 @@ def _pair(path: Path, arrays: dict[str, np.ndarray[Any, Any]], images: str, labe
         raise DataError(f"{path}: {labels}: expected {len(x)} integers, shape ({len(x)},), got {y.dtype} {y.shape}")
     pixels = torch.from_numpy(np.ascontiguousarray(x[:, None] if x.ndim == 3 else x.transpose(0, 3, 1, 2)))
     return LabeledArrays(pixels, torch.from_numpy(y.astype(np.int64)), labels)
-
-
-def _npz_classes(path: Path, arrays: dict[str, np.ndarray[Any, Any]], rest: LabeledArrays) -> tuple[str, ...]:
-    if "classes" in arrays:
-        return tuple(str(name) for name in np.atleast_1d(arrays["classes"]))
-    return numbered_classes(rest.labels, f"{path}: {rest.name}")

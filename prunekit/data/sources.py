@@ -1,6 +1,6 @@
-"""The sources of images: the embedded digits, folders, NumPy archives, the sets of other libraries, the user's own.
+"""Sources of images, and their stratified split into training, validation and test images.
 
-Training, validation and test images: stratified, and the same for the same seed.
+Sources are the embedded digits, folders, NumPy archives, and data sets of other libraries.
 """
 
 from __future__ import annotations
@@ -36,19 +36,21 @@ from prunekit.settings.inputs import DataSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import Task
 
+HALF = (0.5, 0.5, 0.5)
+
 
 @dataclass(frozen=True)
 class Splits:
-    """What training, model selection and the final measurement see; no image is in two of them.
+    """Training, validation and test images; no image is in two of them.
 
     Attributes:
         train: for training and calibration.
         validation: for choosing the best epoch.
-        test: for the final measurement and nothing else.
+        test: for the final measurement alone.
         classes: name of each label.
         sample_shape: (C, H, W) of one image; of other tasks, the shape of a sample's first input.
-        fingerprint: SHA-256 of the images, their labels, their split and how they are fed; hexadecimal.
-        task: what they are for: how they are trained on, and what is measured.
+        fingerprint: SHA-256 of the images, their labels, their split and their transform; hexadecimal.
+        task: that they are for: how they are trained on, and what is measured.
     """
 
     train: SampleDataset
@@ -65,20 +67,98 @@ class Splits:
         return self.train.corrupt.found | self.validation.corrupt.found | self.test.corrupt.found
 
 
+@dataclass(frozen=True)
+class ImageSource:
+    """Images that are still to be split, and the parts that are already separate.
+
+    Attributes:
+        where: name of the data in messages.
+        classes: name of each label.
+        rest: images that are not in a separate part.
+        test: test images, if they are separate.
+        content: bytes that identify the data.
+        validation: validation images, if they are separate.
+        shape: (C, H, W) of inputs that do not have the settings' size.
+    """
+
+    where: str
+    classes: tuple[str, ...]
+    rest: ImageDataset
+    test: ImageDataset | None
+    content: tuple[bytes, ...]
+    validation: ImageDataset | None = None
+    shape: tuple[int, ...] | None = None
+
+
+def load_splits(settings: DataSettings) -> Splits:
+    """Load images and split them: stratified, and the same for the same settings and content.
+
+    `test_share` and `validation_share` are shares of all images. If the source has separate test images, only
+    validation images are drawn, as a share of its training images.
+
+    Raises:
+        DataError: the data is missing, empty or unreadable, or labels do not fit the classes.
+        UsageError: `root` is missing for a source that needs it, or the shares leave nothing to train on.
+    """
+    if settings.source == "own":
+        raise UsageError("data.source: these images are their owner's; give them as --data file.py:factory")
+    missing = missing_data(settings)
+    if missing is not None:
+        raise DataError(missing)
+    return splits_of(_READERS[settings.source](settings), settings)
+
+
+def missing_data(settings: DataSettings) -> str | None:
+    """Return which data is missing, where it was searched and how to supply it; None if its root exists.
+
+    Raises:
+        UsageError: `root` is not given for a source that needs it.
+    """
+    if settings.source not in _EXPECTED or (settings.source == "huggingface" and settings.name is not None):
+        return None
+    if settings.root is None:
+        raise UsageError(f"data.root: source {settings.source!r} needs the path of its data, got none")
+    if settings.root.exists() or settings.download:
+        return None
+    origin = f"; {settings.origin}" if settings.origin else ""
+    beside = "" if settings.root.is_absolute() else ", here or beside the recipe that names it"
+    expected = f"expected {_EXPECTED[settings.source]}{beside}; give its path as data.root=PATH{origin}"
+    return f"data.root: {settings.root.absolute()} does not exist; {expected}"
+
+
+def splits_of(source: ImageSource, settings: DataSettings) -> Splits:
+    """Return the splits of a source."""
+    if settings.test_share + settings.validation_share >= 1:
+        raise UsageError(
+            f"data: expected test_share + validation_share < 1, got {settings.test_share} + {settings.validation_share}"
+        )
+    draw = partial(split_off, classes=source.classes, seed=settings.split_seed, where=source.where)
+    rest, test, validation, validation_share = source.rest, source.test, source.validation, settings.validation_share
+    if test is None:
+        rest, test = draw(rest, settings.test_share)
+        validation_share /= 1 - settings.test_share
+    if validation is None:
+        rest, validation = draw(rest, validation_share)
+    shape = source.shape or (3, settings.image_size, settings.image_size)
+    how = f"{settings.source} {settings.image_size} {settings.mean} {settings.std} {settings.test_share} "
+    how += f"{settings.validation_share} {settings.split_seed}"
+    return Splits(rest, validation, test, source.classes, shape, fingerprint([how.encode(), *source.content]))
+
+
 def split_off(
     dataset: ImageDataset, share: float, *, classes: Sequence[str], seed: int, where: str
 ) -> tuple[Subset, Subset]:
-    """Split a data set in two, each class in the same proportion, the order of the images kept.
+    """Split a data set in two, each class in the same proportion; the order of the images stays.
 
     Args:
-        dataset: what to split.
-        share: share of every class that goes into the second part, 0..1; at least one image stays in each part.
+        dataset: to split.
+        share: of every class that is put into the second part, 0..1; at least one image is in each part.
         classes: name of each label, for messages.
-        seed: which images are drawn.
-        where: what the data is, for messages.
+        seed: of the images that are drawn.
+        where: name of the data in messages.
 
     Returns:
-        The larger rest, and the part drawn.
+        The rest, and the part that was drawn.
 
     Raises:
         DataError: a class has fewer than two images.
@@ -104,7 +184,7 @@ def _indices(chosen: np.ndarray) -> Tensor:
 
 
 def fingerprint(parts: Iterable[bytes]) -> str:
-    """SHA-256 over byte strings, each preceded by its length so that none runs into the next."""
+    """Return the SHA-256 of byte strings, each preceded by its length, which keeps them apart."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
@@ -112,121 +192,37 @@ def fingerprint(parts: Iterable[bytes]) -> str:
     return digest.hexdigest()
 
 
-HALF = (0.5, 0.5, 0.5)
-
-
-@dataclass(frozen=True)
-class ImageSource:
-    """What a reader finds: images that are still to be split, and the parts that come apart.
-
-    Attributes:
-        where: what the data is, for messages.
-        classes: name of each label.
-        rest: the images that are not in a part of their own.
-        test: the test images, where they come apart.
-        content: what the data is known by.
-        validation: the validation images, where they come apart.
-        shape: (C, H, W) of inputs that do not have the settings' size.
-    """
-
-    where: str
-    classes: tuple[str, ...]
-    rest: ImageDataset
-    test: ImageDataset | None
-    content: tuple[bytes, ...]
-    validation: ImageDataset | None = None
-    shape: tuple[int, ...] | None = None
-
-
-def load_splits(settings: DataSettings) -> Splits:
-    """Load images and split them: stratified, and the same for the same settings and content.
-
-    `test_share` and `validation_share` are shares of all images. Where the source has test images of its own, only the
-    validation images are drawn, as a share of its training images.
-
-    Raises:
-        DataError: the data is missing, empty or unreadable, or labels do not fit the classes.
-        UsageError: `root` is missing for a source that needs it, or the shares leave nothing to train on.
-    """
-    if settings.source == "own":
-        raise UsageError("data.source: these images are their owner's; give them as --data file.py:factory")
-    missing = missing_data(settings)
-    if missing is not None:
-        raise DataError(missing)
-    return splits_of(_READERS[settings.source](settings), settings)
-
-
-def missing_data(settings: DataSettings) -> str | None:
-    """Return what is missing of the data, where it was looked for and how to supply it; None when its root is there.
-
-    Raises:
-        UsageError: `root` is not given for a source that needs it.
-    """
-    if settings.source not in _EXPECTED or (settings.source == "huggingface" and settings.name is not None):
-        return None
-    if settings.root is None:
-        raise UsageError(f"data.root: source {settings.source!r} needs the path of its data, got none")
-    if settings.root.exists() or settings.download:
-        return None
-    origin = f"; {settings.origin}" if settings.origin else ""
-    beside = "" if settings.root.is_absolute() else ", here or beside the recipe that names it"
-    expected = f"expected {_EXPECTED[settings.source]}{beside}; give its path as data.root=PATH{origin}"
-    return f"data.root: {settings.root.absolute()} does not exist; {expected}"
-
-
-def splits_of(source: ImageSource, settings: DataSettings) -> Splits:
-    """Split what a reader found."""
-    if settings.test_share + settings.validation_share >= 1:
-        raise UsageError(
-            f"data: expected test_share + validation_share < 1, got {settings.test_share} + {settings.validation_share}"
-        )
-    draw = partial(split_off, classes=source.classes, seed=settings.split_seed, where=source.where)
-    rest, test, validation, validation_share = source.rest, source.test, source.validation, settings.validation_share
-    if test is None:
-        rest, test = draw(rest, settings.test_share)
-        validation_share /= 1 - settings.test_share
-    if validation is None:
-        rest, validation = draw(rest, validation_share)
-    shape = source.shape or (3, settings.image_size, settings.image_size)
-    how = f"{settings.source} {settings.image_size} {settings.mean} {settings.std} {settings.test_share} "
-    how += f"{settings.validation_share} {settings.split_seed}"
-    return Splits(rest, validation, test, source.classes, shape, fingerprint([how.encode(), *source.content]))
-
-
 def source_of_parts(parts: Mapping[str, Any], settings: DataSettings, where: str, content: bytes = b"") -> ImageSource:
-    """Return the source that map-style data sets named train, and perhaps test and validation, make."""
+    """Return the source of map-style data sets named train, and perhaps test and validation."""
     images = sum(len(part) for part in parts.values() if hasattr(part, "__len__"))
-    corrupt, feed = CorruptImages.allowing(settings.max_corrupt, images), _feed(settings)
-    made = {name: mapped(part, settings, feed, f"{where} {name}", corrupt) for name, part in parts.items()}
+    corrupt, transform = CorruptImages.allowing(settings.max_corrupt, images), _image_transform(settings)
+    made = {name: mapped(part, settings, transform, f"{where} {name}", corrupt) for name, part in parts.items()}
     train, test, validation = made["train"], made.get("test"), made.get("validation")
     if any(part.shape != train.shape for part in made.values()):
-        raise DataError(f"{where}: expected images of one form in all parts, got {_forms(made)}")
+        forms = ", ".join(f"{name}: {part.shape or 'pixels'}" for name, part in made.items())
+        raise DataError(f"{where}: expected images of one form in all parts, got {forms}")
     classes = classes_of(parts["train"], list(made.values()))
     bytes_of = tuple(sample_bytes(part) for part in made.values())
     return ImageSource(where, classes, train, test, (content, *bytes_of), validation, train.shape)
 
 
-def _forms(parts: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}: {part.shape or 'pixels'}" for name, part in parts.items())
-
-
 def image_transform_of(settings: DataSettings) -> ImageTransform:
-    """Return how image files are fed with these settings."""
-    return _feed(settings, HALF, HALF) if settings.source == "digits" else _feed(settings)
+    """Return the transform of image files by these settings."""
+    return _image_transform(settings, HALF, HALF) if settings.source == "digits" else _image_transform(settings)
 
 
-def _feed(
+def _image_transform(
     settings: DataSettings, mean: tuple[float, ...] = IMAGENET_MEAN, std: tuple[float, ...] = IMAGENET_STD
 ) -> ImageTransform:
     return ImageTransform(settings.image_size, settings.mean or mean, settings.std or std, settings.augment)
 
 
 def _digits(settings: DataSettings) -> ImageSource:
-    """UCI optical digits, Alpaydin & Kaynak 1998 (see DIGITS.md): 1,797 gray images of 8x8, values 0..16."""
+    """Return the UCI optical digits, Alpaydin & Kaynak 1998 (see DIGITS.md): 1,797 gray images of 8x8, values 0..16."""
     with resources.as_file(resources.files("prunekit.data") / "digits.npz") as path, np.load(path) as archive:
         pixels, labels = archive["images"][:, None], archive["labels"].astype(np.int64)
-    feed = image_transform_of(settings)
-    dataset = TensorImages(torch.from_numpy(pixels), torch.from_numpy(labels), feed, scale=16.0)
+    transform = image_transform_of(settings)
+    dataset = TensorImages(torch.from_numpy(pixels), torch.from_numpy(labels), transform, scale=16.0)
     classes = tuple(str(digit) for digit in range(10))
     return ImageSource("digits", classes, dataset, None, (pixels.tobytes(), labels.tobytes()))
 
@@ -237,7 +233,7 @@ def _npz(settings: DataSettings) -> ImageSource:
 
     def dataset(arrays: LabeledArrays) -> TensorImages:
         check_labels(arrays.labels, archive.classes, f"{path}: {arrays.name}")
-        return TensorImages(arrays.pixels, arrays.labels, _feed(settings))
+        return TensorImages(arrays.pixels, arrays.labels, _image_transform(settings))
 
     test = None if archive.test is None else dataset(archive.test)
     parts = [archive.rest] if archive.test is None else [archive.rest, archive.test]
@@ -247,17 +243,17 @@ def _npz(settings: DataSettings) -> ImageSource:
 
 def _imagefolder(settings: DataSettings) -> ImageSource:
     root = _root(settings)
-    folder, feed = scan_folder(root), _feed(settings)
+    folder, transform = scan_folder(root), _image_transform(settings)
     stats = {path: path.stat() for path, _ in (*folder.rest, *(folder.test or ()))}
     corrupt = CorruptImages.allowing(settings.max_corrupt, len(stats))
     corrupt.merge({str(path): "the file is empty" for path, stat in stats.items() if not stat.st_size})
 
     def dataset(files: LabeledFiles) -> FolderImages:
         paths, labels = zip(*files, strict=True)
-        return FolderImages(paths, torch.tensor(labels), feed, corrupt)
+        return FolderImages(paths, torch.tensor(labels), transform, corrupt)
 
     test = None if folder.test is None else dataset(folder.test)
-    # Contents are known by name, size and time of change: reading every file would take hours on a large data set.
+    # Files are identified by name, size and time of change: reading all would take hours for a large data set.
     content = tuple(
         f"{path.relative_to(root)} {stat.st_size} {stat.st_mtime_ns}".encode() for path, stat in stats.items()
     )
@@ -273,6 +269,15 @@ def _huggingface(settings: DataSettings) -> ImageSource:
     return source_of_parts(open_rows(settings), settings, str(settings.root or settings.name))
 
 
+def _root(settings: DataSettings) -> Path:
+    assert settings.root is not None  # see `missing_data`
+    return settings.root
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().numpy().tobytes()
+
+
 _READERS: dict[str, Callable[[DataSettings], ImageSource]] = {
     "digits": _digits,
     "npz": _npz,
@@ -286,12 +291,3 @@ _EXPECTED = {
     "torchvision": "the folder of torchvision's files (data.download=true makes and fills it)",
     "huggingface": "the folder that `save_to_disk` of Hugging Face's datasets wrote",
 }
-
-
-def _root(settings: DataSettings) -> Path:
-    assert settings.root is not None  # `missing_data` has looked
-    return settings.root
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.contiguous().numpy().tobytes()

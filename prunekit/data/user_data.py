@@ -1,7 +1,4 @@
-"""The user's own data: what a function in a Python file returns.
-
-Data of any task: map-style data sets whose batches the task takes apart.
-"""
+"""User data: labeled images, or map-style data sets of any task, from a function in a user's file."""
 
 from __future__ import annotations
 
@@ -26,58 +23,81 @@ from prunekit.utils.tensors import gather
 from prunekit.utils.user_code import run_factory, source_bytes
 
 KNOWN_BY = 16
-"""Samples of each part that its fingerprint is taken from: reading all would take too long."""
+"""Samples of each part that its fingerprint is computed from: reading all would take too long."""
 OF_IMAGES = ("image_size", "augment", "mean", "std", "max_corrupt")
-"""Settings of labeled images, which nothing else obeys."""
+"""Settings of labeled images, which other data ignores."""
+_ADVICE = "return other data sets as a tuple (train, test)"
+PARTS = ("train", "test", "validation")
+READING = ("batch", "workers", "prefetch", "persistent_workers", "pin_memory")
+FOR_SPLITS = ("source", "root", "name", "columns", "download", "origin", *READING)
+"""Settings that may be given with `Splits`, which are split and transformed already."""
 
 
-@dataclass(frozen=True, eq=False)
-class TaskSamples:
-    """A map-style data set whose samples are collated by torch's `default_collate` and taken apart by the task.
+def load_own(reference: str, settings: DataSettings, task: Task = IMAGE_CLASSIFICATION) -> Splits:
+    """Run `file.py:factory`, or `python:module:factory`, and return its data, split.
 
-    What it draws at random for a training sample depends on seed, epoch and index alone, not on workers.
+    The file's code is run: name only files you trust.
 
-    Args:
-        dataset: gives samples, such as (image, mask) or a mapping of tensors, all of the same shapes.
-        unpacking: of the task that knows them (`Task.unpacking`).
-        where: what the data is, for messages.
-        indices: (N,) int64, which of its samples; None: all.
+    The factory takes no arguments and returns `Splits`, or map-style data sets of (image, label): a tuple (train, test)
+    or (train, test, validation), or a mapping with these names. Missing validation images are drawn from the training
+    images. See `MappedImages` for what an image may be. Samples of another task are what it can unpack once they are
+    collated, see `sample_splits`.
+
+    The fingerprint, by which earlier results are found again, is computed from the file, all labels and a few images;
+    for `Splits` from the file and their own fingerprint.
+
+    Raises:
+        DataError: there is no such file or name, the code raises, or it returns something else.
+        UsageError: it returns `Splits` and the settings would split or transform, or they are of another task.
     """
+    made = run_factory(reference, DataError)
+    code = source_bytes(reference)
+    if isinstance(made, Splits):
+        for part in (made.train, made.validation, made.test):
+            if not isinstance(part, SampleDataset):
+                found = type(part).__name__
+                raise DataError(
+                    f"{reference}: expected Splits of prunekit.data.datasets.ImageDataset, got {found}; {_ADVICE}"
+                )
+        _refuse_changes(settings, reference)
+        if made.task.name != task.name:
+            raise UsageError(
+                f"{reference}: expected Splits of the task {task.name!r}, as the recipe's `task` says, got "
+                f"{made.task.name!r}; make the two the same"
+            )
+        return replace(made, fingerprint=fingerprint([code, made.fingerprint.encode()]))
+    parts = _parts(made, reference)
+    if task is not IMAGE_CLASSIFICATION:
+        return sample_splits(parts, task, settings=settings, where=reference, content=code)
+    return splits_of(source_of_parts(parts, settings, reference, code), settings)
 
-    dataset: MapStyle
-    unpacking: BatchUnpacker
-    where: str
-    indices: Tensor | None = None
-    corrupt: CorruptImages = field(default_factory=CorruptImages)
 
-    def __len__(self) -> int:
-        return len(self.dataset if self.indices is None else self.indices)
+def _refuse_changes(settings: DataSettings, reference: str) -> None:
+    keys = [field for field in fields(settings) if field.name not in FOR_SPLITS]
+    changed = [f"data.{key.name}" for key in keys if getattr(settings, key.name) != key.default]
+    if changed:
+        raise UsageError(
+            f"{reference}: the factory returned Splits, which are split and fed already: {', '.join(changed)} would "
+            f"change nothing; leave that out, or {_ADVICE}"
+        )
 
-    def fetch(self, indices: Tensor, draw: Draw | None = None) -> tuple[Any, Any]:
-        """Return a batch: inputs and targets.
 
-        Raises:
-            DataError: a sample cannot be read or collated with the others, or the task cannot unpack them.
-        """
-        samples, chosen = [], (indices if self.indices is None else self.indices[indices]).tolist()
-        with drawing(draw) as begin:
-            for index in chosen:
-                begin(index)
-                samples.append(self._sample(index))
-        try:
-            batch = default_collate(samples)
-        except (RuntimeError, TypeError, KeyError) as error:
-            raise DataError(
-                f"{self.where}: samples {chosen[:4]}...: expected samples of the same shapes that torch's "
-                f"default_collate makes a batch of, got {type(error).__name__}: {error}"
-            ) from error
-        return self.unpacking(batch, self.where)
+def _parts(made: Any, reference: str) -> dict[str, Any]:
+    """Return the data sets of a factory by name."""
+    parts = dict(zip(PARTS, made, strict=False)) if isinstance(made, tuple) else made
+    if isinstance(parts, Mapping) and (not isinstance(made, tuple) or len(made) in (2, 3)):
+        names = set(map(str, parts))
+        if {"train", "test"} <= names <= set(PARTS):
+            return dict(parts)
+    got = f"a mapping with {', '.join(map(str, made)) or 'nothing'}" if isinstance(made, Mapping) else _kind(made)
+    raise DataError(
+        f"{reference}: expected the factory to return prunekit.data.sources.Splits, or data sets as (train, test), as "
+        f"(train, test, validation) or as a mapping with these names, got {got}"
+    )
 
-    def _sample(self, index: int) -> Any:
-        try:
-            return self.dataset[index]
-        except Exception as error:  # the user's own code may raise anything
-            raise DataError(f"{self.where}: sample {index}: {type(error).__name__}: {error}") from error
+
+def _kind(made: Any) -> str:
+    return f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
 
 
 def sample_splits(
@@ -89,16 +109,16 @@ def sample_splits(
     where: str = "data",
     content: bytes = b"",
 ) -> Splits:
-    """Split of a task's data sets.
+    """Return the splits of a task's data sets.
 
     Args:
-        parts: map-style data sets by the names `train`, `test` and perhaps `validation`, which is else drawn from
+        parts: map-style data sets by the names `train`, `test` and perhaps `validation`, which else is drawn from
             `train` at random: `validation_share` of its samples, the same for the same `split_seed`.
-        task: what they are for; itself or its name.
-        classes: names of the classes; None: what the training data calls `classes`, if anything.
+        task: that they are for; itself or its name.
+        classes: names of the classes; None: the attribute `classes` of the training data, if there is one.
         settings: how they are split.
-        where: what the data is, for messages.
-        content: what the data is known by, besides a few samples of each part.
+        where: name of the data in messages.
+        content: bytes that identify the data, besides a few samples of each part.
 
     Raises:
         DataError: a part is no map-style data set or has too few samples, or the task cannot unpack them.
@@ -136,82 +156,58 @@ def sample_splits(
 
 
 def _drawn(total: int, settings: DataSettings) -> tuple[Tensor, Tensor]:
-    """Return the rest, and what is drawn, both in their order; at least one sample in each."""
+    """Return the indices of the rest and of the drawn samples, ascending; at least one in each."""
     count = min(max(round(total * settings.validation_share), 1), total - 1)
     drawn = np.zeros(total, dtype=bool)
     drawn[np.random.default_rng(settings.split_seed).permutation(total)[:count]] = True
     return torch.from_numpy(np.flatnonzero(~drawn)), torch.from_numpy(np.flatnonzero(drawn))
 
 
-_ADVICE = "return other data sets as a tuple (train, test)"
-PARTS = ("train", "test", "validation")
-READING = ("batch", "workers", "prefetch", "persistent_workers", "pin_memory")
-FOR_SPLITS = ("source", "root", "name", "columns", "download", "origin", *READING)
-"""Settings that may stand beside images which are split and fed already."""
+@dataclass(frozen=True, eq=False)
+class TaskSamples:
+    """A map-style data set whose samples are collated by torch's `default_collate` and unpacked by the task.
 
+    What it draws at random for a training sample depends on seed, epoch and index alone, not on workers.
 
-def load_own(reference: str, settings: DataSettings, task: Task = IMAGE_CLASSIFICATION) -> Splits:
-    """Run `file.py:factory`, or `python:module:factory`, and return its data, split.
-
-    The file's code is run: name only files you trust.
-
-    The factory takes no arguments and returns `Splits`, or map-style data sets of (image, label): a tuple (train, test)
-    or (train, test, validation), or a mapping with these names. Without validation images, they are drawn from the
-    training images. See `MappedImages` for what an image may be. Of another task a sample is whatever that can unpack
-    once samples are collated, see `sample_splits`.
-
-    `Splits` are taken as they are. The fingerprint, by which earlier results are found again, is taken from the file,
-    all labels and a few images; of `Splits` from the file and their own fingerprint.
-
-    Raises:
-        DataError: no such file or name, the code raises, or it returns something else.
-        UsageError: it returns `Splits`, and the settings say how to split or feed, or they are of another task.
+    Args:
+        dataset: of samples of the same shapes, such as (image, mask) or a mapping of tensors.
+        unpacking: of a batch by the task, see `Task.unpacking`.
+        where: name of the data in messages.
+        indices: (N,) int64, which of the samples; None: all.
+        corrupt: stays empty: a sample that cannot be read raises.
     """
-    made = run_factory(reference, DataError)
-    code = source_bytes(reference)
-    if isinstance(made, Splits):
-        for part in (made.train, made.validation, made.test):
-            if not isinstance(part, SampleDataset):
-                found = type(part).__name__
-                raise DataError(
-                    f"{reference}: expected Splits of prunekit.data.datasets.ImageDataset, got {found}; {_ADVICE}"
-                )
-        _refuse_changes(settings, reference)
-        if made.task.name != task.name:
-            raise UsageError(
-                f"{reference}: expected Splits of the task {task.name!r}, as the recipe's `task` says, got "
-                f"{made.task.name!r}; make the two the same"
-            )
-        return replace(made, fingerprint=fingerprint([code, made.fingerprint.encode()]))
-    parts = _parts(made, reference)
-    if task is not IMAGE_CLASSIFICATION:
-        return sample_splits(parts, task, settings=settings, where=reference, content=code)
-    return splits_of(source_of_parts(parts, settings, reference, code), settings)
 
+    dataset: MapStyle
+    unpacking: BatchUnpacker
+    where: str
+    indices: Tensor | None = None
+    corrupt: CorruptImages = field(default_factory=CorruptImages)
 
-def _refuse_changes(settings: DataSettings, reference: str) -> None:
-    keys = [field for field in fields(settings) if field.name not in FOR_SPLITS]
-    changed = [f"data.{key.name}" for key in keys if getattr(settings, key.name) != key.default]
-    if changed:
-        raise UsageError(
-            f"{reference}: the factory returned Splits, which are split and fed already: {', '.join(changed)} would "
-            f"change nothing; leave that out, or {_ADVICE}"
-        )
+    def __len__(self) -> int:
+        return len(self.dataset if self.indices is None else self.indices)
 
+    def fetch(self, indices: Tensor, draw: Draw | None = None) -> tuple[Any, Any]:
+        """Return a batch, inputs and targets.
 
-def _parts(made: Any, reference: str) -> dict[str, Any]:
-    """Return the data sets by name."""
-    parts = dict(zip(PARTS, made, strict=False)) if isinstance(made, tuple) else made
-    if isinstance(parts, Mapping) and (not isinstance(made, tuple) or len(made) in (2, 3)):
-        names = set(map(str, parts))
-        if {"train", "test"} <= names <= set(PARTS):
-            return dict(parts)
-    got = f"a mapping with {', '.join(map(str, made)) or 'nothing'}" if isinstance(made, Mapping) else _kind(made)
-    raise DataError(
-        f"{reference}: expected the factory to return prunekit.data.sources.Splits, or data sets as (train, test), as "
-        f"(train, test, validation) or as a mapping with these names, got {got}"
-    )
+        Raises:
+            DataError: a sample cannot be read or collated with the others, or the task cannot unpack them.
+        """
+        samples, chosen = [], (indices if self.indices is None else self.indices[indices]).tolist()
+        with drawing(draw) as begin:
+            for index in chosen:
+                begin(index)
+                samples.append(self._sample(index))
+        try:
+            batch = default_collate(samples)
+        except (RuntimeError, TypeError, KeyError) as error:
+            raise DataError(
+                f"{self.where}: samples {chosen[:4]}...: expected samples of the same shapes that torch's "
+                f"default_collate makes a batch of, got {type(error).__name__}: {error}"
+            ) from error
+        return self.unpacking(batch, self.where)
 
-
-def _kind(made: Any) -> str:
-    return f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
+    def _sample(self, index: int) -> Any:
+        try:
+            return self.dataset[index]
+        except Exception as error:  # the user's own code may raise anything
+            raise DataError(f"{self.where}: sample {index}: {type(error).__name__}: {error}") from error

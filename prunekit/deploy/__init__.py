@@ -1,1 +1,1 @@
-"""Changes that make a finished model faster and leave its outputs alone, each on a copy, each verified."""
+"""Changes that make a finished model faster and keep its outputs, each on a copy and verified."""

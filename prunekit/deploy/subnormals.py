@@ -1,4 +1,4 @@
-"""Subnormal numbers: too small for full precision, and up to a hundred times slower on many processors.
+"""Subnormal numbers: too small for full precision, and very slow on many processors.
 
 Only those of float32, bfloat16 and float64 count: float16 is computed in wider formats, in which they are normal.
 """

@@ -1,4 +1,4 @@
-"""Transforms of a model for its deployment: channels-last weights, and all changes as one function for timing."""
+"""Transforms for a deployment: channels-last weights, and all changes as one function for timing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sharded tensors: parameters, gradients and momentum of which each process has a part (PyTorch's DTensor)."""
+"""Sharded tensors: parameters, gradients and momentum of which each process has a part (DTensor)."""
 
 from __future__ import annotations
 

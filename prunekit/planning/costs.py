@@ -1,4 +1,4 @@
-"""Costs of a choice of widths: sums of products of widths, exact for any counts, and vectorized over choices.
+"""Costs of a choice of widths: sums of products of widths, exact and vectorized over choices.
 
 A `Term` is one such product. In it a width may count in steps, and a product only within spans of widths.
 `cost_model` compiles the terms of all budgets into a `CostModel`, which maps counts to costs.

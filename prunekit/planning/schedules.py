@@ -1,4 +1,4 @@
-"""Schedules: how much of a model is pruned when, computed from the settings and the length of the training."""
+"""Schedules: how much of a model is pruned when, by the settings and the length of the training."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Tools of every room that know nothing of pruning: files, inputs of models, registries, tables, contexts."""
+"""Tools that know nothing of pruning: files, inputs of models, registries, tables, contexts."""

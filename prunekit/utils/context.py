@@ -1,4 +1,4 @@
-"""Context managers that restore what they change: training mode, gradients, random state, threads, devices."""
+"""Context managers that restore training mode, gradients, random state, threads and devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Files and folders that are written whole or not at all, through a temporary that is renamed; JSON and CSV."""
+"""Files and folders that are written whole or not at all; JSON and CSV.
+
+They are written to a temporary beside the target, which then is renamed.
+"""
 
 from __future__ import annotations
 

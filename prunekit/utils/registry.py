@@ -1,4 +1,4 @@
-"""Registries: objects of one kind by name, such as criteria or runtimes, which users and packages can add to."""
+"""Registries: objects of one kind by name, to which users and other packages can add."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State folders: nested states saved without pickle, tensors as safetensors and the rest as JSON, with checksums."""
+"""State folders: nested states without pickle, as safetensors and JSON with checksums."""
 
 from __future__ import annotations
 

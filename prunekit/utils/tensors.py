@@ -1,4 +1,4 @@
-"""Tensors: those nested in inputs and outputs, and the order of their axes in memory, such as channels last."""
+"""Tensors nested in inputs and outputs, and the order of their axes in memory."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Probing(TensorImages):
 
 def probing(workers: int | Workers, seed: int = 3) -> Batches:
     plain = TensorImages(torch.zeros(12, 3, 4, 4, dtype=torch.uint8), torch.arange(12), ImageTransform(4))
-    return batches(Probing(plain.pixels, plain.labels, plain.feed), 4, shuffle_seed=seed, workers=workers)
+    return batches(Probing(plain.pixels, plain.labels, plain.transform), 4, shuffle_seed=seed, workers=workers)
 
 
 def processes(loaded: Batches) -> set[int]:
@@ -112,7 +112,7 @@ class Failing(TensorImages):
 
 def test_after_an_error_reading_begins_anew() -> None:
     plain = TensorImages(torch.zeros(12, 3, 4, 4, dtype=torch.uint8), torch.arange(12), ImageTransform(4))
-    loaded = batches(Failing(plain.pixels, plain.labels, plain.feed), 4, shuffle_seed=None, workers=STAYING)
+    loaded = batches(Failing(plain.pixels, plain.labels, plain.transform), 4, shuffle_seed=None, workers=STAYING)
     for _ in range(2):
         read = iter(loaded)
         assert [next(read)[1].tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]

@@ -23,7 +23,7 @@ def augmented(plain: Splits) -> Splits:
 
     def change(part: object) -> TensorImages:
         assert isinstance(part, TensorImages)
-        return replace(part, feed=replace(part.feed, augment="crop_flip"))
+        return replace(part, transform=replace(part.transform, augment="crop_flip"))
 
     return replace(plain, train=change(plain.train), validation=change(plain.validation), test=change(plain.test))
 

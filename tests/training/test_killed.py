@@ -43,7 +43,7 @@ def augmented() -> Splits:
     """Images that are shifted and flipped at random."""
     plain = splits(90)
     assert isinstance(plain.train, TensorImages)
-    return replace(plain, train=replace(plain.train, feed=replace(plain.train.feed, augment="crop_flip")))
+    return replace(plain, train=replace(plain.train, transform=replace(plain.train.transform, augment="crop_flip")))
 
 
 def train(folder: Path, optimizer: Literal["sgd", "adam"], images: Splits) -> None:

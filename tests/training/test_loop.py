@@ -223,7 +223,7 @@ def test_auxiliary_heads_are_trained(name: str, size: int, heads: int) -> None:
     torch.manual_seed(0)
     model = build_model(ModelSettings(name), num_classes=4)
     before = {key: value.clone() for key, value in model.named_parameters()}
-    few = {part: replace(images(2, 0), feed=ImageTransform(size)) for part in ("train", "validation", "test")}
+    few = {part: replace(images(2, 0), transform=ImageTransform(size)) for part in ("train", "validation", "test")}
     fit(model, replace(splits(), **few), TrainSettings(epochs=1, lr=0.01, warmup=0.0), device=CPU, seed=0, batch=2)
     unchanged = [key for key, value in model.named_parameters() if torch.equal(value, before[key])]
     assert unchanged == []

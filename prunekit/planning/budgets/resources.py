@@ -1,4 +1,4 @@
-"""The built-in budgets: channels, MACs, parameters, bytes in a file and in memory, latency, and speedup."""
+"""The built-in budgets: channels, MACs, parameters, file size, memory, latency, and speedup."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Noisy(TensorImages):
 
 def test_random_transforms_in_workers_differ_between_epochs_and_can_be_repeated() -> None:
     plain = numbered(8)
-    dataset = Noisy(plain.pixels, plain.labels, plain.feed)
+    dataset = Noisy(plain.pixels, plain.labels, plain.transform)
 
     def drawn(seed: int, epoch: int) -> list[float]:
         return torch.cat(
