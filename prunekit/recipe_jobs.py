@@ -10,19 +10,18 @@ from collections.abc import Sequence
 from os import PathLike
 
 from prunekit.errors import UsageError
-from prunekit.jobs import calibrate as calibrate_module
-from prunekit.jobs import finetune as finetune_module
-from prunekit.jobs import profile as profile_module
-from prunekit.jobs import sensitivity as sensitivity_module
 from prunekit.jobs.calibrate import CalibrationResult
-from prunekit.jobs.profile import ProfileRun
+from prunekit.jobs.calibrate import calibrate as run_calibration
+from prunekit.jobs.finetune import finetune as run_finetuning
+from prunekit.jobs.finetune import prune_job
+from prunekit.jobs.profile import ProfileRun, profile_job
 from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own
 from prunekit.jobs.run.results import RunResult
 from prunekit.jobs.run.run_folder import Log
-from prunekit.jobs.sensitivity import SensitivityRun
+from prunekit.jobs.sensitivity import SensitivityRun, analyze
 from prunekit.jobs.stages.training_stage import OnEpoch
 from prunekit.measure.effort import Effort
-from prunekit.recipe import loading
+from prunekit.recipe.loading import load, own_overrides, with_overrides
 from prunekit.recipe.values import Overrides, as_texts
 from prunekit.settings.job import JobSettings
 from prunekit.utils.files import StrPath
@@ -57,11 +56,11 @@ def job_of(
             f"{type(recipe).__name__}; a model of your own is pruned by prunekit.prune(model, x, macs=0.5), "
             "or goes into a job by own=prunekit.Own(model='file.py:factory')"
         )
-    given = loading.own_overrides(model=own.model, data=own.data)
+    given = own_overrides(model=own.model, data=own.data)
     changes = [*as_texts(overrides), *given]
     if isinstance(recipe, JobSettings):
-        return loading.with_overrides(recipe, changes) if changes else recipe
-    return loading.load(recipe, changes, allow_code=allow_code)
+        return with_overrides(recipe, changes) if changes else recipe
+    return load(recipe, changes, allow_code=allow_code)
 
 
 def finetune(
@@ -75,8 +74,10 @@ def finetune(
     log: Log = stage,
     progress: bool | None = None,
 ) -> RunResult:
-    """Run the whole job of a recipe: trains or load the dense model, calibrates, prune, fine-tunes, compacts,
-    verifies, measure, and write a report; as `prunekit finetune`.
+    """Run the whole job of a recipe, as `prunekit finetune` does.
+
+    The dense model is trained or loaded, calibrated, pruned, fine-tuned, made compact, verified and measured, and a
+    report is written.
 
     Args:
         recipe: a file, the name of a recipe that comes with the package, or settings.
@@ -85,10 +86,10 @@ def finetune(
         allow_code: whether code that the recipe's file names, such as a criterion `mine.py:score`, may run.
         on_epoch: called with a dictionary after each epoch that is trained: `run` (`baseline`, `pruned`, `control`...),
             `epoch`, `epochs` (of how many), `lr`, `train_loss`, `validation_loss`, the scores (`validation_top1`), as
-            `history.csv` has them. What it raises ends the run, whose folder is marked as interrupted, and is raised
-            here: that is how a sweep ends a trial.
-        resume: folder of a run of this job to go on with, or `auto` for the newest that has not finished, if any.
-        log: gets a line for each stage; by default the logger `prunekit` does.
+            `history.csv` has them. An exception that it raises ends the run, marks its folder as interrupted, and is
+            raised here, which is how a sweep ends a trial.
+        resume: folder of a run of this job to continue, or `auto` for the newest that has not finished, if any.
+        log: gets a line for each stage; by default the logger `prunekit` gets it.
         progress: whether to show bars on stderr; None: on a terminal and in a notebook.
 
     Returns:
@@ -113,7 +114,7 @@ def finetune(
     """
     job = job_of(recipe, overrides, own, allow_code=allow_code)
     with reporting(progress, "finetune"):
-        return finetune_module.finetune(job, log=log, progress=progress, own=own, resume=resume, on_epoch=on_epoch)
+        return run_finetuning(job, log=log, progress=progress, own=own, resume=resume, on_epoch=on_epoch)
 
 
 def prune(
@@ -127,7 +128,7 @@ def prune(
     log: Log = stage,
     progress: bool | None = None,
 ) -> RunResult:
-    """Run the job of a recipe without fine-tuning; as `prunekit prune`. For a model at hand there is `prunekit.prune`.
+    """Run the job of a recipe without fine-tuning, as `prunekit prune` does; see `prunekit.prune` for a model at hand.
 
     Args:
         recipe, overrides, own, allow_code, on_epoch, resume, log, progress: as for `finetune`.
@@ -138,7 +139,7 @@ def prune(
     """
     job = job_of(recipe, overrides, own, allow_code=allow_code)
     with reporting(progress, "prune"):
-        return finetune_module.prune_job(job, log=log, progress=progress, own=own, resume=resume, on_epoch=on_epoch)
+        return prune_job(job, log=log, progress=progress, own=own, resume=resume, on_epoch=on_epoch)
 
 
 def calibrate(
@@ -150,8 +151,9 @@ def calibrate(
     log: Log = stage,
     progress: bool | None = None,
 ) -> CalibrationResult:
-    """Collect activation statistics of a recipe's dense model; as `prunekit calibrate`. For a model at hand there is
-    `prunekit.calibrate`.
+    """Collect activation statistics of a recipe's dense model, as `prunekit calibrate` does.
+
+    For a model at hand see `prunekit.calibrate`.
 
     Args:
         recipe, overrides, own, allow_code, log, progress: as for `finetune`.
@@ -162,7 +164,7 @@ def calibrate(
     """
     job = job_of(recipe, overrides, own, allow_code=allow_code)
     with reporting(progress, "calibrate"):
-        return calibrate_module.calibrate(job, log=log, progress=progress, own=own)
+        return run_calibration(job, log=log, progress=progress, own=own)
 
 
 def sensitivity(
@@ -176,8 +178,9 @@ def sensitivity(
     log: Log = stage,
     progress: bool | None = None,
 ) -> SensitivityRun:
-    """Return what a recipe's dense model loses with each number of channels that a group keeps; as `prunekit
-    sensitivity`. For a model at hand there is `prunekit.sensitivity`.
+    """Measure what a recipe's dense model loses by each number of kept channels, as `prunekit sensitivity` does.
+
+    For a model at hand see `prunekit.sensitivity`.
 
     Args:
         measured: whether to measure too, by masking; exact and slower.
@@ -190,7 +193,7 @@ def sensitivity(
     """
     job = job_of(recipe, overrides, own, allow_code=allow_code)
     with reporting(progress, "sensitivity"):
-        return sensitivity_module.analyze(job, measured=measured, groups=groups, log=log, progress=progress, own=own)
+        return analyze(job, measured=measured, groups=groups, log=log, progress=progress, own=own)
 
 
 def profile(
@@ -203,8 +206,9 @@ def profile(
     log: Log = stage,
     progress: bool | None = None,
 ) -> ProfileRun:
-    """Return what each layer of a recipe's dense model takes at which widths; as `prunekit profile`. For a model at
-    hand there is `prunekit.profile`.
+    """Measure the latency of each layer of a recipe's dense model by its widths, as `prunekit profile` does.
+
+    For a model at hand see `prunekit.profile`.
 
     Args:
         networks: how many to time, at least 10; those in the cache are not timed again.
@@ -216,4 +220,4 @@ def profile(
     """
     job = job_of(recipe, overrides, own, allow_code=allow_code)
     with reporting(progress, "profile"):
-        return profile_module.profile_job(job, networks=networks, log=log, own=own)
+        return profile_job(job, networks=networks, log=log, own=own)

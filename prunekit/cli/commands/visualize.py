@@ -1,14 +1,10 @@
-"""`prunekit visualize`: pictures of what a model computes, a subcommand for each kind.
+"""`prunekit visualize`: pictures of what a model computes, with a subcommand for each kind.
 
-`prunekit visualize cam` and `saliency`: where models see a class in an image.
-
-`prunekit visualize features`: what layers make of an image.
-
-`prunekit visualize filters`: what the first layer looks for.
-
-`prunekit visualize gradients`: how large the gradients of each layer are while a model trains.
-
-`prunekit visualize histograms`: distributions of weights and activations, dead and redundant channels.
+- `features`: what layers make of an image.
+- `filters`: what the first layer detects.
+- `cam` and `saliency`: where models see a class in an image.
+- `histograms`: distributions of weights and activations, dead and redundant channels.
+- `gradients`: how large the gradients of each layer are while a model trains.
 """
 
 from __future__ import annotations
@@ -45,156 +41,13 @@ if TYPE_CHECKING:
     from prunekit.jobs.run.model_pair import ModelPair
 
 
-FOLDER = "maps"
-CAMS = {
-    "grad_cam": "Grad-CAM",
-    "grad_cam_pp": "Grad-CAM++",
-    "layer_cam": "Layer-CAM",
-    "eigen_cam": "Eigen-CAM",
-    "cam": "CAM",
-}
-GRADIENTS = {"gradient": "Gradient", "smooth_grad": "SmoothGrad"}
+@click.group("visualize", short_help="Show what a model computes, as pictures.")
+def visualize_group() -> None:
+    """Draw what a model computes, the dense model's pictures beside the pruned one's."""
+    require_report()
 
 
-def _shared_options(methods: dict[str, str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        default = next(iter(methods))
-        for option in (
-            model_command("the picture, and its figures as JSON.  [default: maps, for a run in its folder]"),
-            click.option(
-                "--class", "target", type=click.IntRange(min=0), metavar="N", help="[default: what the model predicts]"
-            ),
-            click.option("--method", type=click.Choice(list(methods)), default=default, show_default=True),
-            image_options,
-            click.argument("arguments", nargs=-1, metavar="MODEL [KEY=VALUE]..."),
-        ):
-            function = option(function)
-        return function
-
-    return decorate
-
-
-@click.command("cam", short_help="Show where in an image a layer sees a class.")
-@_shared_options(CAMS)
-@click.option("--layer", metavar="PATH", help="Module whose output is an image.  [default: the last one]")
-def cam_command(console: Console, given: ModelOptions, method: str, layer: str | None, **options: Any) -> None:
-    """A class activation map over an image: where a model sees a class.
-
-    MODEL is a run's folder or a model folder, whose dense model is shown beside the pruned one with the correlation of
-    the two maps, so that one sees whether pruning moved what the model looks at; or a recipe or the name of a model.
-    Class and layer are the dense model's where none is given. For models of tokens these go back to their places.
-    Pictures of a run are in its report too.
-    """
-
-    def find() -> FindClassMap:
-        from prunekit.inspection.visualize.class_maps import class_activation_map
-
-        return lambda model, image, where, target: class_activation_map(
-            model,
-            image,
-            where,
-            method=method,  # type: ignore[arg-type]  # click has checked it
-            target=target,
-        )
-
-    _show(console, given, find, layer, **options)
-
-
-@click.command("saliency", short_help="Show which pixels of an image a class depends on.")
-@_shared_options(GRADIENTS)
-@click.option("--samples", default=25, show_default=True, type=click.IntRange(min=1), help="Noisy copies of the image.")
-@click.option(
-    "--noise", default=0.15, show_default=True, type=click.FloatRange(min=0), help="Deviation, as a share of its range."
-)
-def saliency_command(
-    console: Console, given: ModelOptions, method: SaliencyMethod, samples: int, noise: float, **options: Any
-) -> None:
-    """The gradient of a class's score with respect to every pixel; smooth_grad averages it over noisy copies.
-
-    MODEL is as for `visualize cam`. Needs no layer, and works for every model of images. Pictures of a run are in its
-    report too.
-    """
-
-    def find() -> FindClassMap:
-        from prunekit.inspection.visualize.class_maps import Smoothing, saliency
-
-        how = Smoothing(samples, noise, given.seed or 0)
-        return lambda model, image, where, target: saliency(model, image, method=method, target=target, smoothing=how)
-
-    _show(console, given, find, None, **options)
-
-
-def _show(
-    console: Console,
-    given: ModelOptions,
-    find: Callable[[], FindClassMap],
-    layer: str | None,
-    *,
-    arguments: tuple[str, ...],
-    image: Path | None,
-    index: int,
-    target: int | None,
-    device: str | None,
-    output: Path | None,
-) -> None:
-    from prunekit.inspection.visualize.image_files import write_picture
-    from prunekit.jobs.pictures import class_maps
-    from prunekit.utils.context import resolve_device
-
-    where = resolve_device(device or "auto")
-    with console.running():
-        sides = find_sides(arguments, given, console)
-        folder = pictures_folder(sides, output, FOLDER)
-        values, shown = sides.input(image, index)
-        found = class_maps(sides, values, find(), layer=layer, target=target, device=where)
-        title = _title(found)
-        scale = "share of each map's largest value" if found.first.layer else "share of each map's 99.5th percentile"
-        path = write_picture(folder / _name(found, shown), list(_panels(sides, values, shown, found)), title, scale)
-    payload = {"model": sides.name, "image": shown, "title": title, **found.figures(), "picture": str(path)}
-    save(payload, folder, path.with_suffix(".json").name, console)
-    rows = [(side, f"{100 * row['probability']:.1f} %", row["predicted"]) for side, row in payload["models"].items()]
-    pages = report_of(sides, folder, FOLDER)
-    lines = [title, table(("model", "probability", "predicts"), rows), f"Picture: {path}"]
-    console.result(payload, "\n".join([*lines, *(f"Report: {page}" for page in pages)]))
-
-
-def _name(found: ClassMaps, shown: str) -> str:
-    """Of the picture's file: another one for each method, layer, image and class."""
-    parts = [found.first.method, found.first.layer, Path(shown).stem, f"for-class-{int(found.first.classes[0])}"]
-    return re.sub(r"[^\w.-]+", "-", "-".join(part for part in parts if part)).strip("-") + ".png"
-
-
-def _title(found: ClassMaps) -> str:
-    first = found.first
-    height, width = first.values.shape[1:]
-    place = f" at {first.layer} ({height} x {width})" if first.layer else ""
-    title = f"{(CAMS | GRADIENTS)[first.method]}{place}, class {int(first.classes[0])}"
-    if len(found.maps) < 2:
-        return title
-    return f"{title}: " + (
-        "one map is the same everywhere, so that there is no correlation"
-        if found.correlation is None
-        else f"correlation of dense and pruned {found.correlation:.2f}"
-    )
-
-
-def _panels(sides: ModelPair, values: Any, shown: str, found: ClassMaps) -> list[Panel]:
-    from prunekit.inspection.visualize.image_files import Panel, enlarged, heated, overlaid
-
-    pixels = sides.preprocessing.to_image(values[0])
-    panels = [Panel(shown, enlarged(pixels))]
-    for side, one in found.maps.items():
-        drawn = overlaid(pixels, one.values[0]) if one.layer else heated(one.values[0])
-        predicted, wanted = int(one.predicted[0]), int(one.classes[0])
-        note = f"class {wanted}: {100 * float(one.probabilities[0]):.1f} %"
-        panels.append(Panel(side, drawn, note if predicted == wanted else f"{note}; it predicts class {predicted}"))
-    return panels
-
-
-FOLDER_visualize_features = "features"
-
-
-@click.command("features", short_help="Show what layers make of an image.")
+@visualize_group.command("features", short_help="Show what layers make of an image.")
 @click.argument("arguments", nargs=-1, metavar="MODEL [KEY=VALUE]...")
 @image_options
 @click.option("--layers", multiple=True, metavar="GLOB", help="Module paths; several times.  [default: the children]")
@@ -216,7 +69,7 @@ def features_command(
     one_scale: bool,
     output: Path | None,
 ) -> None:
-    """Feature maps of layers for one image, as PNG files and a page: numbered channels, pruned ones crossed out.
+    """Draw feature maps of layers for one image as PNG files and a page, channels numbered, pruned ones crossed out.
 
     MODEL is a run's folder or a model folder, whose dense model is shown beside the pruned one where the run has kept
     it, a recipe (its dense model, trained first where it has no weights) or the name of a model. The image is a file,
@@ -229,15 +82,15 @@ def features_command(
 
     with console.running():
         sides = find_sides(arguments, given, console)
-        folder = pictures_folder(sides, output, FOLDER_visualize_features)
+        folder = pictures_folder(sides, output, "features")
         settings = FeatureMapSettings(sides.layers(layers, groups), view, GridSettings(most or None, one_scale))
         payload = plain(write_features(sides, sides.input(image, index), folder, settings))
     save(payload, folder, "features.json", console)
-    pages = [write_page(folder), *report_of(sides, folder, FOLDER_visualize_features)]
-    console.result({**payload, "pages": [str(page) for page in pages]}, _text(payload, folder, pages))
+    pages = [write_page(folder), *report_of(sides, folder, "features")]
+    console.result({**payload, "pages": [str(page) for page in pages]}, _features_text(payload, folder, pages))
 
 
-def _text(result: dict[str, Any], folder: Path, pages: list[Path]) -> str:
+def _features_text(result: dict[str, Any], folder: Path, pages: list[Path]) -> str:
     rows = [
         (row["path"], row["view"], row["what"], "–" if row["kept"] is None else row["kept"], row["picture"])
         for row in result["layers"]
@@ -246,10 +99,7 @@ def _text(result: dict[str, Any], folder: Path, pages: list[Path]) -> str:
     return f"{result['model']} on {result['image']}\n{shown}\n" + "\n".join(map(str, pages))
 
 
-FOLDER_visualize_filters = "filters"
-
-
-@click.command("filters", short_help="Show the filters of the first layer.")
+@visualize_group.command("filters", short_help="Show the filters of the first layer.")
 @click.argument("arguments", nargs=-1, metavar="MODEL [KEY=VALUE]...")
 @click.option("--layer", metavar="PATH", help="Another layer.  [default: the first that reads the image]")
 @click.option("--most", default=256, show_default=True, type=click.IntRange(min=0), help="Filters shown; 0: all.")
@@ -257,7 +107,7 @@ FOLDER_visualize_filters = "filters"
 def filters_command(
     console: Console, given: ModelOptions, arguments: tuple[str, ...], layer: str | None, most: int, output: Path | None
 ) -> None:
-    """First-layer filters as images in a PNG file, the dense model's beside the pruned one's, pruned ones crossed out.
+    """Draw first-layer filters in a PNG file, the dense model's beside the pruned one's, pruned ones crossed out.
 
     MODEL is a run's folder or a model folder, whose dense model is shown beside the pruned one where the run has kept
     it, a recipe (its dense model, trained first where it has no weights) or the name of a model. The picture of a run
@@ -268,7 +118,7 @@ def filters_command(
 
     with console.running():
         sides = find_sides(arguments, given, console)
-        folder = pictures_folder(sides, output, FOLDER_visualize_filters)
+        folder = pictures_folder(sides, output, "filters")
         found = first_filters(sides.models, sides.sample_shape, layer, kept=sides.kept)
         picture = write_png(folder / "filters.png", draw_filters(found, sides.name, most or None))
     weights = next(iter(found.sides.values()))
@@ -284,106 +134,165 @@ def filters_command(
     }
     save(payload, folder, "filters.json", console)
     kept = "" if found.kept is None else f", {int(found.kept.sum())} kept"
-    pages = report_of(sides, folder, FOLDER_visualize_filters)
+    pages = report_of(sides, folder, "filters")
     lines = [f"{sides.name}: {len(weights)} filters of {found.path}{kept}", f"Picture: {picture}"]
     console.result(payload, "\n".join([*lines, *(f"Report: {page}" for page in pages)]))
 
 
-FOLDER_visualize_gradients = "gradients"
+CAMS = {
+    "grad_cam": "Grad-CAM",
+    "grad_cam_pp": "Grad-CAM++",
+    "layer_cam": "Layer-CAM",
+    "eigen_cam": "Eigen-CAM",
+    "cam": "CAM",
+}
+GRADIENTS = {"gradient": "Gradient", "smooth_grad": "SmoothGrad"}
 
 
-@click.command("gradients", short_help="Show the gradients of each layer while a model trains.")
-@click.option("--epochs", type=click.IntRange(min=1), help="How long.  [default: as the recipe trains]")
-@click.option(
-    "--records", default=100, show_default=True, type=click.IntRange(min=1), help="How often gradients are recorded."
-)
-@recipe_options("the picture, and its figures as CSV and JSON.  [default: gradients]")
-def gradients_command(
-    recipe: str,
-    overrides: tuple[str, ...],
-    epochs: int | None,
-    records: int,
-    factory: str | None,
-    data: str | None,
-    optimizer: str | None,
-    allow_code: bool,
-    output: Path | None,
-    as_json: bool,
-    **options: Any,
-) -> None:
-    """Train the dense model of a recipe and show the median and percentiles of the absolute gradients of each layer.
+def _map_options(methods: dict[str, str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        default = next(iter(methods))
+        for option in (
+            model_command("the picture, and its figures as JSON.  [default: maps, for a run in its folder]"),
+            click.option(
+                "--class", "target", type=click.IntRange(min=0), metavar="N", help="[default: what the model predicts]"
+            ),
+            click.option("--method", type=click.Choice(list(methods)), default=default, show_default=True),
+            image_options,
+            click.argument("arguments", nargs=-1, metavar="MODEL [KEY=VALUE]..."),
+        ):
+            function = option(function)
+        return function
 
-    As the recipe's `baseline` trains it, or with weights from a file as its `finetune` does, by the plain loss; the
-    trained model is dropped. Gradients are those of weights, before `clamp_weight_grad`; exact zeros are counted apart.
+    return decorate
+
+
+@visualize_group.command("cam", short_help="Show where in an image a layer sees a class.")
+@_map_options(CAMS)
+@click.option("--layer", metavar="PATH", help="Module whose output is an image.  [default: the last one]")
+def cam_command(console: Console, given: ModelOptions, method: str, layer: str | None, **options: Any) -> None:
+    """Draw a class activation map over an image, which shows where a model sees a class.
+
+    MODEL is a run's folder or a model folder, whose dense model is shown beside the pruned one with the correlation of
+    the two maps, which shows whether pruning changed what the model looks at; or a recipe or the name of a model.
+    Without --class and --layer the dense model's are used. Tokens of a transformer are put back in their places.
+    Pictures of a run are in its report too.
     """
-    console, folder = Console(as_json), output or Path(FOLDER_visualize_gradients)
-    check_folder(folder)
-    job = load_job(recipe, overrides, factory=factory, data=data, allow_code=allow_code, **options)
-    import pandas as pd
 
-    from prunekit.jobs.pictures import gradient_flow
-    from prunekit.jobs.run.job_inputs import Own
-    from prunekit.report.figures.gradient_flow import write_flow
-    from prunekit.utils.files import write_csv
+    def find() -> FindClassMap:
+        from prunekit.inspection.visualize.class_maps import class_activation_map
 
+        return lambda model, image, where, target: class_activation_map(
+            model,
+            image,
+            where,
+            method=method,  # type: ignore[arg-type]  # click has checked it
+            target=target,
+        )
+
+    _show_maps(console, given, find, layer, **options)
+
+
+@visualize_group.command("saliency", short_help="Show which pixels of an image a class depends on.")
+@_map_options(GRADIENTS)
+@click.option("--samples", default=25, show_default=True, type=click.IntRange(min=1), help="Noisy copies of the image.")
+@click.option(
+    "--noise", default=0.15, show_default=True, type=click.FloatRange(min=0), help="Deviation, as a share of its range."
+)
+def saliency_command(
+    console: Console, given: ModelOptions, method: SaliencyMethod, samples: int, noise: float, **options: Any
+) -> None:
+    """Draw the gradient of a class's score at every pixel; smooth_grad averages it over noisy copies.
+
+    MODEL is as for `visualize cam`. Saliency needs no layer, and works for every model of images. Pictures of a run are
+    in its report too.
+    """
+
+    def find() -> FindClassMap:
+        from prunekit.inspection.visualize.class_maps import Smoothing, saliency
+
+        how = Smoothing(samples, noise, given.seed or 0)
+        return lambda model, image, where, target: saliency(model, image, method=method, target=target, smoothing=how)
+
+    _show_maps(console, given, find, None, **options)
+
+
+def _show_maps(
+    console: Console,
+    given: ModelOptions,
+    find: Callable[[], FindClassMap],
+    layer: str | None,
+    *,
+    arguments: tuple[str, ...],
+    image: Path | None,
+    index: int,
+    target: int | None,
+    device: str | None,
+    output: Path | None,
+) -> None:
+    from prunekit.inspection.visualize.image_files import write_picture
+    from prunekit.jobs.pictures import class_maps
+    from prunekit.utils.context import resolve_device
+
+    where = resolve_device(device or "auto")
     with console.running():
-        own = Own(factory, data, optimizer)
-        found = gradient_flow(job, epochs=epochs, records=records, log=console.log, progress=console.progress, own=own)
-        rows = [asdict(row) for row in found]
-        frame = pd.DataFrame(rows)
-        write_csv(folder / "gradients.csv", rows)
-        title = f"{job.name}: gradients of {frame['layer'].nunique()} layers"
-        picture = write_flow(folder / "gradients.png", frame, title)
-    payload = {
-        "model": job.name,
-        "records": int(frame["step"].nunique()),
-        "layers": summary(frame),
-        "csv": str(folder / "gradients.csv"),
-        "picture": str(picture),
-    }
-    save(payload, folder, "gradients.json", console)
-    console.result(payload, _text_visualize_gradients(payload))
+        sides = find_sides(arguments, given, console)
+        folder = pictures_folder(sides, output, "maps")
+        values, shown = sides.input(image, index)
+        found = class_maps(sides, values, find(), layer=layer, target=target, device=where)
+        title = _maps_title(found)
+        scale = "share of each map's largest value" if found.first.layer else "share of each map's 99.5th percentile"
+        path = write_picture(
+            folder / _picture_name(found, shown), list(_map_panels(sides, values, shown, found)), title, scale
+        )
+    payload = {"model": sides.name, "image": shown, "title": title, **found.figures(), "picture": str(path)}
+    save(payload, folder, path.with_suffix(".json").name, console)
+    rows = [(side, f"{100 * row['probability']:.1f} %", row["predicted"]) for side, row in payload["models"].items()]
+    pages = report_of(sides, folder, "maps")
+    lines = [title, table(("model", "probability", "predicts"), rows), f"Picture: {path}"]
+    console.result(payload, "\n".join([*lines, *(f"Report: {page}" for page in pages)]))
 
 
-def summary(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return the first and the last record of each layer, in the order of the model."""
-    by_layer = rows.groupby("layer", sort=False)
-    firsts, lasts = by_layer.first(), by_layer.last()
-    return [
-        {
-            "layer": layer,
-            "first": firsts["median"][layer],
-            "last": lasts["median"][layer],
-            "p10": lasts["p10"][layer],
-            "p90": lasts["p90"][layer],
-            "zeros": lasts["zeros"][layer],
-        }
-        for layer in firsts.index
-    ]
+def _picture_name(found: ClassMaps, shown: str) -> str:
+    """Return the name of a picture's file, which differs by method, layer, image and class."""
+    parts = [found.first.method, found.first.layer, Path(shown).stem, f"for-class-{int(found.first.classes[0])}"]
+    return re.sub(r"[^\w.-]+", "-", "-".join(part for part in parts if part)).strip("-") + ".png"
 
 
-def _text_visualize_gradients(payload: dict[str, Any]) -> str:
-    from prunekit.utils.display import share
-
-    rows = [
-        (row["layer"], *(f"{row[key]:.2e}" for key in ("first", "last", "p10", "p90")), share(row["zeros"], 1))
-        for row in payload["layers"]
-    ]
-    headings = ("layer", "median first", "median last", "p10", "p90", "zeros")
-    return (
-        f"|gradient| by layer, {payload['records']} records; percentiles of the last\n{table(headings, rows)}\n"
-        f"Picture: {payload['picture']}\nTable: {payload['csv']}"
+def _maps_title(found: ClassMaps) -> str:
+    first = found.first
+    height, width = first.values.shape[1:]
+    place = f" at {first.layer} ({height} x {width})" if first.layer else ""
+    title = f"{(CAMS | GRADIENTS)[first.method]}{place}, class {int(first.classes[0])}"
+    if len(found.maps) < 2:
+        return title
+    return f"{title}: " + (
+        "one map is the same everywhere, so that there is no correlation"
+        if found.correlation is None
+        else f"correlation of dense and pruned {found.correlation:.2f}"
     )
 
 
-FOLDER_visualize_histograms = "histograms"
+def _map_panels(sides: ModelPair, values: Any, shown: str, found: ClassMaps) -> list[Panel]:
+    from prunekit.inspection.visualize.image_files import Panel, enlarged, heated, overlaid
+
+    pixels = sides.preprocessing.to_image(values[0])
+    panels = [Panel(shown, enlarged(pixels))]
+    for side, one in found.maps.items():
+        drawn = overlaid(pixels, one.values[0]) if one.layer else heated(one.values[0])
+        predicted, wanted = int(one.predicted[0]), int(one.classes[0])
+        note = f"class {wanted}: {100 * float(one.probabilities[0]):.1f} %"
+        panels.append(Panel(side, drawn, note if predicted == wanted else f"{note}; it predicts class {predicted}"))
+    return panels
 
 
 def _own_options(function: Any) -> Any:
     return own_model_option(data_option(function))
 
 
-@click.command("histograms", short_help="Show distributions of weights and activations, dead and redundant channels.")
+@visualize_group.command(
+    "histograms", short_help="Show distributions of weights and activations, dead and redundant channels."
+)
 @click.argument("arguments", nargs=-1, metavar="RUN|RECIPE [KEY=VALUE]...")
 @click.option(
     "--layers",
@@ -410,8 +319,9 @@ def histograms_command(
     device: str | None,
     output: Path | None,
 ) -> None:
-    """Histograms of weights, activations and importance scores by layer, the dense model's beside the pruned one's, and
-    a table of dead and redundant channels, as a page and as CSV files.
+    """Show distributions of weights, activations and importance scores by layer, and dead and redundant channels.
+
+    The page has histograms of the dense model beside the pruned one, and a table of the channels; CSV files have both.
 
     A run's folder, or a recipe (its dense model, trained first where it has no weights). Activations are those on the
     calibration images of the recipe. The report of a run says how many channels were found, and links to the page.
@@ -422,27 +332,27 @@ def histograms_command(
 
     with console.running():
         sides = find_sides(arguments, given, console)
-        folder = pictures_folder(sides, output, FOLDER_visualize_histograms)
+        folder = pictures_folder(sides, output, "histograms")
         where = resolve_device(device or (sides.job.device if sides.job else "cpu"))
         payload = plain(
             write_statistics(sides, folder, where, StatisticsSettings(sides.layers(layers, groups), threshold))
         )
     save(payload, folder, "histograms.json", console)
     page = write_histograms(folder, sides.run)
-    shown = "\n".join(map(str, [page, *report_of(sides, folder, FOLDER_visualize_histograms)]))
-    console.result({**payload, "page": str(page)}, f"{_text_visualize_histograms(payload)}\nTables: {folder}\n{shown}")
+    shown = "\n".join(map(str, [page, *report_of(sides, folder, "histograms")]))
+    console.result({**payload, "page": str(page)}, f"{_histograms_text(payload)}\nTables: {folder}\n{shown}")
 
 
-def _text_visualize_histograms(payload: dict[str, Any]) -> str:
+def _histograms_text(payload: dict[str, Any]) -> str:
     from prunekit.report.pages.histograms_page import by_layer
 
     rows = [
-        (row["layer"], row["model"], _shown(row["dead"]), _shown(row["redundant"]))
+        (row["layer"], row["model"], _channel_list(row["dead"]), _channel_list(row["redundant"]))
         for row in by_layer(payload["findings"])
     ]
     totals = [
-        f"{name}: {_count(payload, name, 'dead')} dead, {_count(payload, name, 'redundant')} redundant, in layers of "
-        f"{channels} channels"
+        f"{name}: {_findings(payload, name, 'dead')} dead, {_findings(payload, name, 'redundant')} redundant, "
+        f"in layers of {channels} channels"
         for name, channels in payload["channels"].items()
     ]
     headings = ("layer", "model", "dead", "redundant")
@@ -451,22 +361,95 @@ def _text_visualize_histograms(payload: dict[str, Any]) -> str:
     )  # fmt: skip
 
 
-def _count(payload: dict[str, Any], model: str, finding: str) -> int:
+def _findings(payload: dict[str, Any], model: str, finding: str) -> int:
     return sum(row["model"] == model and row["finding"] == finding for row in payload["findings"])
 
 
-def _shown(channels: list[int]) -> str:
+def _channel_list(channels: list[int]) -> str:
     if not channels:
         return ""
     return f"{len(channels)}: {', '.join(map(str, channels[:6]))}" + (", ..." if len(channels) > 6 else "")
 
 
-@click.group("visualize", short_help="Show what a model computes, as pictures.")
-def visualize_group() -> None:
-    """Pictures of what a model computes, the dense model's beside the pruned one's."""
-    require_report()
+@visualize_group.command("gradients", short_help="Show the gradients of each layer while a model trains.")
+@click.option("--epochs", type=click.IntRange(min=1), help="How long.  [default: as the recipe trains]")
+@click.option(
+    "--records", default=100, show_default=True, type=click.IntRange(min=1), help="How often gradients are recorded."
+)
+@recipe_options("the picture, and its figures as CSV and JSON.  [default: gradients]")
+def gradients_command(
+    recipe: str,
+    overrides: tuple[str, ...],
+    epochs: int | None,
+    records: int,
+    factory: str | None,
+    data: str | None,
+    optimizer: str | None,
+    allow_code: bool,
+    output: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Train the dense model of a recipe and show the median and percentiles of the absolute gradients of each layer.
+
+    As the recipe's `baseline` trains it, or with weights from a file as its `finetune` does, by the plain loss; the
+    trained model is dropped. Gradients are those of weights, before `clamp_weight_grad`; exact zeros are counted apart.
+    """
+    console, folder = Console(as_json), output or Path("gradients")
+    check_folder(folder)
+    job = load_job(recipe, overrides, factory=factory, data=data, allow_code=allow_code, **options)
+    import pandas as pd
+
+    from prunekit.jobs.pictures import gradient_flow
+    from prunekit.jobs.run.job_inputs import Own
+    from prunekit.report.figures.gradient_flow import write_flow
+    from prunekit.utils.files import write_csv
+
+    with console.running():
+        own = Own(factory, data, optimizer)
+        found = gradient_flow(job, epochs=epochs, records=records, log=console.log, progress=console.progress, own=own)
+        rows = [asdict(row) for row in found]
+        frame = pd.DataFrame(rows)
+        write_csv(folder / "gradients.csv", rows)
+        title = f"{job.name}: gradients of {frame['layer'].nunique()} layers"
+        picture = write_flow(folder / "gradients.png", frame, title)
+    payload = {
+        "model": job.name,
+        "records": int(frame["step"].nunique()),
+        "layers": _summary(frame),
+        "csv": str(folder / "gradients.csv"),
+        "picture": str(picture),
+    }
+    save(payload, folder, "gradients.json", console)
+    console.result(payload, _gradients_text(payload))
 
 
-SUBCOMMANDS = (features_command, cam_command, saliency_command, gradients_command, filters_command, histograms_command)
-for command in SUBCOMMANDS:
-    visualize_group.add_command(command)
+def _summary(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return the first and the last record of each layer, in the order of the model."""
+    by_layer = rows.groupby("layer", sort=False)
+    firsts, lasts = by_layer.first(), by_layer.last()
+    return [
+        {
+            "layer": layer,
+            "first": firsts["median"][layer],
+            "last": lasts["median"][layer],
+            "p10": lasts["p10"][layer],
+            "p90": lasts["p90"][layer],
+            "zeros": lasts["zeros"][layer],
+        }
+        for layer in firsts.index
+    ]
+
+
+def _gradients_text(payload: dict[str, Any]) -> str:
+    from prunekit.utils.display import share
+
+    rows = [
+        (row["layer"], *(f"{row[key]:.2e}" for key in ("first", "last", "p10", "p90")), share(row["zeros"], 1))
+        for row in payload["layers"]
+    ]
+    headings = ("layer", "median first", "median last", "p10", "p90", "zeros")
+    return (
+        f"|gradient| by layer, {payload['records']} records; percentiles of the last\n{table(headings, rows)}\n"
+        f"Picture: {payload['picture']}\nTable: {payload['csv']}"
+    )

@@ -1,9 +1,4 @@
-"""Knowledge distillation: a student that is trained towards its teacher's logits and features.
-
-Outputs of modules in the channels that a plan keeps, as a student and its teacher compute them.
-
-Seconds that a device spends on one thing, without waiting for it.
-"""
+"""Knowledge distillation: the student learns its teacher's logits and features."""
 
 from __future__ import annotations
 
@@ -38,37 +33,38 @@ from prunekit.utils.inputs import call, inputs_as_example, sample_count
 CurrentPlan = Callable[[], Plan | None]
 """The plan that masks a model now; None: the model is whole."""
 
-Call = tuple[str, int]
-"""Path of a module, and the how-manieth call in a forward pass."""
+ModuleCall = tuple[str, int]
+"""Path of a module, and the number of the call in a forward pass, from 0."""
 
 
 class FeatureRecorder(HookOwner):
-    """Keeps the kept channels of the outputs of some modules while gradients or a teacher are computed.
+    """Records the outputs of some modules, in their kept channels.
 
     Args:
-        model: its modules are hooked.
-        paths: which.
-        plan: what is kept.
-        trained: whether outputs must carry a gradient.
+        model: the model whose modules are hooked.
+        paths: paths of the modules.
+        plan: returns the plan that says which channels are kept.
+        trained: whether outputs must carry a gradient; without gradients nothing is recorded then.
     """
 
     def __init__(self, model: nn.Module, paths: Sequence[str], plan: CurrentPlan, *, trained: bool) -> None:
         super().__init__()
         self._model, self._paths, self._plan, self._trained = model, paths, plan, trained
-        self._found: dict[Call, Tensor] = {}
+        self._found: dict[ModuleCall, Tensor] = {}
         self._kept: dict[tuple[str, int, torch.device], Tensor | None] = {}
-        self._known: Plan | None = None
+        self._kept_by: Plan | None = None
 
     def register(self) -> None:
+        """Register a hook on each module."""
         for path in self._paths:
-            self.own_forward(self._model.get_submodule(path), partial(self._see, path), again=True)
+            self.own_forward(self._model.get_submodule(path), partial(self._record, path), again=True)
 
-    def taken(self) -> dict[Call, Tensor]:
-        """Return what came since the last time, by path and call."""
+    def take(self) -> dict[ModuleCall, Tensor]:
+        """Return the outputs since the last time, by path and call."""
         found, self._found = self._found, {}
         return found
 
-    def _see(self, path: str, module: nn.Module, inputs: Any, named: Any, output: Any) -> None:
+    def _record(self, path: str, module: nn.Module, inputs: Any, named: Any, output: Any) -> None:
         if recomputing() or (self._trained and not torch.is_grad_enabled()):
             return  # the second pass of activation checkpointing, or validation
         if not isinstance(output, Tensor) or not output.is_floating_point():
@@ -80,14 +76,14 @@ class FeatureRecorder(HookOwner):
             )
         call = sum(key[0] == path for key in self._found)
         axis = channel_axis(module, output.ndim)
-        kept = self._index(path, call, output.shape[axis], output.device)
+        kept = self._kept_index(path, call, output.shape[axis], output.device)
         # A copy either way: whatever reads the output may overwrite it.
         self._found[path, call] = output.clone() if kept is None else output.index_select(axis, kept)
 
-    def _index(self, path: str, call: int, channels: int, device: torch.device) -> Tensor | None:
-        """Kept channels of an output; None where all are, or the plan knows none there."""
-        if (plan := self._plan()) is not self._known:
-            self._kept, self._known = {}, plan
+    def _kept_index(self, path: str, call: int, channels: int, device: torch.device) -> Tensor | None:
+        """Return the kept channels of an output; None if all are kept or the plan does not know the output."""
+        if (plan := self._plan()) is not self._kept_by:
+            self._kept, self._kept_by = {}, plan
         if plan is None:
             return None
         key = path, call, device
@@ -99,17 +95,13 @@ class FeatureRecorder(HookOwner):
 
 
 def feature_paths(model: nn.Module, settings: DistillSettings) -> list[str]:
-    """Module paths whose outputs are compared.
-
-    Raises:
-        UsageError: a glob matches nothing.
-    """
+    """Return the paths of the modules whose outputs are compared; raise UsageError if a glob matches nothing."""
     wanted = settings.features
     return [] if wanted is None else paths_matching(model, wanted.modules, "distill.features.modules")
 
 
-def not_alike(given: Collection[Call], taught: Collection[Call]) -> str:
-    """Return what to say where student and teacher did not call the same modules."""
+def _different_calls(given: Collection[ModuleCall], taught: Collection[ModuleCall]) -> str:
+    """Return the error text for a student and a teacher that did not call the same modules."""
     alone = sorted({path for path, _ in set(given) ^ set(taught)})
     if not alone:
         return "distill.features: none of the modules ran; choose modules that do"
@@ -120,11 +112,7 @@ def not_alike(given: Collection[Call], taught: Collection[Call]) -> str:
 
 
 class Stopwatch:
-    """Adds up what is timed on a device; on CUDA by events that are read once they have passed.
-
-    Args:
-        device: where it runs.
-    """
+    """Adds up times on a device, without waiting for it: on CUDA by events that are read once they have passed."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -148,12 +136,12 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        """The sum so far; waits for what still runs."""
+        """The sum so far; waits until everything timed has run."""
         self._read(wait=True)
         return self._seconds
 
     def add(self, seconds: float) -> None:
-        """Add what was timed elsewhere, as in the run that this one goes on with."""
+        """Add time that was measured before, as in the run that this one continues."""
         self._seconds += seconds
 
     def _read(self, *, wait: bool) -> None:
@@ -164,27 +152,24 @@ class Stopwatch:
 
 
 def soft_targets(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """T^2 KL(teacher / T || student / T), mean over the batch (Hinton et al. 2015, "Distilling the knowledge").
+    """Return T^2 KL(teacher / T || student / T), mean over the batch (Hinton et al. 2015, "Distilling the knowledge").
 
-    The factor T^2 keeps gradients as large as those of the cross entropy, whatever the temperature.
-
-    Args:
-        student, teacher: logits (B, classes); halves are computed with in float32.
-        temperature: T, above 0.
+    The factor T^2 keeps gradients as large as those of the cross entropy at any temperature T above 0. Both logits are
+    (B, classes); half precision is computed in float32.
     """
     given, wanted = (F.log_softmax(_wide(values) / temperature, dim=1) for values in (student, teacher))
     return F.kl_div(given, wanted, reduction="batchmean", log_target=True) * temperature**2
 
 
 def feature_error(student: Sequence[Tensor], teacher: Sequence[Tensor], images: int = 1) -> Tensor:
-    """Return the mean over layers of |student - teacher|^2 / |teacher|^2: hints (Romero et al. 2015, "FitNets") of
-    equal say.
+    """Return the mean over layers of |student - teacher|^2 / |teacher|^2 (hints of Romero et al. 2015, "FitNets").
 
-    Where several processes share a batch, |teacher|^2 is that of all: the mean of what they get, each weighted by its
-    images, is what a single one would get.
+    Where several processes share a batch, |teacher|^2 is that of all of them, so that the mean of their results,
+    weighted by their images, is that of a single process.
 
     Args:
-        student, teacher: one tensor for each layer, in the same shapes.
+        student: one tensor for each layer.
+        teacher: the same, in the same shapes.
         images: in this process's share.
     """
     pairs = list(zip(map(_wide, student), map(_wide, teacher), strict=True))
@@ -204,11 +189,11 @@ def _wide(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TeacherCost:
-    """What the teacher took.
+    """The time that the teacher took.
 
     Attributes:
         seconds: of all its forward passes.
-        step_share: of the time of the training steps, reading of images left out, 0..1.
+        step_share: share of the time of the training steps, without reading of images, 0..1.
     """
 
     seconds: float
@@ -216,22 +201,22 @@ class TeacherCost:
 
 
 class Distillation(Callback):
-    """Adds `weight` times `soft_targets`, and where the settings name modules `features.weight` times `feature_error`.
+    """Adds `weight` times `soft_targets`, and if the settings name modules, `features.weight` times `feature_error`.
 
-    The teacher runs in eval mode without gradients on the images that the student sees, augmented as those are, and in
-    the same precision. It is not changed. Features are compared call by call, and only in the channels that the plan
-    in force keeps: what is pruned of a masked student is zero, and is not to be learnt.
+    The teacher runs in eval mode without gradients on the student's images, with the same augmentation and precision.
+    It is not changed. Features are compared call by call, and only in the channels that the current plan keeps,
+    because pruned channels of a masked student are zero and nothing is to be learnt there.
 
     Args:
-        teacher: gives logits as the student does, and has the modules that the globs name; moved to the student's
-            device for as long as training takes.
-        settings: what is added.
-        plan: what masks the student.
-        task: says where class scores are in what the models return; itself or its name.
+        teacher: returns logits as the student does, and has the modules that the globs name; moved to the student's
+            device during training.
+        settings: what is added to the loss.
+        plan: returns the plan that masks the student.
+        task: the task or its name, which says where class scores are in what the models return.
 
     Raises:
         UsageError: on enter, when a glob matches no module.
-        ModelError: in a step, when a module gives no tensor, or one that carries no gradient.
+        ModelError: in a step, when a module returns no tensor, or one without a gradient.
     """
 
     def __init__(
@@ -245,24 +230,25 @@ class Distillation(Callback):
         self._teacher, self._settings, self._plan = teacher, settings, plan
         self._logits = get_task(task).logits or logits
         self._outputs: tuple[FeatureRecorder, FeatureRecorder] | None = None
-        self._watch = Stopwatch(torch.device("cpu"))
+        self._stopwatch = Stopwatch(torch.device("cpu"))
         self._start: float | None = None
         self._steps_s = 0.0
 
     @property
     def cost(self) -> TeacherCost:
-        """What the teacher took so far."""
-        seconds = self._watch.seconds
+        """The time that the teacher took so far."""
+        seconds = self._stopwatch.seconds
         return TeacherCost(seconds, seconds / self._steps_s if self._steps_s else 0.0)
 
     @contextmanager
     def active(self, run: TrainingRun) -> Iterator[None]:
+        """Move the teacher to the device, and record features."""
         teacher, before = self._teacher, next(self._teacher.parameters()).device
-        self._watch = Stopwatch(run.device)
-        clock = _Clock(run.model, self._begin)
+        self._stopwatch = Stopwatch(run.device)
+        start = _ForwardStart(run.model, self._begin)
         try:
             teacher.to(run.device)
-            with training_mode(teacher, False), clock, self._features(run.model):
+            with training_mode(teacher, False), start, self._features(run.model):
                 yield
         finally:
             teacher.to(before)
@@ -285,42 +271,48 @@ class Distillation(Callback):
             self._start = time.perf_counter()
 
     def added_loss(self, inputs: Any, output: Any, targets: Any) -> Tensor:
-        with self._watch.timing(), torch.no_grad():
+        """Return the weighted distillation losses of a batch."""
+        with self._stopwatch.timing(), torch.no_grad():
             wanted = self._logits(call(self._teacher, inputs_as_example(self._teacher, inputs)))
         settings = self._settings
         loss = settings.weight * soft_targets(self._logits(output), wanted, settings.temperature)
         if self._outputs is not None and settings.features is not None:
-            given, taught = (outputs.taken() for outputs in self._outputs)
+            given, taught = (outputs.take() for outputs in self._outputs)
             if given.keys() != taught.keys() or not given:
-                raise ModelError(not_alike(given, taught))
+                raise ModelError(_different_calls(given, taught))
             error = feature_error(list(given.values()), [taught[key] for key in given], sample_count(inputs))
             loss = loss + settings.features.weight * error
         return loss
 
     def after_step(self, step: int, made: bool) -> None:
+        """Add up the time of the step."""
         if self._start is not None:
             self._steps_s += time.perf_counter() - self._start
             self._start = None
 
     def progress_metrics(self) -> Mapping[str, Any]:
+        """Return the teacher's share of the time."""
         return {"teacher": f"{self.cost.step_share:.0%}"} if self._steps_s else {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seconds": self._watch.seconds, "steps_s": self._steps_s}
+        """Return the times so far."""
+        return {"seconds": self._stopwatch.seconds, "steps_s": self._steps_s}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._watch.add(state["seconds"])
+        """Continue from times."""
+        self._stopwatch.add(state["seconds"])
         self._steps_s += state["steps_s"]
 
 
-class _Clock(HookOwner):
-    """Says when a forward pass of training begins."""
+class _ForwardStart(HookOwner):
+    """Calls `begin` when a forward pass of training begins."""
 
     def __init__(self, model: nn.Module, begin: Callable[[], None]) -> None:
         super().__init__()
         self._model, self._begin = model, begin
 
     def register(self) -> None:
+        """Register a hook on the model."""
         self.own_forward_pre(self._model, self._before, again=True)
 
     def _before(self, module: nn.Module, *_: Any) -> None:

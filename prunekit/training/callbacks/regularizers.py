@@ -20,30 +20,209 @@ from prunekit.planning.plan import Plan
 from prunekit.settings.train import RegularizerSettings
 from prunekit.training.callbacks.callback import Callback, TrainingRun
 
+LASSO, CEILING = 1e-4, 1.0
+"""Strengths if the settings give none."""
 
-@dataclass(frozen=True)
-class _Carrier:
-    """A parameter, and the labels along those of its axes that carry free ones.
 
-    Where two labels decide on an index, as on heads and positions in them, an axis is listed once for each.
+class SparsityRegularizer(Callback):
+    """Adds the gradient of a sparsity penalty to that of the loss, once a step, before gradients are clamped.
+
+    The penalty is not part of the training loss that epochs report. Its gradient passes through the optimizer as that
+    of the loss: Adam rescales it, and weight decay is added.
+
+    The last epoch is kept and not the best one, because accuracy is highest before channels shrink. With `growing` the
+    best one is chosen among the epochs in which lambda is at its ceiling.
+
+    Args:
+        settings: the kind of penalty, and its strength.
+        channel_map: of the model.
+        plan: says which channels will be removed, for `growing` alone.
+
+    Raises:
+        UsageError: `growing` has no plan; on enter, when `bn_l1` finds no norm to act on.
+        PlanError: on enter, when the map is that of another model.
     """
 
-    parameter: Tensor
-    axes: tuple[tuple[int, Tensor], ...]  # (axis, int64 (size,)), on the parameter's device
+    def __init__(self, settings: RegularizerSettings, channel_map: ChannelMap, plan: Plan | None = None) -> None:
+        if settings.method == "growing" and plan is None:
+            raise UsageError(
+                "regularize.method 'growing' shrinks the channels that a plan removes, and there is no plan here; "
+                "use it in `sparsify`, or use 'group_lasso' or 'bn_l1'"
+            )
+        self._settings, self._map, self._plan = settings, channel_map, plan
+        self._penalty: Penalty | None = None
+        self._step = 0
 
-    def along(self, axis: int) -> list[int]:
-        """Return a shape with which a vector lies along an axis."""
-        return [-1 if position == axis else 1 for position in range(self.parameter.ndim)]
+    @contextmanager
+    def active(self, run: TrainingRun) -> Iterator[None]:
+        """Build the penalty, and add its gradient before each step."""
+        self._penalty = self._build(run)
+        handle = run.optimizer.register_step_pre_hook(self._add)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _build(self, run: TrainingRun) -> Penalty:
+        require_model(self._map, run.model, "the channel map")
+        settings, trained = self._settings, _trainable(run.model)
+        if self._plan is not None and settings.method == "growing":
+            increases = max(1, round(settings.rise * run.steps * run.epochs / settings.every))
+            ceiling = settings.strength or CEILING
+            return Growing(self._plan, trained, ceiling=ceiling, increases=increases, every=settings.every)
+        if settings.method == "bn_l1":
+            trained = _scales(run.model, trained)
+        lasso = GroupLasso(self._map, trained, settings.strength or LASSO)
+        if lasso.empty:
+            raise UsageError(
+                f"regularize.method {settings.method!r}: no channel that can be pruned lies on "
+                f"{'the scale of a norm' if settings.method == 'bn_l1' else 'a weight that is trained'}; "
+                "use 'group_lasso', or leave `regularize` out"
+            )
+        return lasso
+
+    def _add(self, optimizer: Optimizer, *_: Any) -> None:
+        # A fused optimizer under a GradScaler is given the scale and unscales in its step; others see true gradients.
+        scale = getattr(optimizer, "grad_scale", None)
+        assert self._penalty is not None
+        with torch.no_grad():
+            self._penalty.add_gradients_(self._step, 1.0 if scale is None else float(scale))
+
+    def before_step(self, step: int) -> None:
+        """Note the step, on which the penalty depends."""
+        self._step = step
+
+    def eligible_for_best(self) -> bool:
+        """Return whether the penalty has its final strength."""
+        return self._penalty is not None and self._penalty.final(self._step)
+
+    def progress_metrics(self) -> Mapping[str, Any]:
+        """Return the value of the penalty."""
+        return {} if self._penalty is None else {"penalty": f"{self._penalty.value(max(1, self._step)):.3g}"}
+
+
+def _trainable(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _scales(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of norms."""
+    paths = [path for path, module in model.named_modules() if isinstance(module, NORMS)]
+    names = [f"{path}.weight" if path else "weight" for path in paths]
+    return {name: trained[name] for name in names if name in trained}
+
+
+class Penalty(Protocol):
+    """A term that is added to the loss by its gradient, which is known in closed form."""
+
+    def value(self, step: int) -> float:
+        """Return the value for the present weights."""
+        ...
+
+    def add_gradients_(self, step: int, scale: float) -> None:
+        """Add `scale` times its gradient to the parameters'."""
+        ...
+
+    def final(self, step: int) -> bool:
+        """Return whether the penalty has its final strength, so that epochs may be compared by their accuracy."""
+        ...
+
+
+class GroupLasso:
+    """strength * sum over labels of sqrt(n) * |w|, over the n entries w of all slices that carry a label.
+
+    Yuan & Lin 2006, on channels as in Wen et al. 2016 ("Structured sparsity learning"), but over everything that is
+    removed with a channel: the filters that compute it, their biases and norms, and the columns that read it, across
+    shortcuts. Each entry is pulled by strength * w / rms(w), so that a strength means the same in groups of any size.
+
+    Over the scales of norms alone it is network slimming (Liu et al. 2017): strength * |gamma| if one norm carries a
+    label; if several do, as behind a shortcut, they shrink together.
+
+    Args:
+        channel_map: of the model.
+        parameters: by name, those that are penalized.
+        strength: lambda.
+    """
+
+    def __init__(self, channel_map: ChannelMap, parameters: Mapping[str, Tensor], strength: float) -> None:
+        self._norms = LabelNorms(channel_map, parameters)
+        self._weights = strength * self._norms.counts.sqrt()  # (n_labels,)
+
+    @property
+    def empty(self) -> bool:
+        """Whether no free label lies on any of the parameters."""
+        return not bool(self._weights.any())
+
+    def value(self, step: int) -> float:
+        """Return the value for the present weights."""
+        return float((self._weights * self._norms.norms()).sum())
+
+    def add_gradients_(self, step: int, scale: float) -> None:
+        """Add `scale` times the gradient to the parameters'."""
+        norms = self._norms.norms()
+        # At 0 the penalty has no gradient; 0 is among its subgradients, and leaves pruned channels at 0.
+        self._norms.add_gradients_(torch.where(norms > 0, scale * self._weights / norms, 0.0))
+
+    def final(self, step: int) -> bool:
+        """Return False: channels shrink until the last epoch, for which training is meant."""
+        return False
+
+
+class Growing:
+    """lambda / 2 * |w|^2 over all entries w that a plan removes, where lambda grows with the steps.
+
+    Wang et al. 2021 ("Neural pruning via growing regularization", GReg-1): from 0 by equal amounts every few steps up
+    to a ceiling, so that the network adapts to the removal of channels while it trains.
+
+    Args:
+        plan: says which entries will be removed.
+        parameters: by name.
+        ceiling: the greatest lambda.
+        increases: number of increases until then.
+        every: steps between increases.
+    """
+
+    def __init__(
+        self, plan: Plan, parameters: Mapping[str, Tensor], *, ceiling: float, increases: int, every: int
+    ) -> None:
+        self._ceiling, self._increases, self._every = ceiling, increases, every
+        masks = {name: plan.mask(name) for name in parameters}
+        self._removed = [
+            (parameters[name], (~mask).to(parameters[name].device, parameters[name].dtype))
+            for name, mask in masks.items()
+            if mask is not None
+        ]
+
+    def factor(self, step: int) -> float:
+        """Return lambda at a step, counted from 1."""
+        return self._ceiling * min(1.0, ((step - 1) // self._every) / self._increases)
+
+    def value(self, step: int) -> float:
+        """Return the value for the present weights."""
+        sums = [float((parameter.detach().square() * removed).sum()) for parameter, removed in self._removed]
+        return self.factor(step) / 2 * math.fsum(sums)
+
+    def add_gradients_(self, step: int, scale: float) -> None:
+        """Add `scale` times the gradient to the parameters'."""
+        factor = scale * self.factor(step)
+        for parameter, removed in self._removed:
+            if parameter.grad is not None:
+                parameter.grad.addcmul_(parameter.detach(), removed, value=factor)
+
+    def final(self, step: int) -> bool:
+        """Return whether lambda is at its ceiling."""
+        return self.factor(step) == self._ceiling
 
 
 class LabelNorms:
-    """Norms of labels over chosen parameters, and sums of gradients that point along them.
+    """Norms of labels over some parameters, and gradients along these parameters.
 
-    An entry that carries two labels, as the weight of a convolution does, belongs to the slices of both.
+    The l2 norm of a label is taken over all slices of the parameters that carry it, in all layers that write or read
+    the channel. An entry that carries two labels, as the weight of a convolution does, belongs to the slices of both.
 
     Args:
-        channel_map: what carries which label.
-        parameters: by name; those that carry no free label are left out.
+        channel_map: says which axis carries which labels.
+        parameters: by name; those that carry no free label are ignored.
     """
 
     def __init__(self, channel_map: ChannelMap, parameters: Mapping[str, Tensor]) -> None:
@@ -53,7 +232,7 @@ class LabelNorms:
         self.counts = self._sums((c, torch.ones(c.parameter.shape)) for c in self._carriers)  # entries, (n_labels,)
 
     def norms(self) -> Tensor:
-        """(n_labels,) float64 (float32 where the device has none); 0 for locked labels."""
+        """Return the norms, (n_labels,) float64 (float32 if the device has none); 0 for locked labels."""
         return self._sums((c, c.parameter.detach().square()) for c in self._carriers).sqrt()
 
     def _sums(self, values: Iterable[tuple[_Carrier, Tensor]]) -> Tensor:
@@ -91,6 +270,21 @@ class LabelNorms:
             parameter.grad.addcmul_(parameter.detach(), sums)
 
 
+@dataclass(frozen=True)
+class _Carrier:
+    """A parameter, and the labels along those of its axes that carry free ones.
+
+    Where two labels decide on an index, as on heads and positions in them, an axis is listed once for each.
+    """
+
+    parameter: Tensor
+    axes: tuple[tuple[int, Tensor], ...]  # (axis, int64 (size,)), on the parameter's device
+
+    def along(self, axis: int) -> list[int]:
+        """Return a shape with which a vector lies along an axis."""
+        return [-1 if position == axis else 1 for position in range(self.parameter.ndim)]
+
+
 def _carrier(channel_map: ChannelMap, name: str, parameter: Tensor) -> _Carrier | None:
     axes = [
         (axis, torch.from_numpy(deciding).to(parameter.device))
@@ -99,187 +293,3 @@ def _carrier(channel_map: ChannelMap, name: str, parameter: Tensor) -> _Carrier 
         for deciding in channel_map.deciding(labels)
     ]
     return _Carrier(parameter, tuple(axes)) if axes else None
-
-
-LASSO, CEILING = 1e-4, 1.0
-"""Strengths where the settings leave them open."""
-
-
-class Penalty(Protocol):
-    """What is added to the loss; by its gradient, which is had in closed form."""
-
-    def value(self, step: int) -> float:
-        """Of the weights as they are."""
-        ...
-
-    def add_gradients_(self, step: int, scale: float) -> None:
-        """Add `scale` times its gradient to the parameters'."""
-        ...
-
-    def final(self, step: int) -> bool:
-        """Return whether it is what it is meant to be in the end, so that epochs may compete by their accuracy."""
-        ...
-
-
-class GroupLasso:
-    """strength * sum over labels of sqrt(n) * |w|, over the n entries w of all slices that carry a label.
-
-    Yuan & Lin 2006, on channels as in Wen et al. 2016 ("Structured sparsity learning"), but with all that goes when a
-    channel goes: the filters that make it, their biases and norms, and the columns that read it, across shortcuts.
-    Each entry is pulled by strength * w / rms(w): a strength means the same in groups of any size.
-
-    Over the scales of norms alone it is network slimming (Liu et al. 2017): strength * |gamma| where one norm carries a
-    label; where several do, as behind a shortcut, they shrink together.
-
-    Args:
-        channel_map: which labels there are.
-        parameters: by name, those whose entries count.
-        strength: lambda.
-    """
-
-    def __init__(self, channel_map: ChannelMap, parameters: Mapping[str, Tensor], strength: float) -> None:
-        self._norms = LabelNorms(channel_map, parameters)
-        self._weights = strength * self._norms.counts.sqrt()  # (n_labels,)
-
-    @property
-    def empty(self) -> bool:
-        """Whether no free label lies on any of the parameters."""
-        return not bool(self._weights.any())
-
-    def value(self, step: int) -> float:
-        return float((self._weights * self._norms.norms()).sum())
-
-    def add_gradients_(self, step: int, scale: float) -> None:
-        norms = self._norms.norms()
-        # At 0 the penalty has no gradient; 0 is among its subgradients, and leaves pruned channels at 0.
-        self._norms.add_gradients_(torch.where(norms > 0, scale * self._weights / norms, 0.0))
-
-    def final(self, step: int) -> bool:
-        return False  # channels go on shrinking: the last epoch is the one that was trained for
-
-
-class Growing:
-    """lambda / 2 * |w|^2 over all entries w that a plan removes, where lambda grows with the steps.
-
-    Wang et al. 2021 ("Neural pruning via growing regularization", GReg-1): from 0 by equal amounts every few steps up
-    to a ceiling, so that the network adapts to the loss of channels while it trains.
-
-    Args:
-        plan: which entries are to go.
-        parameters: by name.
-        ceiling: the greatest lambda.
-        increases: how many it takes to get there.
-        every: steps between them.
-    """
-
-    def __init__(
-        self, plan: Plan, parameters: Mapping[str, Tensor], *, ceiling: float, increases: int, every: int
-    ) -> None:
-        self._ceiling, self._increases, self._every = ceiling, increases, every
-        masks = {name: plan.mask(name) for name in parameters}
-        self._removed = [
-            (parameters[name], (~mask).to(parameters[name].device, parameters[name].dtype))
-            for name, mask in masks.items()
-            if mask is not None
-        ]
-
-    def factor(self, step: int) -> float:
-        """Lambda at a step, counted from 1."""
-        return self._ceiling * min(1.0, ((step - 1) // self._every) / self._increases)
-
-    def value(self, step: int) -> float:
-        sums = [float((parameter.detach().square() * removed).sum()) for parameter, removed in self._removed]
-        return self.factor(step) / 2 * math.fsum(sums)
-
-    def add_gradients_(self, step: int, scale: float) -> None:
-        factor = scale * self.factor(step)
-        for parameter, removed in self._removed:
-            if parameter.grad is not None:
-                parameter.grad.addcmul_(parameter.detach(), removed, value=factor)
-
-    def final(self, step: int) -> bool:
-        return self.factor(step) == self._ceiling
-
-
-class SparsityRegularizer(Callback):
-    """Adds the gradient of what the settings ask for to that of the loss, once a step, before clamps see it.
-
-    The penalty is not part of the training loss that epochs report. Its gradient passes through the optimizer as the
-    loss's does: Adam rescales it, and weight decay comes on top.
-
-    Of the epochs the last is kept and not the best: accuracy is highest before channels shrink. With `growing` those
-    compete in which it is at its ceiling.
-
-    Args:
-        settings: which, and how strong.
-        channel_map: of the model.
-        plan: what is to go, for `growing` alone.
-
-    Raises:
-        UsageError: `growing` has no plan; on enter, when `bn_l1` finds no norm to act on.
-        PlanError: on enter, when the map is that of another model.
-    """
-
-    def __init__(self, settings: RegularizerSettings, channel_map: ChannelMap, plan: Plan | None = None) -> None:
-        if settings.method == "growing" and plan is None:
-            raise UsageError(
-                "regularize.method 'growing' shrinks the channels that a plan removes, and there is no plan here; "
-                "use it in `sparsify`, or use 'group_lasso' or 'bn_l1'"
-            )
-        self._settings, self._map, self._plan = settings, channel_map, plan
-        self._penalty: Penalty | None = None
-        self._step = 0
-
-    @contextmanager
-    def active(self, run: TrainingRun) -> Iterator[None]:
-        self._penalty = self._made(run)
-        handle = run.optimizer.register_step_pre_hook(self._add)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    def _made(self, run: TrainingRun) -> Penalty:
-        require_model(self._map, run.model, "the channel map")
-        settings, trained = self._settings, _trainable(run.model)
-        if self._plan is not None and settings.method == "growing":
-            increases = max(1, round(settings.rise * run.steps * run.epochs / settings.every))
-            ceiling = settings.strength or CEILING
-            return Growing(self._plan, trained, ceiling=ceiling, increases=increases, every=settings.every)
-        if settings.method == "bn_l1":
-            trained = _scales(run.model, trained)
-        lasso = GroupLasso(self._map, trained, settings.strength or LASSO)
-        if lasso.empty:
-            raise UsageError(
-                f"regularize.method {settings.method!r}: no channel that can be pruned lies on "
-                f"{'the scale of a norm' if settings.method == 'bn_l1' else 'a weight that is trained'}; "
-                "use 'group_lasso', or leave `regularize` out"
-            )
-        return lasso
-
-    def _add(self, optimizer: Optimizer, *_: Any) -> None:
-        # A fused optimizer under a GradScaler is given the scale and unscales in its step; others see true gradients.
-        scale = getattr(optimizer, "grad_scale", None)
-        assert self._penalty is not None
-        with torch.no_grad():
-            self._penalty.add_gradients_(self._step, 1.0 if scale is None else float(scale))
-
-    def before_step(self, step: int) -> None:
-        self._step = step
-
-    def eligible_for_best(self) -> bool:
-        return self._penalty is not None and self._penalty.final(self._step)
-
-    def progress_metrics(self) -> Mapping[str, Any]:
-        return {} if self._penalty is None else {"penalty": f"{self._penalty.value(max(1, self._step)):.3g}"}
-
-
-def _trainable(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def _scales(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of norms."""
-    paths = [path for path, module in model.named_modules() if isinstance(module, NORMS)]
-    names = [f"{path}.weight" if path else "weight" for path in paths]
-    return {name: trained[name] for name in names if name in trained}

@@ -1,6 +1,6 @@
-"""Watching a training: curves, sparsity and clamps of every layer, histograms and images, epoch by epoch.
+"""The log of a training for TensorBoard, epoch by epoch, and its scalars as a CSV table.
 
-Where a training is watched: TensorBoard's events, and the same scalars as a plain table.
+Scalars, sparsity and clamped gradients of every layer, and on request histograms and images.
 """
 
 from __future__ import annotations
@@ -48,6 +48,226 @@ CHARTS = {
 """Scalars that belong together, each group in one chart of the tab of custom scalars; tags as regular expressions."""
 
 
+MOST_FILTERS = 256
+
+
+class TensorBoardLogger(Callback):
+    """A callback that writes what happens in each epoch, and changes nothing; the first of all callbacks.
+
+    Scalars are everything in an `EpochRow`; under masks the share of exact zeros in every layer's weights, as they were
+    trained; for every clamped layer the share that was beyond the limit in the epoch. On request: histograms of every
+    parameter, of its mask and of its gradient in the epoch's first step (under its mask, before it is clamped, without
+    the loss scale), the filters of the first convolution as an image, and a figure of the sparsity.
+
+    In several processes the main one writes. A file that cannot be written ends the log, not the training.
+
+    Args:
+        settings: what is written.
+        events: folder of this training's events.
+        table: CSV file of its scalars.
+        plan: returns the plan that masks the model, or by which it was made compact.
+        warn: called with a message if something cannot be written.
+    """
+
+    def __init__(
+        self,
+        settings: WatchSettings,
+        events: Path,
+        table: Path,
+        plan: CurrentPlan = lambda: None,
+        warn: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        self._settings, self._plan, self._warn = settings, plan, warn
+        self._events = EventWriter(events if settings.tensorboard else None, table)
+        self._clamped: ClampCounts = {}
+        self._gradients: dict[str, Histogram] = {}
+        self._failed = not is_main()
+
+    @contextmanager
+    def active(self, run: TrainingRun) -> Iterator[None]:
+        """Close the files when the run ends."""
+        self._run = run
+        try:
+            yield
+        finally:
+            with self._safely():
+                self.close()
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether weights themselves are shown, and not only figures about them."""
+        return self._settings.tensorboard and (self._settings.histograms or self._settings.images)
+
+    def before_step(self, step: int) -> None:
+        """Take histograms of gradients in the first step of an epoch."""
+        epoch, place = divmod(step - 1, self._run.steps)
+        if not place and self._settings.histograms and self._due(epoch + 1):
+            scale = self._run.scale()
+            named = self._run.model.named_parameters()
+            gradients = {name: parameter.grad / scale for name, parameter in named if parameter.grad is not None}
+            found = {name: histogram(gradient) for name, gradient in gradients.items()}
+            self._gradients = {name: shape for name, shape in found.items() if shape is not None}
+
+    def _due(self, epoch: int) -> bool:
+        return not self._failed and self._settings.tensorboard and epoch % self._settings.every == 0
+
+    @contextmanager
+    def around_validation(self) -> Iterator[None]:
+        """Read the weights as they were trained: before an average replaces them, or the next plan masks them."""
+        model = self._run.model
+        self._sparsity = {} if self._failed and not is_sharded(model) else layer_sparsity(model, self._plan())
+        due = self._due(self._events.epoch + 1)
+        self._shapes: dict[str, Histogram] = {}
+        if due and self._settings.histograms:
+            gradients = {f"gradients/{name}": shape for name, shape in self._gradients.items()}
+            self._shapes = _histograms(model, self._plan()) | gradients
+        self._image = filters(model) if due and self._settings.images else None
+        yield
+
+    def after_epoch(self, row: EpochRow) -> None:
+        """Write everything about the epoch."""
+        counts = self._run.clamped()
+        shares, self._clamped = _clamped_shares(self._clamped, counts), counts
+        if self._failed:
+            return
+        with self._safely():
+            for tag, found in self._shapes.items():
+                self._events.histogram(row.epoch, tag, found)
+            if self._settings.images and self._due(row.epoch):
+                self._draw(row.epoch)
+            self.scalars(row, self._sparsity | shares)
+
+    def scalars(self, row: EpochRow, more: Mapping[str, float] | None = None) -> None:
+        """Write the scalars of an epoch, and finish it."""
+        named = {_tag(name): float(value) for name, value in row.figures().items() if name != "epoch"}
+        self._events.scalars(row.epoch, {**named, **(more or {})})
+        self._events.finish_epoch(row.epoch)
+
+    def close(self) -> None:
+        """End the file of events."""
+        self._events.close()
+
+    def _draw(self, epoch: int) -> None:
+        writer = self._events.writer
+        if writer is None:
+            return
+        if self._image is not None:
+            writer.add_image("filters", self._image, epoch)
+        if self._sparsity:
+            writer.add_figure("sparsity", sparsity_figure(self._sparsity), epoch, close=False)
+
+    @contextmanager
+    def _safely(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._failed = True
+            self._warn(f"watching: {error}; no more is written of this training, which goes on")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the last epoch, and the counts and histograms of the epoch that has begun."""
+        return {
+            "events": self._events.state_dict(),
+            "clamped": {clamp: {path: list(both) for path, both in of.items()} for clamp, of in self._clamped.items()},
+            "gradients": {name: asdict(shape) for name, shape in self._gradients.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+        self._events.load_state_dict(state["events"])
+        self._clamped = {clamp: {p: (n, of) for p, (n, of) in rows.items()} for clamp, rows in state["clamped"].items()}
+        self._gradients = {name: Histogram(**shape) for name, shape in state["gradients"].items()}
+
+
+def _tag(name: str) -> str:
+    """Return the tag by which training and validation share a chart: `loss/train` for `train_loss`."""
+    part, _, kind = name.partition("_")
+    return f"{kind}/{part}" if part in ("train", "validation") else name
+
+
+def layer_sparsity(model: nn.Module, plan: Plan | None) -> dict[str, float]:
+    """Return `sparsity/<module path>`: the share of exact zeros in a layer's weights, 0..1, and `sparsity/all`.
+
+    Only weights with two or more axes count, because new biases and norms are zero without being pruned. Entries that
+    a compact model no longer has count as zeros. Empty without a plan. All processes of a sharded model call this.
+    """
+    if plan is None:
+        return {}
+    kept: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.ndim >= 2:
+            path, own = name.rpartition(".")[0] or name, local_part(parameter)
+            kept[path] = kept.get(path, 0) + own.numel() - int(count_zeros(own))
+            sizes[path] = sizes.get(path, 0) + _dense_size(name, parameter, plan)
+    if is_sharded(model):
+        kept = {path: int(count) for path, count in zip(kept, total(*kept.values()), strict=True)}
+    found = {f"sparsity/{path}": (sizes[path] - count) / sizes[path] for path, count in kept.items()}
+    whole = sum(sizes.values())
+    return found | ({"sparsity/all": (whole - sum(kept.values())) / whole} if sizes else {})
+
+
+def _histograms(model: nn.Module, plan: Plan | None) -> dict[str, Histogram]:
+    found: dict[str, Histogram] = {}
+    for name, parameter in model.named_parameters():
+        if (shape := histogram(parameter)) is not None:
+            found[f"weights/{name}"] = shape
+        mask = None if plan is None else plan.mask(name)
+        if mask is not None:
+            size = _dense_size(name, parameter, plan)
+            found[f"masks/{name}"] = mask_histogram(int(torch.count_nonzero(mask)) * (size // mask.numel()), size)
+    return found
+
+
+def _dense_size(name: str, parameter: Tensor, plan: Plan | None) -> int:
+    """Return how many entries a parameter has in the dense model."""
+    return parameter.numel() if plan is None else math.prod(plan.channel_map.shapes.get(name, parameter.shape))
+
+
+def _clamped_shares(before: ClampCounts, now: ClampCounts) -> dict[str, float]:
+    """Return `clamped/<clamp>/<module path>`: the share beyond the limit since the earlier counts, 0..1."""
+    shares = {}
+    for clamp, counts in now.items():
+        for path, (beyond, seen) in counts.items():
+            already, of = before.get(clamp, {}).get(path, (0, 0))
+            if seen > of:
+                shares[f"clamped/{clamp}/{path}"] = (beyond - already) / (seen - of)
+    return shares
+
+
+@torch.no_grad()
+def filters(model: nn.Module) -> Tensor | None:
+    """Return the filters of the first convolution in two dimensions, as one image (3, height, width) with values 0..1.
+
+    All are on one scale, with zero as mid-gray, so that pruned filters are plain gray. Filters of 1 or 3 input channels
+    are shown as they are, others as the mean over input channels. None if the model has no such convolution.
+    """
+    from torchvision.utils import make_grid
+
+    first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
+    if first is None:
+        return None
+    weight = first.weight.detach()[:MOST_FILTERS].float().cpu()  # (filters, in, height, width)
+    if weight.shape[1] not in (1, 3):
+        weight = weight.mean(1, keepdim=True)
+    scale = weight.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+    image: Tensor = make_grid(0.5 + 0.5 * weight / scale, nrow=16, padding=1, pad_value=1.0)
+    return image
+
+
+def sparsity_figure(sparsity: Mapping[str, float]) -> Figure:
+    """Return a figure with a bar for each layer, in the order of the model, from what `layer_sparsity` returns."""
+    from matplotlib.figure import Figure
+
+    layers = {tag.partition("/")[2]: share for tag, share in sparsity.items() if tag != "sparsity/all"}
+    figure = Figure(figsize=(8, 1 + 0.2 * len(layers)), layout="constrained")
+    axes = figure.subplots()
+    axes.barh(list(layers), [100 * share for share in layers.values()], color="#0f766e")
+    axes.invert_yaxis()
+    axes.set(xlim=(0, 100), xlabel="zeros among the weights, %")
+    return figure
+
+
 @dataclass(frozen=True)
 class Histogram:
     """How values are distributed: `counts[i]` of them in (limits[i - 1], limits[i]], the first from `least` on."""
@@ -61,11 +281,7 @@ class Histogram:
 
 
 def histogram(values: Tensor) -> Histogram | None:
-    """Of all finite values, in even bins; made where they are, so that no more than the bins leaves a device.
-
-    Returns:
-        None where no value is finite.
-    """
+    """Return the histogram of all finite values, computed on their device; None if no value is finite."""
     flat = (values.coalesce().values() if values.is_sparse else values).detach().reshape(-1).float()
     flat = flat[flat.isfinite()]
     if not flat.numel():
@@ -82,17 +298,17 @@ def histogram(values: Tensor) -> Histogram | None:
     return Histogram(least, most, total, squares, [*limits, most], counts)
 
 
-def of_mask(kept: int, size: int) -> Histogram:
-    """Of a mask: exactly `size - kept` zeros in the first bin, and `kept` ones in the second."""
+def mask_histogram(kept: int, size: int) -> Histogram:
+    """Return the histogram of a mask: `size - kept` zeros in the first bin, and `kept` ones in the second."""
     least, most = float(kept == size), float(kept > 0)
     return Histogram(least, most, float(kept), float(kept), [0.5, 1.0], [float(size - kept), float(kept)])
 
 
 class EventWriter:
-    """The writer of one training, made when it is first needed.
+    """The files of one training: TensorBoard's events, and a CSV table of all scalars.
 
-    Of a training that is resumed, what came after the epoch where it goes on is taken back: from the table, and in
-    TensorBoard by an event that says so.
+    When a training is resumed, rows after the epoch where it continues are removed from the table, and hidden in
+    TensorBoard by an event.
 
     Args:
         folder: for events; None for none.
@@ -102,18 +318,18 @@ class EventWriter:
     def __init__(self, folder: Path | None, table: Path) -> None:
         self.folder, self.table = folder, table
         self.epoch = 0
-        """The last one that is written down."""
+        """The last epoch that is written."""
         self._rows: list[tuple[int, str, float]] | None = None
         self._writer: SummaryWriter | None = None
 
     @property
     def writer(self) -> SummaryWriter | None:
-        """TensorBoard's, for whatever else there is to show; None without events."""
+        """TensorBoard's writer, made on first use; None without events."""
         if self._writer is None and self.folder is not None:
             from torch.utils.tensorboard import SummaryWriter
 
             if self.epoch:
-                _wait_until_last(self.folder)
+                _wait_for_later_name(self.folder)
                 self._writer = SummaryWriter(str(self.folder), purge_step=self.epoch + 1)
             else:
                 shutil.rmtree(self.folder, ignore_errors=True)
@@ -149,258 +365,38 @@ class EventWriter:
                 global_step=epoch,
             )
 
-    def written(self, epoch: int) -> None:
-        """All of an epoch is written; whoever looks on sees it."""
+    def finish_epoch(self, epoch: int) -> None:
+        """Flush what is written of an epoch, so that TensorBoard shows it."""
         self.epoch = epoch
         if self._writer is not None:
             self._writer.flush()
 
     def close(self) -> None:
-        """End the file of events; another begins where more is written."""
+        """Close the file of events; another one is begun if more is written."""
         if self._writer is not None:
             self._writer.close()
         self._writer = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far it is written."""
+        """Return the last epoch that is written."""
         return {"epoch": self.epoch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Continue after the epoch of a state."""
         self.close()
         self.epoch, self._rows = int(state["epoch"]), None
 
 
-def _wait_until_last(folder: Path) -> None:
-    """TensorBoard reads files by their names, which begin with the second: a file of a later one comes last."""
+def _wait_for_later_name(folder: Path) -> None:
+    """Wait for the next second: TensorBoard reads files in the order of their names, which contain the second."""
     while any(path.name.split(".")[3] >= f"{int(time.time()):010d}" for path in folder.glob("events.out.tfevents.*")):
         time.sleep(0.05)
 
 
 def _read(table: Path, last: int) -> list[tuple[int, str, float]]:
-    """Return the rows of the epochs up to the last one that counts; none where there is no such table."""
+    """Return the rows of the table up to an epoch; none if there is no table."""
     if not table.exists():
         return []
     with table.open(encoding="utf-8", newline="") as file:
         rows = [(int(row["epoch"]), row["tag"], float(row["value"])) for row in csv.DictReader(file)]
     return [row for row in rows if row[0] <= last]
-
-
-MOST_FILTERS = 256
-
-
-class TensorBoardLogger(Callback):
-    """Writes down what happens in each epoch; changes nothing. Goes before all other parts.
-
-    Scalars: everything in an `EpochRow`; under masks the share of exact zeros in every layer's weights, as they were
-    trained; of every clamped layer the share that was beyond the limit in the epoch. On request histograms of every
-    parameter, of its mask and of its gradient in the epoch's first step (under its mask, before it is clamped, without
-    the loss scale), the filters of the first convolution as an image, and a figure of the sparsity.
-
-    Of several processes the main one writes. A file that cannot be written ends the watching, not the training.
-
-    Args:
-        settings: what is wanted.
-        events: folder of this training's events.
-        table: CSV file of its scalars.
-        plan: what masks the model, or what was cut out of it.
-        warn: told what cannot be written.
-    """
-
-    def __init__(
-        self,
-        settings: WatchSettings,
-        events: Path,
-        table: Path,
-        plan: CurrentPlan = lambda: None,
-        warn: Callable[[str], None] = lambda message: None,
-    ) -> None:
-        self._settings, self._plan, self._warn = settings, plan, warn
-        self._events = EventWriter(events if settings.tensorboard else None, table)
-        self._clamped: ClampCounts = {}
-        self._gradients: dict[str, Histogram] = {}
-        self._failed = not is_main()
-
-    @contextmanager
-    def active(self, run: TrainingRun) -> Iterator[None]:
-        self._run = run
-        try:
-            yield
-        finally:
-            with self._safely():
-                self.close()
-
-    @property
-    def reads_weights(self) -> bool:
-        """Whether weights themselves are shown, and not figures of them alone."""
-        return self._settings.tensorboard and (self._settings.histograms or self._settings.images)
-
-    def before_step(self, step: int) -> None:
-        epoch, place = divmod(step - 1, self._run.steps)
-        if not place and self._settings.histograms and self._due(epoch + 1):
-            scale = self._run.scale()
-            named = self._run.model.named_parameters()
-            gradients = {name: parameter.grad / scale for name, parameter in named if parameter.grad is not None}
-            found = {name: histogram(gradient) for name, gradient in gradients.items()}
-            self._gradients = {name: shape for name, shape in found.items() if shape is not None}
-
-    def _due(self, epoch: int) -> bool:
-        return not self._failed and self._settings.tensorboard and epoch % self._settings.every == 0
-
-    @contextmanager
-    def around_validation(self) -> Iterator[None]:
-        """Look at the weights as they were trained: before an average takes their place, or the next plan comes."""
-        model = self._run.model
-        self._sparsity = {} if self._failed and not is_sharded(model) else layer_sparsity(model, self._plan())
-        due = self._due(self._events.epoch + 1)
-        self._shapes: dict[str, Histogram] = {}
-        if due and self._settings.histograms:
-            gradients = {f"gradients/{name}": shape for name, shape in self._gradients.items()}
-            self._shapes = _histograms(model, self._plan()) | gradients
-        self._image = filters(model) if due and self._settings.images else None
-        yield
-
-    def after_epoch(self, row: EpochRow) -> None:
-        """Write it all down."""
-        counts = self._run.clamped()
-        shares, self._clamped = _since(self._clamped, counts), counts
-        if self._failed:
-            return
-        with self._safely():
-            for tag, found in self._shapes.items():
-                self._events.histogram(row.epoch, tag, found)
-            if self._settings.images and self._due(row.epoch):
-                self._draw(row.epoch)
-            self.scalars(row, self._sparsity | shares)
-
-    def scalars(self, row: EpochRow, more: Mapping[str, float] | None = None) -> None:
-        """Write the scalars of an epoch, which is the last that it gets."""
-        named = {_tag(name): float(value) for name, value in row.figures().items() if name != "epoch"}
-        self._events.scalars(row.epoch, {**named, **(more or {})})
-        self._events.written(row.epoch)
-
-    def close(self) -> None:
-        """End the file of events."""
-        self._events.close()
-
-    def _draw(self, epoch: int) -> None:
-        writer = self._events.writer
-        if writer is None:
-            return
-        if self._image is not None:
-            writer.add_image("filters", self._image, epoch)
-        if self._sparsity:
-            writer.add_figure("sparsity", sparsity_figure(self._sparsity), epoch, close=False)
-
-    @contextmanager
-    def _safely(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self._failed = True
-            self._warn(f"watching: {error}; no more is written of this training, which goes on")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "events": self._events.state_dict(),
-            "clamped": {clamp: {path: list(both) for path, both in of.items()} for clamp, of in self._clamped.items()},
-            "gradients": {name: asdict(shape) for name, shape in self._gradients.items()},
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._events.load_state_dict(state["events"])
-        self._clamped = {clamp: {p: (n, of) for p, (n, of) in rows.items()} for clamp, rows in state["clamped"].items()}
-        self._gradients = {name: Histogram(**shape) for name, shape in state["gradients"].items()}
-
-
-def _tag(name: str) -> str:
-    """Return what of training and validation is of one kind stands in one chart: `train_loss` is `loss/train`."""
-    part, _, kind = name.partition("_")
-    return f"{kind}/{part}" if part in ("train", "validation") else name
-
-
-def layer_sparsity(model: nn.Module, plan: Plan | None) -> dict[str, float]:
-    """`sparsity/<module path>` -> share of exact zeros in a layer's weights, 0..1, and `sparsity/all` of all of them.
-
-    Weights have two axes or more: fresh biases and norms are zero without being pruned. Empty where nothing masks.
-    What a compact model no longer has counts as the zeros that it was. Of a sharded model all processes ask together.
-    """
-    if plan is None:
-        return {}
-    kept: dict[str, int] = {}
-    sizes: dict[str, int] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.ndim >= 2:
-            path, own = name.rpartition(".")[0] or name, local_part(parameter)
-            kept[path] = kept.get(path, 0) + own.numel() - int(count_zeros(own))
-            sizes[path] = sizes.get(path, 0) + _dense_size(name, parameter, plan)
-    if is_sharded(model):
-        kept = {path: int(count) for path, count in zip(kept, total(*kept.values()), strict=True)}
-    found = {f"sparsity/{path}": (sizes[path] - count) / sizes[path] for path, count in kept.items()}
-    whole = sum(sizes.values())
-    return found | ({"sparsity/all": (whole - sum(kept.values())) / whole} if sizes else {})
-
-
-def _histograms(model: nn.Module, plan: Plan | None) -> dict[str, Histogram]:
-    found: dict[str, Histogram] = {}
-    for name, parameter in model.named_parameters():
-        if (shape := histogram(parameter)) is not None:
-            found[f"weights/{name}"] = shape
-        mask = None if plan is None else plan.mask(name)
-        if mask is not None:
-            size = _dense_size(name, parameter, plan)
-            found[f"masks/{name}"] = of_mask(int(torch.count_nonzero(mask)) * (size // mask.numel()), size)
-    return found
-
-
-def _dense_size(name: str, parameter: Tensor, plan: Plan | None) -> int:
-    """Return the entries of a parameter in the dense model, of which a compact one has some."""
-    return parameter.numel() if plan is None else math.prod(plan.channel_map.shapes.get(name, parameter.shape))
-
-
-def _since(before: ClampCounts, now: ClampCounts) -> dict[str, float]:
-    """`clamped/<clamp>/<module path>` -> share beyond the limit among what was counted in between, 0..1."""
-    shares = {}
-    for clamp, counts in now.items():
-        for path, (beyond, seen) in counts.items():
-            already, of = before.get(clamp, {}).get(path, (0, 0))
-            if seen > of:
-                shares[f"clamped/{clamp}/{path}"] = (beyond - already) / (seen - of)
-    return shares
-
-
-@torch.no_grad()
-def filters(model: nn.Module) -> Tensor | None:
-    """Return the filters of the first convolution in two dimensions, as one image (3, height, width) with values 0..1.
-
-    All are on one scale, with zero as mid-gray: what is pruned is plain gray. Those of 1 or 3 input channels are shown
-    as they are, others as the mean over these. None where the model has no such convolution.
-    """
-    from torchvision.utils import make_grid
-
-    first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
-    if first is None:
-        return None
-    weight = first.weight.detach()[:MOST_FILTERS].float().cpu()  # (filters, in, height, width)
-    if weight.shape[1] not in (1, 3):
-        weight = weight.mean(1, keepdim=True)
-    scale = weight.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
-    image: Tensor = make_grid(0.5 + 0.5 * weight / scale, nrow=16, padding=1, pad_value=1.0)
-    return image
-
-
-def sparsity_figure(sparsity: Mapping[str, float]) -> Figure:
-    """Return a bar for each layer, in the order of the model.
-
-    Args:
-        sparsity: as `layer_sparsity` gives it.
-    """
-    from matplotlib.figure import Figure
-
-    layers = {tag.partition("/")[2]: share for tag, share in sparsity.items() if tag != "sparsity/all"}
-    figure = Figure(figsize=(8, 1 + 0.2 * len(layers)), layout="constrained")
-    axes = figure.subplots()
-    axes.barh(list(layers), [100 * share for share in layers.values()], color="#0f766e")
-    axes.invert_yaxis()
-    axes.set(xlim=(0, 100), xlabel="zeros among the weights, %")
-    return figure
