@@ -1,7 +1,7 @@
-"""The commands that run a recipe, from Python: each leaves the folder that the command leaves, and returns its result.
+"""The jobs of a recipe from Python: each writes the folder that its command writes, and returns its result.
 
-A recipe is a file, the name of one that comes with the package, or `JobSettings`. Overrides are values by key, as the
-command line's `KEY=VALUE`: `{"prune.budget.macs": 0.4, "finetune.epochs": 2}`.
+A recipe is a file, the name of a packaged one, or `JobSettings`. Overrides are values by key, as `KEY=VALUE` on the
+command line: `{"prune.budget.macs": 0.4, "finetune.epochs": 2}`.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ Recipe = StrPath | JobSettings
 def job_of(
     recipe: Recipe, overrides: Overrides = (), own: Own = RECIPE_ONLY, *, allow_code: bool = False
 ) -> JobSettings:
-    """Return the settings of a recipe with overrides laid over it, checked whole.
+    """Return the settings of a recipe with overrides applied, checked as a whole.
 
     Args:
         recipe: a file, the name of a recipe that comes with the package, or settings.
         overrides: values by key.
-        own: the user's own code, which takes the place of what the recipe says.
+        own: the user's own code, which replaces that of the recipe.
         allow_code: whether code that the recipe's file names may run; what overrides and settings name always may.
 
     Raises:
-        UsageError: it is none of these.
-        RecipeError: there is no such recipe, or it has problems; every one of them is in the message.
+        UsageError: the recipe is none of these.
+        RecipeError: there is no such recipe, or it has problems, all of which are in the message.
 
     Example:
         >>> from prunekit.recipe_jobs import job_of
@@ -130,8 +130,7 @@ def prune(
 ) -> RunResult:
     """Run the job of a recipe without fine-tuning, as `prunekit prune` does; see `prunekit.prune` for a model at hand.
 
-    Args:
-        recipe, overrides, own, allow_code, on_epoch, resume, log, progress: as for `finetune`.
+    Arguments are as for `finetune`.
 
     Raises:
         UsageError: recipe, data, model or budget do not fit; nothing was written.
@@ -155,8 +154,7 @@ def calibrate(
 
     For a model at hand see `prunekit.calibrate`.
 
-    Args:
-        recipe, overrides, own, allow_code, log, progress: as for `finetune`.
+    Arguments are as for `finetune`.
 
     Raises:
         UsageError: recipe, data or model do not fit.
@@ -182,10 +180,8 @@ def sensitivity(
 
     For a model at hand see `prunekit.sensitivity`.
 
-    Args:
-        measured: whether to measure too, by masking; exact and slower.
-        groups: globs over names of channel groups; none: all.
-        recipe, overrides, own, allow_code, log, progress: as for `finetune`.
+    `measured` says whether to measure too, by masking, which is exact and slower; `groups` are globs over names of
+    channel groups, none for all. Other arguments are as for `finetune`.
 
     Raises:
         UsageError: recipe, data, model or globs do not fit; nothing was written.
@@ -210,9 +206,8 @@ def profile(
 
     For a model at hand see `prunekit.profile`.
 
-    Args:
-        networks: how many to time, at least 10; those in the cache are not timed again.
-        recipe, overrides, own, allow_code, log, progress: as for `finetune`.
+    `networks` is how many are timed, at least 10; those in the cache are not timed again. Other arguments are as for
+    `finetune`.
 
     Raises:
         UsageError: recipe, data, model or target do not fit; nothing was written.

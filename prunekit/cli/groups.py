@@ -1,6 +1,6 @@
-"""What becomes of an error: one line on stderr and an exit code; a traceback only with --debug.
+"""The command group: errors end a command with one line and an exit code, in one process or several.
 
-Commands that several processes run together, as `torchrun` and `accelerate launch` start them.
+Several processes are started by `torchrun` or `accelerate launch`. Tracebacks are printed only with --debug.
 """
 
 from __future__ import annotations
@@ -20,11 +20,7 @@ TOGETHER = ("finetune", "prune", "calibrate", "evaluate")
 
 
 def require_alone(command: str | None) -> None:
-    """Refuse a command that every process would run for itself.
-
-    Raises:
-        UsageError: this is one of several processes, and the command is for one.
-    """
+    """Raise UsageError if this is one of several processes, and the command is for a single one."""
     if command not in TOGETHER and launched():
         raise UsageError(
             f"{command}: expected a single process, but a launcher started several; run `prunekit {command}` without "
@@ -34,7 +30,7 @@ def require_alone(command: str | None) -> None:
 
 @contextmanager
 def as_one() -> Iterator[None]:
-    """Run a command in the group of processes that the environment describes; where one fails, all do."""
+    """Run a command in the process group that the environment describes; if one process fails, all do."""
     if not launched():
         yield
         return
@@ -49,7 +45,7 @@ FAILED = 1
 
 
 class ErrorGroup(click.Group):
-    """A group whose commands may raise anything."""
+    """A click group that reports any error of its commands."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         """Return commands in the order of a user's journey."""
@@ -58,7 +54,7 @@ class ErrorGroup(click.Group):
     def resolve_command(
         self, context: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find a command; one for a single process is refused to several."""
+        """Find a command; raise if it is for a single process and there are several."""
         name, command, rest = super().resolve_command(context, args)
         require_alone(name)
         return name, command, rest
@@ -74,7 +70,7 @@ class ErrorGroup(click.Group):
             if leads():
                 click.echo("prunekit: interrupted", err=True)
             context.exit(INTERRUPTED)
-        except PeerError as error:  # the one that failed says why
+        except PeerError as error:  # the process that failed prints why
             context.exit(error.exit_code)
         except PrunekitError as error:
             _report(context, str(error))
@@ -85,10 +81,10 @@ class ErrorGroup(click.Group):
 
 
 def _refused(error: Exception) -> str | None:
-    """Return what to say when the system refused to read or write; None for any other error."""
+    """Return the message for a file that the system cannot read or write; None for any other error."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'output'}: cannot be read or written: {error.strerror}"
-    # safetensors has an exception of its own for what it cannot write; it is looked up only where it was imported.
+    # safetensors has an exception of its own, which is looked up only if safetensors was imported.
     safetensors = sys.modules.get("safetensors")
     if safetensors is not None and isinstance(error, safetensors.SafetensorError):
         return f"a file of tensors cannot be read or written: {str(error).rpartition('I/O error: ')[2]}"

@@ -1,7 +1,4 @@
-"""From what a command line names to models.
-
-What the subcommands of `prunekit visualize` look at: models by name or folder, and an image.
-"""
+"""The models of a command: options that name them, and what they name: recipes, folders, zoo models, own code."""
 
 from __future__ import annotations
 
@@ -36,11 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ModelOptions:
-    """`--model`, `--weights`, `--input-shape`, `--seed`, `--data`, `--task`, `--zoo` and `--allow-code`.
-
-    Raises:
-        UsageError: the zoo is a factory, and so is the model.
-    """
+    """Values of `--model`, `--weights`, `--input-shape`, `--seed`, `--data`, `--zoo`, `--task` and `--allow-code`."""
 
     factory: str | None = None
     weights: str | None = None
@@ -61,13 +54,14 @@ class ModelOptions:
 def model_command(
     output: str, *, device: bool = True, options: Callable[..., Any] = model_options
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return the options of a command on models, for a function that takes a console, `ModelOptions`, and its other
-    arguments.
+    """Return a decorator that makes a function a command on models.
+
+    The function takes a console, `ModelOptions`, and its other arguments.
 
     Args:
-        output: what goes to `--output`.
+        output: what is written to `--output`.
         device: whether there is `--device`.
-        options: that say which model is meant.
+        options: adds the options that name a model.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,11 +80,9 @@ def model_command(
 
 
 def one_target(names: Sequence[str], overrides: Sequence[str], options: ModelOptions) -> InputModel:
-    """Return the one model that a command line names; with a recipe, `--model` takes the place of its model, and with a
-    model folder it says how its dense model is built.
+    """Return the one model that a command line names; raise UsageError if it names several.
 
-    Raises:
-        UsageError: it names several.
+    With a recipe, `--model` replaces its model; with a model folder it builds the dense model.
     """
     if len(names) > 1:
         raise UsageError(f"expected one model, got {len(names)}: {', '.join(names)}")
@@ -100,8 +92,9 @@ def one_target(names: Sequence[str], overrides: Sequence[str], options: ModelOpt
 
 
 def all_targets(names: Sequence[str], overrides: Sequence[str], options: ModelOptions) -> list[InputModel]:
-    """Return the models that a command line names: the user's own first, because it is what others are compared
-    with, unless it takes the place of a recipe's.
+    """Return the models that a command line names.
+
+    The user's own comes first, because the others are compared with it, unless it replaces that of a recipe.
     """
     alone = not names or (options.factory is not None and not any(map(is_recipe, names)))
     own = [_resolve(None, overrides, replace(options, zoo=None) if names else options)] if alone else []
@@ -132,14 +125,15 @@ def _job(recipe: str, overrides: Sequence[str], options: ModelOptions) -> JobSet
 
 
 def job_to_read(recipe: str, overrides: Sequence[str], options: ModelOptions, **given: Any) -> JobSettings:
-    """Return the job of a recipe for what runs only parts of it: code that is not allowed is in the way only if it
-    is met.
+    """Return the job of a recipe for a command that runs only parts of it.
+
+    Code that is not allowed is then an error only if it is about to run.
     """
     return load_job(recipe, overrides, **given, allow_code=options.allow_code, runs_code=False)
 
 
 def check_recipes(names: Iterable[str | None], overrides: Sequence[str], options: ModelOptions) -> None:
-    """Check the recipes among what a command line names, before anything that takes seconds to import.
+    """Check the recipes that a command line names, before slow imports.
 
     Raises:
         UsageError: an override, or `--data`, has no recipe to change, or a recipe has problems.
@@ -161,19 +155,16 @@ def _named(name: str | None, zoo: Zoo | None) -> str | ModelSettings | None:
 
 
 def refuse_idle_overrides(overrides: Sequence[str], recipes: Iterable[str | None], data: str | None = None) -> None:
-    """Checks that there is a recipe for the overrides, and for `--data`, to change.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Raise UsageError if there are overrides, or `--data`, and no recipe that they change."""
     changes = [repr(overrides[0])] if overrides else [f"--data {data}"] if data else []
     if changes and not any(recipe is not None and is_recipe(recipe) for recipe in recipes):
         raise UsageError(f"{changes[0]} changes a recipe, and no recipe was given")
 
 
 def recipe_of_data(targets: Sequence[str], given: str | None) -> str | None:
-    """Return the recipe whose images a command uses: what it names as its model, `--recipe`, or that of the run which a
-    model folder lies in; None where there is none.
+    """Return the recipe whose images a command uses; None if there is none.
+
+    It is the recipe that is named as the model, `--recipe`, or that of the run in whose folder the model is.
 
     Raises:
         UsageError: the model is a recipe, and another one was given.
@@ -191,7 +182,7 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
 def image_options(function: Decorated) -> Decorated:
-    """`--image` and `--index`: what the models are shown."""
+    """Add `--image` and `--index`, which choose the image."""
     function = click.option(
         "--index", default=0, show_default=True, type=click.IntRange(min=0), help="Which test image, without --image."
     )(function)
@@ -201,17 +192,17 @@ def image_options(function: Decorated) -> Decorated:
 
 
 def groups_option(function: Decorated) -> Decorated:
-    """`--groups`: layers by the channels that they make."""
+    """Add `--groups`, which chooses layers by channel groups."""
     return click.option(
         "--groups",
         multiple=True,
         metavar="GLOB",
-        help="Channel groups, whose layers are looked at too; several times. `prunekit inspect` shows the names.",
+        help="Channel groups whose layers are shown too; may be repeated. `prunekit inspect` lists the names.",
     )(function)
 
 
-def find_sides(arguments: Sequence[str], options: ModelOptions, console: Console) -> ModelPair:
-    """Return the models that a command line names: a pruned one beside its dense one where a folder is named.
+def find_model_pair(arguments: Sequence[str], options: ModelOptions, console: Console) -> ModelPair:
+    """Return the model that a command line names; for the folder of a pruned one, its dense model too.
 
     Raises:
         UsageError: it names none, or several.
@@ -219,40 +210,40 @@ def find_sides(arguments: Sequence[str], options: ModelOptions, console: Console
     names, overrides = split_overrides(arguments)
     if any(map(is_recipe, names)):
         check_recipes(names, overrides, options)
-    from prunekit.jobs.run import model_pair as sides
+    from prunekit.jobs.run.model_pair import is_pruned, load_model_pair, recipe_of_run
 
     folder = Path(names[0]) if len(names) == 1 else None
-    if folder is None or not sides.is_pruned(folder):
+    if folder is None or not is_pruned(folder):
         refuse_idle_overrides(overrides, names, options.data)
         return _single(names, overrides, options, console)
     if options.weights or options.input_shape or options.zoo:
         raise UsageError(f"{folder}: a folder says what its models are; leave out --weights, --input-shape and --zoo")
-    recipe = sides.recipe_of_run(folder)
+    recipe = recipe_of_run(folder)
     refuse_idle_overrides(overrides, [None if recipe is None else str(recipe)])
     job = None if recipe is None else job_to_read(str(recipe), overrides, options, data=options.data)
     data = None if job is None else job.data
-    found = replace(sides.load_model_pair(folder, data, factory=options.factory, own_data=options.data), job=job)
+    found = replace(load_model_pair(folder, data, factory=options.factory, own_data=options.data), job=job)
     for note in found.notes:
         console.log(note)
     return found
 
 
-def pictures_folder(sides: ModelPair, output: Path | None, name: str) -> Path:
-    """Return where pictures go: the folder asked for, or one of this name, for a run in its own folder.
+def pictures_folder(pair: ModelPair, output: Path | None, name: str) -> Path:
+    """Return the folder for pictures: `--output`, or one of this name, which for a run is in its folder.
 
     Raises:
-        UsageError: it cannot be written to.
+        UsageError: the folder cannot be written to.
     """
-    folder = output or (sides.run / name if sides.run else Path(name))
+    folder = output or (pair.run / name if pair.run else Path(name))
     check_folder(folder)
     return folder
 
 
-def report_of(sides: ModelPair, folder: Path, name: str) -> list[Path]:
-    """Write the report of a run again where pictures that it shows have come into its folder; the page, if so."""
+def report_of(pair: ModelPair, folder: Path, name: str) -> list[Path]:
+    """Write the report of a run again if it shows the pictures of a folder, and return its page if so."""
     from prunekit.report.pages.run_page import write_report
 
-    return [write_report(sides.run)] if sides.run is not None and folder == sides.run / name else []
+    return [write_report(pair.run)] if pair.run is not None and folder == pair.run / name else []
 
 
 def _single(names: Sequence[str], overrides: Sequence[str], options: ModelOptions, console: Console) -> ModelPair:

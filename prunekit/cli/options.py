@@ -1,4 +1,4 @@
-"""Options that commands share, and how they reach a recipe."""
+"""Options that commands share, and the job of a recipe that they change."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from prunekit.settings.job import JobSettings
 
 Zoo = Literal["torchvision", "cifar", "timm", "hf"]
-ZOO = "Where MODEL is from; a module's factory is a model itself, as with --model.  [default: torchvision, else cifar]"
+ZOO = "The zoo of MODEL; python:MODULE:FACTORY is a model itself, as with --model.  [default: torchvision, else cifar]"
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 RECIPE_KEYS = {name: name for name in ("task", "device", "seed", "output")} | {"moments": "calibration.moments"}
-"""Keys of a recipe that options of commands change, by the options' names."""
+"""Keys of a recipe that options change, by the names of the options."""
 OVERRIDE = re.compile(r"[A-Za-z_][\w-]*(\.[^=/]+)*=")
 
 
@@ -53,7 +53,7 @@ own_model_option = click.option(
 data_option = click.option(
     "--data",
     metavar="FILE.py:FACTORY",
-    help="Your own images in the place of a recipe's; runs the file's code. python:MODULE:FACTORY likewise.",
+    help="Your own images in place of a recipe's; runs the file's code. python:MODULE:FACTORY likewise.",
 )
 optimizer_option = click.option(
     "--optimizer",
@@ -70,18 +70,18 @@ task_option = click.option(
 allow_code_option = click.option(
     "--allow-code",
     is_flag=True,
-    help="Run code that a recipe's file names, as in criterion: mine.py:score; what KEY=VALUE names runs in any case.",
+    help="Run code that a recipe's file names, as in criterion: mine.py:score; code that KEY=VALUE names always runs.",
 )
 
 
 def output_option(what: str) -> Callable[[Decorated], Decorated]:
-    """`--output DIR`, with what goes there."""
+    """Return a decorator that adds `--output DIR`, the folder for `what`."""
     kind = click.Path(file_okay=False, path_type=Path)
     return click.option("--output", type=kind, metavar="DIR", help=f"Folder for {what}")
 
 
 class _Zoos(click.Choice[str]):
-    """A zoo, or an installed module's factory in its place."""
+    """A choice of zoos, or an installed module's factory."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         return str(value) if str(value).startswith("python:") else super().convert(value, param, ctx)
@@ -91,8 +91,7 @@ class _Zoos(click.Choice[str]):
 
 
 def model_options(function: Decorated) -> Decorated:
-    """`--model`, `--weights`, `--input-shape`, `--zoo`, `--data`, `--task` and `--allow-code`: one's own, or changes
-    to a zoo's."""
+    """Add the options that name a model: `--model`, `--weights`, `--input-shape`, `--zoo`, `--data`, `--task`, ..."""
     zoos = _Zoos(get_args(Zoo))
     for option in (
         allow_code_option,
@@ -113,21 +112,20 @@ def model_options(function: Decorated) -> Decorated:
 
 
 def own_options(function: Decorated) -> Decorated:
-    """`--model`, `--data`, `--task` and `--optimizer`: the user's own code in the place of a recipe's; and
-    `--allow-code`."""
+    """Add the options for the user's own code: `--model`, `--data`, `--task`, `--optimizer`, `--allow-code`."""
     return own_model_option(data_option(task_option(optimizer_option(allow_code_option(function)))))
 
 
 def common_options(function: Decorated) -> Decorated:
-    """`--json` and `--debug`, which every command has."""
+    """Add `--json` and `--debug`, which every command has."""
     return json_option(debug_option(function))
 
 
 def recipe_options(output: str = "runs.  [default: runs]", *, device: bool = True) -> Callable[[Decorated], Decorated]:
-    """RECIPE, KEY=VALUE and the options that every command that runs a recipe has.
+    """Return a decorator that adds RECIPE, KEY=VALUE and the options of a command that runs a recipe.
 
     Args:
-        output: what goes to `--output`.
+        output: what is written to `--output`.
         device: whether there is `--device`.
     """
 
@@ -148,7 +146,10 @@ def recipe_options(output: str = "runs.  [default: runs]", *, device: bool = Tru
 
 
 def recipe_command(*, device: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """`recipe_options` for a function that takes a console, the job and the user's own code, and its other options."""
+    """Return a decorator that makes a function a command that runs a recipe.
+
+    The function takes a console, the job, the user's own code, and its other options.
+    """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @recipe_options(device=device)
@@ -185,13 +186,13 @@ def _shape(context: click.Context, parameter: click.Parameter, value: str | None
 
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Tell `key=value` overrides from the other arguments; a path that exists is never an override."""
+    """Split arguments into others and `key=value` overrides; a path that exists is never an override."""
     overrides = [text for text in arguments if OVERRIDE.match(text) and not Path(text).exists()]
     return [text for text in arguments if text not in overrides], overrides
 
 
 def is_recipe(target: str) -> bool:
-    """Return whether a model is named by a recipe."""
+    """Return whether a command line names the file of a recipe."""
     return target.endswith((".yaml", ".yml"))
 
 
@@ -205,10 +206,9 @@ def load_job(
     runs_code: bool = True,
     **options: Any,
 ) -> JobSettings:
-    """Return the job of a recipe; options that were given on the command line count as overrides after all others.
+    """Return the job of a recipe; options of the command line are overrides that come last.
 
-    Args:
-        allow_code, runs_code: see `prunekit.recipe.loading.load`.
+    `allow_code` and `runs_code` are those of `prunekit.recipe.loading.load`.
     """
     from prunekit.recipe.loading import load, own_overrides
 
@@ -218,9 +218,7 @@ def load_job(
 
 
 def _yaml(value: Any) -> str:
-    """Return a value as YAML; text that YAML would read as text anyway stays without quotes, because messages show
-    it.
-    """
+    """Return a value as YAML, with quotes only around text that needs them, because messages show it."""
     text = str(value)
     plain = not isinstance(value, str | Path) or re.fullmatch(r"[A-Za-z_./][\w./:-]*", text)
     return text if plain and text.lower() not in ("null", "true", "false") else json.dumps(text)

@@ -1,4 +1,4 @@
-"""Results go to stdout, as text or as one JSON object; logs and progress go to stderr."""
+"""The output of a command: results on stdout, as text or as one JSON object; logs and progress on stderr."""
 
 from __future__ import annotations
 
@@ -23,12 +23,10 @@ PLAINER = str.maketrans({"−": "-", "×": "x", "–": "-", "…": "...", "→":
 
 
 class Console:
-    """Where a command writes.
+    """The console of a command; among several processes only the first writes.
 
     Args:
-        as_json: the result is one JSON object on stdout, and whatever else would print there goes to stderr.
-
-    Of several processes only the first writes.
+        as_json: whether the result is one JSON object on stdout.
     """
 
     def __init__(self, as_json: bool) -> None:
@@ -39,18 +37,18 @@ class Console:
         self._stdout: TextIO = sys.stdout
 
     def log(self, message: str) -> None:
-        """One line for people, on stderr."""
+        """Write a line for people to stderr."""
         if self._speaks:
             click.echo(message, err=True)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Keep stdout free for the result: what a model's own code prints goes to stderr."""
+        """Redirect to stderr what a model's own code prints, so that stdout has the result alone."""
         with redirect_stdout(sys.stderr):
             yield
 
     def result(self, payload: Mapping[str, Any], text: str) -> None:
-        """The result: the object with `--json`, else the text."""
+        """Write the result to stdout: the object with `--json`, else the text."""
         if not self._speaks:
             return
         shown = json.dumps(plain(payload), allow_nan=False) if self.as_json else text.rstrip("\n")
@@ -58,7 +56,7 @@ class Console:
 
 
 def writable(text: str, encoding: str) -> str:
-    """Return the text as a stream of this encoding can show it: a long job must not fail over a minus sign."""
+    """Return the text in characters of an encoding, so that a long job does not fail over a minus sign."""
     try:
         text.encode(encoding)
     except UnicodeEncodeError:
@@ -67,11 +65,7 @@ def writable(text: str, encoding: str) -> str:
 
 
 def check_folder(folder: Path | None) -> None:
-    """Checks, before hours of work, that files can be written to a folder that may not be there yet.
-
-    Raises:
-        UsageError: it is a file, lies below one, or is not ours to write to.
-    """
+    """Raise UsageError, before hours of work, if files cannot be written to a folder, which may not exist yet."""
     if folder is None:
         return
     parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
@@ -82,7 +76,7 @@ def check_folder(folder: Path | None) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON has it; what is not a finite number becomes null."""
+    """Return a value in JSON's types; numbers that are not finite become null."""
     if is_dataclass(value) and not isinstance(value, type):
         return plain(asdict(value))
     if isinstance(value, Mapping):
@@ -98,7 +92,7 @@ def plain(value: Any) -> Any:
 
 
 def save(payload: Mapping[str, Any], folder: Path | None, name: str, console: Console) -> None:
-    """Write the result as JSON into a folder, where one was asked for."""
+    """Write the result as JSON into a folder, if there is one."""
     if folder is not None:
         write_json(folder / name, plain(payload))
         console.log(f"wrote {folder / name}")

@@ -1,4 +1,4 @@
-"""What a recipe's keys must be together; each check sees plain values, so that all problems come at once."""
+"""The consistency of a recipe: checks of several keys together, on plain values, so that all problems are reported."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def consistency(values: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield every key path whose value does not fit the rest of the recipe, with what was expected."""
+    """Yield every key path whose value contradicts the rest of the recipe, with what was expected."""
     yield from _finite(values, ())
     for check in CHECKS:
         yield from check(values)
 
 
 def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
-    """Return a section of the recipe, {} when it is left out, None when it is no mapping (reported elsewhere)."""
+    """Return a section of the recipe: {} if it is left out, None if it is no mapping (reported elsewhere)."""
     section = values.get(name, {})
     return section if isinstance(section, Mapping) else None
 
@@ -117,7 +117,7 @@ def _activations(values: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _images(values: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield the statistics of patches, and repair, need some images to fit on and others to judge by."""
+    """Check the number of images: statistics of patches, and repair, need some to fit on and others to judge by."""
     calibration, prune = _section(values, "calibration") or {}, _section(values, "prune") or {}
     images = calibration.get("images", FEWEST_IMAGES)
     criterion = str(prune.get("criterion"))
@@ -133,7 +133,7 @@ def _images(values: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _deploy(values: Mapping[str, Any]) -> Iterator[Finding]:
-    """Channels last must be seen by what is timed, and beside models that are not."""
+    """Check that channels last has an effect on what is timed, and is compared with models without it."""
     deploy, latency = _section(values, "deploy") or {}, _section(values, "latency") or {}
     if deploy.get("channels_last") is not True:
         return
@@ -148,7 +148,7 @@ def _deploy(values: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _schedule(values: Mapping[str, Any]) -> Iterator[Finding]:
-    """Before the first stage of a schedule there is nothing to repair; the rest it knows itself."""
+    """Check the schedule, and that nothing is repaired before its first stage."""
     prune = _section(values, "prune") or {}
     yield from ((("prune", *path), text) for path, text in prune_contradictions(prune))
     if isinstance(prune.get("schedule"), Mapping) and isinstance(values.get("repair"), Mapping):
@@ -174,7 +174,7 @@ def _baseline(values: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _training(values: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield what the three sections that train may ask for."""
+    """Check the three sections that train."""
     sparsify = values.get("sparsify")
     if isinstance(sparsify, Mapping) and sparsify.get("regularize") is None:
         text = "expected a mapping, because making channels small is what sparsify is for, got nothing"
@@ -195,7 +195,7 @@ def _training(values: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _sharding(values: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield what needs the whole weights in each process."""
+    """Check that nothing needs the whole weights in each process under `sharding: full`."""
     prune, watch = _section(values, "prune") or {}, _section(values, "watch") or {}
     shown = watch.get("tensorboard", True) is True
     for name in ("baseline", "sparsify", "finetune"):

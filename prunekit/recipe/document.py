@@ -1,4 +1,4 @@
-"""YAML text as plain values, with the line and column of every key and value."""
+"""The document of a recipe: plain values from YAML text, with the line and column of every key and value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, order=True)
 class Origin:
-    """Where something was written: a place in a file (line and column count from 1), or an override."""
+    """Where something was written: line and column in a file, counted from 1, or an override."""
 
     source: str
     line: int = 0
@@ -29,7 +29,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a recipe."""
+    """A problem of a recipe: where it is, its key, and what is wrong."""
 
     origin: Origin
     path: KeyPath
@@ -42,7 +42,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Document:
-    """Plain values, where each key and each value was written, and what was wrong with the text."""
+    """Plain values, the origins of their keys and values, and the problems of the text."""
 
     values: Any
     keys: Mapping[KeyPath, Origin] = field(default_factory=dict)
@@ -50,9 +50,7 @@ class Document:
     problems: tuple[Problem, ...] = ()
 
     def place(self, path: KeyPath, *, key: bool = False) -> Origin:
-        """Return the origin of the value (or the key) at `path`, else of the nearest enclosing value that was
-        written.
-        """
+        """Return the origin of the value (or the key) at `path`, or of the nearest enclosing value that was written."""
         if key and path in self.keys:
             return self.keys[path]
         while path not in self.places:
@@ -65,26 +63,26 @@ def parse(text: str, origin: Origin) -> Document:
 
     Args:
         text: YAML 1.2, so `1e-3` is a number and `no` is text.
-        origin: the source; with a line (an override has none) lines and columns are those in the text.
+        origin: the source; if it has a line (an override has none), lines and columns are those in the text.
 
     Returns:
         The document. Syntax errors, duplicate keys and self-containing aliases are in `problems`, never raised.
     """
     try:
         root = YAML(typ="safe", pure=True).compose(text)
-        walk = _Walk(origin)
+        visitor = _OriginVisitor(origin)
         if root is None:
             return Document(None, places={(): origin})
-        walk.visit(root, ())
+        visitor.visit(root, ())
         loader = YAML(typ="safe", pure=True)
         loader.allow_duplicate_keys = True
-        values = None if walk.problems else json_values(loader.load(text))
+        values = None if visitor.problems else json_values(loader.load(text))
     except YAMLError as error:
         return Document(None, places={(): origin}, problems=(_syntax_problem(error, origin),))
-    return Document(values, walk.keys, walk.places, tuple(walk.problems))
+    return Document(values, visitor.keys, visitor.places, tuple(visitor.problems))
 
 
-class _Walk:
+class _OriginVisitor:
     """Collects the origin of every key and value of a node tree, and its duplicate keys."""
 
     def __init__(self, origin: Origin) -> None:

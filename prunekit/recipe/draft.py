@@ -1,4 +1,4 @@
-"""A first recipe for a model and a data set, with a comment at each key."""
+"""The draft of a recipe for a model and a data set, with a comment at each key: `prunekit init`."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from prunekit.utils.files import write_text
 from prunekit.utils.user_code import is_reference, require_object
 
 SIDES = (32, 64, 96, 128, 160, 192, 224)
-LOOKED_AT = 32
-"""Images whose size is looked at."""
+SIZED_IMAGES = 32
+"""Images whose size is read."""
 FORMS = (
     "digits, a folder with one folder of images for each class, an .npz file, a data set of torchvision such as "
     "CIFAR10, one of Hugging Face's such as uoft-cs/cifar10, or file.py:factory"
@@ -45,15 +45,15 @@ FORMS = (
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a recipe is to be for.
+class DraftRequest:
+    """What a recipe is to be written for.
 
     Attributes:
         model: name of a zoo's model, or `file.py:factory`.
         data: see `FORMS`.
-        zoo: where the model is from; None: torchvision, else cifar.
+        zoo: zoo of the model; None: torchvision, else cifar.
         weights: of the dense model, a file or one of torchvision's names; None: it is trained first.
-        changes: `key=value` each, laid over what is proposed.
+        changes: overrides of what is proposed, `key=value` each.
     """
 
     model: str
@@ -69,11 +69,11 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Draft:
+class RecipeDraft:
     """A recipe that was written.
 
     Attributes:
-        command: runs it, as a list of arguments.
+        command: runs the recipe, as a list of arguments.
         notes: what was found, and what is missing.
     """
 
@@ -81,31 +81,31 @@ class Draft:
     notes: tuple[str, ...]
 
 
-def write_draft(path: Path, asked: Asked) -> Draft:
-    """Write a recipe once it has passed every check that a run makes before it computes; nothing is written before.
+def write_draft(path: Path, request: DraftRequest) -> RecipeDraft:
+    """Write a recipe after it has passed every check that a run makes before it computes.
 
     Args:
-        path: of the recipe; what was there is replaced.
-        asked: what it is for.
+        path: of the recipe; an existing file is replaced.
+        request: what it is for.
 
     Raises:
         UsageError: there is no such model or data, or they do not fit together.
     """
-    values, notes = _proposed(path, asked)
+    values, notes = _proposed(path, request)
     command = ["prunekit", "finetune", str(path)]
-    for option, reference in (("--model", asked.own.model), ("--data", asked.own.data)):
+    for option, reference in (("--model", request.own.model), ("--data", request.own.data)):
         command += [option, reference] if reference else []
     missing = _missing(values)
     if missing:
-        _checked(_text(values, command, ()), asked.changes)
+        _checked(_text(values, command, ()), request.changes)
     else:
-        prepared = _prepared(values, asked, command)
+        prepared = _prepared(values, request, command)
         values, notes = _fitted(values, prepared), [*notes, *_found(prepared)]
-    document = reduce(apply_override, asked.changes, Document(values, places={(): Origin(str(path))}))
+    document = reduce(apply_override, request.changes, Document(values, places={(): Origin(str(path))}))
     text = _text(document.values, command, notes)
     _checked(text)
     write_text(path, text)
-    return Draft(command, (*notes, *missing))
+    return RecipeDraft(command, (*notes, *missing))
 
 
 def _checked(text: str, changes: Sequence[str] = ()) -> JobSettings:
@@ -116,8 +116,8 @@ def _checked(text: str, changes: Sequence[str] = ()) -> JobSettings:
         return load(written, changes)
 
 
-def _prepared(values: dict[str, Any], asked: Asked, command: list[str]) -> Prepared:
-    """Read the data and build the model, at the first size of images that the model takes; set that size."""
+def _prepared(values: dict[str, Any], request: DraftRequest, command: list[str]) -> Prepared:
+    """Read the data and build the model, with the first image size that the model takes, which is set."""
     data = values["data"]
     sizes = [None] if "image_size" not in data else list(dict.fromkeys([data["image_size"], 224, 299]))
     refused: list[ModelError] = []
@@ -125,23 +125,23 @@ def _prepared(values: dict[str, Any], asked: Asked, command: list[str]) -> Prepa
         if size is not None:
             data["image_size"] = size
         try:
-            return prepare(_checked(_text(values, command, ()), asked.changes), asked.own)
+            return prepare(_checked(_text(values, command, ()), request.changes), request.own)
         except ModelError as error:
             refused.append(error)
-    raise refused[0]  # of the size that the images have
+    raise refused[0]  # the error at the size of the images
 
 
-def _proposed(path: Path, asked: Asked) -> tuple[dict[str, Any], list[str]]:
-    """Return what can be said before data is read and a model built."""
+def _proposed(path: Path, request: DraftRequest) -> tuple[dict[str, Any], list[str]]:
+    """Return a recipe as far as it is known before data is read and a model built, and notes."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-") or "mine"
-    model = _model(asked)
-    data, notes = _data(path, asked.data)
-    if asked.own.model is not None and asked.weights is None:
-        notes.append(f"{asked.model}: it is pruned with the weights that it comes with; a section `baseline` trains it")
+    model = _model(request)
+    data, notes = _data(path, request.data)
+    if request.own.model is not None and request.weights is None:
+        notes.append(f"{request.model}: it is pruned with its own weights; a section `baseline` trains it")
     if model.get("zoo") == "cifar" and "image_size" in data:
         data["image_size"] = 32
     values: dict[str, Any] = {"name": name, "model": model, "data": data}
-    if asked.weights is None and asked.own.model is None:
+    if request.weights is None and request.own.model is None:
         values["baseline"] = {"epochs": 20, "lr": 0.05}
     values |= {
         "prune": {"budget": {"macs": 0.5}, "criterion": "l2", "scope": "uniform", "round_to": 8},
@@ -153,29 +153,29 @@ def _proposed(path: Path, asked: Asked) -> tuple[dict[str, Any], list[str]]:
     return values, notes
 
 
-def _model(asked: Asked) -> dict[str, Any]:
-    weights = {} if asked.weights is None else {"weights": asked.weights}
-    if is_reference(asked.model):
-        require_object(asked.model, ModelError)
-        return {"name": asked.model, "zoo": "own"} | weights
-    if Path(asked.model).is_dir():
+def _model(request: DraftRequest) -> dict[str, Any]:
+    weights = {} if request.weights is None else {"weights": request.weights}
+    if is_reference(request.model):
+        require_object(request.model, ModelError)
+        return {"name": request.model, "zoo": "own"} | weights
+    if Path(request.model).is_dir():
         raise UsageError(
-            f"--model {asked.model}: expected the name of a zoo's model, or file.py:factory, got a folder; a recipe "
+            f"--model {request.model}: expected the name of a zoo's model, or file.py:factory, got a folder; a recipe "
             "prunes a dense model: name that, and its state dict with --weights FILE"
         )
-    zoos = ZOOS if asked.zoo is None else (asked.zoo,)
-    zoo = next((zoo for zoo in zoos if asked.model in zoo_names(zoo)), None)
+    zoos = ZOOS if request.zoo is None else (request.zoo,)
+    zoo = next((zoo for zoo in zoos if request.model in zoo_names(zoo)), None)
     if zoo is None:
-        near = nearest(asked.model, [name for zoo in zoos for name in zoo_names(zoo)])
-        others = "" if asked.zoo else "; models of timm and transformers are named with --zoo timm or --zoo hf"
+        near = nearest(request.model, [name for zoo in zoos for name in zoo_names(zoo)])
+        others = "" if request.zoo else "; models of timm and transformers are named with --zoo timm or --zoo hf"
         raise UsageError(
-            f"--model {asked.model}: expected a model of {' or '.join(zoos)}, or file.py:factory; {near}{others}"
+            f"--model {request.model}: expected a model of {' or '.join(zoos)}, or file.py:factory; {near}{others}"
         )
-    return {"name": asked.model, "zoo": zoo} | weights
+    return {"name": request.model, "zoo": zoo} | weights
 
 
 def _data(path: Path, asked: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the section on data, and what was seen of it."""
+    """Return the section on data, and notes on what was found."""
     if asked == "digits":
         return {"source": "digits", "image_size": 32, "batch": 32, "augment": "shift", "split_seed": 0}, []
     if is_reference(asked):
@@ -207,10 +207,10 @@ def _data(path: Path, asked: str) -> tuple[dict[str, Any], list[str]]:
 
 def _folder(folder: Path, root: str) -> tuple[dict[str, Any], list[str]]:
     found = scan_folder(folder)
-    some = [file for file, _ in found.rest[:: max(1, len(found.rest) // LOOKED_AT)]][:LOOKED_AT]
+    some = [file for file, _ in found.rest[:: max(1, len(found.rest) // SIZED_IMAGES)]][:SIZED_IMAGES]
     sizes = [size for size in map(_size_of, some) if size is not None]
     if not sizes:
-        raise DataError(f"{folder}: none of the {len(some)} images that were looked at can be read, such as {some[0]}")
+        raise DataError(f"{folder}: none of the {len(some)} images that were tried can be read, such as {some[0]}")
     width, height = (int(statistics.median(size[axis] for size in sizes)) for axis in (0, 1))
     side = _side(min(width, height))
     seen = f"{folder}: {len(found.classes)} classes, {len(found.rest)} images, of about {width}x{height} pixels"
@@ -232,12 +232,12 @@ def _size_of(file: Path) -> tuple[int, int] | None:
 
 
 def _side(pixels: int) -> int:
-    """Return the largest usual size of an input that such images fill."""
+    """Return the largest usual input size that images of this size fill."""
     return max((side for side in SIDES if side <= pixels), default=SIDES[0])
 
 
 def _missing(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what is not there yet, so that nothing could be tried."""
+    """Return what is missing, so that the recipe cannot be tried."""
     data = {name: value for name, value in values["data"].items() if name in ("source", "root", "name", "download")}
     if data.get("download"):
         return (f"the data is fetched when the recipe is run; {data['name']} was not looked at",)
@@ -247,7 +247,7 @@ def _missing(values: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _fitted(values: dict[str, Any], prepared: Prepared) -> dict[str, Any]:
-    """Return lengths and rates for as many images, and for the kind of model."""
+    """Return the recipe with epochs and learning rates for the number of images and the kind of model."""
     images, batch = len(prepared.splits.train), values["data"]["batch"]
     steps = max(1, images // batch)
     kinds = {type(module) for module in prepared.model.modules()}
@@ -265,11 +265,7 @@ def _fitted(values: dict[str, Any], prepared: Prepared) -> dict[str, Any]:
 
 
 def _rounding(prepared: Prepared) -> int:
-    """The most even channel counts with which the budget can be met.
-
-    Raises:
-        PlanError: it cannot be met.
-    """
+    """Return the largest `round_to` with which the budget can be met; raise PlanError if there is none."""
     prune, roundings = prepared.job.prune, (8, 4, 2, 1)
     if prune.budget.measured:  # which only measuring tells
         return roundings[0]
@@ -294,7 +290,7 @@ def _found(prepared: Prepared) -> Iterator[str]:
 
 
 def _text(values: Mapping[str, Any], command: list[str], notes: Sequence[str]) -> str:
-    """Return the recipe: what is known of it, and each key below a comment that says what it means."""
+    """Return the text of the recipe: notes, and each key below a comment that says what it means."""
     head = ["Written by `prunekit init`, to be changed. What else a recipe may hold: prunekit recipe reference"]
     lines = [f"# {line}" for text in (*head, *notes) for line in textwrap.wrap(text, 116)]
     lines += [f"#   {shlex.join(command)} --dry-run   # shows the plan; trains nothing", f"#   {shlex.join(command)}"]

@@ -1,7 +1,4 @@
-"""From a YAML file to a checked job, and back.
-
-The recipes that come with the package, by name.
-"""
+"""Loading of recipes: from a YAML file, or the name of a packaged recipe, to the checked settings of a job."""
 
 from __future__ import annotations
 
@@ -25,9 +22,9 @@ from prunekit.recipe.values import (
     choices,
     describe,
     hint_at,
+    key_path,
     keys_of,
     show,
-    written,
 )
 from prunekit.settings.job import JobSettings, dump
 from prunekit.settings.prune import facts_without_code, other_budgets
@@ -36,27 +33,27 @@ from prunekit.utils.registry import MappingKey, registered_names, replaced_at
 from prunekit.utils.user_code import ForbiddenReference, code_not_allowed, is_reference
 
 INSTALLED = Path(__file__).parent.parent / "recipes"
-"""Of the installed package; in a clone a link to the folder at its top, or, where git makes no links, a text file."""
+"""The recipes of the installed package; in a clone a link to the folder at its top, or a text file without links."""
 
 
 def folder(installed: Path = INSTALLED) -> Path:
-    """Return the folder of the recipes: that of the package, or where a clone has them."""
+    """Return the folder of the packaged recipes, in the package or at the top of a clone."""
     return installed if installed.is_dir() else installed.parent.parent / "recipes"
 
 
 def recipe_names() -> tuple[str, ...]:
-    """Return the names of all of them."""
+    """Return the names of all packaged recipes."""
     return tuple(sorted(path.stem for path in folder().glob("*.yaml")))
 
 
 def recipe_text(name: str) -> str:
-    """Return the text of one, comments and all.
+    """Return the text of a packaged recipe, comments included.
 
     Args:
         name: with or without `.yaml`.
 
     Raises:
-        UsageError: there is none of this name; names the nearest.
+        UsageError: there is no recipe of this name; names the nearest.
     """
     path = _packaged(name)
     if path is None:
@@ -65,14 +62,12 @@ def recipe_text(name: str) -> str:
 
 
 def recipe_summary(name: str) -> str:
-    """Return what one is for: the first line of its comment."""
+    """Return what a packaged recipe is for: the first line of its comment."""
     return recipe_text(name).partition("\n")[0].removeprefix("# ")
 
 
-def located(recipe: StrPath) -> Path:
-    """Return the file that a recipe is in: a file goes before a name of the package's; a path of nothing stays as it
-    is.
-    """
+def recipe_file(recipe: StrPath) -> Path:
+    """Return the file of a recipe: the path itself if it is a file, else the packaged recipe of this name, if any."""
     path = Path(recipe)
     return path if path.is_file() else _packaged(str(recipe)) or path
 
@@ -83,28 +78,28 @@ def _packaged(name: str) -> Path | None:
 
 
 def load(path: StrPath, overrides: Overrides = (), *, allow_code: bool = False, runs_code: bool = True) -> JobSettings:
-    """Read a recipe, lays overrides over it, and check all of it before anything runs.
+    """Read a recipe, apply overrides, and check all of it before anything runs.
 
     Args:
-        path: a YAML 1.2 file, whose keys are the fields of `JobSettings` and of the settings inside it; where there is
-            no such file, the name of a recipe that comes with the package.
-        overrides: `a.b=value` each, the value in YAML, where later ones win; or values by key, `{"a.b": value}`.
-        allow_code: whether code that the file names as `file.py:object`, in the place of a registered name, may run.
-            What an override names always may. Loading runs none.
-        runs_code: whether what the job is for runs everything that it names. Else code that is not allowed is a
-            problem only once something wants to run it.
+        path: a YAML 1.2 file, whose keys are the fields of `JobSettings` and of the settings inside it; or the name of
+            a packaged recipe.
+        overrides: `a.b=value` each, with the value in YAML and later ones winning; or values by key, `{"a.b": value}`.
+        allow_code: whether code that the file names as `file.py:object`, instead of a registered name, may run. Code
+            that an override names always may. Loading runs none.
+        runs_code: whether the caller runs everything that the job names. If not, code that is not allowed is a problem
+            only when something is about to run it.
 
-    Relative paths are relative to the working directory. Data, weights and code that the file names and that are not
-    there are taken from beside the file, where they are there: their paths come back absolute.
+    Relative paths are relative to the working directory. Data, weights and code that the file names, and that are not
+    there, are looked for in the folder of the file; their paths are absolute then.
 
     Returns:
         The job, with the defaults filled in.
 
     Raises:
-        RecipeError: the file cannot be read, or the recipe has problems: every one of them is in the message, one a
-            line, with file, line and column (or the override), the key, what was expected and what came.
+        RecipeError: the file cannot be read, or the recipe has problems, all of which are in the message: one a line,
+            with file, line and column (or the override), the key, what was expected and what was given.
     """
-    file = located(path)
+    file = recipe_file(path)
     document = parse(_read(file), Origin(str(path), 1, 1))
     if not document.problems and not isinstance(document.values, Mapping):
         got = "an empty file" if document.values is None else show(document.values)
@@ -114,7 +109,9 @@ def load(path: StrPath, overrides: Overrides = (), *, allow_code: bool = False, 
         document = reduce(apply_override, as_texts(overrides), document)
     folder = file.absolute().parent
     refused = not allow_code
-    job = _beside(_validated(document, str(path), _code(document, folder, refused and runs_code)), document, folder)
+    job = _with_absolute_paths(
+        _validated(document, str(path), _code(document, folder, refused and runs_code)), document, folder
+    )
     for key, name, _ in registered_names(JobSettings, job):
         at = _in_recipe(key)
         if is_reference(name) and (place := _place(document, at)).line:
@@ -126,7 +123,7 @@ def load(path: StrPath, overrides: Overrides = (), *, allow_code: bool = False, 
 
 
 def _in_recipe(key: KeyPath) -> KeyPath:
-    """Return where a recipe has what settings have at a key: all budgets stand beside each other there."""
+    """Return the key path in a recipe of a key path in settings, which differ for budgets of registries."""
     return (*key[:2], *key[3:]) if key[:3] == ("prune", "budget", "others") else key
 
 
@@ -135,7 +132,7 @@ def _place(document: Document, path: KeyPath) -> Origin:
 
 
 def _code(document: Document, folder: Path, refused: bool) -> list[Finding]:
-    """Return what is wrong with the names of registered objects, and code that must not run."""
+    """Return the problems of names of registered objects, and code that must not run."""
     found = []
     for path, name, registry in registered_names(JobSettings, document.values):
         written = is_reference(name) and _place(document, path).line
@@ -146,20 +143,20 @@ def _code(document: Document, folder: Path, refused: bool) -> list[Finding]:
 
 
 def _reference(name: str, folder: Path) -> str:
-    """Return a reference that a recipe's file has, with the path of a file that only the recipe's folder has."""
+    """Return a reference with an absolute path if its file is only in the recipe's folder."""
     file, colon, of_file = name.rpartition(":")
     return f"{folder / file}{colon}{of_file}" if file.endswith(".py") and _only_in(folder, Path(file)) else name
 
 
 def with_overrides(job: JobSettings, overrides: Overrides) -> JobSettings:
-    """Return a job with overrides laid over it, checked as a recipe is.
+    """Return a job with overrides applied, checked as a recipe is.
 
     Args:
         job: the settings.
         overrides: as for `load`.
 
     Raises:
-        RecipeError: what comes out has problems; every one of them is in the message.
+        RecipeError: the result has problems, all of which are in the message.
     """
     document = reduce(apply_override, as_texts(overrides), parse(dump(job), Origin(job.name)))
     made = _validated(document, job.name, _code(document, Path(), refused=False))
@@ -171,11 +168,7 @@ def with_overrides(job: JobSettings, overrides: Overrides) -> JobSettings:
 
 
 def own_overrides(*, model: str | None = None, data: str | None = None) -> list[str]:
-    """Return what a recipe says where model or data are the user's own.
-
-    Args:
-        model, data: `file.py:factory` each; None: those of the recipe.
-    """
+    """Return the overrides for the user's own model or data, `file.py:factory` each; None: those of the recipe."""
     given = []
     if model is not None:
         given += ["model.zoo=own", f"model.name={json.dumps(model)}", "model.arguments={}"]
@@ -184,9 +177,10 @@ def own_overrides(*, model: str | None = None, data: str | None = None) -> list[
     return given
 
 
-def _beside(job: JobSettings, document: Document, folder: Path) -> JobSettings:
-    """Return the job with what its file names, and only its folder has; an override is the shell's, and stays as it
-    is.
+def _with_absolute_paths(job: JobSettings, document: Document, folder: Path) -> JobSettings:
+    """Return the job with absolute paths of data and weights that are only in the recipe's folder.
+
+    Paths in overrides are relative to the working directory, and don't change.
     """
     data, model = job.data, job.model
     if data.root is not None and _only_in(folder, data.root) and document.place(("data", "root")).line:
@@ -241,13 +235,13 @@ def _validated(document: Document, name: str, code: Iterable[Finding]) -> JobSet
         problems.setdefault(path, Problem(document.place(path, key=at_key), path, text))
     if problems:
         raise _error(problems.values(), name)
-    return TypeAdapter(JobSettings).validate_json(json.dumps(_as_held(document.values)), strict=True)
+    return TypeAdapter(JobSettings).validate_json(json.dumps(_as_settings(document.values)), strict=True)
 
 
-def _as_held(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the values of a recipe as the settings hold them: in a recipe all budgets stand beside each other.
+def _as_settings(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the values of a recipe in the form of the settings, where budgets of registries are in `others`.
 
-    Settings refuse figures that mean nothing as they are made; those are left out here, and reported with their place.
+    Settings raise at budgets without meaning; these are left out here, and reported with their line and column.
     """
     prune = values.get("prune")
     budget = prune.get("budget") if isinstance(prune, Mapping) else None
@@ -260,21 +254,21 @@ def _as_held(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _findings(values: Mapping[str, Any], code: Iterable[Finding]) -> Iterator[tuple[KeyPath, str, bool]]:
-    """Yield the key path, text and whether it is the key that is wrong, the most telling finding of a key first."""
+    """Yield key path, text, and whether the key itself is wrong; the most telling finding of a key first."""
     yield from ((path, text, True) for path, text in _unknown_keys(values, ()))
     yield from ((path, text, isinstance(path[-1], MappingKey)) for path, text in code)
     yield from ((path, text, False) for path, text in consistency(values))
     try:
         # JSON's strict mode takes whole numbers for floats, lists for tuples and text for paths, and nothing else.
-        TypeAdapter(JobSettings).validate_json(json.dumps(_as_held(values)), strict=True)
+        TypeAdapter(JobSettings).validate_json(json.dumps(_as_settings(values)), strict=True)
     except ValidationError as error:
         for entry in error.errors(include_url=False, include_input=False):
-            path = written(entry["loc"], values)
+            path = key_path(entry["loc"], values)
             missing = entry["type"] == "missing"
             if not missing and keys_of(path) and isinstance(_value_at(path, values), Mapping):
-                continue  # a mapping may be given here: what is wrong inside is reported itself
+                continue  # a mapping is allowed here: problems inside it are reported themselves
             if entry["type"] == "too_short" and len(_value_at(path, values)) >= entry["ctx"]["min_length"]:
-                continue  # pydantic counts the items that are right; the wrong ones are reported themselves
+                continue  # pydantic counts only valid items; invalid ones are reported themselves
             yield path, _wrong_value(path, missing, values), False
 
 
@@ -299,7 +293,7 @@ def _wrong_value(path: KeyPath, missing: bool, values: Any) -> str:
 
 
 def _error(problems: Iterable[Problem], name: str) -> RecipeError:
-    # What the file holds comes in reading order, then the overrides, which have no line.
+    # Problems of the file in reading order, then those of overrides, which have no line.
     ordered = sorted(problems, key=lambda problem: (not problem.origin.line, problem.origin))
     lines = list(map(str, ordered))
     count = f"{len(lines)} problem{'s' if len(lines) > 1 else ''}"

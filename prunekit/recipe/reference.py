@@ -1,7 +1,7 @@
-"""Every key of a recipe with its type, default, meaning and an example, as a page and as a JSON schema for editors.
+"""The reference of every key of a recipe, with type, default, meaning and example: a page, and a JSON schema.
 
-Both are made from the settings: annotations say what a key may hold, the text below a field what it means. After a
-change of either, `python -m prunekit.recipe.reference` writes them anew.
+Both are made from the settings: annotations say what a key may hold, and the text below a field what it means. After a
+change of the settings run `python -m prunekit.recipe.reference`, which writes them again.
 """
 
 from __future__ import annotations
@@ -113,21 +113,21 @@ EXAMPLES: dict[str, Any] = {
     "ActivationSettings.target": 0.5,
     "CheckpointSettings.every_steps": 500,
 }
-"""Of keys whose default shows nothing; for others the default, or another choice, is the example."""
+"""Examples of keys whose default is a bad one; of others the default, or another choice, is the example."""
 
 
 @dataclass(frozen=True)
-class Key:
+class RecipeKey:
     """One key of a recipe.
 
     Attributes:
-        path: where it stands.
-        hint: annotation of what it may hold.
+        path: its key path.
+        hint: annotation of its value.
         required: whether it must be given; then there is no default.
         default: as plain values.
         meaning: in words.
         example: a value, as plain values.
-        home: the section that its settings are described in; another one has the same keys.
+        home: key path under which it is described, if several sections have the same keys.
     """
 
     path: KeyPath
@@ -145,7 +145,7 @@ class Key:
 
     @property
     def allowed(self) -> str:
-        """What it may hold, in words."""
+        """The allowed values, in words."""
         words = describe(self.hint, brief=True)
         names = [f"`{name}`" for registry in _registries(self.hint) for name in registry.declared]
         return f"{words} (built in: {', '.join(names)})" if names else words
@@ -158,10 +158,10 @@ class Key:
 
 
 @cache
-def all_keys() -> tuple[Key, ...]:
+def all_keys() -> tuple[RecipeKey, ...]:
     """Return every key, in the order of the settings, those of a section after it."""
     homes: dict[type, KeyPath] = {}
-    for optional in (False, True):  # what is always there is described rather than what need not be
+    for optional in (False, True):  # sections that are always there first
         for path, hint in _sections(JobSettings, (), optional):
             homes.setdefault(hint, path)
     return tuple(_keys_of(JobSettings, (), homes))
@@ -175,12 +175,12 @@ def _sections(kind: Any, path: KeyPath, optional: bool) -> Iterator[tuple[KeyPat
                 yield from _sections(part, (*path, name), optional)
 
 
-def _keys_of(kind: Any, path: KeyPath, homes: Mapping[type, KeyPath]) -> Iterator[Key]:
+def _keys_of(kind: Any, path: KeyPath, homes: Mapping[type, KeyPath]) -> Iterator[RecipeKey]:
     said, known = meanings(kind), {field.name: field for field in fields(kind)}
     for name, hint in own_keys(kind).items():
         required, default = _is_required(known[name]), _default(known[name])
         example = _example(kind, name, hint, default)
-        yield Key((*path, name), hint, required, default, said.get(name, ""), example, (*homes[kind], name))
+        yield RecipeKey((*path, name), hint, required, default, said.get(name, ""), example, (*homes[kind], name))
         for part in _settings_in(hint):
             yield from _keys_of(part, (*path, name), homes)
 
@@ -190,7 +190,7 @@ def _is_required(field: Field[Any]) -> bool:
 
 
 def _settings_in(hint: Any) -> list[Any]:
-    """Return settings that a key may hold as a mapping."""
+    """Return the types of settings that a key may hold as a mapping."""
     if get_origin(hint) in (UnionType, Union):
         return [part for part in get_args(hint) if is_dataclass(part)]
     return [hint] if is_dataclass(hint) else []
@@ -222,12 +222,12 @@ def _first_paragraph(kind: Any) -> str:
 def _default(field: Field[Any]) -> Any:
     if field.default_factory is not MISSING:
         made = field.default_factory()
-        return _given(made) if is_dataclass(made) else yaml_value(made, field.name)
+        return _non_defaults(made) if is_dataclass(made) else yaml_value(made, field.name)
     return None if field.default is MISSING else yaml_value(field.default, field.name)
 
 
-def _given(settings: Any) -> dict[str, Any]:
-    """Return what settings say beyond the defaults of their fields."""
+def _non_defaults(settings: Any) -> dict[str, Any]:
+    """Return the values of settings that are not the defaults of their fields."""
     found = {}
     for field in fields(settings):
         value = getattr(settings, field.name)
@@ -259,8 +259,8 @@ def flow(value: Any) -> str:
     return json.dumps(value)
 
 
-def find(name: str) -> list[Key]:
-    """Return the keys that a dotted name stands for: the key itself, and those below it; all of them for an empty one.
+def find(name: str) -> list[RecipeKey]:
+    """Return the key of a dotted name and those below it; all keys for an empty name.
 
     Raises:
         UsageError: there is no such key; names the nearest.
@@ -298,8 +298,8 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _by_section() -> dict[KeyPath, list[Key]]:
-    found: dict[KeyPath, list[Key]] = {}
+def _by_section() -> dict[KeyPath, list[RecipeKey]]:
+    found: dict[KeyPath, list[RecipeKey]] = {}
     for key in all_keys():
         if key.path == key.home:
             found.setdefault(key.path[:-1], []).append(key)
@@ -307,7 +307,7 @@ def _by_section() -> dict[KeyPath, list[Key]]:
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the reference as a JSON schema (draft 7), which editors complete and check recipes by."""
+    """Return the reference as a JSON schema (draft 7), by which editors complete and check recipes."""
     kinds: dict[str, Any] = {}
     top = _object_schema(JobSettings, kinds)
     return {
@@ -332,7 +332,7 @@ def _object_schema(kind: Any, kinds: dict[str, Any]) -> dict[str, Any]:
 
 
 def _schema(hint: Any, kinds: dict[str, Any]) -> dict[str, Any]:
-    """Return what an annotation allows."""
+    """Return the schema of an annotation."""
     if get_origin(hint) in (UnionType, Union):
         return {"anyOf": [_schema(part, kinds) for part in get_args(hint)]}
     if get_origin(hint) is Annotated:
@@ -376,12 +376,12 @@ TYPES = {
 
 
 def schema_text() -> str:
-    """Return the JSON schema as a file has it."""
+    """Return the text of the JSON schema's file."""
     return json.dumps(json_schema(), indent=1) + "\n"
 
 
 def main() -> None:
-    """Write the page and the schema anew."""
+    """Write the page and the schema."""
     for path, text in ((PAGE, page()), (SCHEMA, schema_text())):
         write_text(path, text)
 

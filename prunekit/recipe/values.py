@@ -1,6 +1,6 @@
-"""What a key of a recipe may hold, in words, read from the type annotations of the settings.
+"""The keys of a recipe and their values: what annotations of the settings allow, in words, and overrides.
 
-`key=value` on the command line, laid over a recipe.
+An override `key=value` of the command line changes the document of a recipe.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from prunekit.utils.registry import RegisteredKeys, field_hints
 
 
 def hint_at(path: KeyPath) -> Any:
-    """Return the type annotation of the key at `path` of a recipe; `Any` where nothing is known about it."""
+    """Return the type annotation of the key at `path` of a recipe; `Any` if none is known."""
     hint: Any = JobSettings
     for key in path:
         hint = next((inner for part in _parts(hint) if (inner := _inner(part, key)) is not Any), Any)
@@ -28,7 +28,7 @@ def hint_at(path: KeyPath) -> Any:
 
 
 def _parts(hint: Any) -> tuple[Any, ...]:
-    """Return the annotations that a value may meet, without `None` and without constraints."""
+    """Return the alternatives of an annotation, without `None` and without constraints."""
     if get_origin(hint) is Annotated:
         return _parts(get_args(hint)[0])
     if get_origin(hint) in (types.UnionType, Union):
@@ -48,12 +48,12 @@ def _inner(hint: Any, key: str | int) -> Any:
 
 
 def own_keys(settings: Any) -> dict[str, Any]:
-    """Annotations of the fields of settings that are keys of a recipe."""
+    """Return the annotations of the settings' fields that are keys of a recipe."""
     return {name: hint for name, hint in field_hints(settings).items() if not _marks(hint)}
 
 
 def beside_of(settings: Any) -> RegisteredKeys | None:
-    """Return the further keys that settings have, where they have any."""
+    """Return the further keys of settings that a registry names; None if they have none."""
     return next((mark for hint in field_hints(settings).values() for mark in _marks(hint)), None)
 
 
@@ -67,32 +67,32 @@ def _keys(settings: Any) -> list[str]:
 
 
 def is_open_mapping(path: KeyPath) -> bool:
-    """Return whether a key below `path` is a name of its own, dots and all."""
+    """Return whether a key below `path` is a free name, which may contain dots."""
     parts = _parts(hint_at(path))
     return any(get_origin(part) is dict or (is_dataclass(part) and beside_of(part) is not None) for part in parts)
 
 
 def allows(path: KeyPath, key: str) -> bool:
-    """Return whether settings at `path` have a key: one of theirs, or one that stands beside them."""
+    """Return whether settings at `path` have a key: a field, or a name of a registry."""
     marks = [beside_of(part) for part in _parts(hint_at(path)) if is_dataclass(part)]
     return key in (keys_of(path) or ()) or any(mark is not None and mark.knows(key) for mark in marks)
 
 
 def keys_of(path: KeyPath) -> list[str] | None:
-    """Return keys allowed below `path`; None when they are not listed."""
+    """Return the keys that are allowed below `path`; None if any key is."""
     listed = [part for part in _parts(hint_at(path)) if is_dataclass(part)]
     return [key for part in listed for key in _keys(part)] if listed else None
 
 
 def choices(path: KeyPath) -> tuple[str, ...]:
-    """Return the allowed values of the key at `path`, where they are listed."""
+    """Return the allowed values of the key at `path`; empty if they are not listed."""
     return tuple(
         str(value) for part in _parts(hint_at(path)) if get_origin(part) is Literal for value in get_args(part)
     )
 
 
-def written(location: KeyPath, values: Any) -> KeyPath:
-    """Return the key path of what is wrong in a recipe's values: pydantic also names which part of a union it tried."""
+def key_path(location: KeyPath, values: Any) -> KeyPath:
+    """Return the key path of a pydantic error location, which also names alternatives of unions."""
     path: KeyPath = ()
     for key in location:
         if isinstance(values, Mapping) and (key in values or key in (keys_of(path) or ())):
@@ -103,16 +103,12 @@ def written(location: KeyPath, values: Any) -> KeyPath:
 
 
 def describe(hint: Any, *, brief: bool = False) -> str:
-    """Return what an annotation allows, e.g. "a number above 0 and of at most 1, or null".
-
-    Args:
-        brief: whether a mapping's keys are left out.
-    """
+    """Return what an annotation allows, e.g. "a number above 0 and of at most 1, or null"; `brief` omits keys."""
     return checked.describe(hint, checked.IN_YAML, None if brief else _keys)
 
 
 def show(value: Any) -> str:
-    """Return a value as an error message shows it: short, and text told from numbers by its quotes."""
+    """Return a value for an error message: short, and with quotes around text."""
     if isinstance(value, Mapping):
         return f"a mapping with the keys {', '.join(map(str, value))}" if value else "an empty mapping"
     if isinstance(value, list):
@@ -125,15 +121,15 @@ Overrides = Sequence[str] | Mapping[str, Any]
 
 
 def apply_override(document: Document, override: str) -> Document:
-    """Return a new document with one override laid over it.
+    """Return a new document with one override applied.
 
     Args:
         document: a mapping with its origins.
-        override: `a.b=value`; the value is YAML (`null` takes a key back), and below a mapping with free keys,
-            such as `prune.ratios`, the rest of the key is one name, dots and all.
+        override: `a.b=value`; the value is YAML (`null` unsets a key), and below a mapping with free keys, such as
+            `prune.ratios`, the rest of the key is one name, which may contain dots.
 
     Returns:
-        The new document; what is wrong with the override is added to its problems.
+        The new document, with the problems of the override added.
     """
     origin = Origin(f"override {override!r}")
     key, equals, text = override.partition("=")
@@ -147,11 +143,7 @@ def apply_override(document: Document, override: str) -> Document:
 
 
 def as_texts(overrides: Overrides) -> list[str]:
-    """Override as the command line has them.
-
-    Raises:
-        UsageError: a value is none that a recipe can hold.
-    """
+    """Return overrides as `key=value`; raise UsageError if a recipe cannot hold a value."""
     if not isinstance(overrides, Mapping):
         return list(overrides)
     return [f"{key}={json.dumps(yaml_value(value, key), ensure_ascii=False)}" for key, value in overrides.items()]
@@ -191,7 +183,7 @@ def _put(document: Document, path: KeyPath, value: Document) -> Document:
 def _replaced(
     origins: Mapping[KeyPath, Origin], path: KeyPath, new: Mapping[KeyPath, Origin]
 ) -> Mapping[KeyPath, Origin]:
-    """Return origins in which everything at and below `path` comes from the override."""
+    """Return the origins with everything at and below `path` replaced by that of the override."""
     kept = {key: origin for key, origin in origins.items() if key[: len(path)] != path}
     return kept | {(*path, *key): origin for key, origin in new.items()}
 

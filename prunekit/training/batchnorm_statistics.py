@@ -1,4 +1,4 @@
-"""BatchNorm statistics taken anew, exactly, over any number of batches of any size."""
+"""BatchNorm statistics computed again, exactly, over any number of batches of any size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from prunekit.utils.progress import reporting, tracked
 
 
 class _Moments(HookOwner):
-    """Count, mean and sum of squared deviations per channel of everything a BatchNorm is given.
+    """Count, mean and sum of squared deviations of a BatchNorm's inputs, per channel.
 
     Merged as in Chan, Golub & LeVeque 1983, in float64 (float32 where the device has no float64).
     """
@@ -34,6 +34,7 @@ class _Moments(HookOwner):
         self.squares: Tensor | float = 0.0  # (C,)
 
     def register(self) -> None:
+        """Register the hook."""
         self.own(self.module.register_forward_pre_hook(self._see))
 
     def _see(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -69,26 +70,25 @@ def recalibrate_batchnorm(
 ) -> tuple[str, ...]:
     """Replace the running statistics of every BatchNorm by those of `batches`, in place.
 
-    Each position of each batch counts the same, whatever the batches' sizes: the result is the mean and the unbiased
-    variance of all values that reached the layer, not an average over batches. As in
-    `torch.optim.swa_utils.update_bn`, every layer normalizes a batch by that batch's own statistics meanwhile; all
-    else (dropout too) is in eval mode. Modes and momentum are as before afterwards.
+    Each position of each batch has the same weight, whatever the batches' sizes: the result is the mean and the
+    unbiased variance of all values that reached the layer, not an average over batches. As in
+    `torch.optim.swa_utils.update_bn`, every layer normalizes a batch by that batch's own statistics meanwhile;
+    everything else, dropout too, is in eval mode. Modes and momentum are restored.
 
     Args:
-        model: moved to `device` where one is given.
-        batches: as `prunekit.prune` takes them, with or without targets, which are not used: a loader of images
-            (B, C, H, W), all of them as one tensor, mappings... A batch of one sample joins the one before: alone it
-            may have no variance.
-        device: where it runs; None: where the model's parameters are.
-        task: takes batches apart that come in another form; itself or its name.
+        model: moved to `device` if one is given.
+        batches: as for `prunekit.prune`, with or without targets, which are not used: a loader of images (B, C, H, W),
+            all of them as one tensor, mappings... A batch of one sample, which may have no variance, is joined with the
+            one before.
+        device: where the model runs; None: where its parameters are.
+        task: the task or its name, which splits batches that come in another form.
         progress: whether to show bars on stderr; None: on a terminal and in a notebook.
 
     Returns:
         Paths of the modules recalibrated; one that did not run, such as an auxiliary head, is not among them.
 
     Raises:
-        DataError: there are no batches, one comes in a form that is not known, or there are too few values for a
-            variance.
+        DataError: there are no batches, one has an unknown form, or there are too few values for a variance.
 
     Example:
         >>> import prunekit as pk, torch
@@ -120,7 +120,7 @@ def recalibrate_batchnorm(
 
 @contextmanager
 def _batch_statistics(modules: Sequence[_BatchNorm]) -> Iterator[None]:
-    """Let modules normalize by the batch while their buffers stay as they are, also when a batch fails."""
+    """Let modules normalize by the batch without changing their buffers, also if a batch fails."""
     before = [(module, module.training, module.track_running_stats) for module in modules]
     for module in modules:
         module.training, module.track_running_stats = True, False

@@ -1,6 +1,6 @@
-"""Checkpoints of a training run: whole or not there, checked when they are read, and only the last few of them.
+"""Checkpoints of a training run, and its best weights so far.
 
-The best weights so far: in memory, and in a file where one is named; the main process keeps them.
+A file or folder is whole or not there, and checked when it is read. The main process writes and reads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from prunekit.utils.files import StrPath, atomic_file, remove_leftovers
 from prunekit.utils.state_folders import differences, read_state, save_tensors, write_state
 
 SHARE = 0.05
-"""Of the time, at most, that checkpoints by the clock may take."""
+"""The largest share of the time that checkpoints by the clock may take."""
 _NAME = re.compile(r"epoch-(\d+)-batch-(\d+)")
 
 
@@ -33,18 +33,18 @@ class CheckpointWarning(UserWarning):
 
 
 class Checkpoints:
-    """Where a run's checkpoints go, and where it goes on from: the newest whole one that is there.
+    """The checkpoints of a run, which is resumed from the newest one that is whole.
 
-    A checkpoint is a folder `epoch-<epoch>-batch-<batch>`, named by where it goes on, of safetensors and JSON. One that
-    cannot be written, because the disk is full, is no reason to lose a run: those before the last make room, and if
-    that does not help, the last stays, training goes on, and `log` is told, or a `CheckpointWarning` given.
+    A checkpoint is a folder `epoch-<epoch>-batch-<batch>` of safetensors and JSON, named by where training continues.
+    If one cannot be written, because the disk is full, those before the last are removed to make room. If that does
+    not help, the last is kept, training continues, and `log` is called, or a `CheckpointWarning` given.
 
     Args:
         folder: of this run alone.
         settings: how often, and how many are kept.
-        facts: plain data that must be the same where a run is resumed, besides what `fit` knows itself.
-        log: gets a line when a run is resumed, and when something is wrong with a checkpoint; None says only the
-            latter, as a warning.
+        facts: plain data that must be the same where a run is resumed, besides what `fit` compares itself.
+        log: gets a line when a run is resumed, and when something is wrong with a checkpoint; if None, the latter is a
+            warning.
 
     Attributes:
         last: the last checkpoint that was written or resumed from.
@@ -65,18 +65,18 @@ class Checkpoints:
 
     @property
     def step(self) -> int:
-        """Of the last checkpoint; 0 where there is none."""
+        """The step of the last checkpoint; 0 if there is none."""
         return self._step
 
     def due(self, step: int) -> bool:
-        """Return whether it is time for one, `step` steps into the run."""
+        """Return whether a checkpoint is due after this number of steps of the run."""
         steps, seconds = self.settings.every_steps, self.settings.every_seconds
         if steps is not None and step - self._step >= steps:
             return True
         return seconds is not None and time.monotonic() - self._begun >= max(seconds, self._pause)
 
     def write(self, state: Mapping[str, Any], *, epoch: int, batch: int, step: int) -> None:
-        """Write one, and remove those that are too old; say so when it cannot be written."""
+        """Write a checkpoint, and remove those that are too old; warn if it cannot be written."""
         begun, path = time.monotonic(), self.folder / f"epoch-{epoch:04d}-batch-{batch:06d}"
         try:
             self._write(path, state)
@@ -100,15 +100,15 @@ class Checkpoints:
             shutil.rmtree(path, ignore_errors=True)
 
     def _found(self) -> list[Path]:
-        """Return all in the folder, the oldest first."""
+        """Return all checkpoints in the folder, the oldest first."""
         named = [(match, path) for path in self.folder.glob("epoch-*") if (match := _NAME.fullmatch(path.name))]
         return [path for _, path in sorted(named, key=lambda pair: (int(pair[0][1]), int(pair[0][2])))]
 
     def newest(self, identity: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The state to go on from; None where there is none. What is damaged is said and set aside.
+        """Return the newest state; None if there is none. A damaged checkpoint is reported and renamed.
 
         Args:
-            identity: plain data about the run, which the checkpoint must be of.
+            identity: plain data about the run, to which the checkpoint must belong.
 
         Raises:
             ResumeError: it is of another run or format; says what differs.
@@ -129,12 +129,12 @@ class Checkpoints:
         return None
 
     def say(self, message: str) -> None:
-        """Tell whoever listens."""
+        """Log a message."""
         if self._log is not None:
             self._log(message)
 
     def warn(self, message: str) -> None:
-        """Tell everyone."""
+        """Log a message, or give a warning if there is no log."""
         if self._log is not None:
             self._log(message)
         else:
@@ -142,32 +142,29 @@ class Checkpoints:
 
 
 def require_same(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Checks that what is to be resumed is what it was.
+    """Raise ResumeError with the differences if a run is resumed with something else than it was started with.
 
     Args:
-        path: what is to be resumed.
-        there: plain data about what it was, as it was read.
-        here: as it is now.
-
-    Raises:
-        ResumeError: it is not; says what differs.
+        path: folder that is resumed.
+        there: plain data about the run, as it was read.
+        here: the same data now.
     """
     found = list(differences(there, here))
     if found:
         raise ResumeError(
             "\n  ".join([f"{path}: cannot be resumed with this, it is of another recipe, plan or version:", *found])
-            + "\n  resume it with what it was started with, or start anew"
+            + "\n  resume it with what it was started with, or start again"
         )
 
 
 class BestWeights:
-    """Keeps the state dict of the epoch with the highest validation score; a later epoch wins a tie.
+    """The weights of the epoch with the highest validation score so far; a later epoch wins a tie.
 
     Args:
-        model: gets the best weights in the end.
+        model: gets the best weights at the end.
         path: of the `.safetensors` file; None for none.
-        warn: told when the file cannot be written; `restore` tries again.
-        trained: what is trained, where that is a sharded copy of the model.
+        warn: called with a message if the file cannot be written; `restore` tries again.
+        trained: the model that is trained, if that is a sharded copy.
     """
 
     def __init__(
@@ -180,13 +177,13 @@ class BestWeights:
         self._written = False
 
     def offer(self, epoch: int, score: float) -> None:
-        """Keep the weights as they are now if none were better; -1: only as long as no others were offered."""
+        """Keep the present weights if none were better; with a score of -1 only if no others were offered."""
         if score >= self.score:
             self.epoch, self.score = epoch, score
             self.keep()
 
     def keep(self) -> None:
-        """Copy every parameter and buffer; the file is whole or not there."""
+        """Copy every parameter and buffer, also to the file."""
         if not is_main() and not is_sharded(self._trained):
             return
         kept = {}
@@ -221,10 +218,10 @@ class BestWeights:
         share_tensors(self.model.state_dict().items(), "the model")
 
     def state_dict(self) -> dict[str, Any]:
-        """Of which epoch the kept weights are; `weights` has them, in the main process."""
+        """Return epoch and score of the weights, which are in `weights` in the main process."""
         return {"epoch": self.epoch, "score": self.score}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, once `weights` are there; the file may hold something else until `restore`."""
+        """Continue from a state, once `weights` are set; the file may hold others until `restore`."""
         self.epoch, self.score = state["epoch"], state["score"]
         self._written = False

@@ -1,4 +1,4 @@
-"""Whether a model, its data and its task fit together."""
+"""The check that a model, its data and its task fit together, before anything is trained."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from prunekit.utils.inputs import described, inputs_as_example, sample_count, se
 
 
 def two_samples(dataset: SampleDataset) -> tuple[Any, Any]:
-    """Return inputs and targets of the first two that can be read, or of one of them twice.
+    """Return inputs and targets of the first two samples that can be read, or of one of them twice.
 
     Raises:
         DataError: a sample cannot be read, and none may be skipped.
@@ -30,11 +30,11 @@ def two_samples(dataset: SampleDataset) -> tuple[Any, Any]:
 
 
 def check_fits(model: nn.Module, splits: Splits, device: torch.device) -> None:
-    """Run two samples through the model and its task as in training; buffers and random state are left alone.
+    """Run two samples through the model and its task as in training; buffers and random state don't change.
 
     Raises:
-        ModelError: the model does not take these inputs, does not give one score for each class, or the task's loss,
-            counts or scores do not go with what it returns.
+        ModelError: the model does not take these inputs, does not return one score for each class, or the task's loss,
+            counts or scores don't fit its output.
         DataError: a sample cannot be read.
     """
     inputs, targets = two_samples(splits.train)
@@ -59,7 +59,7 @@ def _not_taken(model: nn.Module, task: Task, inputs: Any, error: Exception) -> s
 
 
 def _check_classes(model: nn.Module, splits: Splits, output: Any) -> None:
-    """Raise ModelError where the task knows class scores and the data its classes, and they are not as many."""
+    """Raise ModelError if the numbers of class scores and of the data's classes are known and differ."""
     task, classes = splits.task, len(splits.classes)
     if task.logits is None or not classes:
         return
@@ -76,7 +76,7 @@ def _check_classes(model: nn.Module, splits: Splits, output: Any) -> None:
 
 
 def _check_task(model: nn.Module, task: Task, output: Any, targets: Any) -> None:
-    """Raise ModelError where the task makes nothing of what the model returns."""
+    """Raise ModelError if the task cannot compute loss, counts and scores from the model's output."""
     got = f"{type(model).__name__} returned {described(output)}, the targets are {described(targets)}"
     try:
         loss, counts = task.loss(output, targets), task.counts(output, targets)

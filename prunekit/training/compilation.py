@@ -24,16 +24,16 @@ _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 
 
 class CompiledForward:
-    """Calls a model for a training step, with its forward and backward passes compiled as one graph each.
+    """A model's forward for training steps, with forward and backward pass compiled as one graph each.
 
-    Hooks on the model itself run around the graph, in Python; hooks on its modules become part of it. They are among
-    what the graph is guarded by, which `torch.compile` leaves out otherwise: where one comes or goes, the next step is
-    compiled anew. What cannot be compiled as a whole, a hook for one, makes this and all later steps run in eager, with
-    the reason: nothing is left out, and nothing is compiled in pieces. Calls in eval mode and without gradients are
-    eager.
+    Hooks on the model itself run around the graph, in Python; hooks on its modules become part of it. The graph is
+    guarded by these hooks too, which `torch.compile` does not do by default: if one is added or removed, the next step
+    is compiled again. If the model cannot be compiled as a whole, because of a hook for example, this and all later
+    steps run in eager, and the reason is kept: nothing is left out or compiled in pieces. Calls in eval mode and
+    without gradients are eager.
 
     Args:
-        model: called in its place; enter masks and other hooks before the first call, or it is compiled twice.
+        model: enter masks and other hooks before the first call, or it is compiled twice.
         backend: as for `torch.compile`.
     """
 
@@ -43,11 +43,11 @@ class CompiledForward:
         self._reason: str | None = None
         self._missed = False
         self._forward: Forward = model.forward
-        self._compiled = torch.compile(_of_its_own(self._forward), backend=self._compile, fullgraph=True)
+        self._compiled = torch.compile(_own_code(self._forward), backend=self._compile, fullgraph=True)
 
     @property
     def compilation(self) -> Compilation:
-        """What came of it so far."""
+        """What came of compiling so far."""
         return Compilation(self._graphs, self._seconds, self._reason)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -57,7 +57,7 @@ class CompiledForward:
             self._reason = "hooks on all modules (register_module_forward_hook and its like) are left out of graphs"
         if self._reason is not None or not (model.training and torch.is_grad_enabled()):
             return model(*arguments, **named)
-        with _forward_of(model, self._step):
+        with _forward_replaced(model, self._step):
             return model(*arguments, **named)
 
     def _step(self, *arguments: Any, **named: Any) -> Any:
@@ -66,15 +66,14 @@ class CompiledForward:
             try:
                 return self._through_graph(arguments, named)
             except Exception as error:  # whatever a compiler does not like; what is wrong in eager too is raised there
-                self._reason = _said_by(error)
+                self._reason = _error_line(error)
             finally:
                 if self._graphs > graphs or self._reason is not None:
                     self._seconds += time.perf_counter() - start
         return self._forward(*arguments, **named)
 
     def _through_graph(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        # Configured for guards on hooks only where there is something to be compiled: to change torch's configuration
-        # takes a millisecond of every call.
+        # Guards on hooks are configured only for compiling, because changing torch's configuration takes a millisecond.
         self._missed = False
         if self._graphs:
             try:
@@ -91,7 +90,7 @@ class CompiledForward:
     def _compile(self, graph: torch.fx.GraphModule, examples: list[Any]) -> Forward:
         if torch._dynamo.config.skip_nnmodule_hook_guards:
             self._missed = True
-            raise RuntimeError("no graph that was compiled is of these hooks, shapes and modes")
+            raise RuntimeError("no graph was compiled for these hooks, shapes and modes")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch to itself
             backend = self._backend if callable(self._backend) else torch._dynamo.lookup_backend(self._backend)
@@ -100,10 +99,10 @@ class CompiledForward:
         return compiled
 
 
-def _of_its_own(forward: Forward) -> Forward:
-    """Return a function with code of its own, because `torch.compile` finds what it has compiled by code.
+def _own_code(forward: Forward) -> Forward:
+    """Return a function with a code object of its own, by which `torch.compile` finds its graphs.
 
-    What was compiled of another model of the class, or of this one before it was hooked, is not used here.
+    Graphs of another model of the class, or of this one before it was hooked, are so not used.
     """
 
     def step(*arguments: Any, **named: Any) -> Any:
@@ -113,8 +112,8 @@ def _of_its_own(forward: Forward) -> Forward:
 
 
 @contextmanager
-def _forward_of(model: nn.Module, forward: Forward) -> Iterator[None]:
-    """Has a model call something in the place of its forward; its hooks stay around that."""
+def _forward_replaced(model: nn.Module, forward: Forward) -> Iterator[None]:
+    """Replace a model's forward for a while; its hooks still run around it."""
     own = vars(model)
     before = {name: own[name] for name in ("forward",) if name in own}
     own["forward"] = forward
@@ -125,10 +124,8 @@ def _forward_of(model: nn.Module, forward: Forward) -> Iterator[None]:
         own.update(before)
 
 
-def _said_by(error: Exception) -> str:
-    """Return what a compiler says in a line: ours, or its own with the last place that it speaks of outside of
-    torch.
-    """
+def _error_line(error: Exception) -> str:
+    """Return a compiler's error in a line: our own message, or torch's with the last place outside of torch."""
     error = getattr(error, "inner_exception", error)  # what a backend raised
     text = str(error)
     if (ours := re.search(r"User-inserted graph break\. Message: (.+)", text)) is not None:

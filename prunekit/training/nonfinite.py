@@ -1,4 +1,4 @@
-"""Where a number stopped being finite: the batch is run again, and the first module to blame is named."""
+"""Non-finite numbers: the batch is run again to name the first module with a NaN or Inf."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from prunekit.utils.tensors import first_not_finite, gather
 
 
 class _FirstNonFinite(HookOwner):
-    """Watches every leaf module, and modules with parameters of their own; remembers the first that is not finite."""
+    """Hooks on leaf modules and modules with own parameters, which note the first with a NaN or Inf."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -24,6 +24,7 @@ class _FirstNonFinite(HookOwner):
         self.found: str | None = None
 
     def register(self) -> None:
+        """Register the hooks."""
         for name, module in self.model.named_modules():
             if not any(True for _ in module.children()) or any(True for _ in module.parameters(recurse=False)):
                 self.own(after_forward(module, self._hook(name or type(module).__name__)))
@@ -47,12 +48,10 @@ def _blame(name: str, module: nn.Module, output: Any) -> str | None:
 
 
 def first_non_finite(model: nn.Module, inputs: tuple[Any, ...]) -> str:
-    """Run the model on a batch again and say what is first not finite: the input, a parameter or an output.
+    """Run a batch again and return what is first not finite: the input, a parameter or an output.
 
-    The run is in the model's present mode, without gradients. A sharded model does not run in one process alone.
-
-    Args:
-        inputs: an example, see `prunekit.utils.inputs.as_example`.
+    The model runs in its present mode, without gradients. A sharded model does not run in one process alone. Inputs are
+    an example, see `prunekit.utils.inputs.as_example`.
     """
     if any(not bool(torch.isfinite(tensor).all()) for tensor in gather(inputs)):
         return "the input images" if len(inputs) == 1 else "the inputs"
@@ -64,9 +63,9 @@ def first_non_finite(model: nn.Module, inputs: tuple[Any, ...]) -> str:
 
 
 def non_finite_tensor(model: nn.Module) -> str | None:
-    """Return the first parameter or buffer with a NaN or an Inf in it; None where all are finite.
+    """Return the first parameter or buffer with a NaN or an Inf in it; None if all are finite.
 
-    Of a sharded model all processes ask together, and are told the same.
+    All processes of a sharded model call this together, and get the same.
     """
     found = None
     for kind, tensors in (("buffer", model.named_buffers()), ("parameter", model.named_parameters())):
@@ -76,14 +75,14 @@ def non_finite_tensor(model: nn.Module) -> str | None:
 
 
 def _agreed(model: nn.Module, found: str | None) -> str | None:
-    """Return what the first process has found that has found something, where each looks at its own shards alone."""
+    """Return what the first process has found, if each of several searches its own shards."""
     if not is_sharded(model) or everyone(found is None):
         return found
     return next(each for each in gather_values(found) if each is not None)
 
 
 class _FirstNonFiniteGradient(HookOwner):
-    """Watches the gradients of results and parameters on their way back; remembers the first that is not finite."""
+    """Hooks on the gradients of outputs and parameters, which note the first that is not finite."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -91,6 +90,7 @@ class _FirstNonFiniteGradient(HookOwner):
         self.found: str | None = None
 
     def register(self) -> None:
+        """Register the hooks."""
         for path, module in self.model.named_modules():
             where = f"module {path or type(module).__name__!r} ({type(module).__name__})"
             own = list(module.named_parameters(recurse=False))
@@ -109,12 +109,12 @@ class _FirstNonFiniteGradient(HookOwner):
 
 
 def first_non_finite_gradient(model: nn.Module, backward: Callable[[], None]) -> str | None:
-    """Return which gradient is the first that is not finite, in the order in which they are computed; None if all are.
+    """Return the first gradient that is not finite, in the order of computation; None if all are finite.
 
-    None of a sharded model too: gradients of single batches are nowhere whole.
+    Also None for a sharded model, in which gradients of single batches are never whole.
 
     Args:
-        model: with the weights and in the mode in which it happened.
+        model: with the weights, and in the mode, of the step that failed.
         backward: runs the model forward and backward again.
     """
     if is_sharded(model):
@@ -126,19 +126,16 @@ def first_non_finite_gradient(model: nn.Module, backward: Callable[[], None]) ->
 
 
 def non_finite_gradient(model: nn.Module, *, nan_only: bool) -> str | None:
-    """Return the first parameter whose gradient has a NaN or an Inf in it; None where all are finite.
+    """Return the first parameter whose gradient has a NaN or an Inf in it; None if all are finite.
 
-    Of a sharded model all processes ask together, and are told the same.
-
-    Args:
-        nan_only: whether Inf does not count.
+    With `nan_only`, Inf does not count. All processes of a sharded model call this together, and get the same.
     """
     given = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and not p.grad.is_sparse}
     return _agreed(model, _not_finite({name: local_part(gradient) for name, gradient in given.items()}, nan_only))
 
 
 def _not_finite(gradients: Mapping[str, Tensor], nan_only: bool) -> str | None:
-    # One pass over all of them; a norm may overflow where no value has, and then each is looked at.
+    # One pass over all gradients; their norm may overflow although no value has, and then each is checked.
     if bool(torch.isfinite(torch.nn.utils.get_total_norm(gradients.values()))):
         return None
     if nan_only:

@@ -45,7 +45,7 @@ class LongStrides(HookOwner):
         self._open: list[AbstractContextManager[Any]] = []
 
     def register(self) -> None:
-        """Hook every convolution that has a stride."""
+        """Register hooks on every convolution that has a stride."""
         for module in self._model.modules():
             if isinstance(module, _ConvNd) and max(module.stride) > 1:
                 self.own_forward_pre(module, self._before, again=True)

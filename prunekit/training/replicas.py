@@ -1,4 +1,4 @@
-"""A model trained by several processes: each has a replica and its share of every batch, and gradients are summed."""
+"""Replicated training: each process has a replica and its share of every batch, and gradients are summed."""
 
 from __future__ import annotations
 
@@ -53,16 +53,15 @@ def shares(train: Batches, validation: Batches) -> tuple[Batches, Batches]:
 
 
 def replica_of(model: nn.Module, train: Batches) -> nn.Module:
-    """Return what is called in the steps of a run: the model, or where several processes have it whole, this one's
-    replica.
+    """Return the module to call in training steps: the model, or among several processes this one's replica of it.
 
     Replicas start with the main process's weights. Hooks on the model itself stay: only calls that lead to a backward
-    pass go through the replica. Its gradients are summed over the processes, not averaged: losses are divided by the
-    images of all processes, so that what flows back through each is what would flow in a single process.
+    pass go through the replica. Gradients are summed over the processes, not averaged: losses are divided by the images
+    of all processes, so that gradients are those of a single process.
 
     Args:
-        model: without hooks, such as those of masks, that the two images it is tried on would disturb.
-        train: what it will be trained on.
+        model: without hooks, such as those of masks, that a forward pass of two images would disturb.
+        train: the training batches.
     """
     if is_sharded(model) or size() == 1:
         return model
@@ -80,25 +79,25 @@ def replica_of(model: nn.Module, train: Batches) -> nn.Module:
 def _has_unused(model: nn.Module, inputs: tuple[Any, ...]) -> bool:
     """Return whether what a model returns depends on fewer than all of its trainable parameters."""
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with tried(model, inputs) as whole:
+    with summed_output(model, inputs) as whole:
         gradients = torch.autograd.grad(whole, weights, allow_unused=True)
     return not everyone(all(gradient is not None for gradient in gradients))
 
 
 def _arrange_buckets(replica: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Has DDP see the order in which gradients come, by which it arranges its buckets anew before the next step.
+    """Show DDP the order of gradients, by which it rearranges its buckets before the next step.
 
-    Sums over more than two processes depend on a number's place in its bucket: in the first step of a run that is
-    resumed they would be others than in the same step of one that is not.
+    Sums over more than two processes depend on a number's place in its bucket, and in the first step of a resumed run
+    would differ from those of an uninterrupted one.
     """
-    with tried(replica, inputs) as whole:
+    with summed_output(replica, inputs) as whole:
         whole.backward()  # type: ignore[no-untyped-call]
     replica.zero_grad()
 
 
 @contextmanager
-def tried(model: nn.Module, inputs: tuple[Any, ...]) -> Iterator[Tensor]:
-    """The sum of all that a model returns for two images in train mode; buffers and the random state are left alone."""
+def summed_output(model: nn.Module, inputs: tuple[Any, ...]) -> Iterator[Tensor]:
+    """Yield the sum of a model's outputs for inputs in train mode; buffers and random state don't change."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with seeded(0), training_mode(model, True), torch.enable_grad():
         output = functional_call(model, buffers, *split(inputs))
@@ -115,7 +114,7 @@ def _summed(bucket: GradBucket) -> torch.futures.Future[Tensor]:
 
 
 def kept_apart(replica: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Within, gradients are added up in each process for itself, until a backward pass outside of it."""
+    """Return a context in which each process adds up its own gradients, until a backward pass outside of it."""
     return replica.no_sync() if isinstance(replica, DistributedDataParallel) else nullcontext()
 
 
@@ -125,7 +124,7 @@ def share_buffers(model: nn.Module) -> None:
 
 
 def share_state(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return the main process's nested state (see `states`) in every process; None where that has none."""
+    """Return the main process's nested state in every process; None if it has none."""
     if size() == 1:
         return state
     plain, tensors = (None, {}) if state is None else encode_state(state)
@@ -149,11 +148,7 @@ def share_corrupt(*batches: Batches) -> None:
 
 
 def require_same_weights(model: nn.Module, when: str) -> None:
-    """Checks that the replicas are equal.
-
-    Raises:
-        RunError: they have drifted apart.
-    """
+    """Raise RunError if the weights of the replicas differ."""
     if size() > 1 and not is_sharded(model):
         sums = [float(parameter.detach().double().sum()) for parameter in model.parameters()]
         require_equal(repr(sums), f"the weights {when}")

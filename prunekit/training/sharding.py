@@ -28,7 +28,7 @@ from prunekit.training.callbacks.regularizers import SparsityRegularizer
 from prunekit.training.callbacks.scheduled_masks import PruningSchedule
 from prunekit.training.callbacks.tensorboard import TensorBoardLogger
 from prunekit.training.compatibility import two_samples
-from prunekit.training.replicas import tried
+from prunekit.training.replicas import summed_output
 from prunekit.utils.context import same_random_state
 from prunekit.utils.inputs import inputs_as_example, to_device
 from prunekit.utils.tensors import gather
@@ -81,7 +81,7 @@ def sharded_copy(model: nn.Module, train: Batches, device: torch.device) -> nn.M
     share_tensors(chain(model.named_parameters(), model.named_buffers()), "the model")
     with same_random_state():
         inputs, _ = two_samples(train.dataset)
-    with _CallCounter(model) as counter, tried(model, to_device(inputs_as_example(model, inputs), device)):
+    with _CallCounter(model) as counter, summed_output(model, to_device(inputs_as_example(model, inputs), device)):
         units = list(_units(model, counter.called_once()))
     sharded = copied(model.cpu())
     mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)  # type: ignore[arg-type]  # torch's stub: may be None
@@ -133,7 +133,7 @@ class _CallCounter(HookOwner):
         self._calls: Counter[str] = Counter()
 
     def register(self) -> None:
-        """Hook every module that contains modules."""
+        """Register a hook on every module that contains modules."""
         for path, module in self._model.named_modules():
             if any(True for _ in module.children()):
                 self.own_forward(module, partial(self._count, path), again=True)

@@ -135,7 +135,7 @@ def test_what_does_not_fit_is_said_and_nothing_is_written(arguments: list[str], 
 def test_a_file_that_is_there_stays_unless_it_is_forced(home: Path) -> None:
     (home / "mine.yaml").write_text("mine")
     arguments = ["init", "--model", "resnet8", "--data", "digits", "mine.yaml"]
-    assert "write over it with --force" in run(*arguments, code=2)
+    assert "overwrite it with --force" in run(*arguments, code=2)
     assert (home / "mine.yaml").read_text() == "mine"
     run(*arguments, "--force")
     assert load("mine.yaml").model.name == "resnet8"

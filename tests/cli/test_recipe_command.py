@@ -66,7 +66,7 @@ def test_a_copy_never_takes_the_place_of_a_file_unasked(tmp_path: Path, monkeypa
     copy = tmp_path / "resnet34.yaml"
     assert load("resnet34.yaml") == load(INSTALLED / "resnet34.yaml")
     copy.write_text("mine")
-    assert "resnet34.yaml: there is such a file already" in run("recipe", "copy", "resnet34", code=2)
+    assert "resnet34.yaml: the file exists already" in run("recipe", "copy", "resnet34", code=2)
     assert copy.read_text() == "mine"
     run("recipe", "copy", "resnet34", "--force")
     run("recipe", "copy", "resnet34.yaml", "deep/other.yaml")

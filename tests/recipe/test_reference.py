@@ -17,7 +17,7 @@ from ruamel.yaml import YAML
 from prunekit.cli import cli
 from prunekit.recipe.document import Document
 from prunekit.recipe.loading import INSTALLED, load
-from prunekit.recipe.reference import EXAMPLES, PAGE, SCHEMA, Key, all_keys, flow, json_schema, page, schema_text
+from prunekit.recipe.reference import EXAMPLES, PAGE, SCHEMA, RecipeKey, all_keys, flow, json_schema, page, schema_text
 from prunekit.recipe.values import apply_override
 from prunekit.settings.job import JobSettings
 
@@ -68,7 +68,7 @@ def test_page_and_schema_are_as_they_would_be_written_now() -> None:
 
 
 @pytest.mark.parametrize("key", all_keys(), ids=lambda key: key.name)
-def test_every_key_has_a_meaning_and_an_example_that_holds(key: Key) -> None:
+def test_every_key_has_a_meaning_and_an_example_that_holds(key: RecipeKey) -> None:
     assert key.meaning.endswith((".", ")")), f"{key.name}: write what it means below the field in prunekit.settings"
     assert key.meaning[0].isupper() or key.meaning[0] == "`"
     assert key.example is not None, f"{key.name}: give an example in prunekit.recipe.reference.EXAMPLES"

@@ -15,7 +15,7 @@ from prunekit.errors import nearest
 from prunekit.registries import RUNTIMES, DtypeName, MemoryFormat
 from prunekit.utils.display import text_of
 
-Callback = Callable[[click.Context, click.Parameter, str], tuple[Any, ...]]
+ParseOption = Callable[[click.Context, click.Parameter, str], tuple[Any, ...]]
 WHERE = ("device", "runtime", "batch", "threads")
 TIMES = ("median_ms", "p10_ms", "p90_ms", "p99_ms")
 
@@ -40,7 +40,7 @@ def _runtimes(context: click.Context, parameter: click.Parameter, value: str) ->
     return _parts(value)
 
 
-def _names(allowed: tuple[str, ...]) -> Callback:
+def _names(allowed: tuple[str, ...]) -> ParseOption:
     def names(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
         parts = _parts(value)
         for part in parts:
@@ -94,14 +94,14 @@ def bench_command(
     max_latency_ms: float | None,
     output: Path | None,
 ) -> None:
-    """Latency of one or more models, timed alternately; speedups are relative to the first.
+    """Measure the latency of one or more models, timed alternately; speedups are relative to the first.
 
     MODEL is a recipe (its dense model), a model folder, or the name of a torchvision or CIFAR model; --model adds your
-    own as the first, or takes the place of a recipe's model. A latency is that of the whole batch. Without --device the
-    CPU is timed, and CUDA where there is one. Lists are combined as far as their parts go together.
+    own as the first, or replaces a recipe's model. A latency is that of the whole batch. Without --device the CPU is
+    timed, and CUDA if there is one. Lists are combined as far as their items are compatible.
 
-    Every runtime is checked against eager float32 first; where it differs, it is not timed and the exit code is 1.
-    A figure that the samples do not support is marked unstable, with what would settle it.
+    Every runtime is checked against eager float32 first; if it differs, it is not timed and the exit code is 1.
+    A figure that the samples do not support is marked unstable, with what would make it stable.
     """
     targets, overrides = split_overrides(arguments)
     check_recipes(targets, overrides, given)
@@ -127,7 +127,7 @@ def bench_command(
 def _conclude(
     failures: list[Any], gates: list[tuple[dict[str, Any], bool]], max_latency_ms: float | None, console: Console
 ) -> None:
-    """Say what was not measured, and of each setting that was whether the model keeps the limit there."""
+    """Log what was not measured, and for each setting whether the model is within the limit."""
     from prunekit.measure.latency.row_text import failure_lines, setting_text
 
     for line in failure_lines(failures):

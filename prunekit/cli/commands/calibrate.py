@@ -1,4 +1,4 @@
-"""`prunekit calibrate`: what the activations of the dense model look like."""
+"""`prunekit calibrate`: activation statistics of the dense model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @click.option(
     "--moments",
     type=click.Choice(["none", "full"]),
-    help="full: also the Gram matrix of every layer's input.  [default: as the recipe and its criterion have it]",
+    help="full: also the Gram matrix of every layer's input.  [default: what the recipe and its criterion need]",
 )
 @recipe_command()
 def calibrate_command(
@@ -29,8 +29,9 @@ def calibrate_command(
     job: JobSettings,
     own: Own,
 ) -> None:
-    """Run the dense model of a recipe on its calibration images and write the statistics of every channel, as
-    safetensors and CSV. `finetune` uses them again when model, weights, data and settings are the same.
+    """Run the dense model of a recipe on its calibration images and write the statistics of every channel.
+
+    They are written as safetensors and CSV, and used by `finetune` if model, weights, data and settings are the same.
 
     The table averages over the channels of each layer's output; dead channels never change.
     """
@@ -55,7 +56,7 @@ def calibrate_command(
 
 
 def summary(stats: ChannelStats) -> Iterator[dict[str, Any]]:
-    """Yield one row per activation: means over its channels, the range, and which channels are dead."""
+    """Yield one row per activation: means over its channels, the range, and dead channels."""
     dead = stats.dead()
     for key, layer in stats.items():
         yield {

@@ -1,4 +1,4 @@
-"""`prunekit diagnose`: what is wrong with a model and its data."""
+"""`prunekit diagnose`: faults of a model and its data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from prunekit.utils.display import text_of
 @click.argument("arguments", nargs=-1, metavar="[MODEL] [KEY=VALUE]...")
 @click.option("--recipe", "data_recipe", metavar="RECIPE", help="Whose images and training to use.")
 @click.option("--batches", "count", default=3, show_default=True, type=click.IntRange(min=1), help="Training batches.")
-@click.option("--ignore", multiple=True, metavar="KIND", help="A kind that is not looked for; may be repeated.")
+@click.option("--ignore", multiple=True, metavar="KIND", help="A kind that is not searched for; may be repeated.")
 @model_command("diagnose.json.")
 def diagnose_command(
     console: Console,
@@ -37,10 +37,10 @@ def diagnose_command(
 ) -> None:
     """Run a model forward and backward on a few training batches and name what is wrong, the causes first.
 
-    Looked for, by module and in order of execution: shape mismatches with the way of the tensor, NaN and Inf where they
-    begin, exploding and vanishing gradients, dead ReLUs, saturated sigmoids, constant channels, BatchNorm in the wrong
-    mode or without variance, unused and frozen parameters; copies among the images, labels out of range, inputs unlike
-    normalized ones; and a learning rate too high for the curvature of the loss.
+    Detected, by module and in order of execution, are: shape mismatches with the way of the tensor, NaN and Inf where
+    they begin, exploding and vanishing gradients, dead ReLUs, saturated sigmoids, constant channels, BatchNorm in the
+    wrong mode or without variance, unused and frozen parameters; copies among the images, labels out of range, inputs
+    unlike normalized ones; and a learning rate too high for the curvature of the loss.
 
     MODEL is a recipe (its dense model as training would begin: with the weights it names, else random ones), a model
     folder, or the name of a torchvision or CIFAR model; instead of it, or of a recipe's model, --model gives your own.

@@ -37,7 +37,7 @@ def evaluate_command(
     device: str | None,
     output: Path | None,
 ) -> None:
-    """Top-1 accuracy with its 95 % Wilson interval, or what else the recipe's task measures, on its test split.
+    """Measure top-1 accuracy with its 95 % Wilson interval, or the scores of the recipe's task, on its test split.
 
     MODEL is a recipe (its dense model, trained first where it has no weights, and tested on its own data), a model
     folder, or the name of a torchvision or CIFAR model; instead of it, or of a recipe's model, --model gives your own.
@@ -67,7 +67,7 @@ def evaluate_command(
 
 
 def _job(recipe: str, overrides: list[str], given: ModelOptions, device: str | None, whole: bool) -> JobSettings:
-    """Return the job of the recipe, `whole` when its model is meant and not its images alone."""
+    """Return the job of the recipe; `whole`: its model is evaluated, and not only its images used."""
     factory = given.factory if whole else None
     code = {"factory": factory, "data": given.data, "task": given.task}
     return job_to_read(recipe, overrides, given, **code, device=device, seed=given.seed)

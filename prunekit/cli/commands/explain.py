@@ -39,10 +39,10 @@ def explain_command(
     device: str | None,
     output: Path | None,
 ) -> None:
-    """Time by operator, dense against pruned, and the causes of what is missing from the ideal, each measured.
+    """Show the time of each operator, dense against pruned, and the measured causes of what is missing from the ideal.
 
-    PRUNED is a model folder; its dense model is built from what the folder says, or by --model where your own code
-    made it, or is --dense: a recipe, a folder, or the name of a model. With --dense, PRUNED may be any of these too.
+    PRUNED is a model folder; its dense model is built from what the folder says, or by --model if it is of your own
+    code, or is --dense: a recipe, a folder, or the name of a model. With --dense, PRUNED may be any of these too.
     The ideal is the ratio of their multiply-accumulates. Eager, without gradients.
     """
     names, overrides = split_overrides(arguments)

@@ -1,7 +1,4 @@
-"""`prunekit finetune`: the whole job.
-
-`prunekit prune`: the job of a recipe without fine-tuning.
-"""
+"""`prunekit finetune` and `prunekit prune`: the whole job of a recipe, with fine-tuning and without."""
 
 from __future__ import annotations
 
@@ -26,18 +23,18 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def job_options(function: Command) -> Command:
-    """Return arguments and options of a command that runs a recipe's whole job."""
+    """Add the arguments and options of a command that runs a recipe's whole job."""
     for option in (
         recipe_options(),
         click.option(
             "--resume",
             metavar="auto|RUN",
-            help="Go on with the run in this folder; auto: the newest of this recipe that has not finished, else anew.",
+            help="Continue the run in this folder; auto: the newest unfinished one of this recipe, else a new one.",
         ),
         click.option(
             "--no-measure",
             is_flag=True,
-            help="With --dry-run: time nothing; budgets of time are predicted, by a cached profile if there is one.",
+            help="With --dry-run: measure no latency; predict budgets of time, from a cached profile if there is one.",
         ),
         click.option("--dry-run", is_flag=True, help="Print the resolved recipe and the plan; train nothing."),
     ):
@@ -49,19 +46,20 @@ def job_options(function: Command) -> Command:
 @click.option(
     "--find-batch-size",
     is_flag=True,
-    help="Name the largest data.batch that fits into memory, by training steps of this recipe; run nothing else.",
+    help="Only find the largest data.batch that fits into memory, by training steps of this recipe.",
 )
 @job_options
 def finetune_command(**arguments: Any) -> None:
-    """Run the whole job of a recipe: train or load the dense model, calibrate, prune, fine-tune, compact, verify,
-    measure, and write a report.
+    """Run the whole job of a recipe.
+
+    Train or load the dense model, calibrate, prune, fine-tune, compact, verify, measure, and write a report.
 
     RECIPE is a file, or the name of a recipe that comes with the package (prunekit recipe list).
 
-    KEY=VALUE changes the recipe, for example: prune.budget.macs=0.4. With --model the recipe's model, with --data its
-    images are yours; model.weights still counts, and so do the other data settings, unless --data gives Splits.
+    KEY=VALUE changes the recipe, for example: prune.budget.macs=0.4. --model replaces the recipe's model, --data its
+    images; model.weights and the other data settings still apply, unless --data returns Splits.
 
-    A run that was killed goes on with --resume, and on the CPU ends with the same weights, bit by bit.
+    A run that was killed continues with --resume, and on the CPU ends with the same weights, bit by bit.
 
     Exits with 1 when the run fell short of what the recipe asks.
     """
@@ -85,9 +83,9 @@ def run_recipe(
     find_batch_size: bool = False,
     **options: Any,
 ) -> None:
-    """Run a recipe, with fine-tuning or without, or only shows its plan, or the largest batch that fits."""
+    """Run a recipe, with fine-tuning or without, or only show its plan, or find the largest batch that fits."""
     if dry_run and resume is not None:
-        raise click.UsageError("--dry-run does nothing that could be resumed: expected one of --dry-run and --resume")
+        raise click.UsageError("--dry-run runs nothing that could be resumed: expected one of --dry-run and --resume")
     if no_measure and not dry_run:
         raise click.UsageError("--no-measure goes with --dry-run: a run measures what it delivers")
     if find_batch_size and (dry_run or resume is not None):
@@ -189,13 +187,15 @@ def _run(job: JobSettings, own: Own, console: Console, resume: str | None, *, tr
 @click.command("prune", short_help="Prune, repair, compact, verify and measure: no training.")
 @job_options
 def prune_command(**arguments: Any) -> None:
-    """Run the job of a recipe without fine-tuning: load the dense model (or train it, where it has no weights), collect
-    what the criterion needs, prune, repair what stays as `repair` says, compact, verify, measure, and write a report.
+    """Run the job of a recipe without fine-tuning.
+
+    Load the dense model (or train it if it has no weights), collect the statistics that the criterion needs, prune,
+    repair the remaining layers as `repair` says, compact, verify, measure, and write a report.
 
     RECIPE is a file, or the name of a recipe that comes with the package (prunekit recipe list).
 
-    KEY=VALUE changes the recipe, for example: prune.budget.macs=0.4. With --model the recipe's model, with --data its
-    images are yours; model.weights still counts, and so do the other data settings, unless --data gives Splits.
+    KEY=VALUE changes the recipe, for example: prune.budget.macs=0.4. --model replaces the recipe's model, --data its
+    images; model.weights and the other data settings still apply, unless --data returns Splits.
 
     Exits with 1 when the run fell short of what the recipe asks.
     """

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 def inspect_command(
     console: Console, given: ModelOptions, arguments: tuple[str, ...], layers: bool, output: Path | None
 ) -> None:
-    """Channel groups, locked channels with the reason, and the MACs of each layer; with --layers a table of all modules
-    in order of execution.
+    """Show channel groups, locked channels with the reason, and the MACs of each layer.
+
+    With --layers show instead a table of all modules, in order of execution.
 
     MODEL is a recipe (its dense model), a model folder, or the name of a torchvision or CIFAR model; instead of it, or
     of a recipe's model, --model gives your own. KEY=VALUE changes the recipe.
@@ -44,7 +45,7 @@ def inspect_command(
 
 
 def _layers(target: InputModel, output: Path | None, console: Console) -> None:
-    """The table of modules, in order of execution."""
+    """Show the table of modules, in order of execution."""
     from dataclasses import asdict
 
     from prunekit.report.pages.model_summary import summary
@@ -76,9 +77,9 @@ def _text(result: dict[str, Any]) -> str:
         [
             f"{result['model']} ({result['architecture']}), input {shape}: {count(result['params'])} parameters, "
             f"{count(result['macs'])} MACs, {share(result['free_share'])} of the parameters can be pruned",
-            f"\n{len(groups)} channel group{'s'[: len(groups) != 1]} (channels that stay or go together)",
+            f"\n{len(groups)} channel group{'s'[: len(groups) != 1]} (channels that are kept or removed together)",
             table(("group", "channels", "axes"), groups),
-            f"\n{len(locks)} lock{'s'[: len(locks) != 1]} (channels that stay, and why)",
+            f"\n{len(locks)} lock{'s'[: len(locks) != 1]} (channels that are kept, and why)",
             table(("module", "operator", "channels", "reason"), locks, text=("operator", "reason")),
             "\nMACs by layer",
             table(("module", "kind", "MACs", "share", "parameters"), layers, text=("kind",)),

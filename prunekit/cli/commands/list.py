@@ -1,4 +1,4 @@
-"""`prunekit list`: what there is to choose from."""
+"""`prunekit list`: criteria, budgets, runtimes, models and whatever else a recipe can choose."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Row = dict[str, Any]
 SCOPES = {
     "uniform": "the same share of every channel group",
     "global": "the lowest scores of all groups",
-    "per_mac": "the lowest scores for what they cost: MACs, or what else the budget that binds counts",
-    "capacity": "the widest layers that the budgets allow; scores say only which channels of a group go",
+    "per_mac": "the lowest scores for their cost: MACs, or what the binding budget counts",
+    "capacity": "the widest layers that the budgets allow; scores only rank the channels of a group",
 }
 AUGMENTATIONS = {
     "none": "training images as they are",
@@ -75,7 +75,7 @@ def _rules() -> Iterator[Row]:
 
 
 def _of(registry: Registry[Any], *keys: str) -> Callable[[], Iterator[Row]]:
-    """Return the rows of a registry, by what its registrations say."""
+    """Return a function that yields the rows of a registry, with these keys of its registrations."""
 
     def rows() -> Iterator[Row]:
         for name, facts in registry.facts().items():
@@ -107,10 +107,10 @@ KINDS: dict[str, Callable[[], Iterator[Row]]] = {
 @click.argument("pattern", default="*", metavar="[PATTERN]")
 @common_options
 def list_command(what: str, pattern: str, as_json: bool) -> None:
-    """What there is of a kind, a line each; PATTERN is a glob over the names, such as 'resnet*'.
+    """List what a recipe can choose, a line each; PATTERN is a glob over the names, such as 'resnet*'.
 
-    What packages and you register is among it. A job collects by itself what its criterion needs; those without labels
-    among their needs work on any images.
+    What packages and you register is included. A job collects by itself what its criterion needs; criteria that don't
+    need labels work on any images.
     """
     rows = [row for row in KINDS[what]() if fnmatch(row["name"], pattern)]
     headings = tuple(rows[0]) if rows else ()

@@ -1,4 +1,4 @@
-"""`prunekit profile`: what each layer takes at which widths."""
+"""`prunekit profile`: the latency of each layer by its widths."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ HOW = ("widths step by", "kernel changes at")
 
 @click.command("profile", short_help="Measure each layer's latency against its widths.")
 @click.option("--networks", type=click.IntRange(min=10), default=40, show_default=True, help="How many to measure.")
-@click.option("--again", is_flag=True, help="Measure anew what was timed on a machine too noisy.")
+@click.option("--again", is_flag=True, help="Measure again what was timed on a noisy machine.")
 @recipe_command(device=False)
 def profile_command(console: Console, job: JobSettings, own: Own, networks: int, again: bool) -> None:
-    """Latency of a recipe's dense model, layer by layer, on the runtime and device of prune.target.
+    """Measure the latency of a recipe's dense model, layer by layer, on the runtime and device of prune.target.
 
-    Networks of widths all over the range are timed whole, layer by layer in place; a table is fitted to them, and
-    tested on those that were held out; a report shows both. Budgets `speedup` and `latency_ms` are planned by it. What
-    was measured is kept in ~/.cache/prunekit (or PRUNEKIT_CACHE): an interrupted profile goes on, a finished one is not
-    measured again.
+    Whole networks of widths across the range are timed, layer by layer; a table is fitted to them, and tested on
+    networks that were held out; a report shows both. Budgets `speedup` and `latency_ms` are planned with the table.
+    Measurements are kept in ~/.cache/prunekit (or PRUNEKIT_CACHE), so that an interrupted profile continues, and a
+    finished one is not measured again.
 
     KEY=VALUE changes the recipe, for example: prune.target.runtime=onnxruntime.
     """

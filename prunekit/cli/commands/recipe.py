@@ -1,7 +1,4 @@
-"""`prunekit recipe`: the recipes that come with the package, and what a recipe may hold.
-
-`prunekit init`: a first recipe for a model and a data set.
-"""
+"""`prunekit recipe` and `prunekit init`: packaged recipes, the reference of keys, and a first recipe of one's own."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from prunekit.errors import UsageError
 from prunekit.utils.display import table
 from prunekit.utils.files import write_text
 
-force_option = click.option("--force", is_flag=True, help="Write over a file that is there.")
+force_option = click.option("--force", is_flag=True, help="Overwrite an existing file.")
 
 
 _INDENTED: dict[str, Any] = {
@@ -31,7 +28,7 @@ _INDENTED: dict[str, Any] = {
 
 @click.group("recipe", short_help="List, show and copy recipes; explain their keys.")
 def recipe_group() -> None:
-    """Recipes that come with the package, and the reference of every key.
+    """Show recipes that come with the package, and the reference of every key.
 
     A command that takes a recipe takes a file, or the name of one of these: prunekit finetune resnet34
     """
@@ -65,7 +62,10 @@ def show_recipe(name: str, as_json: bool) -> None:
 @force_option
 @common_options
 def copy_recipe(name: str, file: Path | None, force: bool, as_json: bool) -> None:
-    """Copy the recipe of this name to FILE, to change it.  [default: NAME.yaml in this folder]"""
+    """Copy the recipe of this name to FILE, to change it.
+
+    The default of FILE is NAME.yaml in this folder.
+    """
     from prunekit.recipe.loading import recipe_text
 
     text = recipe_text(name)
@@ -78,9 +78,9 @@ def copy_recipe(name: str, file: Path | None, force: bool, as_json: bool) -> Non
 @click.argument("key", default="", metavar="[KEY]")
 @common_options
 def show_reference(key: str, as_json: bool) -> None:
-    """Show what a key of a recipe may hold, its default, what it means, and an example; of a section all of its keys.
+    """Show the allowed values of a key of a recipe, its default, its meaning, and an example; for a section all keys.
 
-    KEY is dotted, for example: prune.budget.macs. Without one all of them are shown.
+    KEY is dotted, for example: prune.budget.macs. Without it all keys are shown.
     """
     from prunekit.recipe.reference import find
 
@@ -119,23 +119,15 @@ def show_schema(file: Path | None, force: bool) -> None:
 
 
 def write_new(path: Path, text: str, *, force: bool) -> None:
-    """Write a file whole or not at all.
-
-    Raises:
-        UsageError: it is there already, and `force` was not given.
-    """
+    """Write a file whole or not at all; raise UsageError if it exists, unless `force` is given."""
     refuse_present(path, force=force)
     write_text(path, text)
 
 
 def refuse_present(path: Path, *, force: bool) -> None:
-    """Checks that a file is not there, unless it may be written over.
-
-    Raises:
-        UsageError: it is.
-    """
+    """Raise UsageError if a file exists, unless `force` is given."""
     if path.exists() and not force:
-        raise UsageError(f"{path}: there is such a file already; choose another name, or write over it with --force")
+        raise UsageError(f"{path}: the file exists already; choose another name, or overwrite it with --force")
 
 
 @click.command("init", short_help="Write a commented recipe for a model and a data set.")
@@ -143,7 +135,7 @@ def refuse_present(path: Path, *, force: bool) -> None:
 @click.option("--model", required=True, metavar="NAME|FILE.py:FACTORY", help="A zoo's model, or your own.")
 @click.option("--data", required=True, metavar="DATA", help="The images, see above.")
 @click.option(
-    "--zoo", type=click.Choice(get_args(Zoo)), help="Where the model is from.  [default: torchvision, else cifar]"
+    "--zoo", type=click.Choice(get_args(Zoo)), help="The zoo of the model.  [default: torchvision, else cifar]"
 )
 @click.option("--weights", metavar="FILE|NAME", help="Of the dense model.  [default: it is trained first]")
 @force_option
@@ -170,10 +162,10 @@ def init_command(
     path = Path(files[0])
     refuse_present(path, force=force)
     console = Console(as_json)
-    from prunekit.recipe.draft import Asked, write_draft
+    from prunekit.recipe.draft import DraftRequest, write_draft
 
     with console.running():
-        made = write_draft(path, Asked(model, data, zoo, weights, tuple(overrides)))
+        made = write_draft(path, DraftRequest(model, data, zoo, weights, tuple(overrides)))
     run = shlex.join(made.command)
     lines = [f"Wrote {path}", *(f"  {note}" for note in made.notes), f"Try it: {run} --dry-run", f"Run it: {run}"]
     console.result({"path": str(path), "command": made.command, "notes": list(made.notes)}, "\n".join(lines))

@@ -1,4 +1,4 @@
-"""`prunekit report`: the page of a run again, or one that compares several."""
+"""`prunekit report`: the page of a run, or one that compares several."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ COMPARISON = "comparison.html"
 )
 @common_options
 def report_command(runs: tuple[Path, ...], output: Path | None, sections: tuple[str, ...], as_json: bool) -> None:
-    """Write the report of a run again, from what is in its folder: after an update, or where pictures were added.
+    """Write the report of a run again, from what is in its folder: after an update, or after pictures were added.
 
-    Of several runs, which must have finished, one page compares them: score against multiply-accumulates and latency
-    with the Pareto front, tables of both, and what differs between the recipes. Scores of other test sets and latencies
-    of other machines are told apart. Nothing is measured.
+    Given several finished runs, one page compares them: score against multiply-accumulates and latency with the Pareto
+    front, tables of both, and differences between the recipes. Scores of different test sets and latencies of different
+    machines are kept apart. Nothing is measured.
 
-    Exits with 1 when something of a run is missing or damaged: the page shows the rest, and says what to do.
+    Exits with 1 if something of a run is missing or damaged: the page shows the rest, and says what to do.
     """
     console = Console(as_json)
     _check(runs, output, sections)
@@ -84,7 +84,7 @@ def _check(runs: tuple[Path, ...], output: Path | None, sections: tuple[str, ...
 
 
 def _instead(run: Path) -> str:
-    """Return what is there in the place of a run's folder, and which may have been meant."""
+    """Return what is there instead of a run's folder, and which folder may have been meant."""
     if not run.exists():
         return "there is none"
     if not run.is_dir():

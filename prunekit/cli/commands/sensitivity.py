@@ -31,11 +31,12 @@ def sensitivity_command(
     measured: bool,
     groups: tuple[str, ...],
 ) -> None:
-    """Error against kept channels, for every channel group of a recipe's dense model.
+    """Show the error against kept channels, for every channel group of a recipe's dense model.
 
-    Fast, from unlabeled calibration images: what the layers that read the group lose when their weights are fitted
-    anew, as a share of their outputs' variance. With --measured, on validation images: what the model's output, loss
-    and top-1 lose when the group is masked and nothing is fitted. Curves as CSV and JSON, and a report.
+    Fast, from unlabeled calibration images: the error of the layers that read the group after their weights are fitted
+    again, as a share of their outputs' variance. With --measured, on validation images: the error of the model's
+    output, loss and top-1 when the group is masked and nothing is fitted. Curves are written as CSV and JSON, and a
+    report.
     """
     from prunekit.jobs.sensitivity import analyze
 

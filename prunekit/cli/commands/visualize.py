@@ -19,7 +19,7 @@ import click
 
 from prunekit.cli.models import (
     ModelOptions,
-    find_sides,
+    find_model_pair,
     groups_option,
     image_options,
     model_command,
@@ -81,12 +81,12 @@ def features_command(
     from prunekit.report.pages.images_page import write_features as write_page
 
     with console.running():
-        sides = find_sides(arguments, given, console)
-        folder = pictures_folder(sides, output, "features")
-        settings = FeatureMapSettings(sides.layers(layers, groups), view, GridSettings(most or None, one_scale))
-        payload = plain(write_features(sides, sides.input(image, index), folder, settings))
+        pair = find_model_pair(arguments, given, console)
+        folder = pictures_folder(pair, output, "features")
+        settings = FeatureMapSettings(pair.layers(layers, groups), view, GridSettings(most or None, one_scale))
+        payload = plain(write_features(pair, pair.input(image, index), folder, settings))
     save(payload, folder, "features.json", console)
-    pages = [write_page(folder), *report_of(sides, folder, "features")]
+    pages = [write_page(folder), *report_of(pair, folder, "features")]
     console.result({**payload, "pages": [str(page) for page in pages]}, _features_text(payload, folder, pages))
 
 
@@ -117,13 +117,13 @@ def filters_command(
     from prunekit.inspection.visualize.image_files import write_png
 
     with console.running():
-        sides = find_sides(arguments, given, console)
-        folder = pictures_folder(sides, output, "filters")
-        found = first_filters(sides.models, sides.sample_shape, layer, kept=sides.kept)
-        picture = write_png(folder / "filters.png", draw_filters(found, sides.name, most or None))
+        pair = find_model_pair(arguments, given, console)
+        folder = pictures_folder(pair, output, "filters")
+        found = first_filters(pair.models, pair.sample_shape, layer, kept=pair.kept)
+        picture = write_png(folder / "filters.png", draw_filters(found, pair.name, most or None))
     weights = next(iter(found.sides.values()))
     payload = {
-        "model": sides.name,
+        "model": pair.name,
         "models": list(found.sides),
         "layer": found.path,
         "filters": len(weights),
@@ -134,8 +134,8 @@ def filters_command(
     }
     save(payload, folder, "filters.json", console)
     kept = "" if found.kept is None else f", {int(found.kept.sum())} kept"
-    pages = report_of(sides, folder, "filters")
-    lines = [f"{sides.name}: {len(weights)} filters of {found.path}{kept}", f"Picture: {picture}"]
+    pages = report_of(pair, folder, "filters")
+    lines = [f"{pair.name}: {len(weights)} filters of {found.path}{kept}", f"Picture: {picture}"]
     console.result(payload, "\n".join([*lines, *(f"Report: {page}" for page in pages)]))
 
 
@@ -236,19 +236,19 @@ def _show_maps(
 
     where = resolve_device(device or "auto")
     with console.running():
-        sides = find_sides(arguments, given, console)
-        folder = pictures_folder(sides, output, "maps")
-        values, shown = sides.input(image, index)
-        found = class_maps(sides, values, find(), layer=layer, target=target, device=where)
+        pair = find_model_pair(arguments, given, console)
+        folder = pictures_folder(pair, output, "maps")
+        values, shown = pair.input(image, index)
+        found = class_maps(pair, values, find(), layer=layer, target=target, device=where)
         title = _maps_title(found)
         scale = "share of each map's largest value" if found.first.layer else "share of each map's 99.5th percentile"
         path = write_picture(
-            folder / _picture_name(found, shown), list(_map_panels(sides, values, shown, found)), title, scale
+            folder / _picture_name(found, shown), list(_map_panels(pair, values, shown, found)), title, scale
         )
-    payload = {"model": sides.name, "image": shown, "title": title, **found.figures(), "picture": str(path)}
+    payload = {"model": pair.name, "image": shown, "title": title, **found.figures(), "picture": str(path)}
     save(payload, folder, path.with_suffix(".json").name, console)
     rows = [(side, f"{100 * row['probability']:.1f} %", row["predicted"]) for side, row in payload["models"].items()]
-    pages = report_of(sides, folder, "maps")
+    pages = report_of(pair, folder, "maps")
     lines = [title, table(("model", "probability", "predicts"), rows), f"Picture: {path}"]
     console.result(payload, "\n".join([*lines, *(f"Report: {page}" for page in pages)]))
 
@@ -273,10 +273,10 @@ def _maps_title(found: ClassMaps) -> str:
     )
 
 
-def _map_panels(sides: ModelPair, values: Any, shown: str, found: ClassMaps) -> list[Panel]:
+def _map_panels(pair: ModelPair, values: Any, shown: str, found: ClassMaps) -> list[Panel]:
     from prunekit.inspection.visualize.image_files import Panel, enlarged, heated, overlaid
 
-    pixels = sides.preprocessing.to_image(values[0])
+    pixels = pair.preprocessing.to_image(values[0])
     panels = [Panel(shown, enlarged(pixels))]
     for side, one in found.maps.items():
         drawn = overlaid(pixels, one.values[0]) if one.layer else heated(one.values[0])
@@ -331,15 +331,15 @@ def histograms_command(
     from prunekit.utils.context import resolve_device
 
     with console.running():
-        sides = find_sides(arguments, given, console)
-        folder = pictures_folder(sides, output, "histograms")
-        where = resolve_device(device or (sides.job.device if sides.job else "cpu"))
+        pair = find_model_pair(arguments, given, console)
+        folder = pictures_folder(pair, output, "histograms")
+        where = resolve_device(device or (pair.job.device if pair.job else "cpu"))
         payload = plain(
-            write_statistics(sides, folder, where, StatisticsSettings(sides.layers(layers, groups), threshold))
+            write_statistics(pair, folder, where, StatisticsSettings(pair.layers(layers, groups), threshold))
         )
     save(payload, folder, "histograms.json", console)
-    page = write_histograms(folder, sides.run)
-    shown = "\n".join(map(str, [page, *report_of(sides, folder, "histograms")]))
+    page = write_histograms(folder, pair.run)
+    shown = "\n".join(map(str, [page, *report_of(pair, folder, "histograms")]))
     console.result({**payload, "page": str(page)}, f"{_histograms_text(payload)}\nTables: {folder}\n{shown}")
 
 
