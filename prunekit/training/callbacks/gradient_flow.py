@@ -54,9 +54,9 @@ class GradientFlow(Displayed, Callback):
         >>> import prunekit as pk, torch
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
         >>> x = torch.randn(4, 8)
-        >>> from prunekit.training.callbacks.callback import Training
+        >>> from prunekit.training.callbacks.callback import TrainingRun
         >>> optimizer, flow = torch.optim.SGD(model.parameters(), lr=0.1), pk.GradientFlow()
-        >>> with flow.active(Training(model, optimizer, torch.device("cpu"), steps=3, epochs=1)):
+        >>> with flow.active(TrainingRun(model, optimizer, torch.device("cpu"), steps=3, epochs=1)):
         ...     for step in (1, 2, 3):
         ...         optimizer.zero_grad()
         ...         model(x).square().mean().backward()
