@@ -26,165 +26,12 @@ from prunekit.planning.plan import Plan
 from prunekit.settings.train import DistillSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import Task, get_task
-from prunekit.training.callbacks.callback import Callback, TrainingRun
+from prunekit.training.callbacks.callback import Callback, CurrentPlan, TrainingRun
 from prunekit.utils.context import training_mode
 from prunekit.utils.inputs import call, inputs_as_example, sample_count
 
-CurrentPlan = Callable[[], Plan | None]
-"""The plan that masks a model now; None: the model is whole."""
-
 ModuleCall = tuple[str, int]
 """Path of a module, and the number of the call in a forward pass, from 0."""
-
-
-class FeatureRecorder(HookOwner):
-    """Records the outputs of some modules, in their kept channels.
-
-    Args:
-        model: the model whose modules are hooked.
-        paths: paths of the modules.
-        plan: returns the plan that says which channels are kept.
-        trained: whether outputs must carry a gradient; without gradients nothing is recorded then.
-    """
-
-    def __init__(self, model: nn.Module, paths: Sequence[str], plan: CurrentPlan, *, trained: bool) -> None:
-        super().__init__()
-        self._model, self._paths, self._plan, self._trained = model, paths, plan, trained
-        self._found: dict[ModuleCall, Tensor] = {}
-        self._kept: dict[tuple[str, int, torch.device], Tensor | None] = {}
-        self._kept_by: Plan | None = None
-
-    def register(self) -> None:
-        """Register a hook on each module."""
-        for path in self._paths:
-            self.own_forward(self._model.get_submodule(path), partial(self._record, path), again=True)
-
-    def take(self) -> dict[ModuleCall, Tensor]:
-        """Return the outputs since the last time, by path and call."""
-        found, self._found = self._found, {}
-        return found
-
-    def _record(self, path: str, module: nn.Module, inputs: Any, named: Any, output: Any) -> None:
-        if recomputing() or (self._trained and not torch.is_grad_enabled()):
-            return  # the second pass of activation checkpointing, or validation
-        if not isinstance(output, Tensor) or not output.is_floating_point():
-            raise ModelError(f"distill.features: {path} gives a {type(output).__name__}; expected one tensor of floats")
-        if self._trained and not output.requires_grad:
-            raise ModelError(
-                f"distill.features: the output of {path} carries no gradient, because it is frozen or is checkpointed "
-                "with use_reentrant=True; choose other modules, or use_reentrant=False"
-            )
-        call = sum(key[0] == path for key in self._found)
-        axis = channel_axis(module, output.ndim)
-        kept = self._kept_index(path, call, output.shape[axis], output.device)
-        # A copy either way: whatever reads the output may overwrite it.
-        self._found[path, call] = output.clone() if kept is None else output.index_select(axis, kept)
-
-    def _kept_index(self, path: str, call: int, channels: int, device: torch.device) -> Tensor | None:
-        """Return the kept channels of an output; None if all are kept or the plan does not know the output."""
-        if (plan := self._plan()) is not self._kept_by:
-            self._kept, self._kept_by = {}, plan
-        if plan is None:
-            return None
-        key = path, call, device
-        if key not in self._kept:
-            labels = plan.channel_map.activations.get((path, "output", call))
-            keep = None if labels is None or labels.size != channels else plan.keep[labels]
-            self._kept[key] = None if keep is None or keep.all() else torch.from_numpy(np.flatnonzero(keep)).to(device)
-        return self._kept[key]
-
-
-def feature_paths(model: nn.Module, settings: DistillSettings) -> list[str]:
-    """Return the paths of the modules whose outputs are compared; raise UsageError if a glob matches nothing."""
-    wanted = settings.features
-    return [] if wanted is None else paths_matching(model, wanted.modules, "distill.features.modules")
-
-
-def _different_calls(given: Collection[ModuleCall], taught: Collection[ModuleCall]) -> str:
-    """Return the error text for a student and a teacher that did not call the same modules."""
-    alone = sorted({path for path, _ in set(given) ^ set(taught)})
-    if not alone:
-        return "distill.features: none of the modules ran; choose modules that do"
-    return (
-        f"distill.features: {', '.join(alone[:4])} did not run as often in the student, in train mode, as in the "
-        "teacher, in eval mode; choose other modules (checkpointed with use_reentrant=True they record nothing)"
-    )
-
-
-class Stopwatch:
-    """Adds up times on a device, without waiting for it: on CUDA by events that are read once they have passed."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._seconds = 0.0
-        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-
-    @contextmanager
-    def timing(self) -> Iterator[None]:
-        """Time what runs inside."""
-        if not self._cuda:
-            start = time.perf_counter()
-            yield
-            self._seconds += time.perf_counter() - start
-            return
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        yield
-        end.record()
-        self._pending.append((begin, end))
-        self._read(wait=False)
-
-    @property
-    def seconds(self) -> float:
-        """The sum so far; waits until everything timed has run."""
-        self._read(wait=True)
-        return self._seconds
-
-    def add(self, seconds: float) -> None:
-        """Add time that was measured before, as in the run that this one continues."""
-        self._seconds += seconds
-
-    def _read(self, *, wait: bool) -> None:
-        while self._pending and (wait or self._pending[0][1].query()):  # type: ignore[no-untyped-call]
-            begin, end = self._pending.popleft()
-            end.synchronize()
-            self._seconds += begin.elapsed_time(end) / 1e3
-
-
-def soft_targets(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """Return T^2 KL(teacher / T || student / T), mean over the batch (Hinton et al. 2015, "Distilling the knowledge").
-
-    The factor T^2 keeps gradients as large as those of the cross entropy at any temperature T above 0. Both logits are
-    (B, classes); half precision is computed in float32.
-    """
-    given, wanted = (F.log_softmax(_wide(values) / temperature, dim=1) for values in (student, teacher))
-    return F.kl_div(given, wanted, reduction="batchmean", log_target=True) * temperature**2
-
-
-def feature_error(student: Sequence[Tensor], teacher: Sequence[Tensor], images: int = 1) -> Tensor:
-    """Return the mean over layers of |student - teacher|^2 / |teacher|^2 (hints of Romero et al. 2015, "FitNets").
-
-    Where several processes share a batch, |teacher|^2 is that of all of them, so that the mean of their results,
-    weighted by their images, is that of a single process.
-
-    Args:
-        student: one tensor for each layer.
-        teacher: the same, in the same shapes.
-        images: in this process's share.
-    """
-    pairs = list(zip(map(_wide, student), map(_wide, teacher), strict=True))
-    sizes = [wanted.square().sum() for _, wanted in pairs]
-    *of_all, together = total_of(torch.stack([*sizes, torch.full_like(sizes[0], images)]))
-    errors = [
-        (given - wanted).square().sum() / size.clamp_min(torch.finfo(size.dtype).tiny)
-        for (given, wanted), size in zip(pairs, of_all, strict=True)
-    ]
-    mean: Tensor = torch.stack(errors).mean() * (together / images)
-    return mean
-
-
-def _wide(values: Tensor) -> Tensor:
-    return values.float() if values.dtype.itemsize < 4 else values
 
 
 @dataclass(frozen=True)
@@ -302,6 +149,156 @@ class Distillation(Callback):
         """Continue from times."""
         self._stopwatch.add(state["seconds"])
         self._steps_s += state["steps_s"]
+
+
+def soft_targets(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """Return T^2 KL(teacher / T || student / T), mean over the batch (Hinton et al. 2015, "Distilling the knowledge").
+
+    The factor T^2 keeps gradients as large as those of the cross entropy at any temperature T above 0. Both logits are
+    (B, classes); half precision is computed in float32.
+    """
+    given, wanted = (F.log_softmax(_wide(values) / temperature, dim=1) for values in (student, teacher))
+    return F.kl_div(given, wanted, reduction="batchmean", log_target=True) * temperature**2
+
+
+def feature_error(student: Sequence[Tensor], teacher: Sequence[Tensor], images: int = 1) -> Tensor:
+    """Return the mean over layers of |student - teacher|^2 / |teacher|^2 (hints of Romero et al. 2015, "FitNets").
+
+    Where several processes share a batch, |teacher|^2 is that of all of them, so that the mean of their results,
+    weighted by their images, is that of a single process.
+
+    Args:
+        student: one tensor for each layer.
+        teacher: the same, in the same shapes.
+        images: in this process's share.
+    """
+    pairs = list(zip(map(_wide, student), map(_wide, teacher), strict=True))
+    sizes = [wanted.square().sum() for _, wanted in pairs]
+    *of_all, together = total_of(torch.stack([*sizes, torch.full_like(sizes[0], images)]))
+    errors = [
+        (given - wanted).square().sum() / size.clamp_min(torch.finfo(size.dtype).tiny)
+        for (given, wanted), size in zip(pairs, of_all, strict=True)
+    ]
+    mean: Tensor = torch.stack(errors).mean() * (together / images)
+    return mean
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.float() if values.dtype.itemsize < 4 else values
+
+
+def feature_paths(model: nn.Module, settings: DistillSettings) -> list[str]:
+    """Return the paths of the modules whose outputs are compared; raise UsageError if a glob matches nothing."""
+    wanted = settings.features
+    return [] if wanted is None else paths_matching(model, wanted.modules, "distill.features.modules")
+
+
+class FeatureRecorder(HookOwner):
+    """Records the outputs of some modules, in their kept channels.
+
+    Args:
+        model: the model whose modules are hooked.
+        paths: paths of the modules.
+        plan: returns the plan that says which channels are kept.
+        trained: whether outputs must carry a gradient; without gradients nothing is recorded then.
+    """
+
+    def __init__(self, model: nn.Module, paths: Sequence[str], plan: CurrentPlan, *, trained: bool) -> None:
+        super().__init__()
+        self._model, self._paths, self._plan, self._trained = model, paths, plan, trained
+        self._found: dict[ModuleCall, Tensor] = {}
+        self._kept: dict[tuple[str, int, torch.device], Tensor | None] = {}
+        self._kept_by: Plan | None = None
+
+    def register(self) -> None:
+        """Register a hook on each module."""
+        for path in self._paths:
+            self.own_forward(self._model.get_submodule(path), partial(self._record, path), again=True)
+
+    def take(self) -> dict[ModuleCall, Tensor]:
+        """Return the outputs since the last time, by path and call."""
+        found, self._found = self._found, {}
+        return found
+
+    def _record(self, path: str, module: nn.Module, inputs: Any, named: Any, output: Any) -> None:
+        if recomputing() or (self._trained and not torch.is_grad_enabled()):
+            return  # the second pass of activation checkpointing, or validation
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            raise ModelError(f"distill.features: {path} gives a {type(output).__name__}; expected one tensor of floats")
+        if self._trained and not output.requires_grad:
+            raise ModelError(
+                f"distill.features: the output of {path} carries no gradient, because it is frozen or is checkpointed "
+                "with use_reentrant=True; choose other modules, or use_reentrant=False"
+            )
+        call = sum(key[0] == path for key in self._found)
+        axis = channel_axis(module, output.ndim)
+        kept = self._kept_index(path, call, output.shape[axis], output.device)
+        # A copy either way: whatever reads the output may overwrite it.
+        self._found[path, call] = output.clone() if kept is None else output.index_select(axis, kept)
+
+    def _kept_index(self, path: str, call: int, channels: int, device: torch.device) -> Tensor | None:
+        """Return the kept channels of an output; None if all are kept or the plan does not know the output."""
+        if (plan := self._plan()) is not self._kept_by:
+            self._kept, self._kept_by = {}, plan
+        if plan is None:
+            return None
+        key = path, call, device
+        if key not in self._kept:
+            labels = plan.channel_map.activations.get((path, "output", call))
+            keep = None if labels is None or labels.size != channels else plan.keep[labels]
+            self._kept[key] = None if keep is None or keep.all() else torch.from_numpy(np.flatnonzero(keep)).to(device)
+        return self._kept[key]
+
+
+def _different_calls(given: Collection[ModuleCall], taught: Collection[ModuleCall]) -> str:
+    """Return the error text for a student and a teacher that did not call the same modules."""
+    alone = sorted({path for path, _ in set(given) ^ set(taught)})
+    if not alone:
+        return "distill.features: none of the modules ran; choose modules that do"
+    return (
+        f"distill.features: {', '.join(alone[:4])} did not run as often in the student, in train mode, as in the "
+        "teacher, in eval mode; choose other modules (checkpointed with use_reentrant=True they record nothing)"
+    )
+
+
+class Stopwatch:
+    """Adds up times on a device, without waiting for it: on CUDA by events that are read once they have passed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._seconds = 0.0
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        """Time what runs inside."""
+        if not self._cuda:
+            start = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - start
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        yield
+        end.record()
+        self._pending.append((begin, end))
+        self._read(wait=False)
+
+    @property
+    def seconds(self) -> float:
+        """The sum so far; waits until everything timed has run."""
+        self._read(wait=True)
+        return self._seconds
+
+    def add(self, seconds: float) -> None:
+        """Add time that was measured before, as in the run that this one continues."""
+        self._seconds += seconds
+
+    def _read(self, *, wait: bool) -> None:
+        while self._pending and (wait or self._pending[0][1].query()):  # type: ignore[no-untyped-call]
+            begin, end = self._pending.popleft()
+            end.synchronize()
+            self._seconds += begin.elapsed_time(end) / 1e3
 
 
 class _ForwardStart(HookOwner):

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch.utils.tensorboard import SummaryWriter
 
-
 COLUMNS = ("epoch", "tag", "value")
 BINS = 64
 CHARTS = {
@@ -46,8 +45,6 @@ CHARTS = {
     },
 }
 """Scalars that belong together, each group in one chart of the tab of custom scalars; tags as regular expressions."""
-
-
 MOST_FILTERS = 256
 
 

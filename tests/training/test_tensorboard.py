@@ -1,4 +1,4 @@
-"""What a training is watched by, read back from the files as TensorBoard reads them."""
+"""The log of a training, read back from its files as TensorBoard reads them."""
 
 from __future__ import annotations
 
