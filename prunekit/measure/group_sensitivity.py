@@ -26,7 +26,7 @@ from prunekit.tasks.task import Loss, Task
 from prunekit.utils.context import same_draws, training_mode
 from prunekit.utils.inputs import blank_padding, counted_positions, sample_count, select_samples, to_device
 from prunekit.utils.progress import reporting, tracked
-from prunekit.utils.tensors import gather
+from prunekit.utils.tensors import accumulation_dtype, gather
 
 
 def forward_passes(orders: Mapping[str, Labels]) -> int:
@@ -181,7 +181,7 @@ def comparable_output(model: nn.Module, inputs: tuple[Any, ...], output: Any, wh
             f"tuples, lists and dictionaries, with a row for each sample; got {type(output).__name__} from {where}; "
             "wrap the model so that it returns what its quality is judged by"
         )
-    wide = torch.float32 if device.type == "mps" else torch.float64
+    wide = accumulation_dtype(device)
     counted = counted_positions(model, inputs)
     tensors = tuple(blank_padding(tensor.detach(), counted).reshape(samples, -1).to(wide) for tensor in rows)
     if not all(bool(tensor.isfinite().all()) for tensor in tensors):

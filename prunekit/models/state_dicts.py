@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +34,6 @@ def load_weights(model: nn.Module, path: StrPath) -> None:
     """
     path = Path(path)
     state = _strip(_unwrap(_read(path), path))
-    assign_weights(model, state, str(path))
-
-
-def assign_weights(model: nn.Module, state: Mapping[str, Tensor], where: str) -> None:
-    """Load a state dict into a model, in place, after checking every name and shape.
-
-    Raises:
-        ModelError: names are missing or unexpected, or shapes differ; `where` says where the weights came from.
-    """
     own = model.state_dict()
     # Files written before BatchNorm counted its batches lack this number; torch itself fills it in as well.
     missing = [name for name in own if name not in state and not name.endswith("num_batches_tracked")]
@@ -60,7 +50,7 @@ def assign_weights(model: nn.Module, state: Mapping[str, Tensor], where: str) ->
     ]
     if problems:
         raise ModelError(
-            f"{where}: these are not the weights of this {type(model).__name__}; "
+            f"{path}: these are not the weights of this {type(model).__name__}; "
             + "; ".join(problems)
             + "; check the model's name and arguments (num_classes too)"
         )

@@ -123,7 +123,7 @@ def zoo_names(zoo: str = "torchvision") -> tuple[str, ...]:
 
 
 def build_model(settings: ModelSettings, *, num_classes: int | None) -> nn.Module:
-    """Build a model, in train mode on the CPU, with the weights asked for or random ones from torch's global seed.
+    """Build a model, in train mode on the CPU, with its weights, or random ones from torch's global seed.
 
     Args:
         settings: zoo, name, constructor arguments, weights.
@@ -221,10 +221,10 @@ def _pretrained(settings: ModelSettings, builder: Callable[..., nn.Module], argu
             f"A file must end in {', '.join(SUFFIXES)}"
         )
     weights = known[settings.weights]
-    trained, asked = len(weights.meta["categories"]), arguments.get("num_classes")
-    if asked not in (None, trained):
+    trained, classes = len(weights.meta["categories"]), arguments.get("num_classes")
+    if classes not in (None, trained):
         raise ModelError(
-            f"model.weights: {settings.weights} of {settings.name} knows {trained} classes, but the data has {asked}; "
+            f"model.weights: {settings.weights} of {settings.name} has {trained} classes, but the data {classes}; "
             "give a state dict trained for these classes, or leave weights out and train a baseline"
         )
     try:

@@ -337,5 +337,5 @@ def _checked_axes(axes: Mapping[str, int], targets: Mapping[str, nn.Module]) -> 
 
 def _checked_axis(tensor: Tensor, axis: int, key: StatsKey) -> int:
     if not -tensor.ndim <= axis < tensor.ndim:
-        raise UsageError(f"{key}: channel axis {axis} was asked for, but the shape is {tuple(tensor.shape)}")
+        raise UsageError(f"{key}: axes names channel axis {axis}, but the shape is {tuple(tensor.shape)}")
     return axis % tensor.ndim

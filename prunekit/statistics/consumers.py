@@ -71,7 +71,7 @@ class ConsumerInterceptor(CallInterceptor):
         self._made: dict[int, tuple[Tensor, frozenset[str]]] = {}
 
     def forget(self) -> None:
-        """Let go of the weights that were computed in a pass."""
+        """Forget the weights that were computed in a pass."""
         self._made.clear()
 
     def call(self, call: FunctionCall) -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.channels.tracing.tracer import channel_axis
-from prunekit.errors import NonFiniteError, UsageError
+from prunekit.errors import NonFiniteError
 from prunekit.hooks.hook import called_leaves
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.statistics.consumers import Consumer
@@ -20,16 +20,6 @@ from prunekit.utils.tensors import gather
 
 class MapRanks(ChannelSums):
     """Ranks of the feature maps of an activation, summed for each channel over `count` maps."""
-
-    def merge(self, other: MapRanks) -> MapRanks:
-        """Return the ranks of both together.
-
-        Raises:
-            UsageError: the number of channels differs.
-        """
-        if self.channels != other.channels:
-            raise UsageError(f"ranks of {self.channels} channels here, {other.channels} there: not the same model")
-        return MapRanks(self.count + other.count, self.total + other.total)
 
 
 class RankCollector(ConsumerHooks):

@@ -19,7 +19,7 @@ from prunekit.statistics.forward_passes import ConsumerHooks, find_consumers
 from prunekit.statistics.layer_stats import ChannelSums, FloatArray
 from prunekit.statistics.layers.patches import sample_rows
 from prunekit.utils.globs import matching
-from prunekit.utils.tensors import gather
+from prunekit.utils.tensors import accumulation_dtype, gather
 
 MIB = 2**20
 RAISED = 10
@@ -86,19 +86,6 @@ class InputMoments(ChannelSums):
     def too_few(self) -> bool:
         """Whether there were fewer positions than channels in a group, so that there is no inverse."""
         return self.count < self.channels // self.groups
-
-    def merge(self, other: InputMoments) -> InputMoments:
-        """Return the moments of both together.
-
-        Raises:
-            UsageError: the number of channels or groups differs.
-        """
-        if self.blocks.shape != other.blocks.shape:
-            raise UsageError(
-                f"moments of {self.channels} channels in {self.groups} groups here, of {other.channels} in "
-                f"{other.groups} there: not the same model"
-            )
-        return InputMoments(self.count + other.count, self.total + other.total, self.blocks + other.blocks)
 
 
 def _dense(blocks: FloatArray) -> FloatArray:
@@ -202,7 +189,7 @@ def products(
     count = samples * positions
     if count == 0:
         blocks = values.new_zeros(groups, channels // groups, channels // groups)
-        return MomentSums(0, blocks.new_zeros(channels, dtype=_accumulator(values)), blocks)
+        return MomentSums(0, blocks.new_zeros(channels, dtype=accumulation_dtype(values.device)), blocks)
     if shift is not None:
         values = values - shift.to(values.dtype)[:, None]
     return MomentSums(count, _totals(values), _blocks(values, groups, spare))
@@ -222,8 +209,8 @@ def _sampled(activation: Tensor, axis: int, sampling: PositionSampling) -> Tenso
 
 def _totals(values: Tensor) -> Tensor:
     if values.stride(1) == 1 and len(values) == 1:  # rows
-        return values[0].T.sum(0, dtype=_accumulator(values))
-    return values.sum(2).sum(0, dtype=_accumulator(values))
+        return values[0].T.sum(0, dtype=accumulation_dtype(values.device))
+    return values.sum(2).sum(0, dtype=accumulation_dtype(values.device))
 
 
 def _blocks(values: Tensor, groups: int, spare: Tensor | None) -> Tensor:
@@ -252,10 +239,6 @@ def _symmetric(matrices: Sequence[Tensor], spare: Tensor | None) -> Tensor:
         for matrix in matrices[1:]:
             part.addmm_(matrix[rows], matrix[rows.start :].T)
     return gram
-
-
-def _accumulator(values: Tensor) -> torch.dtype:
-    return torch.float32 if values.device.type == "mps" else torch.float64
 
 
 class MomentsCollector(ConsumerHooks):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from prunekit.statistics.layer_stats import ARRAYS, FloatArray, LayerStats
+from prunekit.utils.tensors import accumulation_dtype
 
 CPU_BLOCK = 2**19
 """Values reduced at a time on the CPU: larger blocks leave the cache, smaller ones are dominated by Python."""
@@ -121,7 +122,7 @@ def eager_sums(values: Tensor, *, finite_only: bool = False) -> Sums:
     """
     dim = values.ndim - 2
     blocks = _blocks(values)
-    wide = torch.empty_like(blocks[0], dtype=_accumulator(values))
+    wide = torch.empty_like(blocks[0], dtype=accumulation_dtype(values.device))
     flags = torch.empty_like(blocks[0], dtype=torch.float32)
     reduce = _reduce_finite if finite_only else _reduce
     parts = [reduce(block, wide[: len(block)].copy_(block), flags[: len(block)], dim) for block in blocks]
@@ -134,7 +135,7 @@ def eager_sums(values: Tensor, *, finite_only: bool = False) -> Sums:
 def centered_squares(values: Tensor, mean: FloatArray) -> Tensor:
     """Return the sums of (x - mean)^2 over finite values, (channels,): the second pass of the two-pass variance."""
     dim, channels = values.ndim - 2, values.shape[1]
-    center = torch.from_numpy(mean).to(values.device, _accumulator(values))
+    center = torch.from_numpy(mean).to(values.device, accumulation_dtype(values.device))
     if dim == 1:
         center = center.repeat(len(values)).unsqueeze(1)  # (samples * channels, 1)
     parts, start = [], 0
@@ -150,10 +151,6 @@ def _blocks(values: Tensor) -> tuple[Tensor, ...]:
     matrix = values.flatten(0, -2)
     size = CPU_BLOCK if values.device.type == "cpu" else DEVICE_BLOCK
     return torch.split(matrix, max(1, size // matrix.shape[1]))
-
-
-def _accumulator(values: Tensor) -> torch.dtype:
-    return torch.float32 if values.device.type == "mps" else torch.float64
 
 
 def _reduce(block: Tensor, wide: Tensor, flags: Tensor, dim: int) -> Tensor:

@@ -27,7 +27,7 @@ from prunekit.tasks.task import Loss, Task, get_task
 from prunekit.utils.context import device_of, gradients_of, taking_gradients, training_mode
 from prunekit.utils.inputs import call, described, running, to_device
 from prunekit.utils.progress import reporting, tracked
-from prunekit.utils.tensors import gather
+from prunekit.utils.tensors import accumulation_dtype, gather
 
 Axis = tuple[str, int]
 """A parameter's name and one of its axes."""
@@ -168,8 +168,8 @@ def _sums(weight: Tensor, gradient: Tensor | None) -> Iterator[FloatArray]:
     if gradient is None:
         yield from (np.zeros(size) for size in weight.shape)
     else:
-        wide = torch.float32 if weight.device.type == "mps" else torch.float64
-        yield from (sums.cpu().double().numpy() for sums in axis_sums(weight, gradient, wide))
+        sums = axis_sums(weight, gradient, accumulation_dtype(weight.device))
+        yield from (each.cpu().double().numpy() for each in sums)
 
 
 def axis_sums(weight: Tensor, gradient: Tensor, wide: torch.dtype) -> Iterator[Tensor]:

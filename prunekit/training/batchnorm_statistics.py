@@ -19,6 +19,7 @@ from prunekit.tasks.task import Task
 from prunekit.utils.context import device_of, training_mode
 from prunekit.utils.inputs import call, concatenate, described, running, sample_count, to_device
 from prunekit.utils.progress import reporting, tracked
+from prunekit.utils.tensors import accumulation_dtype
 
 
 class _Moments(HookOwner):
@@ -39,8 +40,7 @@ class _Moments(HookOwner):
 
     def _see(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         x = inputs[0].detach().transpose(0, 1).flatten(1)  # (C, positions)
-        wide = torch.float32 if x.device.type == "mps" else torch.float64
-        variance, mean = torch.var_mean(x.to(wide), 1, correction=0)  # (C,), (C,)
+        variance, mean = torch.var_mean(x.to(accumulation_dtype(x.device)), 1, correction=0)  # (C,), (C,)
         count = x.shape[1]
         total, delta = self.count + count, mean - self.mean
         self.squares = self.squares + variance * count + delta**2 * (self.count * count / total)

@@ -33,6 +33,11 @@ def _gather(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
+def accumulation_dtype(device: torch.device) -> torch.dtype:
+    """Return the type that long sums are accumulated in: float64, or float32 on MPS, which has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return the same nesting with a function applied to every tensor that `gather` finds."""
     if isinstance(value, torch.Tensor):

@@ -78,7 +78,7 @@ def test_unknown_weights() -> None:
 
 
 def test_pretrained_weights_of_other_classes_are_refused() -> None:
-    with pytest.raises(ModelError, match="knows 1000 classes, but the data has 10; give a state dict"):
+    with pytest.raises(ModelError, match="has 1000 classes, but the data 10; give a state dict"):
         build_model(ModelSettings("resnet18", weights="IMAGENET1K_V1"), num_classes=10)
 
 

@@ -169,7 +169,7 @@ def test_merged_and_reloaded_equal_one_pass(tmp_path: Path) -> None:
     for key, ranks in whole.ranks.items():
         assert merged.ranks[key].count == (3 if key.module in TOKENS else 1) * ranks.count
         assert key.module in TOKENS or (merged.ranks[key].total == ranks.total).all()
-    with pytest.raises(UsageError, match="moments of 8 channels in 4 groups here, of 3 in 1 there"):
+    with pytest.raises(UsageError, match=r"shapes \[\(8,\), \(4, 2, 2\)\] here, \[\(3,\), \(1, 3, 3\)\] there"):
         whole.moments["grouped"].merge(whole.moments["stem"])
 
 

@@ -19,6 +19,7 @@ from prunekit.errors import UsageError
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import RegularizerSettings
 from prunekit.training.callbacks.callback import Callback, TrainingRun
+from prunekit.utils.tensors import accumulation_dtype
 
 LASSO, CEILING = 1e-4, 1.0
 """Strengths if the settings give none."""
@@ -240,8 +241,7 @@ class LabelNorms:
         for carrier, entries in values:
             device = carrier.parameter.device
             if total is None:
-                wide = torch.float32 if device.type == "mps" else torch.float64
-                total = torch.zeros(self._n_labels, dtype=wide, device=device)
+                total = torch.zeros(self._n_labels, dtype=accumulation_dtype(device), device=device)
             labeled = {axis for axis, _ in carrier.axes}
             rest = [axis for axis in range(entries.ndim) if axis not in labeled]
             small = entries.sum(rest, keepdim=True) if rest else entries  # read once, whatever axes there are
