@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -65,6 +65,10 @@ class SizeAttribute:
     position: int | None
     labels: Labels
     order: Labels | None = None
+
+    def renumbered(self, final: Labels) -> SizeAttribute:
+        """Return the same with a map's labels in place of a trace's, given the map's label of each of these."""
+        return replace(self, labels=final[self.labels])
 
     def kept(self, keep: Keep) -> int:
         """Return the size under a plan."""

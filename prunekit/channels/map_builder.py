@@ -53,7 +53,7 @@ def without_expressions(channel_map: ChannelMap) -> ChannelMap:
 def with_sizes(channel_map: ChannelMap, sizes: Iterable[SizeAttribute]) -> ChannelMap:
     """Return a new map with further sizes of modules, whose labels are in the trace's own numbering."""
     source, new = channel_map.traced, tuple(sizes)
-    known = (*channel_map.sizes, *_renumbered(new, source.final))
+    known = (*channel_map.sizes, *(size.renumbered(source.final) for size in new))
     return replace(channel_map, sizes=known, source=replace(source, sizes=(*source.sizes, *new)))
 
 
@@ -87,7 +87,7 @@ def _built(source: MapSource, shapes: Mapping[str, tuple[int, ...]], stored: Map
         ),
         source=replace(source, final=final, stated=bool(sizes)),
         norms=renumbered_norms(trace.norms.norms, final),
-        sizes=_renumbered([*_sizes_of_groups(trace, final), *sizes, *source.sizes], final),
+        sizes=tuple(one.renumbered(final) for one in (*_sizes_of_groups(trace, final), *sizes, *source.sizes)),
         stored=stored,
         inputs=trace.inputs,
         divided=frozenset(
@@ -97,10 +97,6 @@ def _built(source: MapSource, shapes: Mapping[str, tuple[int, ...]], stored: Map
             if axis is not None and any(np.array_equal(axis, one) for one in trace.flow.divided)
         ),
     )
-
-
-def _renumbered(sizes: Iterable[SizeAttribute], final: Labels) -> tuple[SizeAttribute, ...]:
-    return tuple(replace(size, labels=final[size.labels]) for size in sizes)
 
 
 def _least_locked(

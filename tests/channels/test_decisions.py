@@ -1,4 +1,4 @@
-"""Equal scores come in any order: the narrow model goes on with the masked one's, and nothing else passes."""
+"""Equal scores come in any order: the compact model repeats the order of the masked one, and nothing else passes."""
 
 from __future__ import annotations
 

@@ -267,8 +267,8 @@ def _prelu(module: nn.PReLU) -> None:
     module.num_parameters = module.weight.numel()
 
 
-@resizer(nn.Embedding)
-def _embedding(module: nn.Embedding) -> None:
+@resizer(nn.Embedding, nn.EmbeddingBag)
+def _embedding(module: nn.Embedding | nn.EmbeddingBag) -> None:
     module.num_embeddings, module.embedding_dim = _shape(module)
 
 
@@ -280,8 +280,3 @@ def _recurrent(module: nn.RNNBase | nn.RNNCellBase) -> None:
     if isinstance(module, nn.RNNBase) and module.proj_size:
         module.proj_size, state = state, module.get_parameter(f"weight_hr{suffix}").shape[1]
     module.hidden_size = state
-
-
-@resizer(nn.EmbeddingBag)
-def _embedding_bag(module: nn.EmbeddingBag) -> None:
-    module.num_embeddings, module.embedding_dim = _shape(module)

@@ -186,11 +186,11 @@ def avoidable(runs: Iterable[TracedRun]) -> list[AvoidableConstraints]:
                 continue
             if one is not None and one.sizes:
                 found.setdefault((one.sizes[0].module, one.sizes[0].name), []).append(one)
-    return [_together(every) for every in found.values() if all(_alike(one, every[0]) for one in every)]
-
-
-def _together(every: Sequence[AvoidableConstraints]) -> AvoidableConstraints:
-    return AvoidableConstraints(every[0].sizes, tuple(constraint for one in every for constraint in one.constraints))
+    return [
+        AvoidableConstraints(every[0].sizes, tuple(constraint for one in every for constraint in one.constraints))
+        for every in found.values()
+        if all(_alike(one, every[0]) for one in every)
+    ]
 
 
 def _alike(left: AvoidableConstraints, right: AvoidableConstraints) -> bool:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from prunekit.channels.cut.model_copy import has_gradients
 from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.channels.cut.slicing import take
 from prunekit.channels.tracing.execution import ModuleStack, innermost_module, line_of, mode_for_trace, plain_attention
+from prunekit.channels.tracing.fused_modules import is_inside
 from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator, without_randomness
 from prunekit.channels.tracing.storages import is_plain, plain_in
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun, is_counted
@@ -199,7 +200,7 @@ def record_reference(
         ModelError: the model does not run.
     """
     operators = {
-        key: operator for key, operator in operators_by_key(run).items() if not _inside(key[0], channel_map.norms)
+        key: operator for key, operator in operators_by_key(run).items() if not is_inside(key[0], channel_map.norms)
     }
     values: dict[OperatorKey, tuple[str, list[Any]]] = {}
     decisions: dict[OperatorKey, Decision] = {}
@@ -283,11 +284,6 @@ def watch_operators(model: nn.Module, example: tuple[Any, ...], run: TracedRun, 
     """Show a model's operators to `see`, as far as the model runs."""
     with suppress(_Diverged):
         _forward(model, example, run, see, AS_DOUBLE[0])
-
-
-def _inside(path: str, norms: Container[str]) -> bool:
-    """Return whether a module is a norm or inside one, in place of which a narrow copy runs under masks."""
-    return any(prefix in norms for prefix in accumulate(path.split("."), "{}.{}".format))
 
 
 class _Diverged(Exception):

@@ -218,12 +218,10 @@ class Float64WhileRunning(HookOwner):
                     self._users[id(table)] += 1
                     if self._users[id(table)] == 1:
                         self._own[id(table)] = dict(table.items())
-                        _write(table, self._converted(table))
+                        named = {key: (self._names[id(t)], t) for key, t in table.items() if t is not None}
+                        _write(table, {key: self.convert(*pair) for key, pair in named.items()})
 
         return hook
-
-    def _converted(self, table: dict[str, Any]) -> dict[str, Any]:
-        return {key: t if t is None else self.convert(self._names[id(t)], t) for key, t in table.items()}
 
     def _end(self, tables: list[dict[str, Any]]) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:

@@ -15,7 +15,7 @@ import ast
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import CodeType
 from typing import Any
@@ -312,9 +312,6 @@ class SizeSearch:
             self._sizes[path] = stated
         return self._sizes[path]
 
-    def _now(self, size: SizeAttribute) -> SizeAttribute:
-        return replace(size, labels=self.channel_map.traced.final[size.labels])
-
     def _progress(self, failed: Failure) -> tuple[int, int]:
         return self.channel_map.traced.trace.runs.index(failed[1]), failed[0].after
 
@@ -325,7 +322,8 @@ class SizeSearch:
     def _tried(self, sizes: Sequence[SizeAttribute]) -> Failure | None:
         modules = {self.compact.get_submodule(path) for path in {size.module for size in sizes}}
         before = [(module, type(module), dict(vars(module))) for module in modules]
-        known = [*self.channel_map.sizes, *map(self._now, sizes)]
+        final = self.channel_map.traced.final
+        known = [*self.channel_map.sizes, *(size.renumbered(final) for size in sizes)]
         set_attributes(self.compact, values_of(self.model, known, self.keep))
         try:
             difference, failure = self.attempt()

@@ -143,7 +143,11 @@ class _UntracedSearch:
             for name, method in methods.items():
                 if (path, name) not in settled:
                     self._note_reads(path, name, method, lines.get(method.__code__, set()), follow)
-        return UntracedSizes(tuple(self._known.values()), tuple(_in_words(self._notes)))
+        notes = [
+            f"{note} ({listed((path or 'the model itself' for path in paths), 3)})"
+            for note, paths in self._notes.items()
+        ]
+        return UntracedSizes(tuple(self._known.values()), tuple(notes))
 
     def _holders(self, path: str, method: FunctionType) -> list[Holder]:
         """Return attributes that a method, or one that it calls, reads and that may be the size of a resized axis."""
@@ -229,7 +233,8 @@ class _UntracedSearch:
         """
         called = _calls(self.model, missed, float64_inputs(self.examples[run.example]), run)
         again = _calls(self.compact, called, float64_inputs(self.examples[run.example]), run)
-        for path, name in sorted(_pairs(again, missed), key=lambda pair: -pair[0].count(".")):
+        pairs = [(path, name) for path in again for name in missed[path]]
+        for path, name in sorted(pairs, key=lambda pair: -pair[0].count(".")):
             method, module = missed[path][name], self.model.get_submodule(path)
             changes = _way_to_run(module, method) is True
             if not _does_the_same(float64_copy(module, to_double), name, called[path], changes=changes):
@@ -262,8 +267,7 @@ class _UntracedSearch:
         inside = len(path) + 1 if path else 0
         before = [size for size in self._known.values() if f"{size.module}.".startswith(f"{path}." if path else "")]
         every = [*before, *choice]
-        now = [SizeAttribute(size.module, size.name, size.position, final[size.labels]) for size in every]
-        values = values_of(self.model, now, self.keep)
+        values = values_of(self.model, [size.renumbered(final) for size in every], self.keep)
         set_attributes(twin, {owner[inside:]: named for owner, named in values.items()})
         return twin
 
@@ -294,8 +298,7 @@ class _UntracedSearch:
         return sorted({self._left(size) for old in every for size in self._sizes((owner, attribute), None, old, own)})
 
     def _left(self, size: SizeAttribute) -> int:
-        final = self.channel_map.traced.final[size.labels]
-        return SizeAttribute(size.module, size.name, size.position, final).kept(self.keep)
+        return size.renumbered(self.channel_map.traced.final).kept(self.keep)
 
 
 def methods_of(cls: type) -> dict[str, FunctionType]:
@@ -414,12 +417,3 @@ def _does_the_same(twin: nn.Module, name: str, call: _ForwardCall, *, changes: b
     return len(outputs) == len(call.outputs) and all(
         relative_difference(want, got, 0.0)[0] <= TOLERANCE for want, got in zip(call.outputs, outputs, strict=True)
     )
-
-
-def _pairs(paths: Iterable[str], missed: Mapping[str, Iterable[str]]) -> Iterator[tuple[str, str]]:
-    return ((path, name) for path in paths for name in missed[path])
-
-
-def _in_words(notes: Mapping[str, list[str]]) -> Iterator[str]:
-    for said, paths in notes.items():
-        yield f"{said} ({listed((path or 'the model itself' for path in paths), 3)})"

@@ -1,5 +1,4 @@
-"""Models that draw random numbers: whatever is compared draws the same, and the caller's generators stay where they
-were."""
+"""Models that draw random numbers: compared models draw the same, and the caller's generators are restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that a module's Python makes of a width: those of the dense model, whatever is pruned."""
+"""Numbers that a module's Python makes of a width stay those of the dense model."""
 
 from __future__ import annotations
 

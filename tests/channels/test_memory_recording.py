@@ -1,4 +1,4 @@
-"""What a forward pass takes, recorded without computing, against what a real one makes and lets go."""
+"""The memory of a forward pass, recorded without computing, against a real one that allocates and frees."""
 
 from __future__ import annotations
 

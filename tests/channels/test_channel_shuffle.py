@@ -1,4 +1,4 @@
-"""Channel shuffles: where ties would lock all channels, the compact model states the order of what is left."""
+"""Channel shuffles: if ties would lock all channels, the compact model states the order of the kept ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes that only methods read which no example runs: set where running those proves it, named elsewhere."""
+"""Sizes that only methods read which no example runs: set if running those proves them, else named in notes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the deployed model does not have counts in no budget of MACs."""
+"""Modules that the deployed model does not have count in no budget of MACs."""
 
 from __future__ import annotations
 

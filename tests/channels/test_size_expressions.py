@@ -1,4 +1,4 @@
-"""Sizes that stand in a module's Python: explicit ones take their place where a trial needs them, and only there."""
+"""Sizes that a module's Python states are replaced where a trial needs it, and only there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shortcuts on meta tensors give what the operators themselves give: shapes, types and strides."""
+"""Shortcuts on meta tensors return the shapes, types and strides of the operators themselves."""
 
 from __future__ import annotations
 
