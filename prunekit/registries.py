@@ -53,6 +53,7 @@ RUNTIMES: Registry[Any] = Registry(
 )
 
 
+Count = Annotated[int, Ge(0)]
 PositiveInt = Annotated[int, Ge(1)]
 RuntimeName = Annotated[str, Registered(RUNTIMES)]
 DtypeName = Literal["fp32", "bf16", "fp16"]

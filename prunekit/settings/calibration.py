@@ -1,7 +1,4 @@
-"""How much to calibrate on.
-
-What is repaired after pruning, and from how much.
-"""
+"""Settings of calibration and of the repair after pruning."""
 
 from __future__ import annotations
 
@@ -10,16 +7,19 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt
 
+from prunekit.registries import PositiveInt
 from prunekit.settings.validation import Checked
 
-PositiveInt = Annotated[int, Ge(1)]
 Moments = Literal["none", "full"]
 MOMENTS_LIMIT_MIB = 4096
+FEWEST_IMAGES = 8
+"""The fewest images with some to fit on and some to validate on."""
+Fit = Literal["bias", "batchnorm", "moments", "channel", "patch"]
 
 
 @dataclass(frozen=True)
 class CalibrationSettings(Checked):
-    """How many training images the activation statistics and the BatchNorm recalibration see, and how they are made.
+    """How activation statistics and BatchNorm recalibration are made, and from how many training images.
 
     Example:
         >>> import prunekit as pk
@@ -33,24 +33,18 @@ class CalibrationSettings(Checked):
     """
 
     images: PositiveInt = 512
-    """How many training images are looked at."""
+    """Number of training images."""
     fused: bool | None = None
-    """Whether activations are measured by compiled kernels; null: where that pays off."""
+    """Whether activations are measured by compiled kernels; null: if that is faster."""
     moments: Moments = "none"
-    """`full` also takes the Gram matrix of every layer's input channels; `none` does so only where the criterion needs
+    """`full` also collects the Gram matrix of every layer's input channels; `none` does so only if the criterion needs
     it."""
     moments_ignore: tuple[str, ...] = ()
     """Globs over module paths whose Gram matrices are left out."""
     moments_limit_mib: PositiveInt = MOMENTS_LIMIT_MIB
     """Memory that the Gram matrices may take together, in MiB."""
     moments_positions: PositiveInt | None = None
-    """The most places or tokens of each image that a Gram matrix is taken over, drawn at random; null: all of them."""
-
-
-FEWEST_IMAGES = 8
-"""To fit on some and judge by others."""
-
-Fit = Literal["bias", "batchnorm", "moments", "channel", "patch"]
+    """The most positions or tokens of each image that a Gram matrix is computed from, drawn at random; null: all."""
 
 
 @dataclass(frozen=True)
@@ -72,26 +66,27 @@ class RepairSettings(Checked):
     """
 
     fit: Fit = "patch"
-    """What is fitted of each layer: its bias, to the dense mean of each output channel; a factor and a bias for each
-    output channel, to the dense mean and variance (moments), or to the statistics that the BatchNorm behind it has
-    (batchnorm: what taking those anew does, statistics of augmented training data included, which the dense network's
-    own values on these images need not have); what stands in for each removed input channel (channel); or every kept
-    weight (patch)."""
+    """What is fitted of each layer: its bias, to the dense mean of each output channel (bias); a factor and a bias for
+    each output channel, to the dense mean and variance (moments), or to the statistics of the BatchNorm behind it
+    (batchnorm: like recalibrating those, but with the statistics of augmented training data, from which the dense
+    network's values on these images may differ); a combination of kept inputs in place of each removed input channel
+    (channel); or every kept weight (patch)."""
     sequential: bool = True
-    """Whether each layer reads what the repaired layers before it give, and corrects their errors; or what the dense
-    ones give."""
+    """Whether each layer is fitted on the outputs of repaired layers before it, and corrects their errors; else on
+    those of the dense ones."""
     ridge: Annotated[float, Gt(0)] = 1e-3
-    """How strongly weights are pulled toward what they are, as a share of the mean square of the inputs."""
+    """How strongly weights are pulled toward their present values, as a share of the mean square of the inputs."""
     rows: Annotated[int, Ge(64)] = 32768
     """Positions sampled of each layer's output, over all images."""
     rectified_steps: Annotated[int, Ge(0)] = 3
-    """Further fits in which what a ReLU makes zero of anyhow need not agree."""
+    """Further fits in which outputs that a ReLU sets to zero anyway need not agree."""
     joint_steps: Annotated[int, Ge(0)] = 2
     """Further Gauss-Newton steps in which a layer and the rectified one before it, which nothing else reads, are fitted
-    together to what the second gives, where positions are many for their weights; with `patch` and `sequential`."""
+    together to the outputs of the second, if there are many positions for their weights; with `patch` and
+    `sequential`."""
     held_out: Annotated[float, Gt(0), Lt(1)] = 0.125
-    """Share of the images that only judge."""
+    """Share of the images that only validate the repair."""
     memory_bytes: Annotated[int, Ge(2**20)] = 2**31
-    """What may be held beside the model, two copies of it and the images. Where what is live of all images between two
-    layers takes more than its share, it is computed again; where a layer's sampled positions do, fewer are sampled; and
-    where its Gram matrix does, it is fitted by channels."""
+    """Memory that may be used besides the model, two copies of it and the images. If the activations of all images
+    between two layers need more than their share, they are recomputed; if a layer's sampled positions do, fewer are
+    sampled; and if its Gram matrix does, it is fitted by channels."""

@@ -1,7 +1,4 @@
-"""What to time.
-
-What is done to the compact model for running it.
-"""
+"""Settings of what is timed, and of changes to the compact model for its deployment."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from prunekit.settings.validation import Checked
 
 @dataclass(frozen=True)
 class LatencySettings(Checked):
-    """What is timed: every runtime with every batch, CPU thread count, dtype and memory format that it takes.
+    """What is timed: every runtime with every batch, CPU thread count, dtype and memory format that it supports.
 
     Example:
         >>> import prunekit as pk
@@ -30,16 +27,16 @@ class LatencySettings(Checked):
     threads: Annotated[tuple[PositiveInt, ...], MinLen(1)] = (1,)
     """Numbers of CPU threads to time with."""
     repeats: Annotated[int, Ge(5)] = 30
-    """How often each is timed."""
+    """Number of timings of each."""
     runtimes: Annotated[tuple[RuntimeName, ...], MinLen(1)] = ("eager",)
     """Runtimes to time in."""
     dtypes: Annotated[tuple[DtypeName, ...], MinLen(1)] = ("fp32",)
-    """Types of numbers to time in."""
+    """Dtypes to time in."""
     memory_formats: Annotated[tuple[MemoryFormat, ...], MinLen(1)] = ("contiguous",)
     """Memory formats of the parameters and the input; runtimes that choose layouts themselves know `contiguous`
     alone."""
     explain: bool = True
-    """Whether a job looks for what keeps the pruned model from its ideal speed, in eager on the CPU, first setting."""
+    """Whether a job looks for what keeps the pruned model from its ideal speed, in eager mode on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +44,8 @@ class DeploySettings(Checked):
     """Changes to a copy of the compact model, which becomes a second model folder; each is verified.
 
     Budgets of time are then met by that model: every plan is timed as it would be deployed, beside the dense model with
-    the same changes, so that a speedup is what pruning alone gives; `latency_ms` is of the deployed model. The table of
-    speedups over the dense model as it is, in the report, holds what both give together.
+    the same changes, so that a speedup is that of pruning alone; `latency_ms` is of the deployed model. The table of
+    speedups in the report is over the unchanged dense model, and has the effect of both.
 
     Example:
         >>> import prunekit as pk
@@ -60,9 +57,9 @@ class DeploySettings(Checked):
     fold_batchnorm: bool = False
     """Whether every BatchNorm that can be is folded into the layer before it."""
     channels_last: bool = False
-    """Whether weights are laid out with their channels last, and the model is timed on images that are."""
+    """Whether weights are in channels-last memory format, and the model is timed on such images."""
 
     @property
     def wanted(self) -> bool:
-        """Whether there is anything to do."""
+        """Whether any change is asked for."""
         return self.fold_batchnorm or self.channels_last

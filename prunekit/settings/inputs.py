@@ -1,7 +1,4 @@
-"""Where images come from.
-
-Which model to build.
-"""
+"""Settings of a job's inputs: its images, how they are augmented and read, and its model."""
 
 from __future__ import annotations
 
@@ -11,10 +8,9 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 
+from prunekit.registries import Count, PositiveInt
 from prunekit.settings.validation import Checked
 
-PositiveInt = Annotated[int, Ge(1)]
-Count = Annotated[int, Ge(0)]
 Strength = Annotated[float, Ge(0)]
 Probability = Annotated[float, Ge(0), Le(1)]
 Scale = Annotated[tuple[Annotated[float, Gt(0), Le(1)], ...], MinLen(2), MaxLen(2)]
@@ -26,7 +22,7 @@ Std = Annotated[tuple[Annotated[float, Gt(0)], ...], MinLen(3), MaxLen(3)]
 
 @dataclass(frozen=True)
 class ColorJitterSettings(Checked):
-    """Factors are drawn from 1 - x to 1 + x, the shift of the hue from -x to x (1 is once around).
+    """Random changes of color: factors from 1 - x to 1 + x, and a shift of the hue from -x to x.
 
     Example:
         >>> import prunekit as pk
@@ -41,7 +37,7 @@ class ColorJitterSettings(Checked):
     saturation: Strength = 0.4
     """The saturation is multiplied by a factor from 1 - x to 1 + x."""
     hue: Annotated[float, Ge(0), Le(0.5)] = 0.0
-    """The hue is turned by -x to x; 1 is once around."""
+    """The hue is shifted by -x to x; 1 is a full turn."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +51,9 @@ class RandAugmentSettings(Checked):
     """
 
     num_ops: PositiveInt = 2
-    """How many operations are applied to an image, one after another."""
+    """Number of operations that are applied to an image, one after another."""
     magnitude: Annotated[int, Ge(0), Le(30)] = 9
-    """How strong they are, of 30."""
+    """Strength of the operations, up to 30."""
 
 
 @dataclass(frozen=True)
@@ -71,18 +67,18 @@ class AugmentSettings(Checked):
     """
 
     crop: Literal["none", "shift", "padded", "resized"] = "none"
-    """How a part of an image is chosen: `shift` moves it by up to a tenth, `padded` by up to 4 pixels (as for CIFAR),
+    """How an image is cropped: `shift` moves it by up to a tenth, `padded` by up to 4 pixels (as for CIFAR),
     `resized` takes a random part and resizes it (as for ImageNet)."""
     scale: Scale | None = None
     """Smallest and largest share of the image's area that a `resized` crop shows; null: 0.08 and 1."""
     flip: Probability = 0.0
-    """Probability that left and right are swapped."""
+    """Probability that an image is flipped horizontally."""
     color_jitter: ColorJitterSettings | None = None
     """Random brightness, contrast, saturation and hue."""
     rand_augment: RandAugmentSettings | None = None
     """RandAugment (Cubuk et al. 2020): random operations of a given strength."""
     trivial_augment: bool = False
-    """TrivialAugment (Müller & Hutter 2021): one random operation of random strength, in the place of RandAugment."""
+    """TrivialAugment (Müller & Hutter 2021): one random operation of random strength, instead of RandAugment."""
     erase: Probability = 0.0
     """Probability that a rectangle is set to the mean (random erasing, Zhong et al. 2020)."""
 
@@ -92,13 +88,13 @@ Augment = NamedAugment | AugmentSettings
 
 @dataclass(frozen=True)
 class Workers(Checked):
-    """How many processes read ahead, and how.
+    """Worker processes that read batches ahead.
 
     Attributes:
-        count: 0 reads in the process that asks.
-        prefetch: batches that each reads ahead.
-        persistent: whether they stay for the next pass; what is read is the same.
-        pin_memory: whether batches for a CUDA device go to page-locked memory, from which they are copied while the
+        count: number of processes; 0 reads in the calling process.
+        prefetch: number of batches that each reads ahead.
+        persistent: whether they stay for the next pass.
+        pin_memory: whether batches for a CUDA device are in page-locked memory, from which they are copied while the
             device computes.
     """
 
@@ -110,7 +106,7 @@ class Workers(Checked):
 
 @dataclass(frozen=True)
 class DataSettings(Checked):
-    """Which images, how they are split, and how they are fed.
+    """Which images, how they are split, and how they become inputs.
 
     Example:
         >>> import prunekit as pk
@@ -140,39 +136,40 @@ class DataSettings(Checked):
     """Height and width of an input. An image file of another size is resized to 8/7 of it by its shorter side and its
     center taken; the digits and the arrays of an npz are resized to it as a whole."""
     mean: Mean | None = None
-    """Mean of a pixel in 0..1, for each of three channels, which is subtracted; null: ImageNet's, and 0.5 for the
+    """Mean of a pixel in 0..1 for each of three channels, which is subtracted; null: ImageNet's, and 0.5 for the
     digits."""
     std: Std | None = None
-    """Standard deviation of a pixel in 0..1, for each of three channels, which divides; null: ImageNet's, and 0.5 for
+    """Standard deviation of a pixel in 0..1 for each of three channels, which divides; null: ImageNet's, and 0.5 for
     the digits."""
     augment: Augment = "none"
     """For training images only: `shift` by up to a tenth, `flip`, `crop_flip` (padded by 4 pixels, as for CIFAR),
     `resized_crop_flip` (as for ImageNet), or the random changes one by one."""
     max_corrupt: Count | Annotated[float, Gt(0), Lt(1)] = 0
-    """Images that cannot be read are skipped and counted up to this many, or this share of all images; one more is an
+    """The most images that cannot be read and are skipped, as a number or as a share of all images; more are an
     error."""
     batch: PositiveInt = 64
-    """Images in a batch; of all processes together, where several train."""
+    """Images in a batch, of all processes together if several train."""
     workers: Count = 0
-    """Processes that read images ahead; 0: none."""
+    """Number of processes that read images ahead; 0: none."""
     prefetch: PositiveInt = 2
-    """Batches that each worker reads ahead."""
+    """Number of batches that each worker reads ahead."""
     persistent_workers: bool = True
-    """Whether workers stay from one epoch to the next, those of training and of validation beside each other."""
+    """Whether workers stay from one epoch to the next, both those of training and those of validation."""
     pin_memory: bool = True
-    """Whether what workers read goes to page-locked memory where the device is CUDA."""
+    """Whether workers read into page-locked memory if the device is CUDA."""
     test_share: Annotated[float, Gt(0), Lt(1)] = 0.3
-    """Share of the images that are held out for the test, where the data has no test images of its own."""
+    """Share of the images that are held out for the test, if the data has no test images of its own."""
     validation_share: Annotated[float, Gt(0), Lt(1)] = 0.1
-    """Share of the images that choose the best epoch, and are not trained on, where the data has none of its own."""
+    """Share of the images that choose the best epoch and are not trained on, if the data has no such images of its
+    own."""
     split_seed: Count = 0
-    """Seed of how images are dealt to training, validation and test."""
+    """Seed of the split into training, validation and test images."""
     origin: str | None = None
-    """Where the data of this recipe can be had; shown when it is missing."""
+    """Where to get the data of this recipe; shown if it is missing."""
 
     @property
     def reading(self) -> Workers:
-        """How batches are read."""
+        """The worker processes that read batches."""
         return Workers(self.workers, self.prefetch, self.persistent_workers, self.pin_memory)
 
 
@@ -190,7 +187,7 @@ class ModelSettings(Checked):
     """
 
     name: str
-    """Name of the model in its zoo; of an own one the factory, `file.py:factory`."""
+    """Name of the model in its zoo; for your own code the factory, `file.py:factory`."""
     zoo: Literal["torchvision", "cifar", "timm", "hf", "own"] = "torchvision"
     """Where the model is from: torchvision, the package's own ResNets, timm, transformers, or your own code. `cifar`:
     ResNets for 32x32 images, `resnet8` to `resnet110`. `timm`: any of its models (extra `timm`). `hf`: the
@@ -203,4 +200,4 @@ class ModelSettings(Checked):
     """A torchvision weights name such as `IMAGENET1K_V1`, or a path to a `.safetensors` or `.pt`/`.pth`/`.th` state
     dict (the latter read with `weights_only=True`). None: random, to be trained by `baseline`."""
     origin: str | None = None
-    """Where weights for this recipe can be had; shown when their file is missing."""
+    """Where to get weights for this recipe; shown if their file is missing."""

@@ -1,8 +1,6 @@
-"""A whole job as a frozen dataclass: the recipe fills it from YAML, the Python API by hand.
+"""Settings of a whole job, and their text as a recipe.
 
-The constraints in the annotations are what `prunekit.recipe` checks and reports with line and column.
-
-A job's settings as the text of a recipe.
+`prunekit.recipe` reads them from YAML, and reports violated annotations with line and column.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from prunekit.settings.validation import Checked
 from prunekit.utils.registry import Registered
 
 WITHOUT_EFFECT = ("output", "checkpoint", "watch")
-"""Keys that change nothing in what comes out of a job."""
+"""Keys that do not change the results of a job."""
 
 
 @dataclass(frozen=True)
@@ -52,43 +50,41 @@ class JobSettings(Checked):
     model: ModelSettings
     """Which model is pruned, and where its weights are from."""
     task: Annotated[str, Registered(TASKS)] = "image_classification"
-    """What the data is for: loss, metrics, and how a batch comes apart. `segmentation` (masks, 255 counts for nothing;
+    """What the data is for: loss, metrics, and how a batch is unpacked. `segmentation` (masks, in which 255 is ignored;
     mean IoU), `text_classification` (token ids; top-1) and your own, `file.py:object`, need data of your own."""
     data: DataSettings = field(default_factory=DataSettings)
-    """Which images, how they are split, and how they are fed."""
+    """Which images, how they are split, and how they become inputs."""
     baseline: TrainSettings | None = None
-    """How to train the dense model first, when `model.weights` is not given."""
+    """How to train the dense model first, if `model.weights` is not given."""
     sparsify: TrainSettings | None = None
-    """How to train the dense model on, so that channels become small before they go; null: not at all. Before the plan
-    is made for `group_lasso` and `bn_l1`, which let the plan find what became small; after it for `growing`, which
-    shrinks what the plan removes."""
+    """How to train the dense model further, so that channels become small before they are removed; null: not at all.
+    This is before the plan for `group_lasso` and `bn_l1`, so that the plan removes what became small, and after it for
+    `growing`, which shrinks what the plan removes."""
     calibration: CalibrationSettings = field(default_factory=CalibrationSettings)
-    """How many training images the activation statistics and the BatchNorm recalibration see, and how they are made."""
+    """How activation statistics and BatchNorm recalibration are made, and from how many training images."""
     prune: PruneSettings = field(default_factory=PruneSettings)
-    """Which channels go, and how many."""
+    """Which channels are removed, and how many."""
     repair: RepairSettings | None = None
-    """How what is left is fitted to the dense model, from calibration images without labels; null: not at all."""
+    """How kept weights are fitted to the dense model, from calibration images without labels; null: not at all."""
     finetune: TrainSettings = field(default_factory=TrainSettings)
     """How the pruned model is trained under its masks."""
     control: bool = True
-    """Whether the dense model is trained on as well, as long and in the same way, for a fair comparison. That takes
-    longer than fine-tuning itself; without it the pruned model is compared with the dense one as it was."""
+    """Whether the dense model is also trained further, as long and in the same way, for a fair comparison. That takes
+    longer than fine-tuning itself; without it the pruned model is compared with the original dense one."""
     checkpoint: CheckpointSettings | None = field(default_factory=CheckpointSettings)
-    """When each training is written down, so that a run which was killed goes on where it was; null: each training
-    starts anew."""
+    """When checkpoints of each training are written, from which a killed run is resumed; null: none."""
     gradient_flow: bool = False
-    """Whether to record how large the gradients of each layer are while a run trains, for `gradients.csv` and the
-    report."""
+    """Whether to record the size of each layer's gradients during training, for `gradients.csv` and the report."""
     watch: WatchSettings | None = field(default_factory=WatchSettings)
-    """What is written down of each training while it runs; null: nothing but the run's own tables."""
+    """What is logged of each training while it runs; null: only the run's own tables."""
     activations: ActivationSettings | None = None
-    """Masks in force while fine-tuning; the result is measured with and without them."""
+    """Activation masks in fine-tuning; the result is measured with and without them."""
     deploy: DeploySettings = field(default_factory=DeploySettings)
-    """What is done to a second copy of the compact model, for running it."""
+    """Changes to a second copy of the compact model, for its deployment."""
     latency: LatencySettings = field(default_factory=LatencySettings)
-    """What is timed when the run is over."""
+    """What is timed at the end of the run."""
     seed: Annotated[int, Ge(0)] = 0
-    """Seed of everything that is random."""
+    """Seed of all random numbers."""
     device: str = "auto"
     """Where to train: auto, cpu, cuda, cuda:n or mps; auto takes CUDA where there is a device."""
     threads: Annotated[int, Ge(1)] | None = None
@@ -98,11 +94,10 @@ class JobSettings(Checked):
 
 
 def dump(job: JobSettings) -> str:
-    """Return a job as a recipe, every default written out; `prunekit.recipe.loading.load` of this text gives an equal
-    job.
+    """Return a job as a recipe with all defaults; `prunekit.recipe.loading.load` of this text returns an equal job.
 
     Raises:
-        UsageError: a setting holds what YAML has no form for; names it.
+        UsageError: a setting has a value that YAML cannot represent; names it.
     """
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
@@ -115,7 +110,7 @@ def dump(job: JobSettings) -> str:
 
 
 def yaml_value(value: Any, path: str) -> Any:
-    """Return a value as YAML has it: no tuples, paths, or numbers of NumPy's that only look like Python's."""
+    """Return a value for YAML, without tuples, paths, and NumPy's subclasses of Python's numbers."""
     if isinstance(value, Mapping):
         return {str(key): yaml_value(item, f"{path}.{key}".strip(".")) for key, item in value.items()}
     if isinstance(value, tuple | list):

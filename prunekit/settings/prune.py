@@ -1,6 +1,6 @@
-"""Which channels go, and how many may stay.
+"""Settings of pruning: budgets, criterion, scope, target and schedule.
 
-What figures of budgets mean and how they are said, known without importing what counts them.
+`BudgetFacts` says what figures of a budget mean and how to display them, without importing what counts them.
 """
 
 from __future__ import annotations
@@ -27,22 +27,7 @@ NS_PER_MS = 1e6
 
 @dataclass(frozen=True)
 class BudgetFacts:
-    """What is known of a budget without counting it; see `prunekit.register_budget`, which takes the same.
-
-    Attributes:
-        name: as settings and recipes have it.
-        about: what is limited, in one line.
-        unit: of the figures; empty for a bare share.
-        figure: what a figure is, in words, such as "number of milliseconds"; made from the unit where it is empty.
-        share: whether what is left is compared with the dense model's, not with so many units.
-        least: whether the figure is the least that is asked for, and one over what is counted.
-        measured: whether it is one of time, and plans are measured on the target until they meet it.
-        per_unit: how much of what is counted is one unit.
-        peak: whether several sums are counted, of which the largest is limited.
-        each_group: whether scope `uniform` asks it of each channel group.
-        counted_as: what it is called among the figures of models that are loaded again; empty: it is not counted again.
-        found_as: a sentence on that figure, in place of `{}`.
-    """
+    """Properties of a budget, which are the arguments of `prunekit.register_budget`."""
 
     name: str
     about: str = ""
@@ -59,7 +44,7 @@ class BudgetFacts:
 
     @property
     def annotation(self) -> Any:
-        """Type and bounds of its figures."""
+        """Type and bounds of the figures."""
         if self.share:
             return Times if self.least else Share
         return Amount
@@ -82,7 +67,7 @@ class BudgetFacts:
         return f"expected a {figure} above {above}, got {value!r}"
 
     def as_cost(self, value: float) -> float:
-        """Turn a figure into what is limited, of which less is better, and that into a figure."""
+        """Return the limited amount of a figure, of which less is better, or the figure of an amount."""
         return float(1 / value if self.least else value)
 
     def in_words(self, value: float) -> str:
@@ -91,28 +76,26 @@ class BudgetFacts:
         return f"{value:.4g}{gap}{self.unit}"
 
     def shown(self, value: float) -> str:
-        """Return a figure as tables and reports show it: rounded, a share in percent, and bytes in the unit that
-        fits them.
-        """
+        """Return a figure as tables and reports show it: rounded, a share in percent, bytes with a prefix."""
         if self.share:
             return f"{value:.3g}{self.unit}" if self.least else numbers.share(value, 2)
         return numbers.size(1e6 * value) if self.unit == "MB" else f"{numbers.digits(value)} {self.unit}".rstrip()
 
     @property
     def limit(self) -> str:
-        """How the figure limits what is left."""
+        """Whether the figure is a minimum or a maximum, in words."""
         return "at least" if self.least else "at most"
 
     def left_of(self, value: float, dense: float) -> float:
-        """Return which share of the dense model a figure leaves, given that model's."""
+        """Return the share of the dense model that a figure leaves, given the dense model's figure."""
         return dense / value if self.least else value / dense
 
     def loosened(self, value: float, times: float) -> float:
-        """Return the figure that allows so many times as much."""
+        """Return the figure that allows a multiple of what this one allows."""
         return value / times if self.least else value * times
 
     def excess(self, asked: float, ms: float, speedup: float) -> float:
-        """Return how many times as long as asked for a model takes that was measured; for budgets that are."""
+        """Return the time of a measured model over the time that was asked for; for budgets of time."""
         if self.share:
             found = speedup if self.least else 1 / speedup
         else:
@@ -121,7 +104,7 @@ class BudgetFacts:
 
 
 def facts_of(name: str) -> BudgetFacts:
-    """Return what is known of a budget; of a built-in one without importing it.
+    """Return the facts of a budget; of a built-in one without importing it.
 
     Raises:
         UsageError: there is none of that name.
@@ -134,9 +117,7 @@ def facts_of(name: str) -> BudgetFacts:
 
 
 def facts_without_code(name: str) -> BudgetFacts:
-    """Return what is known of a budget without running anybody's code: of `file.py:object`, that figures are above
-    0.
-    """
+    """Return the facts of a budget without running user code: of `file.py:object` only that figures are above 0."""
     return BudgetFacts(name) if is_reference(name) else facts_of(name)
 
 
@@ -144,25 +125,24 @@ NOTED = ("unit", "share", "least", "measured")
 
 
 def noted_facts(facts: BudgetFacts) -> dict[str, Any]:
-    """Return what a plan notes of a budget for readers that do not know it: nothing of a built-in one."""
+    """Return the facts that a plan stores of a budget, for readers that do not have it; none of a built-in one."""
     return {} if facts.name in BUDGETS.declared else {key: getattr(facts, key) for key in NOTED}
 
 
 def facts_from(name: str, note: Mapping[str, Any]) -> BudgetFacts:
-    """Return what is known of a budget of a plan, by what the plan notes of it, without running anybody's code."""
+    """Return the facts of a plan's budget, from what the plan stores, without running user code."""
     if name in BUDGETS.declared:
         return facts_of(name)
     return BudgetFacts(name, **{key: note[key] for key in NOTED if key in note})
 
 
 CriterionName = Annotated[str, Registered(CRITERIA)]
-"""As `prunekit list criteria` shows them, or `file.py:function`."""
+"""A name in `prunekit list criteria`, or `file.py:function`."""
 Scope = Literal["uniform", "global", "per_mac", "capacity"]
-"""Of each group the same share; the lowest scores of all groups; or the lowest for what they cost: MACs, where the
-budget is one of MACs, and else whatever the budget that binds counts. `capacity` goes by widths alone: layers keep as
-much of their MACs as the budgets allow, by the mean of its logarithm, and scores say only which channels of a group go.
-Trained for long, what a network comes to depends on its widths more than on the weights it began with (Rethinking the
-Value of Network Pruning, Liu et al. 2019)."""
+"""The same share of each group; the lowest scores of all groups; or the lowest scores per cost, in what the binding
+budget counts. `capacity` chooses widths alone, which maximize the mean logarithm of the share of MACs that layers keep;
+scores only decide which channels of a group are removed. After long training, the widths of a network matter more than
+its initial weights (Rethinking the Value of Network Pruning, Liu et al. 2019)."""
 
 OtherBudgets = Annotated[dict[str, float], RegisteredKeys(BUDGETS, lambda name: facts_without_code(name).annotation)]
 
@@ -171,11 +151,11 @@ OtherBudgets = Annotated[dict[str, float], RegisteredKeys(BUDGETS, lambda name: 
 class BudgetSettings:
     """What may be left; at least one is given, and a plan meets all of them.
 
-    Budgets that are registered beside these seven are keywords as well, and keys of the same mapping in a recipe:
-    `BudgetSettings(macs=0.5, energy=0.4)`. One in a file is named by it, `BudgetSettings(**{"mine.py:energy": 0.4})`.
+    Other registered budgets are keywords as well, and keys of the same mapping in a recipe:
+    `BudgetSettings(macs=0.5, energy=0.4)`. A budget in a file is `BudgetSettings(**{"mine.py:energy": 0.4})`.
 
     Raises:
-        UsageError: no budget has such a name, or a figure means nothing.
+        UsageError: no budget has such a name, or a figure is out of range.
 
     Example:
         >>> import prunekit as pk
@@ -189,8 +169,8 @@ class BudgetSettings:
     channels: Share | None = None
     """Share of the channels that are not locked."""
     macs: Share | None = None
-    """Share of the multiply-accumulates of one sample in eval mode: those of auxiliary heads that only train mode runs,
-    or that the model's own `fuse()` takes out, do not count."""
+    """Share of the multiply-accumulates of one sample in eval mode, without auxiliary heads that only run in train mode
+    or that the model's own `fuse()` removes."""
     params: Share | None = None
     """Share of the parameters."""
     size_mb: Amount | None = None
@@ -214,7 +194,7 @@ class BudgetSettings:
         latency_ms: float | None = None,
         speedup: float | None = None,
         memory_mb: float | None = None,
-        others: Any = None,  # as `dataclasses.replace` hands it over
+        others: Any = None,  # `dataclasses.replace` passes it
         **more: float | None,
     ) -> None:
         values = {
@@ -232,7 +212,7 @@ class BudgetSettings:
         self.__post_init__()
 
     def __post_init__(self) -> None:
-        # a file that is named is looked for where it is used
+        # files are looked up where they are used
         names = [name for name in self.others if not is_reference(name)]
         if unknown := [text for name in names if (text := BUDGETS.problem(name)) is not None]:
             raise UsageError("; ".join(f"budget: {text}" for text in unknown))
@@ -241,12 +221,12 @@ class BudgetSettings:
 
     @property
     def given(self) -> dict[str, float]:
-        """The budgets that are given, by name, as they were given."""
+        """The given budgets and their figures, by name."""
         own = {name: getattr(self, name) for name in _own_names()}
         return {name: value for name, value in own.items() if value is not None} | self.others
 
     def changed(self, **figures: float | None) -> BudgetSettings:
-        """Return settings with other figures; None takes a budget back."""
+        """Return settings with other figures; None removes a budget."""
         return BudgetSettings(**(self.given | figures))
 
     @property
@@ -258,16 +238,16 @@ class BudgetSettings:
         """Return what is wrong with the figures, a sentence each.
 
         Args:
-            facts: what is known of each budget; `facts_of` runs the files of users, and so knows what theirs mean.
+            facts: returns the facts of a budget; `facts_of` runs user code, and so knows the bounds of its budgets.
         """
         found = ((name, facts(name).problem(value)) for name, value in self.given.items())
         return [f"{name}: {text}" for name, text in found if text is not None]
 
     def require_sound(self) -> None:
-        """Check the figures of all budgets, those that are code as well, which is run where that is allowed.
+        """Check the figures of all budgets; user code is run if it is allowed.
 
         Raises:
-            UsageError: one means nothing.
+            UsageError: one is out of range.
         """
         if problems := self.problems(
             lambda name: (facts_without_code if isinstance(name, ForbiddenReference) else facts_of)(name)
@@ -277,7 +257,7 @@ class BudgetSettings:
 
 @dataclass(frozen=True)
 class Target(Checked):
-    """What budgets of time and memory are meant on; memory depends on batch and dtype alone.
+    """What budgets of time and memory are for: runtime, device and batch; memory depends on batch and dtype alone.
 
     Example:
         >>> import prunekit as pk
@@ -298,13 +278,13 @@ class Target(Checked):
     threads: PositiveInt = 1
     """CPU threads."""
     dtype: DtypeName = "fp32"
-    """Type of the weights and activations."""
+    """Dtype of weights and activations."""
     memory_format: MemoryFormat = "contiguous"
     """Memory format of the parameters and the input; runtimes that choose layouts themselves know `contiguous`
     alone."""
     block: PositiveInt = 8
-    """Channel counts are multiples of this where the axis allows it, beside `round_to`: kernels compute in blocks, and
-    some are only used for whole ones."""
+    """Channel counts are multiples of this if the axis allows it, in addition to `round_to`: kernels compute in blocks,
+    and some only in whole ones."""
 
 
 ScheduleKind = Literal["oneshot", "iterative", "linear", "exponential", "cubic"]
@@ -314,7 +294,7 @@ ScheduleScore = Literal["criterion", "movement"]
 
 @dataclass(frozen=True)
 class ScheduleSettings(Checked):
-    """How much is pruned when, while the masked model is fine-tuned; see `planning.schedule`.
+    """How much is pruned when, while the masked model is fine-tuned.
 
     Example:
         >>> import prunekit as pk, torch
@@ -340,34 +320,35 @@ class ScheduleSettings(Checked):
 
     kind: ScheduleKind = "cubic"
     """How the share that is pruned grows: all at once (`oneshot`); in rounds of pruning and recovery, each of which
-    leaves the same share of what the one before left (`iterative`, Han et al. 2015); or gradually, along a line, a
+    keeps the same share of the rest (`iterative`, Han et al. 2015); or gradually, along a line, a
     geometric sequence, or the cubic of Zhu & Gupta 2017."""
     unit: ScheduleUnit = "epoch"
     """What `begin`, `end`, `every` and `freeze` count: epochs, also fractions of them, or steps of the optimizer."""
     begin: Annotated[float, Ge(0)] = 0.0
-    """When pruning begins; `oneshot` and `iterative` prune there already."""
+    """When pruning begins; `oneshot` and `iterative` prune at once then."""
     end: Annotated[float, Gt(0)] | None = None
     """When the budget is met; null: halfway from `begin` to the end of the training, and for `iterative` so that the
     last recovery is as long as the others."""
     rounds: PositiveInt | None = None
-    """How many times channels are pruned, at even distances; null: 3 times for `iterative`, 10 times gradually."""
+    """Number of times that channels are pruned, at even distances; null: 3 for `iterative`, 10 for gradual kinds."""
     every: Annotated[float, Gt(0)] | None = None
-    """The distance from one pruning to the next, in the place of `rounds`."""
+    """The distance from one pruning to the next, instead of `rounds`."""
     score: ScheduleScore = "criterion"
-    """How channels are scored anew each time: by the criterion on the weights of that moment, or by how far training
-    has moved their weights away from zero (Sanh et al. 2020, Movement pruning). The plan that is tried before the
-    training is the criterion's in any case."""
+    """How channels are scored again each time: by the criterion on the current weights, or by how far training has
+    moved their weights away from zero (Sanh et al. 2020, Movement pruning). The plan that is tried before the training
+    is always the criterion's."""
     regrow: bool = False
-    """Whether channels that were pruned may come back, with the values they had when they were."""
+    """Whether pruned channels may come back, with the values that they had when they were pruned."""
     freeze: Annotated[float, Gt(0)] | None = None
-    """With `regrow`: until when masks of the same budget are chosen anew, after `end`; null: they freeze at `end`."""
+    """With `regrow`: until when masks of the same budget are chosen again, after `end`; null: they are final at
+    `end`."""
     rewind_lr: bool = False
-    """Whether the learning-rate schedule begins anew in each round of `iterative` (Renda et al. 2020)."""
+    """Whether the learning-rate schedule restarts in each round of `iterative` (Renda et al. 2020)."""
 
 
 @dataclass(frozen=True)
 class PruneSettings(Checked):
-    """Which channels go.
+    """Which channels are removed, and how many.
 
     Example:
         >>> import prunekit as pk, torch
@@ -384,34 +365,34 @@ class PruneSettings(Checked):
     budget: BudgetSettings = field(default_factory=lambda: BudgetSettings(macs=0.5))
     """What may be left of the model; at least one is given, and a plan meets all of them."""
     criterion: CriterionName = "l2"
-    """Importance score that says which channels go; `prunekit list criteria` shows what each measures and needs."""
+    """Importance score by which channels are removed; `prunekit list criteria` shows what each measures and needs."""
     scope: Scope = "uniform"
     """How channels of different groups compare: `uniform` keeps the same share of each group; `global` removes the
-    lowest scores of all groups; `per_mac` the lowest for what they cost, in MACs or what the budget counts; `capacity`
-    chooses widths alone, so that layers keep as much of their MACs as the budget allows, and scores say only which
-    channels of a group go."""
+    lowest scores of all groups; `per_mac` the lowest per cost, in MACs or what the budget counts; `capacity`
+    chooses widths alone, so that layers keep as much of their MACs as the budget allows, and scores only decide which
+    channels of a group are removed."""
     round_to: PositiveInt = 1
-    """Channel counts of every pruned axis are multiples of this where the axis allows it."""
+    """Channel counts of every pruned axis are multiples of this if the axis allows it."""
     min_channels: PositiveInt = 1
     """The fewest channels that a group keeps."""
     ignore: tuple[str, ...] = ()
-    """Globs over module paths whose output channels stay whole."""
+    """Globs over module paths whose output channels are not pruned."""
     target: Target = field(default_factory=Target)
-    """Runtime and device that `latency_ms` and `speedup` are meant on; batch and dtype of these and of `memory_mb`."""
+    """Runtime and device for `latency_ms` and `speedup`; batch and dtype for these and for `memory_mb`."""
     ratios: dict[str, Share] = field(default_factory=dict)
     """Globs over module paths, each with the share of their output channels to keep."""
     plain_classes: bool = False
-    """Whether all modules keep their classes, so that a pickled model loads where prunekit is not installed. Else some
-    are compiled again with explicit sizes in their Python, or replaced by attention with explicit sizes, where channels
-    could not go otherwise."""
+    """Whether all modules keep their classes, so that a pickled model loads without prunekit. Else some modules are
+    recompiled with explicit sizes in their Python, or replaced by attention with explicit sizes, if channels could not
+    be removed otherwise."""
     schedule: ScheduleSettings | None = None
-    """When channels go while the model is fine-tuned; null: all of them before it."""
+    """When channels are removed during fine-tuning; null: all of them before it."""
     compact_early: bool = False
-    """Whether fine-tuning goes on with the compact model as soon as the plan is final: it is as fast as that model, and
-    what comes out is the same up to the order of sums and the numbers that dropout draws."""
+    """Whether fine-tuning continues with the compact model as soon as the plan is final: it is faster, and the result
+    is the same except for the order of sums and the numbers that dropout draws."""
 
 
-WITH_REPAIR = "expected null, because prune.schedule prunes while training: before it, nothing is there to repair"
+WITH_REPAIR = "expected null, because prune.schedule prunes while training: before it, there is nothing to repair"
 
 
 def schedule_contradictions(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
@@ -424,7 +405,7 @@ def schedule_contradictions(values: Mapping[str, object]) -> Iterator[tuple[str,
         text = "expected nothing, because kind is 'oneshot', which prunes once, at begin"
         yield from ((key, text) for key in ("end", "rounds") if key in given)
     if kind == "oneshot" and ("every" in given) != ("freeze" in given):
-        text = "expected it together with {}: a 'oneshot' mask is chosen anew so often, and until then"
+        text = "expected it together with {}: a 'oneshot' mask is chosen again at this distance, until then"
         yield ("every", text.format("freeze")) if "every" in given else ("freeze", text.format("every"))
     if "freeze" in given and "regrow" not in given:
         yield "freeze", "expected nothing, because regrow is false: masks that only grow are final at end"
@@ -454,14 +435,12 @@ def prune_contradictions(prune: Mapping[str, object]) -> Iterator[tuple[tuple[st
 
 
 def budget_names() -> list[str]:
-    """Return every budget that is known by name: the fields of `BudgetSettings`, and those that are registered
-    beside them.
-    """
+    """Return the names of all budgets: the fields of `BudgetSettings`, and other registered ones."""
     return list(dict.fromkeys([*_own_names(), *BUDGETS.names]))
 
 
 def other_budgets(budget: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those given in the plain values of a recipe that are no fields of `BudgetSettings`, and known, or code."""
+    """Return the given budgets of a recipe that are registered or user code, but no fields of `BudgetSettings`."""
     others = [name for name in budget if name not in _own_names() and (name in BUDGETS.names or is_reference(name))]
     return {name: budget[name] for name in others if budget[name] is not None}
 
@@ -471,7 +450,7 @@ def _own_names() -> list[str]:
 
 
 def _timed(budget: Mapping[str, object]) -> list[str]:
-    """Return the names of the budgets of time that are given in plain values, of a recipe or of a `BudgetSettings`."""
+    """Return the names of the given budgets of time, in plain values of a recipe or of a `BudgetSettings`."""
     others = budget.get("others")
     every = {**budget, **(others if isinstance(others, Mapping) else {})}
     given = [name for name, value in every.items() if value is not None and name in BUDGETS.names]

@@ -1,7 +1,4 @@
-"""How to train.
-
-Which activations are masked, and which gradients clamped.
-"""
+"""Settings of training: optimizer, distillation, averages, checkpoints, activation masks and gradient clamps."""
 
 from __future__ import annotations
 
@@ -10,8 +7,10 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt, MinLen
 
-from prunekit.registries import DtypeName
+from prunekit.registries import Count, DtypeName
 from prunekit.settings.validation import Checked
+
+Sharding = Literal["replicas", "full"]
 
 
 @dataclass(frozen=True)
@@ -28,11 +27,11 @@ class ActivationSettings(Checked):
     modules: Annotated[tuple[str, ...], MinLen(1)]
     """Globs over the paths of modules whose activations are masked."""
     side: Literal["input", "output"] = "output"
-    """Whether what a module reads is masked, or what it gives."""
+    """Whether the inputs of a module are masked, or its outputs."""
     threshold: Annotated[float, Ge(0)] | None = None
     """Activations whose absolute value is below it are set to zero."""
     target: Annotated[float, Gt(0), Lt(1)] | None = None
-    """Share of zeros behind each mask, for which thresholds are found on the calibration images."""
+    """Share of zeros after each mask; thresholds for it are found on the calibration images."""
 
 
 @dataclass(frozen=True)
@@ -48,18 +47,14 @@ class ClampSettings(Checked):
     limit: Annotated[float, Gt(0)]
     """The largest absolute value of a gradient's entry, or with `by: norm` of the norm of the whole gradient."""
     by: Literal["value", "norm"] = "value"
-    """Whether each entry is clamped, or the whole is scaled down to a norm."""
+    """Whether each entry is clamped, or the whole gradient is scaled down to a norm."""
     modules: Annotated[tuple[str, ...], MinLen(1)] | None = None
-    """Globs over module paths; null: every module that the clamp can act on."""
-
-
-Count = Annotated[int, Ge(0)]
-Sharding = Literal["replicas", "full"]
+    """Globs over module paths; null: every module that can be clamped."""
 
 
 @dataclass(frozen=True)
 class FeatureSettings(Checked):
-    """Features that a student is to share with its teacher.
+    """A loss on the difference of features of student and teacher.
 
     See `prunekit.training.callbacks.distillation.Distillation`.
 
@@ -89,9 +84,9 @@ class DistillSettings(Checked):
     weight: Annotated[float, Ge(0)] = 1.0
     """Weight of the loss on logits, beside the cross entropy's 1."""
     temperature: Annotated[float, Gt(0)] = 4.0
-    """What logits are divided by before they are compared: the higher, the more the small ones count."""
+    """Logits are divided by this before they are compared: the higher it is, the more small ones count."""
     features: FeatureSettings | None = None
-    """Features that the student is to share with its teacher; null: none."""
+    """Loss on features of the teacher; null: none."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +101,7 @@ class RegularizerSettings(Checked):
 
     method: Literal["group_lasso", "bn_l1", "growing"]
     """Which regularizer: the norms of whole channels (`group_lasso`), the scales of BatchNorm (`bn_l1`), or a growing
-    pull on what a plan removes (`growing`, of `sparsify` alone)."""
+    penalty on what a plan removes (`growing`, only in `sparsify`)."""
     strength: Annotated[float, Gt(0)] | None = None
     """Factor of the penalty of `group_lasso` and `bn_l1` (null: 1e-4); the ceiling of `growing` (null: 1)."""
     rise: Annotated[float, Gt(0), Lt(1)] = 0.75
@@ -138,8 +133,8 @@ class AverageSettings(Checked):
     lr: Annotated[float, Gt(0)] | None = None
     """Constant learning rate while averaging, as SWA was published with; null: the schedule goes on."""
     statistics: Literal["averaged", "recalibrated"] | None = None
-    """What becomes of BatchNorm's statistics: they are averaged as the weights are, or taken anew from training images
-    whenever the average is evaluated; null: averaged for `ema`, recalibrated for `swa`."""
+    """Whether BatchNorm's statistics are averaged like the weights, or recalibrated on training images whenever the
+    average is evaluated; null: averaged for `ema`, recalibrated for `swa`."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +153,7 @@ class TrainSettings(Checked):
     """
 
     epochs: Count = 5
-    """Passes over the training images; 0 leaves the model as it is."""
+    """Number of passes over the training images; 0 leaves the model as it is."""
     optimizer: Literal["sgd", "adam", "adamw", "own"] = "sgd"
     """Optimizer; `own` is the user's own, given as `--optimizer file.py:factory`."""
     lr: Annotated[float, Gt(0)] = 0.05
@@ -170,8 +165,8 @@ class TrainSettings(Checked):
     weight_decay: Annotated[float, Ge(0)] = 5e-4
     """Weight decay."""
     warmup: Annotated[float, Ge(0), Lt(1)] = 0.1
-    """Share of the steps with a linear warm-up; then a cosine to zero (Loshchilov & Hutter 2017), or to a little above
-    it where steps are skipped: those do not move the schedule."""
+    """Share of the steps with a linear warm-up, before a cosine to zero (Loshchilov & Hutter 2017); skipped steps do
+    not advance the schedule."""
     label_smoothing: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Share of the target that is spread over all classes (Szegedy et al. 2016)."""
     mixup: Annotated[float, Ge(0)] = 0.0
@@ -181,22 +176,21 @@ class TrainSettings(Checked):
     """A rectangle of each image is from another, its area drawn by Beta(cutmix, cutmix) (Yun et al. 2019); 0: none is.
     With mixup too, each batch draws one of them."""
     precision: DtypeName = "fp32"
-    """Type of numbers in the forward pass while training: mixed precision (Micikevicius et al. 2018), with a loss scale
-    for fp16."""
+    """Dtype of the forward pass in training: mixed precision (Micikevicius et al. 2018), with a loss scale for fp16."""
     accumulate: Annotated[int, Ge(1)] = 1
-    """Batches whose gradients make one optimizer step."""
+    """Number of batches whose gradients are accumulated for one optimizer step."""
     sharding: Sharding = "replicas"
-    """What each of several processes has: the whole model (DDP), or a part of every parameter, gradient and momentum
-    (FSDP2), put together module by module while it is needed."""
+    """Whether each of several processes has the whole model (DDP), or a part of every parameter, gradient and momentum
+    (FSDP2), which are gathered module by module."""
     compile: bool = False
-    """Whether training steps run through `torch.compile`; where that cannot be, they run in eager, which the log
-    says."""
+    """Whether training steps are compiled by `torch.compile`; if that is not possible, the log says so and they run in
+    eager mode."""
     clamp_activation_grad: ClampSettings | None = None
     """Clamp of the gradients of activations, while they flow back; null: none."""
     clamp_weight_grad: ClampSettings | None = None
     """Clamp of the gradients of weights, before each step; null: none."""
     distill: DistillSettings | None = None
-    """Knowledge distillation: the pruned model learns from the dense one too; null: it does not."""
+    """Knowledge distillation from the dense model; null: none."""
     regularize: RegularizerSettings | None = None
     """What makes whole channels small while training; null: nothing."""
     average: AverageSettings | None = None
@@ -205,7 +199,7 @@ class TrainSettings(Checked):
 
 @dataclass(frozen=True)
 class CheckpointSettings(Checked):
-    """When training is written down so that it can be resumed, and how much of that is kept.
+    """When checkpoints of a training are written, and how many are kept.
 
     Example:
         >>> import prunekit as pk
@@ -214,17 +208,17 @@ class CheckpointSettings(Checked):
     """
 
     every_seconds: Annotated[float, Gt(0)] | None = 60.0
-    """Seconds from one checkpoint to the next; more where writing would take over a twentieth of the time. The end of a
-    training is always kept. null: only `every_steps` counts."""
+    """Seconds between checkpoints; more if writing would take over a twentieth of the time. The end of a training is
+    always saved. null: only `every_steps` counts."""
     every_steps: Annotated[int, Ge(1)] | None = None
-    """Optimizer steps from one checkpoint to the next, whatever that costs; null: only `every_seconds` counts."""
+    """Optimizer steps between checkpoints, at any cost; null: only `every_seconds` counts."""
     keep: Annotated[int, Ge(1)] = 2
-    """How many checkpoints are kept; the best weights are in each."""
+    """Number of checkpoints that are kept; each has the best weights."""
 
 
 @dataclass(frozen=True)
 class WatchSettings(Checked):
-    """What is written down of each training while it runs; nothing of it changes what is trained.
+    """What is logged of each training while it runs; none of it changes the training.
 
     Example:
         >>> import prunekit as pk
@@ -234,11 +228,11 @@ class WatchSettings(Checked):
     """
 
     tensorboard: bool = True
-    """Whether events of TensorBoard are written; without them there is `scalars/<training>.csv` alone."""
+    """Whether events of TensorBoard are written; without them there is only `scalars/<training>.csv`."""
     histograms: bool = False
     """Whether histograms of every parameter are written: its values, its mask, and its gradient in the first step of
     the epoch."""
     images: bool = False
-    """Whether the filters of the first convolution are drawn, and the sparsity of every layer."""
+    """Whether images of the first convolution's filters and of every layer's sparsity are written."""
     every: Annotated[int, Ge(1)] = 1
-    """Epochs from one histogram or image to the next; scalars are written in each epoch."""
+    """Epochs between histograms or images; scalars are written in each epoch."""

@@ -18,7 +18,7 @@ from prunekit.utils.registry import Registered, field_hints
 from prunekit.utils.user_code import is_reference
 
 KINDS: dict[Any, Any] = {int: Integral, float: Real, str: str, bool: bool, Path: (str, PathLike)}
-"""What a plain annotation takes; numbers of NumPy's too."""
+"""Types of values that an annotation allows; numbers of NumPy too."""
 IN_PYTHON = {int: "a whole number", float: "a number", str: "a string", bool: "True or False", Path: "a path",
              type(None): "None", dict: "a dictionary", tuple: "a tuple"}  # fmt: skip
 IN_YAML = {**IN_PYTHON, str: "text", bool: "true or false", type(None): "null", dict: "a mapping", tuple: "a list"}
@@ -26,13 +26,13 @@ BOUNDS = {Gt: ("above", "gt"), Ge: ("of at least", "ge"), Lt: ("below", "lt"), L
 
 
 class Checked:
-    """A dataclass of settings whose fields hold what their annotations say, or that is not made."""
+    """Base class of settings: a dataclass that checks its fields against their annotations when it is made."""
 
     def __post_init__(self) -> None:
         """Check every field.
 
         Raises:
-            SettingsError: some hold something else; names each, with what was expected and what came.
+            SettingsError: some have another value; names each, with the expected and the given value.
         """
         hints = field_hints(type(self))  # type: ignore[arg-type]  # a class is hashable, whatever its objects are
         problems = [text for name, hint in hints.items() for text in _problems(hint, getattr(self, name), name)]
@@ -41,7 +41,7 @@ class Checked:
 
 
 def _problems(hint: Any, value: Any, path: str) -> Iterator[str]:
-    """Yield what of a value is not as annotated: the innermost of what is nested."""
+    """Yield a message for each part of a value that does not fit its annotation, the innermost ones."""
     if _fits(hint, value):
         return
     parts = [part for part in _alternatives(hint) if get_origin(part) in (dict, tuple) and _is_kind(part, value)]
@@ -99,13 +99,13 @@ def _meets(constraint: Any, value: Any) -> bool:
             return len(value) >= least
         case MaxLen(max_length=most):
             return len(value) <= most
-        case Registered(registry=registry):  # what a reference names is looked for where it is used
+        case Registered(registry=registry):  # the object of a reference is looked up where it is used
             return is_reference(value) or value in registry.names
     return True
 
 
 def _near(hint: Any, value: Any) -> str:
-    """Return the names that a wrong one may have meant."""
+    """Return a hint about allowed names that are similar to a wrong one; may be empty."""
     if not isinstance(value, str):
         return ""
     names: list[str] = []
@@ -123,12 +123,12 @@ def _shown(value: Any) -> str:
 
 
 def describe(hint: Any, words: Mapping[Any, str], keys: Callable[[Any], Iterable[str]] | None = None) -> str:
-    """Return what an annotation allows, e.g. "a number above 0 and of at most 1, or null".
+    """Return a description of an annotation, e.g. "a number above 0 and of at most 1, or null".
 
     Args:
-        hint: an annotation of a field of settings.
-        words: what types are called, `IN_PYTHON` or `IN_YAML`.
-        keys: of a mapping that stands for a dataclass; None: they are left out.
+        hint: annotation of a field of settings.
+        words: names of types, `IN_PYTHON` or `IN_YAML`.
+        keys: returns the keys of a mapping that represents a dataclass; None: they are left out.
     """
     if get_origin(hint) in (types.UnionType, Union):
         return ", or ".join(describe(part, words, keys) for part in get_args(hint))
