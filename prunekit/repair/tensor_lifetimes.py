@@ -20,7 +20,7 @@ class Lifetimes:
 
     Attributes:
         samples: how many the pass was over.
-        steps: by the number of a call, as `CallWatch` counts them, the steps before it.
+        steps: by the number of a call, as `CallInterceptor` counts them, the steps before it.
     """
 
     samples: int = 1
