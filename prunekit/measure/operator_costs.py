@@ -77,15 +77,11 @@ _RULES: dict[Any, Callable[[Sequence[Any]], int]] = {
 }
 
 
-def is_view(operator: Any) -> bool:
-    """Return whether an operator returns a view of its input, and moves nothing."""
-    aliases = [value.alias_info for value in operator._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in aliases)
-
-
 def is_idle(operator: Any) -> bool:
-    """Return whether an operator neither computes nor moves anything: views, and memory that is not filled."""
-    return is_view(operator) or operator.overloadpacket in _UNFILLED
+    """Return whether an operator neither computes nor moves anything: a view, or memory that is not filled."""
+    aliases = [value.alias_info for value in operator._schema.returns]
+    is_view = any(alias is not None and not alias.is_write for alias in aliases)
+    return is_view or operator.overloadpacket in _UNFILLED
 
 
 _UNFILLED = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty}

@@ -162,25 +162,22 @@ def choose_settings(settings: LatencySettings, devices: Sequence[torch.device]) 
     Raises:
         UsageError: a runtime is not installed, or a runtime, device, dtype or memory format is in no setting.
     """
-    require_runtimes(settings.runtimes)
+    for name in settings.runtimes:
+        if missing := RUNTIMES.get(name).missing():
+            raise UsageError(f"runtime {name!r} {missing}")
     found, left_out = [], []
-    for way in product(settings.runtimes, devices, settings.dtypes, settings.memory_formats):
-        runtime, device, dtype, memory_format = way
+    for combination in product(settings.runtimes, devices, settings.dtypes, settings.memory_formats):
+        runtime, device, dtype, memory_format = combination
         setting = Setting(runtime, str(device), 1, 1, DTYPES[dtype], memory_format)
         reason = _refusal(setting, device.type)
         if reason:
-            left_out.append((way, f"{runtime} on {device}, {setting.dtype}, {memory_format}: not timed: {reason}"))
+            left_out.append(
+                (combination, f"{runtime} on {device}, {setting.dtype}, {memory_format}: not timed: {reason}")
+            )
         else:
-            found += [(way, each) for each in _sizes(setting, settings, device)]
-    _require_all_used([way for way, _ in found], left_out)
+            found += [(combination, each) for each in _sizes(setting, settings, device)]
+    _require_all_used([combination for combination, _ in found], left_out)
     return [setting for _, setting in found], [text for _, text in left_out]
-
-
-def require_runtimes(names: Sequence[str]) -> None:
-    """Raise a UsageError if a runtime is unknown or not installed; the message says how to install it."""
-    for name in names:
-        if missing := RUNTIMES.get(name).missing():
-            raise UsageError(f"runtime {name!r} {missing}")
 
 
 def _refusal(setting: Setting, kind: str) -> str:
@@ -197,9 +194,9 @@ def _sizes(setting: Setting, settings: LatencySettings, device: torch.device) ->
 def _require_all_used(used: Sequence[tuple[object, ...]], left_out: Sequence[tuple[tuple[object, ...], str]]) -> None:
     """Raise a UsageError if something is in no setting; a combination that is left out is only noted."""
     for position in range(4):
-        timed = {way[position] for way in used}
-        for way, text in left_out:
-            if way[position] not in timed:
+        timed = {combination[position] for combination in used}
+        for combination, text in left_out:
+            if combination[position] not in timed:
                 raise UsageError(f"{text}; nothing was measured")
 
 
