@@ -22,7 +22,7 @@ from prunekit.jobs.sensitivity import SensitivityRun, analyze
 from prunekit.jobs.stages.training_stage import OnEpoch
 from prunekit.measure.effort import Effort
 from prunekit.recipe.loading import load, own_overrides, with_overrides
-from prunekit.recipe.values import Overrides, as_texts
+from prunekit.recipe.overrides import Overrides, as_texts
 from prunekit.settings.job import JobSettings
 from prunekit.utils.files import StrPath
 from prunekit.utils.progress import reporting, stage

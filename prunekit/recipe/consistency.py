@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from prunekit.recipe.document import KeyPath
-from prunekit.recipe.values import show
+from prunekit.recipe.keys import show
+from prunekit.recipe.yaml_positions import KeyPath
 from prunekit.registries import CRITERIA, RUNTIMES
 from prunekit.settings.calibration import FEWEST_IMAGES
 from prunekit.settings.inputs import DataSettings

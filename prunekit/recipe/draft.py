@@ -25,10 +25,10 @@ from prunekit.jobs.run.dense_model import prepare
 from prunekit.jobs.run.job_inputs import Own, Prepared
 from prunekit.models.zoo import ZOOS, image_shape, missing_weights, zoo_names
 from prunekit.planning.solver import feasible_plan
-from prunekit.recipe.document import Document, Origin
 from prunekit.recipe.loading import load
+from prunekit.recipe.overrides import apply_override
 from prunekit.recipe.reference import find, flow
-from prunekit.recipe.values import apply_override
+from prunekit.recipe.yaml_positions import Document, Origin
 from prunekit.settings.calibration import CalibrationSettings
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings

@@ -13,19 +13,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from prunekit.errors import RecipeError, UsageError, nearest
 from prunekit.recipe.consistency import Finding, consistency
-from prunekit.recipe.document import Document, KeyPath, Origin, Problem, parse
-from prunekit.recipe.values import (
-    Overrides,
-    allows,
-    apply_override,
-    as_texts,
-    choices,
-    describe,
-    hint_at,
-    key_path,
-    keys_of,
-    show,
-)
+from prunekit.recipe.keys import allows, choices, describe, hint_at, key_path, keys_of, show
+from prunekit.recipe.overrides import Overrides, apply_override, as_texts
+from prunekit.recipe.yaml_positions import Document, KeyPath, Origin, Problem, parse
 from prunekit.settings.job import JobSettings, dump
 from prunekit.settings.prune import facts_without_code, other_budgets
 from prunekit.utils.files import StrPath

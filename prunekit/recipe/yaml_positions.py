@@ -1,4 +1,4 @@
-"""The document of a recipe: plain values from YAML text, with the line and column of every key and value."""
+"""Positions in YAML: the document of a recipe, with the line and column of every key, value and problem."""
 
 from __future__ import annotations
 
