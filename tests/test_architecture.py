@@ -153,3 +153,24 @@ def test_the_page_names_every_room_with_its_sentence() -> None:
 def test_the_page_names_only_what_is_there() -> None:
     for name in re.findall(r"`(prunekit/[\w/.]+)`", PAGE.read_text(encoding="utf-8")):
         assert (ROOT.parent / name).exists(), name
+
+
+NOT_NAMES = ("What", "Whether", "Where", "Which", "How", "Why", "When", "Whatever", "Of", "From", "As")
+NOT_VERBS = (*NOT_NAMES, "The", "A", "An", "All", "Each", "Every", "One", "Both", "Those", "Some", "Any", "Who", "For")
+
+
+def test_docstrings_say_what_functions_do_and_what_classes_are() -> None:
+    """Functions begin with a verb, which ruff's D401 has in the imperative; classes and modules name the thing."""
+    riddles = []
+    for path in MODULES:
+        for node in ast.walk(tree(path)):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+                continue
+            first = (ast.get_docstring(node) or "x").split()[0]
+            if isinstance(node, ast.ClassDef | ast.Module):
+                wrong = first in NOT_NAMES
+            else:
+                wrong = first in NOT_VERBS and not any("property" in ast.unparse(each) for each in node.decorator_list)
+            if wrong:
+                riddles.append(f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}: {first} ...")
+    assert riddles == []

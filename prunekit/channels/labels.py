@@ -158,7 +158,7 @@ class MacTerm:
 
 @dataclass(frozen=True)
 class Stored:
-    """How a model's file holds a tensor: bytes of one element, and whether it is a parameter or a buffer."""
+    """Storage of a tensor in a model's file: bytes of one element, and whether it is a parameter or a buffer."""
 
     element_bytes: int
     parameter: bool

@@ -31,7 +31,7 @@ from prunekit.utils.tensors import gather
 
 @dataclass(frozen=True, eq=False)
 class FoldedModel:
-    """What `fold_batchnorm` returns.
+    """Result of `fold_batchnorm`.
 
     Attributes:
         model: a new one, in eval mode.

@@ -22,7 +22,7 @@ from prunekit.utils.inputs import as_example
 
 @dataclass(frozen=True, eq=False)
 class FlushedModel:
-    """What `flush_subnormals` returns.
+    """Result of `flush_subnormals`.
 
     Attributes:
         model: a new one; the given one if it has none.

@@ -193,7 +193,7 @@ def _lines(found: Explanation) -> list[str]:
 
 @dataclass(frozen=True, repr=False)
 class Explanation(Displayed):
-    """Where the time of a dense and a pruned model goes, and why the second is not faster.
+    """Explanation of where a dense and a pruned model spend time, and why the second is not faster.
 
     Attributes:
         device, batch, threads: what was measured on.

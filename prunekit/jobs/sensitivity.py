@@ -57,7 +57,7 @@ LIMITS = {"kept_1": 0.01, "kept_10": 0.1}
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Sensitivity(Displayed):
-    """How sensitive a model is to the removal of channels, by group.
+    """Sensitivity of a model to the removal of channels, by group.
 
     Attributes:
         channel_map: of the model, after a trial.

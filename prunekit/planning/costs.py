@@ -78,7 +78,7 @@ def _counted(width: Any, step: Any, low: Any, high: Any, as_one: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class _Lookup:
-    """How many labels of a factor are kept, by the counts of one part, or of two if labels are joint.
+    """Number of kept labels of a factor, by the counts of one part, or of two if labels are joint.
 
     Attributes:
         parts: indices of the parts; twice the same if there is one.

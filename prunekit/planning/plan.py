@@ -36,7 +36,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan(Displayed):
-    """Which channels of a model are kept.
+    """The channels of a model that are kept.
 
     Attributes:
         channel_map: how the model's channels are coupled.

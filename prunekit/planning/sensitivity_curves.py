@@ -39,7 +39,7 @@ class SensitivityCurve:
 
 @dataclass(frozen=True)
 class MeasuredPoint:
-    """How the output of a model changes if all but some labels of one group are masked.
+    """Change of the output of a model if all but some labels of one group are masked.
 
     Attributes:
         kept: number of labels of the group that are left.

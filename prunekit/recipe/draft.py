@@ -46,7 +46,7 @@ FORMS = (
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """What a recipe is to be written for.
+    """The model and data that a recipe is written for.
 
     Attributes:
         model: name of a zoo's model, or `file.py:factory`.

@@ -17,7 +17,7 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, order=True)
 class Origin:
-    """Where something was written: line and column in a file, counted from 1, or an override."""
+    """Place where something was written: line and column in a file, counted from 1, or an override."""
 
     source: str
     line: int = 0

@@ -19,7 +19,7 @@ Fit = Literal["bias", "batchnorm", "moments", "channel", "patch"]
 
 @dataclass(frozen=True)
 class CalibrationSettings(Checked):
-    """How activation statistics and BatchNorm recalibration are made, and from how many training images.
+    """Activation statistics and BatchNorm recalibration: how they are made, from how many training images.
 
     Example:
         >>> import prunekit as pk
@@ -49,7 +49,7 @@ class CalibrationSettings(Checked):
 
 @dataclass(frozen=True)
 class RepairSettings(Checked):
-    """How each layer's kept weights are fitted to what the dense layer computes on calibration images.
+    """Repair: how each layer's kept weights are fitted to what the dense layer computes on calibration images.
 
     Example:
         >>> import prunekit as pk, torch

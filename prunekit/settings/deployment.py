@@ -13,7 +13,7 @@ from prunekit.settings.validation import Checked
 
 @dataclass(frozen=True)
 class LatencySettings(Checked):
-    """What is timed: every runtime with every batch, CPU thread count, dtype and memory format that it supports.
+    """Settings to time: every runtime with every batch, CPU thread count, dtype and memory format that it supports.
 
     Example:
         >>> import prunekit as pk

@@ -106,7 +106,7 @@ class Workers(Checked):
 
 @dataclass(frozen=True)
 class DataSettings(Checked):
-    """Which images, how they are split, and how they become inputs.
+    """Images, how they are split, and how they become inputs.
 
     Example:
         >>> import prunekit as pk
@@ -175,7 +175,7 @@ class DataSettings(Checked):
 
 @dataclass(frozen=True)
 class ModelSettings(Checked):
-    """Which model: a zoo's constructor, its arguments, and where the weights come from.
+    """A model: a zoo's constructor, its arguments, and where the weights come from.
 
     Example:
         >>> import prunekit as pk

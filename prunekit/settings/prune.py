@@ -149,7 +149,7 @@ OtherBudgets = Annotated[dict[str, float], RegisteredKeys(BUDGETS, lambda name: 
 
 @dataclass(frozen=True, init=False)
 class BudgetSettings:
-    """What may be left; at least one is given, and a plan meets all of them.
+    """Budgets: what may be left. At least one is given, and a plan meets all of them.
 
     Other registered budgets are keywords as well, and keys of the same mapping in a recipe:
     `BudgetSettings(macs=0.5, energy=0.4)`. A budget in a file is `BudgetSettings(**{"mine.py:energy": 0.4})`.
@@ -257,7 +257,7 @@ class BudgetSettings:
 
 @dataclass(frozen=True)
 class Target(Checked):
-    """What budgets of time and memory are for: runtime, device and batch; memory depends on batch and dtype alone.
+    """The target of budgets of time and memory: runtime, device and batch; memory depends on batch and dtype alone.
 
     Example:
         >>> import prunekit as pk
@@ -294,7 +294,7 @@ ScheduleScore = Literal["criterion", "movement"]
 
 @dataclass(frozen=True)
 class ScheduleSettings(Checked):
-    """How much is pruned when, while the masked model is fine-tuned.
+    """A schedule: how much is pruned when, while the masked model is fine-tuned.
 
     Example:
         >>> import prunekit as pk, torch
@@ -348,7 +348,7 @@ class ScheduleSettings(Checked):
 
 @dataclass(frozen=True)
 class PruneSettings(Checked):
-    """Which channels are removed, and how many.
+    """The channels that are removed, and how many.
 
     Example:
         >>> import prunekit as pk, torch

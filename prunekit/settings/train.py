@@ -91,7 +91,7 @@ class DistillSettings(Checked):
 
 @dataclass(frozen=True)
 class RegularizerSettings(Checked):
-    """What makes whole channels small in training: `prunekit.training.callbacks.regularizers.SparsityRegularizer`.
+    """A regularizer that makes whole channels small in training.
 
     Example:
         >>> import prunekit as pk
@@ -199,7 +199,7 @@ class TrainSettings(Checked):
 
 @dataclass(frozen=True)
 class CheckpointSettings(Checked):
-    """When checkpoints of a training are written, and how many are kept.
+    """Checkpoints of a training: when they are written, and how many are kept.
 
     Example:
         >>> import prunekit as pk
@@ -218,7 +218,7 @@ class CheckpointSettings(Checked):
 
 @dataclass(frozen=True)
 class WatchSettings(Checked):
-    """What is logged of each training while it runs; none of it changes the training.
+    """Logs of each training while it runs; none of them changes the training.
 
     Example:
         >>> import prunekit as pk

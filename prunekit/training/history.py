@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class History:
-    """What a training run returns.
+    """Result of a training run.
 
     Attributes:
         rows: one for each epoch, in order.
@@ -68,7 +68,7 @@ def columns(score: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ClampRow:
-    """How often a gradient clamp was needed at one module.
+    """Share of gradients that a clamp changed at one module.
 
     Attributes:
         clamp: which of the two clamps.
@@ -87,7 +87,7 @@ class ClampRow:
 
 @dataclass(frozen=True)
 class Compilation:
-    """What came of compiling the training steps of a run.
+    """Result of compiling the training steps of a run.
 
     Attributes:
         graphs: how many graphs were compiled; more than one if shapes or hooks changed.

@@ -1,4 +1,4 @@
-"""How a forward pass runs in a trace or a trial: in which modes, and which module runs at each moment."""
+"""Execution of a forward pass in a trace or a trial: in which modes, and which module runs at each moment."""
 
 from __future__ import annotations
 

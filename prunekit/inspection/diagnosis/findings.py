@@ -49,7 +49,7 @@ class Finding:
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis(Displayed):
-    """What is wrong with a model and its data.
+    """Faults of a model and its data.
 
     Attributes:
         findings: root causes, in order of execution; empty where nothing is wrong.

@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """What was observed of a model on a few batches.
+    """Observation of a model on a few batches.
 
     Attributes:
         model: the model, unchanged.
@@ -139,7 +139,7 @@ class GradientNorms:
 
 @dataclass(frozen=True)
 class BatchNormModes:
-    """Whether a BatchNorm is in train mode: as the model came, after `model.train()` and after `model.eval()`."""
+    """Train mode of a BatchNorm: as the model came, after `model.train()` and after `model.eval()`."""
 
     found: bool
     training: bool

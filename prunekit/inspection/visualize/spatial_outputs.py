@@ -290,7 +290,7 @@ class SpatialCall:
 
 @dataclass(frozen=True)
 class LinearCall:
-    """What the last linear layer of a forward pass was given, and returned."""
+    """Input and output of the last linear layer of a forward pass."""
 
     linear: nn.Linear
     given: Tensor

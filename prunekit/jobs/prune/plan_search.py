@@ -55,7 +55,7 @@ DOUBT = 0.05
 
 @dataclass(frozen=True, eq=False)
 class CriterionInputs:
-    """What a criterion reads besides the weights; None for what it does not need.
+    """Inputs of a criterion besides the weights; None for those that it does not need.
 
     Attributes:
         stats: channel statistics.

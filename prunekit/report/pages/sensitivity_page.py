@@ -1,4 +1,4 @@
-"""What the page of a sensitivity analysis shows."""
+"""Contents of the page of a sensitivity analysis."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class LatencySection:
 
 @register_section("explanation", about="what keeps the pruned model from its ideal speed", order=30)
 class ExplanationSection:
-    """What keeps the pruned model from its ideal speed."""
+    """Causes that keep the pruned model from its ideal speed."""
 
     def read(self, run: Run) -> Mapping[str, Any] | None:
         """Return causes, modules and operators; None if the run explained nothing."""

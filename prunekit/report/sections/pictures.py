@@ -12,7 +12,7 @@ from prunekit.report.sections.section import register_section
 
 @register_section("maps", about="class activation and saliency maps", order=100)
 class MapsSection:
-    """Where the models look: class activation and saliency maps."""
+    """Places that the models look at: class activation and saliency maps."""
 
     def read(self, run: Run) -> dict[str, Any] | None:
         """Return the maps in the folder, with their pictures."""
@@ -22,7 +22,7 @@ class MapsSection:
 
 @register_section("features", about="pictures of feature maps", order=110)
 class FeaturesSection:
-    """What layers make of an image: pictures of feature maps."""
+    """Pictures of feature maps of an image."""
 
     def read(self, run: Run) -> dict[str, Any] | None:
         """Return the pictures in the folder."""

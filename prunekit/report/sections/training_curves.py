@@ -95,7 +95,7 @@ class ActivationsSection:
 
 @register_section("clamps", about="how often gradients were clamped", order=80)
 class ClampsSection:
-    """How often gradients were clamped."""
+    """Shares of clamped gradients."""
 
     def read(self, run: Run) -> dict[str, Any] | None:
         """Return the lines of the terminal, and a row for each module."""

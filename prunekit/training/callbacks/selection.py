@@ -1,4 +1,4 @@
-"""From the settings of a training to its callbacks: distillation, regularizer, average of weights."""
+"""Callbacks of a training by its settings: distillation, regularizer, average of weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STATISTICS_IMAGES = 2048
 
 @dataclass(frozen=True, eq=False)
 class CallbackInputs:
-    """What callbacks need besides their settings.
+    """Objects that callbacks need besides their settings.
 
     Attributes:
         splits: the data.

@@ -267,7 +267,7 @@ def sparsity_figure(sparsity: Mapping[str, float]) -> Figure:
 
 @dataclass(frozen=True)
 class Histogram:
-    """How values are distributed: `counts[i]` of them in (limits[i - 1], limits[i]], the first from `least` on."""
+    """Distribution of values: `counts[i]` of them in (limits[i - 1], limits[i]], the first from `least` on."""
 
     least: float
     most: float
