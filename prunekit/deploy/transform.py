@@ -68,7 +68,7 @@ class Transform:
         return laid_out(found) if self.settings.channels_last else found
 
     def __str__(self) -> str:
-        """Return what it does in words; empty where it does nothing."""
+        """Return what it does in words; empty if it does nothing."""
         norms = ["BatchNorm folded"] if self.settings.fold_batchnorm else []
         return " and ".join([*norms, *(["channels last"] if self.settings.channels_last else [])])
 

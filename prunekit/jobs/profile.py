@@ -40,8 +40,8 @@ from prunekit.measure.latency_profile.network_timing import (
 )
 from prunekit.measure.latency_profile.staircase_fit import TimedNetwork, fit_latency_table
 from prunekit.measure.runtimes.session import Setting, inputs_like
-from prunekit.planning.candidates import GroupPart, free_parts
-from prunekit.planning.feasibility import nothing_free_error
+from prunekit.planning.candidates import GroupPart
+from prunekit.planning.feasibility import require_free_parts
 from prunekit.planning.plan import Plan
 from prunekit.report.requirements import require_report
 from prunekit.settings.deployment import LatencySettings
@@ -191,10 +191,7 @@ def as_latency(target: Target) -> LatencySettings:
 
 
 def _parts(channel_map: ChannelMap, wanted: PruneSettings) -> list[GroupPart]:
-    found = free_parts(channel_map, np.zeros(channel_map.n_labels), wanted)
-    if not found:
-        raise nothing_free_error(channel_map)
-    return found
+    return require_free_parts(channel_map, np.zeros(channel_map.n_labels), wanted)
 
 
 def _tried(

@@ -82,7 +82,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def first_not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> str | None:
-    """Return the name of the first tensor with a NaN or an Inf in it; None where all are finite."""
+    """Return the name of the first tensor with a NaN or an Inf in it; None if all are finite."""
     return next((name for name, tensor in named if not bool(torch.isfinite(tensor).all())), None)
 
 
