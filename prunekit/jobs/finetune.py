@@ -15,7 +15,6 @@ from torch import nn
 
 from prunekit.channels.cut.model_copy import copied
 from prunekit.compaction.compact_model import compact, remarks
-from prunekit.compaction.model_folder import load, save
 from prunekit.data.datasets import describe_corrupt
 from prunekit.data.loader import batches
 from prunekit.deploy.subnormals import without_subnormals
@@ -293,8 +292,7 @@ class FinetuneRun:
         small = flushed.model
         for remark in (*flushed.notes, *remarks(small)):
             self.log(f"compact: {remark}")
-        classes = {"classes": list(self.prepared.splits.classes)}
-        save(small, self.folder.path / "model", plan, build=self.prepared.build, extra=classes)
+        self.prepared.save_model(small, self.folder.path / "model", plan)
         write_csv(self.folder.path / "layers.csv", layer_rows(dense, small, plan))
         return small, proof
 
@@ -347,8 +345,7 @@ class FinetuneRun:
     def _deliver(self, dense: nn.Module, planned: Planned) -> LatencyResult:
         """Return the time of the final model, loaded from its folder: the deployed one, if there is one."""
         folder = FOLDER if self.job.deploy.wanted else "model"
-        model = load(self.folder.path / folder, None if self.prepared.build else dense)
-        return self.search.deliver(planned, model)
+        return self.search.deliver(planned, self.prepared.load_model(self.folder.path / folder, dense))
 
     def _measure_activations(self, small: nn.Module) -> dict[str, Any] | None:
         """Return figures of the activation masks, with thresholds found again, because training has changed them."""

@@ -152,7 +152,7 @@ def profile(
     doubtful = sum(bool(sample.times.doubts) for sample in samples)
     if doubtful:
         were = "was" if doubtful == 1 else "were"
-        cure = "when it is quiet, `prunekit profile RECIPE --again` measures such networks anew"
+        cure = "when it is quiet, `prunekit profile RECIPE --again` measures such networks again"
         notes.append(
             f"of {len(samples)} networks {doubtful} {were} timed on a machine too noisy to trust that figure; {cure}"
         )

@@ -125,7 +125,7 @@ def test_a_run_that_still_runs_is_left_alone(left: Path) -> None:
     ("spoil", "message"),
     [
         (lambda folder: shutil.rmtree(folder), "expected the folder of a run, with a status.json, or 'auto'"),
-        (lambda folder: shutil.rmtree(folder / "resume"), "ended before it had anything to go on with"),
+        (lambda folder: shutil.rmtree(folder / "resume"), "ended before it had anything to resume"),
         (
             lambda folder: write_json(
                 folder / "status.json", read_json(folder / "status.json") | {"state": "finished"}

@@ -65,7 +65,7 @@ class Pruner(Displayed):
 
     Models and optimizers that Accelerate has prepared are taken as they are, as are those in DistributedDataParallel,
     where every process makes a pruner and all follow the main one's plan. `torch.compile` comes before, but the
-    compiled model may not have run yet; each stage then compiles anew.
+    compiled model may not have run yet; each stage then compiles again.
 
     Args:
         model: trained in place, in its dense size.
@@ -73,8 +73,8 @@ class Pruner(Displayed):
         example: what the model is called with: a tensor, a tuple of positional arguments, or a mapping of arguments by
             name. May be left out where `calibration` is given.
         macs, channels, params, size_mb, latency_ms, speedup, memory_mb, budgets: as for `prunekit.prune`, at least one
-            is given. A budget of time is measured when the pruner is made, for the plan that the loop then comes to;
-            on the way there it goes by MACs.
+            is given. A budget of time is measured when the pruner is made, for the final plan; the stages before
+            it have budgets of MACs.
         target, scope, round_to, min_channels, ignore, ratios, plain_classes, settings: as for `prunekit.prune`.
         criterion: as `prunekit list criteria` shows them; `l2`, or where `calibration` is given `elimination`.
         schedule: how the model gets there: `cubic`, `linear` or `exponential`, in 10 stages; `iterative`, in 3; or
@@ -198,8 +198,8 @@ class Pruner(Displayed):
             raise UsageError("settings.schedule: expected None beside a pruner's own; give it as schedule=")
         self.settings = replace(asked, schedule=laid)
         labeled = check_calibration(self.settings, stages, calibration, loss, task)
-        # A plan that is tried before any stage shows what is locked. Of criteria that score anew at each stage it goes
-        # by chance, so that a pruner that goes on from a state finds the same locks whatever the weights are by then.
+        # The trial of a first plan finds the locks. That plan is random if the criterion scores again at each stage, so
+        # that a pruner that goes on from a state finds the same locks with other weights.
         tried = asked if asked.budget.measured or not rescored(self.settings) else replace(asked, criterion="random")
         example = None if example is None else to_device(example, next(inner.parameters()).device)
         request = Request(inner, example, calibration, tried, images, None, None, seed, tuple(more_examples), task)
@@ -283,20 +283,20 @@ class Pruner(Displayed):
     def finish(self, *, early: bool = False) -> tuple[nn.Module, Optimizer]:
         """Return the compact model and its optimizer, and remove all hooks from the given model.
 
-        What was given stays as it is, with zeros where it is pruned. An average goes over to the compact model too:
-        see `average`. Wrappers such as DistributedDataParallel, `torch.compile` or Accelerate's autocast are put around
-        the compact model anew.
+        The given model is not changed further, with zeros for pruned channels. `average` becomes that of the compact
+        model. Wrappers such as DistributedDataParallel, `torch.compile` or Accelerate's autocast have to be put around
+        the compact model again.
 
         Args:
-            early: whether to come to the final plan now where the schedule isn't over, without training under it.
+            early: whether to apply the final plan now if the schedule isn't over, without training under it.
 
         Returns:
-            The compact model, and the optimizer that was given, which now has that model's parameters.
+            The compact model, and the given optimizer, which now has that model's parameters.
 
         Raises:
             UsageError: the schedule isn't over, and not `early`; or the pruner has finished or is closed.
-            VerificationError: masked and compact model differ; all stays as it was.
-            PlanError: a state of the optimizer has a shape that says not where its entries belong; all stays as it was.
+            VerificationError: masked and compact model differ; nothing was changed.
+            PlanError: the shape of an optimizer state does not fit a parameter; nothing was changed.
         """
         self._require_open("finish")
         if not self.done:

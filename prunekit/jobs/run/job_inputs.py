@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from prunekit.compaction.model_folder import load, save
 from prunekit.data.loader import Batches, batches
 from prunekit.data.sources import Splits, load_splits, missing_data
 from prunekit.data.user_data import load_own
 from prunekit.errors import DataError, UsageError
 from prunekit.models.state_dicts import load_weights
 from prunekit.models.zoo import build_model, is_weights_file, load_factory, missing_weights
+from prunekit.planning.plan import Plan
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.train import TrainSettings
@@ -91,6 +93,14 @@ class Prepared:
     def example_inputs(self) -> tuple[Any, ...]:
         """The inputs of one training sample as a batch."""
         return example_of(self.model, self.splits)
+
+    def save_model(self, model: nn.Module, folder: Path, plan: Plan) -> None:
+        """Save a compact model of the job in a folder."""
+        save(model, folder, plan, build=self.build, extra={"classes": list(self.splits.classes)})
+
+    def load_model(self, folder: Path, dense: nn.Module) -> nn.Module:
+        """Load a compact model of the job from a folder; the dense one is needed if it is the user's own."""
+        return load(folder, None if self.build else dense)
 
     @property
     def build(self) -> ModelSettings | None:

@@ -112,7 +112,7 @@ def measure(
         final: the measured result of a budget of time, which replaces the speedup on the target.
     """
     log = attempt.log
-    pruned = load(run.path / "model", None if prepared.build else dense)
+    pruned = prepared.load_model(run.path / "model", dense)
     task, example = prepared.splits.task, prepared.example_inputs
     inputs = inputs_like(example)
     found = {"dense": dense, "control": control, "pruned": pruned, "deployed": deployed}

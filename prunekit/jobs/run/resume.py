@@ -50,7 +50,7 @@ def find_run(asked: StrPath, runs: Path, identity: Mapping[str, Any], log: Log) 
             continue
         require_same(folder, there, identity)
         return folder
-    log(f"resume: no run of this recipe in {runs} is left unfinished; starting anew")
+    log(f"resume: no run of this recipe in {runs} is left unfinished; starting a new one")
     return None
 
 
@@ -64,7 +64,7 @@ def _named(folder: Path, identity: Mapping[str, Any]) -> Path:
         raise ResumeError(f"{folder}: the run is still running, as process {status['pid']}; end that first")
     there = _identity(folder)
     if there is None:
-        raise ResumeError(f"{folder}: the run ended before it had anything to go on with; start it anew")
+        raise ResumeError(f"{folder}: the run ended before it had anything to resume; start a new one")
     require_same(folder, there, identity)
     return folder
 

@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from prunekit.channels.cut.model_copy import named_tensors
-from prunekit.compaction.model_folder import load, save
 from prunekit.data.loader import batches
 from prunekit.deploy.batchnorm_folding import FoldedModel, fold_batchnorm, norms_after_layers
 from prunekit.deploy.transform import channels_last
@@ -105,20 +104,14 @@ def deploy(prepared: Prepared, run: RunFolder, dense: nn.Module, plan: Plan) -> 
     wanted = prepared.job.deploy
     if not wanted.wanted:
         return None
-    compact = load(run.path / "model", None if prepared.build else dense)
+    compact = prepared.load_model(run.path / "model", dense)
     validation = prepared.splits.validation
     held_out, _ = next(iter(batches(validation, min(IMAGES, len(validation)), shuffle_seed=None)))
     example = inputs_as_example(compact, held_out)
     folded = fold_batchnorm(compact, example) if wanted.fold_batchnorm else FoldedModel(compact, {}, {}, 0.0)
     model = channels_last(folded.model, example) if wanted.channels_last else folded.model
-    save(
-        model,
-        run.path / FOLDER,
-        plan,
-        build=prepared.build,
-        extra={"classes": list(prepared.splits.classes)},
-    )
-    again = load(run.path / FOLDER, None if prepared.build else dense)
+    prepared.save_model(model, run.path / FOLDER, plan)
+    again = prepared.load_model(run.path / FOLDER, dense)
     compare_outputs(model, again, example)
     found = Deployed(
         again,
