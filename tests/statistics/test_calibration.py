@@ -189,7 +189,7 @@ def test_channel_axes() -> None:
     assert calibrate(model, batches)["act", "output", 0].channels == 6  # numbers of tokens tell what a sequence is
     with pytest.raises(UsageError, match="input of 1: expected 4 channels as before, got 5"):  # and these do not
         calibrate(nn.Sequential(model.norm, model.act), [torch.randn(2, length, 6) for length in (4, 5)])
-    wrong = pytest.raises(UsageError, match="channel axis 5 was asked for, but the shape is")
+    wrong = pytest.raises(UsageError, match="axes names channel axis 5, but the shape is")
     with wrong, StatsCollector(model, axes={"act": 5}):
         model(batches[0])
 
