@@ -38,6 +38,7 @@ from prunekit.settings.job import JobSettings
 from prunekit.settings.prune import BudgetSettings, PruneSettings
 from prunekit.settings.train import DistillSettings, TrainSettings
 from prunekit.tasks.classification import TEXT_CLASSIFICATION
+from prunekit.tasks.segmentation import SEGMENTATION
 from prunekit.utils.inputs import inputs_as_example
 
 FILE = Path(__file__).with_name("task_sources.py")
@@ -110,7 +111,7 @@ def test_segmentation(tmp_path: Path) -> None:
     best = history[history["run"] == "baseline"]["validation_mean_iou"].max()
     dense = Segmenter()
     dense.load_state_dict(load_weights(run.folder))
-    splits = sample_splits(dict(zip(("train", "test"), zeros_and_ones(), strict=True)), prunekit.tasks.SEGMENTATION)
+    splits = sample_splits(dict(zip(("train", "test"), zeros_and_ones(), strict=True)), SEGMENTATION)
     images, masks = splits.validation.fetch(torch.arange(len(splits.validation)))
     with torch.no_grad():
         assert best == pytest.approx(iou(dense.eval()(images)["out"].argmax(1).numpy(), masks.numpy()), rel=1e-9)
