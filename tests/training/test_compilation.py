@@ -186,7 +186,7 @@ def hook_on_all(model: nn.Module) -> RemovableHandle:
     ("hook", "reason"),
     [
         (backward_hook, "Module-level backwards hooks"),
-        (writing_hook, r"method `write` .*test_compiled\.py\", line \d+"),
+        (writing_hook, r"method `write` .*test_compilation\.py\", line \d+"),
         (hook_on_all, r"hooks on all modules \(register_module_forward_hook"),
     ],
 )
@@ -214,7 +214,7 @@ def test_a_model_that_cannot_be_compiled_names_its_line() -> None:
     step = CompiledForward(Flipping(), "eager")
     step(torch.randn(2, 3, 8, 8))
     assert str(step.compilation).startswith("trained in eager, because steps could not be compiled: ")
-    assert "test_compiled.py" in str(step.compilation)
+    assert "test_compilation.py" in str(step.compilation)
     assert "in forward" in str(step.compilation)
 
 
