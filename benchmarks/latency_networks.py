@@ -18,9 +18,9 @@ import prunekit
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.trace import trace
 from prunekit.jobs.profile import profile
-from prunekit.jobs.prune.latency_profile import Profile
 from prunekit.jobs.prune.latency_target import LatencyTarget
 from prunekit.jobs.prune.plan_search import PlanSearch
+from prunekit.jobs.prune.profile_result import Profile
 from prunekit.jobs.run.run_folder import environment
 from prunekit.measure.latency.machine import describe_machine
 from prunekit.measure.runtimes.session import inputs_like

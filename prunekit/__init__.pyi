@@ -24,10 +24,10 @@ from prunekit.jobs.bench import bench as bench
 from prunekit.jobs.explain import Explanation as Explanation
 from prunekit.jobs.explain import explain as explain
 from prunekit.jobs.profile import profile as profile
-from prunekit.jobs.prune.latency_profile import Profile as Profile
 from prunekit.jobs.prune.one_shot import Pruned as Pruned
 from prunekit.jobs.prune.one_shot import plan as plan
 from prunekit.jobs.prune.one_shot import prune as prune
+from prunekit.jobs.prune.profile_result import Profile as Profile
 from prunekit.jobs.prune.pruner import Pruner as Pruner
 from prunekit.jobs.run.job_inputs import Own as Own
 from prunekit.jobs.run.results import RunResult as RunResult

@@ -92,10 +92,10 @@ def here() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _own_registrations_go() -> Iterator[None]:
     """What a test registers is gone after it: other tests know the names that come with the package."""
-    from prunekit import registries
+    from prunekit import known_names
     from prunekit.utils.registry import Registry
 
-    each = [found for found in vars(registries).values() if isinstance(found, Registry)]
+    each = [found for found in vars(known_names).values() if isinstance(found, Registry)]
     before = [set(one._items) for one in each]
     yield
     for one, names in zip(each, before, strict=True):

@@ -8,7 +8,7 @@ from torch import nn
 
 from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.cut.slicing import blank, is_variance, narrowed
-from prunekit.channels.rewrite.rewriter import original_of
+from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.channels.rewrite.substitutes import SizedAttention
 from prunekit.errors import PlanError
 from prunekit.hooks.wrappers import unwrapped

@@ -21,7 +21,7 @@ from prunekit.channels.cut.model_copy import foreign_methods, named_tensors, wit
 from prunekit.channels.cut.model_match import own_buffers, require_compact
 from prunekit.channels.cut.slicing import bare_widths, resize, set_bare_widths
 from prunekit.channels.labels import Labels
-from prunekit.channels.rewrite.rewriter import attribute_values, set_attributes
+from prunekit.channels.rewrite.source_rewriter import attribute_values, set_attributes
 from prunekit.channels.rewrite.substitutes import Heads, heads_of, set_heads
 from prunekit.channels.tracing.storages import from_parts, is_plain, parts_of
 from prunekit.compaction.folded_norms import folds_of, with_folded_biases, with_folds

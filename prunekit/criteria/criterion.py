@@ -11,7 +11,7 @@ import numpy.typing as npt
 from torch import Tensor, nn
 
 from prunekit.errors import UsageError, nearest
-from prunekit.registries import CRITERIA
+from prunekit.known_names import CRITERIA
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.layers.patch_moments import PatchStats
 from prunekit.statistics.taylor_terms import TaylorTerms

@@ -15,7 +15,7 @@ from prunekit.channels.cut.model_match import require_model
 from prunekit.criteria.criterion import Evidence, Scores, register_criterion
 from prunekit.criteria.scoring import LabelMean, mean_over_slices
 from prunekit.errors import UsageError
-from prunekit.hooks.optimizer_step import StepHook, by_axis, unscaled
+from prunekit.hooks.step_hooks import StepHook, by_axis, unscaled
 from prunekit.statistics.layer_stats import FloatArray, IntArray
 from prunekit.statistics.taylor_terms import Axis
 

@@ -22,7 +22,7 @@ from prunekit.deploy.transform import AS_IT_IS, Transform, transform_of
 from prunekit.errors import NotMeasuredError
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.bench import devices
-from prunekit.jobs.prune.latency_profile import NetworkPrediction, Profile
+from prunekit.jobs.prune.profile_result import NetworkPrediction, Profile
 from prunekit.jobs.run.dense_model import prepare
 from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own
 from prunekit.jobs.run.resume import run_recipe

@@ -16,8 +16,8 @@ from prunekit.distributed.sharded_tensors import is_shard, local_part
 from prunekit.errors import UsageError
 from prunekit.hooks.gradient_hooks import GradientChange
 from prunekit.hooks.hook import OwnedHook, refuse_compiled
-from prunekit.hooks.optimizer_step import inner_optimizer, with_gradients
 from prunekit.hooks.owner import HookOwner
+from prunekit.hooks.step_hooks import inner_optimizer, with_gradients
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.masks.activation_masks import Side, require_floating
 from prunekit.masks.module_values import (

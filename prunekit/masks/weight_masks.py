@@ -19,8 +19,8 @@ from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.distributed.sharded_tensors import is_sharded
 from prunekit.errors import ArtifactError, ModelError
 from prunekit.hooks.hook import OwnedHook, never_called, refuse_compiled
-from prunekit.hooks.optimizer_step import optimizer_of
 from prunekit.hooks.owner import HookOwner
+from prunekit.hooks.step_hooks import optimizer_of
 from prunekit.masks.pruned_entries import Entries, MaskedTensor, masked_tensors, widest_masks
 from prunekit.masks.write_detection import OptimizerZeros, WriteDetector
 from prunekit.planning.plan import Plan, require_plan

@@ -16,8 +16,8 @@ from prunekit.channels.tracing.fused_modules import fused_away, is_inside
 from prunekit.channels.tracing.memory_table import record_memory
 from prunekit.channels.tracing.storages import parts_of, plain_in, shape_of, storage_of
 from prunekit.hooks.hook import refuse_compiled
+from prunekit.known_names import DtypeName
 from prunekit.measure.operator_costs import FlopCounter
-from prunekit.registries import DtypeName
 from prunekit.utils.context import seeded, training_mode, without_gradients
 from prunekit.utils.files import StrPath
 from prunekit.utils.inputs import call, running, sample_count

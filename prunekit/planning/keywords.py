@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from prunekit.errors import UsageError, nearest, require_kind
-from prunekit.registries import BUDGETS, CRITERIA
+from prunekit.known_names import BUDGETS, CRITERIA
 from prunekit.settings.prune import BudgetSettings, PruneSettings, Scope, Target, budget_names
 from prunekit.utils.inputs import described
 

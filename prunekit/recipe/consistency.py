@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from prunekit.known_names import CRITERIA, RUNTIMES
 from prunekit.recipe.keys import show
 from prunekit.recipe.yaml_positions import KeyPath
-from prunekit.registries import CRITERIA, RUNTIMES
 from prunekit.settings.calibration import FEWEST_IMAGES
 from prunekit.settings.inputs import DataSettings
 from prunekit.settings.prune import WITH_REPAIR, budget_names, facts_without_code, other_budgets, prune_contradictions

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from prunekit.registries import PositiveInt
+from prunekit.known_names import PositiveInt
 from prunekit.settings.validation import Checked
 
 Moments = Literal["none", "full"]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from annotated_types import Ge, MinLen
 
-from prunekit.registries import DtypeName, MemoryFormat, PositiveInt, RuntimeName
+from prunekit.known_names import DtypeName, MemoryFormat, PositiveInt, RuntimeName
 from prunekit.settings.validation import Checked
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 
-from prunekit.registries import Count, PositiveInt
+from prunekit.known_names import Count, PositiveInt
 from prunekit.settings.validation import Checked
 
 Strength = Annotated[float, Ge(0)]

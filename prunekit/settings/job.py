@@ -15,7 +15,7 @@ from annotated_types import Ge
 from ruamel.yaml import YAML
 
 from prunekit.errors import UsageError
-from prunekit.registries import TASKS
+from prunekit.known_names import TASKS
 from prunekit.settings.calibration import CalibrationSettings, RepairSettings
 from prunekit.settings.deployment import DeploySettings, LatencySettings
 from prunekit.settings.inputs import DataSettings, ModelSettings

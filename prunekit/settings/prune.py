@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 from annotated_types import Ge, Gt, Le
 
 from prunekit.errors import UsageError
-from prunekit.registries import BUDGETS, CRITERIA, DtypeName, MemoryFormat, PositiveInt, RuntimeName
+from prunekit.known_names import BUDGETS, CRITERIA, DtypeName, MemoryFormat, PositiveInt, RuntimeName
 from prunekit.settings.validation import Checked
 from prunekit.utils import display as numbers
 from prunekit.utils.registry import Registered, RegisteredKeys

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt, MinLen
 
-from prunekit.registries import Count, DtypeName
+from prunekit.known_names import Count, DtypeName
 from prunekit.settings.validation import Checked
 
 Sharding = Literal["replicas", "full"]

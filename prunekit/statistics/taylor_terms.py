@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.tracing.execution import plain_attention
 from prunekit.errors import NonFiniteError, UsageError
-from prunekit.hooks.optimizer_step import StepHook, by_axis, unscaled
+from prunekit.hooks.step_hooks import StepHook, by_axis, unscaled
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.statistics.layer_stats import FloatArray
 from prunekit.tasks.batches import InputsAndTargets, ModelBatches

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from prunekit.errors import DataError, UsageError
-from prunekit.registries import TASKS as _TASKS
+from prunekit.known_names import TASKS as _TASKS
 from prunekit.utils.inputs import described, sample_count
 from prunekit.utils.registry import Registry
 from prunekit.utils.tensors import gather

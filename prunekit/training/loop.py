@@ -24,13 +24,13 @@ from prunekit.data.loader import Batch, Batches, batches
 from prunekit.data.sources import Splits
 from prunekit.distributed.process_group import is_main, rank, size, total, wait_for_all
 from prunekit.errors import NonFiniteError
-from prunekit.hooks.optimizer_step import inner_optimizer
+from prunekit.hooks.step_hooks import inner_optimizer
 from prunekit.models.outputs import require_trainable
 from prunekit.settings.inputs import Workers
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.task import Loss, Task
 from prunekit.training.callbacks.callback import Callback, CallbackList, TrainingRun
-from prunekit.training.callbacks.clamping import GradientClamps
+from prunekit.training.callbacks.clamp_callback import GradientClamps
 from prunekit.training.callbacks.selection import require_callbacks, task_loss
 from prunekit.training.checkpoints import BestWeights, Checkpoints, CheckpointWarning
 from prunekit.training.compatibility import check_fits

@@ -11,7 +11,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from prunekit.hooks.hook import not_traced
 from prunekit.hooks.owner import HookOwner
-from prunekit.registries import DtypeName
+from prunekit.known_names import DtypeName
 from prunekit.utils.tensors import map_tensors
 
 HALF: dict[DtypeName, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -19,7 +19,7 @@ from prunekit.distributed.sharded_tensors import full_tensor, is_shard, is_shard
 from prunekit.errors import NonFiniteError, ResumeError
 from prunekit.settings.train import TrainSettings
 from prunekit.training.callbacks.callback import CallbackList
-from prunekit.training.callbacks.clamping import GradientClamps
+from prunekit.training.callbacks.clamp_callback import GradientClamps
 from prunekit.training.checkpoints import BestWeights, Checkpoints
 from prunekit.training.history import EpochRow, PausedRun
 from prunekit.training.nonfinite import non_finite_tensor

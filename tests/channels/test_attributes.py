@@ -21,7 +21,7 @@ from equivalence import (
 )
 from torch import Tensor, nn
 
-from prunekit.channels.rewrite.rewriter import attribute_values, set_attributes
+from prunekit.channels.rewrite.source_rewriter import attribute_values, set_attributes
 from prunekit.channels.trace import trace
 from prunekit.channels.trial.size_search import BatchAxes, ScaleSearch, SizeSearch
 from prunekit.compaction.compact_model import compact

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from prunekit.channels.channel_map import SizeAttribute
 from prunekit.channels.rewrite.call_sites import CodePlace
-from prunekit.channels.rewrite.rewriter import attribute_values, set_expressions
 from prunekit.channels.rewrite.size_expressions import avoidable
+from prunekit.channels.rewrite.source_rewriter import attribute_values, set_expressions
 from prunekit.channels.trace import trace
 from prunekit.channels.tracing.tracer import trace_model
 from prunekit.compaction.compact_model import compact

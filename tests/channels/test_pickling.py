@@ -17,7 +17,7 @@ from nets_stated import CLASSES as STATED
 from nets_stated import WIDTH, Quotient
 from torch import nn
 
-from prunekit.channels.rewrite.rewriter import original_of, sized_class
+from prunekit.channels.rewrite.source_rewriter import original_of, sized_class
 from prunekit.channels.trace import trace
 from prunekit.channels.trial.trial import run_trial
 from prunekit.compaction.compact_model import compact, remarks

@@ -18,7 +18,7 @@ from nets_stated import CLASSES, WIDTH, Batched, Looping, Quotient, ReadOffAPart
 from torch import nn
 
 from prunekit.channels.rewrite.call_sites import CodePlace, attribute_read, definition, slice_of_axis
-from prunekit.channels.rewrite.rewriter import attribute_values, set_expressions
+from prunekit.channels.rewrite.source_rewriter import attribute_values, set_expressions
 from prunekit.compaction.compact_model import compact
 from prunekit.compaction.model_folder import load, save
 from prunekit.errors import ArtifactError

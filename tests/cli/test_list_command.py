@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from prunekit.cli import cli
 from prunekit.cli.commands.list import AUGMENTATIONS, KINDS, SCOPES
 from prunekit.criteria.criterion import get_criterion
-from prunekit.registries import CRITERIA
+from prunekit.known_names import CRITERIA
 from prunekit.settings.inputs import NamedAugment
 from prunekit.settings.prune import Scope
 

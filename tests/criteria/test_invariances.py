@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prunekit.criteria.criterion import get_criterion
-from prunekit.registries import CRITERIA
+from prunekit.known_names import CRITERIA
 
 LEARNED = [name for name in CRITERIA.declared if get_criterion(name).needs and name != "elimination"]
 quick = settings(max_examples=6)

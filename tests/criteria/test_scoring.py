@@ -16,8 +16,8 @@ from prunekit.channels.trace import trace
 from prunekit.criteria.criterion import Evidence, get_criterion, register_criterion
 from prunekit.criteria.scoring import normalize, score
 from prunekit.errors import NonFiniteError, UsageError
+from prunekit.known_names import CRITERIA
 from prunekit.models.cifar import CifarResNet
-from prunekit.registries import CRITERIA
 from prunekit.statistics.calibration import calibrate
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.layer_stats import StatsKey

@@ -11,7 +11,7 @@ from torch import nn
 
 import prunekit
 from prunekit.errors import UsageError
-from prunekit.registries import CRITERIA
+from prunekit.known_names import CRITERIA
 from prunekit.utils.user_code import load_object
 
 CODE = """

@@ -17,7 +17,7 @@ from prunekit.criteria.scoring import normalize, score
 from prunekit.errors import UsageError
 from prunekit.jobs.prune.dry_run import dry_run
 from prunekit.jobs.prune.plan_search import WEIGHTS_ALONE, importance
-from prunekit.registries import CRITERIA
+from prunekit.known_names import CRITERIA
 from prunekit.settings.calibration import CalibrationSettings
 from prunekit.settings.deployment import LatencySettings
 from prunekit.settings.inputs import DataSettings, ModelSettings

@@ -15,7 +15,7 @@ from torchvision.models import VisionTransformer
 from prunekit.channels.trace import trace
 from prunekit.errors import RunError
 from prunekit.jobs.profile import profile
-from prunekit.jobs.prune.latency_profile import Profile
+from prunekit.jobs.prune.profile_result import Profile
 from prunekit.measure.latency_profile.layer_times import LayerTimes
 from prunekit.measure.latency_profile.staircase_fit import TimedNetwork
 from prunekit.planning.latency_table import LatencyTable, LatencyTerm, LayerLatency, Span

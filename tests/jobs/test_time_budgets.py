@@ -25,9 +25,9 @@ from prunekit.errors import PlanError, UsageError
 from prunekit.jobs import profile as profiling
 from prunekit.jobs.profile import profile
 from prunekit.jobs.prune import latency_search, plan_search
-from prunekit.jobs.prune.latency_profile import Profile
 from prunekit.jobs.prune.latency_target import GOAL, NEAR, TOLERANCE, LatencyResult, LatencyTarget, Timing
 from prunekit.jobs.prune.plan_search import PlanSearch
+from prunekit.jobs.prune.profile_result import Profile
 from prunekit.measure.runtimes.session import Inputs, inputs_like
 from prunekit.planning.latency_table import LatencyTable
 from prunekit.planning.plan import Plan

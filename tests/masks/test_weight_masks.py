@@ -20,7 +20,7 @@ from torchvision import models
 from prunekit.channels.trace import trace
 from prunekit.errors import ModelError, PlanError, UsageError
 from prunekit.hooks.hook import count_hooks
-from prunekit.hooks.optimizer_step import inner_optimizer
+from prunekit.hooks.step_hooks import inner_optimizer
 from prunekit.masks.gradient_masks import GradientMasks
 from prunekit.masks.weight_masks import WeightMasks
 from prunekit.masks.write_detection import WriteDetector

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from prunekit.export.onnx import export_onnx
+from prunekit.known_names import DtypeName
 from prunekit.measure.effort import Effort, effort_of
 from prunekit.measure.latency import comparison
 from prunekit.measure.latency.comparison import measure_latency
@@ -24,7 +25,6 @@ from prunekit.measure.runtimes.onnx_files import onnx_source
 from prunekit.measure.runtimes.onnx_runtime import open_session
 from prunekit.measure.runtimes.runtime import RUNTIMES
 from prunekit.measure.runtimes.session import Inputs, Setting, Source, inputs_like, inputs_of
-from prunekit.registries import DtypeName
 from prunekit.settings.deployment import LatencySettings
 
 SHAPE = (3, 12, 12)

@@ -13,7 +13,7 @@ from equivalence import Net, assert_unchanged, image, masked_double, random_keep
 from torch import Tensor, nn
 
 from prunekit.channels.cut.slicing import narrow
-from prunekit.channels.rewrite.rewriter import attribute_values
+from prunekit.channels.rewrite.source_rewriter import attribute_values
 from prunekit.channels.trace import trace
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import UsageError, VerificationError

@@ -12,8 +12,8 @@ from prunekit.criteria.criterion import get_criterion
 from prunekit.errors import RecipeError, UsageError
 from prunekit.jobs.run.job_inputs import code_of_job, own_source, renew_code
 from prunekit.jobs.run.resume import resolved
+from prunekit.known_names import CRITERIA
 from prunekit.recipe.loading import load
-from prunekit.registries import CRITERIA
 from prunekit.utils.user_code import ForbiddenReference, load_object
 
 CODE = """

@@ -20,8 +20,8 @@ from prunekit.data.loader import batches
 from prunekit.distributed.process_group import rank
 from prunekit.errors import DataError, UsageError
 from prunekit.jobs.prune.plan_search import PlanSearch
+from prunekit.known_names import DtypeName
 from prunekit.masks.masked_model import masked
-from prunekit.registries import DtypeName
 from prunekit.settings.prune import BudgetSettings, PruneSettings
 from prunekit.settings.train import (
     AverageSettings,

@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from prunekit.channels.channel_map import ChannelMap, Keep
 from prunekit.channels.cut.model_copy import named_tensors, with_tensors
 from prunekit.channels.labels import Labels
-from prunekit.channels.rewrite.rewriter import Values, attribute_values, set_attributes
+from prunekit.channels.rewrite.source_rewriter import Values, attribute_values, set_attributes
 from prunekit.channels.rewrite.substitutes import SizedAttention, heads_left, set_heads
 from prunekit.channels.rules.convolution import whole_groups
 from prunekit.utils.context import training_mode

@@ -30,7 +30,7 @@ from prunekit.channels.rewrite.call_sites import (
     shape_arguments,
     slice_of_axis,
 )
-from prunekit.channels.rewrite.rewriter import integers
+from prunekit.channels.rewrite.source_rewriter import integers
 from prunekit.channels.rules.shape import axis_groups
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from prunekit import registries as vocabulary
+from prunekit import known_names
 from prunekit.channels.cut.model_copy import named_tensors, with_tensors
 from prunekit.channels.labels import Field, Labels, apart
 from prunekit.channels.rewrite.substitutes import substitute_all
@@ -34,7 +34,7 @@ from prunekit.utils.tensors import gather, map_tensors
 
 TensorId = tuple[int, int]
 """A tensor: the number of the operator that returned it, and the number of the result."""
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, full) for name, full in vocabulary.DTYPES.items()}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, full) for name, full in known_names.DTYPES.items()}
 
 
 @dataclass(eq=False, slots=True)

@@ -37,8 +37,8 @@ from prunekit.channels.rewrite.call_sites import (
     place_of,
     value_of,
 )
-from prunekit.channels.rewrite.rewriter import integers, set_attributes, values_of
 from prunekit.channels.rewrite.size_expressions import StatedSizes, size_expressions
+from prunekit.channels.rewrite.source_rewriter import integers, set_attributes, values_of
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
 from prunekit.channels.tracing.tracer import Trace, trace_model
 from prunekit.channels.trial.comparison import Divergence, OperatorKey, watch_operators

@@ -15,7 +15,7 @@ from prunekit.channels.constraints import LockRecord
 from prunekit.channels.cut.slicing import KeptIndices, kept_indices, masked_indices, narrowed
 from prunekit.channels.labels import Labels
 from prunekit.channels.map_builder import with_all_constraints, with_extra, with_sizes, without_expressions
-from prunekit.channels.rewrite.rewriter import attribute_values, set_attributes
+from prunekit.channels.rewrite.source_rewriter import attribute_values, set_attributes
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
 from prunekit.channels.trial.comparison import Divergence, Reference, compare, operators_by_key, record_reference
 from prunekit.channels.trial.float64 import (

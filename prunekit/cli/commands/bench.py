@@ -12,7 +12,7 @@ from prunekit.cli.models import ModelOptions, all_targets, check_recipes, model_
 from prunekit.cli.options import split_overrides
 from prunekit.cli.output import Console, save
 from prunekit.errors import nearest
-from prunekit.registries import RUNTIMES, DtypeName, MemoryFormat
+from prunekit.known_names import RUNTIMES, DtypeName, MemoryFormat
 from prunekit.utils.display import text_of
 
 ParseOption = Callable[[click.Context, click.Parameter, str], tuple[Any, ...]]

@@ -10,7 +10,7 @@ import click
 
 from prunekit.cli.options import Zoo, common_options
 from prunekit.cli.output import Console
-from prunekit.registries import BUDGETS, CRITERIA, RUNTIMES, SECTIONS, TASKS
+from prunekit.known_names import BUDGETS, CRITERIA, RUNTIMES, SECTIONS, TASKS
 from prunekit.utils.display import table
 from prunekit.utils.registry import Registry
 

@@ -10,7 +10,7 @@ import click
 from prunekit.cli.options import common_options
 from prunekit.cli.output import Console, plain
 from prunekit.errors import UsageError
-from prunekit.registries import SECTIONS
+from prunekit.known_names import SECTIONS
 from prunekit.report.requirements import require_report
 from prunekit.utils.display import table
 

@@ -18,7 +18,7 @@ from prunekit.deploy.transform import AS_IT_IS, Transform
 from prunekit.errors import PlanError
 from prunekit.jobs.bench import devices
 from prunekit.jobs.profile import as_latency, in_blocks
-from prunekit.jobs.prune.latency_profile import Profile
+from prunekit.jobs.prune.profile_result import Profile
 from prunekit.measure.latency.comparison import LatencyReport, choose_settings
 from prunekit.measure.latency.row_text import setting_text
 from prunekit.measure.runtimes.session import Inputs

@@ -19,8 +19,8 @@ from prunekit.compaction.compact_model import compact
 from prunekit.distributed.sharded_tensors import is_sharded
 from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.hooks.hook import OwnedHook
-from prunekit.hooks.optimizer_step import optimizer_of
 from prunekit.hooks.owner import HookOwner
+from prunekit.hooks.step_hooks import optimizer_of
 from prunekit.hooks.wrappers import require_values, unwrapped, unwrapped_for_hooks
 from prunekit.jobs.prune.loop_statistics import LoopStatistics, check_calibration, labeled_batches
 from prunekit.jobs.prune.one_shot import IMAGES, Calibration, Request

@@ -37,7 +37,7 @@ from prunekit.settings.job import JobSettings
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.task import Task
 from prunekit.training.callbacks.callback import Callback
-from prunekit.training.callbacks.clamping import check_clamps
+from prunekit.training.callbacks.clamp_callback import check_clamps
 from prunekit.training.callbacks.distillation import feature_paths
 from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks, needs_plan, task_loss
 from prunekit.training.checkpoints import Checkpoints

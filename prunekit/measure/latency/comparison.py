@@ -16,6 +16,7 @@ from torch import nn
 
 from prunekit.channels.cut.model_copy import copied
 from prunekit.errors import RunError, UsageError
+from prunekit.known_names import DTYPES
 from prunekit.measure.latency.machine import clock_mhz, describe_machine
 from prunekit.measure.latency.timing import doubts, median_interval, paired_ratio
 from prunekit.measure.latency.timing_job import (
@@ -30,7 +31,6 @@ from prunekit.measure.runtimes.eager import layout_of
 from prunekit.measure.runtimes.onnx_files import onnx_source
 from prunekit.measure.runtimes.runtime import RUNTIMES
 from prunekit.measure.runtimes.session import FileKey, Inputs, Setting, Source, inputs_of
-from prunekit.registries import DTYPES
 from prunekit.settings.deployment import LatencySettings
 from prunekit.utils.context import set_mode
 from prunekit.utils.display import plural

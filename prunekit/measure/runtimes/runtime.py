@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 import torch
 
-from prunekit import registries
+from prunekit import known_names
 from prunekit.errors import UsageError
 from prunekit.measure.runtimes.session import FileKey, Sample, Session, Setting, Source
 from prunekit.utils.registry import Registry
 
-RUNTIMES: Registry[Runtime] = registries.RUNTIMES
+RUNTIMES: Registry[Runtime] = known_names.RUNTIMES
 """Runtimes by the name that recipes and rows of results have."""
 
 Open = Callable[[Source, Sample, Setting], Session]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from prunekit import registries
+from prunekit import known_names
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.errors import PlanError, UsageError
 from prunekit.planning.candidates import GroupPart
@@ -16,7 +16,7 @@ from prunekit.planning.latency_table import LatencyTable
 from prunekit.settings.prune import BudgetFacts, Target
 from prunekit.utils.registry import Registry
 
-BUDGETS: Registry[Budget] = registries.BUDGETS
+BUDGETS: Registry[Budget] = known_names.BUDGETS
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,13 +8,13 @@ from typing import Any, Protocol, TypeVar
 
 from markupsafe import Markup, escape
 
-from prunekit import registries
+from prunekit import known_names
 from prunekit.errors import UsageError
 from prunekit.report.rendering import rendered
 from prunekit.report.run_data import Run
 from prunekit.utils.registry import Registry
 
-SECTIONS: Registry[Section] = registries.SECTIONS
+SECTIONS: Registry[Section] = known_names.SECTIONS
 
 
 class SectionContent(Protocol):

@@ -1,6 +1,6 @@
-"""The registries, by which settings and the command line know names without importing what bears them.
+"""Known names of criteria, budgets, runtimes, tasks and sections, for settings and commands.
 
-Types of settings that several modules share are here too. Nothing here is slow to import.
+The objects themselves are not imported. Types of settings that several modules share are here too.
 """
 
 from __future__ import annotations
