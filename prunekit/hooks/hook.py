@@ -47,7 +47,7 @@ class OwnedHook:
     """A hook that calls a function while its owner is active, and does nothing otherwise.
 
     `copy.deepcopy(model)` and pickling copy a module's hooks; these copies are inert, so that a copied model is neither
-    masked nor counted, whatever becomes of the owner.
+    masked nor counted, even if the owner is gone.
     """
 
     def __init__(self, owner: Owner | None, function: Callable[..., Any], *, again: bool = True) -> None:
