@@ -2,41 +2,51 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
 
 import pytest
+import torch
+from process_group import PRELOADED
+
+from prunekit.utils import files
 
 
 def forked(task: Callable[[], object], kill_after_s: float | None = None) -> int:
-    """Runs a task in a child; returns the signal that ended it, 0 for none.
+    """Runs a task in a process of its own; returns the signal that ended it, 0 for none.
+
+    The process is forked from a server that has imported what it needs and computed nothing: a process in which
+    autograd has started threads, as some tests do, cannot be forked.
 
     Args:
-        task: what it prints when it fails is shown, and fails the test.
+        task: can be pickled; what it prints when it fails is shown, and fails the test.
         kill_after_s: seconds until it is killed, if it is not done by then.
     """
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            task()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=_without_waiting, args=(task,))
+    process.start()
     if kill_after_s is not None:
         time.sleep(kill_after_s)
-        os.kill(pid, signal.SIGKILL)
-    status = os.waitpid(pid, 0)[1]
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "the child failed"
-    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        process.kill()
+    process.join()
+    assert process.exitcode is not None
+    assert process.exitcode <= 0, "the child failed"
+    return -process.exitcode
+
+
+def _without_waiting(task: Callable[[], object]) -> None:
+    """What a killed process has written is there without waiting for the disk."""
+    torch.set_num_threads(1)
+    with patched() as patch:
+        patch.setattr(files, "_sync", lambda path: None)
+        task()
 
 
 def die() -> None:

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+PRELOADED = ["torch", "prunekit.jobs.finetune"]
+"""Modules that the server of processes imports once."""
 LIMIT_S = 240
 """On a machine that does other work meanwhile."""
 
@@ -31,7 +33,7 @@ def together(
         killed: numbers of processes that are, and return nothing.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "prunekit.jobs.finetune"])
+    context.set_forkserver_preload(PRELOADED)
     folder.mkdir(parents=True, exist_ok=True)
     started = [
         context.Process(target=_run, args=(rank, processes, folder, work, arguments), daemon=True)

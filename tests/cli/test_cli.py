@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -255,19 +256,21 @@ class Deadly(io.StringIO):
         return super().write(text)
 
 
+def terminated(recipe: Path, runs: Path) -> None:
+    """Trains until the process is terminated, which ends as an interrupt does."""
+    sys.argv = ["prunekit", "finetune", str(recipe), "--output", str(runs)]
+    sys.stderr = Deadly()
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
+    assert sys.stderr.getvalue().endswith("prunekit: interrupted\n")
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_killed_run_is_marked_interrupted(tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text("name: long\nmodel: {name: resnet18}\nbaseline: {epochs: 50}\ndevice: cpu\nthreads: 1\n")
 
-    def terminated() -> None:
-        sys.argv = ["prunekit", "finetune", str(recipe), "--output", str(tmp_path / "runs")]
-        sys.stderr = Deadly()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert ended.value.code == 130
-        assert sys.stderr.getvalue().endswith("prunekit: interrupted\n")
-
-    assert forked(terminated) == 0
+    assert forked(partial(terminated, recipe, tmp_path / "runs")) == 0
     status = next((tmp_path / "runs" / "long").glob("*/status.json"))
     assert json.loads(status.read_text())["state"] == "interrupted"

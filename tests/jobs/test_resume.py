@@ -12,7 +12,6 @@ from killing import forked
 from resume_jobs import PLANNED, folder_of, job, require_same_tables, require_same_tensors, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from prunekit.utils import files as artifacts
 from prunekit.utils.files import read_json
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
@@ -26,12 +25,6 @@ SAID = {
 }
 """What is logged in the middle of a stage."""
 TRAININGS = ("baseline", "pruned", "control")
-
-
-@pytest.fixture(autouse=True)
-def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a killed process has written is there without waiting for the disk."""
-    monkeypatch.setattr(artifacts, "_sync", lambda path: None)
 
 
 def begin(output: Path, dying: str = "", resume: str | None = "auto") -> None:

@@ -21,17 +21,10 @@ from prunekit.settings.train import (
     RegularizerSettings,
     TrainSettings,
 )
-from prunekit.utils import files as artifacts
 from prunekit.utils.files import read_json
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 TRAININGS = ("sparsified", "pruned", "control_before", "control")
-
-
-@pytest.fixture(autouse=True)
-def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a killed process has written is there without waiting for the disk."""
-    monkeypatch.setattr(artifacts, "_sync", lambda path: None)
 
 
 def together(output: Path) -> JobSettings:

@@ -46,7 +46,7 @@ def augmented() -> Splits:
     return replace(plain, train=replace(plain.train, transform=replace(plain.train.transform, augment="crop_flip")))
 
 
-def train(folder: Path, optimizer: Literal["sgd", "adam"], images: Splits) -> None:
+def train(folder: Path, optimizer: Literal["sgd", "adam"]) -> None:
     """Writes down what comes of a run: the final weights, of the last epoch and the best, and the history."""
     model, last = net(), {}
 
@@ -55,7 +55,7 @@ def train(folder: Path, optimizer: Literal["sgd", "adam"], images: Splits) -> No
 
     settings = replace(SETTINGS, optimizer=optimizer)
     checkpoints = Checkpoints(folder / "checkpoints", EVERY_STEP, log=lambda _: None)
-    history = fit(model, images, settings, device=CPU, seed=1, batch=8, on_epoch=keep, checkpoints=checkpoints)
+    history = fit(model, augmented(), settings, device=CPU, seed=1, batch=8, on_epoch=keep, checkpoints=checkpoints)
     rows = [[row.train_loss, row.train_score, row.validation_loss, row.lr] for row in history.rows]
     found = {
         **model.state_dict(),
@@ -87,7 +87,7 @@ def save_in_halves(deadly: Deadly, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(states, "save_tensors", save)
 
 
-def killed_while_writing(folder: Path, optimizer: Literal["sgd", "adam"], images: Splits, at: int) -> int:
+def killed_while_writing(folder: Path, optimizer: Literal["sgd", "adam"], at: int) -> int:
     """Trains in this process, which is killed at a moment of its writing; returns how many there were."""
     deadly = Deadly(at)
     with patched() as patch:
@@ -95,7 +95,7 @@ def killed_while_writing(folder: Path, optimizer: Literal["sgd", "adam"], images
         deadly.around(patch, states, "write_state")
         for name in ("replace", "unlink", "rmdir"):
             deadly.around(patch, os, name)
-        train(folder, optimizer, images)
+        train(folder, optimizer)
     return deadly.moments
 
 
@@ -109,25 +109,25 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_killed_at_random_and_resumed_it_ends_bit_identical(optimizer: Literal["sgd", "adam"], tmp_path: Path) -> None:
     """Six kills each: three on the clock, three while a checkpoint is written or an old one removed."""
-    draw, images = random.Random(SEED), augmented()
+    draw = random.Random(SEED)
     print(f"PRUNEKIT_KILL_SEED={SEED}")
     for name in ("whole", "counted"):
         (tmp_path / name).mkdir()
     start = time.perf_counter()
-    forked(lambda: train(tmp_path / "whole", optimizer, images))
+    forked(partial(train, tmp_path / "whole", optimizer))
     seconds = time.perf_counter() - start
     whole = result(tmp_path / "whole")
     assert not torch.equal(whole["0.weight"], net()[0].weight)
-    moments = killed_while_writing(tmp_path / "counted", optimizer, images, 0)
+    moments = killed_while_writing(tmp_path / "counted", optimizer, 0)
     assert moments > 60
     kills = 0
     for trial in range(6):
         folder = tmp_path / str(trial)
         folder.mkdir()
-        again = partial(train, folder, optimizer, images)
+        again = partial(train, folder, optimizer)
         if trial % 2:
             at = draw.randint(1, moments)
-            kills += forked(partial(killed_while_writing, folder, optimizer, images, at)) != 0
+            kills += forked(partial(killed_while_writing, folder, optimizer, at)) != 0
         else:
             kills += forked(again, kill_after_s=draw.uniform(0, seconds)) != 0
         forked(again)
