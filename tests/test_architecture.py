@@ -8,6 +8,8 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 import prunekit
 
 ROOT = Path(prunekit.__file__).parent
@@ -78,6 +80,7 @@ def imported(path: Path) -> set[str]:
     return names
 
 
+@pytest.mark.slow
 def test_imports_go_down_only() -> None:
     wrong = []
     for path in MODULES:
@@ -159,6 +162,7 @@ NOT_NAMES = ("What", "Whether", "Where", "Which", "How", "Why", "When", "Whateve
 NOT_VERBS = (*NOT_NAMES, "The", "A", "An", "All", "Each", "Every", "One", "Both", "Those", "Some", "Any", "Who", "For")
 
 
+@pytest.mark.slow
 def test_docstrings_say_what_functions_do_and_what_classes_are() -> None:
     """Functions begin with a verb, which ruff's D401 has in the imperative; classes and modules name the thing."""
     riddles = []

@@ -21,6 +21,7 @@ def docstring(name: str) -> str:
     return inspect.getdoc(getattr(prunekit, name)) or ""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("little_effort")
 @pytest.mark.parametrize("name", prunekit.__all__)
 def test_every_public_name_has_an_example_that_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,6 +157,7 @@ def test_a_transformer_on_what_its_tokenizer_gives() -> None:
     assert result.model(**batch).last_hidden_state.shape == (2, 12, 16)
 
 
+@pytest.mark.slow
 def test_runtimes_run_what_is_given_by_name(tmp_path: Path) -> None:
     model = InBetween().eval()
     inputs = inputs_like(as_example(model, (X, pk.Keywords(scale=SCALE, again=SCALE))))

@@ -58,6 +58,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_the_core_runs_without_what_draws_and_tabulates(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", CORE], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
@@ -65,6 +66,7 @@ def test_the_core_runs_without_what_draws_and_tabulates(tmp_path: Path) -> None:
     assert (tmp_path / "statistics" / "channel_stats.csv").read_text().startswith("module,side,call,channel,count,")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [["finetune"], ["profile"], ["sensitivity"], ["visualize", "filters"]],

@@ -79,6 +79,7 @@ def test_every_long_call_says_whether_it_shows_bars() -> None:
         assert inspect.signature(function).parameters["progress"].default is None, function
 
 
+@pytest.mark.slow
 def test_nothing_is_shown_where_nobody_looks_on(capsys: pytest.CaptureFixture[str]) -> None:
     through()
     assert capsys.readouterr() == ("", "")

@@ -204,6 +204,7 @@ def test_what_verify_returns() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_summary_of_modules(model: nn.Module, example: tuple[torch.Tensor]) -> None:
     found = summary(model, example)
     check(found)
@@ -228,6 +229,7 @@ def test_statistics_have_a_row_for_each_activation() -> None:
     check(ChannelStats({}))
 
 
+@pytest.mark.slow
 def test_a_sensitivity_has_the_most_sensitive_group_first(chart: ChannelMap) -> None:
     curves = {
         group.name: SensitivityCurve(group.labels, np.linspace(0, index + 1, group.labels.size + 1), group.labels.size)

@@ -56,6 +56,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -104,6 +105,7 @@ def test_a_sharded_model_is_refused_and_a_wrapped_part_is_not() -> None:
     assert prunekit.prune(parts, (X,), macs=0.5).max_relative_difference <= 1e-12
 
 
+@pytest.mark.slow
 def test_masks_that_a_compiled_model_would_leave_out_are_refused() -> None:
     torch._dynamo.reset()
     model = randomized(Mixer()).eval()
@@ -175,6 +177,7 @@ def test_a_model_without_values_is_traced_and_counted_and_not_pruned() -> None:
         prunekit.prune(model, (X,), macs=0.5)
 
 
+@pytest.mark.slow
 def test_globs_come_alone_or_several_and_modules_as_they_are() -> None:
     model = randomized(Mixer())
     one, several = (prunekit.prune(model, (X,), macs=0.6, ignore=given) for given in ("inn*", ["inn*"]))
@@ -193,6 +196,7 @@ class ByName(nn.Module):
         return self.net(pixels) * scale  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_an_exported_module_is_worked_on_in_the_mode_it_has() -> None:
     """It refuses `train()` and `eval()`, which whatever runs a model calls."""
     model = randomized(Mixer()).eval()

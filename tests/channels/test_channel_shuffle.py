@@ -65,6 +65,7 @@ def test_every_channel_is_free_however_often_it_is_shuffled(cls: type[Unit], tmp
     assert attribute_values(net, again.channel_map, again.keep) == attribute_values(net, plan.channel_map, plan.keep)
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(st.integers(0, 10_000), st.floats(0.1, 0.8), st.sampled_from([Unit, UnitOfModules]))
 def test_orders_follow_any_plan(seed: int, share: float, cls: type[Unit]) -> None:

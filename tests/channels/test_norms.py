@@ -204,6 +204,7 @@ def test_half_precision() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_under_torch_compile() -> None:
     model, x = randomized(stack(nn.LayerNorm, 8, first=False)), example(first=False)
     plan = planned(model, ANY, x)

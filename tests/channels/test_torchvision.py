@@ -116,6 +116,7 @@ def total(output: Any) -> Tensor:
     return output.sum() if isinstance(output, Tensor) else sum(part.sum() for part in output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_masked_equals_compact(name: str) -> None:
     model, plan = family(name), Plan(chart(name), random_keep(chart(name), seed=1))
@@ -131,6 +132,7 @@ def test_masked_equals_compact(name: str) -> None:
     assert count_parameters(small) == kept < count_parameters(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_compact_model_trains(name: str) -> None:
     plan = Plan(chart(name), random_keep(chart(name), seed=2, share=0.8))
@@ -169,6 +171,7 @@ def random_scores(channel_map: ChannelMap) -> Any:
     return torch.rand(channel_map.n_labels, generator=torch.Generator().manual_seed(0)).double().numpy()
 
 
+@pytest.mark.slow
 def test_auxiliary_heads_are_pruned_with_the_rest() -> None:
     """Compared in train mode with norms and dropout in eval mode."""
     model, plan = family("googlenet"), Plan(chart("googlenet"), random_keep(chart("googlenet"), seed=4))
@@ -185,6 +188,7 @@ def test_auxiliary_heads_are_pruned_with_the_rest() -> None:
     assert len(shrunk) > len(heads) // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5", "googlenet"])
 def test_the_trial_finds_nothing_to_lock(name: str) -> None:
     example, first = (small_images(batch=1),), chart(name)

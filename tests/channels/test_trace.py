@@ -405,6 +405,7 @@ def test_a_dtype_fixed_in_the_models_code() -> None:
     assert settled_plan(model, example).removed > 0
 
 
+@pytest.mark.slow
 def test_a_plan_is_tried_as_often_as_it_takes() -> None:
     """Each of these classes refuses another width, so that each trial finds out about one of them."""
 
@@ -442,6 +443,7 @@ def test_locks_that_change_nothing_end_the_search(monkeypatch: pytest.MonkeyPatc
         settled_plan(randomized(Net(forward, a=nn.Linear(4, 8), b=nn.Linear(8, 3))), (torch.randn(2, 4),))
 
 
+@pytest.mark.slow
 def test_as_many_steps_as_convergence_needs() -> None:
     """The number of calls follows the values: it differs between batches, and between dense and pruned model."""
 

@@ -266,6 +266,7 @@ def terminated(recipe: Path, runs: Path) -> None:
     assert sys.stderr.getvalue().endswith("prunekit: interrupted\n")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_killed_run_is_marked_interrupted(tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"

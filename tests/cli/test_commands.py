@@ -115,6 +115,7 @@ def finetune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, jobs: list[JobSett
     return install
 
 
+@pytest.mark.slow
 def test_finetune_prints_the_result_and_writes_the_report(
     finetune: Callable[..., None], recipe: str, tmp_path: Path
 ) -> None:

@@ -80,6 +80,7 @@ def test_a_healthy_model_exits_with_0(here: Path) -> None:
     assert shown.stdout.startswith("fits: healthy: 16 checks found nothing (32 training images, loss ")
 
 
+@pytest.mark.slow
 def test_faults_are_named_and_exit_with_1(here: Path) -> None:
     done = run("mine.yaml", "--model", "own.py:wrong")
     assert done.exit_code == 1, done.output

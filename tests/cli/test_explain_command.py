@@ -75,6 +75,7 @@ def test_a_folder_is_explained_as_text_and_as_files(here: Path) -> None:
     assert len(payload["rows"]) > 15
 
 
+@pytest.mark.slow
 def test_own_code_builds_the_dense_model(here: Path) -> None:
     done = run("own", "--model", "own.py:net", *QUICK, "--batch", "2", "--json")
     assert done.exit_code == 0, done.output

@@ -56,6 +56,7 @@ def planned(*arguments: str) -> None:
     assert plan["macs_after"] < 0.6 * plan["macs_before"]
 
 
+@pytest.mark.slow
 def test_for_a_folder_of_images(home: Path) -> None:
     shown = run("init", "--model", "resnet8", "--data", "photos", "mine.yaml", "prune.budget.macs=0.4")
     assert "photos: 3 classes, 36 images, of about 50x40 pixels" in shown
@@ -67,6 +68,7 @@ def test_for_a_folder_of_images(home: Path) -> None:
     planned()
 
 
+@pytest.mark.slow
 def test_for_the_digits_and_every_key_has_its_comment(home: Path) -> None:
     run("init", "--model", "resnet20", "--data", "digits", "mine.yaml")
     lines = (home / "mine.yaml").read_text().splitlines()
@@ -77,6 +79,7 @@ def test_for_the_digits_and_every_key_has_its_comment(home: Path) -> None:
     planned()
 
 
+@pytest.mark.slow
 def test_for_code_of_ones_own(home: Path) -> None:
     shown = run("init", "--model", "own.py:net", "--data", "own.py:images", "mine.yaml")
     own = ["--model", "own.py:net", "--data", "own.py:images"]
@@ -95,6 +98,7 @@ def test_size_and_rates_go_with_the_model(home: Path) -> None:
     assert (job.finetune.optimizer, job.baseline and job.baseline.lr) == ("adamw", 5e-4)
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_said_and_the_recipe_is_there(home: Path) -> None:
     shown = run("init", "--model", "resnet20", "--data", "CIFAR10", "--weights", "none.pth", "mine.yaml")
     assert "CIFAR10 was not looked at" in shown

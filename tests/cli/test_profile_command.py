@@ -42,6 +42,7 @@ def invoke(recipe: Path, *arguments: str) -> Result:
     return CliRunner().invoke(cli, ["profile", str(recipe), *arguments, "--networks", "10", "--output", output])
 
 
+@pytest.mark.slow
 def test_layers_and_the_error_of_their_sum(recipe: Path) -> None:
     found = invoke(recipe)
     assert found.exit_code == 0, found.output
@@ -57,6 +58,7 @@ def test_layers_and_the_error_of_their_sum(recipe: Path) -> None:
     assert "latency profile" in (Path(metrics["folder"]) / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_noisy_networks_are_told_and_measured_again(recipe: Path) -> None:
     assert invoke(recipe).exit_code == 0
     cached = list((recipe.parent / "cache" / "latency").iterdir())
@@ -74,6 +76,7 @@ def test_noisy_networks_are_told_and_measured_again(recipe: Path) -> None:
     assert not any("another process used the cores" in times_in(file).doubts for file in cached)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -39,6 +39,7 @@ def test_one_run_gets_its_report_again(runs: Path, tmp_path: Path) -> None:
     (runs / "two" / "status.json").write_text(json.dumps({"state": "finished"}))
 
 
+@pytest.mark.slow
 def test_several_runs_are_compared(runs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     result = run(str(runs / "one"), str(runs / "two"))
@@ -69,6 +70,7 @@ def test_wrong_usage_says_what_was_expected(runs: Path, tmp_path: Path) -> None:
         assert result.stdout == ""
 
 
+@pytest.mark.slow
 def test_figures_that_are_gone_are_missed_and_the_rest_is_shown(tmp_path: Path) -> None:
     folder, whole = (write_run(tmp_path / name / "now", only=("history",)) for name in ("resnet", "whole"))
     (folder / "report.html").write_text("with figures")

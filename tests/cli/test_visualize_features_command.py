@@ -54,6 +54,7 @@ def here(folders: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folders
 
 
+@pytest.mark.slow
 def test_pictures_of_a_run_are_in_its_folder_and_in_its_report(here: Path) -> None:
     done = run("run/model", "--layers", "layer1.0.*1", "--layers", "linear", "--json")
     assert done.exit_code == 0, done.output
@@ -77,6 +78,7 @@ def test_pictures_of_a_run_are_in_its_folder_and_in_its_report(here: Path) -> No
         assert "img-src data:" in html
 
 
+@pytest.mark.slow
 def test_layers_are_chosen_by_the_channels_that_they_make(here: Path, tmp_path: Path) -> None:
     for name in ("run", "resnet8"):
         options = ("--zoo", "cifar", "--image", "image.png") if name == "resnet8" else ()
@@ -106,6 +108,7 @@ def test_a_model_folder_alone_shows_which_channels_of_a_layer_are_gone(here: Pat
     assert "alone: the pruned model alone, because no run beside it has kept the dense weights" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_model_by_name(here: Path) -> None:
     done = run("resnet8", "--zoo", "cifar", "--input-shape", "1x3x16x16", "--image", "image.png", "--output", "named")
     assert done.exit_code == 0, done.output

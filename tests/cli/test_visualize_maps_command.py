@@ -74,6 +74,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_cam_shows_dense_beside_pruned_with_their_correlation(here: Path) -> None:
     done = run("cam", "run", *OWN, *IMAGE, "--layer", "inner", "--class", "3", "--json")
     assert done.exit_code == 0, done.output
@@ -132,6 +133,7 @@ def test_saliency_is_the_same_for_the_same_seed(here: Path) -> None:
     assert json.loads(first.stdout)["layer"] is None
 
 
+@pytest.mark.slow
 def test_gradients_of_a_training_as_table_and_picture(here: Path) -> None:
     done = run("gradients", "mine.yaml", "--epochs", "1", "--records", "2", "--json")
     assert done.exit_code == 0, done.output

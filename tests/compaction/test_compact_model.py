@@ -88,6 +88,7 @@ def test_compact_trains_and_learns() -> None:
     assert losses[-1] < 0.7 * losses[0]
 
 
+@pytest.mark.slow
 def test_compact_compiles_without_a_graph_break() -> None:
     model, plan = resnet()
     small = compact(model, plan).eval()

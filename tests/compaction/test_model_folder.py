@@ -78,6 +78,7 @@ def own_model(path: Path) -> tuple[nn.Module, Any, tuple[torch.Tensor]]:
 # The same model again
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_loaded_model_is_the_saved_one(name: str, tmp_path: Path) -> None:
     model = saved(tmp_path / "model", name)

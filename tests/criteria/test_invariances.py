@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import numpy as np
+import pytest
 import torch
 from criteria_nets import Scores, SmallNet, data, scored, small_net
 from hypothesis import given, settings
@@ -27,6 +28,7 @@ def permuted(model: SmallNet, order: list[int]) -> SmallNet:
     return result
 
 
+@pytest.mark.slow
 @quick
 @given(st.permutations(range(6)), st.integers(0, 100))
 def test_permuted_channels_get_permuted_scores(order: list[int], seed: int) -> None:
@@ -44,6 +46,7 @@ def all_scores(model: SmallNet) -> dict[str, Scores]:
     return {name: net(name) for name in LEARNED}
 
 
+@pytest.mark.slow
 @quick
 @given(st.floats(0.01, 100), st.integers(0, 100))
 def test_scaled_weights(scale: float, seed: int) -> None:
@@ -58,6 +61,7 @@ def test_scaled_weights(scale: float, seed: int) -> None:
     np.testing.assert_allclose(after["lamp"], before["lamp"], rtol=1e-9)
 
 
+@pytest.mark.slow
 @quick
 @given(st.floats(0.01, 100), st.integers(0, 100))
 def test_scales_that_cancel_leave_what_the_network_does_as_it_is(scale: float, seed: int) -> None:

@@ -47,6 +47,7 @@ def check(net: Scored, criterion: str, expected: Callable[[int], float]) -> None
             assert found[label] == pytest.approx(expected(label), rel=1e-9), f"label {label} of {group.name}"
 
 
+@pytest.mark.slow
 def test_taylor_is_molchanov_et_al_2019(net: Scored) -> None:
     gradients: list[dict[str, np.ndarray]] = []
     for images, labels in data(images_like(net)):

@@ -84,6 +84,7 @@ def test_an_image_depends_on_seed_epoch_and_index_alone(augment: Augment, tmp_pa
             assert any(not torch.equal(image, found[label]) for label, image in by_label(other).items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("augment", ["crop_flip", CHANGING[-1]], ids=name_of)
 def test_workers_augment_as_this_process_does(augment: Augment, tmp_path: Path) -> None:
     for dataset in datasets(tmp_path, augment):

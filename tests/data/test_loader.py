@@ -77,6 +77,7 @@ class Noisy(TensorImages):
         return torch.rand(len(indices)) + float(np.random.rand()), indices
 
 
+@pytest.mark.slow
 def test_random_transforms_in_workers_differ_between_epochs_and_can_be_repeated() -> None:
     plain = numbered(8)
     dataset = Noisy(plain.pixels, plain.labels, plain.transform)
@@ -127,6 +128,7 @@ def test_shrinking_averages_instead_of_skipping() -> None:
     assert (image - 0.5).abs().max() < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_epoch_can_begin_later_without_reading_what_is_left_out(workers: int) -> None:
     read: list[int] = []

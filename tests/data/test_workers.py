@@ -65,6 +65,7 @@ def test_batches_are_the_same_however_they_are_read(workers: Workers) -> None:
         assert labels_of(loaded.at_epoch(epoch)) == labels_of(probing(0).at_epoch(epoch))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2, LEAVING])
 def test_what_a_data_set_draws_itself_depends_on_seed_epoch_and_batch_alone(workers: int | Workers) -> None:
     def drawn(loaded: Batches) -> list[list[float]]:
@@ -110,6 +111,7 @@ class Failing(TensorImages):
         return super().fetch(indices, draw)
 
 
+@pytest.mark.slow
 def test_after_an_error_reading_begins_anew() -> None:
     plain = TensorImages(torch.zeros(12, 3, 4, 4, dtype=torch.uint8), torch.arange(12), ImageTransform(4))
     loaded = batches(Failing(plain.pixels, plain.labels, plain.transform), 4, shuffle_seed=None, workers=STAYING)

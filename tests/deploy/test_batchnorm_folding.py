@@ -144,6 +144,7 @@ def test_a_model_that_reads_its_norm_from_outside_is_refused() -> None:
         prunekit.fold_batchnorm(randomized(Peeks()), image())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "norms", "left"),
     [("mobilenet_v2", 52, 0), ("densenet121", 121, 62), ("shufflenet_v2_x0_5", 56, 0)],
@@ -207,6 +208,7 @@ def compacted(path: Path) -> tuple[nn.Module, tuple[Tensor, ...], ModelSettings,
     return small, example, build, plan
 
 
+@pytest.mark.slow
 def test_a_folder_of_a_folded_model_loads_equal(tmp_path: Path) -> None:
     small, example, build, _ = compacted(tmp_path / "model")
     manifest = read_manifest(tmp_path / "model")

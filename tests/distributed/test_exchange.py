@@ -56,6 +56,7 @@ def exchanged() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
 def test_all_processes_hear_the_same(processes: int, tmp_path: Path) -> None:
     found = together(processes, tmp_path, exchanged)

@@ -26,6 +26,7 @@ class Attending(nn.Module):
         return out
 
 
+@pytest.mark.slow
 def test_a_model_in_train_mode_is_exported_in_eval_mode_and_left_alone(tmp_path: Path) -> None:
     import onnxruntime
 
@@ -46,6 +47,7 @@ class Branching(nn.Module):
         return x + 1 if float(x.sum()) > 0 else x.nonzero()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"Branching cannot be exported to ONNX: .*data-dependent"):
         export_onnx(Branching(), torch.ones(1, 3), tmp_path / "model.onnx")

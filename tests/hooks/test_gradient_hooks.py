@@ -112,6 +112,7 @@ class Native(Every):
             self.own(module.register_full_backward_hook(note))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vgg11_bn", "resnet18", "densenet121", "efficientnet_b0", "swin"])
 def test_equal_to_pytorchs_own_hooks_where_those_can_be_used(name: str) -> None:
     model, x = build(name), image(name).requires_grad_()  # PyTorch warns of hooks on a module without such an input

@@ -21,6 +21,7 @@ def target(name: str, width: int = 4) -> InputModel:
     return InputModel(nn.Linear(width, 2), name, (width,))
 
 
+@pytest.mark.slow
 def test_every_model_is_timed_at_every_batch_and_compared_with_the_first() -> None:
     lines: list[str] = []
     result = bench_targets([target("a"), target("b")], QUICK, "cpu", log=lines.append)
@@ -30,6 +31,7 @@ def test_every_model_is_timed_at_every_batch_and_compared_with_the_first() -> No
     assert result.models == {name: {"params": 10, "macs": 8} for name in "ab"}
 
 
+@pytest.mark.slow
 def test_a_model_against_itself_keeps_two_rows() -> None:
     result = bench_targets([target("a"), target("a")], LatencySettings((1,), (1,), 5), "cpu", log=print)
     assert [row["model"] for row in result.latency] == ["a (1)", "a (2)"]

@@ -55,6 +55,7 @@ def test_a_dry_run_plans_by_what_each_criterion_needs(tmp_path: Path) -> None:
         assert any("channels: 64 positions are too few" in line for line in log) == (criterion == "obs")
 
 
+@pytest.mark.slow
 def test_pruning_by_gradients_in_one_call() -> None:
     model = torchvision.models.resnet18(num_classes=4).train()
     x = torch.randn(4, 3, 32, 32)

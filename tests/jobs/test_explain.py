@@ -24,6 +24,7 @@ def net() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(16, 4))
 
 
+@pytest.mark.slow
 def test_an_explanation_of_a_compact_model() -> None:
     dense = net()
     small = prunekit.compact(dense, prunekit.plan(dense, X, settings=HALF))
@@ -50,6 +51,7 @@ def test_an_explanation_of_a_compact_model() -> None:
     assert found.figures()["rows"][0]["operator"]
 
 
+@pytest.mark.slow
 def test_a_masked_model_is_told_to_be_compacted() -> None:
     dense, model = net(), net()
     plan = prunekit.plan(model, X, settings=HALF)
@@ -64,6 +66,7 @@ def test_a_masked_model_is_told_to_be_compacted() -> None:
     assert "12 of 24 output channels hold nothing but zeros" in masks.evidence
 
 
+@pytest.mark.slow
 def test_planted_subnormal_numbers_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     from prunekit.measure.causes import experiments, overhead_causes
 
@@ -102,6 +105,7 @@ class OneBatch(nn.Linear):
         return super().forward(x).view(2, -1)
 
 
+@pytest.mark.slow
 def test_a_model_that_takes_one_batch_only_is_explained_without_a_larger_one() -> None:
     found = prunekit.explain(OneBatch(8, 4), OneBatch(8, 2), (torch.ones(2, 8),), threads=1, rounds=5)
     assert "batch too small" not in {cause.name for cause in found.causes}
@@ -116,6 +120,7 @@ class Dictionary(nn.Module):
         return {"scores": self.head((self.words(words) * mask[..., None]).mean(1))}
 
 
+@pytest.mark.slow
 def test_other_inputs_than_images() -> None:
     inputs = (torch.randint(0, 10, (3, 6)), torch.ones(3, 6))
     found = prunekit.explain(Dictionary(), Dictionary(), inputs, threads=1, rounds=5)

@@ -507,6 +507,7 @@ def test_a_model_that_does_not_fit_the_data_is_refused(model: ModelSettings, mes
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_failed_run_is_marked_failed_and_leaves_no_model(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError):
         finetune(job(tmp_path, baseline=TrainSettings(epochs=1, lr=1e9, warmup=0.0)), log=lambda _: None)

@@ -45,6 +45,7 @@ def test_processes_that_never_agree_support_no_claim(monkeypatch: pytest.MonkeyP
     assert found.doubts[0].startswith("15 processes differ: the 95 % interval of their median is ")
 
 
+@pytest.mark.slow
 def test_a_model_that_no_other_process_can_have_is_said() -> None:
     class Local(nn.Linear):  # of a function: pickle does not find it
         pass

@@ -108,6 +108,7 @@ def test_several_budgets_are_met_together() -> None:
     assert done.plan.provenance["binding"] == "size_mb"
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_the_model_that_is_returned() -> None:
     model, example = randomized(Net()).eval(), (torch.zeros(1, 3, 8, 8),)
     target = Target(batch=16, dtype="bf16")

@@ -132,6 +132,7 @@ def test_fine_tuning_begins_where_repair_ends(output: Path, finished: tuple[RunR
     assert trained.metrics["parity"]["max_relative_difference"] <= 1e-9
 
 
+@pytest.mark.slow
 def test_without_repair_the_weights_that_stay_are_the_dense_ones(output: Path) -> None:
     plain = job(output, repair=None, prune=PruneSettings(BudgetSettings(macs=0.6), criterion="l2"))
     result = prune_job(plain, log=lambda _: None)

@@ -45,6 +45,7 @@ def test_the_plan_of_a_transformer_compacts_it_again() -> None:
     assert count_macs(pruned.model, EXAMPLE) == chart.macs(keep) < 0.4 * count_macs(model, EXAMPLE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("criterion", ["l1", "random"])
 @pytest.mark.parametrize("scope", ["uniform", "global"])
 def test_criteria_and_scopes_meet_the_budget(criterion: str, scope: str) -> None:
@@ -101,6 +102,7 @@ def test_wrong_arguments(arguments: dict[str, object], message: str) -> None:
         prunekit.prune(torchvision.models.resnet18(num_classes=10), EXAMPLE, **arguments)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_globs_and_limits() -> None:
     model = torchvision.models.resnet18(num_classes=10)
     with pytest.raises(PlanError, match=r"did you mean 'layer1"):

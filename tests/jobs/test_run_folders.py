@@ -144,6 +144,7 @@ def test_runs_of_your_own_code_say_which(home: Path, monkeypatch: pytest.MonkeyP
     assert command("evaluate", str(run / "recipe.yaml"), *words).exit_code == 0
 
 
+@pytest.mark.slow
 def test_an_analysis_from_python_is_whole_as_well(home: Path) -> None:
     run = analyze(job(), groups=["*conv1"], log=silent).folder
     assert load(run / "recipe.yaml") == resolved(job())

@@ -73,6 +73,7 @@ def test_output_and_checkpoints_may_be_others(left: Path, tmp_path: Path) -> Non
     assert len(read_json(left / "status.json")["resumed"]) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -108,6 +109,7 @@ def test_fine_tuning_does_not_go_on_with_a_run_that_has_none(left: Path) -> None
         finetune(job(left.parents[1], **QUICK), log=lambda _: None, resume=left)
 
 
+@pytest.mark.slow
 def test_a_run_that_still_runs_is_left_alone(left: Path) -> None:
     status = read_json(left / "status.json")
     write_json(left / "status.json", status | {"state": "running"})  # by this very process
@@ -140,6 +142,7 @@ def test_a_folder_that_cannot_be_resumed_is_refused(left: Path, spoil: Callable[
         prune_job(job(left.parents[1], **QUICK), log=lambda _: None, resume=left)
 
 
+@pytest.mark.slow
 def test_the_newest_run_of_the_recipe_is_taken(left: Path) -> None:
     older = left.with_name("20000101-000000")
     shutil.copytree(left, older)
@@ -149,6 +152,7 @@ def test_the_newest_run_of_the_recipe_is_taken(left: Path) -> None:
     assert str(older) in go_on(left, "auto")[0]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_code_that_it_began_with_alone(tmp_path: Path) -> None:
     own = tmp_path / "mine.py"
     code = "import numpy as np\n\n\ndef late(evidence):\n    return np.arange(float(evidence.channel_map.n_labels))\n"

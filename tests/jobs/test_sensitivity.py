@@ -201,6 +201,7 @@ def unseen_test_images(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return install
 
 
+@pytest.mark.slow
 def test_a_job_writes_its_curves_and_never_sees_test_images(
     tmp_path: Path, unseen_test_images: Callable[[], None]
 ) -> None:

@@ -110,6 +110,7 @@ def taylor_terms(settings: JobSettings, factory: str) -> dict[tuple[str, str, in
     return {(kind, *axis): np.sort(rows, axis=0) for kind, terms in kinds.items() for axis, rows in terms.items()}
 
 
+@pytest.mark.slow
 def test_gradients_of_all_batches_arrive(factory: str, tmp_path: Path) -> None:
     """Five batches of 64, whole: what each process finds in a batch is what a single one finds, random signs too."""
     settings = job(tmp_path, prune=PruneSettings(budget=BudgetSettings(macs=0.5), criterion="obd"))
@@ -128,6 +129,7 @@ def counted(recipe: JobSettings, factory: str) -> tuple[int, int, float]:
     return found["correct"], found["n_test"], found["top1"]
 
 
+@pytest.mark.slow
 def test_test_images_count_once(factory: str, tmp_path: Path) -> None:
     settings = job(tmp_path)
     expected = counted(settings, factory)
@@ -152,6 +154,7 @@ def failed(output: Path, factory: str, failing: int) -> tuple[str, str]:
     return "nothing", ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", [0, 1])
 def test_one_that_fails_ends_the_run(failing: int, factory: str, tmp_path: Path) -> None:
     found = together(2, tmp_path / "meet", failed, tmp_path / "runs", factory, failing)
@@ -183,6 +186,7 @@ def plans() -> tuple[str, int, str]:
     return plan.digest, kept, from_main(lambda: "")
 
 
+@pytest.mark.slow
 def test_every_process_has_the_plan_and_another_is_found(tmp_path: Path) -> None:
     (one, kept, said), *others = together(3, tmp_path, plans)
     assert kept == 4

@@ -119,6 +119,7 @@ def test_what_is_deployed_is_what_a_job_delivers(tmp_path: Path, monkeypatch: py
     assert "both as they are deployed (BatchNorm folded and channels last)" in page
 
 
+@pytest.mark.slow
 def test_a_dry_run_predicts(tmp_path: Path) -> None:
     found = dry_run(job(tmp_path, 1.2), log=lambda text: None)
     assert found["binding"] == "speedup"
@@ -174,6 +175,7 @@ def test_what_cannot_be_had_is_refused_before_training(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_dry_run_shows_the_fastest_plan_where_only_the_table_holds_more_for_impossible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

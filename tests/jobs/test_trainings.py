@@ -188,6 +188,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_dense_model_that_is_not_trained_needs_no_optimizer(file: Path, tmp_path: Path) -> None:
     wanted = job(tmp_path, finetune=TrainSettings(optimizer="own"))
     assert calibrate(wanted, log=lambda _: None, own=Own(model=f"{file}:Net")).path.exists()

@@ -86,6 +86,7 @@ def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETS)
 def test_gradients_are_those_of_the_compact_model(name: str) -> None:
     model, plan, x = made(name)

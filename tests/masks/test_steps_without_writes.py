@@ -58,6 +58,7 @@ def test_steps_with_masked_gradients_are_followed_by_no_write(kind: str, written
         assert all(not torch.equal(before[name], p) for name, p in model.named_parameters())
 
 
+@pytest.mark.slow
 def test_training_is_the_same_to_the_bit_with_every_step_followed_by_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     dense = models.ResNet(models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=5)
@@ -251,6 +252,7 @@ def test_another_plan_is_looked_at_anew(written: list[Tensor]) -> None:
                 assert_pruned_are_zero(model, plan)
 
 
+@pytest.mark.slow
 def test_a_compiled_step() -> None:
     model, plan = randomized(SmallNet()), handmade_plan(2, 5, 6)
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)

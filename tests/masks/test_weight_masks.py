@@ -58,6 +58,7 @@ def test_zero_after_every_step(kind: type[Optimizer], settings: dict[str, Any], 
     assert all(moved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer_of",
     [
@@ -342,6 +343,7 @@ def test_accelerate_wraps_the_optimizer_and_it_still_holds() -> None:
     assert not any(torch.equal(old, new) for old, new in zip(kept, model.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_a_model_compiled_inside_is_masked() -> None:
     model, plan = randomized(SmallNet()).eval(), handmade_plan(2, 3)
     x = torch.randn(2, 3, 8, 8)

@@ -67,6 +67,7 @@ def test_the_first_version_of_cgroups(groups: Path) -> None:
     assert list(machine.quota_periods().values()) == [(4, 1)]
 
 
+@pytest.mark.slow
 def test_what_was_held_back_is_seen_and_said(groups: Path) -> None:
     belongs(groups, "0::/")
     write(groups, cpu_max="100000 100000\n", cpu_stat=STATS.format(0, 0))

@@ -48,6 +48,7 @@ class Shared(list[tuple[object, ...]]):
         return self
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("here")
 def test_rows_say_what_was_timed() -> None:
     calls: list[tuple[object, ...]] = []
@@ -68,6 +69,7 @@ def test_rows_say_what_was_timed() -> None:
     assert len(references) == 2 * 3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("here")
 def test_percentiles_come_from_the_samples() -> None:
     models = {"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}
@@ -90,6 +92,7 @@ def test_percentiles_come_from_the_samples() -> None:
     json.dumps([*report.rows, *report.speedup], allow_nan=False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("here")
 def test_the_speedup_is_the_median_of_paired_ratios() -> None:
     small, large = nn.Linear(8, 8), nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
@@ -127,6 +130,7 @@ class Turned(nn.Module):
         return (x * self.turn).imag
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("here")
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
 def test_models_that_python_does_not_copy_are_timed_with_the_outputs_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,6 +157,7 @@ def test_a_known_ratio_and_its_interval() -> None:
     assert paired_ratio(3 * reference, noisy) == (median, low, high)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("here")
 def test_one_model_has_no_speedup_and_missing_cuda_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = LatencySettings(batches=(1,), repeats=5)

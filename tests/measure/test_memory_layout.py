@@ -83,6 +83,7 @@ def test_models_are_moved_before_every_other_round() -> None:
     assert " ".join(said) == "move warm run run move warm run run move warm run"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("runtime", "moves"), [("eager", True), ("onnxruntime", False)])
 def test_runtimes_that_lay_weights_out_themselves_are_left_alone(runtime: str, moves: bool) -> None:
     calls: list[None] = []

@@ -285,6 +285,7 @@ def test_a_runtime_without_a_layer_clock_is_refused_before_anything_runs() -> No
         profile((4,), None, Setting("compile", "cpu", 1, 1))
 
 
+@pytest.mark.slow
 def test_what_only_this_process_has_is_timed_here() -> None:
     class Local(nn.Linear):
         pass

@@ -66,6 +66,7 @@ def only(found: Iterator[SettingTimes | SettingFailure]) -> SettingTimes | Setti
     return outcome
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
 def test_runtimes_of_onnx_files_compute_the_same(runtime: str, files: dict[str, Path]) -> None:
     sources = {name: Source(files={(2, "float32"): file}) for name, file in files.items()}

@@ -52,6 +52,7 @@ def test_a_process_that_dies_is_a_failure_with_its_last_words(capfd: pytest.Capt
     assert capfd.readouterr().out == ""
 
 
+@pytest.mark.slow
 def test_a_class_that_only_this_process_has_is_timed_here() -> None:
     class Local(nn.Linear):
         pass

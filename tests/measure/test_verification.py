@@ -40,6 +40,7 @@ def small_net() -> tuple[nn.Module, Plan, tuple[Tensor]]:
     return masked_double(model, plan).float(), plan, image()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5"])
 def test_a_right_compact_model_passes(name: str) -> None:
     masked, plan, example = prepared(name)
@@ -109,6 +110,7 @@ FLIPS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "name", "axis", "module", "operator"), FLIPS)
 def test_one_wrong_index_is_found_where_it_is(family: str, name: str, axis: int, module: str, operator: str) -> None:
     masked, plan, example = prepared(family)

@@ -116,6 +116,7 @@ def test_published_weights_reach_their_accuracy(tmp_path: Path) -> None:
     assert built("resnet56", weights=str(WEIGHTS["resnet56"])).linear.weight.shape == (10, 64)
 
 
+@pytest.mark.slow
 def test_inside_of_blocks_and_the_stream_are_free_where_nothing_is_padded() -> None:
     model = built("resnet56")
     chart = trace(model, EXAMPLE)

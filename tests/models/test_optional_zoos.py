@@ -36,6 +36,7 @@ def test_without_its_package_the_extra_is_named(zoo: str, monkeypatch: pytest.Mo
         build_model(ModelSettings("any", zoo), num_classes=None)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zoo", PACKAGES)
 def test_built_pruned_saved_and_built_again_by_its_folder(zoo: str, tmp_path: Path) -> None:
     need(zoo)

@@ -14,6 +14,7 @@ from prunekit.models.zoo import build_model
 from prunekit.settings.inputs import ModelSettings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "size", "weights"), [("googlenet", 64, (0.3, 0.3)), ("inception_v3", 299, (0.4,))])
 def test_auxiliary_heads_count_in_training_alone(name: str, size: int, weights: tuple[float, ...]) -> None:
     model = build_model(ModelSettings(name, arguments={"init_weights": False}), num_classes=3)

@@ -54,6 +54,7 @@ def test_a_width_counts_as_the_next_multiple_of_its_step() -> None:
         assert table.at(channel_map, keep) == pytest.approx(1.0 + 2.0 * (0.5 + 0.25 * counted))
 
 
+@pytest.mark.slow
 @settings(max_examples=20, derandomize=True)
 @given(
     st.lists(st.integers(3, 40), min_size=2, max_size=2) | st.lists(st.integers(3, 8), min_size=3, max_size=4),

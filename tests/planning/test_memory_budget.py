@@ -87,6 +87,7 @@ def resnet() -> tuple[torch.nn.Module, ChannelMap, Scores]:
     return model, chart, scored(chart, np.random.default_rng(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", ["uniform", "global", "per_mac", "capacity"])
 def test_resnet18_uses_its_memory_up(scope: str) -> None:
     model, chart, scores = resnet()

@@ -154,6 +154,7 @@ def chart() -> ChannelMap:
     return trace(torchvision.models.resnet18(num_classes=4), (zeros(1, 3, 32, 32),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", ["uniform", "global", "per_mac", "capacity"])
 @hypothesis_settings(max_examples=5)
 @given(

@@ -32,6 +32,7 @@ def worth_and_best(
     return worth, most_kept(parts, worth, budgets_of(channel_map, parts, wanted, table))
 
 
+@pytest.mark.slow
 @settings(max_examples=30, derandomize=True)
 @given(
     sizes,
@@ -54,6 +55,7 @@ def test_within_one_percent_of_the_best_widths_there_are(
     assert all(found["left"] <= found["asked"] for found in plan.provenance["budgets"].values())
 
 
+@pytest.mark.slow
 @settings(max_examples=20, derandomize=True)
 @given(sizes, st.floats(1.1, 3.0), st.booleans(), st.integers(0, 10**6))
 def test_within_one_percent_of_the_best_widths_that_are_as_fast(

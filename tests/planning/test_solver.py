@@ -313,6 +313,7 @@ def test_a_model_with_nothing_to_prune() -> None:
         make_plan(found, np.ones(found.n_labels), PruneSettings())
 
 
+@pytest.mark.slow
 @given(st.floats(0.05, 1.0), st.sampled_from([1, 3, 8]), st.integers(1, 20), st.sampled_from(["uniform", "global"]))
 @settings(max_examples=40)
 def test_a_plan_never_breaks_its_limits(macs: float, round_to: int, least: int, scope: str) -> None:

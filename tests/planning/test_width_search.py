@@ -28,6 +28,7 @@ budgets = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=30, derandomize=True)
 @given(sizes, st.booleans(), budgets, st.sampled_from([1, 1, 2]), st.integers(0, 10**6))
 def test_within_one_percent_of_the_best_plan_there_is(

@@ -44,6 +44,7 @@ FAMILIES: dict[str, Build] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_come_nearer_to_those_of_the_dense_model(family: str) -> None:
     torch.manual_seed(0)

@@ -98,6 +98,7 @@ def test_calls_of_a_weight_are_fitted_as_one() -> None:
     assert one.after == pytest.approx(other.after, rel=0.2)  # held-out rows lie elsewhere
 
 
+@pytest.mark.slow
 def test_a_model_that_takes_its_samples_one_by_one_gets_them_so() -> None:
     report = repaired(Twice("each"), "out.weight")
     assert report.memory.batch == 1
@@ -144,6 +145,7 @@ class Proposals(nn.Module):
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight", ["scores.weight", "down.weight"])
 def test_behind_a_selection_layers_are_fitted_to_what_the_dense_model_selects(weight: str) -> None:
     report = repaired(Proposals(), weight)

@@ -66,6 +66,7 @@ def test_the_page_holds_all_runs_and_asks_for_nothing(three: list[Path], tmp_pat
     assert html.count("<svg") == 1
 
 
+@pytest.mark.slow
 def test_a_report_that_is_missing_is_written(make: Make, three: list[Path], tmp_path: Path) -> None:
     bare = make("bare", macs=0.5)
     (bare / "report.html").unlink()

@@ -26,6 +26,7 @@ def vit() -> nn.Module:
     return VisionTransformer(32, 8, num_layers=2, num_heads=2, hidden_dim=32, mlp_dim=64, num_classes=10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "size", "batch"),
     [(resnet18, 32, 1), (mobilenet_v3_small, 32, 2), (vit, 32, 2)],

@@ -75,6 +75,7 @@ def test_what_is_wider_than_the_screen_says_so(tmp_path: Path, width: int, signs
     assert ('<figure class="wide after"' in shown) == signs
 
 
+@pytest.mark.slow
 def test_tables_sort_by_numbers_with_prefixes_and_by_names(tmp_path: Path) -> None:
     heads = '<th>name</th><th><abbr tabindex="0" title="how">size</abbr></th><th>width</th><th>points</th>'
     rows = "".join(

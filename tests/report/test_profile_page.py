@@ -91,6 +91,7 @@ def test_a_fit_holds_within_its_spans() -> None:
     assert fitted(one, kept).tolist() == [0.5 + 6, 0.5, 0.5 + 5]
 
 
+@pytest.mark.slow
 def test_layers_that_share_a_fit_share_a_panel_and_the_costliest_come_first() -> None:
     fits = [layer("alone", 1.5e-4), layer("a"), layer("b"), layer("no width", 1.0, widths=0)]
     assert [[one["module"] for one in group.layers] for group in together(fits)] == [["a", "b"], ["alone"]]

@@ -191,6 +191,7 @@ def test_images_that_were_skipped_are_named_with_their_reason(page: Page, tmp_pa
         assert ("The others are in metrics.json" in text) == (count > shown)
 
 
+@pytest.mark.slow
 def test_gradients_are_shown_where_a_run_recorded_them(page: Page, tmp_path: Path) -> None:
     assert "Gradients by layer" not in page.text["curves"]
     run = write_run(tmp_path / "runs" / "gradients", groups=2)
@@ -278,6 +279,7 @@ def test_the_command_that_makes_a_run_again(page: Page, run: Path, tmp_path: Pat
     ]
 
 
+@pytest.mark.slow
 def test_a_page_is_written_without_waiting_for_torch() -> None:
     """Whatever sections it has: that alone would take most of the three seconds that a report may take."""
     pages = "run_page, images_page, histograms_page, compare_page, sensitivity_page"

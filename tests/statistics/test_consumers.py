@@ -77,6 +77,7 @@ def test_a_transposed_weight_is_read_as_a_plain_one() -> None:
     torch.testing.assert_close(one.columns(there.weight), other.columns(plain.weight))
 
 
+@pytest.mark.slow
 def test_the_same_layers_as_the_modules_of_models_that_call_them() -> None:
     for name in ("resnet18", "mobilenet_v3_small", "convnext_tiny"):
         model = getattr(models, name)(weights=None).eval()
@@ -106,6 +107,7 @@ def test_attention_is_seen_inside_and_is_afterwards_what_it_was() -> None:
     assert count_hooks(model) == 0
 
 
+@pytest.mark.slow
 def test_statistics_of_layers_whose_modules_are_not_called() -> None:
     model, x = attention(), torch.randn(2, 5, 12)
     stats = calibrate(model, [x])

@@ -171,6 +171,7 @@ def test_merge_equals_one_pass_in_any_grouping(values: np.ndarray, cuts: list[in
         np.testing.assert_allclose(merged.variance, values.var(0), rtol=1e-9, atol=1e-13 * scale**2)
 
 
+@pytest.mark.slow
 def test_zeros_are_counted_exactly_beyond_what_float32_counts() -> None:
     values = torch.zeros(1, 1, 2**24 + 4, dtype=torch.bfloat16)
     values[0, 0, 5] = 1

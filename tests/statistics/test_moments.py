@@ -112,6 +112,7 @@ def test_the_output_projection_of_attention_is_seen_though_it_is_never_called() 
     assert_are(found, torch.cat(outputs).T.numpy(), rtol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "build",
     [models.resnet18, models.mobilenet_v2, lambda: models.SwinTransformer([4, 4], 24, [2, 4, 4], [1, 2, 4], [4, 4])],

@@ -124,6 +124,7 @@ def test_patches_and_gains_know_nothing_of_padding(tokens: bool) -> None:
         assert torch.allclose(one.variance, other.variance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [False, True])
 def test_a_repair_is_the_same_with_more_padding(tokens: bool) -> None:
     model = net(tokens=tokens)
@@ -163,6 +164,7 @@ def test_samples_with_padding_are_spread_over_all_batches() -> None:
     assert found.after < 0.8 * found.before
 
 
+@pytest.mark.slow
 def test_measured_errors_are_the_same_with_more_padding() -> None:
     model = net(tokens=True)
     curves = [prunekit.sensitivity(model, texts(*how), measured_on=texts(*how)) for how in ((8, 0), (8, 17))]
@@ -171,6 +173,7 @@ def test_measured_errors_are_the_same_with_more_padding() -> None:
         assert [point.error for point in points] == pytest.approx([point.error for point in others], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_what_a_cache_holds_of_padding_judges_nothing() -> None:
     class Caching(Reader):
         """Returns keys (B, heads, T, 6) beside its scores, as decoders do."""

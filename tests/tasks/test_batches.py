@@ -96,6 +96,7 @@ def through(model: nn.Module, data: Any, task: Any = None) -> Iterator[tuple[str
     yield "diagnose", prunekit.diagnose(model, data, task=task).images
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 def test_every_function_takes_every_form_of_data(name: str) -> None:
     second, data = FORMS[name]

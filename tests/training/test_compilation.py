@@ -144,6 +144,7 @@ def test_what_comes_back_through_pruned_channels_is_masked_in_the_graph() -> Non
         torch.testing.assert_close(compiled, eager)
 
 
+@pytest.mark.slow
 def test_hooks_that_come_and_go_are_seen(small: Fixture) -> None:
     model, x = small.model, small.x
     step = CompiledForward(model, "eager")
@@ -158,6 +159,7 @@ def test_hooks_that_come_and_go_are_seen(small: Fixture) -> None:
     assert "forward" not in vars(model)
 
 
+@pytest.mark.slow
 def test_what_was_compiled_of_the_class_before_is_not_used(small: Fixture) -> None:
     torch.compile(small.model, backend="eager")(small.x)
     with ActivationMasks(small.model, 0.3, count=False):

@@ -402,6 +402,7 @@ def _replicated() -> tuple[Any, ...]:
     )
 
 
+@pytest.mark.slow
 def test_processes_follow_one_plan(tmp_path: Path) -> None:
     first, second = together(2, tmp_path, _replicated)
     assert np.array_equal(first[0], second[0])
@@ -653,6 +654,7 @@ def _sharded() -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_sharded_model_is_refused(tmp_path: Path) -> None:
     assert all("use DistributedDataParallel, or prune at once" in said for said in together(2, tmp_path, _sharded))
 

@@ -151,6 +151,7 @@ def with_batchnorm(precision: DtypeName) -> tuple[list[Tensor], list[int]]:
     return [tensor.clone() for tensor in model.state_dict().values()], [row.skipped for row in history.rows]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_what_differs_between_shares_leaves_the_replicas_equal(precision: DtypeName, tmp_path: Path) -> None:
     """BatchNorm normalizes by each share, dropout draws in each, and float16 overflows in one and skips in all."""
@@ -221,6 +222,7 @@ def refused() -> list[str]:
     return told
 
 
+@pytest.mark.slow
 def test_a_batch_too_small_for_the_processes_is_refused(tmp_path: Path) -> None:
     for told in together(4, tmp_path, refused):
         assert len(told) == 2
@@ -243,6 +245,7 @@ def drifting() -> str:
     return "nothing"
 
 
+@pytest.mark.slow
 def test_replicas_that_drift_apart_are_found(tmp_path: Path) -> None:
     for told in together(2, tmp_path, drifting):
         assert told.startswith("RunError: the weights after training: expected the same in all 2 processes")

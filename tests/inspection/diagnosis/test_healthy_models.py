@@ -70,6 +70,7 @@ def test_a_small_trained_net(trained: nn.Module, splits: Splits, digits: Batches
     assert [each.kind for each in twice.findings] == ["duplicated_data"]  # the batches are in the pool once more
 
 
+@pytest.mark.slow
 def test_a_fresh_resnet_of_torchvision() -> None:
     with seeded(0):
         model = torchvision.models.ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10, zero_init_residual=True)
