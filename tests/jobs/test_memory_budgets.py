@@ -59,8 +59,9 @@ def test_a_job_delivers_its_memory_and_says_so(tmp_path: Path) -> None:
     assert found == {"asked": 1.5, "left": taken / 1e6, "dense": metrics["dense"]["memory_bytes"] / 1e6}
     assert planned["budgets"]["memory_mb"] == found
     assert planned["binding"] == metrics["plan"]["binding"] == "memory_mb"
-    # A net with random weights knows nothing, which is said; nothing else is missing.
-    assert [text for text in metrics["shortfalls"] if "is not shown to be better than" not in text] == []
+    # A net with random weights knows nothing, and so small a one may run no faster: both are said, and nothing else.
+    others = ("is not shown to be better than", "the pruned model is slower")
+    assert [text for text in metrics["shortfalls"] if not any(other in text for other in others)] == []
 
 
 def test_what_cannot_be_had_is_refused_before_anything_is_written(tmp_path: Path) -> None:
