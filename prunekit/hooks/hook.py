@@ -76,7 +76,7 @@ class OwnedHook:
 
     @property
     def inert(self) -> bool:
-        """Whether this is the copy of a hook."""
+        """True if this is the copy of a hook."""
         return self._owner is None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnedHook:

@@ -331,7 +331,7 @@ class CauseSearch:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the CPU computes."""
+        """True if the CPU computes."""
         return self.device.type == "cpu"
 
     def slowest(self) -> Iterator[tuple[str, float, IsolatedLayer, IsolatedLayer | None]]:

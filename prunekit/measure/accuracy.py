@@ -36,7 +36,7 @@ class Scores:
 
     @property
     def at_chance(self) -> bool:
-        """Whether the main score may be chance, so that comparing it says nothing."""
+        """True if the main score may be chance, so that comparing it says nothing."""
         least = next(iter(self.values.values())) if self.interval is None else self.interval[0]
         return self.chance is not None and least <= self.chance
 

@@ -137,7 +137,7 @@ class CostModel:
 
     @property
     def non_monotonic(self) -> bool:
-        """Whether terms have spans, so that costs may fall as widths grow."""
+        """True if terms have spans, so that costs may fall as widths grow."""
         return bool(self.counting[3].any())
 
     def breakpoints(self, sizes: Sequence[int]) -> list[set[int]]:

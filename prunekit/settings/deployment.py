@@ -61,5 +61,5 @@ class DeploySettings(Checked):
 
     @property
     def wanted(self) -> bool:
-        """Whether any change is asked for."""
+        """True if any change is asked for."""
         return self.fold_batchnorm or self.channels_last

@@ -83,7 +83,7 @@ class BudgetFacts:
 
     @property
     def limit(self) -> str:
-        """Whether the figure is a minimum or a maximum, in words."""
+        """True if the figure is a minimum or a maximum, in words."""
         return "at least" if self.least else "at most"
 
     def left_of(self, value: float, dense: float) -> float:
@@ -231,7 +231,7 @@ class BudgetSettings:
 
     @property
     def measured(self) -> bool:
-        """Whether any budget is one of time."""
+        """True if any budget is one of time."""
         return any(facts_of(name).measured for name in self.given)
 
     def problems(self, facts: Callable[[str], BudgetFacts] = facts_without_code) -> list[str]:

@@ -110,7 +110,7 @@ class PassHooks(HookOwner):
 
     @property
     def inside(self) -> bool:
-        """Whether a forward pass of the model is running, without a transform such as vmap, which hides values."""
+        """True if a forward pass of the model is running, without a transform such as vmap, which hides values."""
         return self._depth > 0 and torch._C._functorch.peek_interpreter_stack() is None
 
     def require_passes(self) -> None:
@@ -280,7 +280,8 @@ def find_consumers(model: nn.Module, inputs: Any) -> dict[str, Consumer]:
 @contextmanager
 def _substituted(model: nn.Module) -> Iterator[None]:
     """Replace attention modules whose projections torch's functions do not show by equivalents."""
-    originals = [module for module in model.modules() if type(module) in substitutes()]
+    known = substitutes()
+    originals = [module for module in model.modules() if type(module) in known]
     before = [(module, type(module), dict(vars(module))) for module in originals]
     substitute_all(model)
     changes = [(module, kind, _changed(vars(module), old), old) for module, kind, old in before]

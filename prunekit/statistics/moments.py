@@ -67,7 +67,7 @@ class InputMoments(ChannelSums):
 
     @property
     def finite(self) -> bool:
-        """Whether no NaN or Inf got in."""
+        """True if no NaN or Inf got in."""
         return bool(np.isfinite(self.total).all() and np.isfinite(self.blocks).all())
 
     def rank(self) -> int:
@@ -84,7 +84,7 @@ class InputMoments(ChannelSums):
 
     @property
     def too_few(self) -> bool:
-        """Whether there were fewer positions than channels in a group, so that there is no inverse."""
+        """True if there were fewer positions than channels in a group, so that there is no inverse."""
         return self.count < self.channels // self.groups
 
 
@@ -109,7 +109,7 @@ class MomentSums:
 
     @property
     def doubtful(self) -> bool:
-        """Whether the mean of a channel is so large that its variance has lost its digits."""
+        """True if the mean of a channel is so large that its variance has lost its digits."""
         if self.blocks.dtype == torch.float64 or self.count == 0:
             return False
         second = self.blocks.diagonal(dim1=1, dim2=2).flatten().double() / self.count

@@ -47,7 +47,7 @@ class CompiledForward:
 
     @property
     def compilation(self) -> Compilation:
-        """What came of compiling so far."""
+        """Result of compiling so far."""
         return Compilation(self._graphs, self._seconds, self._reason)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:

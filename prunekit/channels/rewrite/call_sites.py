@@ -356,7 +356,7 @@ class CodePlace:
 
     @property
     def is_number(self) -> bool:
-        """Whether it is a literal number, the same for all modules of the class."""
+        """True if it is a literal number, the same for all modules of the class."""
         return self.text.isdecimal()
 
     @classmethod

@@ -128,7 +128,8 @@ def _hidden(model: nn.Module) -> set[str]:
 
 
 def _is_host(module: nn.Module) -> bool:
-    return type(module) in substitutes() or isinstance(module, tuple(substitutes().values()))
+    known = substitutes()
+    return type(module) in known or isinstance(module, tuple(known.values()))
 
 
 def layers_with_channels(model: nn.Module) -> dict[str, nn.Module]:

@@ -241,12 +241,12 @@ class LatencyResult:
 
     @property
     def within(self) -> bool:
-        """Whether the time is within the tolerance, or faster because another budget binds."""
+        """True if the time is within the tolerance, or faster because another budget binds."""
         return abs(self.excess - 1) <= TOLERANCE or (self.excess < 1 and not self.binding)
 
     @property
     def shortfalls(self) -> list[str]:
-        """What was asked for and missed, or is doubtful, in sentences."""
+        """Shortfalls and doubts, in sentences."""
         asked, final = self.target.in_words, self.final
         found = f"{final.ms:.4g} ms, {final.speedup:.3g}x the dense model's speed"
         texts = []

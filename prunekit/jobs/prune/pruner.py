@@ -246,7 +246,7 @@ class Pruner(Displayed):
 
     @property
     def done(self) -> bool:
-        """Whether the plan is the final one."""
+        """True if the plan is the final one."""
         return self._masks.is_final
 
     @property

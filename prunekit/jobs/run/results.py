@@ -297,7 +297,7 @@ class RunResult(Displayed):
 
     @property
     def shortfalls(self) -> list[str]:
-        """What was asked for and missed, in sentences; empty if nothing."""
+        """Shortfalls, in sentences; empty if there are none."""
         return list(self.metrics["shortfalls"])
 
     @property

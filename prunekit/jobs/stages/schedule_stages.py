@@ -133,7 +133,7 @@ class StagePlanner(Planner):
 
     @property
     def _looks(self) -> bool:
-        """Whether each stage scores the model as it is then."""
+        """True if each stage scores the model as it is then."""
         return self._movement is None and rescored(self._settings)
 
     def _made(self, model: nn.Module, stage: Stage, before: Plan, seen: StageInputs) -> Plan:

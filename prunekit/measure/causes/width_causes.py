@@ -52,7 +52,7 @@ class WidthTimes:
 
     @property
     def free(self) -> bool:
-        """Whether rounding up is no slower, and surely adds less than half of the multiply-accumulates' share."""
+        """True if rounding up is no slower, and surely adds less than half of the multiply-accumulates' share."""
         return self.up_over_now.median <= SLACK and self.up_over_now.high < 1 + (self.more_macs - 1) / 2
 
     @property
@@ -148,7 +148,7 @@ class KernelTimes:
 
     @property
     def slower(self) -> bool:
-        """Whether it surely does fewer multiply-accumulates per second than at the dense widths."""
+        """True if it surely does fewer multiply-accumulates per second than at the dense widths."""
         return self.dense_over_now.high < SLOWER * self.more_macs
 
     @property

@@ -229,12 +229,12 @@ class Contention:
 
     @property
     def oversubscribed(self) -> bool:
-        """Whether threads had to wait for a core, which voids a measurement."""
+        """True if threads had to wait for a core, which voids a measurement."""
         return self.threads > self.free
 
     @property
     def often_throttled(self) -> bool:
-        """Whether the quota stopped the process so often that a median is affected."""
+        """True if the quota stopped the process so often that a median is affected."""
         return self.throttled > THROTTLED
 
     def __str__(self) -> str:

@@ -60,7 +60,7 @@ class Budgets:
 
     @property
     def smooth(self) -> bool:
-        """Whether costs have neither steps nor breakpoints."""
+        """True if costs have neither steps nor breakpoints."""
         return not self.steps and not self.non_monotonic
 
     def fits(self, counts: Labels) -> Any:

@@ -79,7 +79,7 @@ class LayerCall:
 
     @property
     def deferred(self) -> bool:
-        """Whether the other summand is known only after this layer ran: it is made later, or has another order."""
+        """True if the other summand is known only after this layer ran: it is made later, or has another order."""
         return self.other is not None and (self.other > self.call or bool(self.moves))
 
     @property
@@ -132,7 +132,7 @@ class WeightFunction(NamedTuple):
 
     @property
     def is_layer(self) -> bool:
-        """Whether it is the function of a module, with a weight that is called `weight`."""
+        """True if it is the function of a module, with a weight that is called `weight`."""
         return self.names == _LAYER
 
     def axis(self, tensor: Tensor) -> int:

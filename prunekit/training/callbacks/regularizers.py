@@ -151,7 +151,7 @@ class GroupLasso:
 
     @property
     def empty(self) -> bool:
-        """Whether no free label lies on any of the parameters."""
+        """True if no free label lies on any of the parameters."""
         return not bool(self._weights.any())
 
     def value(self, step: int) -> float:

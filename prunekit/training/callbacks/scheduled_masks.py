@@ -128,7 +128,7 @@ class ScheduledMasks:
 
     @property
     def is_final(self) -> bool:
-        """Whether the plan is the final one."""
+        """True if the plan is the final one."""
         return self._done == len(self.stages)
 
     @property

@@ -92,7 +92,7 @@ class TensorBoardLogger(Callback):
 
     @property
     def reads_weights(self) -> bool:
-        """Whether weights themselves are shown, and not only figures about them."""
+        """True if weights themselves are shown, and not only figures about them."""
         return self._settings.tensorboard and (self._settings.histograms or self._settings.images)
 
     def before_step(self, step: int) -> None:
