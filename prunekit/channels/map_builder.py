@@ -90,6 +90,7 @@ def _built(source: MapSource, shapes: Mapping[str, tuple[int, ...]], stored: Map
         sizes=tuple(one.renumbered(final) for one in (*_sizes_of_groups(trace, final), *sizes, *source.sizes)),
         stored=stored,
         inputs=trace.inputs,
+        read=trace.read,
         divided=frozenset(
             (name, index)
             for name, axes in trace.labels.items()
