@@ -131,15 +131,8 @@ def expand(flow: LabelFlow, call: OperatorCall) -> None:
 
 def replay(flow: LabelFlow, call: OperatorCall, axes: Sequence[int], reason: str, *, zero: bool = True) -> None:
     """Lock fields that lie only on `axes`, whose positions the operator changes, and tie the others along them."""
-    passing = []
-    for field in flow.fields(call.args[0]):
-        shared = [axis for axis in field.span if axis in axes]
-        if len(shared) == len(field.span):
-            flow.lock([field], reason)
-            continue
-        labels = flow.union.tie(field.labels, shared) if shared else field.labels
-        passing.append(Field(labels, field.zero and zero))
-    flow.set(call.out, passing)
+    passing = flow.tied_along(axes, flow.fields(call.args[0]), reason)
+    flow.set(call.out, [Field(field.labels, field.zero and zero) for field in passing])
 
 
 PICKED = "positions of this axis are picked by number"
@@ -161,11 +154,8 @@ def cut(flow: LabelFlow, call: OperatorCall) -> None:
         flow.set(call.out, flow.fields(source))
     else:
         first = min(first + source.shape[axis] if first < 0 else first, source.shape[axis])
-        alone = [
-            f if f.span == (axis,) or axis not in f.span else f.with_labels(flow.union.tie(f.labels, [axis]))
-            for f in flow.fields(source)
-        ]
-        flow.set(call.out, part(flow, alone, axis, first, first + size))
+        tied = [flow.tied(field, [axis]) for field in flow.fields(source)]
+        flow.set(call.out, part(flow, tied, axis, first, first + size))
 
 
 def part(flow: LabelFlow, fields: Sequence[Field], axis: int, start: int, stop: int) -> list[Field]:
@@ -200,8 +190,11 @@ def pad(flow: LabelFlow, call: OperatorCall) -> None:
 def _padded(flow: LabelFlow, field: Field, changed: dict[int, Sequence[int]], filled: bool) -> Field:
     """Return the field with the added positions, which stay or are removed with what they were added to.
 
-    On other axes of a field, only added zeros leave removed entries zero.
+    On other axes of a field, only added zeros leave removed entries zero. A map is padded on several axes: what lies
+    on channels as well is removed in whole channels.
     """
+    if sum(axis in field.span for axis in changed) > 1:
+        field = flow.tied(field, changed)
     amounts = [tuple(changed.get(axis, (0, 0))) if axis in field.span else (0, 0) for axis in range(field.labels.ndim)]
     added = [axis for axis in changed if axis in field.span]
     labels = np.pad(field.labels, amounts)

@@ -6,7 +6,7 @@ of what comes out; on the way it merges and locks labels, leaves constraints, an
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -133,9 +133,15 @@ class LabelFlow:
             reason: of the lock.
             except_spans: spans of fields that the caller follows itself.
         """
+        return self.vector(self.fields(tensor), axis, reason, except_spans=except_spans)
+
+    def vector(
+        self, fields: Iterable[Field], axis: int, reason: str, *, except_spans: Container[Shape] = ()
+    ) -> tuple[Labels | None, bool]:
+        """Return the labels along one axis of some fields, as `on_axis` does of those of a tensor."""
         found: Labels | None = None
         zero = False
-        for field in self.fields(tensor):
+        for field in fields:
             if field.span == (axis,):
                 labels = field.labels.reshape(-1)
                 if found is not None:
@@ -145,12 +151,21 @@ class LabelFlow:
                 self.lock([field], reason)
         return found, zero
 
-    def tied_along(self, axis: int, fields: Iterable[Field], reason: str) -> list[Field]:
-        """Lock the fields that lie on an axis alone, and return the others, tied along it."""
+    def tied_along(self, axes: Collection[int], fields: Iterable[Field], reason: str) -> list[Field]:
+        """Lock the fields that lie on no other axes than some that are mixed, and return the others, tied along them.
+
+        What lies on channels and positions, as a linear layer's outputs do that become a map, then loses whole
+        channels, where what lies on positions alone cannot lose any.
+        """
         every = list(fields)
-        self.lock([field for field in every if field.span == (axis,)], reason)
-        rest = [field for field in every if field.span != (axis,)]
-        return [f.with_labels(self.union.tie(f.labels, [axis])) if axis in f.span else f for f in rest]
+        mixed = [field for field in every if field.span and set(field.span) <= set(axes)]
+        self.lock(mixed, reason)
+        return [self.tied(field, axes) for field in every if field not in mixed]
+
+    def tied(self, field: Field, axes: Collection[int]) -> Field:
+        """Return a field tied along those of its axes that are among some, if it has others as well."""
+        shared = [axis for axis in field.span if axis in axes]
+        return field if len(shared) in (0, len(field.span)) else field.with_labels(self.union.tie(field.labels, shared))
 
     def join(self, left: Labels | None, right: Labels | None, reason: str) -> Labels | None:
         """Merge two label vectors of one axis; lock them if only one side is labeled, or the sizes differ."""
