@@ -187,7 +187,10 @@ def shape_arguments(node: ast.expr, axes: int) -> Iterator[tuple[int, ast.expr, 
             start = first if first >= 0 else axes + first + 1 - len(sizes)
             yield from ((start + index, size, None) for index, size in enumerate(sizes))
             return
-    given = _arguments(node, "view", "reshape", "expand")
+    yield from _sizes_of_axes(_arguments(node, "view", "reshape", "expand"), axes)
+
+
+def _sizes_of_axes(given: list[ast.expr], axes: int) -> Iterator[tuple[int, ast.expr, int | None]]:
     if len(given) == 1 and _is_attribute(given[0]):
         given = [ast.Starred(given[0], ast.Load())]
     if len(given) == 1 and isinstance(given[0], (ast.Tuple, ast.List)):
@@ -202,6 +205,13 @@ def shape_arguments(node: ast.expr, axes: int) -> Iterator[tuple[int, ast.expr, 
             yield at, argument, None
         elif _is_attribute(argument.value):
             yield from ((at + position, argument.value, position) for position in range(more))
+
+
+def made_sizes(node: ast.expr, axes: int) -> Iterator[tuple[int, ast.expr, int | None]]:
+    """Yield the same for the sizes of a new tensor, as in `torch.zeros(n, width)` or `x.new_zeros((n, width))`."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _MAKING:
+        given = [*node.args, *(item.value for item in node.keywords if item.arg == "size")]
+        yield from _sizes_of_axes(given[:1] if "full" in node.func.attr else given, axes)
 
 
 def _is_attribute(node: ast.expr) -> bool:
@@ -293,9 +303,10 @@ def nodes_of_sizes(function: ast.FunctionDef) -> Iterator[ast.AST]:
             yield from ast.walk(node)
 
 
-_SHAPING = frozenset(
+_MAKING = frozenset(
     f"{prefix}{name}" for prefix in ("", "new_") for name in ("zeros", "ones", "empty", "full", "rand", "randn")
-) | {
+)
+_SHAPING = _MAKING | {
     "view", "reshape", "expand", "repeat", "unflatten", "split", "split_with_sizes", "tensor_split", "chunk", "narrow",
 }  # fmt: skip
 

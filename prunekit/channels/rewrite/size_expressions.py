@@ -25,12 +25,14 @@ from prunekit.channels.rewrite.call_sites import (
     expression_at,
     is_chunk,
     is_unscaled_attention,
+    made_sizes,
     parts_argument,
     place_of,
     shape_arguments,
     slice_of_axis,
 )
 from prunekit.channels.rewrite.source_rewriter import integers
+from prunekit.channels.rules.pointwise import MADE
 from prunekit.channels.rules.shape import axis_groups
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
 
@@ -40,7 +42,8 @@ class SizeExpression:
     """An expression that counts some labels; or one item of the list that it makes, at `position`.
 
     Labels of 0 stand for positions that always stay. The expression has to be replaced if channels of `decides` are
-    removed. `reads` is the attribute that it reads, such as `part.width`.
+    removed. `reads` is the attribute that it reads, such as `part.width`. `alone` says that it stays as it is where
+    another size of the same call changes, as the height of a new map does.
     """
 
     place: CodePlace
@@ -48,6 +51,7 @@ class SizeExpression:
     labels: Labels  # (size, n), as in `SizeAttribute`
     decides: Labels
     reads: str | None = None
+    alone: bool = False
 
 
 def size_expressions(operator: TracedOperator, varying: Container[int]) -> Iterator[SizeExpression]:
@@ -60,8 +64,11 @@ def size_expressions(operator: TracedOperator, varying: Container[int]) -> Itera
     if site is None or node is None:
         return
     name = operator.name.removeprefix("aten.")
+    made = operator.name in MADE
     if name == "mul":
         sizes = _of_scale
+    elif made:
+        sizes = _of_made
     else:
         sizes = _of_slice if name == "slice" else _of_split if name.startswith("split") else _of_shape
     found = list(sizes(operator, node))
@@ -72,7 +79,8 @@ def size_expressions(operator: TracedOperator, varying: Container[int]) -> Itera
             if name == "mul":
                 yield SizeExpression(place, None, np.zeros_like(labels[:, :1]), labels)
             else:
-                yield SizeExpression(place, position, labels, labels, attribute_read(site.method, expression))
+                reads = attribute_read(site.method, expression)
+                yield SizeExpression(place, position, labels, labels, reads, alone=made)
 
 
 Sized = tuple[int, ast.expr, int | None, Labels]
@@ -90,6 +98,13 @@ def _of_shape(operator: TracedOperator, node: ast.expr) -> Iterator[Sized]:
         if rows is None and (position is not None or (axis in linked and not isinstance(expression, ast.Constant))):
             rows = np.zeros((new[axis], 1), dtype=np.int64)
         if rows is not None and not _is_rest(expression):
+            yield axis, expression, position, rows
+
+
+def _of_made(operator: TracedOperator, node: ast.expr) -> Iterator[Sized]:
+    for axis, expression, position in made_sizes(node, len(operator.call[2][0])):
+        rows = _rows(operator.outputs[0], axis)
+        if rows is not None:
             yield axis, expression, position, rows
 
 
@@ -269,7 +284,7 @@ class StatedSizes:
     def note(self, module: str, sizes: Sequence[SizeExpression]) -> None:
         """Add the sizes of one expression in one call of a module."""
         fewer = {str(size.place) for size in sizes if self._shrinks(size.labels)}
-        beside = {str(size.place) for size in sizes if not size.place.is_number}
+        beside = {str(size.place) for size in sizes if not (size.place.is_number or size.alone)}
         self._changing |= fewer | (beside if fewer or any(self._shrinks(size.decides) for size in sizes) else set())
         for size in sizes:
             key = (module, str(size.place), size.position)

@@ -22,7 +22,7 @@ KEEPS_ZERO = (
 MOVES_ZERO = (
     "sigmoid hardsigmoid exp exp2 log log2 log10 rsqrt reciprocal cos acos cosh softplus log_sigmoid_forward logit "
     "threshold bitwise_not logical_not isnan isinf erfc bernoulli rand_like randn_like ones_like empty_like full_like "
-    "fill new_ones new_empty new_empty_strided new_full eq le ge isfinite heaviside logaddexp"
+    "fill eq le ge isfinite heaviside logaddexp"
 )
 SUMS = "add sub rsub maximum minimum fmax fmin ne lt gt logical_and logical_or bitwise_and bitwise_or atan2 hypot lerp"
 PRODUCTS = "mul div true_divide floor_divide remainder fmod xlogy"
@@ -30,9 +30,6 @@ SLOPES = (
     "tanh_backward sigmoid_backward threshold_backward silu_backward gelu_backward elu_backward softplus_backward "
     "leaky_relu_backward hardtanh_backward hardswish_backward hardsigmoid_backward mish_backward"
 )
-FRESH = frozenset({"new_ones", "new_empty", "new_empty_strided", "new_full"})
-
-
 IN_PLACE = ("", "_")
 
 
@@ -70,8 +67,6 @@ def keeps_zero(flow: LabelFlow, call: OperatorCall) -> None:
 @register_rule(*aten(MOVES_ZERO, IN_PLACE))
 def moves_zero(flow: LabelFlow, call: OperatorCall) -> None:
     """Pass fields without their zeros, as f(0) may be anything."""
-    if call.name.removeprefix("aten.") in FRESH and call.out.shape != call.args[0].shape:
-        return
     tensors = [argument for argument in call.args if isinstance(argument, torch.Tensor)]
     fields = flow.fields(tensors[0]) if len(tensors) == 1 else broadcast(flow, tensors, product=False)
     flow.set(call.outs[0], [Field(field.labels, zero=False) for field in fields])
@@ -155,33 +150,36 @@ def copy(flow: LabelFlow, call: OperatorCall) -> None:
     flow.set(call.out, [Field(field.labels, field.span in zero) for field in written])
 
 
-MADE = frozenset({"aten.zeros", "aten.full", "aten.new_zeros"})
-"""Operators whose results get labels even if no argument has any."""
+_MADE = aten("zeros ones empty full rand randn")
+_MADE_LIKE = aten("new_zeros new_ones new_empty new_empty_strided new_full")
+MADE = frozenset([*_MADE, *_MADE_LIKE])
+"""Operators that make a tensor of given sizes: it gets labels even if no argument has any."""
 
 
-@register_rule("aten.zeros", "aten.full")
+@register_rule(*_MADE)
 def made(flow: LabelFlow, call: OperatorCall) -> None:
-    """Give new labels to an axis whose size is an attribute of the running module or one of its children.
+    """Give new labels to every axis: what a tensor meets tells which of its sizes are numbers of channels.
 
     A state of `hidden_size` zeros is then coupled with what it meets; the trial tells whether its size really follows.
     """
-    sizes, zero = _size_attributes(flow), call.name != "aten.full" or call.args[1] == 0
-    axes = [axis for axis, size in enumerate(call.out.shape) if size > 1 and size in sizes]
-    ndim = call.out.dim()
+    ndim, zero = call.out.dim(), _is_zero(call)
+    axes = [axis for axis, size in enumerate(call.out.shape) if size > 1]
     flow.set(call.out, [Field(along(flow.union.new(call.out.shape[axis]), axis, ndim), zero) for axis in axes])
 
 
-def _size_attributes(flow: LabelFlow) -> set[int]:
-    if flow.model is None:
-        return set()
-    module = flow.model.get_submodule(flow.module)
-    return {value for part in (module, *module.children()) for value in vars(part).values() if type(value) is int}
+def _is_zero(call: OperatorCall) -> bool:
+    """Return whether a new tensor has zeros alone."""
+    value = call.arg(2 if "new_" in call.name else 1, "fill_value") if "full" in call.name else None
+    return "zeros" in call.name or (isinstance(value, (int, float)) and value == 0)
 
 
-@register_rule("aten.new_zeros")
+@register_rule(*_MADE_LIKE)
 def made_like(flow: LabelFlow, call: OperatorCall) -> None:
-    """Give new zeros the labels of a tensor if they have its shape, else new labels."""
-    (zeros if call.out.shape == call.args[0].shape else made)(flow, call)
+    """Give a new tensor the labels of another if it has its shape, else new labels."""
+    if call.out.shape == call.args[0].shape:
+        flow.set(call.out, [Field(field.labels, _is_zero(call)) for field in flow.fields(call.args[0])])
+    else:
+        made(flow, call)
 
 
 @register_rule("aten.zeros_like", "aten.zero", "aten.zero_")

@@ -123,9 +123,14 @@ def _classes(flow: LabelFlow, labels: Iterable[Labels]) -> Labels:
 
 
 def _axes(flow: LabelFlow, tensor: torch.Tensor) -> Axes | None:
-    """Return the labels by axis; None if a field lies on several axes jointly."""
+    """Return the labels by axis; None if a field lies on several axes jointly.
+
+    Those of a new tensor that met no parameter, such as the batch of a state of zeros, do not count.
+    """
     found: dict[int, Labels] = {}
     for one in flow.fields(tensor):
+        if flow.only_made(one.labels):
+            continue
         if len(one.span) != 1:
             return None
         axis = -1 if one.span[0] == tensor.dim() - 1 else one.span[0]

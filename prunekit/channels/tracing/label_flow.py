@@ -76,13 +76,13 @@ class LabelFlow:
         for field in fields:
             labels = field.labels if isinstance(field, Field) else field
             if labels is not None and labels.size:
-                if not self._only_made(labels):
+                if not self.only_made(labels):
                     self.locks.append(self.record(labels, reason))
                 self.union.lock(labels)
 
-    def _only_made(self, labels: Labels) -> bool:
+    def only_made(self, labels: Labels) -> bool:
         """Return whether no parameter has any of these labels: a user need not know of their lock."""
-        if self.first_made is None or labels.min() < self.first_made:
+        if self.first_made is None or ((labels < self.first_made) & (labels != LOCKED)).any():
             return False
         roots = self.union.find(labels)
         return bool(((roots >= self.first_made) | (roots == LOCKED)).all())

@@ -128,7 +128,7 @@ class LabelMode(OperatorMode):
             self._written(target, known)
         fields = tuple([flow.fields(o) for o in outs])
         counted = counted and flow.module not in flow.substituted
-        site, caller, owner = self._place(before and takes_sizes(name, args))
+        site, caller, owner = self._place((before and takes_sizes(name, args)) or name in MADE)
         constraints = tuple(flow.constraints[earlier:])
         reads = tuple(dict.fromkeys([self.made_by[id(tensor)] for tensor in inputs if id(tensor) in self.made_by]))
         operator = TracedOperator(
