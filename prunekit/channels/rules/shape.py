@@ -9,7 +9,7 @@ import numpy as np
 
 from prunekit.channels.constraints import Crossed, Padded, Rectangle
 from prunekit.channels.labels import Field, Labels, collapse, rows_along
-from prunekit.channels.rules.rule import OperatorCall, register_rule
+from prunekit.channels.rules.rule import OperatorCall, aten, register_rule
 from prunekit.channels.tracing.label_flow import LabelFlow
 
 
@@ -53,6 +53,10 @@ def reshape_labels(labels: Labels, old: Sequence[int], new: Sequence[int]) -> tu
     return np.broadcast_to(labels, full).reshape(target), splits
 
 
+SHAPES_IN_PLACE = frozenset(aten("squeeze_ unsqueeze_ transpose_ t_"))
+"""Operators that change the shape of a tensor in place, and none of its values."""
+
+
 @register_rule(
     "aten.view",
     "aten._unsafe_view",
@@ -66,8 +70,7 @@ def view(flow: LabelFlow, call: OperatorCall) -> None:
     """Repeat labels where axes are merged; leave a rectangle constraint for each pair that an axis is split into."""
     source, out = call.args[0], call.out
     if call.name.endswith("_") and source is out:  # the old shape is unknown by now
-        flow.lock(flow.fields(source), "shape changed in place")
-        flow.set(source, ())
+        _view_in_place(flow, call)
         return
     fields, before = [], flow.fields(source)
     for field in before:
@@ -86,6 +89,18 @@ def view(flow: LabelFlow, call: OperatorCall) -> None:
                 )
     fields = [field for k, field in enumerate(fields) if k not in dropped]
     flow.set(out, fields)
+
+
+def _view_in_place(flow: LabelFlow, call: OperatorCall) -> None:
+    """Add or drop the axes of size 1 that an operator names; where it names none, nothing tells which were dropped."""
+    fields, axes = flow.fields(call.out), call.arg(1, "dim", ())
+    axes = (axes,) if isinstance(axes, int) else tuple(axes)
+    change = np.expand_dims if call.name == "aten.unsqueeze_" else np.squeeze
+    sizes = {field.labels.ndim + (len(axes) if change is np.expand_dims else -len(axes)) for field in fields}
+    if not axes or sizes - {call.out.dim()}:
+        flow.lock(fields, "shape changed in place")
+        fields = ()
+    flow.set(call.out, [field.with_labels(change(field.labels, axes)) for field in fields])
 
 
 def _constrain(flow: LabelFlow, labels: Labels, axes: list[int]) -> None:
