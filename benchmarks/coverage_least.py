@@ -47,14 +47,17 @@ class Least:
     """What halving every width of a model leaves.
 
     Attributes:
-        inner: names of the inner weights.
-        entries: how many numbers they have.
-        left: how many of these halving leaves.
+        entries: how many numbers the inner weights have.
+        widths: how many of these halving leaves of each, by its name.
     """
 
-    inner: tuple[str, ...]
     entries: int
-    left: int
+    widths: Mapping[str, int]
+
+    @property
+    def left(self) -> int:
+        """How many numbers halving leaves."""
+        return sum(self.widths.values())
 
     @property
     def share(self) -> float:
@@ -166,4 +169,4 @@ def _counted(parameters: Mapping[str, nn.Parameter], widths: _Widths) -> Least:
         if name in widths.found.used and not widths.is_table(name, axes) and not widths.is_read(name, axes):
             inner.append(name)
     entries = sum(parameters[name].numel() for name in inner)
-    return Least(tuple(inner), entries, sum(widths.left(name, parameters[name].shape) for name in inner))
+    return Least(entries, {name: widths.left(name, parameters[name].shape) for name in inner})
