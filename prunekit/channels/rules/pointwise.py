@@ -165,17 +165,8 @@ def made(flow: LabelFlow, call: OperatorCall) -> None:
 
     A state of `hidden_size` zeros is then coupled with what it meets; the trial tells whether its size really follows.
     """
-    sizes, zero = _size_attributes(flow), call.name != "aten.full" or call.args[1] == 0
-    axes = [axis for axis, size in enumerate(call.out.shape) if size > 1 and size in sizes]
-    ndim = call.out.dim()
-    flow.set(call.out, [Field(along(flow.union.new(call.out.shape[axis]), axis, ndim), zero) for axis in axes])
-
-
-def _size_attributes(flow: LabelFlow) -> set[int]:
-    if flow.model is None:
-        return set()
-    module = flow.model.get_submodule(flow.module)
-    return {value for part in (module, *module.children()) for value in vars(part).values() if type(value) is int}
+    zero = call.name != "aten.full" or call.args[1] == 0
+    flow.set(call.out, flow.made_labels(call.out, range(call.out.dim()), zero=zero))
 
 
 @register_rule("aten.new_zeros")

@@ -26,7 +26,6 @@ from prunekit.channels.trial.float64 import AS_DOUBLE, OWN, Precision
 from prunekit.channels.trial.tolerance import TOLERANCE, relative_difference, rounding
 from prunekit.errors import ModelError, reason_of
 from prunekit.utils.context import same_draws
-from prunekit.utils.inputs import call
 from prunekit.utils.tensors import gather, map_tensors
 
 OperatorKey = tuple[str, str, int]
@@ -302,7 +301,7 @@ def _forward(
     with same_draws(model), mode_for_trace(model, run.training), stack, gradients, plain_attention(), precision():
         try:
             with watch:
-                output = call(model, example)
+                read = run.calls.read_outputs(model, example)
         except _Diverged as parted:
             parted.divergence = replace(parted.divergence, after=watch.total)
             raise
@@ -311,4 +310,4 @@ def _forward(
             owner = stack.path_of(innermost_module(error))
             where = Divergence(module, "", (module, "", -1), float("inf"), reason, after=watch.total, owner=owner)
             raise _Diverged(where) from error
-    return [tensor.detach() for tensor in plain_in(output)]
+    return [tensor.detach() for tensor in plain_in(read)]
