@@ -40,7 +40,7 @@ def onnx(model: nn.Module, example: tuple[Any, ...]) -> str:
             path = Path(folder) / "model.onnx"
             positional, named = split(deepcopy(example))
             torch.onnx.export(model, positional, str(path), kwargs=dict(named), dynamo=True, verbose=False)
-            return differing(_run(path, example), call(model, example))
+            return differing(run_onnx(path, example), call(model, example))
     except Exception as error:  # whatever the exporter, the runtime or the model's code does
         return in_short(error)
 
@@ -67,7 +67,8 @@ def in_short(error: BaseException) -> str:
     return f"{type(error).__name__}: {(lines or [''])[0]}"[:LONGEST]
 
 
-def _run(path: Path, example: tuple[Any, ...]) -> list[np.ndarray[Any, Any]]:
+def run_onnx(path: Path, example: tuple[Any, ...]) -> list[np.ndarray[Any, Any]]:
+    """What ONNX Runtime returns for an example."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

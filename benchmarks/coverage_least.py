@@ -39,6 +39,7 @@ from torch import nn
 
 from prunekit.channels.tracing.execution import plain_attention
 from prunekit.utils.inputs import as_example, call
+from prunekit.utils.outputs import ReadOutputs
 from prunekit.utils.tensors import gather
 
 
@@ -49,10 +50,12 @@ class Least:
     Attributes:
         entries: how many numbers the inner weights have.
         widths: how many of these halving leaves of each, by its name.
+        alike: the number of a class for each axis of each parameter: those of one class have one size.
     """
 
     entries: int
     widths: Mapping[str, int]
+    alike: Mapping[tuple[str, int], int]
 
     @property
     def left(self) -> int:
@@ -85,25 +88,10 @@ def least_left(model: nn.Module, given: Any, outputs: Any = None) -> Least:
 
 def read_by_user(model: nn.Module, output: Any, outputs: Any) -> Any:
     """The outputs that are read: those asked for, else all but state that is an argument of the model as well."""
-    if outputs is not None:
-        return _asked_for(output, outputs)
-    if not isinstance(output, Mapping):
-        return output
+    if outputs is not None or not isinstance(output, Mapping):
+        return ReadOutputs.given(outputs).of(output)
     arguments = inspect.signature(model.forward).parameters
     return {name: value for name, value in output.items() if name not in arguments}
-
-
-def _asked_for(output: Any, outputs: Any) -> Any:
-    if callable(outputs):
-        return outputs(output)
-    if isinstance(outputs, (list, tuple)):
-        return [_asked_for(output, one) for one in outputs]
-    for step in [outputs] if isinstance(outputs, int) else outputs.split("."):
-        if isinstance(output, Mapping):
-            output = output[step]
-        else:
-            output = output[int(step)] if isinstance(output, (tuple, list)) else getattr(output, step)
-    return output
 
 
 class _Widths:
@@ -169,4 +157,5 @@ def _counted(parameters: Mapping[str, nn.Parameter], widths: _Widths) -> Least:
         if name in widths.found.used and not widths.is_table(name, axes) and not widths.is_read(name, axes):
             inner.append(name)
     entries = sum(parameters[name].numel() for name in inner)
-    return Least(entries, {name: widths.left(name, parameters[name].shape) for name in inner})
+    alike = {place: widths.found.find(one) for place, one in widths.id_of.items()}
+    return Least(entries, {name: widths.left(name, parameters[name].shape) for name in inner}, alike)

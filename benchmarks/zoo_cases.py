@@ -10,6 +10,10 @@ import torch
 from torch import nn
 
 
+OWN = "dense too"
+"""How what a check says begins where the dense model fails in it, too: then it is the model's own."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A model as users call it.
