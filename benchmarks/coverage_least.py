@@ -38,7 +38,7 @@ from axis_flow import CONSTANT, INPUT, Axis, AxisFlow, Found, Ids, size_of
 from torch import nn
 
 from prunekit.channels.tracing.execution import plain_attention
-from prunekit.utils.inputs import as_example, call
+from prunekit.utils.inputs import arguments_by_name, as_example, call
 from prunekit.utils.outputs import ReadOutputs
 from prunekit.utils.tensors import gather
 
@@ -80,18 +80,20 @@ def least_left(model: nn.Module, given: Any, outputs: Any = None) -> Least:
     flow = AxisFlow(model.eval(), example)
     with torch.no_grad(), plain_attention(), flow:
         output = call(model, example)
-    read = [part for tensor in gather(read_by_user(model, output, outputs)) for axis in flow.axes(tensor) for part in axis]
+    tensors = gather(read_by_user(model, example, output, outputs))
+    read = [part for tensor in tensors for axis in flow.axes(tensor) for part in axis]
     found = flow.found
     seen = found.roots(one for _, ids in read for one in ids) - {INPUT, CONSTANT}
     return _counted(dict(model.named_parameters()), _Widths(found, seen))
 
 
-def read_by_user(model: nn.Module, output: Any, outputs: Any) -> Any:
-    """The outputs that are read: those asked for, else all but state that is an argument of the model as well."""
+def read_by_user(model: nn.Module, example: tuple[Any, ...], output: Any, outputs: Any) -> Any:
+    """The outputs that are read: those asked for, else all but state, which has the name of an argument left out."""
     if outputs is not None or not isinstance(output, Mapping):
         return ReadOutputs.given(outputs).of(output)
-    arguments = inspect.signature(model.forward).parameters
-    return {name: value for name, value in output.items() if name not in arguments}
+    given = arguments_by_name(model, example)
+    left_out = {name for name in inspect.signature(model.forward).parameters if given.get(name) is None}
+    return {name: value for name, value in output.items() if name not in left_out}
 
 
 class _Widths:
