@@ -38,7 +38,8 @@ from axis_flow import CONSTANT, INPUT, Axis, AxisFlow, Found, Ids, size_of
 from torch import nn
 
 from prunekit.channels.tracing.execution import plain_attention
-from prunekit.utils.inputs import as_example, call
+from prunekit.utils.inputs import arguments_by_name, as_example, call
+from prunekit.utils.outputs import ReadOutputs
 from prunekit.utils.tensors import gather
 
 
@@ -47,14 +48,19 @@ class Least:
     """What halving every width of a model leaves.
 
     Attributes:
-        inner: names of the inner weights.
-        entries: how many numbers they have.
-        left: how many of these halving leaves.
+        entries: how many numbers the inner weights have.
+        widths: how many of these halving leaves of each, by its name.
+        alike: the number of a class for each axis of each parameter: those of one class have one size.
     """
 
-    inner: tuple[str, ...]
     entries: int
-    left: int
+    widths: Mapping[str, int]
+    alike: Mapping[tuple[str, int], int]
+
+    @property
+    def left(self) -> int:
+        """How many numbers halving leaves."""
+        return sum(self.widths.values())
 
     @property
     def share(self) -> float:
@@ -74,33 +80,20 @@ def least_left(model: nn.Module, given: Any, outputs: Any = None) -> Least:
     flow = AxisFlow(model.eval(), example)
     with torch.no_grad(), plain_attention(), flow:
         output = call(model, example)
-    read = [part for tensor in gather(read_by_user(model, output, outputs)) for axis in flow.axes(tensor) for part in axis]
+    tensors = gather(read_by_user(model, example, output, outputs))
+    read = [part for tensor in tensors for axis in flow.axes(tensor) for part in axis]
     found = flow.found
     seen = found.roots(one for _, ids in read for one in ids) - {INPUT, CONSTANT}
     return _counted(dict(model.named_parameters()), _Widths(found, seen))
 
 
-def read_by_user(model: nn.Module, output: Any, outputs: Any) -> Any:
-    """The outputs that are read: those asked for, else all but state that is an argument of the model as well."""
-    if outputs is not None:
-        return _asked_for(output, outputs)
-    if not isinstance(output, Mapping):
-        return output
-    arguments = inspect.signature(model.forward).parameters
-    return {name: value for name, value in output.items() if name not in arguments}
-
-
-def _asked_for(output: Any, outputs: Any) -> Any:
-    if callable(outputs):
-        return outputs(output)
-    if isinstance(outputs, (list, tuple)):
-        return [_asked_for(output, one) for one in outputs]
-    for step in [outputs] if isinstance(outputs, int) else outputs.split("."):
-        if isinstance(output, Mapping):
-            output = output[step]
-        else:
-            output = output[int(step)] if isinstance(output, (tuple, list)) else getattr(output, step)
-    return output
+def read_by_user(model: nn.Module, example: tuple[Any, ...], output: Any, outputs: Any) -> Any:
+    """The outputs that are read: those asked for, else all but state, which has the name of an argument left out."""
+    if outputs is not None or not isinstance(output, Mapping):
+        return ReadOutputs.given(outputs).of(output)
+    given = arguments_by_name(model, example)
+    left_out = {name for name in inspect.signature(model.forward).parameters if given.get(name) is None}
+    return {name: value for name, value in output.items() if name not in left_out}
 
 
 class _Widths:
@@ -166,4 +159,5 @@ def _counted(parameters: Mapping[str, nn.Parameter], widths: _Widths) -> Least:
         if name in widths.found.used and not widths.is_table(name, axes) and not widths.is_read(name, axes):
             inner.append(name)
     entries = sum(parameters[name].numel() for name in inner)
-    return Least(tuple(inner), entries, sum(widths.left(name, parameters[name].shape) for name in inner))
+    alike = {place: widths.found.find(one) for place, one in widths.id_of.items()}
+    return Least(entries, {name: widths.left(name, parameters[name].shape) for name in inner}, alike)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+
+
+OWN = "dense too"
+"""How what a check says begins where the dense model fails in it, too: then it is the model's own."""
 
 
 @dataclass(frozen=True)
@@ -18,13 +22,19 @@ class Case:
         model: with random weights.
         inputs: an example of as many samples as asked for: positional arguments, or a mapping of arguments by name.
         outputs: which outputs the user reads, as `prunekit.prune` takes it; None: all of them.
-        generates: whether the model has a `generate` that its users call.
+        checks: by the column of the table, what users do with such a model once it is pruned. Each is given this case,
+            the result of `prunekit.prune` and the example, and returns `yes` or what is wrong.
     """
 
     model: nn.Module
     inputs: Callable[[int], tuple[Any, ...] | dict[str, Any]]
     outputs: Any = None
-    generates: bool = False
+    checks: Mapping[str, Callable[[Case, Any, tuple[Any, ...]], str]] = field(default_factory=dict)
+
+    @property
+    def wanted(self) -> dict[str, Any]:
+        """The argument that tells which outputs are read; none where all are."""
+        return {} if self.outputs is None else {"outputs": self.outputs}
 
 
 class Zoo(Protocol):

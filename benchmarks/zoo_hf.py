@@ -8,6 +8,7 @@ value heads as their published configurations have.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +17,12 @@ import transformers
 from torch import Tensor
 from zoo_cases import Case
 
+import prunekit
+
 Inputs = Callable[[int], dict[str, Tensor]]
 
 SIZE = "32"
-WORDS, LENGTH = 99, 12
+WORDS, LENGTH, TOKENS = 99, 12, 8
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -56,7 +59,19 @@ def build(name: str, side: int | None) -> Case:
     """A model with random weights; its images are of 32 or 64 pixels, whatever `side` says."""
     entry = ENTRIES[name]
     model = getattr(transformers, entry.model)(entry.config()).eval()
-    return Case(model, entry.inputs, outputs=entry.outputs, generates=entry.generates)
+    return Case(model, entry.inputs, entry.outputs, {"generates": generates} if entry.generates else {})
+
+
+def generates(case: Case, pruned: Any, example: tuple[Any, ...]) -> str:
+    """Whether the compact model generates the tokens that the masked one does, greedily and in float64."""
+    named = {name: value.double() if value.is_floating_point() else value for name, value in example[-1].items()}
+    prompt = {name: value for name, value in named.items() if not name.startswith("decoder_")}
+    settings = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False, "num_beams": 1}
+    dense, compact = deepcopy(case.model).double().eval(), deepcopy(pruned.model).double().eval()
+    with torch.no_grad(), prunekit.masked(dense, pruned.plan, restore=True) as masked:
+        want = masked.generate(**prompt, **settings)
+    got = compact.generate(**prompt, **settings)
+    return "yes" if torch.equal(want, got) else f"{got[0, -TOKENS:].tolist()} for {want[0, -TOKENS:].tolist()}"
 
 
 def text(batch: int) -> dict[str, Tensor]:
@@ -146,15 +161,10 @@ def _image_in_text(batch: int) -> dict[str, Tensor]:
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), **_image()(batch)}
 
 
-def _maskformer() -> Any:
-    return transformers.MaskFormerConfig(
-        backbone_config=transformers.ResNetConfig(
-            embedding_size=16, **STAGES, out_features=["stage1", "stage2", "stage3", "stage4"]
-        ),
-        decoder_config=transformers.DetrConfig(backbone_config=_backbone(), **SIDES, num_queries=6, d_model=64),
-        fpn_feature_size=32,
-        mask_feature_size=32,
-    )
+def _upernet() -> Any:
+    backbone = transformers.ConvNextConfig(**CONVNEXT, out_features=["stage1", "stage2", "stage3", "stage4"])
+    return transformers.UperNetConfig(backbone_config=backbone, hidden_size=32, auxiliary_in_channels=64,
+                                      auxiliary_channels=16)
 
 
 def _encoder(model: str, config: str, *parts: dict[str, Any], **more: Any) -> Entry:
@@ -193,8 +203,7 @@ ENTRIES = {
     "glpn": _vision("GLPNForDepthEstimation", "GLPNConfig", PYRAMID, side=64),
     "pvt": _vision("PvtForImageClassification", "PvtConfig", image_size=64, hidden_sizes=[16, 32, 48, 64],
                    depths=[1, 1, 1, 1], num_attention_heads=[1, 2, 4, 4], side=64),
-    "maskformer": Entry("MaskFormerForInstanceSegmentation", _maskformer, _image(64),
-                        ("class_queries_logits", "masks_queries_logits")),
+    "upernet": Entry("UperNetForSemanticSegmentation", _upernet, _image(64)),
     "detr": Entry("DetrForObjectDetection", _detr, _image(64), ("logits", "pred_boxes")),
     "yolos": Entry("YolosForObjectDetection", _config("YolosConfig", PATCHES, image_size=[32, 32],
                    num_detection_tokens=6), _image(), ("logits", "pred_boxes")),
