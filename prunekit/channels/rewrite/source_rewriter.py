@@ -89,7 +89,7 @@ def _shrunk(old: list[int], new: list[int]) -> bool:
 
 def integers(value: Any) -> list[int] | None:
     """Return the integers that a value consists of; None if it is anything else."""
-    items = list(value) if type(value) in (list, tuple) else [value]
+    items = list(value) if type(value) in (list, tuple, torch.Size) else [value]
     return items if items and all(type(item) is int for item in items) else None
 
 

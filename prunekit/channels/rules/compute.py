@@ -58,11 +58,10 @@ _SPATIAL |= {f"aten.{name}{suffix}": n for name, n in (
 def spatial(flow: LabelFlow, call: OperatorCall) -> None:
     """Pass channels through pooling and interpolation, which treat each by itself."""
     source = call.args[0]
-    slid = set(range(source.dim() - _SPATIAL[call.name], source.dim()))
-    fields = flow.fields(source)
-    flow.lock([field for field in fields if set(field.span) & slid], "pooling slides over these channels")
+    slid = range(source.dim() - _SPATIAL[call.name], source.dim())
+    fields = flow.tied_along(slid, flow.fields(source), "pooling slides over these channels")
     for out in call.outs:
-        flow.set(out, [field for field in fields if not set(field.span) & slid])
+        flow.set(out, fields)
 
 
 _ZERO_OF_ZEROS = frozenset(aten("sum mean amax amin prod std var norm linalg_vector_norm"))
@@ -91,7 +90,7 @@ def reduction(flow: LabelFlow, call: OperatorCall) -> None:
         if set(field.span) - reduced:  # all of the reduced axes must be there
             kept.append(field.with_labels(flow.union.tie(field.labels, sorted(shared))))
             continue
-        harmless = field.zero and _adds_nothing(call)
+        harmless = (field.zero and _adds_nothing(call)) or (field.true and call.name == "aten.all")
         reason = None if harmless else f"{call.name} over these channels: their number or their zeros would change it"
         if reason is not None and flow.module in flow.substituted:
             flow.lock_if_read(call.out, field.labels, reason)
@@ -119,7 +118,7 @@ def along_axis(flow: LabelFlow, call: OperatorCall) -> None:
     """Mix all positions of one axis: that axis is locked, or tied where it is labeled jointly with others."""
     source = call.args[0]
     axis = call.arg(1, "dim", -1) % max(source.dim(), 1)
-    tied = flow.tied_along(axis, flow.fields(source), f"{call.name} mixes these channels")
+    tied = flow.tied_along([axis], flow.fields(source), f"{call.name} mixes these channels")
     flow.set(call.out, [Field(field.labels, zero=False) for field in tied])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from torch.nn.modules.conv import _ConvNd
 
 from prunekit.channels.constraints import NOT_ZERO, Grouped
@@ -25,13 +24,14 @@ def convolution(flow: LabelFlow, call: OperatorCall) -> None:
     source, weight, bias = call.args[0], call.args[1], call.arg(2, "bias")
     transposed, groups = bool(call.arg(6, "transposed", False)), int(call.arg(8, "groups", 1))
     untouched = {axis for axis in range(2, source.dim()) if _leaves_alone(call, axis - 2)}
-    passing = [field for field in flow.fields(source) if field.span and set(field.span) <= untouched]
-    sliding = [field for field in flow.fields(source) if set(field.span) - {0, 1} and field not in passing]
-    flow.lock(sliding, "a convolution slides over these channels")
+    slid = [axis for axis in range(2, source.dim()) if axis not in untouched]
+    fields = flow.tied_along(slid, flow.fields(source), "a convolution slides over these channels")
+    fields = [flow.tied(flow.tied(field, untouched), [1] if 0 in field.span else []) for field in fields]
+    passing = [field for field in fields if set(field.span) <= untouched]
+    rows = [field for field in fields if field.span == (0,)]  # such as heads merged with the batch
     for axis in range(2, weight.dim()):
         flow.fix(flow.on_axis(weight, axis, "channels that are spread over a kernel's positions")[0])
-    rows = _whole_rows(flow, source)
-    x, x_zero = flow.on_axis(source, 1, "a convolution slides over these channels")
+    x, x_zero = flow.vector(fields, 1, "a convolution slides over these channels")
     first, first_zero = flow.on_axis(weight, 0, "channels that are spread over several axes of a kernel")
     second, second_zero = flow.on_axis(weight, 1, "channels that are spread over several axes of a kernel")
     positions = (source if transposed else call.out).shape[2:].numel()
@@ -70,19 +70,6 @@ def _leaves_alone(call: OperatorCall, index: int) -> bool:
     stride, padding = call.args[3], call.args[4]
     step, added = (given[index if len(given) > 1 else 0] for given in (stride, padding))
     return bool(call.args[1].shape[2 + index] == 1 and step == 1 and added == 0)
-
-
-def _whole_rows(flow: LabelFlow, source: torch.Tensor) -> list[Field]:
-    """Return fields on the batch axis, such as heads merged with it: each row of the batch is computed by itself.
-
-    Fields that lie on channels too are tied along them, so that whole rows are removed.
-    """
-    fields = [
-        field.with_labels(flow.union.tie(field.labels, [1])) if field.span == (0, 1) else field
-        for field in flow.fields(source)
-    ]
-    flow.set(source, fields)
-    return [field for field in fields if field.span == (0,)]
 
 
 def _by_whole_groups(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ def _without(flow: LabelFlow, fields: Sequence[Field], axis: int, reason: str) -
 
     Queries, keys and values on an axis of size 3 then lose the same heads.
     """
-    return [field.with_labels(np.squeeze(field.labels, axis)) for field in flow.tied_along(axis, fields, reason)]
+    return [field.with_labels(np.squeeze(field.labels, axis)) for field in flow.tied_along([axis], fields, reason)]
 
 
 @register_rule("aten.select")
@@ -63,8 +63,8 @@ def split(flow: LabelFlow, call: OperatorCall) -> None:
 @register_rule("aten.cat", "aten.stack")
 def concatenate(flow: LabelFlow, call: OperatorCall) -> None:
     """Concatenate labels; a part without labels on that axis has locked positions."""
-    tensors: list[Any] = [tensor for tensor in call.args[0] if tensor.dim() > 1 or tensor.numel()]
     axis = call.arg(1, "dim", 0) % call.out.dim()
+    tensors: list[Any] = [tensor for tensor in call.args[0] if tensor.dim() > axis and tensor.shape[axis]]
     if call.name == "aten.stack":
         fields = _common(flow, [tuple(t.shape) for t in call.args[0]], [list(flow.fields(t)) for t in call.args[0]])
         flow.set(call.out, [field.with_labels(np.expand_dims(field.labels, axis)) for field in fields])
@@ -72,17 +72,36 @@ def concatenate(flow: LabelFlow, call: OperatorCall) -> None:
     columns: list[Labels] = []
     zero = True
     joint = _joint(flow, tensors, axis)
-    for tensor in tensors:
-        reason = "concatenated along an axis that shares its channels with another"
-        labels, is_zero = flow.on_axis(tensor, axis, reason, except_spans=joint)
+    parts = [_part(flow, tensors, index, axis, joint) for index in range(len(tensors))]
+    for tensor, part in zip(tensors, parts, strict=True):
+        labels, is_zero = flow.vector(part, axis, "concatenated along an axis that shares its channels with another")
         columns.append(np.zeros(tensor.shape[axis], dtype=np.int64) if labels is None else labels)
         zero = zero and (is_zero or labels is None)
     shape = [1] * call.out.dim()
     shape[axis] = -1
     joined = Field(np.concatenate(columns).reshape(shape), zero)
     one = [tuple(1 if a == axis else size for a, size in enumerate(tensor.shape)) for tensor in tensors]
-    others = [[field for field in flow.fields(tensor) if axis not in field.span] for tensor in tensors]
+    others = [[field for field in part if axis not in field.span] for part in parts]
     flow.set(call.out, [*([joined] if joined.labels.any() else []), *joint.values(), *_common(flow, one, others)])
+
+
+def _part(
+    flow: LabelFlow, tensors: Sequence[Any], index: int, axis: int, joint: Container[tuple[int, ...]]
+) -> list[Field]:
+    """Return the fields of one of the concatenated tensors, without those that all of them have jointly.
+
+    A field on the axis and on others is tied: along the axis where every other tensor has channels on those others, as
+    a class token has; else along the others, so that it brings whole channels.
+    """
+    beside = [
+        {axis for field in flow.fields(tensor) for axis in field.span} for i, tensor in enumerate(tensors) if i != index
+    ]
+    fields = []
+    for field in flow.fields(tensors[index]):
+        if field.span not in joint:
+            rest = set(field.span) - {axis}
+            fields.append(flow.tied(field, [axis] if all(rest <= other for other in beside) else rest))
+    return fields
 
 
 def _joint(flow: LabelFlow, tensors: Sequence[Any], axis: int) -> dict[tuple[int, ...], Field]:
@@ -108,10 +127,10 @@ def _common(flow: LabelFlow, shapes: list[tuple[int, ...]], others: list[list[Fi
 
 @register_rule("aten.unfold")
 def windows(flow: LabelFlow, call: OperatorCall) -> None:
-    """Lock the axis along which windows slide, and pass the others."""
-    axis, fields = call.args[1] % call.args[0].dim(), flow.fields(call.args[0])
-    flow.lock([field for field in fields if axis in field.span], "windows slide over these channels")
-    flow.set(call.out, [f.with_labels(f.labels[..., None]) for f in fields if axis not in f.span])
+    """Lock the axis along which windows slide, or tie along it, and pass the others."""
+    axis = call.args[1] % call.args[0].dim()
+    fields = flow.tied_along([axis], flow.fields(call.args[0]), "windows slide over these channels")
+    flow.set(call.out, [field.with_labels(field.labels[..., None]) for field in fields])
 
 
 @register_rule("aten.index_select", "aten.index", "aten.as_strided")
@@ -132,18 +151,21 @@ def _index_rows(flow: LabelFlow, call: OperatorCall) -> bool:
     picked = _picked(flow, call)
     if picked is None:
         return False
-    fields = [field for field in flow.fields(call.args[0]) if not set(picked.axes) & set(field.span)]
-    flow.set(call.out, [field.with_labels(picked.forth(field.labels)) for field in fields])
+    flow.set(call.out, [field.with_labels(picked.forth(field.labels)) for field in picked.fields])
     return True
 
 
 @dataclass(frozen=True)
 class _Picked:
-    """Axes that integers pick from, and the `fresh` axes of the integers that come from position `first` instead."""
+    """Axes that integers pick from, and the `fresh` axes of the integers that come from position `first` instead.
+
+    `fields` of the source are the same at all positions of these axes.
+    """
 
     axes: tuple[int, ...]
     first: int
     fresh: int
+    fields: list[Field]
 
     def forth(self, labels: Labels) -> Labels:
         """Return labels of the source, the same at all positions of `axes`, as labels of the result."""
@@ -166,9 +188,9 @@ def _picked(flow: LabelFlow, call: OperatorCall) -> _Picked | None:
         return None
     axes = tuple(sorted(indices))
     first = axes[0] if axes == tuple(range(axes[0], axes[-1] + 1)) else 0  # apart from each other they go to the front
-    flow.lock([field for field in flow.fields(source) if set(axes) & set(field.span)], PICKED)
+    fields = flow.tied_along(axes, flow.fields(source), PICKED)
     flow.lock([field for index in indices.values() for field in flow.fields(index)], DECIDES)
-    return _Picked(axes, first, max(index.dim() for index in indices.values()))
+    return _Picked(axes, first, max(index.dim() for index in indices.values()), fields)
 
 
 @register_rule("aten.index_put", "aten.index_put_", "aten._index_put_impl_")
@@ -181,13 +203,11 @@ def put(flow: LabelFlow, call: OperatorCall) -> None:
         return
     shape, fields = aligned(flow, values, target.dim() - len(picked.axes) + picked.fresh)
     fresh = range(picked.first, picked.first + picked.fresh)
-    flow.lock([field for field in fields if set(fresh) & set(field.span)], PICKED)
     written = [
         field.with_labels(field.labels.reshape(picked.back(field.labels.shape)))
-        for field in fields
-        if not set(fresh) & set(field.span)
+        for field in flow.tied_along(fresh, fields, PICKED)
     ]
-    known = [field for field in flow.fields(target) if not set(picked.axes) & set(field.span)]
+    known = picked.fields
     apart = not {axis for field in known for axis in field.span} & {axis for field in written for axis in field.span}
     if known and not (apart and all(flow.is_made(field) for field in known)):
         flow.set(call.out, flow.pointwise([(tuple(target.shape), known), (picked.back(shape), written)], product=False))
@@ -220,14 +240,12 @@ _ORDERED = {
 
 @register_rule(*_ORDERED)
 def ordered(flow: LabelFlow, call: OperatorCall) -> None:
-    """Lock the axis whose positions are compared with each other, and pass the others."""
+    """Lock the axis whose positions are compared with each other, or tie along it, and pass the others."""
     source, outs = call.args[0], call.outs
     axis = call.arg(_ORDERED[call.name], "dim", -1) % max(source.dim(), 1)
     whole = outs[0].dim() < source.dim() - 1  # the median of a whole tensor
-    fields = flow.fields(source)
-    mixed = [field for field in fields if whole or axis in field.span]
-    flow.lock(mixed, f"{call.name} compares these channels with each other")
-    rest = [field for field in fields if field not in mixed]
+    axes = range(source.dim()) if whole else [axis]
+    rest = flow.tied_along(axes, flow.fields(source), f"{call.name} compares these channels with each other")
     for out in outs:
         dropped = (axis,) if out.dim() < source.dim() else ()
         flow.set(out, [Field(np.squeeze(field.labels, dropped), zero=False) for field in rest])

@@ -29,9 +29,11 @@ def batch_norm(flow: LabelFlow, call: OperatorCall) -> None:
     """Merge the parameters and statistics of each channel with the labels of the input."""
     source = call.args[0]
     tensors = [argument if isinstance(argument, torch.Tensor) else None for argument in call.args[1:5]]
+    # Without running statistics they are taken over the other axes.
+    over = set(range(source.dim())) - {1} if len(tensors) < 3 or tensors[2] is None else set()
+    flow.set(source, [flow.tied(field, over) for field in flow.fields(source)])
     fields = _each_channel(flow, call, *tensors)
-    if len(tensors) < 3 or tensors[2] is None:  # without running statistics they are taken over the other axes
-        _take_statistics(flow, fields, set(range(source.dim())) - {1})
+    _take_statistics(flow, fields, over)
     for vector in call.outs[1:]:
         if tuple(vector.shape) == (source.shape[1],):
             flow.set(vector, [Field(f.labels.reshape(-1), zero=False) for f in fields if f.span == (1,)])
@@ -61,7 +63,8 @@ def layer_norm(flow: LabelFlow, call: OperatorCall) -> None:
     vectors = [argument for argument in affine if isinstance(argument, torch.Tensor)]
     lead = source.dim() - len(shape)
     together = set(range(lead, source.dim()))
-    flow.set(source, [_whole_rows(flow, field, together) for field in flow.fields(source)])
+    # What lies on other axes too, such as heads, is removed in whole rows.
+    flow.set(source, [flow.tied(field, together) for field in flow.fields(source)])
     operands = [_lifted(flow, source, 0, source.dim()), *(_lifted(flow, v, lead, source.dim()) for v in vectors)]
     if not vectors and len(shape) > 1:
         flow.lock([f for f in flow.fields(source) if set(f.span) & together], f"{TOGETHER}, and with other axes")
@@ -71,19 +74,13 @@ def layer_norm(flow: LabelFlow, call: OperatorCall) -> None:
         flow.set(statistic, [Field(field.labels, zero=False) for field in rows])
 
 
-def _whole_rows(flow: LabelFlow, field: Field, together: set[int]) -> Field:
-    """Return a field that lies on other axes too, such as heads, tied along `together`: whole rows are removed."""
-    inside = sorted(set(field.span) & together)
-    return field if len(inside) in (0, len(field.span)) else field.with_labels(flow.union.tie(field.labels, inside))
-
-
 @register_rule("aten.native_group_norm")
 def group_norm(flow: LabelFlow, call: OperatorCall) -> None:
     """Tie the same positions of all groups, so that the number of groups stays."""
     source, weight, bias = call.args[:3]
     groups = int(call.args[6])
-    spatial = set(range(2, source.dim()))
-    flow.lock([f for f in flow.fields(source) if set(f.span) & spatial], "a norm averages over these channels")
+    spatial = range(2, source.dim())
+    flow.set(source, flow.tied_along(spatial, flow.fields(source), "a norm averages over these channels"))
     if groups == source.shape[1]:
         fields = [field for field in _each_channel(flow, call, weight, bias) if field.span == (1,)]
         for statistic in call.out[1:]:  # (N, groups)

@@ -62,7 +62,7 @@ def fill_rows(flow: LabelFlow, call: OperatorCall) -> None:
 def _beside(flow: LabelFlow, tensor: torch.Tensor, axis: int) -> Operand:
     """Return a tensor's shape and fields without an axis that integers pick from: what lies there is locked or tied."""
     shape = tuple(1 if a == axis else size for a, size in enumerate(tensor.shape))
-    return shape, flow.tied_along(axis, flow.fields(tensor), PICKED)
+    return shape, flow.tied_along([axis], flow.fields(tensor), PICKED)
 
 
 def _of_index(flow: LabelFlow, index: torch.Tensor, operand: Operand) -> Operand:

@@ -9,7 +9,7 @@ import numpy as np
 
 from prunekit.channels.constraints import Crossed, Padded, Rectangle
 from prunekit.channels.labels import Field, Labels, collapse, rows_along
-from prunekit.channels.rules.rule import OperatorCall, register_rule
+from prunekit.channels.rules.rule import OperatorCall, aten, register_rule
 from prunekit.channels.tracing.label_flow import LabelFlow
 
 
@@ -53,6 +53,10 @@ def reshape_labels(labels: Labels, old: Sequence[int], new: Sequence[int]) -> tu
     return np.broadcast_to(labels, full).reshape(target), splits
 
 
+SHAPES_IN_PLACE = frozenset(aten("squeeze_ unsqueeze_ transpose_ t_"))
+"""Operators that change the shape of a tensor in place, and none of its values."""
+
+
 @register_rule(
     "aten.view",
     "aten._unsafe_view",
@@ -66,8 +70,7 @@ def view(flow: LabelFlow, call: OperatorCall) -> None:
     """Repeat labels where axes are merged; leave a rectangle constraint for each pair that an axis is split into."""
     source, out = call.args[0], call.out
     if call.name.endswith("_") and source is out:  # the old shape is unknown by now
-        flow.lock(flow.fields(source), "shape changed in place")
-        flow.set(source, ())
+        _view_in_place(flow, call)
         return
     fields, before = [], flow.fields(source)
     for field in before:
@@ -86,6 +89,18 @@ def view(flow: LabelFlow, call: OperatorCall) -> None:
                 )
     fields = [field for k, field in enumerate(fields) if k not in dropped]
     flow.set(out, fields)
+
+
+def _view_in_place(flow: LabelFlow, call: OperatorCall) -> None:
+    """Add or drop the axes of size 1 that an operator names; where it names none, nothing tells which were dropped."""
+    fields, axes = flow.fields(call.out), call.arg(1, "dim", ())
+    axes = (axes,) if isinstance(axes, int) else tuple(axes)
+    change = np.expand_dims if call.name == "aten.unsqueeze_" else np.squeeze
+    sizes = {field.labels.ndim + (len(axes) if change is np.expand_dims else -len(axes)) for field in fields}
+    if not axes or sizes - {call.out.dim()}:
+        flow.lock(fields, "shape changed in place")
+        fields = ()
+    flow.set(call.out, [field.with_labels(change(field.labels, axes)) for field in fields])
 
 
 def _constrain(flow: LabelFlow, labels: Labels, axes: list[int]) -> None:
@@ -135,15 +150,8 @@ def expand(flow: LabelFlow, call: OperatorCall) -> None:
 
 def replay(flow: LabelFlow, call: OperatorCall, axes: Sequence[int], reason: str, *, zero: bool = True) -> None:
     """Lock fields that lie only on `axes`, whose positions the operator changes, and tie the others along them."""
-    passing = []
-    for field in flow.fields(call.args[0]):
-        shared = [axis for axis in field.span if axis in axes]
-        if len(shared) == len(field.span):
-            flow.lock([field], reason)
-            continue
-        labels = flow.union.tie(field.labels, shared) if shared else field.labels
-        passing.append(Field(labels, field.zero and zero))
-    flow.set(call.out, passing)
+    passing = flow.tied_along(axes, flow.fields(call.args[0]), reason)
+    flow.set(call.out, [Field(field.labels, field.zero and zero) for field in passing])
 
 
 PICKED = "positions of this axis are picked by number"
@@ -165,11 +173,8 @@ def cut(flow: LabelFlow, call: OperatorCall) -> None:
         flow.set(call.out, flow.fields(source))
     else:
         first = min(first + source.shape[axis] if first < 0 else first, source.shape[axis])
-        alone = [
-            f if f.span == (axis,) or axis not in f.span else f.with_labels(flow.union.tie(f.labels, [axis]))
-            for f in flow.fields(source)
-        ]
-        flow.set(call.out, part(flow, alone, axis, first, first + size))
+        tied = [flow.tied(field, [axis]) for field in flow.fields(source)]
+        flow.set(call.out, part(flow, tied, axis, first, first + size))
 
 
 def part(flow: LabelFlow, fields: Sequence[Field], axis: int, start: int, stop: int) -> list[Field]:
@@ -204,8 +209,11 @@ def pad(flow: LabelFlow, call: OperatorCall) -> None:
 def _padded(flow: LabelFlow, field: Field, changed: dict[int, Sequence[int]], filled: bool) -> Field:
     """Return the field with the added positions, which stay or are removed with what they were added to.
 
-    On other axes of a field, only added zeros leave removed entries zero.
+    On other axes of a field, only added zeros leave removed entries zero. A map is padded on several axes: what lies
+    on channels as well is removed in whole channels.
     """
+    if sum(axis in field.span for axis in changed) > 1:
+        field = flow.tied(field, changed)
     amounts = [tuple(changed.get(axis, (0, 0))) if axis in field.span else (0, 0) for axis in range(field.labels.ndim)]
     added = [axis for axis in changed if axis in field.span]
     labels = np.pad(field.labels, amounts)

@@ -6,7 +6,7 @@ of what comes out; on the way it merges and locks labels, leaves constraints, an
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,13 +77,13 @@ class LabelFlow:
         for field in fields:
             labels = field.labels if isinstance(field, Field) else field
             if labels is not None and labels.size:
-                if not self._only_made(labels):
+                if not self.only_made(labels):
                     self.locks.append(self.record(labels, reason))
                 self.union.lock(labels)
 
-    def _only_made(self, labels: Labels) -> bool:
+    def only_made(self, labels: Labels) -> bool:
         """Return whether no parameter has any of these labels: a user need not know of their lock."""
-        if self.first_made is None or labels.min() < self.first_made:
+        if self.first_made is None or ((labels < self.first_made) & (labels != LOCKED)).any():
             return False
         roots = self.union.find(labels)
         return bool(((roots >= self.first_made) | (roots == LOCKED)).all())
@@ -93,15 +93,13 @@ class LabelFlow:
         return self.first_made is not None and bool(field.labels.min() >= self.first_made)
 
     def made_labels(self, tensor: torch.Tensor, axes: Iterable[int], *, zero: bool = False) -> list[Field]:
-        """Return new labels for those of some axes whose size is an attribute of the running module or of a child.
+        """Return new labels for axes whose size nothing but Python decides on.
 
-        Nothing but Python decides on their size; they are coupled with what they meet, and the trial tells whether the
-        size really follows.
+        They are coupled with what they meet, and the trial tells whether the size really follows.
         """
-        sizes = self._size_attributes()
         found = []
         for axis in axes:
-            if tensor.shape[axis] > 1 and tensor.shape[axis] in sizes:
+            if tensor.shape[axis] > 1:
                 labels = self.union.new(tensor.shape[axis])
                 self._any_size.add(int(labels[0]))
                 found.append(Field(along(labels, axis, tensor.dim()), zero))
@@ -109,13 +107,7 @@ class LabelFlow:
 
     def has_any_size(self, field: Field) -> bool:
         """Return whether a field still has the labels that `made_labels` gave it, coupled with no parameter's."""
-        return int(field.labels.min()) in self._any_size and self._only_made(field.labels)
-
-    def _size_attributes(self) -> set[int]:
-        if self.model is None:
-            return set()
-        module = self.model.get_submodule(self.module)
-        return {value for part in (module, *module.children()) for value in vars(part).values() if type(value) is int}
+        return int(field.labels.min()) in self._any_size and self.only_made(field.labels)
 
     def record(self, labels: Labels, reason: str) -> LockRecord:
         """Return a lock at the running operator."""
@@ -159,9 +151,15 @@ class LabelFlow:
             reason: of the lock.
             except_spans: spans of fields that the caller follows itself.
         """
+        return self.vector(self.fields(tensor), axis, reason, except_spans=except_spans)
+
+    def vector(
+        self, fields: Iterable[Field], axis: int, reason: str, *, except_spans: Container[Shape] = ()
+    ) -> tuple[Labels | None, bool]:
+        """Return the labels along one axis of some fields, as `on_axis` does of those of a tensor."""
         found: Labels | None = None
         zero = False
-        for field in self.fields(tensor):
+        for field in fields:
             if field.span == (axis,):
                 labels = field.labels.reshape(-1)
                 if found is not None:
@@ -171,12 +169,21 @@ class LabelFlow:
                 self.lock([field], reason)
         return found, zero
 
-    def tied_along(self, axis: int, fields: Iterable[Field], reason: str) -> list[Field]:
-        """Lock the fields that lie on an axis alone, and return the others, tied along it."""
+    def tied_along(self, axes: Collection[int], fields: Iterable[Field], reason: str) -> list[Field]:
+        """Lock the fields that lie on no other axes than some that are mixed, and return the others, tied along them.
+
+        What lies on channels and positions, as a linear layer's outputs do that become a map, then loses whole
+        channels, where what lies on positions alone cannot lose any.
+        """
         every = list(fields)
-        self.lock([field for field in every if field.span == (axis,)], reason)
-        rest = [field for field in every if field.span != (axis,)]
-        return [f.with_labels(self.union.tie(f.labels, [axis])) if axis in f.span else f for f in rest]
+        mixed = [field for field in every if field.span and set(field.span) <= set(axes)]
+        self.lock(mixed, reason)
+        return [self.tied(field, axes) for field in every if field not in mixed]
+
+    def tied(self, field: Field, axes: Collection[int]) -> Field:
+        """Return a field tied along those of its axes that are among some, if it has others as well."""
+        shared = [axis for axis in field.span if axis in axes]
+        return field if len(shared) in (0, len(field.span)) else field.with_labels(self.union.tie(field.labels, shared))
 
     def join(self, left: Labels | None, right: Labels | None, reason: str) -> Labels | None:
         """Merge two label vectors of one axis; lock them if only one side is labeled, or the sizes differ."""
@@ -216,9 +223,10 @@ class LabelFlow:
             most = max(parts.values(), key=len)  # a flattened kernel has several on one axis
             others = [fields[0].zero for fields in parts.values() if fields is not most]
             for field in most:
-                zeros = [field.zero, *others]
-                zero = any(zeros) if product else all(zeros) and len(parts) == len(operands) and others_zero
-                result.append(Field(field.labels, zero))
+                zeros, everywhere = [field.zero, *others], len(parts) == len(operands)
+                zero = any(zeros) if product else all(zeros) and everywhere and others_zero
+                true = everywhere and all(one.true for fields in parts.values() for one in fields)
+                result.append(Field(field.labels, zero, true))
         return result
 
     def _meet(self, field: Field, own: Operand, other: Operand, shape: Shape, *, forward: bool) -> Fields:

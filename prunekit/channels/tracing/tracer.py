@@ -24,6 +24,7 @@ from prunekit.channels.rewrite.substitutes import substitute_all
 from prunekit.channels.rules.compute import COUNTED
 from prunekit.channels.rules.pointwise import MADE
 from prunekit.channels.rules.rule import OperatorCall, rule_of
+from prunekit.channels.rules.shape import SHAPES_IN_PLACE
 from prunekit.channels.tracing.cached_state import ModelCalls, model_calls
 from prunekit.channels.tracing.channel_norms import NormFinder
 from prunekit.channels.tracing.execution import ModuleStack, TrainModeWatch, mode_for_trace, plain_attention
@@ -131,10 +132,11 @@ class LabelMode(OperatorMode):
             self.run.repeats = False
             known = flow.fields(target)
             self._apply(name, args, kwargs, out, before)
-            self._written(target, known)
+            if name not in SHAPES_IN_PLACE:
+                self._written(target, known)
         fields = tuple([flow.fields(o) for o in outs])
         counted = counted and flow.module not in flow.substituted
-        site, caller, owner = self._place(before and takes_sizes(name, args))
+        site, caller, owner = self._place((before and takes_sizes(name, args)) or name in MADE)
         constraints = tuple(flow.constraints[earlier:])
         reads = tuple(dict.fromkeys([self.made_by[id(tensor)] for tensor in inputs if id(tensor) in self.made_by]))
         operator = TracedOperator(

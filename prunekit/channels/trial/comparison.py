@@ -17,14 +17,22 @@ from prunekit.channels.channel_map import ChannelMap, Keep
 from prunekit.channels.cut.model_copy import has_gradients
 from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.channels.cut.slicing import take
-from prunekit.channels.tracing.execution import ModuleStack, innermost_module, line_of, mode_for_trace, plain_attention
+from prunekit.channels.tracing.execution import (
+    FIXED_CODE,
+    ModuleStack,
+    has_fixed_code,
+    innermost_module,
+    line_of,
+    mode_for_trace,
+    plain_attention,
+)
 from prunekit.channels.tracing.fused_modules import is_inside
 from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator, without_randomness
 from prunekit.channels.tracing.storages import is_plain, plain_in
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun, is_counted
 from prunekit.channels.trial.float64 import AS_DOUBLE, OWN, Precision
 from prunekit.channels.trial.tolerance import TOLERANCE, relative_difference, rounding
-from prunekit.errors import ModelError, reason_of
+from prunekit.errors import ModelError, is_of_torchscript, reason_of
 from prunekit.utils.context import same_draws
 from prunekit.utils.tensors import gather, map_tensors
 
@@ -45,6 +53,7 @@ class Divergence:
         line: the line of Python that ran, as file:number: text.
         after: the number of operators that ran before.
         owner: path of the module whose method failed, if another module called it.
+        failed: the operator that failed in code of torch's making, where one module may be a whole network.
     """
 
     module: str
@@ -55,6 +64,7 @@ class Divergence:
     line: str = ""
     after: int = 0
     owner: str = ""
+    failed: str = ""
 
     def __str__(self) -> str:
         where = self.module or "the top-level forward"
@@ -66,16 +76,28 @@ OnOperator = Callable[[OperatorKey, str, Any, list[torch.Tensor]], None]
 
 
 class _OperatorWatch(OperatorMode):
-    """Numbers the operators of each module and calls `see` for each of them."""
+    """Numbers the operators of each module and calls `see` for each of them.
+
+    `raised` is the last error in an operator or in `see`, of which TorchScript passes on neither type nor message.
+    """
 
     def __init__(self, stack: ModuleStack, see: OnOperator) -> None:
         super().__init__()
         self.stack, self.see = stack, see
         self.counts: dict[tuple[str, str], int] = {}
         self.total = 0
+        self.raised: Exception | None = None
+        self.failed = ""
 
     def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator, and show it with its key."""
+        try:
+            return self._shown(func, args, kwargs)
+        except Exception as error:
+            self.raised, self.failed = error, str(func._schema.name).replace("::", ".")
+            raise
+
+    def _shown(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = str(func._schema.name).replace("::", ".")
         out = without_randomness(name, run_operator(func, args, kwargs))
         self.total += 1
@@ -302,12 +324,16 @@ def _forward(
         try:
             with watch:
                 read = run.calls.read_outputs(model, example)
-        except _Diverged as parted:
-            parted.divergence = replace(parted.divergence, after=watch.total)
-            raise
         except Exception as error:
-            module, reason = stack.current, reason_of(error)
-            owner = stack.path_of(innermost_module(error))
-            where = Divergence(module, "", (module, "", -1), float("inf"), reason, after=watch.total, owner=owner)
+            cause = watch.raised if is_of_torchscript(error) and watch.raised is not None else error
+            if isinstance(cause, _Diverged):
+                cause.divergence = replace(cause.divergence, after=watch.total)
+                raise cause from (None if cause is error else error)
+            module, owner = stack.current, stack.path_of(innermost_module(error))
+            where = Divergence(
+                module, "", (module, "", -1), float("inf"), reason_of(cause), after=watch.total, owner=owner
+            )
+            if is_of_torchscript(error) or has_fixed_code(model, module):
+                where = replace(where, detail=f"{where.detail} ({FIXED_CODE})", failed=watch.failed)
             raise _Diverged(where) from error
     return [tensor.detach() for tensor in plain_in(read)]

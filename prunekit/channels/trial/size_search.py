@@ -146,7 +146,7 @@ class ScaleSearch:
             numbers: Numbers = {}
 
             def see(key: OperatorKey, *_: Any) -> None:
-                found = frame_here(sys._getframe(3)) if at in (None, key) else None
+                found = frame_here(sys._getframe(4)) if at in (None, key) else None
                 if found is not None:
                     frame, method, owner = found
                     for node in operands_at(Site(method, frame.f_code, frame.f_lasti)):
@@ -266,7 +266,7 @@ class SizeSearch:
 
     def _within(self, path: str, failed: Failure, operators: Mapping[str, list[TracedOperator]]) -> Found:
         """Choose one attribute after the other, each time the one that gets furthest, until the module is passed."""
-        if path == failed[0].module and path not in operators:  # it only reads sizes before it calls its parts
+        if path == failed[0].module and not failed[0].operator:  # it may read sizes before it calls its parts
             operators = {**operators, path: within(path, failed[1])}
         options = list(self._options(path, operators.get(path, [])))
         found: list[SizeAttribute] = []

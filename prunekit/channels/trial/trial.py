@@ -210,6 +210,7 @@ class _PlanOnTrial:
 
         If positions in heads are pruned there, they alone are locked at first. If nothing is pruned there, the lock is
         at the last operator before or at the first of the module's parts, unless `there` is set. None without any.
+        A module that fails before it computes anything, as by an assertion on its input, may have no operators at all.
         """
         operators = operators_by_key(run)
         culprit = operators.get(divergence.key) if divergence.operator else None
@@ -219,7 +220,9 @@ class _PlanOnTrial:
         else:
             inside = [operator for operator in run.operators if operator.module == divergence.module]
             parts = [[operator] for operator in within(divergence.module, run)]
-            candidates = [inside, *parts, *([] if there else [run.operators[-1:]])]
+            failed = [o for o in run.operators[divergence.after :][:1] if o.name == divergence.failed]
+            earlier = [[operator] for operator in reversed(run.operators[: divergence.after])]
+            candidates = [failed, inside, *parts, *([] if there else [run.operators[-1:], *earlier])]
         for labels in (*self._of_tensors(divergence), *map(_labels_at, candidates)):
             final = self.channel_map.traced.final[labels]
             if not self.keep[final].all():
