@@ -30,10 +30,18 @@ UNKNOWN: Ids = frozenset()
 
 @dataclass(frozen=True)
 class Axes:
-    """What is known of a tensor: its axes, and whether any input of the model is in its values."""
+    """What is known of a tensor.
+
+    Attributes:
+        axes: its axes.
+        data: whether any input of the model is in its values.
+        picked: ids of axes that it has no more, as positions of them were picked one by one, and no product came since:
+            of scores of one class, those of the axis of classes.
+    """
 
     axes: tuple[Axis, ...]
     data: bool
+    picked: Ids = UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,7 @@ class Found:
         root: the class of each id, to be followed up to one that is its own.
         made: ids on an axis that a product with a weight makes.
         read: axes of weights that products sum over.
+        parts: by the ids that an axis has after it was split, the id that it had before.
         tables: parameters of which rows are looked up by their numbers in an embedding.
         used: parameters that any operator reads.
     """
@@ -61,6 +70,7 @@ class Found:
     root: dict[int, int] = field(default_factory=lambda: {INPUT: INPUT, CONSTANT: CONSTANT})
     made: list[Ids] = field(default_factory=list)
     read: list[Reading] = field(default_factory=list)
+    parts: dict[tuple[int, ...], int] = field(default_factory=dict)
     tables: set[str] = field(default_factory=set)
     used: set[str] = field(default_factory=set)
 
@@ -74,6 +84,24 @@ class Found:
         """Makes the classes of two ids one."""
         first, second = sorted((self.find(left), self.find(right)))
         self.root[second] = first
+
+    def new(self, name: str, index: int) -> int:
+        """A new id for an axis of a parameter."""
+        number = len(self.root)
+        self.root[number], self.names[number] = number, (name, index)
+        return number
+
+    def pinned(self, roots: Ids) -> Ids:
+        """All classes that cannot change where given ones cannot: parts of an axis with all of it, and it with all."""
+        known, before = set(roots), 0
+        while len(known) != before:
+            before = len(known)
+            for parts, whole_axis in self.parts.items():
+                if self.find(whole_axis) in known:
+                    known |= self.roots(parts)
+                elif self.roots(parts) <= known:
+                    known.add(self.find(whole_axis))
+        return frozenset(known)
 
     def roots(self, ids: Iterable[int]) -> Ids:
         """The classes of some ids."""
@@ -110,6 +138,12 @@ def part_of(axis: Axis, start: int, size: int) -> Axis:
     return tuple(found) if size > 1 else whole(size, ())
 
 
+PRODUCTS = frozenset({"mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv", "_grouped_mm", "convolution",
+                      "deform_conv2d"})  # fmt: skip
+PICKS = frozenset({"select", "unbind", "index", "index_select", "gather", "max", "min", "argmax", "argmin", "amax",
+                   "amin", "topk"})  # fmt: skip
+
+
 class AxisFlow(OperatorMode):
     """A dispatch mode that follows axes through every operator."""
 
@@ -119,6 +153,8 @@ class AxisFlow(OperatorMode):
         self.known: Any = WeakIdKeyDictionary()
         self.owned: Any = WeakIdKeyDictionary()
         self.written: set[int] = set()
+        self._splits: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._joined: dict[Ids, Ids] = {}
         for tensor in gather(inputs):
             self.known[tensor] = Axes(tuple(whole(size, (INPUT,)) for size in tensor.shape), data=True)
         for name, parameter in model.named_parameters():
@@ -126,9 +162,24 @@ class AxisFlow(OperatorMode):
             self.known[parameter] = Axes(tuple(self._new(name, i, n) for i, n in enumerate(parameter.shape)), data=False)
 
     def _new(self, name: str, index: int, size: int) -> Axis:
-        number = len(self.found.root)
-        self.found.root[number], self.found.names[number] = number, (name, index)
-        return whole(size, (number,))
+        return whole(size, (self.found.new(name, index),))
+
+    def split(self, axis: Axis, sizes: Sequence[int]) -> list[Axis]:
+        """The axes that one is split into, such as heads and the positions in them: each is an axis of its own."""
+        ids = ids_of(axis)
+        if len(axis) > 1 or len(ids) != 1 or ids <= {INPUT, CONSTANT}:
+            return [whole(size, ids) for size in sizes]
+        key = (*ids, *sizes)
+        if key not in self._splits:
+            self._splits[key] = tuple(self.found.new(*self.found.names[next(iter(ids))]) for _ in sizes)
+            self.found.parts[self._splits[key]] = next(iter(ids))
+            self._joined[frozenset(self._splits[key])] = ids
+        return [whole(size, (part,)) for size, part in zip(sizes, self._splits[key], strict=True)]
+
+    def joined(self, axes: Sequence[Axis]) -> Ids:
+        """The ids of an axis that several become: those that it had before it was split, if these are all of it."""
+        ids = ids_of(*axes)
+        return self._joined.get(ids, ids)
 
     def of(self, tensor: Tensor) -> Axes:
         """What is known of a tensor; one that no operator made is made of numbers alone."""
@@ -136,7 +187,7 @@ class AxisFlow(OperatorMode):
         if tensor.layout != torch.strided or tensor.untyped_storage().data_ptr() not in self.written:
             return known
         axes = (((n, UNKNOWN if ids <= {CONSTANT} and n > 1 else ids) for n, ids in axis) for axis in known.axes)
-        return Axes(tuple(map(tuple, axes)), data=True)  # another view of its memory was written to
+        return Axes(tuple(map(tuple, axes)), True, known.picked)  # another view of its memory was written to
 
     def axes(self, tensor: Tensor) -> tuple[Axis, ...]:
         """The axes of a tensor."""
@@ -147,31 +198,29 @@ class AxisFlow(OperatorMode):
         from axis_rules import default, rule_of
 
         out = func(*args, **kwargs)
-        operands = gather((args, kwargs))
+        operands, name = gather((args, kwargs)), str(func._schema.name).partition("::")[2]
         self.found.used.update(self.owned[tensor] for tensor in operands if tensor in self.owned)
         outs = gather(out)
         storages = {tensor.untyped_storage().data_ptr() for tensor in operands if tensor.layout == torch.strided}
-        data = any(self.of(tensor).data for tensor in operands)
-        rule = rule_of(str(func._schema.name).partition("::")[2])
+        before = [self.of(tensor) for tensor in operands]
+        rule = rule_of(name)
         results = None if rule is None else rule(self, func, args, kwargs, outs)
         for index, tensor in enumerate(outs):
             axes = results[index] if results and index < len(results) else default(self, operands, tensor)
-            self._note(tensor, axes, data, storages, operands)
+            if tuple(map(size_of, axes)) != tuple(tensor.shape):
+                axes = tuple(whole(size, UNKNOWN) for size in tensor.shape)
+            self._written(tensor, storages, operands)
+            if tensor not in self.owned:
+                self.known[tensor] = Axes(axes, any(one.data for one in before), _picked(name, before, axes))
         return out
 
-    def _note(
-        self, tensor: Tensor, axes: tuple[Axis, ...], data: bool, storages: set[int], operands: list[Tensor]
-    ) -> None:
-        if tuple(map(size_of, axes)) != tuple(tensor.shape):
-            axes = tuple(whole(size, UNKNOWN) for size in tensor.shape)
+    def _written(self, tensor: Tensor, storages: set[int], operands: list[Tensor]) -> None:
         if tensor.layout == torch.strided:
             here = tensor.untyped_storage().data_ptr()
             if here not in storages:  # memory of its own, maybe where a tensor was before
                 self.written.discard(here)
             elif any(tensor is operand for operand in operands):  # in place
                 self.written.add(here)
-        if tensor not in self.owned:
-            self.known[tensor] = Axes(axes, data)
 
     def combine(self, left: Axis, right: Axis) -> Axis:
         """The axis of what is computed element by element: its size is that of either."""
@@ -210,6 +259,17 @@ class AxisFlow(OperatorMode):
         for known, axes in zip(both, made, strict=True):
             if not known.data:
                 self.found.made += [ids_of(known.axes[axis]) for axis in axes]
+
+
+def _picked(name: str, operands: list[Axes], axes: tuple[Axis, ...]) -> Ids:
+    """The ids of axes of which a result has single positions."""
+    if name in PRODUCTS:
+        return UNKNOWN
+    earlier = frozenset[int]().union(*(operand.picked for operand in operands))
+    if name not in PICKS:
+        return earlier
+    gone = ids_of(*(axis for operand in operands for axis in operand.axes)) - ids_of(*axes)
+    return earlier | (gone - {INPUT, CONSTANT})
 
 
 def _cut_alike(left: Axis, right: Axis) -> tuple[list[tuple[int, Ids, bool]], list[tuple[int, Ids, bool]]]:

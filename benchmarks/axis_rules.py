@@ -86,7 +86,8 @@ def _view(flow: AxisFlow, func: Any, args: Any, kwargs: Any, outs: list[Tensor])
         if len(left) == len(right) == 1:
             fresh.append(left[0])
         else:
-            fresh += [whole(size, ids_of(*left)) for size in right]
+            one = whole(prod(right), flow.joined(left)) if len(left) > 1 else left[0]
+            fresh += flow.split(one, right) if len(right) > 1 else [one]
     found = iter(fresh)
     return [tuple(whole(1, ()) if size == 1 else next(found) for size in outs[0].shape)]
 

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from common import RESULTS, keep, show
 from coverage_check import check, failed, where_from
-from zoo_cases import Zoo
+from zoo_cases import OWN, Zoo
 
 from prunekit.jobs.run.run_folder import environment
 
@@ -114,9 +114,11 @@ def _judged(row: dict[str, Any], problem: str) -> dict[str, Any]:
     """A row with its exports: where the dense model's works and the compact one's does not, that stops something."""
     if problem and row["verdict"] != "failed":
         row[next((column for column in EXPORTS if column not in row), "reason")] = problem
-    dense, compact = (row.get(column, "") for column in EXPORTS)
-    if dense == "yes" != compact and row["verdict"] == "passed":
-        row |= {"passed": False, "verdict": "partly", "reason": f"ONNX: {compact}"}
+    dense, compact, own = (row.get(column, "yes") for column in (*EXPORTS, "own_export"))
+    found = [f"ONNX: {compact}"] if dense.startswith("yes") and not compact.startswith("yes") else []
+    found += [f"own exporter: {own}"] if not own.startswith(("yes", OWN)) else []
+    if found and row["verdict"] != "failed":
+        row |= {"passed": False, "verdict": "partly", "reason": "; ".join(filter(None, (row["reason"], *found)))}
     return row
 
 

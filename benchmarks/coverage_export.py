@@ -15,26 +15,52 @@ from typing import Any
 
 import numpy as np
 import torch
+from coverage_least import read_by_user
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from zoo_cases import Case
 
-from prunekit.utils.inputs import call, split
+from prunekit.utils.inputs import Keywords, as_example, call, split
 
 TOLERANCE = 1e-4
 LONGEST = 160
 """Letters of a reason in the table."""
+READ_ALONE = "yes, without state"
 
 
-def exports(dense: nn.Module, compact: nn.Module, example: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
+class OfOutputs(nn.Module):
+    """A model that returns what is read of its outputs, and no state."""
+
+    def __init__(self, model: nn.Module, outputs: Any) -> None:
+        super().__init__()
+        self.model, self.outputs = model, outputs
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.model(*args, **kwargs)
+        given = as_example(self.model, (*args, Keywords(kwargs)))
+        return tree_leaves(read_by_user(self.model, given, output, self.outputs))
+
+
+def exports(case: Case, compact: nn.Module, example: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
     """Columns of the dense and of the compact model, each as soon as it is known, with the seconds of the latter."""
-    yield {"onnx_dense": onnx(dense, example)}
+    dense = onnx(case.model, example, case.outputs)
+    yield {"onnx_dense": dense}
     start = time.perf_counter()
-    yield {"onnx_compact": onnx(compact, example), "onnx_seconds": round(time.perf_counter() - start, 1)}
+    yield {"onnx_compact": onnx(compact, example, case.outputs), "onnx_seconds": round(time.perf_counter() - start, 1)}
 
 
-def onnx(model: nn.Module, example: tuple[Any, ...]) -> str:
-    """`yes`, where ONNX Runtime agrees with eager to 1e-4 of the largest value; else what is wrong, in short."""
-    model = model.eval()
+def onnx(model: nn.Module, example: tuple[Any, ...], outputs: Any) -> str:
+    """`yes`, where ONNX Runtime agrees with eager to 1e-4 of the largest value; else what is wrong, in short.
+
+    Where the exporter does not take all of a model's outputs, as caches, those that are read are exported alone.
+    """
+    said = _exported(model.eval(), example)
+    if said == "yes":
+        return said
+    return f"{READ_ALONE}" if _exported(OfOutputs(model, outputs).eval(), example) == "yes" else said
+
+
+def _exported(model: nn.Module, example: tuple[Any, ...]) -> str:
     try:
         with torch.no_grad(), _silent(), tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.onnx"

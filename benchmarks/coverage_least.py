@@ -29,6 +29,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any
@@ -37,7 +38,7 @@ import torch
 from axis_flow import CONSTANT, INPUT, Axis, AxisFlow, Found, Ids, size_of
 from torch import nn
 
-from prunekit.channels.tracing.execution import plain_attention
+from prunekit.channels.tracing.execution import mode_for_trace, plain_attention
 from prunekit.utils.inputs import arguments_by_name, as_example, call
 from prunekit.utils.outputs import ReadOutputs
 from prunekit.utils.tensors import gather
@@ -72,19 +73,26 @@ def least_left(model: nn.Module, given: Any, outputs: Any = None) -> Least:
     """What halving every width of a model by hand would leave of its inner weights.
 
     Args:
-        model: runs once, in eval mode.
+        model: runs in eval mode, and in train mode where parameters are left over.
         given: an example, as users give it.
         outputs: which outputs are read, as `prunekit.prune` takes it.
     """
     example = as_example(model, given)
-    flow = AxisFlow(model.eval(), example)
-    with torch.no_grad(), plain_attention(), flow:
+    flow = AxisFlow(model, example)
+    seen = _read_in(flow, model, example, outputs, training=False)
+    if len(flow.found.used) < sum(1 for _ in model.parameters()):  # auxiliary heads
+        with suppress(Exception):  # of inputs that train mode does not take
+            seen |= _read_in(flow, model, example, outputs, training=True)
+    return _counted(dict(model.named_parameters()), _Widths(flow.found, flow.found.roots(seen) - {INPUT, CONSTANT}))
+
+
+def _read_in(flow: AxisFlow, model: nn.Module, example: tuple[Any, ...], outputs: Any, *, training: bool) -> Ids:
+    """The ids of what the user reads of the outputs of one forward pass."""
+    with torch.no_grad(), mode_for_trace(model, training), plain_attention(), flow:
         output = call(model, example)
-    tensors = gather(read_by_user(model, example, output, outputs))
-    read = [part for tensor in tensors for axis in flow.axes(tensor) for part in axis]
-    found = flow.found
-    seen = found.roots(one for _, ids in read for one in ids) - {INPUT, CONSTANT}
-    return _counted(dict(model.named_parameters()), _Widths(found, seen))
+    tensors = [flow.of(tensor) for tensor in gather(read_by_user(model, example, output, outputs))]
+    parts = [ids for tensor in tensors for axis in tensor.axes for _, ids in axis]
+    return frozenset[int]().union(*parts, *(tensor.picked for tensor in tensors))
 
 
 def read_by_user(model: nn.Module, example: tuple[Any, ...], output: Any, outputs: Any) -> Any:
@@ -102,10 +110,13 @@ class _Widths:
     def __init__(self, found: Found, seen: Ids) -> None:
         self.found = found
         self.seen = seen
-        self.pinned = seen | {INPUT, CONSTANT}
+        self.pinned = found.pinned(seen | {INPUT, CONSTANT})
         self.together: dict[str, list[set[int]]] = defaultdict(list)
         self.shares: dict[tuple[str, int], list[float]] = defaultdict(list)
-        self.id_of = {place: one for one, place in found.names.items()}
+        self.ids_of: dict[tuple[str, int], list[int]] = defaultdict(list)
+        for one, place in found.names.items():  # first the axis itself, then what it is split into
+            self.ids_of[place].append(one)
+        self.made = {found.names[one] for ids in found.made for one in ids - {INPUT, CONSTANT}}
         for ids in found.made:
             self._note(ids)
         for reading in found.read:
@@ -128,8 +139,9 @@ class _Widths:
         return left / size_of(axis)
 
     def is_read(self, name: str, axes: Iterable[int]) -> bool:
-        """Whether any axis is of the size of an output that the user reads."""
-        return any(self._root(name, axis) in self.seen for axis in axes)
+        """Whether it makes what the user reads: an axis that it makes is of the size of an output's."""
+        makes = [axis for axis in axes if name not in self.together or (name, axis) in self.made]
+        return any(self.found.find(one) in self.seen for axis in makes for one in self.ids_of[name, axis])
 
     def is_table(self, name: str, axes: Iterable[int]) -> bool:
         """Whether rows are looked up, or belong to positions of the input."""
@@ -137,7 +149,7 @@ class _Widths:
         return name in self.found.tables or (name not in self.together and positions)
 
     def _root(self, name: str, axis: int) -> int:
-        return self.found.find(self.id_of[name, axis])
+        return self.found.find(self.ids_of[name, axis][0])
 
     def left(self, name: str, shape: torch.Size) -> int:
         """How many entries of a parameter halving leaves."""
@@ -159,5 +171,5 @@ def _counted(parameters: Mapping[str, nn.Parameter], widths: _Widths) -> Least:
         if name in widths.found.used and not widths.is_table(name, axes) and not widths.is_read(name, axes):
             inner.append(name)
     entries = sum(parameters[name].numel() for name in inner)
-    alike = {place: widths.found.find(one) for place, one in widths.id_of.items()}
+    alike = {place: widths.found.find(ids[0]) for place, ids in widths.ids_of.items()}
     return Least(entries, {name: widths.left(name, parameters[name].shape) for name in inner}, alike)

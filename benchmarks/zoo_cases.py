@@ -24,17 +24,22 @@ class Case:
         outputs: which outputs the user reads, as `prunekit.prune` takes it; None: all of them.
         checks: by the column of the table, what users do with such a model once it is pruned. Each is given this case,
             the result of `prunekit.prune` and the example, and returns `yes` or what is wrong.
+        exports: the same, of exporters that the model's package has.
     """
 
     model: nn.Module
     inputs: Callable[[int], tuple[Any, ...] | dict[str, Any]]
     outputs: Any = None
-    checks: Mapping[str, Callable[[Case, Any, tuple[Any, ...]], str]] = field(default_factory=dict)
+    checks: Mapping[str, Check] = field(default_factory=dict)
+    exports: Mapping[str, Check] = field(default_factory=dict)
 
     @property
     def wanted(self) -> dict[str, Any]:
         """The argument that tells which outputs are read; none where all are."""
         return {} if self.outputs is None else {"outputs": self.outputs}
+
+
+Check = Callable[[Case, Any, tuple[Any, ...]], str]
 
 
 class Zoo(Protocol):

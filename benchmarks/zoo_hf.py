@@ -63,11 +63,10 @@ def build(name: str, side: int | None) -> Case:
 
 
 def generates(case: Case, pruned: Any, example: tuple[Any, ...]) -> str:
-    """Whether the compact model generates the tokens that the masked one does, greedily and in float64."""
-    named = {name: value.double() if value.is_floating_point() else value for name, value in example[-1].items()}
-    prompt = {name: value for name, value in named.items() if not name.startswith("decoder_")}
+    """Whether the compact model generates the tokens that the masked one does, greedily."""
+    prompt = {name: value for name, value in example[-1].items() if not name.startswith("decoder_")}
     settings = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False, "num_beams": 1}
-    dense, compact = deepcopy(case.model).double().eval(), deepcopy(pruned.model).double().eval()
+    dense, compact = deepcopy(case.model).eval(), deepcopy(pruned.model).eval()
     with torch.no_grad(), prunekit.masked(dense, pruned.plan, restore=True) as masked:
         want = masked.generate(**prompt, **settings)
     got = compact.generate(**prompt, **settings)

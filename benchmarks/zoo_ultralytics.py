@@ -52,8 +52,7 @@ def knows(name: str) -> bool:
 def build(name: str, side: int | None) -> Case:
     """A model with random weights, and images of `side` pixels."""
     side = side or SIDE
-    checks = {"fuses": fuses, "own_export": own_export}
-    return Case(_package(name).model.eval(), images(side), predictions, checks)
+    return Case(_package(name).model.eval(), images(side), predictions, {"fuses": fuses}, {"own_export": own_export})
 
 
 def _package(name: str) -> Any:
