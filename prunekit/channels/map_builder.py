@@ -11,7 +11,7 @@ from torch import nn
 
 from prunekit.channels.channel_map import ChannelMap, Lock, MapSource, SizeAttribute, group_labels
 from prunekit.channels.constraint_solver import WHOLE_AXIS, LabeledAxes, solve
-from prunekit.channels.constraints import Constraint, Contracted, EqualParts, Grouped, LockRecord
+from prunekit.channels.constraints import Constraint, Contracted, EqualParts, Grouped, LockRecord, Normalized
 from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.joint_labels import numbered
 from prunekit.channels.labels import Labels, MacTerm, Stored
@@ -67,7 +67,7 @@ def _built(source: MapSource, shapes: Mapping[str, tuple[int, ...]], stored: Map
     axes = LabeledAxes(trace)
     constraints, sizes, heads, records = _least_locked(source, axes)
     positions = heads
-    if any(isinstance(constraint, Contracted) for constraint in constraints):
+    if any(isinstance(constraint, (Contracted, Normalized)) for constraint in constraints):
         positions, _ = solve(trace, source.extra, axes, constraints, whole_heads=False)
     numbers = numbered(heads, positions, axes.all)
     final = numbers.final
