@@ -12,10 +12,19 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Case:
-    """A model and the positional arguments of its forward for a number of samples."""
+    """A model as users call it.
+
+    Attributes:
+        model: with random weights.
+        inputs: an example of as many samples as asked for: positional arguments, or a mapping of arguments by name.
+        outputs: which outputs the user reads, as `prunekit.prune` takes it; None: all of them.
+        generates: whether the model has a `generate` that its users call.
+    """
 
     model: nn.Module
-    inputs: Callable[[int], tuple[Any, ...]]
+    inputs: Callable[[int], tuple[Any, ...] | dict[str, Any]]
+    outputs: Any = None
+    generates: bool = False
 
 
 class Zoo(Protocol):

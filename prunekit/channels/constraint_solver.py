@@ -69,11 +69,14 @@ def solve(
     records += _lock_unused(trace, axes, union)
     equal = [part for part in extra if isinstance(part, EqualParts)]
     # First the constraints that say what is coupled, last those that only follow it.
-    ordered = sorted([*constraints, *equal], key=lambda constraint: _RANK.get(type(constraint), 3))
+    ordered = sorted([*constraints, *equal], key=lambda constraint: _RANK.get(type(constraint), 4))
     while True:
         before = union.find(np.arange(union.size))
         for constraint in ordered:
-            records += _SOLVERS[type(constraint)](union, constraint)
+            if isinstance(constraint, Crossed):
+                records += _solve_crossed(union, constraint, whole_heads=whole_heads)
+            else:
+                records += _SOLVERS[type(constraint)](union, constraint)
         records += _lock_full_axes(axes, union)
         after = union.find(np.arange(union.size))
         if np.array_equal(before, after):
@@ -156,14 +159,13 @@ def _solve_rectangle(union: LabelUnion, rectangle: Rectangle) -> Iterable[LockRe
     return []
 
 
-def _solve_crossed(union: LabelUnion, crossed: Crossed) -> Iterable[LockRecord]:
-    """Lock both axes, unless one is locked already, as the positions of a kernel are."""
+def _solve_crossed(union: LabelUnion, crossed: Crossed, *, whole_heads: bool) -> Iterable[LockRecord]:
+    """Lock the second axis where whole heads are removed, else the first; neither if one is locked already."""
     both = [crossed.first, crossed.second]
     if not all(union.find(record.labels).any() for record in both):
         return []
-    for record in both:
-        union.lock(record.labels)
-    return both
+    union.lock(both[whole_heads].labels)
+    return [] if whole_heads else [both[0]]
 
 
 def _solve_flattened(union: LabelUnion, flattened: Flattened) -> Iterable[LockRecord]:
@@ -240,4 +242,4 @@ _SOLVERS: dict[type, Callable[[LabelUnion, Any], Iterable[LockRecord]]] = {
     Padded: _solve_padded,
     Grouped: _solve_grouped,
 }
-_RANK = {Contracted: 0, Flattened: 1, Nested: 1, Grouped: 2, Padded: 4}
+_RANK = {Contracted: 0, Crossed: 1, Flattened: 2, Nested: 2, Grouped: 3, Padded: 5}

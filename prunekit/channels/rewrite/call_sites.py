@@ -7,6 +7,7 @@ the parts of a split, the bounds of a slice; last the names by which plans refer
 from __future__ import annotations
 
 import ast
+import inspect
 import linecache
 import re
 import sys
@@ -122,10 +123,11 @@ def _within(code: CodeType, outer: CodeType) -> bool:
 
 
 def method_of(cls: type, name: str) -> tuple[type, FunctionType] | None:
-    """Return the method of a class by its name, and the base class that defines it."""
+    """Return the method of a class by its name, without decorators, and the base class that defines it."""
     for base in cls.__mro__:
         method = vars(base).get(name)
         if method is not None:
+            method = inspect.unwrap(method) if isinstance(method, FunctionType) else None
             return (base, method) if isinstance(method, FunctionType) and method.__code__.co_argcount else None
     return None
 

@@ -95,7 +95,9 @@ def _of_shape(operator: TracedOperator, node: ast.expr) -> Iterator[Sized]:
         linked |= set(right) if spans else set()
     for axis, expression, position in shape_arguments(node, len(new)):
         rows = _rows(operator.outputs[0], axis)
-        if rows is None and (position is not None or (axis in linked and not isinstance(expression, ast.Constant))):
+        # An axis of size 1 can be anywhere in a view: unless its size is computed, it is no part of a labeled one.
+        fixed = isinstance(expression, ast.Constant) or (new[axis] == 1 and not isinstance(expression, ast.BinOp))
+        if rows is None and (position is not None or (axis in linked and not fixed)):
             rows = np.zeros((new[axis], 1), dtype=np.int64)
         if rows is not None and not _is_rest(expression):
             yield axis, expression, position, rows

@@ -13,6 +13,7 @@ from prunekit.channels.constraints import EqualParts, Rectangle
 from prunekit.channels.labels import Field, Labels, along
 from prunekit.channels.rules.pointwise import aligned
 from prunekit.channels.rules.rule import OperatorCall, register_rule
+from prunekit.channels.rules.scattering import DECIDES
 from prunekit.channels.rules.shape import PICKED, part, replay
 from prunekit.channels.tracing.label_flow import LabelFlow
 
@@ -71,20 +72,20 @@ def concatenate(flow: LabelFlow, call: OperatorCall) -> None:
     columns: list[Labels] = []
     zero = True
     joint = _joint(flow, tensors, axis)
-    parts = [_part(flow, tensors, index, axis, joint) for index in range(len(tensors))]
-    for tensor, part in zip(tensors, parts, strict=True):
-        labels, is_zero = flow.vector(part, axis, "concatenated along an axis that shares its channels with another")
+    every = [_fields_of_part(flow, tensors, index, axis, joint) for index in range(len(tensors))]
+    for tensor, fields in zip(tensors, every, strict=True):
+        labels, is_zero = flow.vector(fields, axis, "concatenated along an axis that shares its channels with another")
         columns.append(np.zeros(tensor.shape[axis], dtype=np.int64) if labels is None else labels)
         zero = zero and (is_zero or labels is None)
     shape = [1] * call.out.dim()
     shape[axis] = -1
     joined = Field(np.concatenate(columns).reshape(shape), zero)
     one = [tuple(1 if a == axis else size for a, size in enumerate(tensor.shape)) for tensor in tensors]
-    others = [[field for field in part if axis not in field.span] for part in parts]
+    others = [[field for field in fields if axis not in field.span] for fields in every]
     flow.set(call.out, [*([joined] if joined.labels.any() else []), *joint.values(), *_common(flow, one, others)])
 
 
-def _part(
+def _fields_of_part(
     flow: LabelFlow, tensors: Sequence[Any], index: int, axis: int, joint: Container[tuple[int, ...]]
 ) -> list[Field]:
     """Return the fields of one of the concatenated tensors, without those that all of them have jointly.
@@ -132,10 +133,11 @@ def windows(flow: LabelFlow, call: OperatorCall) -> None:
     flow.set(call.out, [field.with_labels(field.labels[..., None]) for field in fields])
 
 
-@register_rule("aten.index_select", "aten.gather", "aten.index", "aten.as_strided")
+@register_rule("aten.index_select", "aten.index", "aten.as_strided")
 def pick(flow: LabelFlow, call: OperatorCall) -> None:
     """Lock axes whose positions are picked by number."""
     if call.name == "aten.index_select":
+        flow.lock(flow.fields(call.args[2]), DECIDES)
         axis = call.args[1] % call.args[0].dim()
         replay(flow, call, [axis], PICKED)
         return
@@ -187,9 +189,7 @@ def _picked(flow: LabelFlow, call: OperatorCall) -> _Picked | None:
     axes = tuple(sorted(indices))
     first = axes[0] if axes == tuple(range(axes[0], axes[-1] + 1)) else 0  # apart from each other they go to the front
     fields = flow.tied_along(axes, flow.fields(source), PICKED)
-    flow.lock(
-        [field for index in indices.values() for field in flow.fields(index)], "decides what is picked from a tensor"
-    )
+    flow.lock([field for index in indices.values() for field in flow.fields(index)], DECIDES)
     return _Picked(axes, first, max(index.dim() for index in indices.values()), fields)
 
 

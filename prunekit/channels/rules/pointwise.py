@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from prunekit.channels.labels import Field, along
+from prunekit.channels.labels import Field
 from prunekit.channels.rules.rule import OperatorCall, aten, register_rule
 from prunekit.channels.tracing.label_flow import LabelFlow, Shape
 
@@ -162,9 +162,7 @@ def made(flow: LabelFlow, call: OperatorCall) -> None:
 
     A state of `hidden_size` zeros is then coupled with what it meets; the trial tells whether its size really follows.
     """
-    ndim, zero = call.out.dim(), _is_zero(call)
-    axes = [axis for axis, size in enumerate(call.out.shape) if size > 1]
-    flow.set(call.out, [Field(along(flow.union.new(call.out.shape[axis]), axis, ndim), zero) for axis in axes])
+    flow.set(call.out, flow.made_labels(call.out, range(call.out.dim()), zero=_is_zero(call)))
 
 
 def _is_zero(call: OperatorCall) -> bool:

@@ -81,7 +81,7 @@ def view(flow: LabelFlow, call: OperatorCall) -> None:
     dropped = set()
     for i, j in combinations(range(len(fields)), 2):
         if set(fields[i].span) & set(fields[j].span) and not set(before[i].span) & set(before[j].span):
-            locked = [k for k in (i, j) if not flow.union.find(fields[k].labels).any()]
+            locked = [k for k in (i, j) if not flow.union.find(fields[k].labels).any() or flow.has_any_size(fields[k])]
             dropped.update(locked)  # like an axis without labels: nothing is removed there
             if not locked:
                 flow.constraints.append(
@@ -139,9 +139,14 @@ def layout(flow: LabelFlow, call: OperatorCall) -> None:
 
 @register_rule("aten.expand")
 def expand(flow: LabelFlow, call: OperatorCall) -> None:
-    """Repeat axes of size 1: the labels do not depend on them."""
-    lead = (1,) * (call.out.dim() - call.args[0].dim())
-    flow.set(call.out, [f.with_labels(f.labels.reshape(lead + f.labels.shape)) for f in flow.fields(call.args[0])])
+    """Repeat axes of size 1: the labels do not depend on them; such an axis may follow an attribute."""
+    source, out = call.args[0], call.out
+    lead = (1,) * (out.dim() - source.dim())
+    fields = [f.with_labels(f.labels.reshape(lead + f.labels.shape)) for f in flow.fields(source)]
+    before = (*lead, *source.shape)
+    known = flow.size_attributes() if fields else ()
+    axes = [axis for axis, size in enumerate(out.shape) if size > before[axis] and size in known]
+    flow.set(out, [*fields, *flow.made_labels(out, axes)])
 
 
 def replay(flow: LabelFlow, call: OperatorCall, axes: Sequence[int], reason: str, *, zero: bool = True) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from prunekit.channels.constraints import NOT_ZERO, Constraint, Contracted, Flattened, LockRecord, Nested
-from prunekit.channels.labels import LOCKED, Field, Labels, LabelUnion, MacTerm, apart
+from prunekit.channels.labels import LOCKED, Field, Labels, LabelUnion, MacTerm, along, apart
 from prunekit.channels.tracing.execution import ModuleCall
 
 Shape = tuple[int, ...]
@@ -49,6 +49,7 @@ class LabelFlow:
         self.owner = object()
         self.union = LabelUnion()
         self.first_made: int | None = None
+        self._any_size: set[int] = set()
         self.locks: list[LockRecord] = []
         self.constraints: list[Constraint] = []
         self.statistics: dict[str, list[LockRecord]] = {}
@@ -90,6 +91,30 @@ class LabelFlow:
     def is_made(self, field: Field) -> bool:
         """Return whether a field has only labels of tensors that the forward pass made: it may meet any other axis."""
         return self.first_made is not None and bool(field.labels.min() >= self.first_made)
+
+    def made_labels(self, tensor: torch.Tensor, axes: Iterable[int], *, zero: bool = False) -> list[Field]:
+        """Return new labels for some axes on whose size nothing but Python decides.
+
+        They are coupled with what they meet, and the trial tells whether the size really follows.
+        """
+        found = []
+        for axis in axes:
+            if tensor.shape[axis] > 1:
+                labels = self.union.new(tensor.shape[axis])
+                self._any_size.add(int(labels[0]))
+                found.append(Field(along(labels, axis, tensor.dim()), zero))
+        return found
+
+    def has_any_size(self, field: Field) -> bool:
+        """Return whether a field still has the labels that `made_labels` gave it, coupled with no parameter's."""
+        return int(field.labels.min()) in self._any_size and self.only_made(field.labels)
+
+    def size_attributes(self) -> Collection[int]:
+        """Return the integers among the attributes of the running module and its children."""
+        if self.model is None:
+            return set()
+        module = self.model.get_submodule(self.module)
+        return {value for part in (module, *module.children()) for value in vars(part).values() if type(value) is int}
 
     def record(self, labels: Labels, reason: str) -> LockRecord:
         """Return a lock at the running operator."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from prunekit.channels.rules.compute import COUNTED
 from prunekit.channels.rules.pointwise import MADE
 from prunekit.channels.rules.rule import OperatorCall, rule_of
 from prunekit.channels.rules.shape import SHAPES_IN_PLACE
+from prunekit.channels.tracing.cached_state import ModelCalls, model_calls
 from prunekit.channels.tracing.channel_norms import NormFinder
 from prunekit.channels.tracing.execution import ModuleStack, TrainModeWatch, mode_for_trace, plain_attention
 from prunekit.channels.tracing.fused_modules import fused_away
@@ -34,9 +36,11 @@ from prunekit.channels.tracing.storages import Storages, inner_of
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun, is_counted, signature
 from prunekit.errors import ModelError, PrunekitError, reason_of
 from prunekit.utils.context import same_draws, seeded, takes_gradients
-from prunekit.utils.inputs import InputSpec, call, example_advice, input_specs, sample_count
+from prunekit.utils.inputs import InputSpec, example_advice, input_specs, sample_count
+from prunekit.utils.outputs import ALL_READ, ReadOutputs
 from prunekit.utils.tensors import gather, map_tensors
 
+OUTPUT = "output of the model"
 HALF = frozenset({torch.float16, torch.bfloat16})
 ActivationKey = tuple[str, str, int]
 """A module path, "input" or "output", and which call of the module it is, from 0."""
@@ -65,6 +69,7 @@ class Trace:
         calls: how often a forward pass calls each module, by its path.
         ran: paths of the modules that were called themselves, not as copies that the model makes of them.
         inputs: the tensors of the first example.
+        read: the outputs that are read.
     """
 
     flow: LabelFlow
@@ -79,6 +84,7 @@ class Trace:
     calls: dict[str, int] = field(default_factory=dict)
     ran: set[str] = field(default_factory=set)
     inputs: tuple[InputSpec, ...] = ()
+    read: ReadOutputs = ALL_READ
 
 
 class LabelMode(OperatorMode):
@@ -185,7 +191,9 @@ class LabelMode(OperatorMode):
             maker.outputs = (self.flow.fields(target),)
 
 
-def trace_model(model: nn.Module, examples: list[tuple[Any, ...]], *, both_modes: bool = True) -> Trace:
+def trace_model(
+    model: nn.Module, examples: list[tuple[Any, ...]], *, both_modes: bool = True, read: ReadOutputs = ALL_READ
+) -> Trace:
     """Trace every example in eval mode, and in train mode too if the model reads its mode, as for auxiliary heads.
 
     The forward passes run on meta tensors, which compute nothing; a model that needs values runs for real, and in
@@ -195,11 +203,13 @@ def trace_model(model: nn.Module, examples: list[tuple[Any, ...]], *, both_modes
         model: not changed.
         examples: see `prunekit.utils.inputs.as_example`.
         both_modes: whether train mode is considered.
+        read: the outputs that are read.
 
     Raises:
         ModelError: the model does not run on an example, uses none of its parameters, or cannot be copied.
+        UsageError: the model has no output of a name that is read.
     """
-    trace = _traced(model, examples, both_modes)
+    trace = _traced(model, examples, both_modes, read)
     if not any(run.uses_own for run in trace.runs) and next(model.parameters(), None) is not None:
         raise ModelError(
             f"{type(model).__name__} runs on the example without using any of its parameters{hint_at_child(model)}"
@@ -218,25 +228,26 @@ def hint_at_child(model: nn.Module) -> str:
     return ""
 
 
-def _traced(model: nn.Module, examples: list[tuple[Any, ...]], both_modes: bool) -> Trace:
+def _traced(model: nn.Module, examples: list[tuple[Any, ...]], both_modes: bool, read: ReadOutputs) -> Trace:
+    traced = partial(_trace, model, examples, both_modes=both_modes, read=read)
     with seeded(0):
         try:
-            return _trace(model, examples, meta=True, both_modes=both_modes)
+            return traced(meta=True)
         except Exception:  # any failure on meta tensors: the model reads values, or its device
             pass
         try:
             try:
-                return _trace(model, examples, meta=False, both_modes=both_modes)
+                return traced(meta=False)
             except Exception as error:
                 if not takes_gradients(error):
                     raise
-            return _trace(model, examples, meta=False, both_modes=both_modes, gradients=True)
+            return traced(meta=False, gradients=True)
         except PrunekitError:
             raise
         except Exception as error:
             if any(tensor.dtype in HALF for _, tensor in named_tensors(model)):
                 with suppress(Exception):  # the error in the own precision says more
-                    return _trace(model, examples, meta=False, both_modes=both_modes, wide=True)
+                    return traced(meta=False, wide=True)
             raise ModelError(
                 f"{type(model).__name__} does not run on the example inputs: {reason_of(error)}; "
                 f"{example_advice(model, examples)}"
@@ -249,6 +260,7 @@ def _trace(
     *,
     meta: bool,
     both_modes: bool,
+    read: ReadOutputs,
     gradients: bool = False,
     wide: bool = False,
 ) -> Trace:
@@ -275,12 +287,17 @@ def _trace(
     trace = Trace(flow, labels, [], {}, NormFinder(flow), traced, map_tensors(examples[0], stand_in))
     for index, example in enumerate(examples):
         inputs = map_tensors(example, stand_in)
+        calls = model_calls(clone, inputs, read)
+        if calls.refused and meta:
+            raise ModelError(calls.refused)  # it may run with values
+        trace.read = read = calls.read
+        run = TracedRun(index, training=False, gradients=gradients, calls=calls)
         with mode_for_trace(clone, False), TrainModeWatch(clone) as watch:
-            _run(clone, inputs, TracedRun(index, training=False, gradients=gradients), trace)
+            _run(clone, inputs, run, trace)
         if watch.was_read and both_modes:
             try:
                 with mode_for_trace(clone, True):
-                    _run(clone, inputs, TracedRun(index, training=True, repeats=True, gradients=gradients), trace)
+                    _run(clone, inputs, replace(run, training=True, repeats=True, operators=[], borrowed=set()), trace)
             except Exception as error:  # inputs too small for an auxiliary head, targets that only training needs
                 if meta:
                     raise
@@ -325,12 +342,20 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: TracedRun, trace: Trac
     flow.batch = sample_count(example, 1)
     mode = LabelMode(flow, run, stack, earlier, example)
     with same_draws(clone), stack, torch.set_grad_enabled(run.gradients), plain_attention(), mode:
-        output = call(clone, example)
-    flow.operator, flow.call = "", None
+        for output in run.calls.outputs(clone, example):
+            flow.operator, flow.call = "", None
+            _lock_outputs(flow, run.calls, output)
+            flow.count_macs = False  # of the first call alone
     trace.calls.update({path: max(count, trace.calls.get(path, 0)) for path, count in stack.counts.items()})
     trace.ran |= stack.ran
-    for tensor in gather(output):
-        flow.read(tensor)
-        flow.lock(flow.fields(tensor), "output of the model")
     run.repeats = run.repeats and earlier is not None and len(run.operators) == len(earlier.operators)
     trace.runs.append(run)
+
+
+def _lock_outputs(flow: LabelFlow, calls: ModelCalls, output: Any) -> None:
+    """Lock the labels of the outputs that are read; the reasons name them where there are several."""
+    named = list(calls.read.tensors(output))
+    several = len({name for name, _ in named}) > 1
+    for name, tensor in named:
+        flow.read(tensor)
+        flow.lock(flow.fields(tensor), f"{OUTPUT}, {name!r}{calls.advice_on(name)}" if several else OUTPUT)

@@ -34,7 +34,6 @@ from prunekit.channels.trial.float64 import AS_DOUBLE, OWN, Precision
 from prunekit.channels.trial.tolerance import TOLERANCE, relative_difference, rounding
 from prunekit.errors import ModelError, is_of_torchscript, reason_of
 from prunekit.utils.context import same_draws
-from prunekit.utils.inputs import call
 from prunekit.utils.tensors import gather, map_tensors
 
 OperatorKey = tuple[str, str, int]
@@ -92,22 +91,19 @@ class _OperatorWatch(OperatorMode):
 
     def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator, and show it with its key."""
-        try:
-            return self._shown(func, args, kwargs)
-        except Exception as error:
-            self.raised, self.failed = error, str(func._schema.name).replace("::", ".")
-            raise
-
-    def _shown(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = str(func._schema.name).replace("::", ".")
-        out = without_randomness(name, run_operator(func, args, kwargs))
-        self.total += 1
-        if is_counted(func, name):
-            outs = gather(out)
-            module = self.stack.current
-            number = self.counts[module, name] = self.counts.get((module, name), -1) + 1
-            if all(map(is_plain, gather((args, kwargs, outs)))):
-                self.see((module, name, number), name, (args, kwargs), outs)
+        try:
+            out = without_randomness(name, run_operator(func, args, kwargs))
+            self.total += 1
+            if is_counted(func, name):
+                outs = gather(out)
+                module = self.stack.current
+                number = self.counts[module, name] = self.counts.get((module, name), -1) + 1
+                if all(map(is_plain, gather((args, kwargs, outs)))):
+                    self.see((module, name, number), name, (args, kwargs), outs)
+        except Exception as error:
+            self.raised, self.failed = error, name
+            raise
         return out
 
 
@@ -324,7 +320,7 @@ def _forward(
     with same_draws(model), mode_for_trace(model, run.training), stack, gradients, plain_attention(), precision():
         try:
             with watch:
-                output = call(model, example)
+                read = run.calls.read_outputs(model, example)
         except Exception as error:
             cause = watch.raised if is_of_torchscript(error) and watch.raised is not None else error
             if isinstance(cause, _Diverged):
@@ -337,4 +333,4 @@ def _forward(
             if is_of_torchscript(error) or has_fixed_code(model, module):
                 where = replace(where, detail=f"{where.detail} ({FIXED_CODE})", failed=watch.failed)
             raise _Diverged(where) from error
-    return [tensor.detach() for tensor in plain_in(output)]
+    return [tensor.detach() for tensor in plain_in(read)]

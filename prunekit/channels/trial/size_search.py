@@ -63,7 +63,10 @@ class BatchAxes:
         try:
             both_modes = not all(run.repeats for run in self._trace.runs if run.training)
             larger = trace_model(
-                self._model, [with_doubled_batch(one) for one in self._examples], both_modes=both_modes
+                self._model,
+                [with_doubled_batch(one) for one in self._examples],
+                both_modes=both_modes,
+                read=self._trace.read,
             )
         except (ModelError, RuntimeError):
             return {}
@@ -166,10 +169,12 @@ def _numbers_in(node: ast.expr, method: CodeType, names: Mapping[str, Any]) -> I
 
 
 def _value(node: ast.AST, names: Mapping[str, Any]) -> Any:
-    """Return the value of a variable, or one element of a tensor's shape; None for anything else."""
+    """Return the value of a variable, an attribute or one element of a tensor's shape; None for anything else."""
     match node:
         case ast.Name(name):
             return names.get(name)
+        case ast.Attribute(of, name) if not isinstance(of_value := _value(of, names), torch.Tensor):
+            return vars(of_value).get(name) if hasattr(of_value, "__dict__") else None
         case ast.Subscript(ast.Attribute(ast.Name(name), "shape"), index):
             pass
         case ast.Call(ast.Attribute(ast.Name(name), "size"), [index]):
