@@ -94,7 +94,9 @@ def _fields_of_part(
     a class token has; else along the others, so that it brings whole channels.
     """
     beside = [
-        {axis for field in flow.fields(tensor) for axis in field.span} for i, tensor in enumerate(tensors) if i != index
+        {axis for field in flow.fields(tensor) if not flow.has_any_size(field) for axis in field.span}
+        for i, tensor in enumerate(tensors)
+        if i != index
     ]
     fields = []
     for field in flow.fields(tensors[index]):
