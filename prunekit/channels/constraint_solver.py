@@ -16,6 +16,7 @@ from prunekit.channels.constraints import (
     Grouped,
     LockRecord,
     Nested,
+    Normalized,
     Padded,
     Rectangle,
 )
@@ -63,6 +64,8 @@ def solve(
     for constraint in constraints:
         if isinstance(constraint, Contracted):
             _solve_contracted(union, constraint, whole_heads=whole_heads)
+        elif isinstance(constraint, Normalized):
+            _solve_normalized(union, constraint, whole_heads=whole_heads)
     records += _lock_unused(trace, axes, union)
     equal = [part for part in extra if isinstance(part, EqualParts)]
     # First the constraints that say what is coupled, last those that only follow it.
@@ -115,6 +118,16 @@ def _solve_contracted(union: LabelUnion, contracted: Contracted, *, whole_heads:
         union.lock(contracted.part)
         if not contracted.zero:
             union.lock(contracted.labels)
+
+
+def _solve_normalized(union: LabelUnion, normalized: Normalized, *, whole_heads: bool) -> None:
+    """Make a row one class and lock the positions, or a position one class in all rows and lock these."""
+    if whole_heads:
+        union.merge(normalized.labels, normalized.rows[None])
+        union.lock(normalized.positions)
+    else:
+        union.merge(normalized.labels, normalized.positions[:, None])
+        union.lock(normalized.rows)
 
 
 # Each of the following solves one constraint for the classes as they are now, and returns the locks to report.
@@ -220,6 +233,7 @@ def _in_whole_rows(roots: Labels) -> bool:
 
 _SOLVERS: dict[type, Callable[[LabelUnion, Any], Iterable[LockRecord]]] = {
     Contracted: lambda union, contracted: (),  # solved once, before all others
+    Normalized: lambda union, normalized: (),  # the same
     Nested: _solve_nested,
     Rectangle: _solve_rectangle,
     Crossed: _solve_crossed,

@@ -8,6 +8,7 @@ import nets_fixed
 import nets_grouped
 import nets_images
 import nets_joins
+import nets_maps
 import nets_modes
 import nets_norms
 import nets_python
@@ -24,6 +25,7 @@ __all__ = [
     "nets_grouped",
     "nets_images",
     "nets_joins",
+    "nets_maps",
     "nets_modes",
     "nets_norms",
     "nets_python",

@@ -77,20 +77,20 @@ def concatenate(flow: LabelFlow, call: OperatorCall) -> None:
     columns: list[Labels] = []
     zero = True
     joint = _joint(flow, tensors, axis)
-    parts = [_part(flow, tensors, index, axis, joint) for index in range(len(tensors))]
-    for tensor, part in zip(tensors, parts, strict=True):
-        labels, is_zero = flow.vector(part, axis, "concatenated along an axis that shares its channels with another")
+    every = [_fields_of_part(flow, tensors, index, axis, joint) for index in range(len(tensors))]
+    for tensor, fields in zip(tensors, every, strict=True):
+        labels, is_zero = flow.vector(fields, axis, "concatenated along an axis that shares its channels with another")
         columns.append(np.zeros(tensor.shape[axis], dtype=np.int64) if labels is None else labels)
         zero = zero and (is_zero or labels is None)
     shape = [1] * call.out.dim()
     shape[axis] = -1
     joined = Field(np.concatenate(columns).reshape(shape), zero)
     one = [tuple(1 if a == axis else size for a, size in enumerate(tensor.shape)) for tensor in tensors]
-    others = [[field for field in part if axis not in field.span] for part in parts]
+    others = [[field for field in fields if axis not in field.span] for fields in every]
     flow.set(call.out, [*([joined] if joined.labels.any() else []), *joint.values(), *_common(flow, one, others)])
 
 
-def _part(
+def _fields_of_part(
     flow: LabelFlow, tensors: Sequence[Any], index: int, axis: int, joint: Container[tuple[int, ...]]
 ) -> list[Field]:
     """Return the fields of one of the concatenated tensors, without those that all of them have jointly.
@@ -99,7 +99,9 @@ def _part(
     a class token has; else along the others, so that it brings whole channels.
     """
     beside = [
-        {axis for field in flow.fields(tensor) for axis in field.span} for i, tensor in enumerate(tensors) if i != index
+        {axis for field in flow.fields(tensor) if not flow.has_any_size(field) for axis in field.span}
+        for i, tensor in enumerate(tensors)
+        if i != index
     ]
     fields = []
     for field in flow.fields(tensors[index]):

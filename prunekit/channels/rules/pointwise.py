@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from prunekit.channels.labels import Field, along
+from prunekit.channels.labels import Field
 from prunekit.channels.rules.rule import OperatorCall, aten, register_rule
 from prunekit.channels.tracing.label_flow import LabelFlow, Shape
 

@@ -139,12 +139,13 @@ def layout(flow: LabelFlow, call: OperatorCall) -> None:
 
 @register_rule("aten.expand")
 def expand(flow: LabelFlow, call: OperatorCall) -> None:
-    """Repeat axes of size 1: the labels do not depend on them, and such an axis may have any size."""
+    """Repeat axes of size 1: the labels do not depend on them; such an axis may follow an attribute."""
     source, out = call.args[0], call.out
     lead = (1,) * (out.dim() - source.dim())
     fields = [f.with_labels(f.labels.reshape(lead + f.labels.shape)) for f in flow.fields(source)]
     before = (*lead, *source.shape)
-    axes = [axis for axis, size in enumerate(out.shape) if size > before[axis]] if fields else []
+    known = flow.size_attributes() if fields else ()
+    axes = [axis for axis, size in enumerate(out.shape) if size > before[axis] and size in known]
     flow.set(out, [*fields, *flow.made_labels(out, axes)])
 
 

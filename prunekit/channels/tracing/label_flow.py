@@ -40,6 +40,7 @@ class LabelFlow:
         substituted: paths of modules whose equivalents run in their place.
         divided: labels of axes of parameters whose slices are divided by their own norm: it must not be zero where a
             channel is removed, and need not be, because a factor of the result is.
+        parted: by a field on several axes that a norm read, the fields as which it did.
         module, operator: which module and operator run now.
         call: which of the calls of that module it is.
     """
@@ -58,6 +59,7 @@ class LabelFlow:
         self.batch = 1
         self.substituted: set[str] = set()
         self.divided: list[Labels] = []
+        self.parted: dict[Field, list[Field]] = {}
         self.module = ""
         self.operator = ""
         self.call: ModuleCall | None = None
@@ -77,11 +79,11 @@ class LabelFlow:
         for field in fields:
             labels = field.labels if isinstance(field, Field) else field
             if labels is not None and labels.size:
-                if not self.only_made(labels):
+                if not self._only_made(labels):
                     self.locks.append(self.record(labels, reason))
                 self.union.lock(labels)
 
-    def only_made(self, labels: Labels) -> bool:
+    def _only_made(self, labels: Labels) -> bool:
         """Return whether no parameter has any of these labels: a user need not know of their lock."""
         if self.first_made is None or ((labels < self.first_made) & (labels != LOCKED)).any():
             return False
@@ -93,7 +95,7 @@ class LabelFlow:
         return self.first_made is not None and bool(field.labels.min() >= self.first_made)
 
     def made_labels(self, tensor: torch.Tensor, axes: Iterable[int], *, zero: bool = False) -> list[Field]:
-        """Return new labels for axes whose size nothing but Python decides on.
+        """Return new labels for some axes on whose size nothing but Python decides.
 
         They are coupled with what they meet, and the trial tells whether the size really follows.
         """
@@ -108,6 +110,13 @@ class LabelFlow:
     def has_any_size(self, field: Field) -> bool:
         """Return whether a field still has the labels that `made_labels` gave it, coupled with no parameter's."""
         return int(field.labels.min()) in self._any_size and self.only_made(field.labels)
+
+    def size_attributes(self) -> Collection[int]:
+        """Return the integers among the attributes of the running module and its children."""
+        if self.model is None:
+            return set()
+        module = self.model.get_submodule(self.module)
+        return {value for part in (module, *module.children()) for value in vars(part).values() if type(value) is int}
 
     def record(self, labels: Labels, reason: str) -> LockRecord:
         """Return a lock at the running operator."""
