@@ -41,6 +41,16 @@ def added_matrix_product(flow: LabelFlow, call: OperatorCall) -> None:
     flow.set(call.out, flow.pointwise([(tuple(call.out.shape), product), bias], product=False))
 
 
+@register_rule("aten._sparse_mm_reduce_impl")
+def reduced_rows(flow: LabelFlow, call: OperatorCall) -> None:
+    """Pass the columns of a matrix whose rows a sparse one reduces; sums, means and extrema of zeros are zero."""
+    sparse, rows = call.args[:2]
+    flow.lock(flow.fields(sparse), "decides which rows are reduced")
+    columns = flow.tied_along(0, flow.fields(rows), "rows that a sparse matrix reduces")
+    flow.set(call.outs[0], columns)
+    flow.set(call.outs[1], [Field(field.labels, zero=False) for field in columns])  # where the extrema were
+
+
 _SPATIAL = {
     f"aten.{name}{n}d{suffix}": n
     for n in (1, 2, 3)

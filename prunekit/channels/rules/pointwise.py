@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from prunekit.channels.labels import Field, along
+from prunekit.channels.labels import Field
 from prunekit.channels.rules.rule import OperatorCall, aten, register_rule
 from prunekit.channels.tracing.label_flow import LabelFlow, Shape
 
@@ -155,27 +155,18 @@ def copy(flow: LabelFlow, call: OperatorCall) -> None:
     flow.set(call.out, [Field(field.labels, field.span in zero) for field in written])
 
 
-MADE = frozenset({"aten.zeros", "aten.full", "aten.new_zeros"})
+MADE = frozenset({"aten.zeros", "aten.full", "aten.new_zeros", "aten.repeat"})
 """Operators whose results get labels even if no argument has any."""
 
 
 @register_rule("aten.zeros", "aten.full")
 def made(flow: LabelFlow, call: OperatorCall) -> None:
-    """Give new labels to an axis whose size is an attribute of the running module or one of its children.
+    """Give new labels to every axis, whose size may be that of a layer, or of a tensor that it is written to.
 
     A state of `hidden_size` zeros is then coupled with what it meets; the trial tells whether its size really follows.
     """
-    sizes, zero = _size_attributes(flow), call.name != "aten.full" or call.args[1] == 0
-    axes = [axis for axis, size in enumerate(call.out.shape) if size > 1 and size in sizes]
-    ndim = call.out.dim()
-    flow.set(call.out, [Field(along(flow.union.new(call.out.shape[axis]), axis, ndim), zero) for axis in axes])
-
-
-def _size_attributes(flow: LabelFlow) -> set[int]:
-    if flow.model is None:
-        return set()
-    module = flow.model.get_submodule(flow.module)
-    return {value for part in (module, *module.children()) for value in vars(part).values() if type(value) is int}
+    zero = call.name != "aten.full" or call.args[1] == 0
+    flow.set(call.out, [flow.made(call.out, axis, zero) for axis, size in enumerate(call.out.shape) if size > 1])
 
 
 @register_rule("aten.new_zeros")

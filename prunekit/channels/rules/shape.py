@@ -224,11 +224,17 @@ def flip(flow: LabelFlow, call: OperatorCall) -> None:
 
 @register_rule("aten.repeat")
 def repeat(flow: LabelFlow, call: OperatorCall) -> None:
-    """Repeat labels together with the values."""
+    """Repeat labels together with the values, or give a mask or index, which has none, those of what it is made for."""
+    lead = (1,) * (call.out.dim() - call.args[0].dim())
+    known = flow.fields(call.args[0])
+    if not known:
+        sizes = [*lead, *call.args[0].shape]
+        fresh = [axis for axis, size in enumerate(sizes) if size == 1 < call.out.shape[axis]]
+        flow.set(call.out, [flow.made(call.out, axis, zero=False) for axis in fresh])
+        return
     fields = []
-    for field in flow.fields(call.args[0]):
-        lead = call.out.dim() - field.labels.ndim
-        labels = field.labels.reshape((1,) * lead + field.labels.shape)
+    for field in known:
+        labels = field.labels.reshape(lead + field.labels.shape)
         times = [int(n) if size > 1 else 1 for n, size in zip(call.args[1], labels.shape, strict=True)]
         fields.append(field.with_labels(np.tile(labels, times)))
     flow.set(call.out, fields)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from prunekit.channels.constraints import NOT_ZERO, Constraint, Contracted, Flattened, LockRecord, Nested
-from prunekit.channels.labels import LOCKED, Field, Labels, LabelUnion, MacTerm, apart
+from prunekit.channels.labels import LOCKED, Field, Labels, LabelUnion, MacTerm, along, apart
 from prunekit.channels.tracing.execution import ModuleCall
 
 Shape = tuple[int, ...]
@@ -71,21 +71,36 @@ class LabelFlow:
         kept = tuple([field for field in fields if field.labels.size > 1])
         tensor._prunekit_fields = self.owner, kept  # type: ignore[attr-defined]
 
+    def forget_zeros(self, tensors: Iterable[torch.Tensor], written: Sequence[Labels]) -> None:
+        """Take back the promise of zeros on tensors that share their memory with one where some labels lost theirs."""
+        roots = self.union.find(np.concatenate([labels.reshape(-1) for labels in written]))
+        for tensor in tensors:
+            fields = self.fields(tensor)
+            if any(field.zero for field in fields):
+                self.set(tensor, [
+                    Field(field.labels, field.zero and not np.isin(self.union.find(field.labels), roots).any())
+                    for field in fields
+                ])  # fmt: skip
+
     def lock(self, fields: Iterable[Field | Labels | None], reason: str) -> None:
         """Lock every label of some fields, with the reason and the running operator."""
         for field in fields:
             labels = field.labels if isinstance(field, Field) else field
             if labels is not None and labels.size:
-                if not self._only_made(labels):
+                if not self.only_made(labels):
                     self.locks.append(self.record(labels, reason))
                 self.union.lock(labels)
 
-    def _only_made(self, labels: Labels) -> bool:
+    def only_made(self, labels: Labels) -> bool:
         """Return whether no parameter has any of these labels: a user need not know of their lock."""
         if self.first_made is None or labels.min() < self.first_made:
             return False
         roots = self.union.find(labels)
         return bool(((roots >= self.first_made) | (roots == LOCKED)).all())
+
+    def made(self, tensor: torch.Tensor, axis: int, zero: bool) -> Field:
+        """Return new labels for an axis of a tensor that the forward pass makes, in a size that may be a layer's."""
+        return Field(along(self.union.new(tensor.shape[axis]), axis, tensor.dim()), zero)
 
     def is_made(self, field: Field) -> bool:
         """Return whether a field has only labels of tensors that the forward pass made: it may meet any other axis."""

@@ -173,10 +173,14 @@ class LabelMode(OperatorMode):
     def _written(self, target: Any, known: tuple[Field, ...]) -> None:
         """Record labels that an in-place write brings into a tensor: its size depended on them from the start.
 
-        In a view they are locked, because the other views of its storage do not have them.
+        In a view they are locked, because the other views of its storage do not have them. What is no longer zero is
+        not zero in those either.
         """
         spans = {field.span for field in known}
         fresh = [field for field in self.flow.fields(target) if field.span not in spans]
+        now_zero = {field.span for field in self.flow.fields(target) if field.zero}
+        if lost := [field.labels for field in known if field.zero and field.span not in now_zero]:
+            self.flow.forget_zeros(self.storages.sharing(target), lost)
         if fresh and self.storages.shared(target):
             self.flow.lock(fresh, "written in place into a view of another tensor")
         elif fresh and (maker := self.storages.maker(target)) is not None:
