@@ -60,7 +60,8 @@ _SPATIAL = {
 _SPATIAL |= {f"aten.{name}{suffix}": n for name, n in (
     ("upsample_nearest1d", 1), ("upsample_nearest2d", 2), ("upsample_nearest3d", 3), ("upsample_linear1d", 1),
     ("upsample_bilinear2d", 2), ("upsample_bicubic2d", 2), ("upsample_trilinear3d", 3), ("_upsample_bilinear2d_aa", 2),
-    ("_upsample_nearest_exact2d", 2), ("_upsample_nearest_exact1d", 1),
+    ("_upsample_nearest_exact2d", 2), ("_upsample_nearest_exact1d", 1), ("_upsample_nearest_exact3d", 3),
+    ("_upsample_bicubic2d_aa", 2),
 ) for suffix in ("", ".vec")}  # fmt: skip
 
 
@@ -71,15 +72,33 @@ def spatial(flow: LabelFlow, call: OperatorCall) -> None:
     slid = set(range(source.dim() - _SPATIAL[call.name], source.dim()))
     fields = flow.fields(source)
     flow.lock([field for field in fields if set(field.span) & slid], "pooling slides over these channels")
-    for out in call.outs:
-        flow.set(out, [field for field in fields if not set(field.span) & slid])
+    passing = [field for field in fields if not set(field.span) & slid]
+    for index, out in enumerate(call.outs):  # the second holds where the largest values were
+        flow.set(out, passing if index == 0 else [Field(field.labels, zero=False) for field in passing])
 
 
-_ZERO_OF_ZEROS = frozenset(aten("sum mean amax amin prod std var norm linalg_vector_norm"))
-_STATISTICS = frozenset(aten("sum mean amax amin max min var std var_mean std_mean norm linalg_vector_norm"))
+@register_rule("aten.max_unpool2d", "aten.max_unpool3d")
+def unpooled(flow: LabelFlow, call: OperatorCall) -> None:
+    """Merge values with the indices of where they are put, which were taken from each channel."""
+    ndim = call.out.dim()
+    slid = range(ndim - (2 if call.name.endswith("2d") else 3), ndim)
+    values, places = ([*flow.fields(argument)] for argument in call.args[:2])
+    flow.lock([field for field in (*values, *places) if set(field.span) & set(slid)], "put at positions by number")
+    shape = tuple(1 if axis in slid else size for axis, size in enumerate(call.out.shape))
+    operands = [(shape, [field for field in fields if not set(field.span) & set(slid)]) for fields in (values, places)]
+    zero = {field.span for field in values if field.zero}
+    fields = flow.pointwise(operands, product=False)
+    flow.set(call.out, [Field(field.labels, field.span in zero) for field in fields])
 
 
-@register_rule(*_STATISTICS, *aten("prod all any argmax argmin"))
+_EXTREMA = frozenset(aten("max min"))
+_ZERO_OF_ZEROS = _EXTREMA | frozenset(
+    aten("sum nansum mean amax amin aminmax prod std var std_mean var_mean norm linalg_vector_norm any count_nonzero")
+)
+_STATISTICS = _EXTREMA | frozenset(aten("sum nansum mean amax amin var std var_mean std_mean norm linalg_vector_norm"))
+
+
+@register_rule(*_STATISTICS, *aten("prod all any argmax argmin aminmax count_nonzero logsumexp"))
 def reduction(flow: LabelFlow, call: OperatorCall) -> None:
     """Keep the labels of axes that are not reduced; lock the others unless removed zeros do not change the result.
 
@@ -109,17 +128,17 @@ def reduction(flow: LabelFlow, call: OperatorCall) -> None:
             flow.take_statistics(field, reason)
         elif reason is not None:
             flow.lock([field], reason)
-    for out in call.outs:
+    for index, out in enumerate(call.outs):
         squeeze = out.dim() != ndim
         axes = tuple(sorted(reduced)) if squeeze else ()
-        stays = call.name in _ZERO_OF_ZEROS
+        stays = call.name in _ZERO_OF_ZEROS and not (index and call.name in _EXTREMA)  # where the largest value is
         flow.set(out, [Field(np.squeeze(field.labels, axes), field.zero and stays) for field in kept])
 
 
 def _adds_nothing(call: OperatorCall) -> bool:
     """Return whether a reduction's result is the same with further zeros among its values."""
     if "norm" not in call.name:
-        return call.name in ("aten.sum", "aten.any")
+        return call.name in ("aten.sum", "aten.nansum", "aten.any", "aten.count_nonzero")
     order = call.arg(1, "p" if call.name == "aten.norm" else "ord", 2)
     return order is None or order >= 0  # the smallest value, or a product, only with a negative one
 
@@ -130,7 +149,7 @@ def along_axis(flow: LabelFlow, call: OperatorCall) -> None:
     source = call.args[0]
     axis = call.arg(1, "dim", -1) % max(source.dim(), 1)
     tied = flow.tied_along(axis, flow.fields(source), f"{call.name} mixes these channels")
-    flow.set(call.out, [Field(field.labels, zero=False) for field in tied])
+    flow.set(call.out, [Field(field.labels, field.zero and call.name == "aten.cumsum") for field in tied])
 
 
 @register_rule("aten.glu")

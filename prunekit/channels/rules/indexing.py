@@ -158,17 +158,29 @@ class _Picked:
         return tuple(rest)
 
 
+_MASKS = (torch.bool, torch.uint8)
+"""Types of indices that pick from as many axes as they have, and leave one."""
+
+
 def _picked(flow: LabelFlow, call: OperatorCall) -> _Picked | None:
     """Return how an operator picks positions of its first argument, and lock the labels there and of the indices."""
-    source, given = call.args[0], call.args[1]
-    indices = {axis: index for axis, index in enumerate(given) if index is not None}
-    if any(index.dtype == torch.bool and index.dim() != 1 for index in indices.values()):
+    source = call.args[0]
+    taken: list[int] = []
+    indices: list[torch.Tensor] = []
+    axis = 0
+    for index in call.args[1]:
+        width = index.dim() if index is not None and index.dtype in _MASKS else 1
+        if index is not None:
+            indices.append(index)
+            taken += range(axis, axis + width)
+        axis += width
+    if not taken:
         return None
-    axes = tuple(sorted(indices))
+    axes = tuple(taken)
     first = axes[0] if axes == tuple(range(axes[0], axes[-1] + 1)) else 0  # apart from each other they go to the front
     flow.lock([field for field in flow.fields(source) if set(axes) & set(field.span)], PICKED)
-    flow.lock([field for index in indices.values() for field in flow.fields(index)], DECIDES)
-    return _Picked(axes, first, max(index.dim() for index in indices.values()))
+    flow.lock([field for index in indices for field in flow.fields(index)], DECIDES)
+    return _Picked(axes, first, max(1 if index.dtype in _MASKS else index.dim() for index in indices))
 
 
 @register_rule("aten.index_put", "aten.index_put_", "aten._index_put_impl_")
@@ -210,6 +222,11 @@ def embedding(flow: LabelFlow, call: OperatorCall) -> None:
             flow.set(out, [Field(along(columns, out.dim() - 1, out.dim()), zero)])
 
 
+_VALUES = frozenset(
+    f"aten.{name}"
+    for name in ("sort", "mode", "median", "nanmedian", "cummax", "cummin", "cumprod", "topk", "kthvalue")
+)
+"""Operators whose first result holds some of the values, or products of them: zero where all values are."""
 _ORDERED = {
     **dict.fromkeys(("aten.sort", "aten.argsort", "aten.mode", "aten.median", "aten.nanmedian"), 1),
     **dict.fromkeys(("aten.cummax", "aten.cummin", "aten.cumprod", "aten.logcumsumexp"), 1),
@@ -228,6 +245,7 @@ def ordered(flow: LabelFlow, call: OperatorCall) -> None:
     mixed = [field for field in fields if whole or axis in field.span]
     flow.lock(mixed, f"{call.name} compares these channels with each other")
     rest = [field for field in fields if field not in mixed]
-    for out in outs:
+    for index, out in enumerate(outs):
         dropped = (axis,) if out.dim() < source.dim() else ()
-        flow.set(out, [Field(np.squeeze(field.labels, dropped), zero=False) for field in rest])
+        stays = index == 0 and call.name in _VALUES
+        flow.set(out, [Field(np.squeeze(field.labels, dropped), field.zero and stays) for field in rest])

@@ -8,7 +8,7 @@ import torch
 
 from prunekit.channels.cut.model_copy import has_gradients
 from prunekit.channels.labels import Field
-from prunekit.channels.rules.pointwise import IN_PLACE
+from prunekit.channels.rules.pointwise import IN_PLACE, is_zero
 from prunekit.channels.rules.rule import OperatorCall, aten, register_rule
 from prunekit.channels.rules.shape import BY_POSITION, PICKED, replay
 from prunekit.channels.tracing.label_flow import LabelFlow, Operand
@@ -58,7 +58,7 @@ def fill_rows(flow: LabelFlow, call: OperatorCall) -> None:
     value = call.args[3]
     flow.lock(flow.fields(call.args[2]), DECIDES)
     axis = call.args[1] % max(call.args[0].dim(), 1)
-    replay(flow, call, [axis], PICKED, zero=not isinstance(value, torch.Tensor) and value == 0)
+    replay(flow, call, [axis], PICKED, zero=is_zero(value))
 
 
 @register_rule("aten.take")
