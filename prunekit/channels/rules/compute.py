@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ _EINSUM = {
     "aten.mv": ("mk", "k", "m"),
     "aten.dot": ("k", "k", ""),
     "aten.vdot": ("k", "k", ""),
+    "aten.outer": ("m", "n", "mn"),
 }
 
 
@@ -32,13 +34,40 @@ def matrix_product(flow: LabelFlow, call: OperatorCall) -> None:
     flow.set(call.out, flow.contract(call.args[0], call.args[1], *_EINSUM[call.name]))
 
 
-@register_rule("aten.addmm", "aten._sparse_addmm", "aten.baddbmm")
+_ADDED = {
+    "aten.addmm": "aten.mm",
+    "aten._sparse_addmm": "aten.mm",
+    "aten.baddbmm": "aten.bmm",
+    "aten.addmv": "aten.mv",
+    "aten.addr": "aten.outer",
+}
+
+
+@register_rule(*_ADDED)
 def added_matrix_product(flow: LabelFlow, call: OperatorCall) -> None:
     """Add a broadcast bias to a matrix product; for a sparse matrix, torch adds zeros of the whole size."""
-    axes = _EINSUM["aten.bmm" if call.name == "aten.baddbmm" else "aten.mm"]
-    product = flow.contract(call.args[1], call.args[2], *axes)
+    product = flow.contract(call.args[1], call.args[2], *_EINSUM[_ADDED[call.name]])
     bias = aligned(flow, call.args[0], call.out.dim())
     flow.set(call.out, flow.pointwise([(tuple(call.out.shape), product), bias], product=False))
+
+
+@register_rule("aten._cdist_forward", "aten._euclidean_dist")
+def distances(flow: LabelFlow, call: OperatorCall) -> None:
+    """Sum differences over the last axis, to which channels add nothing that are zero in both tensors."""
+    batch = "abcdefgh"[: call.out.dim() - 2]
+    shared = [batch[len(batch) + 2 - tensor.dim() :] for tensor in call.args[:2]]
+    factors = [(call.args[0], f"{shared[0]}mk"), (call.args[1], f"{shared[1]}nk")]
+    flow.set(call.out, flow.summed(factors, f"{batch}mn", product=False, count=False))
+
+
+@register_rule("aten._trilinear")
+def trilinear(flow: LabelFlow, call: OperatorCall) -> None:
+    """Multiply three tensors in their joint space, as a bilinear layer does, and sum over some of its axes."""
+    tensors, added, summed = call.args[:3], call.args[3:6], call.args[6]
+    letters = "abcdefgh"[: tensors[0].dim() + len(added[0])]
+    axes = ["".join(letter for axis, letter in enumerate(letters) if axis not in fresh) for fresh in added]
+    kept = "".join(letter for axis, letter in enumerate(letters) if axis not in summed)
+    flow.set(call.out, flow.summed(list(zip(tensors, axes, strict=True)), kept, count=False))
 
 
 @register_rule("aten._sparse_mm_reduce_impl")
@@ -91,6 +120,8 @@ def unpooled(flow: LabelFlow, call: OperatorCall) -> None:
     flow.set(call.out, [Field(field.labels, field.span in zero) for field in fields])
 
 
+DROPS_AXES = frozenset(aten("norm linalg_vector_norm"))
+"""Reductions that may take an axis made of several labeled ones, as weight normalization over other axes does."""
 _EXTREMA = frozenset(aten("max min"))
 _ZERO_OF_ZEROS = _EXTREMA | frozenset(
     aten("sum nansum mean amax amin aminmax prod std var std_mean var_mean norm linalg_vector_norm any count_nonzero")
@@ -128,6 +159,8 @@ def reduction(flow: LabelFlow, call: OperatorCall) -> None:
             flow.take_statistics(field, reason)
         elif reason is not None:
             flow.lock([field], reason)
+    if call.name in DROPS_AXES and any(set(a.span) & set(b.span) for a, b in combinations(kept, 2)):
+        flow.constraints.extend(flow.crossed(source))
     for index, out in enumerate(call.outs):
         squeeze = out.dim() != ndim
         axes = tuple(sorted(reduced)) if squeeze else ()

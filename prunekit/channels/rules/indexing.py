@@ -10,12 +10,18 @@ import numpy as np
 import torch
 
 from prunekit.channels.constraints import EqualParts, Rectangle
+from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.labels import Field, Labels, along
 from prunekit.channels.rules.pointwise import aligned
 from prunekit.channels.rules.rule import OperatorCall, register_rule
 from prunekit.channels.rules.scattering import DECIDES
 from prunekit.channels.rules.shape import PICKED, part, replay
 from prunekit.channels.tracing.label_flow import LabelFlow
+
+STORED = (
+    "positions of this axis are picked by an index that the model stores, whose numbers pruning leaves as they are; "
+    "channels that a view and a transpose reorder instead can be pruned"
+)
 
 
 def _without(flow: LabelFlow, fields: Sequence[Field], axis: int, reason: str) -> list[Field]:
@@ -114,17 +120,23 @@ def windows(flow: LabelFlow, call: OperatorCall) -> None:
     flow.set(call.out, [f.with_labels(f.labels[..., None]) for f in fields if axis not in f.span])
 
 
-@register_rule("aten.index_select", "aten.index", "aten.as_strided")
+@register_rule("aten.index_select", "aten.index", "aten._unsafe_index", "aten.as_strided")
 def pick(flow: LabelFlow, call: OperatorCall) -> None:
     """Lock axes whose positions are picked by number."""
     if call.name == "aten.index_select":
         flow.lock(flow.fields(call.args[2]), DECIDES)
         axis = call.args[1] % call.args[0].dim()
-        replay(flow, call, [axis], PICKED)
+        replay(flow, call, [axis], _why(flow, call.args[2]))
         return
-    if call.name == "aten.index" and _index_rows(flow, call):
+    if call.name in ("aten.index", "aten._unsafe_index") and _index_rows(flow, call):
         return
     flow.lock(flow.fields(call.args[0]), f"{call.name} picks positions by number")
+
+
+def _why(flow: LabelFlow, index: torch.Tensor) -> str:
+    """Return the reason of the lock on an axis that an index picks from."""
+    stored = flow.model is not None and any(tensor is index for _, tensor in named_tensors(flow.model))
+    return STORED if stored else PICKED
 
 
 def _index_rows(flow: LabelFlow, call: OperatorCall) -> bool:
@@ -178,7 +190,9 @@ def _picked(flow: LabelFlow, call: OperatorCall) -> _Picked | None:
         return None
     axes = tuple(taken)
     first = axes[0] if axes == tuple(range(axes[0], axes[-1] + 1)) else 0  # apart from each other they go to the front
-    flow.lock([field for field in flow.fields(source) if set(axes) & set(field.span)], PICKED)
+    labeled = [field for field in flow.fields(source) if set(axes) & set(field.span)]
+    if labeled:
+        flow.lock(labeled, _why(flow, indices[0]))
     flow.lock([field for index in indices for field in flow.fields(index)], DECIDES)
     return _Picked(axes, first, max(1 if index.dtype in _MASKS else index.dim() for index in indices))
 
@@ -220,6 +234,13 @@ def embedding(flow: LabelFlow, call: OperatorCall) -> None:
     for out in outs:
         if columns is not None and out.shape == outs[0].shape:  # of a bag also where its maxima were
             flow.set(out, [Field(along(columns, out.dim() - 1, out.dim()), zero)])
+
+
+@register_rule("aten.bucketize")
+def bucketize(flow: LabelFlow, call: OperatorCall) -> None:
+    """Pass the labels of the values, whose places among some bounds are found."""
+    flow.lock(flow.fields(call.args[1]), "bounds between which values are placed")
+    flow.set(call.out, [Field(field.labels, zero=False) for field in flow.fields(call.args[0])])
 
 
 _VALUES = frozenset(

@@ -140,15 +140,24 @@ def ternary(flow: LabelFlow, call: OperatorCall) -> None:
     if "addc" in call.name:
         zero = first & (others[0] | others[1] if "mul" in call.name else others[0] - others[1])
     elif call.name == "aten.where":
-        zero = others[0] & others[1]
+        zero = set[tuple[int, ...]]().union(*others)
+        for value, spans in zip(call.args[1:], others, strict=True):
+            zero = zero if is_zero(value) else zero & spans
     else:  # PReLU maps 0 to 0; masks may fill with another number
         zero = first if "prelu" in call.name or is_zero(call.args[2]) else set()
     flow.set(call.out, [Field(field.labels, field.span in zero) for field in fields])
 
 
 def is_zero(value: Any) -> bool:
-    """Return whether a value is the number 0; what a tensor holds may differ from input to input."""
-    return not isinstance(value, torch.Tensor) and value == 0
+    """Return whether a value is the number 0, if need be as a tensor; what others hold differs from input to input."""
+    number = getattr(value, "_prunekit_number", value)
+    return not isinstance(number, torch.Tensor) and bool(number == 0)
+
+
+@register_rule("aten.scalar_tensor")
+def number(flow: LabelFlow, call: OperatorCall) -> None:
+    """Remember the number that `torch.where` and others make a tensor of."""
+    call.out._prunekit_number = call.args[0]
 
 
 @register_rule("aten.copy_")
@@ -164,7 +173,7 @@ def copy(flow: LabelFlow, call: OperatorCall) -> None:
     flow.set(call.out, [Field(field.labels, field.span in zero) for field in written])
 
 
-MADE = frozenset({"aten.zeros", "aten.full", "aten.new_zeros", "aten.repeat"})
+MADE = frozenset(aten("zeros full new_zeros scalar_tensor expand repeat"))
 """Operators whose results get labels even if no argument has any."""
 
 

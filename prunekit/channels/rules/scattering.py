@@ -61,6 +61,24 @@ def fill_rows(flow: LabelFlow, call: OperatorCall) -> None:
     replay(flow, call, [axis], PICKED, zero=is_zero(value))
 
 
+@register_rule(*aten("masked_scatter", IN_PLACE))
+def scatter_masked(flow: LabelFlow, call: OperatorCall) -> None:
+    """Merge the last axis of a tensor and of the values that fill its masked rows, if the mask takes whole rows."""
+    target, mask, source = call.args[:3]
+    rows = bool(mask.dim() and source.dim()) and source.shape[-1] == target.shape[-1]
+    rows = rows and (mask.shape[-1] == 1 or _constant(mask, mask.dim() - 1))
+    last = {id(one): [f for f in flow.fields(one) if rows and f.span == (one.dim() - 1,)] for one in (target, source)}
+    flow.lock([f for one in (target, source) for f in flow.fields(one) if f not in last[id(one)]], PICKED)
+    flow.lock(flow.fields(mask), DECIDES)
+    writers = [
+        ((one.shape[-1],) * bool(rows), [Field(f.labels.reshape(-1), f.zero) for f in last[id(one)]])
+        for one in (target, source)
+    ]
+    lead = (1,) * (target.dim() - 1)
+    fields = _merged(flow, writers, writers)
+    flow.set(call.out, [field.with_labels(field.labels.reshape(*lead, -1)) for field in fields])
+
+
 @register_rule("aten.take")
 def take(flow: LabelFlow, call: OperatorCall) -> None:
     """Pass the labels of the integers, whose shape the result has; the positions that they pick from are locked."""

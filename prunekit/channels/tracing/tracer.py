@@ -20,7 +20,7 @@ from prunekit.channels.cut.model_copy import has_gradients, named_tensors, owner
 from prunekit.channels.labels import Field, Labels, along
 from prunekit.channels.rewrite.call_sites import Site, caller_here, site_here, takes_sizes
 from prunekit.channels.rewrite.substitutes import substitute_all
-from prunekit.channels.rules.compute import COUNTED
+from prunekit.channels.rules.compute import COUNTED, DROPS_AXES
 from prunekit.channels.rules.pointwise import MADE
 from prunekit.channels.rules.rule import OperatorCall, rule_of
 from prunekit.channels.tracing.channel_norms import NormFinder
@@ -111,7 +111,7 @@ class LabelMode(OperatorMode):
         inputs = gather((args, kwargs))
         inputs += [inner for tensor in inputs for inner in inner_of(tensor)]
         for tensor in inputs:
-            flow.read(tensor)
+            flow.read(tensor, drops_axes=name in DROPS_AXES)
             owners = self.owners.get(id(tensor), ())
             self.run.uses_own = self.run.uses_own or bool(owners)
             if flow.module not in owners:
