@@ -74,9 +74,10 @@ def solve(
         before = union.find(np.arange(union.size))
         for constraint in ordered:
             if isinstance(constraint, Crossed):
-                records += _solve_crossed(union, constraint, whole_heads=whole_heads)
+                found = _solve_crossed(union, constraint, whole_heads=whole_heads)
             else:
-                records += _SOLVERS[type(constraint)](union, constraint)
+                found = _SOLVERS[type(constraint)](union, constraint)
+            records += [record for record in found if not trace.flow.only_made(record.labels)]
         records += _lock_full_axes(axes, union)
         after = union.find(np.arange(union.size))
         if np.array_equal(before, after):
@@ -110,8 +111,11 @@ def _lock_full_axes(axes: LabeledAxes, union: LabelUnion) -> list[LockRecord]:
 
 
 def _solve_contracted(union: LabelUnion, contracted: Contracted, *, whole_heads: bool) -> None:
-    """Make a head one class with what is left of it; or a position one class in all heads, and lock what is left."""
-    if whole_heads:
+    """Make a head one class with what is left of it; or a position one class in all heads, and lock what is left.
+
+    Where all that is left has to stay, as what the model returns does, only positions can be removed.
+    """
+    if whole_heads and union.find(contracted.part).any():
         union.merge(contracted.labels, contracted.part[None])
     else:
         union.tie(contracted.labels, [1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import nets_attention
 import nets_convolutions
 import nets_fixed
+import nets_graphs
 import nets_grouped
 import nets_images
 import nets_joins
@@ -22,6 +23,7 @@ __all__ = [
     "nets_attention",
     "nets_convolutions",
     "nets_fixed",
+    "nets_graphs",
     "nets_grouped",
     "nets_images",
     "nets_joins",

@@ -138,6 +138,24 @@ def _take_statistics(flow: LabelFlow, fields: Sequence[Field], together: set[int
             flow.lock([field], TOGETHER)
 
 
+@register_rule("aten.embedding_renorm_")
+def limited_rows(flow: LabelFlow, call: OperatorCall) -> None:
+    """Scale rows of a table that are longer than a limit, to which columns of zeros add nothing."""
+    table, looked_up = call.args[:2]
+    flow.fix(flow.on_axis(table, 0, "channels that are spread over both rows and columns of a table")[0])
+    flow.lock(flow.fields(looked_up), "decides which rows of a table are scaled")
+    flow.lock([field for field in flow.fields(table) if not field.zero], TOGETHER)
+
+
+@register_rule("aten.renorm", "aten.renorm_")
+def limited_slices(flow: LabelFlow, call: OperatorCall) -> None:
+    """Scale slices of an axis that are longer than a limit, to which zeros on other axes add nothing."""
+    source, axis = call.args[0], call.args[2] % call.args[0].dim()
+    across = [field for field in flow.fields(source) if field.span != (axis,) and not field.zero]
+    flow.lock(across, TOGETHER)
+    flow.set(call.out, [field for field in flow.fields(source) if field not in across])
+
+
 DIVIDED = (
     "weight normalization divides by the norm of what computes it here: take it out before pruning, by "
     "torch.nn.utils.remove_weight_norm(module) or torch.nn.utils.parametrize.remove_parametrizations(module, 'weight')"
