@@ -41,6 +41,8 @@ from prunekit.utils.outputs import ALL_READ, ReadOutputs
 from prunekit.utils.tensors import gather, map_tensors
 
 OUTPUT = "output of the model"
+WIDEST = 8
+"""Bytes of the widest integers."""
 HALF = frozenset({torch.float16, torch.bfloat16})
 ActivationKey = tuple[str, str, int]
 """A module path, "input" or "output", and which call of the module it is, from 0."""
@@ -315,11 +317,16 @@ def _label(flow: LabelFlow, tensor: torch.Tensor, fresh: Labels) -> tuple[tuple[
     """Give every index of every axis of a parameter or float buffer a label of its own, from the fresh ones."""
     axes: list[Labels | None] = []
     for size in tensor.shape:
-        labeled = size > 1 and tensor.is_floating_point() and tensor.layout == torch.strided
+        labeled = size > 1 and _is_maskable(tensor)
         axes.append(fresh[:size] if labeled else None)
         fresh = fresh[size:]
     flow.set(tensor, [Field(along(axis, i, tensor.dim()), True) for i, axis in enumerate(axes) if axis is not None])
     return tuple(axes), fresh
+
+
+def _is_maskable(tensor: torch.Tensor) -> bool:
+    """Return whether masks can zero entries of a tensor, for which they view it as integers of its element size."""
+    return has_gradients(tensor) and tensor.element_size() <= WIDEST and tensor.layout == torch.strided
 
 
 def _run(clone: nn.Module, example: tuple[Any, ...], run: TracedRun, trace: Trace) -> None:
