@@ -113,10 +113,10 @@ def require_kind(key: str, given: Any, kind: type | tuple[type, ...], instead: s
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the type of an error and the first line of its message; of TorchScript's, the line that says what failed."""
+    """Return the type of an error and the first line of its message; in TorchScript the line that tells what failed."""
     lines = str(error).splitlines() or [""]
-    raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception): \S", line)] if is_of_torchscript(error) else []
-    return raised[-1] if raised else f"{type(error).__name__}: {lines[0]}"
+    raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception): \S", line)]
+    return raised[-1] if raised and is_of_torchscript(error) else f"{type(error).__name__}: {lines[0]}"
 
 
 def is_of_torchscript(error: BaseException) -> bool:

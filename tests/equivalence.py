@@ -121,7 +121,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 def difference(want: Any, got: Any) -> float:
     """Largest absolute difference over the largest absolute reference value; shapes must be the same."""
     worst = 0.0
-    pairs = list(zip(tensors_of(want), tensors_of(got), strict=True))
+    pairs = [(one.detach(), other.detach()) for one, other in zip(tensors_of(want), tensors_of(got), strict=True)]
     assert pairs
     for reference, value in pairs:
         assert reference.shape == value.shape, f"shape {tuple(value.shape)}, expected {tuple(reference.shape)}"

@@ -11,7 +11,15 @@ from torch import nn
 
 from prunekit.channels.channel_map import ChannelMap, Lock, MapSource, SizeAttribute, group_labels
 from prunekit.channels.constraint_solver import WHOLE_AXIS, LabeledAxes, solve
-from prunekit.channels.constraints import Constraint, Contracted, Crossed, EqualParts, Grouped, LockRecord
+from prunekit.channels.constraints import (
+    Constraint,
+    Contracted,
+    Crossed,
+    EqualParts,
+    Grouped,
+    LockRecord,
+    Normalized,
+)
 from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.joint_labels import numbered
 from prunekit.channels.labels import Labels, MacTerm, Stored
@@ -67,7 +75,7 @@ def _built(source: MapSource, shapes: Mapping[str, tuple[int, ...]], stored: Map
     axes = LabeledAxes(trace)
     constraints, sizes, heads, records = _least_locked(source, axes)
     positions = heads
-    if any(isinstance(constraint, (Contracted, Crossed)) for constraint in constraints):
+    if any(isinstance(constraint, (Contracted, Crossed, Normalized)) for constraint in constraints):
         positions, _ = solve(trace, source.extra, axes, constraints, whole_heads=False)
     numbers = numbered(heads, positions, axes.all)
     final = numbers.final

@@ -5,9 +5,11 @@ from __future__ import annotations
 import nets_attention
 import nets_convolutions
 import nets_fixed
+import nets_graphs
 import nets_grouped
 import nets_images
 import nets_joins
+import nets_maps
 import nets_modes
 import nets_norms
 import nets_python
@@ -21,9 +23,11 @@ __all__ = [
     "nets_attention",
     "nets_convolutions",
     "nets_fixed",
+    "nets_graphs",
     "nets_grouped",
     "nets_images",
     "nets_joins",
+    "nets_maps",
     "nets_modes",
     "nets_norms",
     "nets_python",

@@ -190,9 +190,9 @@ def _scripted(module: nn.Module, memo: Mapping[int, Any]) -> nn.Module:
                     getattr(parts[path], table)[name] = memo[id(tensor)]
         for name, tensors in _tensor_lists(part):
             if any(id(tensor) in memo for tensor in tensors):
-                own = parts[path]._c.getattr(name)  # type: ignore[union-attr]
+                own = parts[path]._c.getattr(name)
                 new = [memo.get(id(tensor), copied) for tensor, copied in zip(tensors, own, strict=True)]
-                parts[path]._c.setattr(name, new)  # type: ignore[union-attr]
+                parts[path]._c.setattr(name, new)
     return twin
 
 

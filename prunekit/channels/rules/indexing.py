@@ -10,12 +10,18 @@ import numpy as np
 import torch
 
 from prunekit.channels.constraints import EqualParts, Rectangle
+from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.labels import Field, Labels, along
 from prunekit.channels.rules.pointwise import aligned
 from prunekit.channels.rules.rule import OperatorCall, register_rule
 from prunekit.channels.rules.scattering import DECIDES
 from prunekit.channels.rules.shape import PICKED, part, replay
 from prunekit.channels.tracing.label_flow import LabelFlow
+
+STORED = (
+    "positions of this axis are picked by an index that the model stores, whose numbers pruning leaves as they are; "
+    "channels that a view and a transpose reorder instead can be pruned"
+)
 
 
 def _without(flow: LabelFlow, fields: Sequence[Field], axis: int, reason: str) -> list[Field]:
@@ -28,9 +34,14 @@ def _without(flow: LabelFlow, fields: Sequence[Field], axis: int, reason: str) -
 
 @register_rule("aten.select")
 def select(flow: LabelFlow, call: OperatorCall) -> None:
-    """Take one position of an axis, which is locked."""
+    """Take one position of an axis, which is locked if anything reads its values, and not its shape alone."""
     axis = call.args[1] % call.args[0].dim()
-    flow.set(call.out, _without(flow, flow.fields(call.args[0]), axis, "one position of this axis is picked by number"))
+    alone = [field for field in flow.fields(call.args[0]) if field.span == (axis,)]
+    others = [field for field in flow.fields(call.args[0]) if field.span != (axis,)]
+    if alone:
+        labels = np.concatenate([field.labels.reshape(-1) for field in alone])
+        flow.lock_if_read(call.out, labels, "one position of this axis is picked by number")
+    flow.set(call.out, _without(flow, others, axis, ""))
 
 
 @register_rule(
@@ -72,20 +83,20 @@ def concatenate(flow: LabelFlow, call: OperatorCall) -> None:
     columns: list[Labels] = []
     zero = True
     joint = _joint(flow, tensors, axis)
-    parts = [_part(flow, tensors, index, axis, joint) for index in range(len(tensors))]
-    for tensor, part in zip(tensors, parts, strict=True):
-        labels, is_zero = flow.vector(part, axis, "concatenated along an axis that shares its channels with another")
+    every = [_fields_of_part(flow, tensors, index, axis, joint) for index in range(len(tensors))]
+    for tensor, fields in zip(tensors, every, strict=True):
+        labels, is_zero = flow.vector(fields, axis, "concatenated along an axis that shares its channels with another")
         columns.append(np.zeros(tensor.shape[axis], dtype=np.int64) if labels is None else labels)
         zero = zero and (is_zero or labels is None)
     shape = [1] * call.out.dim()
     shape[axis] = -1
     joined = Field(np.concatenate(columns).reshape(shape), zero)
     one = [tuple(1 if a == axis else size for a, size in enumerate(tensor.shape)) for tensor in tensors]
-    others = [[field for field in part if axis not in field.span] for part in parts]
+    others = [[field for field in fields if axis not in field.span] for fields in every]
     flow.set(call.out, [*([joined] if joined.labels.any() else []), *joint.values(), *_common(flow, one, others)])
 
 
-def _part(
+def _fields_of_part(
     flow: LabelFlow, tensors: Sequence[Any], index: int, axis: int, joint: Container[tuple[int, ...]]
 ) -> list[Field]:
     """Return the fields of one of the concatenated tensors, without those that all of them have jointly.
@@ -94,7 +105,9 @@ def _part(
     a class token has; else along the others, so that it brings whole channels.
     """
     beside = [
-        {axis for field in flow.fields(tensor) for axis in field.span} for i, tensor in enumerate(tensors) if i != index
+        {axis for field in flow.fields(tensor) if not flow.has_any_size(field) for axis in field.span}
+        for i, tensor in enumerate(tensors)
+        if i != index
     ]
     fields = []
     for field in flow.fields(tensors[index]):
@@ -133,17 +146,23 @@ def windows(flow: LabelFlow, call: OperatorCall) -> None:
     flow.set(call.out, [field.with_labels(field.labels[..., None]) for field in fields])
 
 
-@register_rule("aten.index_select", "aten.index", "aten.as_strided")
+@register_rule("aten.index_select", "aten.index", "aten._unsafe_index", "aten.as_strided")
 def pick(flow: LabelFlow, call: OperatorCall) -> None:
     """Lock axes whose positions are picked by number."""
     if call.name == "aten.index_select":
         flow.lock(flow.fields(call.args[2]), DECIDES)
         axis = call.args[1] % call.args[0].dim()
-        replay(flow, call, [axis], PICKED)
+        replay(flow, call, [axis], _why(flow, call.args[2]))
         return
-    if call.name == "aten.index" and _index_rows(flow, call):
+    if call.name in ("aten.index", "aten._unsafe_index") and _index_rows(flow, call):
         return
     flow.lock(flow.fields(call.args[0]), f"{call.name} picks positions by number")
+
+
+def _why(flow: LabelFlow, index: torch.Tensor) -> str:
+    """Return the reason of the lock on an axis that an index picks from."""
+    stored = flow.model is not None and any(tensor is index for _, tensor in named_tensors(flow.model))
+    return STORED if stored else PICKED
 
 
 def _index_rows(flow: LabelFlow, call: OperatorCall) -> bool:
@@ -180,17 +199,29 @@ class _Picked:
         return tuple(rest)
 
 
+_MASKS = (torch.bool, torch.uint8)
+"""Types of indices that pick from as many axes as they have, and leave one."""
+
+
 def _picked(flow: LabelFlow, call: OperatorCall) -> _Picked | None:
     """Return how an operator picks positions of its first argument, and lock the labels there and of the indices."""
-    source, given = call.args[0], call.args[1]
-    indices = {axis: index for axis, index in enumerate(given) if index is not None}
-    if any(index.dtype == torch.bool and index.dim() != 1 for index in indices.values()):
+    source = call.args[0]
+    taken: list[int] = []
+    indices: list[torch.Tensor] = []
+    axis = 0
+    for index in call.args[1]:
+        width = index.dim() if index is not None and index.dtype in _MASKS else 1
+        if index is not None:
+            indices.append(index)
+            taken += range(axis, axis + width)
+        axis += width
+    if not taken:
         return None
-    axes = tuple(sorted(indices))
+    axes = tuple(taken)
     first = axes[0] if axes == tuple(range(axes[0], axes[-1] + 1)) else 0  # apart from each other they go to the front
-    fields = flow.tied_along(axes, flow.fields(source), PICKED)
-    flow.lock([field for index in indices.values() for field in flow.fields(index)], DECIDES)
-    return _Picked(axes, first, max(index.dim() for index in indices.values()), fields)
+    fields = flow.tied_along(axes, flow.fields(source), _why(flow, indices[0]))
+    flow.lock([field for index in indices for field in flow.fields(index)], DECIDES)
+    return _Picked(axes, first, max(1 if index.dtype in _MASKS else index.dim() for index in indices), fields)
 
 
 @register_rule("aten.index_put", "aten.index_put_", "aten._index_put_impl_")
@@ -230,6 +261,18 @@ def embedding(flow: LabelFlow, call: OperatorCall) -> None:
             flow.set(out, [Field(along(columns, out.dim() - 1, out.dim()), zero)])
 
 
+@register_rule("aten.bucketize")
+def bucketize(flow: LabelFlow, call: OperatorCall) -> None:
+    """Pass the labels of the values, whose places among some bounds are found."""
+    flow.lock(flow.fields(call.args[1]), "bounds between which values are placed")
+    flow.set(call.out, [Field(field.labels, zero=False) for field in flow.fields(call.args[0])])
+
+
+_VALUES = frozenset(
+    f"aten.{name}"
+    for name in ("sort", "mode", "median", "nanmedian", "cummax", "cummin", "cumprod", "topk", "kthvalue")
+)
+"""Operators whose first result holds some of the values, or products of them: zero where all values are."""
 _ORDERED = {
     **dict.fromkeys(("aten.sort", "aten.argsort", "aten.mode", "aten.median", "aten.nanmedian"), 1),
     **dict.fromkeys(("aten.cummax", "aten.cummin", "aten.cumprod", "aten.logcumsumexp"), 1),
@@ -246,6 +289,7 @@ def ordered(flow: LabelFlow, call: OperatorCall) -> None:
     whole = outs[0].dim() < source.dim() - 1  # the median of a whole tensor
     axes = range(source.dim()) if whole else [axis]
     rest = flow.tied_along(axes, flow.fields(source), f"{call.name} compares these channels with each other")
-    for out in outs:
+    for index, out in enumerate(outs):
         dropped = (axis,) if out.dim() < source.dim() else ()
-        flow.set(out, [Field(np.squeeze(field.labels, dropped), zero=False) for field in rest])
+        stays = index == 0 and call.name in _VALUES
+        flow.set(out, [Field(np.squeeze(field.labels, dropped), field.zero and stays) for field in rest])

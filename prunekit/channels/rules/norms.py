@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
+from prunekit.channels.constraints import Normalized
 from prunekit.channels.cut.model_copy import named_tensors
-from prunekit.channels.labels import Field, along
+from prunekit.channels.labels import Field, along, rows_along
 from prunekit.channels.rules.rule import OperatorCall, register_rule
 from prunekit.channels.tracing.label_flow import LabelFlow, Shape
 
@@ -63,15 +65,33 @@ def layer_norm(flow: LabelFlow, call: OperatorCall) -> None:
     vectors = [argument for argument in affine if isinstance(argument, torch.Tensor)]
     lead = source.dim() - len(shape)
     together = set(range(lead, source.dim()))
-    # What lies on other axes too, such as heads, is removed in whole rows.
-    flow.set(source, [flow.tied(field, together) for field in flow.fields(source)])
-    operands = [_lifted(flow, source, 0, source.dim()), *(_lifted(flow, v, lead, source.dim()) for v in vectors)]
+    fields = [part for field in flow.fields(source) for part in _parts(flow, field, together)]
+    operands = [(tuple(source.shape), fields), *(_lifted(flow, v, lead, source.dim()) for v in vectors)]
     if not vectors and len(shape) > 1:
-        flow.lock([f for f in flow.fields(source) if set(f.span) & together], f"{TOGETHER}, and with other axes")
+        flow.lock([f for f in fields if set(f.span) & together], f"{TOGETHER}, and with other axes")
     _normalized(flow, call, operands, together)
     for statistic in call.outs[1:]:  # one for each row
-        rows = [field for field in flow.fields(source) if not set(field.span) & together]
+        rows = [field for field in fields if not set(field.span) & together]
         flow.set(statistic, [Field(field.labels, zero=False) for field in rows])
+
+
+def _parts(flow: LabelFlow, field: Field, together: set[int]) -> list[Field]:
+    """Return a field that lies on one axis of `together` and on others as one of each; others as they are, or tied."""
+    if field not in flow.parted:
+        inside = [axis for axis in field.span if axis in together]
+        alone = len(inside) != 1 or len(field.span) == 1
+        flow.parted[field] = [flow.tied(field, together)] if alone else _rows_and_positions(flow, field, inside[0])
+    return flow.parted[field]
+
+
+def _rows_and_positions(flow: LabelFlow, field: Field, axis: int) -> list[Field]:
+    """Return the rows of a field, and the positions in them along an axis, with labels of their own."""
+    size, rest = field.labels.shape[axis], np.take(field.labels, [0], axis=axis)
+    values, index = np.unique(rest, return_inverse=True)
+    positions = flow.union.new(size)
+    rows = flow.union.new(values.size)[index].reshape(rest.shape)
+    flow.constraints.append(Normalized(rows_along(field.labels, axis), rows.reshape(-1), positions))
+    return [Field(rows, field.zero), Field(along(positions, axis, field.labels.ndim), field.zero)]
 
 
 @register_rule("aten.native_group_norm")
@@ -116,6 +136,24 @@ def _take_statistics(flow: LabelFlow, fields: Sequence[Field], together: set[int
             flow.take_statistics(field, TOGETHER)
         elif set(field.span) & together:
             flow.lock([field], TOGETHER)
+
+
+@register_rule("aten.embedding_renorm_")
+def limited_rows(flow: LabelFlow, call: OperatorCall) -> None:
+    """Scale rows of a table that are longer than a limit, to which columns of zeros add nothing."""
+    table, looked_up = call.args[:2]
+    flow.fix(flow.on_axis(table, 0, "channels that are spread over both rows and columns of a table")[0])
+    flow.lock(flow.fields(looked_up), "decides which rows of a table are scaled")
+    flow.lock([field for field in flow.fields(table) if not field.zero], TOGETHER)
+
+
+@register_rule("aten.renorm", "aten.renorm_")
+def limited_slices(flow: LabelFlow, call: OperatorCall) -> None:
+    """Scale slices of an axis that are longer than a limit, to which zeros on other axes add nothing."""
+    source, axis = call.args[0], call.args[2] % call.args[0].dim()
+    across = [field for field in flow.fields(source) if field.span != (axis,) and not field.zero]
+    flow.lock(across, TOGETHER)
+    flow.set(call.out, [field for field in flow.fields(source) if field not in across])
 
 
 DIVIDED = (

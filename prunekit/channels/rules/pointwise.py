@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from prunekit.channels.labels import Field, along
+from prunekit.channels.labels import Field
 from prunekit.channels.rules.rule import OperatorCall, aten, register_rule
 from prunekit.channels.tracing.label_flow import LabelFlow, Shape
 
@@ -144,14 +144,32 @@ def _zero_spans(flow: LabelFlow, operand: Any, ndim: int) -> set[tuple[int, ...]
     return {field.span for field in aligned(flow, operand, ndim)[1] if field.zero}
 
 
-@register_rule(
-    "aten.addcmul", "aten.addcmul_", "aten.where", "aten.masked_fill", "aten.masked_fill_", "aten._prelu_kernel"
-)
+@register_rule(*aten("addcmul addcdiv where masked_fill", IN_PLACE), "aten._prelu_kernel")
 def ternary(flow: LabelFlow, call: OperatorCall) -> None:
-    """Merge all operands; only PReLU, which maps 0 to 0, keeps zeros."""
+    """Merge all operands; the result is zero where every value that it may be made of is."""
     fields = broadcast(flow, [argument for argument in call.args if isinstance(argument, torch.Tensor)], product=False)
-    kept = [field.span for field in flow.fields(call.args[0]) if field.zero] if "prelu" in call.name else []
-    flow.set(call.out, [Field(field.labels, field.span in kept) for field in fields])
+    first, *others = (_zero_spans(flow, operand, call.out.dim()) for operand in call.args)
+    if "addc" in call.name:
+        zero = first & (others[0] | others[1] if "mul" in call.name else others[0] - others[1])
+    elif call.name == "aten.where":
+        zero = set[tuple[int, ...]]().union(*others)
+        for value, spans in zip(call.args[1:], others, strict=True):
+            zero = zero if is_zero(value) else zero & spans
+    else:  # PReLU maps 0 to 0; masks may fill with another number
+        zero = first if "prelu" in call.name or is_zero(call.args[2]) else set()
+    flow.set(call.out, [Field(field.labels, field.span in zero) for field in fields])
+
+
+def is_zero(value: Any) -> bool:
+    """Return whether a value is the number 0, if need be as a tensor; what others hold differs from input to input."""
+    number = getattr(value, "_prunekit_number", value)
+    return not isinstance(number, torch.Tensor) and bool(number == 0)
+
+
+@register_rule("aten.scalar_tensor")
+def number(flow: LabelFlow, call: OperatorCall) -> None:
+    """Remember the number that `torch.where` and others make a tensor of."""
+    call.out._prunekit_number = call.args[0]
 
 
 @register_rule("aten.copy_")
@@ -169,7 +187,7 @@ def copy(flow: LabelFlow, call: OperatorCall) -> None:
 
 _MADE = aten("zeros ones empty full rand randn")
 _MADE_LIKE = aten("new_zeros new_ones new_empty new_empty_strided new_full")
-MADE = frozenset([*_MADE, *_MADE_LIKE])
+MADE = frozenset([*_MADE, *_MADE_LIKE, *aten("scalar_tensor expand repeat")])
 """Operators that make a tensor of given sizes: it gets labels even if no argument has any."""
 
 

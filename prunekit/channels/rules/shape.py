@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import combinations
 
 import numpy as np
+import torch
 
 from prunekit.channels.constraints import Crossed, Padded, Rectangle
 from prunekit.channels.labels import Field, Labels, collapse, rows_along
@@ -79,16 +80,16 @@ def view(flow: LabelFlow, call: OperatorCall) -> None:
             _constrain(flow, labels, axes)
         fields.append(field.with_labels(collapse(labels)))
     dropped = set()
+    crossed = []
     for i, j in combinations(range(len(fields)), 2):
         if set(fields[i].span) & set(fields[j].span) and not set(before[i].span) & set(before[j].span):
             locked = [k for k in (i, j) if not flow.union.find(fields[k].labels).any() or flow.has_any_size(fields[k])]
             dropped.update(locked)  # like an axis without labels: nothing is removed there
             if not locked:
-                flow.constraints.append(
-                    Crossed(*(flow.record(fields[k].labels, "merged with another axis") for k in (i, j)))
-                )
+                crossed.append(Crossed(*(flow.record(fields[k].labels, "merged with another axis") for k in (i, j))))
     fields = [field for k, field in enumerate(fields) if k not in dropped]
     flow.set(out, fields)
+    flow.cross_if_read(out, [*flow.crossed(source), *crossed])
 
 
 def _view_in_place(flow: LabelFlow, call: OperatorCall) -> None:
@@ -137,14 +138,25 @@ def layout(flow: LabelFlow, call: OperatorCall) -> None:
         flow.lock(fields, "strides written in place")
 
 
+_INDICES = (torch.int64, torch.int32)
+
+
+def _repeated(call: OperatorCall) -> list[int]:
+    """Return the axes along which one position is repeated."""
+    sizes = [*[1] * (call.out.dim() - call.args[0].dim()), *call.args[0].shape]
+    return [axis for axis, size in enumerate(sizes) if size == 1 < call.out.shape[axis]]
+
+
 @register_rule("aten.expand")
 def expand(flow: LabelFlow, call: OperatorCall) -> None:
-    """Repeat axes of size 1: the labels do not depend on them, and such an axis may have any size."""
+    """Repeat axes of size 1: the labels do not depend on them, and such an axis may have any size.
+
+    An index has new labels there: arithmetic on it makes a tensor of that size, which may be that of the channels.
+    """
     source, out = call.args[0], call.out
     lead = (1,) * (out.dim() - source.dim())
     fields = [f.with_labels(f.labels.reshape(lead + f.labels.shape)) for f in flow.fields(source)]
-    before = (*lead, *source.shape)
-    axes = [axis for axis, size in enumerate(out.shape) if size > before[axis]] if fields else []
+    axes = _repeated(call) if fields or out.dtype in _INDICES else ()
     flow.set(out, [*fields, *flow.made_labels(out, axes)])
 
 
@@ -227,6 +239,12 @@ def _padded(flow: LabelFlow, field: Field, changed: dict[int, Sequence[int]], fi
     return Field(labels, field.zero and not (filled and outside))
 
 
+@register_rule("aten.tril", "aten.triu", "aten.tril_", "aten.triu_")
+def triangle(flow: LabelFlow, call: OperatorCall) -> None:
+    """Set all but a triangle of the last two axes to zero, which stay."""
+    replay(flow, call, [call.out.dim() - 2, call.out.dim() - 1], BY_POSITION)
+
+
 @register_rule("aten.flip")
 def flip(flow: LabelFlow, call: OperatorCall) -> None:
     """Reverse labels together with the values."""
@@ -236,11 +254,12 @@ def flip(flow: LabelFlow, call: OperatorCall) -> None:
 
 @register_rule("aten.repeat")
 def repeat(flow: LabelFlow, call: OperatorCall) -> None:
-    """Repeat labels together with the values."""
-    fields = []
-    for field in flow.fields(call.args[0]):
-        lead = call.out.dim() - field.labels.ndim
-        labels = field.labels.reshape((1,) * lead + field.labels.shape)
+    """Repeat labels together with the values, or give a mask or index, which has none, those of what it is made for."""
+    lead = (1,) * (call.out.dim() - call.args[0].dim())
+    known = flow.fields(call.args[0])
+    fields = [] if known else flow.made_labels(call.out, _repeated(call))
+    for field in known:
+        labels = field.labels.reshape(lead + field.labels.shape)
         times = [int(n) if size > 1 else 1 for n, size in zip(call.args[1], labels.shape, strict=True)]
         fields.append(field.with_labels(np.tile(labels, times)))
     flow.set(call.out, fields)

@@ -130,8 +130,8 @@ def _axes(flow: LabelFlow, tensor: torch.Tensor) -> Axes | None:
     Those of a new tensor that met no parameter, such as the batch of a state of zeros, do not count.
     """
     found: dict[int, Labels] = {}
-    for one in flow.fields(tensor):
-        if flow.only_made(one.labels):
+    for one in (part for field in flow.fields(tensor) for part in flow.parted.get(field, [field])):
+        if flow.has_any_size(one):
             continue
         if len(one.span) != 1:
             return None

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from prunekit.channels.constraints import NOT_ZERO, Constraint, Contracted, Flattened, LockRecord, Nested
+from prunekit.channels.constraints import NOT_ZERO, Constraint, Contracted, Crossed, Flattened, LockRecord, Nested
 from prunekit.channels.labels import LOCKED, Field, Labels, LabelUnion, MacTerm, along, apart
 from prunekit.channels.tracing.execution import ModuleCall
 
@@ -40,6 +40,7 @@ class LabelFlow:
         substituted: paths of modules whose equivalents run in their place.
         divided: labels of axes of parameters whose slices are divided by their own norm: it must not be zero where a
             channel is removed, and need not be, because a factor of the result is.
+        parted: by a field on several axes that a norm read, the fields as which it did.
         module, operator: which module and operator run now.
         call: which of the calls of that module it is.
     """
@@ -58,6 +59,7 @@ class LabelFlow:
         self.batch = 1
         self.substituted: set[str] = set()
         self.divided: list[Labels] = []
+        self.parted: dict[Field, list[Field]] = {}
         self.module = ""
         self.operator = ""
         self.call: ModuleCall | None = None
@@ -71,6 +73,17 @@ class LabelFlow:
         """Set the fields of a tensor, without those that lie on no axis."""
         kept = tuple([field for field in fields if field.labels.size > 1])
         tensor._prunekit_fields = self.owner, kept  # type: ignore[attr-defined]
+
+    def forget_zeros(self, tensors: Iterable[torch.Tensor], written: Sequence[Labels]) -> None:
+        """Take back the promise of zeros on tensors that share their memory with one where some labels lost theirs."""
+        roots = self.union.find(np.concatenate([labels.reshape(-1) for labels in written]))
+        for tensor in tensors:
+            fields = self.fields(tensor)
+            if any(field.zero for field in fields):
+                self.set(tensor, [
+                    Field(field.labels, field.zero and not np.isin(self.union.find(field.labels), roots).any())
+                    for field in fields
+                ])  # fmt: skip
 
     def lock(self, fields: Iterable[Field | Labels | None], reason: str) -> None:
         """Lock every label of some fields, with the reason and the running operator."""
@@ -93,7 +106,7 @@ class LabelFlow:
         return self.first_made is not None and bool(field.labels.min() >= self.first_made)
 
     def made_labels(self, tensor: torch.Tensor, axes: Iterable[int], *, zero: bool = False) -> list[Field]:
-        """Return new labels for axes whose size nothing but Python decides on.
+        """Return new labels for some axes on whose size nothing but Python decides.
 
         They are coupled with what they meet, and the trial tells whether the size really follows.
         """
@@ -117,8 +130,19 @@ class LabelFlow:
         """Lock labels once an operator or the model's output reads a tensor: few callers read attention's weights."""
         tensor._prunekit_unread = self.record(labels, reason)  # type: ignore[attr-defined]
 
-    def read(self, tensor: torch.Tensor) -> None:
+    def cross_if_read(self, tensor: torch.Tensor, crossed: Sequence[Crossed]) -> None:
+        """Leave constraints once an operator reads a tensor, unless its rule drops the axes that became one."""
+        tensor._prunekit_crossed = (self.owner, crossed)  # type: ignore[attr-defined]
+
+    def crossed(self, tensor: torch.Tensor) -> Sequence[Crossed]:
+        """Return the constraints on a tensor's axes that were made of several labeled ones."""
+        owner, crossed = getattr(tensor, "_prunekit_crossed", (None, ()))
+        return crossed if owner is self.owner else ()
+
+    def read(self, tensor: torch.Tensor, *, drops_axes: bool = False) -> None:
         """Take note that an operator or the model's output reads a tensor."""
+        if not drops_axes:
+            self.constraints.extend(self.crossed(tensor))
         record = getattr(tensor, "_prunekit_unread", None)
         if record is not None:
             self.union.lock(record.labels)
@@ -289,14 +313,25 @@ class LabelFlow:
     def contract(
         self, left: torch.Tensor, right: torch.Tensor, left_axes: str, right_axes: str, out_axes: str
     ) -> list[Field]:
-        """Return the fields of an einsum of two tensors, whose axes are named by letters as in `torch.einsum`.
+        """Return the fields of an einsum of two tensors, whose axes are named by letters as in `torch.einsum`."""
+        return self.summed([(left, left_axes), (right, right_axes)], out_axes)
 
-        It is a product in the joint space, whose contracted axes are then dropped or tied.
+    def summed(
+        self, factors: Sequence[tuple[torch.Tensor, str]], out_axes: str, *, product: bool = True, count: bool = True
+    ) -> list[Field]:
+        """Return the fields of tensors that meet in the joint space of their axes, most of which are then summed over.
+
+        Args:
+            factors: tensors, each with the letters of its axes.
+            out_axes: those of the result; the others are dropped or tied.
+            product: whether they are multiplied, so that a sum is zero where one of them is; otherwise where all are.
+            count: whether each meeting counts as a multiply-accumulate.
         """
-        joint = "".join(dict.fromkeys(left_axes + right_axes))
-        operands = [self._lift(tensor, axes, joint) for tensor, axes in ((left, left_axes), (right, right_axes))]
-        fields = self.pointwise(operands, product=True)
-        self._count_contraction(operands, fields, joint)
+        joint = "".join(dict.fromkeys("".join(axes for _, axes in factors)))
+        operands = [self._lift(tensor, axes, joint) for tensor, axes in factors]
+        fields = self.pointwise(operands, product=product)
+        if count:
+            self._count_contraction(operands, fields)
         kept = []
         for field in fields:
             contracted = tuple(axis for axis in field.span if joint[axis] not in out_axes)
@@ -304,7 +339,7 @@ class LabelFlow:
                 self.lock([field], NOT_ZERO)
             if contracted == field.span:
                 continue
-            batched = all(joint[axis] in left_axes and joint[axis] in right_axes for axis in field.span)
+            batched = all(joint[axis] in axes for axis in field.span for _, axes in factors)
             labels = self._summed(field, contracted) if contracted or batched else field.labels
             order = [joint.index(letter) for letter in out_axes]
             rest = [axis for axis in range(len(joint)) if axis not in order]
@@ -331,7 +366,7 @@ class LabelFlow:
         ]
         return tuple(lifted(tensor.shape)), fields
 
-    def _count_contraction(self, operands: Sequence[Operand], fields: Sequence[Field], joint: str) -> None:
+    def _count_contraction(self, operands: Sequence[Operand], fields: Sequence[Field]) -> None:
         shape = np.broadcast_shapes(*[shape for shape, _ in operands])
         factors, covered = apart(fields)
         constant = float(np.prod([size for axis, size in enumerate(shape) if axis not in covered]))

@@ -21,7 +21,7 @@ from prunekit.channels.cut.model_copy import has_gradients, named_tensors, owner
 from prunekit.channels.labels import Field, Labels, along
 from prunekit.channels.rewrite.call_sites import Site, caller_here, site_here, takes_sizes
 from prunekit.channels.rewrite.substitutes import substitute_all
-from prunekit.channels.rules.compute import COUNTED
+from prunekit.channels.rules.compute import COUNTED, DROPS_AXES
 from prunekit.channels.rules.pointwise import MADE
 from prunekit.channels.rules.rule import OperatorCall, rule_of
 from prunekit.channels.rules.shape import SHAPES_IN_PLACE
@@ -118,7 +118,7 @@ class LabelMode(OperatorMode):
         inputs = gather((args, kwargs))
         inputs += [inner for tensor in inputs for inner in inner_of(tensor)]
         for tensor in inputs:
-            flow.read(tensor)
+            flow.read(tensor, drops_axes=name in DROPS_AXES)
             owners = self.owners.get(id(tensor), ())
             self.run.uses_own = self.run.uses_own or bool(owners)
             if flow.module not in owners:
@@ -181,10 +181,14 @@ class LabelMode(OperatorMode):
     def _written(self, target: Any, known: tuple[Field, ...]) -> None:
         """Record labels that an in-place write brings into a tensor: its size depended on them from the start.
 
-        In a view they are locked, because the other views of its storage do not have them.
+        In a view they are locked, because the other views of its storage do not have them. What is no longer zero is
+        not zero in those either.
         """
         spans = {field.span for field in known}
         fresh = [field for field in self.flow.fields(target) if field.span not in spans]
+        now_zero = {field.span for field in self.flow.fields(target) if field.zero}
+        if lost := [field.labels for field in known if field.zero and field.span not in now_zero]:
+            self.flow.forget_zeros(self.storages.sharing(target), lost)
         if fresh and self.storages.shared(target):
             self.flow.lock(fresh, "written in place into a view of another tensor")
         elif fresh and (maker := self.storages.maker(target)) is not None:

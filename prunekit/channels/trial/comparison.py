@@ -91,22 +91,19 @@ class _OperatorWatch(OperatorMode):
 
     def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator, and show it with its key."""
-        try:
-            return self._shown(func, args, kwargs)
-        except Exception as error:
-            self.raised, self.failed = error, str(func._schema.name).replace("::", ".")
-            raise
-
-    def _shown(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = str(func._schema.name).replace("::", ".")
-        out = without_randomness(name, run_operator(func, args, kwargs))
-        self.total += 1
-        if is_counted(func, name):
-            outs = gather(out)
-            module = self.stack.current
-            number = self.counts[module, name] = self.counts.get((module, name), -1) + 1
-            if all(map(is_plain, gather((args, kwargs, outs)))):
-                self.see((module, name, number), name, (args, kwargs), outs)
+        try:
+            out = without_randomness(name, run_operator(func, args, kwargs))
+            self.total += 1
+            if is_counted(func, name):
+                outs = gather(out)
+                module = self.stack.current
+                number = self.counts[module, name] = self.counts.get((module, name), -1) + 1
+                if all(map(is_plain, gather((args, kwargs, outs)))):
+                    self.see((module, name, number), name, (args, kwargs), outs)
+        except Exception as error:
+            self.raised, self.failed = error, name
+            raise
         return out
 
 

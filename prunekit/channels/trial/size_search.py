@@ -39,6 +39,7 @@ from prunekit.channels.rewrite.call_sites import (
 )
 from prunekit.channels.rewrite.size_expressions import StatedSizes, size_expressions
 from prunekit.channels.rewrite.source_rewriter import integers, set_attributes, values_of
+from prunekit.channels.rules.pointwise import MADE
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
 from prunekit.channels.tracing.tracer import Trace, trace_model
 from prunekit.channels.trial.comparison import Divergence, OperatorKey, watch_operators
@@ -398,5 +399,6 @@ def axes_of_size(operators: Iterable[TracedOperator], size: int) -> Iterator[tup
 
 
 def fields_at(operator: TracedOperator) -> list[Field]:
-    """Return the fields of the inputs and outputs of an operator."""
-    return [*operator.inputs, *(one for fields in operator.outputs for one in fields)]
+    """Return the fields of the inputs and outputs of an operator; a new tensor owes nothing to one like which it is."""
+    inputs = () if operator.name in MADE else operator.inputs
+    return [*inputs, *(one for fields in operator.outputs for one in fields)]
