@@ -9,7 +9,6 @@ that a layer reads and the one that made it. What an unknown operator returns ha
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -159,7 +158,9 @@ class AxisFlow(OperatorMode):
             self.known[tensor] = Axes(tuple(whole(size, (INPUT,)) for size in tensor.shape), data=True)
         for name, parameter in model.named_parameters():
             self.owned[parameter] = name
-            self.known[parameter] = Axes(tuple(self._new(name, i, n) for i, n in enumerate(parameter.shape)), data=False)
+            self.known[parameter] = Axes(
+                tuple(self._new(name, i, n) for i, n in enumerate(parameter.shape)), data=False
+            )
 
     def _new(self, name: str, index: int, size: int) -> Axis:
         return whole(size, (self.found.new(name, index),))
@@ -211,7 +212,7 @@ class AxisFlow(OperatorMode):
                 axes = tuple(whole(size, UNKNOWN) for size in tensor.shape)
             self._written(tensor, storages, operands)
             if tensor not in self.owned:
-                self.known[tensor] = Axes(axes, any(one.data for one in before), _picked(name, before, axes))
+                self.known[tensor] = Axes(axes, _has_data(name, before), _picked(name, before, axes))
         return out
 
     def _written(self, tensor: Tensor, storages: set[int], operands: list[Tensor]) -> None:
@@ -246,7 +247,9 @@ class AxisFlow(OperatorMode):
             return frozenset((INPUT,))
         return a if len(a) <= len(b) else b
 
-    def product(self, left: Tensor, right: Tensor, pairs: Sequence[tuple[int, int]], made: Sequence[Sequence[int]]) -> None:
+    def product(
+        self, left: Tensor, right: Tensor, pairs: Sequence[tuple[int, int]], made: Sequence[Sequence[int]]
+    ) -> None:
         """Notes a product: pairs of axes that are summed over, and those of each side that are left in the result."""
         both = (self.of(left), self.of(right))
         for i, j in pairs:
@@ -259,6 +262,13 @@ class AxisFlow(OperatorMode):
         for known, axes in zip(both, made, strict=True):
             if not known.data:
                 self.found.made += [ids_of(known.axes[axis]) for axis in axes]
+
+
+def _has_data(name: str, operands: list[Axes]) -> bool:
+    """Whether values depend on the input; matrices that it picks from a stack of weights do not."""
+    if name in ("index", "index_select") and len(operands[0].axes) > 2:
+        return operands[0].data
+    return any(operand.data for operand in operands)
 
 
 def _picked(name: str, operands: list[Axes], axes: tuple[Axis, ...]) -> Ids:

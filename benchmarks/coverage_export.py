@@ -113,9 +113,9 @@ def _silent() -> Iterator[None]:
     """The exporter reports its progress, which is no row of a table."""
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            with contextlib.redirect_stderr(io.StringIO()):
-                warnings.simplefilter("ignore")
-                yield
+        nothing = io.StringIO()
+        with warnings.catch_warnings(), contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logging.disable(logging.NOTSET)

@@ -2,11 +2,12 @@
 
 **Inner weights** are the parameters that an example runs, but for
 
-- embeddings: tables whose rows are looked up by number (also where they are layers of class scores as well), and tables
-  that are added to positions: parameters that no product reads, with an axis as long as the input's positions;
-- layers that make what the user reads, such as class scores, boxes or the pixels of an image: parameters with an axis of
-  a size that an output has. Which outputs are read is up to the case; state that a model returns to be given back to it
-  under the name of one of its own arguments, as a cache of keys and values, is not read.
+- embeddings: tables whose rows are looked up by number, even where they are layers of class scores as well, and tables
+  of positions: parameters of two or more axes that no product reads, and of which one axis has the input's positions;
+- layers that make what the user reads, such as class scores, boxes or the pixels of an image: parameters whose product
+  or sum has an axis that an output has, or of which an output has single positions, picked by their numbers. Which
+  outputs are read is up to the case; state is not, which a model returns under the name of one of its own arguments
+  that the example leaves out, as a cache of keys and values.
 
 **A width** is an axis of a weight as a product has it: what a matrix product or a convolution sums over, and what it
 makes. Axes of a parameter that are one axis of the product, such as heads and the positions in them, are one width;
@@ -28,7 +29,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil, prod
@@ -143,10 +144,10 @@ class _Widths:
         makes = [axis for axis in axes if name not in self.together or (name, axis) in self.made]
         return any(self.found.find(one) in self.seen for axis in makes for one in self.ids_of[name, axis])
 
-    def is_table(self, name: str, axes: Iterable[int]) -> bool:
+    def is_table(self, name: str, axes: Sequence[int]) -> bool:
         """Whether rows are looked up, or belong to positions of the input."""
         positions = any(self._root(name, axis) == INPUT for axis in axes)
-        return name in self.found.tables or (name not in self.together and positions)
+        return name in self.found.tables or (name not in self.together and len(axes) > 1 and positions)
 
     def _root(self, name: str, axis: int) -> int:
         return self.found.find(self.ids_of[name, axis][0])

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-
 OWN = "dense too"
 """How what a check says begins where the dense model fails in it, too: then it is the model's own."""
 

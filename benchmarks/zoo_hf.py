@@ -162,8 +162,9 @@ def _image_in_text(batch: int) -> dict[str, Tensor]:
 
 def _upernet() -> Any:
     backbone = transformers.ConvNextConfig(**CONVNEXT, out_features=["stage1", "stage2", "stage3", "stage4"])
-    return transformers.UperNetConfig(backbone_config=backbone, hidden_size=32, auxiliary_in_channels=64,
-                                      auxiliary_channels=16)
+    return transformers.UperNetConfig(
+        backbone_config=backbone, hidden_size=32, auxiliary_in_channels=64, auxiliary_channels=16
+    )
 
 
 def _encoder(model: str, config: str, *parts: dict[str, Any], **more: Any) -> Entry:
@@ -206,8 +207,8 @@ ENTRIES = {
     "detr": Entry("DetrForObjectDetection", _detr, _image(64), ("logits", "pred_boxes")),
     "yolos": Entry("YolosForObjectDetection", _config("YolosConfig", PATCHES, image_size=[32, 32],
                    num_detection_tokens=6), _image(), ("logits", "pred_boxes")),
-    "dpt": _vision("DPTForDepthEstimation", "DPTConfig", PATCHES, num_hidden_layers=4, backbone_out_indices=[0, 1, 2, 3],
-                   fusion_hidden_size=32, neck_hidden_sizes=[16, 24, 32, 48]),
+    "dpt": _vision("DPTForDepthEstimation", "DPTConfig", PATCHES, num_hidden_layers=4,
+                   backbone_out_indices=[0, 1, 2, 3], fusion_hidden_size=32, neck_hidden_sizes=[16, 24, 32, 48]),
     # Images and text
     "clip": Entry("CLIPModel", _two_towers("CLIPConfig", projection_dim=48), _image_and_text,
                   ("logits_per_image", "logits_per_text")),
