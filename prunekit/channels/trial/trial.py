@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,6 +34,8 @@ from prunekit.channels.trial.untraced_methods import untraced_sizes
 from prunekit.errors import ModelError, PlanError
 
 MAKE_IT = "make it in a method of a module, with its sizes as the arguments, where they can be set"
+AGAIN = 4
+"""How often the Python of modules of one class may fail before all of their channels are locked."""
 KEEPS_CLASS = "plain_classes keeps its class as it is"
 
 
@@ -77,7 +80,7 @@ def run_trial(
         PlanError: the models differ where no channel is pruned, or further locks change nothing.
     """
     divergence: Divergence | None = None
-    failed: set[tuple[Any, ...]] = set()
+    failed: Counter[tuple[Any, ...]] = Counter()
     batches = BatchAxes(model, channel_map.traced.trace, examples)
     scales = ScaleSearch(model, examples)
     if plain:
@@ -112,12 +115,13 @@ def run_trial(
                 return TrialResult(channel_map, keep, compact, difference)
             divergence, run = found
             kind = (type(model.get_submodule(divergence.module)), *divergence.key[1:])
-            alike = _alike(model, divergence, run) if kind in failed else []
-            failed.add(kind)
-            lock = trial.lock_for(divergence, run)
+            alike = _alike(model, divergence, run) if failed[kind] else []
+            failed[kind] += 1
+            again = not divergence.operator and failed[kind] > AGAIN
+            lock = trial.lock_for(divergence, run, again=again)
             if lock is None:
                 raise PlanError(f"the compact model fails where no channel is pruned: {divergence}")
-            others = [trial.lock_for(where, run, there=True) for where in alike]
+            others = [trial.lock_for(where, run, there=True, again=again) for where in alike]
             same = [other for other in others if other is not None and other.positions == lock.positions]
             why = f"; {KEEPS_CLASS}" if search.withheld else ""
             channel_map = with_extra(channel_map, [replace(one, reason=one.reason + why) for one in (lock, *same)])
@@ -207,12 +211,15 @@ class _PlanOnTrial:
             return compare(reference, float64_copy(compact, way.convert), example, run, way.tolerance)
         raise AssertionError("there is a last way")
 
-    def lock_for(self, divergence: Divergence, run: TracedRun, *, there: bool = False) -> LockRecord | None:
-        """Return a lock of all labels at the operator that differs, or at all operators of a module that failed.
+    def lock_for(
+        self, divergence: Divergence, run: TracedRun, *, there: bool = False, again: bool = False
+    ) -> LockRecord | None:
+        """Return a lock of all labels at the operator that differs, or at the last before the Python of a module failed.
 
         If positions in heads are pruned there, they alone are locked at first. If nothing is pruned there, the lock is
-        at the last operator before or at the first of the module's parts, unless `there` is set. None without any.
-        A module that fails before it computes anything, as by an assertion on its input, may have no operators at all.
+        at an operator before, of the same module if Python failed, unless `there` is set; else at all operators of the
+        module, as also where it fails again and again. None if nothing is pruned anywhere. A module that fails before
+        it computes anything, as by an assertion on its input, may have no operators at all.
         """
         operators = operators_by_key(run)
         culprit = operators.get(divergence.key) if divergence.operator else None
@@ -224,7 +231,10 @@ class _PlanOnTrial:
             parts = [[operator] for operator in within(divergence.module, run)]
             failed = [o for o in run.operators[divergence.after :][:1] if o.name == divergence.failed]
             earlier = [[operator] for operator in reversed(run.operators[: divergence.after])]
-            candidates = [failed, inside, *parts, *([] if there else [run.operators[-1:], *earlier])]
+            ran = {id(operator) for (operator,) in earlier}
+            positions = self._loses_positions(self.channel_map.traced.final[_labels_at(inside)])
+            near = [] if again or positions else [one for one in reversed(parts) if id(one[0]) in ran]
+            candidates = [failed, *near, inside, *parts, *([] if there else [run.operators[-1:], *earlier])]
         for labels in (*self._of_tensors(divergence), *map(_labels_at, candidates)):
             final = self.channel_map.traced.final[labels]
             if not self.keep[final].all():
@@ -290,7 +300,16 @@ def _alike(model: nn.Module, divergence: Divergence, run: TracedRun) -> list[Div
     )
     others = [path for path, module in model.named_modules() if type(module) is cls and path != divergence.module]
     keys = [(path, *divergence.key[1:]) for path in others if (path, *divergence.key[1:]) in places]
-    return [replace(divergence, module=key[0], key=key) for key in keys]
+    found = [replace(divergence, module=key[0], key=key) for key in keys]
+    return found if divergence.operator else [replace(one, after=_as_far(divergence, one.module, run)) for one in found]
+
+
+def _as_far(divergence: Divergence, path: str, run: TracedRun) -> int:
+    """Return how many operators of a run come before the place in a module that another of its class had reached."""
+    number = {id(operator): index for index, operator in enumerate(run.operators)}
+    reached = sum(number[id(operator)] < divergence.after for operator in within(divergence.module, run))
+    last = within(path, run)[:reached][-1:]
+    return number[id(last[0])] + 1 if last else 0
 
 
 def _labels_at(operators: list[TracedOperator]) -> Labels:
