@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from prunekit.channels.constraints import EqualParts, LockRecord
 from prunekit.channels.joint_labels import NOT_JOINT, deciders
-from prunekit.channels.labels import Field, Labels, MacTerm, Stored
+from prunekit.channels.labels import Field, Labels, MacTerm, Stored, WidthMultiple
 from prunekit.channels.tracing.channel_norms import ChannelNorm
 from prunekit.channels.tracing.tracer import ActivationKey, Trace
 from prunekit.errors import ModelError
@@ -103,6 +103,7 @@ class ChannelMap(Displayed):
         sizes: attributes of modules that a trial found to be sizes.
         joint: labels that two others decide on, (n, 3): rows of the label itself, that of its whole head, and that of
             its position in all heads; it is kept if both are. They are in no group.
+        multiples: widths that operators take only in multiples of a number.
         stored: name -> how the model's file holds the tensor.
         divided: axes of tensors along which removed entries keep their values in a masked model: it divides by their
             norm, and multiplies by a factor that is zero.
@@ -137,6 +138,7 @@ class ChannelMap(Displayed):
     joint: Labels = field(default_factory=NOT_JOINT.copy)
     stored: Mapping[str, Stored] = field(default_factory=dict)
     divided: frozenset[Slot] = frozenset()
+    multiples: tuple[WidthMultiple, ...] = ()
     inputs: tuple[InputSpec, ...] = ()
 
     def completed(self, keep: Keep) -> Keep:
@@ -196,6 +198,19 @@ class ChannelMap(Displayed):
                     locked *= np.count_nonzero(axis == 0) / axis_size
             total, free = total + size, free + size - locked
         return free / total if total else 0.0
+
+    @cached_property
+    def steps(self) -> Labels:
+        """Step of the number of kept labels of each group, so that widths are the multiples that operators need."""
+        steps = np.ones(len(self.groups), dtype=np.int64)
+        for multiple in self.multiples:
+            deciding = self.deciding(multiple.labels)
+            for labels in deciding:
+                groups, counts = np.unique(self.group_of[labels], return_counts=True)
+                for group, count in zip(groups[groups >= 0], counts[groups >= 0], strict=True):
+                    channels = 1 if len(deciding) > 1 else count // self.groups[group].labels.size
+                    steps[group] = np.lcm(steps[group], multiple.number // np.gcd(multiple.number, channels))
+        return steps
 
     @cached_property
     def group_of(self) -> Labels:

@@ -156,6 +156,14 @@ class MacTerm:
     factors: tuple[Labels, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class WidthMultiple:
+    """A width that an operator takes only in multiples of a number, as kernels do that load 16 bytes at once."""
+
+    labels: Labels
+    number: int
+
+
 @dataclass(frozen=True)
 class Stored:
     """Storage of a tensor in a model's file: bytes of one element, and whether it is a parameter or a buffer."""

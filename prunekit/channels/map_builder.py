@@ -14,7 +14,7 @@ from prunekit.channels.constraint_solver import WHOLE_AXIS, LabeledAxes, solve
 from prunekit.channels.constraints import Constraint, Contracted, EqualParts, Grouped, LockRecord
 from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.joint_labels import numbered
-from prunekit.channels.labels import Labels, MacTerm, Stored
+from prunekit.channels.labels import Labels, MacTerm, Stored, WidthMultiple
 from prunekit.channels.rewrite.call_sites import CodePlace
 from prunekit.channels.rewrite.size_expressions import avoidable
 from prunekit.channels.tracing.channel_norms import renumbered_norms
@@ -88,6 +88,7 @@ def _built(source: MapSource, shapes: Mapping[str, tuple[int, ...]], stored: Map
         source=replace(source, final=final, stated=bool(sizes)),
         norms=renumbered_norms(trace.norms.norms, final),
         sizes=tuple(one.renumbered(final) for one in (*_sizes_of_groups(trace, final), *sizes, *source.sizes)),
+        multiples=tuple(WidthMultiple(final[one.labels], one.number) for one in trace.flow.multiples),
         stored=stored,
         inputs=trace.inputs,
         divided=frozenset(

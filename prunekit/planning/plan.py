@@ -23,7 +23,7 @@ from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.cut.model_match import require_model
 from prunekit.channels.cut.slicing import blank, is_variance, kept_indices, masked_indices
 from prunekit.channels.joint_labels import NOT_JOINT
-from prunekit.channels.labels import Labels, MacTerm, Stored
+from prunekit.channels.labels import Labels, MacTerm, Stored, WidthMultiple
 from prunekit.channels.tracing.channel_norms import ChannelNorm
 from prunekit.errors import ArtifactError, PlanError, UsageError
 from prunekit.settings.prune import facts_from
@@ -254,6 +254,7 @@ class Plan(Displayed):
         for i, term in enumerate(chart.mac_terms):
             tensors |= {f"macs/{i}/{j}": np.ascontiguousarray(factor) for j, factor in enumerate(term.factors)}
         tensors |= {f"size/{i}": np.ascontiguousarray(size.labels) for i, size in enumerate(chart.sizes)}
+        tensors |= {f"multiple/{i}": np.ascontiguousarray(one.labels) for i, one in enumerate(chart.multiples)}
         tensors |= {f"order/{i}": size.order for i, size in enumerate(chart.sizes) if size.order is not None}
         tensors |= {f"element/{name}": mask.numpy() for name, mask in self.element_masks.items()}
         with atomic_file(folder / "plan.safetensors") as temporary:
@@ -273,6 +274,7 @@ class Plan(Displayed):
                 for path, norm in chart.norms.items()
             ],
             "divided": [list(slot) for slot in sorted(chart.divided)],
+            "multiples": [one.number for one in chart.multiples],
             "inputs": [[list(one.shape), one.dtype, one.name] for one in chart.inputs],
             "sha256": sha256(folder / "plan.safetensors"),
         }
@@ -383,6 +385,9 @@ def _read_map(text: dict[str, Any], tensors: dict[str, Labels]) -> ChannelMap:
         ),
         joint=joint,
         divided=frozenset((name, axis) for name, axis in text.get("divided", [])),
+        multiples=tuple(
+            WidthMultiple(tensors[f"multiple/{i}"], number) for i, number in enumerate(text.get("multiples", []))
+        ),
         stored={name: Stored(size, parameter) for name, (size, parameter) in text.get("stored", {}).items()},
         inputs=tuple(InputSpec(tuple(shape), dtype, name) for shape, dtype, name in text.get("inputs", [])),
     )

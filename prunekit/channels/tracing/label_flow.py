@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from prunekit.channels.constraints import NOT_ZERO, Constraint, Contracted, Flattened, LockRecord, Nested
-from prunekit.channels.labels import LOCKED, Field, Labels, LabelUnion, MacTerm, apart
+from prunekit.channels.labels import LOCKED, Field, Labels, LabelUnion, MacTerm, WidthMultiple, apart
 from prunekit.channels.tracing.execution import ModuleCall
 
 Shape = tuple[int, ...]
@@ -37,6 +37,7 @@ class LabelFlow:
         constraints: those that are solved once the trace is complete.
         statistics: by module path, reductions over labeled axes in modules that may be norms.
         macs: multiply-accumulates of every operator.
+        multiples: widths that operators take only in multiples of a number.
         substituted: paths of modules whose equivalents run in their place.
         divided: labels of axes of parameters whose slices are divided by their own norm: it must not be zero where a
             channel is removed, and need not be, because a factor of the result is.
@@ -53,6 +54,7 @@ class LabelFlow:
         self.constraints: list[Constraint] = []
         self.statistics: dict[str, list[LockRecord]] = {}
         self.macs: list[MacTerm] = []
+        self.multiples: list[WidthMultiple] = []
         self.count_macs = True
         self.batch = 1
         self.substituted: set[str] = set()
@@ -259,8 +261,15 @@ class LabelFlow:
 
         It is a product in the joint space, whose contracted axes are then dropped or tied.
         """
+        operands = [(tuple(tensor.shape), self.fields(tensor)) for tensor in (left, right)]
+        return self.contract_fields(*operands, left_axes, right_axes, out_axes)
+
+    def contract_fields(
+        self, left: Operand, right: Operand, left_axes: str, right_axes: str, out_axes: str
+    ) -> list[Field]:
+        """Return the same for two tensors given by shape and fields, such as one of a stack."""
         joint = "".join(dict.fromkeys(left_axes + right_axes))
-        operands = [self._lift(tensor, axes, joint) for tensor, axes in ((left, left_axes), (right, right_axes))]
+        operands = [self._lift(one, axes, joint) for one, axes in ((left, left_axes), (right, right_axes))]
         fields = self.pointwise(operands, product=True)
         self._count_contraction(operands, fields, joint)
         kept = []
@@ -286,16 +295,16 @@ class LabelFlow:
         self.constraints.append(Contracted(labels, part.reshape(-1), field.zero, self.module))
         return part
 
-    def _lift(self, tensor: torch.Tensor, axes: str, joint: str) -> tuple[Shape, list[Field]]:
+    def _lift(self, operand: Operand, axes: str, joint: str) -> tuple[Shape, list[Field]]:
         def lifted(shape: Sequence[int]) -> list[int]:
             return [shape[axes.index(letter)] if letter in axes else 1 for letter in joint]
 
         order = [axes.index(letter) for letter in joint if letter in axes]
         fields = [
             Field(np.transpose(field.labels, order).reshape(lifted(field.labels.shape)), field.zero)
-            for field in self.fields(tensor)
+            for field in operand[1]
         ]
-        return tuple(lifted(tensor.shape)), fields
+        return tuple(lifted(operand[0])), fields
 
     def _count_contraction(self, operands: Sequence[Operand], fields: Sequence[Field], joint: str) -> None:
         shape = np.broadcast_shapes(*[shape for shape, _ in operands])

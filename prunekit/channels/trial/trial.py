@@ -86,6 +86,9 @@ def run_trial(
         if channel_map.traced.stated and not _same_when_whole(model, channel_map, examples):
             channel_map = with_all_constraints(channel_map)
         keep = channel_map.completed(choose(channel_map))
+        if broken := _not_in_steps(channel_map, keep):
+            channel_map = with_extra(channel_map, broken)
+            continue
         kept = kept_indices(channel_map, keep)
         compact = narrowed(model, channel_map, keep, kept)
         if plain and (locks := _of_other_classes(model, compact, channel_map)):
@@ -245,6 +248,15 @@ class _PlanOnTrial:
     def _loses_positions(self, final: Labels) -> bool:
         _, *positions = self.channel_map.deciding(final)
         return not all(self.keep[labels].all() for labels in positions)
+
+
+def _not_in_steps(channel_map: ChannelMap, keep: Keep) -> list[LockRecord]:
+    """Return locks for widths of which a plan leaves no multiple of what an operator needs."""
+    return [
+        LockRecord(f"an operator takes these channels only in multiples of {one.number}", "", "", one.labels)
+        for one in channel_map.traced.trace.flow.multiples
+        if np.count_nonzero(keep[channel_map.traced.final[one.labels]]) % one.number
+    ]
 
 
 def _of_other_classes(model: nn.Module, compact: nn.Module, channel_map: ChannelMap) -> list[LockRecord]:
