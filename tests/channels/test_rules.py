@@ -17,6 +17,7 @@ from prunekit.channels.tracing.label_flow import LabelFlow
 
 Operator = Callable[[Tensor], Tensor]
 SIZE = 6
+ROW, ROWS = torch.tensor([1]), torch.tensor([[1], [0]])
 
 POINTWISE: dict[str, Operator] = {
     "relu": F.relu,
@@ -134,6 +135,24 @@ POINTWISE: dict[str, Operator] = {
     "prod elsewhere": lambda x: x.prod(0, keepdim=True),
     "any elsewhere": lambda x: (x > 0).any(0, keepdim=True).double(),
     "all elsewhere": lambda x: (x <= 0).all(0, keepdim=True).double(),
+    "index_select elsewhere": lambda x: x.index_select(0, ROW),
+    "index_add": lambda x: x.index_add(0, ROW, x[1:]),
+    "index_add in place": lambda x: x.clone().index_add_(0, ROW, x[1:]),
+    "index_add of what is not zero": lambda x: x.index_add(0, ROW, x[1:].cos()),
+    "index_add to what is not zero": lambda x: x.cos().index_add(0, ROW, x[1:]),
+    "index_copy": lambda x: x.index_copy(0, ROW, x[1:].cos()),
+    "index_reduce": lambda x: x.index_reduce(0, ROW, x[1:], "prod", include_self=False),
+    "index_fill": lambda x: x.index_fill(0, ROW, 0),
+    "index_fill with 1": lambda x: x.index_fill(0, ROW, 1),
+    "scatter": lambda x: x.scatter(0, ROWS.expand_as(x), x.cos()),
+    "scatter 0": lambda x: x.scatter(0, ROWS.expand_as(x), 0),
+    "scatter 1": lambda x: x.scatter(0, ROWS.repeat(1, SIZE), 1),
+    "scatter_add": lambda x: x.scatter_add(0, ROWS.expand_as(x), x),
+    "scatter_reduce": lambda x: x.scatter_reduce(0, ROWS.expand_as(x), x, "amax", include_self=False),
+    "scatter_reduce of what is not zero": lambda x: x.scatter_reduce(0, ROWS.expand_as(x), x.exp(), "mean"),
+    "gather": lambda x: x.gather(0, ROWS.expand_as(x)),
+    "gather by its own order": lambda x: x.gather(0, x.argsort(0)),
+    "gather of what is not zero": lambda x: x.exp().gather(0, x.argsort(0)),
 }
 
 
@@ -144,6 +163,7 @@ def with_fields(tensor: Tensor, flow: LabelFlow, axis: int = 1) -> Tensor:
     return tensor
 
 
+@pytest.mark.filterwarnings("ignore:index_reduce.. is in beta")
 @pytest.mark.parametrize("name", POINTWISE)
 def test_a_zero_that_is_promised_is_zero(name: str) -> None:
     flow = LabelFlow()

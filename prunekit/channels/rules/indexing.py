@@ -13,6 +13,7 @@ from prunekit.channels.constraints import EqualParts, Rectangle
 from prunekit.channels.labels import Field, Labels, along
 from prunekit.channels.rules.pointwise import aligned
 from prunekit.channels.rules.rule import OperatorCall, register_rule
+from prunekit.channels.rules.scattering import DECIDES
 from prunekit.channels.rules.shape import PICKED, part, replay
 from prunekit.channels.tracing.label_flow import LabelFlow
 
@@ -113,10 +114,11 @@ def windows(flow: LabelFlow, call: OperatorCall) -> None:
     flow.set(call.out, [f.with_labels(f.labels[..., None]) for f in fields if axis not in f.span])
 
 
-@register_rule("aten.index_select", "aten.gather", "aten.index", "aten.as_strided")
+@register_rule("aten.index_select", "aten.index", "aten.as_strided")
 def pick(flow: LabelFlow, call: OperatorCall) -> None:
     """Lock axes whose positions are picked by number."""
     if call.name == "aten.index_select":
+        flow.lock(flow.fields(call.args[2]), DECIDES)
         axis = call.args[1] % call.args[0].dim()
         replay(flow, call, [axis], PICKED)
         return
@@ -165,9 +167,7 @@ def _picked(flow: LabelFlow, call: OperatorCall) -> _Picked | None:
     axes = tuple(sorted(indices))
     first = axes[0] if axes == tuple(range(axes[0], axes[-1] + 1)) else 0  # apart from each other they go to the front
     flow.lock([field for field in flow.fields(source) if set(axes) & set(field.span)], PICKED)
-    flow.lock(
-        [field for index in indices.values() for field in flow.fields(index)], "decides what is picked from a tensor"
-    )
+    flow.lock([field for index in indices.values() for field in flow.fields(index)], DECIDES)
     return _Picked(axes, first, max(index.dim() for index in indices.values()))
 
 
