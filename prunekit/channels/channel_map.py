@@ -206,9 +206,9 @@ class ChannelMap(Displayed):
         for multiple in self.multiples:
             deciding = self.deciding(multiple.labels)
             for labels in deciding:
-                groups, counts = np.unique(self.group_of[labels], return_counts=True)
-                for group, count in zip(groups[groups >= 0], counts[groups >= 0], strict=True):
-                    channels = 1 if len(deciding) > 1 else count // self.groups[group].labels.size
+                on_axis = np.bincount(self.group_of[labels] + 1, minlength=len(self.groups) + 1)[1:]
+                for group in np.flatnonzero(on_axis):
+                    channels = 1 if len(deciding) > 1 else max(1, on_axis[group] // self.groups[group].labels.size)
                     steps[group] = np.lcm(steps[group], multiple.number // np.gcd(multiple.number, channels))
         return steps
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import nets_attention
 import nets_convolutions
+import nets_experts
 import nets_fixed
 import nets_grouped
 import nets_images
@@ -20,6 +21,7 @@ __all__ = [
     "CASES",
     "nets_attention",
     "nets_convolutions",
+    "nets_experts",
     "nets_fixed",
     "nets_grouped",
     "nets_images",

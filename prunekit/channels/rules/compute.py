@@ -57,6 +57,9 @@ def grouped_product(flow: LabelFlow, call: OperatorCall) -> None:
     Where neither operand is a stack, each part of the contracted axis gives a matrix of its own.
     """
     left, right = call.args[:2]
+    if left.dim() == right.dim() == 3:
+        flow.set(call.out, flow.contract(left, right, *_EINSUM["aten.bmm"]))
+        return
     flow.lock([f for given in (call.arg(2, "offs"), call.arg(3, "bias")) for f in flow.fields(given)], COUNTS_ROWS)
     lefts, rights = _without_stack(flow, left), _without_stack(flow, right)
     if left.dim() == 2:

@@ -261,8 +261,8 @@ class LabelFlow:
 
         It is a product in the joint space, whose contracted axes are then dropped or tied.
         """
-        operands = [(tuple(tensor.shape), self.fields(tensor)) for tensor in (left, right)]
-        return self.contract_fields(*operands, left_axes, right_axes, out_axes)
+        first, second = ((tuple(tensor.shape), self.fields(tensor)) for tensor in (left, right))
+        return self.contract_fields(first, second, left_axes, right_axes, out_axes)
 
     def contract_fields(
         self, left: Operand, right: Operand, left_axes: str, right_axes: str, out_axes: str

@@ -23,6 +23,7 @@ from prunekit.channels.rewrite.substitutes import substitute_all
 from prunekit.channels.rules.compute import COUNTED
 from prunekit.channels.rules.pointwise import MADE
 from prunekit.channels.rules.rule import OperatorCall, rule_of
+from prunekit.channels.tracing.alternatives import Alternatives, alternatives_of
 from prunekit.channels.tracing.channel_norms import NormFinder
 from prunekit.channels.tracing.execution import ModuleStack, TrainModeWatch, mode_for_trace, plain_attention
 from prunekit.channels.tracing.fused_modules import fused_away
@@ -249,6 +250,7 @@ def _trace(
     both_modes: bool,
     gradients: bool = False,
     wide: bool = False,
+    alternatives: Alternatives | None = None,
 ) -> Trace:
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
         if meta and has_gradients(tensor):
@@ -271,20 +273,28 @@ def _trace(
         return clone if found is None else found
 
     trace = Trace(flow, labels, [], {}, NormFinder(flow), traced, map_tensors(examples[0], stand_in))
+    others = alternatives or {}
     for index, example in enumerate(examples):
         inputs = map_tensors(example, stand_in)
         with mode_for_trace(clone, False), TrainModeWatch(clone) as watch:
-            _run(clone, inputs, TracedRun(index, training=False, gradients=gradients), trace)
+            _run(clone, inputs, TracedRun(index, training=False, gradients=gradients, alternatives=others), trace)
         if watch.was_read and both_modes:
             try:
                 with mode_for_trace(clone, True):
-                    _run(clone, inputs, TracedRun(index, training=True, repeats=True, gradients=gradients), trace)
+                    again = TracedRun(index, training=True, repeats=True, gradients=gradients, alternatives=others)
+                    _run(clone, inputs, again, trace)
             except Exception as error:  # inputs too small for an auxiliary head, targets that only training needs
                 if meta:
                     raise
                 reason = f"train mode does not run on this example ({reason_of(error)}); what only it uses is locked"
                 flow.locks.append(LockRecord(reason, flow.module, "", np.zeros(0, dtype=np.int64)))
                 trace.norms.abandon()
+    found = alternatives_of(clone, trace.ran, trace.activations, flow.union) if alternatives is None else {}
+    if found:
+        with suppress(Exception):  # some other module does not run on what these were given
+            return _trace(
+                model, examples, meta=meta, both_modes=both_modes, gradients=gradients, wide=wide, alternatives=found
+            )
     return trace
 
 
@@ -317,7 +327,17 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: TracedRun, trace: Trac
         trace.norms.leave(path, module, inputs, output)
         note(path, "output", module, output)
 
-    stack = ModuleStack(clone, lambda path, module, inputs: note(path, "input", module, inputs), leave)
+    def run_other(module: nn.Module, args: Any, named: Any, output: Any) -> None:
+        counted, flow.count_macs = flow.count_macs, False
+        for one, other in zip(gather(output), gather(module(*args, **named)), strict=True):
+            operands = [(tuple(tensor.shape), flow.fields(tensor)) for tensor in (one, other)]
+            flow.set(one, flow.pointwise(operands, product=False))
+        flow.count_macs = counted
+
+    def enter(path: str, module: nn.Module, inputs: Any) -> None:
+        note(path, "input", module, inputs)
+
+    stack = ModuleStack(clone, enter, leave, run.alternatives, run_other)
     earlier = trace.runs[-1] if run.training else None
     flow.count_macs = not run.training and not trace.runs  # what eval mode runs, and nothing else
     flow.batch = sample_count(example, 1)

@@ -296,7 +296,7 @@ def _forward(
     model: nn.Module, example: tuple[Any, ...], run: TracedRun, see: OnOperator, precision: Precision
 ) -> list[torch.Tensor]:
     """Run a model, show every operator to `see`, and return the tensors of its output."""
-    stack = ModuleStack(model)
+    stack = ModuleStack(model, alternatives=run.alternatives)
     watch = _OperatorWatch(stack, see)
     gradients = torch.set_grad_enabled(run.gradients)
     with same_draws(model), mode_for_trace(model, run.training), stack, gradients, plain_attention(), precision():

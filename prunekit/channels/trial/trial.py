@@ -31,6 +31,7 @@ from prunekit.channels.trial.size_search import BatchAxes, Outcome, ScaleSearch,
 from prunekit.channels.trial.untraced_methods import untraced_sizes
 from prunekit.errors import ModelError, PlanError
 
+MORE_EXAMPLES = "; no example runs this module, whose inputs may be pruned: give one that does as more_examples"
 KEEPS_CLASS = "plain_classes keeps its class as it is"
 
 
@@ -117,7 +118,8 @@ def run_trial(
             failed.add(kind)
             lock = trial.lock_for(divergence, run)
             if lock is None:
-                raise PlanError(f"the compact model fails where no channel is pruned: {divergence}")
+                hint = "" if divergence.module in channel_map.traced.trace.ran else MORE_EXAMPLES
+                raise PlanError(f"the compact model fails where no channel is pruned: {divergence}{hint}")
             others = [trial.lock_for(where, run, there=True) for where in alike]
             same = [other for other in others if other is not None and other.positions == lock.positions]
             why = f"; {KEEPS_CLASS}" if search.withheld else ""
