@@ -69,9 +69,9 @@ def random_keep(channel_map: ChannelMap, seed: int = 0, share: float = 1 / 3) ->
     """Drops a random share of every group's labels, in its steps: at least one of each group and never all."""
     generator = np.random.default_rng(seed)
     keep = np.ones(channel_map.n_labels, dtype=bool)
-    for group, step in zip(channel_map.groups, channel_map.steps, strict=True):
+    for group, step, least in zip(channel_map.groups, channel_map.steps, channel_map.least, strict=True):
         size = group.labels.size
-        count = min(max(1, round(share * size)), size - 1)
+        count = min(max(1, round(share * size)), size - max(1, int(least)))
         count = size - max(1, (size - count) // int(step)) * int(step)
         keep[generator.permutation(group.labels)[:count]] = False
     return keep

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from prunekit.channels.constraints import EqualParts, LockRecord
 from prunekit.channels.joint_labels import NOT_JOINT, deciders
 from prunekit.channels.labels import Field, Labels, MacTerm, Stored, WidthMultiple
-from prunekit.channels.tracing.channel_norms import ChannelNorm
+from prunekit.channels.tracing.channel_norms import ChannelNorm, NarrowBlock
 from prunekit.channels.tracing.tracer import ActivationKey, Trace
 from prunekit.errors import ModelError
 from prunekit.utils.display import NOTHING, Displayed, Table, count, plural
@@ -100,6 +100,7 @@ class ChannelMap(Displayed):
         mac_terms: multiply-accumulates of every operator, as products of widths.
         source: what the map was built from; None if it was read from a file.
         norms: module path -> the labels over which the module takes statistics; in masked runs it sees kept ones only.
+        blocks: module path -> a module that runs narrow in masked runs, as a whole, where its positions are removed.
         sizes: attributes of modules that a trial found to be sizes.
         joint: labels that two others decide on, (n, 3): rows of the label itself, that of its whole head, and that of
             its position in all heads; it is kept if both are. They are in no group.
@@ -134,6 +135,7 @@ class ChannelMap(Displayed):
     mac_terms: tuple[MacTerm, ...]
     source: MapSource | None
     norms: Mapping[str, ChannelNorm] = field(default_factory=dict)
+    blocks: Mapping[str, NarrowBlock] = field(default_factory=dict)
     sizes: tuple[SizeAttribute, ...] = ()
     joint: Labels = field(default_factory=NOT_JOINT.copy)
     stored: Mapping[str, Stored] = field(default_factory=dict)
@@ -198,6 +200,20 @@ class ChannelMap(Displayed):
                     locked *= np.count_nonzero(axis == 0) / axis_size
             total, free = total + size, free + size - locked
         return free / total if total else 0.0
+
+    def narrow(self, keep: Keep) -> dict[str, ChannelNorm]:
+        """Return the modules that run narrow in a masked model: norms, and blocks that lose positions."""
+        losing = {path: block for path, block in self.blocks.items() if not keep[block.positions].all()}
+        return {**self.norms, **losing}
+
+    @cached_property
+    def least(self) -> Labels:
+        """The fewest labels of each group that may be kept."""
+        least = np.ones(len(self.groups), dtype=np.int64)
+        for multiple in self.multiples:
+            groups = np.unique(self.group_of[multiple.labels])
+            np.maximum.at(least, groups[groups >= 0], multiple.least)
+        return least
 
     @cached_property
     def steps(self) -> Labels:

@@ -158,10 +158,11 @@ class MacTerm:
 
 @dataclass(frozen=True, eq=False)
 class WidthMultiple:
-    """A width that an operator takes only in multiples of a number, as kernels do that load 16 bytes at once."""
+    """A width that is needed in multiples of a number, as by kernels that load 16 bytes at once, and a least one."""
 
     labels: Labels
     number: int
+    least: int = 1
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ KEEPS_ZERO = (
 MOVES_ZERO = (
     "sigmoid hardsigmoid exp exp2 log log2 log10 rsqrt reciprocal cos acos cosh softplus log_sigmoid_forward logit "
     "threshold bitwise_not logical_not isnan isinf erfc bernoulli rand_like randn_like ones_like empty_like full_like "
-    "fill new_ones new_empty new_empty_strided new_full eq le ge isfinite heaviside logaddexp uniform normal exponential"
+    "fill new_ones new_empty new_empty_strided new_full eq le ge isfinite heaviside logaddexp "
+    "uniform normal exponential"
 )
 SUMS = "add sub rsub maximum minimum fmax fmin ne lt gt logical_and logical_or bitwise_and bitwise_or atan2 hypot lerp"
 PRODUCTS = "mul div true_divide floor_divide remainder fmod xlogy"

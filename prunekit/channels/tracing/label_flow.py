@@ -16,6 +16,7 @@ from torch import nn
 from prunekit.channels.constraints import NOT_ZERO, Constraint, Contracted, Flattened, LockRecord, Nested
 from prunekit.channels.labels import LOCKED, Field, Labels, LabelUnion, MacTerm, WidthMultiple, apart
 from prunekit.channels.tracing.execution import ModuleCall
+from prunekit.channels.tracing.interchangeable import Positions, around
 
 Shape = tuple[int, ...]
 Operand = tuple[Shape, Sequence[Field]]
@@ -39,6 +40,7 @@ class LabelFlow:
         macs: multiply-accumulates of every operator.
         multiples: widths that operators take only in multiples of a number.
         substituted: paths of modules whose equivalents run in their place.
+        interchangeable: by module path, positions that operators inside do not lock.
         divided: labels of axes of parameters whose slices are divided by their own norm: it must not be zero where a
             channel is removed, and need not be, because a factor of the result is.
         module, operator: which module and operator run now.
@@ -58,6 +60,7 @@ class LabelFlow:
         self.count_macs = True
         self.batch = 1
         self.substituted: set[str] = set()
+        self.interchangeable: dict[str, Positions] = {}
         self.divided: list[Labels] = []
         self.module = ""
         self.operator = ""
@@ -77,10 +80,17 @@ class LabelFlow:
         """Lock every label of some fields, with the reason and the running operator."""
         for field in fields:
             labels = field.labels if isinstance(field, Field) else field
-            if labels is not None and labels.size:
+            if labels is not None and labels.size and not self._interchangeable_here(labels):
                 if not self._only_made(labels):
                     self.locks.append(self.record(labels, reason))
                 self.union.lock(labels)
+
+    def _interchangeable_here(self, labels: Labels) -> bool:
+        """Return whether labels are of positions that may change places in the running module, or in one around it."""
+        if not self.interchangeable:
+            return False
+        known = (self.interchangeable.get(path) for path in around(self.module))
+        return any(positions is not None and positions.hold(labels) for positions in known)
 
     def _only_made(self, labels: Labels) -> bool:
         """Return whether no parameter has any of these labels: a user need not know of their lock."""
@@ -115,6 +125,8 @@ class LabelFlow:
             field: lies on that axis.
             reason: of the lock if the module turns out to be no norm; None if removed zeros do no harm then.
         """
+        if self._interchangeable_here(field.labels):
+            return
         taken = self.statistics.setdefault(self.module, [])
         if reason is not None:
             taken.append(self.record(field.labels, reason))

@@ -6,9 +6,10 @@ It is a dispatch mode, and builds no graph.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from prunekit.channels.tracing.alternatives import Alternatives, alternatives_of
 from prunekit.channels.tracing.channel_norms import NormFinder
 from prunekit.channels.tracing.execution import ModuleStack, TrainModeWatch, mode_for_trace, plain_attention
 from prunekit.channels.tracing.fused_modules import fused_away
+from prunekit.channels.tracing.interchangeable import Interchangeable, TensorAxis, positions_of
 from prunekit.channels.tracing.label_flow import LabelFlow
 from prunekit.channels.tracing.meta_shapes import run_on_meta
 from prunekit.channels.tracing.operator_mode import OperatorMode, without_randomness
@@ -184,7 +186,13 @@ class LabelMode(OperatorMode):
             maker.outputs = (self.flow.fields(target),)
 
 
-def trace_model(model: nn.Module, examples: list[tuple[Any, ...]], *, both_modes: bool = True) -> Trace:
+def trace_model(
+    model: nn.Module,
+    examples: list[tuple[Any, ...]],
+    *,
+    both_modes: bool = True,
+    interchangeable: Sequence[Interchangeable] = (),
+) -> Trace:
     """Trace every example in eval mode, and in train mode too if the model reads its mode, as for auxiliary heads.
 
     The forward passes run on meta tensors, which compute nothing; a model that needs values runs for real, and in
@@ -194,11 +202,12 @@ def trace_model(model: nn.Module, examples: list[tuple[Any, ...]], *, both_modes
         model: not changed.
         examples: see `prunekit.utils.inputs.as_example`.
         both_modes: whether train mode is considered.
+        interchangeable: axes that share labels, which the modules around them do not lock.
 
     Raises:
         ModelError: the model does not run on an example, uses none of its parameters, or cannot be copied.
     """
-    trace = _traced(model, examples, both_modes)
+    trace = _traced(model, examples, both_modes, interchangeable)
     if not any(run.uses_own for run in trace.runs) and next(model.parameters(), None) is not None:
         raise ModelError(
             f"{type(model).__name__} runs on the example without using any of its parameters{hint_at_child(model)}"
@@ -217,25 +226,28 @@ def hint_at_child(model: nn.Module) -> str:
     return ""
 
 
-def _traced(model: nn.Module, examples: list[tuple[Any, ...]], both_modes: bool) -> Trace:
+def _traced(
+    model: nn.Module, examples: list[tuple[Any, ...]], both_modes: bool, interchangeable: Sequence[Interchangeable]
+) -> Trace:
+    run = partial(_trace, model, examples, both_modes=both_modes, interchangeable=interchangeable)
     with seeded(0):
         try:
-            return _trace(model, examples, meta=True, both_modes=both_modes)
+            return run(meta=True)
         except Exception:  # any failure on meta tensors: the model reads values, or its device
             pass
         try:
             try:
-                return _trace(model, examples, meta=False, both_modes=both_modes)
+                return run(meta=False)
             except Exception as error:
                 if not takes_gradients(error):
                     raise
-            return _trace(model, examples, meta=False, both_modes=both_modes, gradients=True)
+            return run(meta=False, gradients=True)
         except PrunekitError:
             raise
         except Exception as error:
             if any(tensor.dtype in HALF for _, tensor in named_tensors(model)):
                 with suppress(Exception):  # the error in the own precision says more
-                    return _trace(model, examples, meta=False, both_modes=both_modes, wide=True)
+                    return run(meta=False, wide=True)
             raise ModelError(
                 f"{type(model).__name__} does not run on the example inputs: {reason_of(error)}; "
                 f"{example_advice(model, examples)}"
@@ -251,6 +263,7 @@ def _trace(
     gradients: bool = False,
     wide: bool = False,
     alternatives: Alternatives | None = None,
+    interchangeable: Sequence[Interchangeable] = (),
 ) -> Trace:
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
         if meta and has_gradients(tensor):
@@ -262,10 +275,16 @@ def _trace(
     flow = LabelFlow(clone)
     flow.substituted = substitute_all(clone)
     fresh = flow.union.new(sum(sum(tensor.shape) for tensor in stand_ins.values()))
+    shared: dict[TensorAxis, Labels] = {}
+    for found in interchangeable:
+        name, axis = found.axes[0]
+        flow.interchangeable[found.module] = positions_of(found, stand_ins[name].shape[axis], flow.union)
+        shared.update(dict.fromkeys(found.axes, flow.interchangeable[found.module].labels))
     flow.first_made = flow.union.size
     labels = {}
     for name, tensor in named_tensors(clone):
-        labels[name], fresh = _label(flow, tensor, fresh)
+        own = {axis: vector for (other, axis), vector in shared.items() if other == name}
+        labels[name], fresh = _label(flow, tensor, fresh, own)
     given = weakref.ref(model)
 
     def traced() -> nn.Module:
@@ -281,29 +300,38 @@ def _trace(
         if watch.was_read and both_modes:
             try:
                 with mode_for_trace(clone, True):
-                    again = TracedRun(index, training=True, repeats=True, gradients=gradients, alternatives=others)
-                    _run(clone, inputs, again, trace)
+                    run = TracedRun(index, training=True, repeats=True, gradients=gradients, alternatives=others)
+                    _run(clone, inputs, run, trace)
             except Exception as error:  # inputs too small for an auxiliary head, targets that only training needs
                 if meta:
                     raise
                 reason = f"train mode does not run on this example ({reason_of(error)}); what only it uses is locked"
                 flow.locks.append(LockRecord(reason, flow.module, "", np.zeros(0, dtype=np.int64)))
                 trace.norms.abandon()
-    found = alternatives_of(clone, trace.ran, trace.activations, flow.union) if alternatives is None else {}
-    if found:
+    again = alternatives_of(clone, trace.ran, trace.activations, flow.union) if alternatives is None else {}
+    if again:
         with suppress(Exception):  # some other module does not run on what these were given
             return _trace(
-                model, examples, meta=meta, both_modes=both_modes, gradients=gradients, wide=wide, alternatives=found
+                model,
+                examples,
+                meta=meta,
+                both_modes=both_modes,
+                gradients=gradients,
+                wide=wide,
+                alternatives=again,
+                interchangeable=interchangeable,
             )
     return trace
 
 
-def _label(flow: LabelFlow, tensor: torch.Tensor, fresh: Labels) -> tuple[tuple[Labels | None, ...], Labels]:
-    """Give every index of every axis of a parameter or float buffer a label of its own, from the fresh ones."""
+def _label(
+    flow: LabelFlow, tensor: torch.Tensor, fresh: Labels, shared: Mapping[int, Labels]
+) -> tuple[tuple[Labels | None, ...], Labels]:
+    """Give every index of every axis of a parameter or float buffer a label of its own, fresh or shared with others."""
     axes: list[Labels | None] = []
-    for size in tensor.shape:
+    for axis, size in enumerate(tensor.shape):
         labeled = size > 1 and tensor.is_floating_point() and tensor.layout == torch.strided
-        axes.append(fresh[:size] if labeled else None)
+        axes.append(shared.get(axis, fresh[:size]) if labeled else None)
         fresh = fresh[size:]
     flow.set(tensor, [Field(along(axis, i, tensor.dim()), True) for i, axis in enumerate(axes) if axis is not None])
     return tuple(axes), fresh

@@ -199,9 +199,8 @@ def record_reference(
     Raises:
         ModelError: the model does not run.
     """
-    operators = {
-        key: operator for key, operator in operators_by_key(run).items() if not is_inside(key[0], channel_map.norms)
-    }
+    narrow = channel_map.narrow(keep)
+    operators = {key: operator for key, operator in operators_by_key(run).items() if not is_inside(key[0], narrow)}
     values: dict[OperatorKey, tuple[str, list[Any]]] = {}
     decisions: dict[OperatorKey, Decision] = {}
 
@@ -221,7 +220,7 @@ def record_reference(
             outputs = _forward(masked, example, run, see, precision)
         return Reference(values, outputs, decisions, precision)
     except _Diverged as parted:
-        if parted.divergence.module in channel_map.norms:
+        if parted.divergence.module in narrow:
             return Reference(values, [], decisions, precision, parted.divergence)
         raise ModelError(f"the masked model does not run in the trial: {parted.divergence}") from None
 

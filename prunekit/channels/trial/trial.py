@@ -75,6 +75,25 @@ def run_trial(
     Raises:
         PlanError: the models differ where no channel is pruned, or further locks change nothing.
     """
+    known: tuple[int, ...] = ()
+    while channel_map.blocks and known != _known(channel_map):
+        known = _known(channel_map)
+        # A block that loses positions runs narrow in the masked model too: what is inside is compared with all of them.
+        whole = _settled(model, channel_map, partial(_with_positions, choose), examples, plain)
+        settled = _settled(model, whole.channel_map, choose, examples, plain)
+        if _known(settled.channel_map) == _known(whole.channel_map):
+            return replace(settled, difference=max(whole.difference, settled.difference))
+        channel_map = settled.channel_map
+    return _settled(model, channel_map, choose, examples, plain)
+
+
+def _settled(
+    model: nn.Module,
+    channel_map: ChannelMap,
+    choose: Callable[[ChannelMap], Keep],
+    examples: list[tuple[Any, ...]],
+    plain: bool,
+) -> TrialResult:
     divergence: Divergence | None = None
     failed: set[tuple[Any, ...]] = set()
     batches = BatchAxes(model, channel_map.traced.trace, examples)
@@ -125,6 +144,14 @@ def run_trial(
             why = f"; {KEEPS_CLASS}" if search.withheld else ""
             channel_map = with_extra(channel_map, [replace(one, reason=one.reason + why) for one in (lock, *same)])
     raise PlanError(f"no plan passed its trial, and further locks change nothing; the last to differ was {divergence}")
+
+
+def _with_positions(choose: Callable[[ChannelMap], Keep], channel_map: ChannelMap) -> Keep:
+    """Return a plan with all positions of blocks, which run as they are then."""
+    keep = choose(channel_map).copy()
+    for block in channel_map.blocks.values():
+        keep[block.positions] = True
+    return channel_map.completed(keep)
 
 
 def _known(channel_map: ChannelMap) -> tuple[int, ...]:
@@ -186,7 +213,7 @@ class _PlanOnTrial:
         try:
             if run not in self.references:
                 convert = with_zeros(to_double, self.kept)
-                whole = self.channel_map.norms
+                whole = self.channel_map.narrow(self.keep)
                 with Float64WhileRunning(self.model, convert, whole=whole, borrowed=run.borrowed) as masked:
                     self.references[run] = record_reference(
                         masked.model, self.channel_map, self.keep, example, run, AS_DOUBLE[0]
