@@ -165,3 +165,180 @@ def test_a_plan_remembers_the_multiples(tmp_path: Any) -> None:
     steps = plan.channel_map.steps.tolist()
     assert set(steps) == {1, 8}
     assert prunekit.load_plan(tmp_path).channel_map.steps.tolist() == steps
+
+
+# Whole experts
+
+
+class Router(nn.Module):
+    """Chooses experts, if need be only within the better half of two groups of them, as DeepSeek does."""
+
+    def __init__(self, width: int, groups: int, experts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(experts, width))
+        self.correction = nn.Buffer(torch.zeros(experts))
+        self.groups, self.num_experts = groups, experts
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = F.linear(x, self.weight)
+        scores = logits.sigmoid()
+        choice = scores + self.correction
+        if self.groups > 1:
+            best = choice.view(-1, self.groups, self.num_experts // self.groups).topk(2)[0].sum(-1)
+            taken = torch.zeros_like(best).scatter_(1, best.topk(1)[1], 1)
+            choice = choice.masked_fill(~taken.repeat_interleave(self.num_experts // self.groups, 1).bool(), 0.0)
+        chosen = choice.topk(TAKEN)[1]
+        return logits, scores.gather(1, chosen), chosen
+
+
+class Mixture(nn.Module):
+    """Experts behind a router, of which one may be read by its number, as no expert may."""
+
+    def __init__(self, width: int = 8, inner: int = 6, groups: int = 1, experts: int = 8, first: bool = False) -> None:
+        super().__init__()
+        self.router, self.first = Router(width, groups, experts), first
+        self.up, self.down = (nn.Parameter(torch.zeros(experts, *shape)) for shape in ((inner, width), (width, inner)))
+        self.num_experts = experts
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        rows = x.flatten(0, 1)
+        _, shares, chosen = self.router(rows)
+        out = torch.zeros_like(rows)
+        for expert in F.one_hot(chosen, self.num_experts).sum((0, 1)).nonzero():
+            token, place = torch.where(chosen == expert)
+            inner = F.gelu(F.linear(rows[token], self.up[expert[0]]))
+            out.index_add_(0, token, F.linear(inner, self.down[expert[0]]) * shares[token, place, None])
+        if self.first:
+            out = out + F.linear(F.gelu(F.linear(rows, self.up[0])), self.down[0])
+        return out.view_as(x), shares
+
+
+class WithMixture(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 8), nn.Linear(8, 5)
+        self.mixture = Mixture(**options)
+        self.num_experts = self.mixture.num_experts
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        return self.head(x + self.mixture(x)[0])
+
+
+def routed(**options: Any) -> WithMixture:
+    model = randomized(WithMixture(**options)).eval()
+    assert isinstance(model, WithMixture)
+    return model
+
+
+def of_experts(chart: prunekit.ChannelMap) -> np.ndarray[Any, Any]:
+    labels = chart.labels["mixture.router.weight"][0]
+    assert labels is not None
+    return labels
+
+
+def never_taken(model: WithMixture, kept: np.ndarray[Any, Any]) -> WithMixture:
+    """A copy that computes its choice among the kept experts by hand: the others' scores are below all."""
+    twin = copy.deepcopy(model)
+    removed = np.delete(np.arange(len(twin.mixture.router.weight)), kept)
+    twin.mixture.router.correction[removed] = -1e9
+    return twin
+
+
+def test_experts_are_removed_whole_and_none_of_the_removed_is_taken() -> None:
+    model, example = routed(), words()
+    result = prunekit.prune(model, example, channels=0.5)
+    small = result.model
+    assert small.mixture.up.shape == (4, 3, 4)  # type: ignore[union-attr, operator]
+    assert small.mixture.router.correction.shape == (4,)  # type: ignore[union-attr, operator]
+    assert small.mixture.num_experts == small.num_experts == 4  # type: ignore[union-attr]
+    kept = result.plan.kept("mixture.router.weight", 0)
+    with torch.no_grad(), prunekit.masked(model, result.plan):
+        expected = model(*example)
+        torch.testing.assert_close(small(*example), expected)
+        torch.testing.assert_close(never_taken(model, kept)(*example), expected)
+    assert prunekit.verify(model, small, result.plan, example).max_relative_difference <= 1e-9
+
+
+def test_masked_experts_learn_what_compact_ones_learn() -> None:
+    model, example = routed(), words()
+    plan = prunekit.plan(model, example, channels=0.5)
+    small = prunekit.compact(model, plan)
+    small(*example).square().sum().backward()
+    with prunekit.masked(model, plan):
+        model(*example).square().sum().backward()
+        kept = np.ix_(*(plan.kept("mixture.up", axis) for axis in range(3)))
+        torch.testing.assert_close(model.mixture.up.grad[kept], small.mixture.up.grad)  # type: ignore[union-attr, index]
+
+
+def test_groups_of_experts_keep_equal_numbers() -> None:
+    model, example = routed(groups=2), words()
+    chart = prunekit.trace(model, example)
+    experts = of_experts(chart)
+    assert experts.all()
+    assert experts[:4].tolist() == experts[4:].tolist()
+    result = prunekit.prune(model, example, channels=0.5)
+    assert result.model.mixture.up.shape[0] == result.model.mixture.router.num_experts == 4  # type: ignore[union-attr, operator]
+    assert prunekit.verify(model, result.model, result.plan, example).max_relative_difference <= 1e-9
+
+
+def test_no_fewer_experts_are_left_than_a_token_takes() -> None:
+    model, example = routed(), words()
+    small = prunekit.prune(model, example, channels=0.15).model
+    assert small.mixture.up.shape[0] == TAKEN  # type: ignore[union-attr, operator]
+
+
+def test_experts_of_which_one_is_read_by_its_number_all_stay() -> None:
+    model, example = routed(first=True), words()
+    assert not of_experts(prunekit.trace(model, example)).any()
+    small = prunekit.prune(model, example, channels=0.5).model
+    assert small.mixture.up.shape == (8, 3, 4)  # type: ignore[union-attr, operator]
+
+
+class ReturnsChoices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = WithMixture()
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return self.inner(ids), self.inner.mixture.router(self.inner.table(ids).flatten(0, 1))[0]
+
+
+def test_experts_stay_where_the_model_returns_a_score_for_each() -> None:
+    chart = prunekit.trace(randomized(ReturnsChoices()).eval(), words())
+    labels = chart.labels["inner.mixture.router.weight"][0]
+    assert labels is not None
+    assert not labels.any()
+
+
+def test_a_plan_of_whole_experts_is_saved_and_read(tmp_path: Any) -> None:
+    model, example = routed(), words()
+    result = prunekit.prune(model, example, channels=0.5)
+    prunekit.save(result, tmp_path)
+    plan = prunekit.load_plan(tmp_path)
+    with torch.no_grad():
+        expected = result.model(*example)
+        torch.testing.assert_close(prunekit.compact(model, plan)(*example), expected)
+        with prunekit.masked(model, plan):
+            torch.testing.assert_close(model(*example), expected)
+
+
+class NeedsEvenRows(nn.Module):
+    """Views rows as complex numbers, whose strides have to be even in memory, though not after a copy to float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 12), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, turned = self.a(self.first(x).relu()).split([8, 4], -1)
+        pairs = torch.view_as_complex(turned.float().unflatten(-1, (2, 2)))
+        return self.b(y.relu()) + torch.view_as_real(pairs).flatten(-2)
+
+
+def test_a_model_that_raises_only_in_its_own_precision_is_locked_there() -> None:
+    model, x = randomized(NeedsEvenRows()).eval(), torch.randn(3, 4)
+    result = prunekit.prune(model, x, channels=0.7)
+    assert result.model(x).shape == (3, 4)
+    assert result.model.first.out_features == 4  # type: ignore[union-attr]
+    assert any("stride" in lock.reason for lock in result.plan.channel_map.locks)

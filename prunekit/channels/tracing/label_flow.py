@@ -6,7 +6,7 @@ of what comes out; on the way it merges and locks labels, leaves constraints, an
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import nn
 from prunekit.channels.constraints import NOT_ZERO, Constraint, Contracted, Flattened, LockRecord, Nested
 from prunekit.channels.labels import LOCKED, Field, Labels, LabelUnion, MacTerm, WidthMultiple, apart
 from prunekit.channels.tracing.execution import ModuleCall
-from prunekit.channels.tracing.interchangeable import Positions, around
+from prunekit.channels.tracing.interchangeable import Positions
 
 Shape = tuple[int, ...]
 Operand = tuple[Shape, Sequence[Field]]
@@ -43,6 +43,7 @@ class LabelFlow:
         interchangeable: by module path, positions that operators inside do not lock.
         divided: labels of axes of parameters whose slices are divided by their own norm: it must not be zero where a
             channel is removed, and need not be, because a factor of the result is.
+        running: returns the paths of all modules that run now.
         module, operator: which module and operator run now.
         call: which of the calls of that module it is.
     """
@@ -61,6 +62,7 @@ class LabelFlow:
         self.batch = 1
         self.substituted: set[str] = set()
         self.interchangeable: dict[str, Positions] = {}
+        self.running: Callable[[], Iterable[str]] = tuple
         self.divided: list[Labels] = []
         self.module = ""
         self.operator = ""
@@ -86,10 +88,10 @@ class LabelFlow:
                 self.union.lock(labels)
 
     def _interchangeable_here(self, labels: Labels) -> bool:
-        """Return whether labels are of positions that may change places in the running module, or in one around it."""
+        """Return whether labels are of positions that may change places in a module that is running now."""
         if not self.interchangeable:
             return False
-        known = (self.interchangeable.get(path) for path in around(self.module))
+        known = (self.interchangeable.get(path) for path in self.running())
         return any(positions is not None and positions.hold(labels) for positions in known)
 
     def _only_made(self, labels: Labels) -> bool:

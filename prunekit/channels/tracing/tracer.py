@@ -366,6 +366,7 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: TracedRun, trace: Trac
         note(path, "input", module, inputs)
 
     stack = ModuleStack(clone, enter, leave, run.alternatives, run_other)
+    flow.running = lambda: stack.paths
     earlier = trace.runs[-1] if run.training else None
     flow.count_macs = not run.training and not trace.runs  # what eval mode runs, and nothing else
     flow.batch = sample_count(example, 1)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,8 @@ class Divergence:
         line: the line of Python that ran, as file:number: text.
         after: the number of operators that ran before.
         owner: path of the module whose method failed, if another module called it.
+        started: the last operator that began before Python code failed: its module, its name, and which of those it is,
+            views and copies included.
     """
 
     module: str
@@ -56,6 +59,7 @@ class Divergence:
     line: str = ""
     after: int = 0
     owner: str = ""
+    started: OperatorKey = ("", "", -1)
 
     def __str__(self) -> str:
         where = self.module or "the top-level forward"
@@ -74,10 +78,14 @@ class _OperatorWatch(OperatorMode):
         self.stack, self.see = stack, see
         self.counts: dict[tuple[str, str], int] = {}
         self.total = 0
+        self.started: Counter[tuple[str, str]] = Counter()
+        self.last = ("", "")
 
     def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator, and show it with its key."""
         name = str(func._schema.name).replace("::", ".")
+        self.last = self.stack.current, name
+        self.started[self.last] += 1
         out = without_randomness(name, run_operator(func, args, kwargs))
         self.total += 1
         if is_counted(func, name):
@@ -99,6 +107,13 @@ def operators_by_key(run: TracedRun) -> dict[OperatorKey, TracedOperator]:
         number = counts[operator.module, operator.name] = counts.get((operator.module, operator.name), -1) + 1
         result[operator.module, operator.name, number] = operator
     return result
+
+
+def number_of(run: TracedRun, started: OperatorKey) -> int | None:
+    """Return the number in a traced run of an operator of a `Divergence`; None if it is not there."""
+    module, name, ordinal = started
+    alike = (i for i, operator in enumerate(run.operators) if (operator.module, operator.name) == (module, name))
+    return next(islice(alike, max(ordinal, 0), None), None)
 
 
 def kept_entries(
@@ -285,6 +300,15 @@ def watch_operators(model: nn.Module, example: tuple[Any, ...], run: TracedRun, 
         _forward(model, example, run, see, AS_DOUBLE[0])
 
 
+def failure_of(model: nn.Module, example: tuple[Any, ...], run: TracedRun) -> Divergence | None:
+    """Return where a model raises in its own precision; None if it runs."""
+    try:
+        _forward(model, example, run, lambda *_: None, OWN)
+    except _Diverged as parted:
+        return replace(parted.divergence, line=line_of(parted))
+    return None
+
+
 class _Diverged(Exception):
     def __init__(self, divergence: Divergence) -> None:
         super().__init__(str(divergence))
@@ -308,6 +332,8 @@ def _forward(
         except Exception as error:
             module, reason = stack.current, reason_of(error)
             owner = stack.path_of(innermost_module(error))
-            where = Divergence(module, "", (module, "", -1), float("inf"), reason, after=watch.total, owner=owner)
+            started = (*watch.last, watch.started[watch.last] - 1)
+            key = module, "", -1
+            where = Divergence(module, "", key, float("inf"), reason, after=watch.total, owner=owner, started=started)
             raise _Diverged(where) from error
     return [tensor.detach() for tensor in plain_in(output)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,17 +17,26 @@ from prunekit.channels.labels import Labels
 from prunekit.channels.map_builder import with_all_constraints, with_extra, with_sizes, without_expressions
 from prunekit.channels.rewrite.source_rewriter import attribute_values, set_attributes
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
-from prunekit.channels.trial.comparison import Divergence, Reference, compare, operators_by_key, record_reference
+from prunekit.channels.trial.comparison import (
+    Divergence,
+    Reference,
+    compare,
+    failure_of,
+    number_of,
+    operators_by_key,
+    record_reference,
+)
 from prunekit.channels.trial.float64 import (
     AS_DOUBLE,
     RUN_PRECISIONS,
     Float64WhileRunning,
+    as_it_is,
     float64_copy,
     float64_inputs,
     to_double,
     with_zeros,
 )
-from prunekit.channels.trial.size_search import BatchAxes, Outcome, ScaleSearch, SizeSearch, fields_at, within
+from prunekit.channels.trial.size_search import BatchAxes, Failure, Outcome, ScaleSearch, SizeSearch, fields_at, within
 from prunekit.channels.trial.untraced_methods import untraced_sizes
 from prunekit.errors import ModelError, PlanError
 
@@ -75,10 +84,31 @@ def run_trial(
     Raises:
         PlanError: the models differ where no channel is pruned, or further locks change nothing.
     """
-    known: tuple[int, ...] = ()
-    while channel_map.blocks and known != _known(channel_map):
-        known = _known(channel_map)
-        # A block that loses positions runs narrow in the masked model too: what is inside is compared with all of them.
+    while True:
+        settled = _with_blocks(model, channel_map, choose, examples, plain)
+        channel_map, keep = settled.channel_map, settled.keep
+        trial = _PlanOnTrial(model, masked_indices(channel_map, keep), channel_map, keep, examples)
+        failure = trial.failure_as_it_is(settled.compact)
+        if failure is None:
+            return settled
+        locks = trial.locks_before(*failure)
+        if not locks:
+            raise PlanError(f"the compact model fails where no channel is pruned: {failure[0]}")
+        channel_map = with_extra(channel_map, locks)
+
+
+def _with_blocks(
+    model: nn.Module,
+    channel_map: ChannelMap,
+    choose: Callable[[ChannelMap], Keep],
+    examples: list[tuple[Any, ...]],
+    plain: bool,
+) -> TrialResult:
+    """Return a plan that passed its trial with all positions of blocks, and then without those that it removes.
+
+    A block that loses some runs narrow in the masked model too, so that the first trial alone compares what is inside.
+    """
+    while channel_map.blocks:
         whole = _settled(model, channel_map, partial(_with_positions, choose), examples, plain)
         settled = _settled(model, whole.channel_map, choose, examples, plain)
         if _known(settled.channel_map) == _known(whole.channel_map):
@@ -207,6 +237,20 @@ class _PlanOnTrial:
                 return worst, (divergence, run)
         return worst, None
 
+    def failure_as_it_is(self, compact: nn.Module) -> Failure | None:
+        """Return where the compact model raises in its own precision and the dense one does not.
+
+        Kernels of narrower floats need strides that those of float64 do not, or that a conversion to it repairs.
+        """
+        run = self.channel_map.traced.trace.runs[0]
+        example = float64_inputs(self.examples[run.example], None)
+        with Float64WhileRunning(compact, as_it_is, borrowed=run.borrowed) as small:
+            found = failure_of(small.model, example, run)
+        if found is None:
+            return None
+        with Float64WhileRunning(self.model, as_it_is, borrowed=run.borrowed) as dense:
+            return (found, run) if failure_of(dense.model, example, run) is None else None
+
     def _without_copies(self, compact: nn.Module, run: TracedRun) -> tuple[float, Divergence | None]:
         """Compare in float64 without copies, if that is possible."""
         example = float64_inputs(self.examples[run.example])
@@ -264,6 +308,31 @@ class _PlanOnTrial:
                     reason, divergence.module, divergence.operator, labels, positions=positions, call=call
                 )
         return None
+
+    def locks_before(self, divergence: Divergence, run: TracedRun) -> list[LockRecord]:
+        """Return locks at the last operator that a failed one reads from and that prunes, in all modules of a class."""
+        feeding = _feeding(run, number_of(run, divergence.started))
+        last = next((operator for operator in feeding if self._prunes(_labels_at([operator]))), None)
+        if last is None:
+            return []
+        reason = f"{divergence.detail}{divergence.line and f' at {divergence.line}'}"
+        classes = {path: type(module) for path, module in self.model.named_modules()}
+        by_module: dict[str, list[TracedOperator]] = {}
+        for operator in run.operators:
+            by_module.setdefault(operator.module, []).append(operator)
+        index = by_module[last.module].index(last)
+        alike = [
+            own[index] for path, own in by_module.items() if classes[path] is classes[last.module] and index < len(own)
+        ]
+        locked = [last] if classes[last.module].__module__.startswith("torch.") else alike
+        return [
+            LockRecord(f"the compact model fails: {reason}", operator.module, operator.name, _labels_at([operator]))
+            for operator in locked
+            if operator.name == last.name
+        ]
+
+    def _prunes(self, labels: Labels) -> bool:
+        return not self.keep[self.channel_map.traced.final[labels]].all()
 
     def _of_tensors(self, divergence: Divergence) -> list[Labels]:
         """Return the labels of the tensors of a module that failed in a method that another module called."""
@@ -325,6 +394,16 @@ def _alike(model: nn.Module, divergence: Divergence, run: TracedRun) -> list[Div
     others = [path for path, module in model.named_modules() if type(module) is cls and path != divergence.module]
     keys = [(path, *divergence.key[1:]) for path in others if (path, *divergence.key[1:]) in places]
     return [replace(divergence, module=key[0], key=key) for key in keys]
+
+
+def _feeding(run: TracedRun, number: int | None) -> Iterator[TracedOperator]:
+    """Yield an operator of a run and those whose results it was computed from, the last first."""
+    waiting = set() if number is None else {number}
+    while waiting:
+        number = max(waiting)
+        waiting.remove(number)
+        yield run.operators[number]
+        waiting.update(one for one in run.operators[number].reads if one >= 0)
 
 
 def _labels_at(operators: list[TracedOperator]) -> Labels:
