@@ -45,7 +45,10 @@ def added_matrix_product(flow: LabelFlow, call: OperatorCall) -> None:
 
 
 COUNTS_ROWS = "offsets count these positions: which matrix of a stack they meet depends on their number"
-OF_STACK = "one of several matrices is taken for each row, by numbers that are computed from all of them: as many stay"
+OF_STACK = (
+    "one of several matrices is taken for each row, by numbers that are computed from all of them: as many stay, "
+    "unless one module holds these and what computes the numbers, and returns none of them"
+)
 IN_STEPS_OF = {"aten._grouped_mm": 8}
 """Operator -> what its widths have to be multiples of: rows of 16 bytes, also in half precision."""
 

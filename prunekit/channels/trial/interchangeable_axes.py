@@ -60,16 +60,30 @@ def interchangeable_axes(
     with suppress(Exception):  # a model that needs its own precision
         calls = _first_calls(model, chart, examples[0], {path for chain in places for path, _ in chain})
     found: dict[str, Interchangeable] = {}
+    tested: dict[object, _Freedom | None] = {}
     for chain in places:
         for path, axes in chain:
             if path in found or path not in calls:
                 break
-            block = _Block.of(model, path, axes, *calls[path])
-            if parts := block.parts():
-                with suppress(_NotNarrow):
-                    found[path] = block.interchangeable(parts)
+            own = tuple((name.removeprefix(f"{path}."), axis) for name, axis in axes)
+            kind = own, _kind(model.get_submodule(path))
+            if kind not in tested:
+                tested[kind] = _Block.of(model.get_submodule(path), own, *calls[path]).freedom()
+            freedom = tested[kind]
+            if freedom is not None:
+                found[path] = freedom.at(path, axes)
                 break
     return _with_sizes_around(model, list(found.values()))
+
+
+def _kind(module: nn.Module) -> object:
+    """Return what decides on the code that a module runs: classes, settings and sizes, but no values of tensors."""
+    plain = (int, float, str, bool, type(None))
+    settings = tuple(
+        (path, type(part), tuple((name, value) for name, value in vars(part).items() if isinstance(value, plain)))
+        for path, part in module.named_modules()
+    )
+    return settings, tuple((name, tuple(tensor.shape)) for name, tensor in named_tensors(module))
 
 
 def _with_sizes_around(model: nn.Module, blocks: list[Interchangeable]) -> tuple[Interchangeable, ...]:
@@ -134,39 +148,55 @@ def _first_calls(
     return calls
 
 
-class _NotNarrow(Exception):
-    """The module does not run with fewer positions."""
+@dataclass(frozen=True)
+class _Freedom:
+    """Freedom of a module's axes to lose positions, see `Interchangeable`; paths are those inside of the module."""
+
+    parts: int
+    least: int
+    attributes: Attributes
+
+    def at(self, path: str, axes: tuple[TensorAxis, ...]) -> Interchangeable:
+        sizes = tuple((f"{path}.{inner}" if inner else path, name, part) for inner, name, part in self.attributes)
+        return Interchangeable(path, axes, self.parts, self.least, sizes)
 
 
 @dataclass(frozen=True, eq=False)
 class _Block:
     """A module with axes to test, and its arguments; tensors have values of their own."""
 
-    path: str
     module: nn.Module
     axes: tuple[TensorAxis, ...]
     tensors: Tensors
     arguments: tuple[Any, Any]
 
     @classmethod
-    def of(cls, model: nn.Module, path: str, axes: Iterable[TensorAxis], args: Any, named: Any) -> _Block:
-        module = model.get_submodule(path)
-        own = tuple((name.removeprefix(f"{path}."), axis) for name, axis in axes)
+    def of(cls, module: nn.Module, axes: tuple[TensorAxis, ...], args: Any, named: Any) -> _Block:
         generator = torch.Generator().manual_seed(0)
         tensors = {}
         for name, tensor in named_tensors(module):
             tensors[name] = wide = to_double(name, tensor)
-            if has_gradients(tensor) and name in dict(own):
+            if has_gradients(tensor) and name in dict(axes):
                 spread = float(wide.abs().mean()) or 1.0
                 wide += NOISE * spread * torch.randn(wide.shape, dtype=wide.dtype, generator=generator)
-        return cls(path, module, own, tensors, (args, named))
+        return cls(module, axes, tensors, (args, named))
 
     @property
     def size(self) -> int:
         name, axis = self.axes[0]
         return self.tensors[name].shape[axis]
 
-    def parts(self) -> int:
+    def freedom(self) -> _Freedom | None:
+        """Return how positions may be removed; None if they may not."""
+        parts = self._parts()
+        attributes = self._attributes(parts) if parts else None
+        if attributes is None:
+            return None
+        counts = range(1, self.size // parts)
+        least = next(count for count in counts if self._narrow(parts, count, attributes) is not None)
+        return _Freedom(parts, least, attributes)
+
+    def _parts(self) -> int:
         """Return in how many equal parts positions may change places, the same in each; 0 if they may not."""
         names = [name for name, _ in self.axes]
         if len(self.axes) < 2 or len({*names}) < len(names) or not {*names} <= self.tensors.keys():
@@ -179,21 +209,11 @@ class _Block:
                 return 0 if any(_same(whole, each) for each in alone) else parts
         return 0
 
-    def interchangeable(self, parts: int) -> Interchangeable:
-        """Return the axes with what has to be set when positions are removed.
+    def _attributes(self, parts: int) -> Attributes | None:
+        """Return whole numbers to set: all that equal the number of positions, or else those of one name, or none.
 
-        Raises:
-            _NotNarrow: the module does not run with fewer.
+        None if the module does not run with fewer positions, whatever is set.
         """
-        each = self.size // parts
-        attributes = self._attributes(parts)
-        least = next(count for count in range(1, each) if self._narrow(parts, count, attributes) is not None)
-        axes = tuple((f"{self.path}.{name}", axis) for name, axis in self.axes)
-        paths = tuple((f"{self.path}.{path}" if path else self.path, name, part) for path, name, part in attributes)
-        return Interchangeable(self.path, axes, parts, least, paths)
-
-    def _attributes(self, parts: int) -> Attributes:
-        """Return whole numbers to set: all that equal the number of positions, or else of one name, or none."""
         each = self.size // parts
         every = tuple(
             (path, name, value != self.size)
@@ -208,7 +228,7 @@ class _Block:
             plausible = out is not None and (without is None or _same(without, out))
             if plausible and _same(out, self._narrow(parts, each - 1, choice, turned=True)):
                 return choice
-        raise _NotNarrow
+        return None
 
     def _narrow(self, parts: int, count: int, attributes: Attributes, *, turned: bool = False) -> Any:
         """Return the results with the first positions of each part alone, in another order if `turned`."""
@@ -222,7 +242,7 @@ class _Block:
 
     def _run(self, tensors: Tensors, attributes: Mapping[tuple[str, str], int] | None = None) -> Any:
         """Return the tensors of the module's result; None if it does not run."""
-        copy = with_tensors(self.module, {name: tensor.clone() for name, tensor in tensors.items()})
+        copy = with_tensors(self.module, tensors)
         resize(copy)
         for (path, name), value in (attributes or {}).items():
             vars(copy.get_submodule(path))[name] = value
