@@ -1,73 +1,78 @@
-"""Why a model keeps more than it should: the operators that hold its widths, and those with one width alone."""
+"""What stops the rest: why a model keeps more of its inner weights than halving every width would."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 
 import numpy as np
+from coverage_least import Least
 
-from prunekit.channels.channel_map import ChannelMap, Keep, Lock
+from prunekit.channels.channel_map import ChannelMap, Keep
 from prunekit.channels.constraints import LockRecord
 from prunekit.channels.labels import Labels
 
-EXPECTED = ("output of the model", "reads channels whose number no parameter decides, such as those of the input")
-"""Locks that every model has: its classes and the channels of its images."""
+NAMED = 2
+"""Locks that a sentence names: the first come first, those behind them follow from these."""
+FROM = 0.001
+"""The share of the inner weights from which on a thing is worth a sentence."""
 
 
-def costly(chart: ChannelMap, keep: Keep, least: float = 0.001) -> list[str]:
-    """What keeps more than a quarter of its MACs, the most first, and why; from `least` of the model's MACs on.
+class Stops:
+    """What keeps weights of a model under a plan, by the locks that lie on their axes.
 
-    An operator between two widths falls to a quarter where each is halved; half of it is left where one of them stays,
-    or where the other is no width of the model's (depthwise convolutions, attention over positions).
+    A lock lies on an axis, too, where it lies on another of the same size: where the two are added, or where one reads
+    the other.
     """
-    beyond: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
-    for term, traced in zip(chart.mac_terms, chart.traced.trace.flow.macs, strict=True):
-        dense = term.constant * float(np.prod([factor.size for factor in term.factors]))
-        kept = term.constant * float(np.prod([np.count_nonzero(keep[factor]) for factor in term.factors]))
-        widths = zip(term.factors, traced.factors, strict=True)
-        stays = [_stays(chart, term.module, before) for factor, before in widths if not factor.any()]
-        if kept > dense / 3:  # not by rounding alone
-            layers = beyond[term.operator, ", ".join(stays) or "has one width alone"]
-            layers[term.module] = layers.get(term.module, 0.0) + (kept - dense / 4) / chart.macs()
-    ranked = sorted(beyond.items(), key=lambda item: -sum(item[1].values()))
-    return [_in_points(*key, layers) for key, layers in ranked if sum(layers.values()) >= least]
+
+    def __init__(self, chart: ChannelMap, keep: Keep, least: Least) -> None:
+        self.chart, self.keep, self.least = chart, keep, least
+        self.axes: dict[int, list[Labels]] = defaultdict(list)
+        for (name, axis), number in least.alike.items():
+            labels = chart.traced.trace.labels[name][axis] if name in chart.traced.trace.labels else None
+            if labels is not None:
+                self.axes[number].append(labels)
+        found = (*chart.traced.trace.flow.locks, *chart.traced.extra)
+        self.locks = [lock for lock in found if isinstance(lock, LockRecord)]
+        self.known: dict[int, list[LockRecord]] = {}
+
+    def sentences(self) -> list[str]:
+        """A sentence for each thing that keeps weights, the most first."""
+        beyond: dict[str, dict[str, int]] = defaultdict(dict)
+        for name, wanted in self.least.widths.items():
+            excess = self.chart.parameters_kept(self.keep, [name]) - wanted
+            if excess > 0:
+                beyond[self._causes(name)][name] = excess
+        ranked = sorted(beyond.items(), key=lambda item: -sum(item[1].values()))
+        entries = self.least.entries
+        return [_said(causes, names, entries) for causes, names in ranked if sum(names.values()) >= FROM * entries]
+
+    def _causes(self, name: str) -> str:
+        """Why axes of a parameter stay of which more than half is left."""
+        causes = {}
+        for axis, final in enumerate(self.chart.labels[name]):
+            if final is None or np.count_nonzero(self.keep[final]) <= (final.size + 1) // 2:
+                continue
+            locks = self._locks(self.least.alike.get((name, axis), -1))
+            causes |= dict.fromkeys(self._worded(lock, name) for lock in locks)
+        named = list(causes)[:NAMED]
+        more = f" (and {len(causes) - NAMED} more)" if len(causes) > NAMED else ""
+        return ", ".join(named) + more or "no lock lies on them: they hang together with others, or with too few"
+
+    def _locks(self, number: int) -> list[LockRecord]:
+        """The locks that lie on any axis of a class."""
+        if number not in self.known:
+            labels = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *self.axes[number]]))
+            self.known[number] = [lock for lock in self.locks if np.isin(lock.labels, labels).any()]
+        return self.known[number]
+
+    def _worded(self, lock: LockRecord, name: str) -> str:
+        """A lock, with its place outside of the parameter's layer by the last name alone: alike layers are as one."""
+        place = lock.module.rpartition(".")[2] or "the top-level forward"
+        here = "" if lock.module == name.rpartition(".")[0] else f" in {place}"
+        return " ".join(f"{lock.operator} {lock.reason}{here}".split())
 
 
-def _in_points(operator: str, why: str, layers: dict[str, float]) -> str:
-    worst = max(layers, key=lambda path: layers[path])
-    return f"{100 * sum(layers.values()):.1f} points in {_modules(worst, len(layers))}: {operator} {why}"
-
-
-def _stays(chart: ChannelMap, module: str, width: Labels) -> str:
-    """Why a width stays, given its labels as the trace numbers them: the locks that lie on it."""
-    records = [lock for lock in (*chart.traced.trace.flow.locks, *chart.traced.extra) if isinstance(lock, LockRecord)]
-    mine = [record for record in records if np.isin(width, record.labels).any()]
-    causes = dict.fromkeys(f"{record.operator} {record.reason}{_where(record, module)}".strip() for record in mine)
-    return f"has a width of {width.size} that stays ({', '.join(causes) or 'it hangs together with others that do'})"
-
-
-def _where(record: LockRecord, module: str) -> str:
-    """The place of a lock outside its layer, by the last name alone, so that alike layers are told together."""
-    if record.module == module:
-        return ""
-    return f" in {record.module.rpartition('.')[2] or 'the top-level forward'}"
-
-
-def held(chart: ChannelMap, most: int = 3) -> list[str]:
-    """The locks that hold most channels, alike ones of several modules together."""
-    alike: dict[tuple[str, str], list[Lock]] = defaultdict(list)
-    for lock in chart.locks:
-        if lock.reason not in EXPECTED:
-            alike[lock.operator, lock.reason].append(lock)
-    ranked = sorted(alike.items(), key=lambda item: -sum(lock.channels for lock in item[1]))
-    return [_said(operator, reason, locks) for (operator, reason), locks in ranked[:most]]
-
-
-def _said(operator: str, reason: str, locks: Iterable[Lock]) -> str:
-    locks = list(locks)
-    return f"{_modules(locks[0].module, len(locks))}: {operator} {reason}".replace("  ", " ")
-
-
-def _modules(path: str, count: int) -> str:
-    return (path or "the top-level forward") + (f" and {count - 1} more" if count > 1 else "")
+def _said(causes: str, weights: dict[str, int], entries: int) -> str:
+    worst = max(weights, key=lambda name: weights[name])
+    others = f" and {len(weights) - 1} more" if len(weights) > 1 else ""
+    return f"{100 * sum(weights.values()) / entries:.1f} points in {worst}{others}: {causes}"

@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+OWN = "dense too"
+"""How what a check says begins where the dense model fails in it, too: then it is the model's own."""
+
 
 @dataclass(frozen=True)
 class Case:
-    """A model and the positional arguments of its forward for a number of samples."""
+    """A model as users call it.
+
+    Attributes:
+        model: with random weights.
+        inputs: an example of as many samples as asked for: positional arguments, or a mapping of arguments by name.
+        outputs: which outputs the user reads, as `prunekit.prune` takes it; None: all of them.
+        checks: by the column of the table, what users do with such a model once it is pruned. Each is given this case,
+            the result of `prunekit.prune` and the example, and returns `yes` or what is wrong.
+        exports: the same, of exporters that the model's package has.
+    """
 
     model: nn.Module
-    inputs: Callable[[int], tuple[Any, ...]]
+    inputs: Callable[[int], tuple[Any, ...] | dict[str, Any]]
+    outputs: Any = None
+    checks: Mapping[str, Check] = field(default_factory=dict)
+    exports: Mapping[str, Check] = field(default_factory=dict)
+
+    @property
+    def wanted(self) -> dict[str, Any]:
+        """The argument that tells which outputs are read; none where all are."""
+        return {} if self.outputs is None else {"outputs": self.outputs}
+
+
+Check = Callable[[Case, Any, tuple[Any, ...]], str]
 
 
 class Zoo(Protocol):

@@ -5,6 +5,7 @@ The command line returns `exit_code`: 2 for wrong usage, 1 for a run that failed
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
@@ -112,8 +113,15 @@ def require_kind(key: str, given: Any, kind: type | tuple[type, ...], instead: s
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the type of an error and the first line of its message."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    """Return the type of an error and the first line of its message; in TorchScript the line that tells what failed."""
+    lines = str(error).splitlines() or [""]
+    raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception): \S", line)]
+    return raised[-1] if raised and is_of_torchscript(error) else f"{type(error).__name__}: {lines[0]}"
+
+
+def is_of_torchscript(error: BaseException) -> bool:
+    """Return whether an error was raised in a scripted or traced module or function, which torch has no class for."""
+    return str(error).startswith("The following operation failed in the TorchScript interpreter")
 
 
 def cut_short(text: str) -> str:

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.channels.channel_map import ChannelMap, Keep
+from prunekit.channels.cut.model_copy import has_gradients
 from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.channels.labels import Labels
 from prunekit.channels.trace import trace
 from prunekit.channels.trial.trial import run_trial
 from prunekit.compaction.compact_model import compact
 from prunekit.planning.plan import Plan
+from prunekit.utils.tensors import as_real
 
 TOLERANCE = 1e-9
 
@@ -53,8 +55,9 @@ def randomized(model: nn.Module, seed: int = 0) -> nn.Module:
     """Random weights, affines, biases and BatchNorm statistics: nothing is zero or one by itself."""
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in named_tensors(model):
-        if not tensor.is_floating_point():
+        if not has_gradients(tensor):
             continue
+        tensor = as_real(tensor)
         if name.endswith("running_var"):
             tensor.uniform_(0.5, 1.5, generator=generator)
         elif tensor.dim() < 2:
@@ -122,7 +125,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 def difference(want: Any, got: Any) -> float:
     """Largest absolute difference over the largest absolute reference value; shapes must be the same."""
     worst = 0.0
-    pairs = list(zip(tensors_of(want), tensors_of(got), strict=True))
+    pairs = [(one.detach(), other.detach()) for one, other in zip(tensors_of(want), tensors_of(got), strict=True)]
     assert pairs
     for reference, value in pairs:
         assert reference.shape == value.shape, f"shape {tuple(value.shape)}, expected {tuple(reference.shape)}"

@@ -19,6 +19,7 @@ from prunekit.channels.tracing.tracer import ActivationKey, Trace
 from prunekit.errors import ModelError
 from prunekit.utils.display import NOTHING, Displayed, Table, count, plural
 from prunekit.utils.inputs import InputSpec
+from prunekit.utils.outputs import ALL_READ, ReadOutputs
 
 Keep = NDArray[np.bool_]
 Slot = tuple[str, int]
@@ -109,6 +110,7 @@ class ChannelMap(Displayed):
         divided: axes of tensors along which removed entries keep their values in a masked model: it divides by their
             norm, and multiplies by a factor that is zero.
         inputs: the tensors of the first example that the model was traced on.
+        read: the outputs of the model that keep their sizes.
 
     Example:
         >>> import prunekit as pk, torch
@@ -142,6 +144,7 @@ class ChannelMap(Displayed):
     divided: frozenset[Slot] = frozenset()
     multiples: tuple[WidthMultiple, ...] = ()
     inputs: tuple[InputSpec, ...] = ()
+    read: ReadOutputs = ALL_READ
 
     def completed(self, keep: Keep) -> Keep:
         """Return a choice among the labels of the groups, bool (n_labels,), with the joint labels set to match."""

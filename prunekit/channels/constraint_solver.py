@@ -16,6 +16,7 @@ from prunekit.channels.constraints import (
     Grouped,
     LockRecord,
     Nested,
+    Normalized,
     Padded,
     Rectangle,
 )
@@ -66,14 +67,20 @@ def solve(
     for constraint in constraints:
         if isinstance(constraint, Contracted):
             _solve_contracted(union, constraint, whole_heads=whole_heads)
+        elif isinstance(constraint, Normalized):
+            _solve_normalized(union, constraint, whole_heads=whole_heads)
     records += _lock_unused(trace, axes, union)
     equal = [part for part in extra if isinstance(part, EqualParts)]
     # First the constraints that say what is coupled, last those that only follow it.
-    ordered = sorted([*constraints, *equal], key=lambda constraint: _RANK.get(type(constraint), 3))
+    ordered = sorted([*constraints, *equal], key=lambda constraint: _RANK.get(type(constraint), 4))
     while True:
         before = union.find(np.arange(union.size))
         for constraint in ordered:
-            records += _SOLVERS[type(constraint)](union, constraint)
+            if isinstance(constraint, Crossed):
+                found = _solve_crossed(union, constraint, whole_heads=whole_heads)
+            else:
+                found = _SOLVERS[type(constraint)](union, constraint)
+            records += [record for record in found if not trace.flow.only_made(record.labels)]
         records += _lock_full_axes(axes, union)
         after = union.find(np.arange(union.size))
         if np.array_equal(before, after):
@@ -107,14 +114,27 @@ def _lock_full_axes(axes: LabeledAxes, union: LabelUnion) -> list[LockRecord]:
 
 
 def _solve_contracted(union: LabelUnion, contracted: Contracted, *, whole_heads: bool) -> None:
-    """Make a head one class with what is left of it; or a position one class in all heads, and lock what is left."""
-    if whole_heads:
+    """Make a head one class with what is left of it; or a position one class in all heads, and lock what is left.
+
+    Where all that is left has to stay, as what the model returns does, only positions can be removed.
+    """
+    if whole_heads and union.find(contracted.part).any():
         union.merge(contracted.labels, contracted.part[None])
     else:
         union.tie(contracted.labels, [1])
         union.lock(contracted.part)
         if not contracted.zero:
             union.lock(contracted.labels)
+
+
+def _solve_normalized(union: LabelUnion, normalized: Normalized, *, whole_heads: bool) -> None:
+    """Make a row one class and lock the positions, or a position one class in all rows and lock these."""
+    if whole_heads:
+        union.merge(normalized.labels, normalized.rows[None])
+        union.lock(normalized.positions)
+    else:
+        union.merge(normalized.labels, normalized.positions[:, None])
+        union.lock(normalized.rows)
 
 
 # Each of the following solves one constraint for the classes as they are now, and returns the locks to report.
@@ -146,14 +166,13 @@ def _solve_rectangle(union: LabelUnion, rectangle: Rectangle) -> Iterable[LockRe
     return []
 
 
-def _solve_crossed(union: LabelUnion, crossed: Crossed) -> Iterable[LockRecord]:
-    """Lock both axes, unless one is locked already, as the positions of a kernel are."""
+def _solve_crossed(union: LabelUnion, crossed: Crossed, *, whole_heads: bool) -> Iterable[LockRecord]:
+    """Lock the second axis where whole heads are removed, else the first; neither if one is locked already."""
     both = [crossed.first, crossed.second]
     if not all(union.find(record.labels).any() for record in both):
         return []
-    for record in both:
-        union.lock(record.labels)
-    return both
+    union.lock(both[whole_heads].labels)
+    return [] if whole_heads else [both[0]]
 
 
 def _solve_flattened(union: LabelUnion, flattened: Flattened) -> Iterable[LockRecord]:
@@ -221,6 +240,7 @@ def _in_whole_rows(roots: Labels) -> bool:
 
 _SOLVERS: dict[type, Callable[[LabelUnion, Any], Iterable[LockRecord]]] = {
     Contracted: lambda union, contracted: (),  # solved once, before all others
+    Normalized: lambda union, normalized: (),  # the same
     Nested: _solve_nested,
     Rectangle: _solve_rectangle,
     Crossed: _solve_crossed,
@@ -229,4 +249,4 @@ _SOLVERS: dict[type, Callable[[LabelUnion, Any], Iterable[LockRecord]]] = {
     Padded: _solve_padded,
     Grouped: _solve_grouped,
 }
-_RANK = {Contracted: 0, Flattened: 1, Nested: 1, Grouped: 2, Padded: 4}
+_RANK = {Contracted: 0, Crossed: 1, Flattened: 2, Nested: 2, Grouped: 3, Padded: 5}

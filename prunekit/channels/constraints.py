@@ -102,6 +102,23 @@ class Contracted:
 
 
 @dataclass(frozen=True, eq=False)
+class Normalized:
+    """A field was normalized over one of its axes: whole rows of it are removed, or a position in all rows.
+
+    Queries lose whole heads, or positions in all of them; tokens made from one vector lose channels.
+
+    Attributes:
+        labels: (positions, rows).
+        rows: labels of the result's rows, (rows,).
+        positions: labels of the result's positions, (positions,).
+    """
+
+    labels: Labels
+    rows: Labels
+    positions: Labels
+
+
+@dataclass(frozen=True, eq=False)
 class Padded:
     """Positions were added to every head: they are removed with a whole head, and stay otherwise.
 
@@ -131,4 +148,4 @@ class Grouped:
     module: str
 
 
-Constraint = Rectangle | EqualParts | Crossed | Flattened | Nested | Contracted | Padded | Grouped
+Constraint = Rectangle | EqualParts | Crossed | Flattened | Nested | Contracted | Normalized | Padded | Grouped

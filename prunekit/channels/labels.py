@@ -98,19 +98,21 @@ class Field:
     Attributes:
         labels: as many axes as the tensor, of full size where the label depends on that axis and of size 1 elsewhere.
         zero: whether entries of a removed label are exactly 0 when the model runs under masks.
+        true: whether they are True instead, as comparisons of 0 with another number may be.
         span: the axes along which the labels differ.
     """
 
-    __slots__ = ("labels", "span", "zero")
+    __slots__ = ("labels", "span", "true", "zero")
 
-    def __init__(self, labels: Labels, zero: bool) -> None:
+    def __init__(self, labels: Labels, zero: bool, true: bool = False) -> None:
         self.labels = labels
         self.zero = zero
+        self.true = true
         self.span = tuple([axis for axis, size in enumerate(labels.shape) if size > 1])
 
     def with_labels(self, labels: Labels) -> Field:
         """Return the same field with other labels."""
-        return Field(labels, self.zero)
+        return Field(labels, self.zero, self.true)
 
 
 def along(labels: Labels, axis: int, ndim: int) -> Labels:

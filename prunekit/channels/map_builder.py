@@ -11,7 +11,15 @@ from torch import nn
 
 from prunekit.channels.channel_map import ChannelMap, Lock, MapSource, SizeAttribute, group_labels
 from prunekit.channels.constraint_solver import WHOLE_AXIS, LabeledAxes, solve
-from prunekit.channels.constraints import Constraint, Contracted, EqualParts, Grouped, LockRecord
+from prunekit.channels.constraints import (
+    Constraint,
+    Contracted,
+    Crossed,
+    EqualParts,
+    Grouped,
+    LockRecord,
+    Normalized,
+)
 from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.joint_labels import numbered
 from prunekit.channels.labels import Labels, MacTerm, Stored, WidthMultiple
@@ -67,7 +75,7 @@ def _built(source: MapSource, shapes: Mapping[str, tuple[int, ...]], stored: Map
     axes = LabeledAxes(trace)
     constraints, sizes, heads, records = _least_locked(source, axes)
     positions = heads
-    if any(isinstance(constraint, Contracted) for constraint in constraints):
+    if any(isinstance(constraint, (Contracted, Crossed, Normalized)) for constraint in constraints):
         positions, _ = solve(trace, source.extra, axes, constraints, whole_heads=False)
     numbers = numbered(heads, positions, axes.all)
     final = numbers.final
@@ -78,7 +86,7 @@ def _built(source: MapSource, shapes: Mapping[str, tuple[int, ...]], stored: Map
         n_labels=numbers.n_labels,
         groups=group_labels(labels, numbers.n_labels, numbers.joint),
         joint=numbers.joint,
-        locks=tuple(_locks(records, trace.calls)),
+        locks=tuple(_locks([record for record in records if _stays(record, final)], trace.calls)),
         activations={key: final[axis] for key, axis in trace.activations.items()},
         mac_terms=tuple(
             MacTerm(term.module, term.operator, term.constant, tuple(final[f] for f in term.factors))
@@ -97,6 +105,7 @@ def _built(source: MapSource, shapes: Mapping[str, tuple[int, ...]], stored: Map
         ),
         stored=stored,
         inputs=trace.inputs,
+        read=trace.read,
         divided=frozenset(
             (name, index)
             for name, axes in trace.labels.items()
@@ -148,6 +157,11 @@ def _least(trace: Trace) -> Iterator[WidthMultiple]:
     """Yield the least numbers of interchangeable positions."""
     for positions in trace.flow.interchangeable.values():
         yield WidthMultiple(positions.labels, 1, positions.known.least)
+
+
+def _stays(record: LockRecord, final: Labels) -> bool:
+    """Return whether a lock holds: channels that stay where whole heads are removed may go in the other solution."""
+    return record.positions or not record.labels.size or not final[record.labels].all()
 
 
 def _locks(records: Iterable[LockRecord], calls: Mapping[str, int]) -> list[Lock]:

@@ -50,18 +50,22 @@ from prunekit.distributed.sharded_tensors import is_sharded
 from prunekit.errors import ModelError
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.utils.inputs import as_example
+from prunekit.utils.outputs import Outputs, ReadOutputs
 
 
-def trace(model: nn.Module, example: Any, *more_examples: Any) -> ChannelMap:
+def trace(model: nn.Module, example: Any, *more_examples: Any, outputs: Outputs | None = None) -> ChannelMap:
     """Run a model on an example and return its channel map; the model is not changed.
 
     Args:
         model: any module; traced in eval mode, and again in train mode if its code reads which of the two it is in.
         example: its input: a tensor, a tuple of positional arguments or a mapping of arguments by name.
         more_examples: further inputs, for branches that the first does not take.
+        outputs: which of the model's outputs are read, and so keep their sizes: names or positions, such as "logits",
+            0 or "1.boxes", several of them, or a function of the output; None: all, except what the model returns to
+            be given again, such as cached keys and values. Others may become narrower.
 
     Raises:
-        UsageError: an example is none of these.
+        UsageError: an example is none of these, or the model has no output of a name.
         ModelError: the model does not run on an example, or cannot be copied.
 
     Example:
@@ -85,6 +89,7 @@ def trace(model: nn.Module, example: Any, *more_examples: Any) -> ChannelMap:
             "fully_shard on the result"
         )
     examples = [as_example(model, one) for one in (example, *more_examples)]
-    chart = build_map(model, trace_model(model, examples))
+    read = ReadOutputs.given(outputs)
+    chart = build_map(model, trace_model(model, examples, read=read))
     found = interchangeable_axes(model, chart, examples)
-    return build_map(model, trace_model(model, examples, interchangeable=found)) if found else chart
+    return build_map(model, trace_model(model, examples, read=read, interchangeable=found)) if found else chart

@@ -14,6 +14,7 @@ from torch import nn
 from prunekit.channels.cut.model_copy import has_gradients, named_tensors
 from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.channels.cut.slicing import cut, is_variance
+from prunekit.channels.tracing.cached_state import ONE_CALL, ModelCalls, model_calls
 from prunekit.channels.tracing.execution import plain_attention
 from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator
 from prunekit.channels.tracing.storages import plain_in
@@ -25,7 +26,8 @@ from prunekit.hooks.wrappers import require_values, unwrapped
 from prunekit.planning.plan import Plan, require_plan
 from prunekit.utils.context import same_draws, training_mode, without_gradients
 from prunekit.utils.display import Displayed, plural, scientific
-from prunekit.utils.inputs import as_examples, call, example_advice, sample_count
+from prunekit.utils.inputs import as_examples, example_advice, sample_count
+from prunekit.utils.outputs import Outputs, ReadOutputs
 from prunekit.utils.tensors import gather
 
 
@@ -78,6 +80,7 @@ def verify(
     *,
     tolerance: float = TOLERANCE,
     strict: bool = False,
+    outputs: Outputs | None = None,
 ) -> Verification:
     """Compare masked and compact model in float64 on the CPU: their outputs in eval mode, and their tensors.
 
@@ -101,6 +104,8 @@ def verify(
         tolerance: largest relative difference that counts as equal; at least the rounding of the precision in which the
             model runs.
         strict: whether the model must be zero where the plan prunes, as it is after training under masks.
+        outputs: which outputs are compared, as for `trace`; None: those that the plan was made for. A plan from a file
+            knows their names, and no function.
 
     Raises:
         PlanError: the plan is that of another model.
@@ -122,11 +127,15 @@ def verify(
     require_plan(plan, masked)
     if not isinstance(tolerance, (int, float)) or not tolerance >= 0:
         raise UsageError(f"tolerance: expected a relative difference of at least 0, got {tolerance!r}")
+    read = plan.channel_map.read if outputs is None else ReadOutputs.given(outputs)
     masked_in, compact_in = _ModelCopies(masked, None if strict else plan), _ModelCopies(compact)
     misplaced_in: dict[RunPrecision, str] = {}
     worst, seen, coarsest, ways = 0.0, 0, TOLERANCE, RUN_PRECISIONS
     for example in as_examples(masked, examples):
-        expected = _expected(masked_in, example, ways, lambda copy: NarrowNorms(copy, plan.channel_map, plan.keep))
+        calls = model_calls(masked, example, read)
+        expected = _expected(
+            masked_in, example, ways, lambda copy: NarrowNorms(copy, plan.channel_map, plan.keep), calls
+        )
         way, allowed = expected.way, max(tolerance, expected.rounding)
         ways = ways[ways.index(way) :]  # what does not run in float64 on one example is not tried on the next
         masked_copy, compact_copy, inputs = masked_in[way], compact_in[way], way.inputs(example, noise=False)
@@ -134,7 +143,7 @@ def verify(
             misplaced_in[way] = _misplaced(masked_copy, compact_copy, plan, tolerance)
         misplaced = misplaced_in[way]
         try:
-            got = _run(compact_copy, inputs, way)
+            got = _run(compact_copy, inputs, way, calls)
         except Exception as error:  # whatever the model's own code makes of a wrong size
             difference, reason = inf, reason_of(error)
         else:
@@ -245,6 +254,7 @@ def _expected(
     example: tuple[Any, ...],
     ways: Sequence[RunPrecision] = RUN_PRECISIONS,
     around: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext,
+    calls: ModelCalls = ONE_CALL,
 ) -> _Expected:
     """Return the output in the first way of running a model that does not fail."""
     failures = []
@@ -252,7 +262,7 @@ def _expected(
         watch = _Rounding()
         try:
             with around(copies[way]), watch if way.dtype is None else nullcontext():
-                output = _run(copies[way], way.inputs(example, noise=False), way)
+                output = _run(copies[way], way.inputs(example, noise=False), way, calls)
         except Exception as error:  # whatever the model's own code makes of a type that it does not expect
             failures.append(error)
             copies.pop(way, None)
@@ -277,9 +287,9 @@ class _Rounding(OperatorMode):
         return out
 
 
-def _run(model: nn.Module, inputs: tuple[Any, ...], way: RunPrecision) -> Any:
+def _run(model: nn.Module, inputs: tuple[Any, ...], way: RunPrecision, calls: ModelCalls = ONE_CALL) -> Any:
     with same_draws(model), training_mode(model, False), plain_attention(), way.precision():
-        return without_gradients(lambda: call(model, inputs))
+        return without_gradients(lambda: calls.read_outputs(model, inputs))
 
 
 def _by_operator(

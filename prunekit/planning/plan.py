@@ -30,6 +30,7 @@ from prunekit.settings.prune import facts_from
 from prunekit.utils.display import Displayed, Table, changes, count, plural, share
 from prunekit.utils.files import StrPath, atomic_file, folder_at, read_json, sha256, write_text
 from prunekit.utils.inputs import InputSpec
+from prunekit.utils.outputs import ReadOutputs
 
 FORMAT = 1
 
@@ -277,6 +278,7 @@ class Plan(Displayed):
             "divided": [list(slot) for slot in sorted(chart.divided)],
             "multiples": [[one.number, one.least] for one in chart.multiples],
             "inputs": [[list(one.shape), one.dtype, one.name] for one in chart.inputs],
+            "outputs": chart.read.as_text(),
             "sha256": sha256(folder / "plan.safetensors"),
         }
         write_text(folder / "plan.json", json.dumps(text, indent=1) + "\n")
@@ -400,6 +402,7 @@ def _read_map(text: dict[str, Any], tensors: dict[str, Labels]) -> ChannelMap:
         ),
         stored={name: Stored(size, parameter) for name, (size, parameter) in text.get("stored", {}).items()},
         inputs=tuple(InputSpec(tuple(shape), dtype, name) for shape, dtype, name in text.get("inputs", [])),
+        read=ReadOutputs.from_text(text.get("outputs", {})),
     )
 
 

@@ -93,7 +93,7 @@ def repair(
         found = _surveyed(original, inputs, plan, SAMPLES)
         layers, skipped = _fitted_layers(found, plan)
         looping = bool(layers) and _is_looping(original, inputs, plan, found)
-        judge = OutputComparison.of(original, inputs)
+        judge = OutputComparison.of(original, inputs, plan.channel_map.read)
         with NarrowNorms(masked, plan.channel_map, plan.keep):
             walk = LayerWalk(original, masked, plan, found, layers, inputs, settings, looping=looping)
             if log is not None:

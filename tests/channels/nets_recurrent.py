@@ -115,3 +115,68 @@ def recurrence_by_hand() -> Case:
         return net.out(state)
 
     return Net(forward, a=nn.Linear(6, 8), h=nn.Linear(8, 8), out=nn.Linear(8, 3)), tokens()
+
+
+class _Cell(nn.Module):
+    """A convolutional LSTM (Shi et al. 2015) that makes its first state in a method, for others to call."""
+
+    def __init__(self, inputs: int, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.gates = nn.Conv2d(inputs + width, 4 * width, 3, padding=1)
+
+    def first_state(self, batch: int, size: Any) -> tuple[Tensor, Tensor]:
+        weight = self.gates.weight
+        return tuple(torch.zeros(batch, self.width, *size, dtype=weight.dtype, device=weight.device) for _ in "hc")  # type: ignore[return-value]
+
+    def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        h, c = state
+        i, f, o, g = self.gates(torch.cat([x, h], 1)).split(self.width, 1)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        return o.sigmoid() * c.tanh(), c
+
+
+@case("cells.0.gates.weight", "cells.1.gates.weight")
+def states_that_the_outer_module_asks_for() -> Case:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        states = [cell.first_state(len(x), x.shape[3:]) for cell in net.cells]
+        for t in range(x.shape[1]):
+            y = x[:, t]
+            for index, cell in enumerate(net.cells):
+                states[index] = cell(y, states[index])
+                y = states[index][0]
+        return net.out(y)
+
+    video = torch.randn(2, 2, 3, 6, 6, generator=torch.Generator().manual_seed(1))
+    return Net(forward, cells=nn.ModuleList([_Cell(3, 7), _Cell(7, 5)]), out=nn.Conv2d(5, 2, 1)), (video,)
+
+
+class _Stated(nn.Module):
+    """Recurrences whose first states have their width in the code: as a number, a variable, an argument, an entry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes = {"width": 7}
+        self.a, self.out = nn.Linear(6, 28), nn.Linear(7, 3)
+        self.h = nn.ModuleList(nn.Linear(7, 7) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        width = 7
+        states = [
+            torch.zeros(len(x), 7, dtype=x.dtype),
+            x.new_full((len(x), width), 0.5),
+            self.ones(len(x), 7, x),
+            x.new_empty(x.shape[0], self.sizes["width"]).fill_(0.25),
+        ]
+        for step in x.unbind(1):
+            parts = self.a(step).chunk(4, 1)
+            states = [(p + h(s)).tanh() for p, h, s in zip(parts, self.h, states, strict=True)]
+        return self.out(states[0] + states[1] * states[2] + states[3])
+
+    def ones(self, batch: int, width: int, x: Tensor) -> Tensor:
+        return torch.ones(batch, width, dtype=x.dtype)
+
+
+@case("a.weight", "h.0.weight")
+def states_of_a_width_in_the_code() -> Case:
+    return _Stated(), tokens()

@@ -24,6 +24,9 @@ class RuleMode(TorchDispatchMode):
         name = str(func._schema.name).replace("::", ".")
         flat, _ = torch.utils._pytree.tree_flatten((args, kwargs))
         fields = [field for value in flat for field in self.flow.fields(value)]
+        for value in flat:
+            if isinstance(value, torch.Tensor):
+                self.flow.read(value)
         if fields and name in RULES:
             RULES[name](self.flow, OperatorCall(name, args, kwargs or {}, out))
             NormFinder(self.flow).abandon()  # there is no module that could be a norm

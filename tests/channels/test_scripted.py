@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from equivalence import Net, image, randomized, settled_plan
+from equivalence import TOLERANCE, Net, image, parity, randomized, settled_plan
 from torch import Tensor, nn
 
 import prunekit
@@ -32,9 +32,9 @@ class Gated(nn.Module):
         return x + self.b(torch.relu(self.norm(self.a(x)))) * self.scale
 
 
-def scripted(part: nn.Module) -> nn.Module:
+def scripted(part: Any) -> Any:
     with pytest.warns(FutureWarning, match="deprecated"):
-        return torch.jit.script(part)  # type: ignore[no-any-return]
+        return torch.jit.script(part)
 
 
 def traced(part: nn.Module) -> nn.Module:
@@ -92,3 +92,70 @@ def test_a_masked_scripted_module_in_float64_is_the_model_itself_in_float64() ->
             tensor.mul_(1 if mask is None else mask)
         want, got = model.double()(image()[0].double()), small(image()[0].double())
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+class Shaped(nn.Module):
+    """With sizes in its code, where TorchScript keeps them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(12, 20, 1), nn.Conv2d(20, 12, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.a(x)).view(-1, 4, 5, 6, 6).transpose(1, 2)
+        return self.b(y.transpose(1, 2).reshape(-1, 20, 6, 6))
+
+
+class Reading(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(12, 5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("make", [scripted, traced])
+def test_a_size_in_scripted_code_locks_what_it_counts_alone(make: Any) -> None:
+    model = net(make(randomized(Shaped()))).eval()
+    plan = settled_plan(model, image())
+    assert set(plan.widths()) == {"stem", "part.b"}
+    (lock,) = (lock for lock in plan.channel_map.locks if "trial" in lock.reason)
+    assert "RuntimeError: shape '[-1, 4, 5, 6, 6]' is invalid" in lock.reason
+    assert "prune the model before torch.jit or torch.fx" in lock.reason
+    assert parity(model, plan, image()) <= TOLERANCE
+
+
+def in_fives(x: Tensor) -> Tensor:
+    return x.view(x.shape[0], 4, 5).flatten(1)
+
+
+def test_a_difference_in_a_scripted_function_names_the_operator() -> None:
+    fives = scripted(in_fives)
+    parts = {"a": nn.Linear(6, 20), "b": nn.Linear(20, 20), "c": nn.Linear(20, 3)}
+    model = randomized(Net(lambda net, x: net.c(fives(net.b(net.a(x).relu()))), **parts)).eval()
+    plan = settled_plan(model, (torch.randn(2, 6),))
+    assert set(plan.widths()) == {"a"}
+    assert any("(the sizes in scripted, traced or exported code" in lock.reason for lock in plan.channel_map.locks)
+
+
+def test_the_weights_of_a_scripted_lstm_come_from_the_folder(tmp_path: Path) -> None:
+    def made(seed: int) -> nn.Module:
+        return randomized(nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 12), scripted(Reading())), seed).eval()
+
+    model, x = made(0), torch.randn(2, 4, 6)
+    plan = settled_plan(model, (x,))
+    small = prunekit.compact(model, plan)
+    prunekit.save(small, tmp_path / "small", plan)
+    again = prunekit.load(tmp_path / "small", model=made(1))
+    assert torch.equal(again(x), small(x))
+
+
+def test_the_guards_of_an_exported_module_lock_what_it_reads() -> None:
+    part = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 12)).eval()
+    exported = torch.export.export(part, (torch.randn(2, 12),), dynamic_shapes=({0: torch.export.Dim.AUTO},)).module()
+    model = randomized(Net(lambda net, x: net.head(net.part(net.stem(x))),
+                           stem=nn.Linear(6, 12), part=exported, head=nn.Linear(12, 4)))  # fmt: skip
+    plan = settled_plan(model, (torch.randn(2, 6),))
+    assert list(plan.widths().values()) == [(13, 20)]
+    assert any("Guard failed" in lock.reason and "prune the model" in lock.reason for lock in plan.channel_map.locks)

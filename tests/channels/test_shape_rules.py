@@ -107,10 +107,11 @@ def test_shape_operators_are_replayed(name: str) -> None:
     labels = flow.union.new(6)
     tensor = torch.from_numpy(along(labels, 1, 4)).double().expand(2, 6, 2, 2).contiguous()
     flow.set(tensor, [Field(along(labels, 1, 4), True)])
+    flow.first_made = flow.union.size
     with RuleMode(flow):
         out = SHAPE_OPERATORS[name](tensor)
     assert not flow.locks
-    (field,) = flow.fields(out)
+    (field,) = (field for field in flow.fields(out) if not flow.has_any_size(field))  # as an expanded axis has
     shown = np.broadcast_to(field.labels, tuple(out.shape))
     inside = out.numpy() != 0  # positions that padding added hold 0
     assert np.array_equal(shown[inside], out.numpy()[inside])
@@ -120,7 +121,7 @@ def test_shape_operators_are_replayed(name: str) -> None:
 LOCKING: dict[str, Callable[[Tensor], Tensor]] = {
     "step with a rest": lambda x: x[:, ::4],
     "step from within": lambda x: x[:, 2::2],
-    "select": lambda x: x[:, 3],
+    "select": lambda x: x[:, 3].clone(),
     "roll": lambda x: x.roll(1, 1),
     "roll everything": lambda x: x.roll(1),
     "pad that shifts": lambda x: torch.nn.functional.pad(x, (0, 0, 0, 0, 1, -1)),

@@ -188,7 +188,21 @@ def _scripted(module: nn.Module, memo: Mapping[int, Any]) -> nn.Module:
             for name, tensor in getattr(part, table).items():
                 if id(tensor) in memo:
                     getattr(parts[path], table)[name] = memo[id(tensor)]
+        for name, tensors in _tensor_lists(part):
+            if any(id(tensor) in memo for tensor in tensors):
+                own = parts[path]._c.getattr(name)
+                new = [memo.get(id(tensor), copied) for tensor, copied in zip(tensors, own, strict=True)]
+                parts[path]._c.setattr(name, new)
     return twin
+
+
+def _tensor_lists(part: nn.Module) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """Yield the lists of tensors that a scripted module has besides its tables, such as the weights of an LSTM."""
+    if isinstance(part, torch.jit.ScriptModule):
+        for name in part._concrete_type.get_attributes():
+            value = part._c.getattr(name)
+            if isinstance(value, list) and value and all(isinstance(item, torch.Tensor) for item in value):
+                yield name, value
 
 
 def _is_plain(cls: type) -> bool:

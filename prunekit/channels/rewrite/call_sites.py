@@ -7,6 +7,7 @@ the parts of a split, the bounds of a slice; last the names by which plans refer
 from __future__ import annotations
 
 import ast
+import inspect
 import linecache
 import re
 import sys
@@ -122,10 +123,11 @@ def _within(code: CodeType, outer: CodeType) -> bool:
 
 
 def method_of(cls: type, name: str) -> tuple[type, FunctionType] | None:
-    """Return the method of a class by its name, and the base class that defines it."""
+    """Return the method of a class by its name, without decorators, and the base class that defines it."""
     for base in cls.__mro__:
         method = vars(base).get(name)
         if method is not None:
+            method = inspect.unwrap(method) if isinstance(method, FunctionType) else None
             return (base, method) if isinstance(method, FunctionType) and method.__code__.co_argcount else None
     return None
 
@@ -177,17 +179,32 @@ def _span(node: ast.expr | ast.stmt) -> tuple[int, int, int | None, int | None]:
     return node.lineno, node.col_offset, node.end_lineno, node.end_col_offset
 
 
-def shape_arguments(node: ast.expr, axes: int) -> Iterator[tuple[int, ast.expr, int | None]]:
+def shape_arguments(
+    node: ast.expr, axes: int, function: ast.FunctionDef | None = None
+) -> Iterator[tuple[int, ast.expr, int | None]]:
     """Yield for each of the new `axes` in a view or an expansion the expression of its size.
 
-    Each item is the axis, the expression, and the position in the tuple that the expression returns, or None.
+    Each item is the axis, the expression, and the position in the tuple that the expression returns, or None. A
+    variable that `function` assigns once stands for the tuple that it holds.
     """
     match _arguments(node, "unflatten"):
         case [axis, ast.Tuple(elts=sizes) | ast.List(elts=sizes)] if (first := number(axis)) is not None:
             start = first if first >= 0 else axes + first + 1 - len(sizes)
             yield from ((start + index, size, None) for index, size in enumerate(sizes))
             return
-    given = _arguments(node, "view", "reshape", "expand")
+    yield from _sizes_of_axes(_arguments(node, "view", "reshape", "expand"), axes, function)
+
+
+def _sizes_of_axes(
+    given: list[ast.expr], axes: int, function: ast.FunctionDef | None
+) -> Iterator[tuple[int, ast.expr, int | None]]:
+    if len(given) == 1 and function is not None:
+        given = [_tuple_in(given[0], function)]
+    match given:
+        case [ast.BinOp(op=ast.Add(), right=ast.Tuple(elts=last) | ast.List(elts=last))]:  # x.shape[:-1] + (heads, -1)
+            plain = len(last) <= axes and not any(isinstance(size, ast.Starred) for size in last)
+            yield from ((axes - len(last) + index, size, None) for index, size in enumerate(last) if plain)
+            return
     if len(given) == 1 and _is_attribute(given[0]):
         given = [ast.Starred(given[0], ast.Load())]
     if len(given) == 1 and isinstance(given[0], (ast.Tuple, ast.List)):
@@ -202,6 +219,22 @@ def shape_arguments(node: ast.expr, axes: int) -> Iterator[tuple[int, ast.expr, 
             yield at, argument, None
         elif _is_attribute(argument.value):
             yield from ((at + position, argument.value, position) for position in range(more))
+
+
+def made_sizes(
+    node: ast.expr, axes: int, function: ast.FunctionDef | None = None
+) -> Iterator[tuple[int, ast.expr, int | None]]:
+    """Yield the same for the sizes of a new tensor, as in `torch.zeros(n, width)` or `x.new_zeros((n, width))`."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _MAKING:
+        given = [*node.args, *(item.value for item in node.keywords if item.arg == "size")]
+        yield from _sizes_of_axes(given[:1] if "full" in node.func.attr else given, axes, function)
+
+
+def _tuple_in(node: ast.expr, function: ast.FunctionDef) -> ast.expr:
+    """Return the tuple, or the sum of tuples, that a variable holds, also one with a star; other expressions as is."""
+    name = node.value if isinstance(node, ast.Starred) else node
+    value = value_of(name.id, function) if isinstance(name, ast.Name) else None
+    return value if isinstance(value, (ast.Tuple, ast.List, ast.BinOp)) else node
 
 
 def _is_attribute(node: ast.expr) -> bool:
@@ -293,9 +326,10 @@ def nodes_of_sizes(function: ast.FunctionDef) -> Iterator[ast.AST]:
             yield from ast.walk(node)
 
 
-_SHAPING = frozenset(
+_MAKING = frozenset(
     f"{prefix}{name}" for prefix in ("", "new_") for name in ("zeros", "ones", "empty", "full", "rand", "randn")
-) | {
+)
+_SHAPING = _MAKING | {
     "view", "reshape", "expand", "repeat", "unflatten", "split", "split_with_sizes", "tensor_split", "chunk", "narrow",
 }  # fmt: skip
 

@@ -22,15 +22,18 @@ from prunekit.channels.labels import Field, Labels, rows_along
 from prunekit.channels.rewrite.call_sites import (
     CodePlace,
     attribute_read,
+    definition,
     expression_at,
     is_chunk,
     is_unscaled_attention,
+    made_sizes,
     parts_argument,
     place_of,
     shape_arguments,
     slice_of_axis,
 )
 from prunekit.channels.rewrite.source_rewriter import integers
+from prunekit.channels.rules.pointwise import MADE
 from prunekit.channels.rules.shape import axis_groups
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
 
@@ -40,7 +43,8 @@ class SizeExpression:
     """An expression that counts some labels; or one item of the list that it makes, at `position`.
 
     Labels of 0 stand for positions that always stay. The expression has to be replaced if channels of `decides` are
-    removed. `reads` is the attribute that it reads, such as `part.width`.
+    removed. `reads` is the attribute that it reads, such as `part.width`. `alone` says that it stays as it is where
+    another size of the same call changes, as the height of a new map does.
     """
 
     place: CodePlace
@@ -48,6 +52,7 @@ class SizeExpression:
     labels: Labels  # (size, n), as in `SizeAttribute`
     decides: Labels
     reads: str | None = None
+    alone: bool = False
 
 
 def size_expressions(operator: TracedOperator, varying: Container[int]) -> Iterator[SizeExpression]:
@@ -60,8 +65,11 @@ def size_expressions(operator: TracedOperator, varying: Container[int]) -> Itera
     if site is None or node is None:
         return
     name = operator.name.removeprefix("aten.")
+    made = operator.name in MADE
     if name == "mul":
         sizes = _of_scale
+    elif made:
+        sizes = _of_made
     else:
         sizes = _of_slice if name == "slice" else _of_split if name.startswith("split") else _of_shape
     found = list(sizes(operator, node))
@@ -72,7 +80,8 @@ def size_expressions(operator: TracedOperator, varying: Container[int]) -> Itera
             if name == "mul":
                 yield SizeExpression(place, None, np.zeros_like(labels[:, :1]), labels)
             else:
-                yield SizeExpression(place, position, labels, labels, attribute_read(site.method, expression))
+                reads = attribute_read(site.method, expression)
+                yield SizeExpression(place, position, labels, labels, reads, alone=made)
 
 
 Sized = tuple[int, ast.expr, int | None, Labels]
@@ -85,11 +94,21 @@ def _of_shape(operator: TracedOperator, node: ast.expr) -> Iterator[Sized]:
     for left, right in axis_groups(old, new) if operator.name != "aten.expand" else ():
         spans = [axis for field in operator.inputs for axis in field.span if axis in left]
         linked |= set(right) if spans else set()
-    for axis, expression, position in shape_arguments(node, len(new)):
+    found = None if operator.site is None else definition(operator.site.method)
+    for axis, expression, position in shape_arguments(node, len(new), found and found[0]):
         rows = _rows(operator.outputs[0], axis)
-        if rows is None and (position is not None or (axis in linked and not isinstance(expression, ast.Constant))):
+        # An axis of size 1 can be anywhere in a view: unless its size is computed, it is no part of a labeled one.
+        fixed = isinstance(expression, ast.Constant) or (new[axis] == 1 and not isinstance(expression, ast.BinOp))
+        if rows is None and (position is not None or (axis in linked and not fixed)):
             rows = np.zeros((new[axis], 1), dtype=np.int64)
         if rows is not None and not _is_rest(expression):
+            yield axis, expression, position, rows
+
+
+def _of_made(operator: TracedOperator, node: ast.expr) -> Iterator[Sized]:
+    for axis, expression, position in made_sizes(node, len(operator.call[2][0])):
+        rows = _rows(operator.outputs[0], axis)
+        if rows is not None:
             yield axis, expression, position, rows
 
 
@@ -269,7 +288,7 @@ class StatedSizes:
     def note(self, module: str, sizes: Sequence[SizeExpression]) -> None:
         """Add the sizes of one expression in one call of a module."""
         fewer = {str(size.place) for size in sizes if self._shrinks(size.labels)}
-        beside = {str(size.place) for size in sizes if not size.place.is_number}
+        beside = {str(size.place) for size in sizes if not (size.place.is_number or size.alone)}
         self._changing |= fewer | (beside if fewer or any(self._shrinks(size.decides) for size in sizes) else set())
         for size in sizes:
             key = (module, str(size.place), size.position)

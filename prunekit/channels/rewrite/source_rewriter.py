@@ -13,6 +13,7 @@ import __future__
 import ast
 import copy
 import copyreg
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
@@ -88,7 +89,7 @@ def _shrunk(old: list[int], new: list[int]) -> bool:
 
 def integers(value: Any) -> list[int] | None:
     """Return the integers that a value consists of; None if it is anything else."""
-    items = list(value) if type(value) in (list, tuple) else [value]
+    items = list(value) if type(value) in (list, tuple, torch.Size) else [value]
     return items if items and all(type(item) is int for item in items) else None
 
 
@@ -133,6 +134,8 @@ _SIZED: dict[tuple[type, frozenset[CodePlace]], type] = {}
 _KINDS: dict[type, type] = {}
 
 
+DECORATORS = 8
+"""How many decorators a method may have."""
 _ORDERED = "_prunekit_ordered"
 """The name of `_ordered` in a recompiled method."""
 
@@ -232,7 +235,36 @@ def _compiled(cls: type, name: str, places: list[CodePlace]) -> FunctionType:
     closure = tuple(cells[variable] for variable in made.co_freevars)
     new = FunctionType(made, old.__globals__, name, old.__defaults__, closure)
     new.__kwdefaults__, new.__qualname__ = old.__kwdefaults__, old.__qualname__
-    return new
+    decorated = _redecorated(vars(base)[name], old, new)
+    if decorated is None:  # a decorator that keeps the method elsewhere than in a variable of its own
+        raise KeyError(name)
+    return decorated
+
+
+def _redecorated(
+    outer: FunctionType, old: FunctionType, new: FunctionType, depth: int = DECORATORS
+) -> FunctionType | None:
+    """Return a decorated method with a new function in place of the one that was decorated; None if it is not there."""
+    if outer is old or not depth:
+        return new if depth else None
+    cells, found = list(outer.__closure__ or ()), False
+    for index, cell in enumerate(cells):
+        inner = _contents(cell)
+        changed = _redecorated(inner, old, new, depth - 1) if isinstance(inner, FunctionType) else None
+        if changed is not None:
+            cells[index], found = CellType(changed), True
+    if not found:
+        return None
+    twin = FunctionType(outer.__code__, outer.__globals__, outer.__name__, outer.__defaults__, tuple(cells))
+    twin.__kwdefaults__ = outer.__kwdefaults__
+    return functools.update_wrapper(twin, new)  # type: ignore[return-value]
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable without a value
+        return None
 
 
 def _code_named(code: CodeType, name: str) -> CodeType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from math import gcd
 from typing import Any
 
@@ -19,6 +20,7 @@ _EINSUM = {
     "aten.mv": ("mk", "k", "m"),
     "aten.dot": ("k", "k", ""),
     "aten.vdot": ("k", "k", ""),
+    "aten.outer": ("m", "n", "mn"),
 }
 
 
@@ -35,11 +37,19 @@ def matrix_product(flow: LabelFlow, call: OperatorCall) -> None:
     flow.set(call.out, flow.contract(call.args[0], call.args[1], *_EINSUM[call.name]))
 
 
-@register_rule("aten.addmm", "aten._sparse_addmm", "aten.baddbmm")
+_ADDED = {
+    "aten.addmm": "aten.mm",
+    "aten._sparse_addmm": "aten.mm",
+    "aten.baddbmm": "aten.bmm",
+    "aten.addmv": "aten.mv",
+    "aten.addr": "aten.outer",
+}
+
+
+@register_rule(*_ADDED)
 def added_matrix_product(flow: LabelFlow, call: OperatorCall) -> None:
     """Add a broadcast bias to a matrix product; for a sparse matrix, torch adds zeros of the whole size."""
-    axes = _EINSUM["aten.bmm" if call.name == "aten.baddbmm" else "aten.mm"]
-    product = flow.contract(call.args[1], call.args[2], *axes)
+    product = flow.contract(call.args[1], call.args[2], *_EINSUM[_ADDED[call.name]])
     bias = aligned(flow, call.args[0], call.out.dim())
     flow.set(call.out, flow.pointwise([(tuple(call.out.shape), product), bias], product=False))
 
@@ -66,10 +76,10 @@ def grouped_product(flow: LabelFlow, call: OperatorCall) -> None:
     flow.lock([f for given in (call.arg(2, "offs"), call.arg(3, "bias")) for f in flow.fields(given)], COUNTS_ROWS)
     lefts, rights = _without_stack(flow, left), _without_stack(flow, right)
     if left.dim() == 2:
-        lefts = flow.tied_along(1 if right.dim() == 2 else 0, lefts, COUNTS_ROWS)
+        lefts = flow.tied_along([1 if right.dim() == 2 else 0], lefts, COUNTS_ROWS)
     if right.dim() == 2:
-        rights = flow.tied_along(0 if left.dim() == 2 else 1, rights, COUNTS_ROWS)
-    fields = flow.contract_fields((left.shape[-2:], lefts), (right.shape[-2:], rights), "mk", "kn", "mn")
+        rights = flow.tied_along([0 if left.dim() == 2 else 1], rights, COUNTS_ROWS)
+    fields = flow.summed_fields([((left.shape[-2:], lefts), "mk"), ((right.shape[-2:], rights), "kn")], "mn")
     for field in (*lefts, *rights):  # one axis is read in rows of memory, the other in gradients
         step = gcd(IN_STEPS_OF.get(call.name, 1), field.labels.size)
         flow.multiples += [WidthMultiple(field.labels.reshape(-1), step)] if step > 1 else []
@@ -81,7 +91,36 @@ def _without_stack(flow: LabelFlow, tensor: torch.Tensor) -> list[Field]:
     """Return the fields of one matrix of a stack, all of whose matrices stay."""
     if tensor.dim() == 2:
         return list(flow.fields(tensor))
-    return [f.with_labels(f.labels[0]) for f in flow.tied_along(0, flow.fields(tensor), OF_STACK)]
+    return [f.with_labels(f.labels[0]) for f in flow.tied_along([0], flow.fields(tensor), OF_STACK)]
+
+
+@register_rule("aten._cdist_forward", "aten._euclidean_dist")
+def distances(flow: LabelFlow, call: OperatorCall) -> None:
+    """Sum differences over the last axis, to which channels add nothing that are zero in both tensors."""
+    batch = "abcdefgh"[: call.out.dim() - 2]
+    shared = [batch[len(batch) + 2 - tensor.dim() :] for tensor in call.args[:2]]
+    factors = [(call.args[0], f"{shared[0]}mk"), (call.args[1], f"{shared[1]}nk")]
+    flow.set(call.out, flow.summed(factors, f"{batch}mn", product=False, count=False))
+
+
+@register_rule("aten._trilinear")
+def trilinear(flow: LabelFlow, call: OperatorCall) -> None:
+    """Multiply three tensors in their joint space, as a bilinear layer does, and sum over some of its axes."""
+    tensors, added, summed = call.args[:3], call.args[3:6], call.args[6]
+    letters = "abcdefgh"[: tensors[0].dim() + len(added[0])]
+    axes = ["".join(letter for axis, letter in enumerate(letters) if axis not in fresh) for fresh in added]
+    kept = "".join(letter for axis, letter in enumerate(letters) if axis not in summed)
+    flow.set(call.out, flow.summed(list(zip(tensors, axes, strict=True)), kept, count=False))
+
+
+@register_rule("aten._sparse_mm_reduce_impl")
+def reduced_rows(flow: LabelFlow, call: OperatorCall) -> None:
+    """Pass the columns of a matrix whose rows a sparse one reduces; sums, means and extrema of zeros are zero."""
+    sparse, rows = call.args[:2]
+    flow.lock(flow.fields(sparse), "decides which rows are reduced")
+    columns = flow.tied_along([0], flow.fields(rows), "rows that a sparse matrix reduces")
+    flow.set(call.outs[0], columns)
+    flow.set(call.outs[1], [Field(field.labels, zero=False) for field in columns])  # where the extrema were
 
 
 _SPATIAL = {
@@ -93,7 +132,8 @@ _SPATIAL = {
 _SPATIAL |= {f"aten.{name}{suffix}": n for name, n in (
     ("upsample_nearest1d", 1), ("upsample_nearest2d", 2), ("upsample_nearest3d", 3), ("upsample_linear1d", 1),
     ("upsample_bilinear2d", 2), ("upsample_bicubic2d", 2), ("upsample_trilinear3d", 3), ("_upsample_bilinear2d_aa", 2),
-    ("_upsample_nearest_exact2d", 2), ("_upsample_nearest_exact1d", 1),
+    ("_upsample_nearest_exact2d", 2), ("_upsample_nearest_exact1d", 1), ("_upsample_nearest_exact3d", 3),
+    ("_upsample_bicubic2d_aa", 2),
 ) for suffix in ("", ".vec")}  # fmt: skip
 
 
@@ -101,18 +141,36 @@ _SPATIAL |= {f"aten.{name}{suffix}": n for name, n in (
 def spatial(flow: LabelFlow, call: OperatorCall) -> None:
     """Pass channels through pooling and interpolation, which treat each by itself."""
     source = call.args[0]
-    slid = set(range(source.dim() - _SPATIAL[call.name], source.dim()))
-    fields = flow.fields(source)
-    flow.lock([field for field in fields if set(field.span) & slid], "pooling slides over these channels")
-    for out in call.outs:
-        flow.set(out, [field for field in fields if not set(field.span) & slid])
+    slid = range(source.dim() - _SPATIAL[call.name], source.dim())
+    fields = flow.tied_along(slid, flow.fields(source), "pooling slides over these channels")
+    for index, out in enumerate(call.outs):  # the second holds where the largest values were
+        flow.set(out, fields if index == 0 else [Field(field.labels, zero=False) for field in fields])
 
 
-_ZERO_OF_ZEROS = frozenset(aten("sum mean amax amin prod std var norm linalg_vector_norm"))
-_STATISTICS = frozenset(aten("sum mean amax amin max min var std var_mean std_mean norm linalg_vector_norm"))
+@register_rule("aten.max_unpool2d", "aten.max_unpool3d")
+def unpooled(flow: LabelFlow, call: OperatorCall) -> None:
+    """Merge values with the indices of where they are put, which were taken from each channel."""
+    ndim = call.out.dim()
+    slid = range(ndim - (2 if call.name.endswith("2d") else 3), ndim)
+    values, places = ([*flow.fields(argument)] for argument in call.args[:2])
+    flow.lock([field for field in (*values, *places) if set(field.span) & set(slid)], "put at positions by number")
+    shape = tuple(1 if axis in slid else size for axis, size in enumerate(call.out.shape))
+    operands = [(shape, [field for field in fields if not set(field.span) & set(slid)]) for fields in (values, places)]
+    zero = {field.span for field in values if field.zero}
+    fields = flow.pointwise(operands, product=False)
+    flow.set(call.out, [Field(field.labels, field.span in zero) for field in fields])
 
 
-@register_rule(*_STATISTICS, *aten("prod all any argmax argmin"))
+DROPS_AXES = frozenset(aten("norm linalg_vector_norm"))
+"""Reductions that may take an axis made of several labeled ones, as weight normalization over other axes does."""
+_EXTREMA = frozenset(aten("max min"))
+_ZERO_OF_ZEROS = _EXTREMA | frozenset(
+    aten("sum nansum mean amax amin aminmax prod std var std_mean var_mean norm linalg_vector_norm any count_nonzero")
+)
+_STATISTICS = _EXTREMA | frozenset(aten("sum nansum mean amax amin var std var_mean std_mean norm linalg_vector_norm"))
+
+
+@register_rule(*_STATISTICS, *aten("prod all any argmax argmin aminmax count_nonzero logsumexp"))
 def reduction(flow: LabelFlow, call: OperatorCall) -> None:
     """Keep the labels of axes that are not reduced; lock the others unless removed zeros do not change the result.
 
@@ -134,7 +192,7 @@ def reduction(flow: LabelFlow, call: OperatorCall) -> None:
         if set(field.span) - reduced:  # all of the reduced axes must be there
             kept.append(field.with_labels(flow.union.tie(field.labels, sorted(shared))))
             continue
-        harmless = field.zero and _adds_nothing(call)
+        harmless = (field.zero and _adds_nothing(call)) or (field.true and call.name == "aten.all")
         reason = None if harmless else f"{call.name} over these channels: their number or their zeros would change it"
         if reason is not None and flow.module in flow.substituted:
             flow.lock_if_read(call.out, field.labels, reason)
@@ -142,17 +200,19 @@ def reduction(flow: LabelFlow, call: OperatorCall) -> None:
             flow.take_statistics(field, reason)
         elif reason is not None:
             flow.lock([field], reason)
-    for out in call.outs:
+    if call.name in DROPS_AXES and any(set(a.span) & set(b.span) for a, b in combinations(kept, 2)):
+        flow.constraints.extend(flow.crossed(source))
+    for index, out in enumerate(call.outs):
         squeeze = out.dim() != ndim
         axes = tuple(sorted(reduced)) if squeeze else ()
-        stays = call.name in _ZERO_OF_ZEROS
+        stays = call.name in _ZERO_OF_ZEROS and not (index and call.name in _EXTREMA)  # where the largest value is
         flow.set(out, [Field(np.squeeze(field.labels, axes), field.zero and stays) for field in kept])
 
 
 def _adds_nothing(call: OperatorCall) -> bool:
     """Return whether a reduction's result is the same with further zeros among its values."""
     if "norm" not in call.name:
-        return call.name in ("aten.sum", "aten.any")
+        return call.name in ("aten.sum", "aten.nansum", "aten.any", "aten.count_nonzero")
     order = call.arg(1, "p" if call.name == "aten.norm" else "ord", 2)
     return order is None or order >= 0  # the smallest value, or a product, only with a negative one
 
@@ -162,8 +222,8 @@ def along_axis(flow: LabelFlow, call: OperatorCall) -> None:
     """Mix all positions of one axis: that axis is locked, or tied where it is labeled jointly with others."""
     source = call.args[0]
     axis = call.arg(1, "dim", -1) % max(source.dim(), 1)
-    tied = flow.tied_along(axis, flow.fields(source), f"{call.name} mixes these channels")
-    flow.set(call.out, [Field(field.labels, zero=False) for field in tied])
+    tied = flow.tied_along([axis], flow.fields(source), f"{call.name} mixes these channels")
+    flow.set(call.out, [Field(field.labels, field.zero and call.name == "aten.cumsum") for field in tied])
 
 
 @register_rule("aten.glu")

@@ -1,6 +1,8 @@
-"""The rule of convolutions: plain, grouped, depthwise and transposed."""
+"""The rules of convolutions: plain, grouped, depthwise, transposed, and deformable."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,6 +13,7 @@ from prunekit.channels.labels import Field, Labels, along
 from prunekit.channels.rules.rule import OperatorCall, register_rule
 from prunekit.channels.tracing.label_flow import LabelFlow
 
+SLIDES = "a convolution slides over these channels"
 FIXED_PARTNER = "reads channels whose number no parameter decides, such as those of the input"
 
 
@@ -19,31 +22,75 @@ def whole_groups(groups: int, channels_per_group: int) -> bool:
     return groups >= channels_per_group
 
 
+@dataclass(frozen=True)
+class _Channels:
+    """Labels of the channels that a convolution reads, of both axes of its weight, and of its bias, with their zeros.
+
+    The first axis of the weight holds the channels that are made, or those that are read if it is transposed.
+    """
+
+    source: tuple[Labels | None, bool]
+    first: tuple[Labels | None, bool]
+    second: tuple[Labels | None, bool]
+    bias: tuple[Labels | None, bool] | None
+
+
 @register_rule("aten.convolution", "aten._convolution", "aten.convolution_overrideable")
 def convolution(flow: LabelFlow, call: OperatorCall) -> None:
     """Merge input channels with the weight, and give its output channels to the result, in any number of dimensions."""
     source, weight, bias = call.args[0], call.args[1], call.arg(2, "bias")
     transposed, groups = bool(call.arg(6, "transposed", False)), int(call.arg(8, "groups", 1))
     untouched = {axis for axis in range(2, source.dim()) if _leaves_alone(call, axis - 2)}
-    passing = [field for field in flow.fields(source) if field.span and set(field.span) <= untouched]
-    sliding = [field for field in flow.fields(source) if set(field.span) - {0, 1} and field not in passing]
-    flow.lock(sliding, "a convolution slides over these channels")
-    for axis in range(2, weight.dim()):
-        flow.fix(flow.on_axis(weight, axis, "channels that are spread over a kernel's positions")[0])
-    rows = _whole_rows(flow, source)
-    x, x_zero = flow.on_axis(source, 1, "a convolution slides over these channels")
-    first, first_zero = flow.on_axis(weight, 0, "channels that are spread over several axes of a kernel")
-    second, second_zero = flow.on_axis(weight, 1, "channels that are spread over several axes of a kernel")
+    slid = [axis for axis in range(2, source.dim()) if axis not in untouched]
+    fields = flow.tied_along(slid, flow.fields(source), SLIDES)
+    fields = [flow.tied(flow.tied(field, untouched), [1] if 0 in field.span else []) for field in fields]
+    passing = [field for field in fields if set(field.span) <= untouched]
+    rows = [field for field in fields if field.span == (0,)]  # such as heads merged with the batch
+    labels = _labels(flow, fields, weight, bias)
     positions = (source if transposed else call.out).shape[2:].numel()
     kernel = weight.shape[2:].numel()
-    factors = [rows[0].labels.reshape(-1) if rows else None, first, second]
-    sizes = [size for size, labels in zip((len(source), *weight.shape[:2]), factors, strict=True) if labels is None]
+    factors = [rows[0].labels.reshape(-1) if rows else None, labels.first[0], labels.second[0]]
+    sizes = [size for size, known in zip((len(source), *weight.shape[:2]), factors, strict=True) if known is None]
     others = [field.labels.reshape(-1) for field in passing]
     constant = positions * kernel * int(np.prod(sizes)) / float(np.prod([labels.size for labels in others]))
     flow.add_macs(constant, [*factors, *others])
+    flow.set(call.out, [
+        *(Field(field.labels, field.zero and bias is None) for field in (*rows, *passing)),
+        *_made(flow, call, labels, groups, transposed=transposed),
+    ])  # fmt: skip
 
+
+@register_rule("torchvision.deform_conv2d")
+def deformable(flow: LabelFlow, call: OperatorCall) -> None:
+    """Merge channels as a convolution does; all that share the places where it reads keep as many channels."""
+    source, weight, offset, mask, bias = call.args[:5]
+    groups, offset_groups = call.args[11:13]
+    flow.lock([*flow.fields(offset), *flow.fields(mask)], "says where a convolution reads")
+    fields = flow.tied_along([0, 2, 3], flow.fields(source), SLIDES)
+    labels = _labels(flow, fields, weight, bias)
+    if labels.source[0] is not None:
+        flow.union.tie(labels.source[0].reshape(offset_groups, -1), [0])
+    flow.set(call.out, _made(flow, call, labels, groups, transposed=False))
+
+
+def _labels(flow: LabelFlow, fields: list[Field], weight: torch.Tensor, bias: torch.Tensor | None) -> _Channels:
+    """Return the labels that lie on channels, given the fields of what is read, and lock a kernel's positions."""
+    for axis in range(2, weight.dim()):
+        flow.fix(flow.on_axis(weight, axis, "channels that are spread over a kernel's positions")[0])
+    spread = "channels that are spread over several axes of a kernel"
+    return _Channels(
+        flow.vector(fields, 1, SLIDES),
+        flow.on_axis(weight, 0, spread),
+        flow.on_axis(weight, 1, spread),
+        None if bias is None else flow.on_axis(bias, 0, "channels that are spread over several axes of a bias"),
+    )
+
+
+def _made(flow: LabelFlow, call: OperatorCall, labels: _Channels, groups: int, *, transposed: bool) -> list[Field]:
+    """Merge channels that are read with those of the weight, and return the field of those that are made."""
+    (x, x_zero), (first, first_zero), (second, second_zero) = labels.source, labels.first, labels.second
     consumer, producer, zero = (first, second, first_zero) if transposed else (second, first, second_zero)
-    by_groups = groups > 1 and whole_groups(groups, source.shape[1] // groups)
+    by_groups = groups > 1 and whole_groups(groups, call.args[0].shape[1] // groups)
     if x is not None and not (x_zero or zero or by_groups):  # whole groups are summed over with nothing else
         flow.lock([x], NOT_ZERO)
     if groups == 1:
@@ -54,15 +101,11 @@ def convolution(flow: LabelFlow, call: OperatorCall) -> None:
         out = _by_whole_groups(flow, x, first, groups, call.out.shape[1], transposed=transposed)
     else:
         out = _by_columns(flow, x, first, second, groups, transposed=transposed)
-    b, b_zero = flow.on_axis(bias, 0, "channels that are spread over several axes of a bias")
-    if bias is not None:
-        out = flow.join(out, b, FIXED_PARTNER)
-    produced_zero = first_zero or x_zero if by_groups else second_zero if transposed else first_zero
-    channels = [] if out is None else [along(out, 1, call.out.dim())]
-    flow.set(call.out, [
-        *(Field(field.labels, field.zero and bias is None) for field in (*rows, *passing)),
-        *(Field(labels, produced_zero and (bias is None or b_zero)) for labels in channels),
-    ])  # fmt: skip
+    made_zero = first_zero or x_zero if by_groups else second_zero if transposed else first_zero
+    if labels.bias is not None:
+        out = flow.join(out, labels.bias[0], FIXED_PARTNER)
+        made_zero = made_zero and labels.bias[1]
+    return [] if out is None else [Field(along(out, 1, call.out.dim()), made_zero)]
 
 
 def _leaves_alone(call: OperatorCall, index: int) -> bool:
@@ -70,19 +113,6 @@ def _leaves_alone(call: OperatorCall, index: int) -> bool:
     stride, padding = call.args[3], call.args[4]
     step, added = (given[index if len(given) > 1 else 0] for given in (stride, padding))
     return bool(call.args[1].shape[2 + index] == 1 and step == 1 and added == 0)
-
-
-def _whole_rows(flow: LabelFlow, source: torch.Tensor) -> list[Field]:
-    """Return fields on the batch axis, such as heads merged with it: each row of the batch is computed by itself.
-
-    Fields that lie on channels too are tied along them, so that whole rows are removed.
-    """
-    fields = [
-        field.with_labels(flow.union.tie(field.labels, [1])) if field.span == (0, 1) else field
-        for field in flow.fields(source)
-    ]
-    flow.set(source, fields)
-    return [field for field in fields if field.span == (0,)]
 
 
 def _by_whole_groups(

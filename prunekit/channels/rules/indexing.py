@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from prunekit.channels.constraints import EqualParts, Rectangle
+from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.labels import Field, Labels, along
 from prunekit.channels.rules.pointwise import aligned
 from prunekit.channels.rules.rule import OperatorCall, register_rule
@@ -17,20 +18,30 @@ from prunekit.channels.rules.scattering import DECIDES
 from prunekit.channels.rules.shape import PICKED, part, replay
 from prunekit.channels.tracing.label_flow import LabelFlow
 
+STORED_ORDER = (
+    "put in the order of an index that the model stores, whose numbers pruning leaves as they are; channels that a view "
+    "and a transpose reorder instead can be pruned"
+)
+
 
 def _without(flow: LabelFlow, fields: Sequence[Field], axis: int, reason: str) -> list[Field]:
     """Return fields without an axis, all of whose positions stay: fields on it alone are locked, others tied.
 
     Queries, keys and values on an axis of size 3 then lose the same heads.
     """
-    return [field.with_labels(np.squeeze(field.labels, axis)) for field in flow.tied_along(axis, fields, reason)]
+    return [field.with_labels(np.squeeze(field.labels, axis)) for field in flow.tied_along([axis], fields, reason)]
 
 
 @register_rule("aten.select")
 def select(flow: LabelFlow, call: OperatorCall) -> None:
-    """Take one position of an axis, which is locked."""
+    """Take one position of an axis, which is locked if anything reads its values, and not its shape alone."""
     axis = call.args[1] % call.args[0].dim()
-    flow.set(call.out, _without(flow, flow.fields(call.args[0]), axis, "one position of this axis is picked by number"))
+    alone = [field for field in flow.fields(call.args[0]) if field.span == (axis,)]
+    others = [field for field in flow.fields(call.args[0]) if field.span != (axis,)]
+    if alone:
+        labels = np.concatenate([field.labels.reshape(-1) for field in alone])
+        flow.lock_if_read(call.out, labels, "one position of this axis is picked by number")
+    flow.set(call.out, _without(flow, others, axis, ""))
 
 
 @register_rule(
@@ -63,8 +74,8 @@ def split(flow: LabelFlow, call: OperatorCall) -> None:
 @register_rule("aten.cat", "aten.stack")
 def concatenate(flow: LabelFlow, call: OperatorCall) -> None:
     """Concatenate labels; a part without labels on that axis has locked positions."""
-    tensors: list[Any] = [tensor for tensor in call.args[0] if tensor.dim() > 1 or tensor.numel()]
     axis = call.arg(1, "dim", 0) % call.out.dim()
+    tensors: list[Any] = [tensor for tensor in call.args[0] if tensor.dim() > axis and tensor.shape[axis]]
     if call.name == "aten.stack":
         fields = _common(flow, [tuple(t.shape) for t in call.args[0]], [list(flow.fields(t)) for t in call.args[0]])
         flow.set(call.out, [field.with_labels(np.expand_dims(field.labels, axis)) for field in fields])
@@ -72,17 +83,38 @@ def concatenate(flow: LabelFlow, call: OperatorCall) -> None:
     columns: list[Labels] = []
     zero = True
     joint = _joint(flow, tensors, axis)
-    for tensor in tensors:
-        reason = "concatenated along an axis that shares its channels with another"
-        labels, is_zero = flow.on_axis(tensor, axis, reason, except_spans=joint)
+    every = [_fields_of_part(flow, tensors, index, axis, joint) for index in range(len(tensors))]
+    for tensor, fields in zip(tensors, every, strict=True):
+        labels, is_zero = flow.vector(fields, axis, "concatenated along an axis that shares its channels with another")
         columns.append(np.zeros(tensor.shape[axis], dtype=np.int64) if labels is None else labels)
         zero = zero and (is_zero or labels is None)
     shape = [1] * call.out.dim()
     shape[axis] = -1
     joined = Field(np.concatenate(columns).reshape(shape), zero)
     one = [tuple(1 if a == axis else size for a, size in enumerate(tensor.shape)) for tensor in tensors]
-    others = [[field for field in flow.fields(tensor) if axis not in field.span] for tensor in tensors]
+    others = [[field for field in fields if axis not in field.span] for fields in every]
     flow.set(call.out, [*([joined] if joined.labels.any() else []), *joint.values(), *_common(flow, one, others)])
+
+
+def _fields_of_part(
+    flow: LabelFlow, tensors: Sequence[Any], index: int, axis: int, joint: Container[tuple[int, ...]]
+) -> list[Field]:
+    """Return the fields of one of the concatenated tensors, without those that all of them have jointly.
+
+    A field on the axis and on others is tied: along the axis where every other tensor has channels on those others, as
+    a class token has; else along the others, so that it brings whole channels.
+    """
+    beside = [
+        {axis for field in flow.fields(tensor) if not flow.has_any_size(field) for axis in field.span}
+        for i, tensor in enumerate(tensors)
+        if i != index
+    ]
+    fields = []
+    for field in flow.fields(tensors[index]):
+        if field.span not in joint:
+            rest = set(field.span) - {axis}
+            fields.append(flow.tied(field, [axis] if all(rest <= other for other in beside) else rest))
+    return fields
 
 
 def _joint(flow: LabelFlow, tensors: Sequence[Any], axis: int) -> dict[tuple[int, ...], Field]:
@@ -108,23 +140,30 @@ def _common(flow: LabelFlow, shapes: list[tuple[int, ...]], others: list[list[Fi
 
 @register_rule("aten.unfold")
 def windows(flow: LabelFlow, call: OperatorCall) -> None:
-    """Lock the axis along which windows slide, and pass the others."""
-    axis, fields = call.args[1] % call.args[0].dim(), flow.fields(call.args[0])
-    flow.lock([field for field in fields if axis in field.span], "windows slide over these channels")
-    flow.set(call.out, [f.with_labels(f.labels[..., None]) for f in fields if axis not in f.span])
+    """Lock the axis along which windows slide, or tie along it, and pass the others."""
+    axis = call.args[1] % call.args[0].dim()
+    fields = flow.tied_along([axis], flow.fields(call.args[0]), "windows slide over these channels")
+    flow.set(call.out, [field.with_labels(field.labels[..., None]) for field in fields])
 
 
-@register_rule("aten.index_select", "aten.index", "aten.as_strided")
+@register_rule("aten.index_select", "aten.index", "aten._unsafe_index", "aten.as_strided")
 def pick(flow: LabelFlow, call: OperatorCall) -> None:
     """Lock axes whose positions are picked by number."""
     if call.name == "aten.index_select":
         flow.lock(flow.fields(call.args[2]), DECIDES)
         axis = call.args[1] % call.args[0].dim()
-        replay(flow, call, [axis], PICKED)
+        replay(flow, call, [axis], _why(flow, call.args[2], call.args[0].shape[axis]))
         return
-    if call.name == "aten.index" and _index_rows(flow, call):
+    if call.name in ("aten.index", "aten._unsafe_index") and _index_rows(flow, call):
         return
     flow.lock(flow.fields(call.args[0]), f"{call.name} picks positions by number")
+
+
+def _why(flow: LabelFlow, index: torch.Tensor, size: int) -> str:
+    """Return the reason of the lock on an axis of a size that an index picks from."""
+    if flow.model is None or index.dim() != 1 or len(index) != size:
+        return PICKED
+    return STORED_ORDER if any(tensor is index for _, tensor in named_tensors(flow.model)) else PICKED
 
 
 def _index_rows(flow: LabelFlow, call: OperatorCall) -> bool:
@@ -132,18 +171,21 @@ def _index_rows(flow: LabelFlow, call: OperatorCall) -> bool:
     picked = _picked(flow, call)
     if picked is None:
         return False
-    fields = [field for field in flow.fields(call.args[0]) if not set(picked.axes) & set(field.span)]
-    flow.set(call.out, [field.with_labels(picked.forth(field.labels)) for field in fields])
+    flow.set(call.out, [field.with_labels(picked.forth(field.labels)) for field in picked.fields])
     return True
 
 
 @dataclass(frozen=True)
 class _Picked:
-    """Axes that integers pick from, and the `fresh` axes of the integers that come from position `first` instead."""
+    """Axes that integers pick from, and the `fresh` axes of the integers that come from position `first` instead.
+
+    `fields` of the source are the same at all positions of these axes.
+    """
 
     axes: tuple[int, ...]
     first: int
     fresh: int
+    fields: list[Field]
 
     def forth(self, labels: Labels) -> Labels:
         """Return labels of the source, the same at all positions of `axes`, as labels of the result."""
@@ -158,17 +200,29 @@ class _Picked:
         return tuple(rest)
 
 
+_MASKS = (torch.bool, torch.uint8)
+"""Types of indices that pick from as many axes as they have, and leave one."""
+
+
 def _picked(flow: LabelFlow, call: OperatorCall) -> _Picked | None:
     """Return how an operator picks positions of its first argument, and lock the labels there and of the indices."""
-    source, given = call.args[0], call.args[1]
-    indices = {axis: index for axis, index in enumerate(given) if index is not None}
-    if any(index.dtype == torch.bool and index.dim() != 1 for index in indices.values()):
+    source = call.args[0]
+    taken: list[int] = []
+    indices: list[torch.Tensor] = []
+    axis = 0
+    for index in call.args[1]:
+        width = index.dim() if index is not None and index.dtype in _MASKS else 1
+        if index is not None:
+            indices.append(index)
+            taken += range(axis, axis + width)
+        axis += width
+    if not taken:
         return None
-    axes = tuple(sorted(indices))
+    axes = tuple(taken)
     first = axes[0] if axes == tuple(range(axes[0], axes[-1] + 1)) else 0  # apart from each other they go to the front
-    flow.lock([field for field in flow.fields(source) if set(axes) & set(field.span)], PICKED)
-    flow.lock([field for index in indices.values() for field in flow.fields(index)], DECIDES)
-    return _Picked(axes, first, max(index.dim() for index in indices.values()))
+    fields = flow.tied_along(axes, flow.fields(source), _why(flow, indices[0], source.shape[axes[0]]))
+    flow.lock([field for index in indices for field in flow.fields(index)], DECIDES)
+    return _Picked(axes, first, max(1 if index.dtype in _MASKS else index.dim() for index in indices), fields)
 
 
 @register_rule("aten.index_put", "aten.index_put_", "aten._index_put_impl_")
@@ -181,13 +235,11 @@ def put(flow: LabelFlow, call: OperatorCall) -> None:
         return
     shape, fields = aligned(flow, values, target.dim() - len(picked.axes) + picked.fresh)
     fresh = range(picked.first, picked.first + picked.fresh)
-    flow.lock([field for field in fields if set(fresh) & set(field.span)], PICKED)
     written = [
         field.with_labels(field.labels.reshape(picked.back(field.labels.shape)))
-        for field in fields
-        if not set(fresh) & set(field.span)
+        for field in flow.tied_along(fresh, fields, PICKED)
     ]
-    known = [field for field in flow.fields(target) if not set(picked.axes) & set(field.span)]
+    known = picked.fields
     apart = not {axis for field in known for axis in field.span} & {axis for field in written for axis in field.span}
     if known and not (apart and all(flow.is_made(field) for field in known)):
         flow.set(call.out, flow.pointwise([(tuple(target.shape), known), (picked.back(shape), written)], product=False))
@@ -210,6 +262,18 @@ def embedding(flow: LabelFlow, call: OperatorCall) -> None:
             flow.set(out, [Field(along(columns, out.dim() - 1, out.dim()), zero)])
 
 
+@register_rule("aten.bucketize")
+def bucketize(flow: LabelFlow, call: OperatorCall) -> None:
+    """Pass the labels of the values, whose places among some bounds are found."""
+    flow.lock(flow.fields(call.args[1]), "bounds between which values are placed")
+    flow.set(call.out, [Field(field.labels, zero=False) for field in flow.fields(call.args[0])])
+
+
+_VALUES = frozenset(
+    f"aten.{name}"
+    for name in ("sort", "mode", "median", "nanmedian", "cummax", "cummin", "cumprod", "topk", "kthvalue")
+)
+"""Operators whose first result holds some of the values, or products of them: zero where all values are."""
 _ORDERED = {
     **dict.fromkeys(("aten.sort", "aten.argsort", "aten.mode", "aten.median", "aten.nanmedian"), 1),
     **dict.fromkeys(("aten.cummax", "aten.cummin", "aten.cumprod", "aten.logcumsumexp"), 1),
@@ -220,14 +284,13 @@ _ORDERED = {
 
 @register_rule(*_ORDERED)
 def ordered(flow: LabelFlow, call: OperatorCall) -> None:
-    """Lock the axis whose positions are compared with each other, and pass the others."""
+    """Lock the axis whose positions are compared with each other, or tie along it, and pass the others."""
     source, outs = call.args[0], call.outs
     axis = call.arg(_ORDERED[call.name], "dim", -1) % max(source.dim(), 1)
     whole = outs[0].dim() < source.dim() - 1  # the median of a whole tensor
-    fields = flow.fields(source)
-    mixed = [field for field in fields if whole or axis in field.span]
-    flow.lock(mixed, f"{call.name} compares these channels with each other")
-    rest = [field for field in fields if field not in mixed]
-    for out in outs:
+    axes = range(source.dim()) if whole else [axis]
+    rest = flow.tied_along(axes, flow.fields(source), f"{call.name} compares these channels with each other")
+    for index, out in enumerate(outs):
         dropped = (axis,) if out.dim() < source.dim() else ()
-        flow.set(out, [Field(np.squeeze(field.labels, dropped), zero=False) for field in rest])
+        stays = index == 0 and call.name in _VALUES
+        flow.set(out, [Field(np.squeeze(field.labels, dropped), field.zero and stays) for field in rest])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
+from prunekit.channels.constraints import Normalized
 from prunekit.channels.cut.model_copy import named_tensors
-from prunekit.channels.labels import Field, along
+from prunekit.channels.labels import Field, along, rows_along
 from prunekit.channels.rules.rule import OperatorCall, register_rule
 from prunekit.channels.tracing.label_flow import LabelFlow, Shape
 
@@ -29,9 +31,11 @@ def batch_norm(flow: LabelFlow, call: OperatorCall) -> None:
     """Merge the parameters and statistics of each channel with the labels of the input."""
     source = call.args[0]
     tensors = [argument if isinstance(argument, torch.Tensor) else None for argument in call.args[1:5]]
+    # Without running statistics they are taken over the other axes.
+    over = set(range(source.dim())) - {1} if len(tensors) < 3 or tensors[2] is None else set()
+    flow.set(source, [flow.tied(field, over) for field in flow.fields(source)])
     fields = _each_channel(flow, call, *tensors)
-    if len(tensors) < 3 or tensors[2] is None:  # without running statistics they are taken over the other axes
-        _take_statistics(flow, fields, set(range(source.dim())) - {1})
+    _take_statistics(flow, fields, over)
     for vector in call.outs[1:]:
         if tuple(vector.shape) == (source.shape[1],):
             flow.set(vector, [Field(f.labels.reshape(-1), zero=False) for f in fields if f.span == (1,)])
@@ -61,20 +65,33 @@ def layer_norm(flow: LabelFlow, call: OperatorCall) -> None:
     vectors = [argument for argument in affine if isinstance(argument, torch.Tensor)]
     lead = source.dim() - len(shape)
     together = set(range(lead, source.dim()))
-    flow.set(source, [_whole_rows(flow, field, together) for field in flow.fields(source)])
-    operands = [_lifted(flow, source, 0, source.dim()), *(_lifted(flow, v, lead, source.dim()) for v in vectors)]
+    fields = [part for field in flow.fields(source) for part in _parts(flow, field, together)]
+    operands = [(tuple(source.shape), fields), *(_lifted(flow, v, lead, source.dim()) for v in vectors)]
     if not vectors and len(shape) > 1:
-        flow.lock([f for f in flow.fields(source) if set(f.span) & together], f"{TOGETHER}, and with other axes")
+        flow.lock([f for f in fields if set(f.span) & together], f"{TOGETHER}, and with other axes")
     _normalized(flow, call, operands, together)
     for statistic in call.outs[1:]:  # one for each row
-        rows = [field for field in flow.fields(source) if not set(field.span) & together]
+        rows = [field for field in fields if not set(field.span) & together]
         flow.set(statistic, [Field(field.labels, zero=False) for field in rows])
 
 
-def _whole_rows(flow: LabelFlow, field: Field, together: set[int]) -> Field:
-    """Return a field that lies on other axes too, such as heads, tied along `together`: whole rows are removed."""
-    inside = sorted(set(field.span) & together)
-    return field if len(inside) in (0, len(field.span)) else field.with_labels(flow.union.tie(field.labels, inside))
+def _parts(flow: LabelFlow, field: Field, together: set[int]) -> list[Field]:
+    """Return a field that lies on one axis of `together` and on others as one of each; others as they are, or tied."""
+    if field not in flow.parted:
+        inside = [axis for axis in field.span if axis in together]
+        alone = len(inside) != 1 or len(field.span) == 1
+        flow.parted[field] = [flow.tied(field, together)] if alone else _rows_and_positions(flow, field, inside[0])
+    return flow.parted[field]
+
+
+def _rows_and_positions(flow: LabelFlow, field: Field, axis: int) -> list[Field]:
+    """Return the rows of a field, and the positions in them along an axis, with labels of their own."""
+    size, rest = field.labels.shape[axis], np.take(field.labels, [0], axis=axis)
+    values, index = np.unique(rest, return_inverse=True)
+    positions = flow.union.new(size)
+    rows = flow.union.new(values.size)[index].reshape(rest.shape)
+    flow.constraints.append(Normalized(rows_along(field.labels, axis), rows.reshape(-1), positions))
+    return [Field(rows, field.zero), Field(along(positions, axis, field.labels.ndim), field.zero)]
 
 
 @register_rule("aten.native_group_norm")
@@ -82,8 +99,8 @@ def group_norm(flow: LabelFlow, call: OperatorCall) -> None:
     """Tie the same positions of all groups, so that the number of groups stays."""
     source, weight, bias = call.args[:3]
     groups = int(call.args[6])
-    spatial = set(range(2, source.dim()))
-    flow.lock([f for f in flow.fields(source) if set(f.span) & spatial], "a norm averages over these channels")
+    spatial = range(2, source.dim())
+    flow.set(source, flow.tied_along(spatial, flow.fields(source), "a norm averages over these channels"))
     if groups == source.shape[1]:
         fields = [field for field in _each_channel(flow, call, weight, bias) if field.span == (1,)]
         for statistic in call.out[1:]:  # (N, groups)
@@ -119,6 +136,24 @@ def _take_statistics(flow: LabelFlow, fields: Sequence[Field], together: set[int
             flow.take_statistics(field, TOGETHER)
         elif set(field.span) & together:
             flow.lock([field], TOGETHER)
+
+
+@register_rule("aten.embedding_renorm_")
+def limited_rows(flow: LabelFlow, call: OperatorCall) -> None:
+    """Scale rows of a table that are longer than a limit, to which columns of zeros add nothing."""
+    table, looked_up = call.args[:2]
+    flow.fix(flow.on_axis(table, 0, "channels that are spread over both rows and columns of a table")[0])
+    flow.lock(flow.fields(looked_up), "decides which rows of a table are scaled")
+    flow.lock([field for field in flow.fields(table) if not field.zero], TOGETHER)
+
+
+@register_rule("aten.renorm", "aten.renorm_")
+def limited_slices(flow: LabelFlow, call: OperatorCall) -> None:
+    """Scale slices of an axis that are longer than a limit, to which zeros on other axes add nothing."""
+    source, axis = call.args[0], call.args[2] % call.args[0].dim()
+    across = [field for field in flow.fields(source) if field.span != (axis,) and not field.zero]
+    flow.lock(across, TOGETHER)
+    flow.set(call.out, [field for field in flow.fields(source) if field not in across])
 
 
 DIVIDED = (

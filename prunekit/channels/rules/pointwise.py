@@ -5,35 +5,34 @@ Tensors of one number that a forward pass makes, such as the first state of a re
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from prunekit.channels.labels import Field, along
+from prunekit.channels.labels import Field
 from prunekit.channels.rules.rule import OperatorCall, aten, register_rule
 from prunekit.channels.tracing.label_flow import LabelFlow, Shape
 
 KEEPS_ZERO = (
     "relu relu6 hardswish silu gelu elu selu celu leaky_relu tanh sin tan asin atan sinh asinh neg abs sign "
     "sqrt square erf expm1 log1p floor ceil round trunc hardshrink softshrink tanhshrink nan_to_num clone detach alias "
-    "_to_copy lift_fresh contiguous positive to mish native_dropout dropout frac sgn rrelu_with_noise"
+    "_to_copy lift_fresh contiguous positive to isnan isinf mish native_dropout dropout frac sgn rrelu_with_noise"
 )
 MOVES_ZERO = (
     "sigmoid hardsigmoid exp exp2 log log2 log10 rsqrt reciprocal cos acos cosh softplus log_sigmoid_forward logit "
-    "threshold bitwise_not logical_not isnan isinf erfc bernoulli rand_like randn_like ones_like empty_like full_like "
-    "fill new_ones new_empty new_empty_strided new_full eq le ge isfinite heaviside logaddexp "
-    "uniform normal exponential"
+    "threshold bitwise_not logical_not erfc bernoulli rand_like randn_like ones_like empty_like full_like "
+    "fill heaviside logaddexp uniform normal exponential"
 )
-SUMS = "add sub rsub maximum minimum fmax fmin ne lt gt logical_and logical_or bitwise_and bitwise_or atan2 hypot lerp"
-PRODUCTS = "mul div true_divide floor_divide remainder fmod xlogy"
+SUMS = "add sub rsub maximum minimum fmax fmin logical_or bitwise_or atan2 hypot lerp"
+PRODUCTS = "mul logical_and bitwise_and div true_divide floor_divide remainder fmod xlogy"
+KEEPS_NONZERO = frozenset(aten("clone detach alias _to_copy lift_fresh contiguous to"))
+COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "gt", "le", "ge")}
 SLOPES = (
     "tanh_backward sigmoid_backward threshold_backward silu_backward gelu_backward elu_backward softplus_backward "
     "leaky_relu_backward hardtanh_backward hardswish_backward hardsigmoid_backward mish_backward"
 )
-FRESH = frozenset({"new_ones", "new_empty", "new_empty_strided", "new_full"})
-
-
 IN_PLACE = ("", "_")
 
 
@@ -65,14 +64,25 @@ def broadcast(flow: LabelFlow, operands: Sequence[Any], *, product: bool) -> lis
 @register_rule(*aten(KEEPS_ZERO, IN_PLACE))
 def keeps_zero(flow: LabelFlow, call: OperatorCall) -> None:
     """Pass fields and their zeros, as f(0) = 0."""
-    flow.set(call.outs[0], flow.fields(call.args[0]))
+    fields = flow.fields(call.args[0])
+    same = call.name in KEEPS_NONZERO or not any(field.true for field in fields)
+    flow.set(call.outs[0], fields if same else [Field(field.labels, field.zero) for field in fields])
+
+
+@register_rule(*aten(" ".join(COMPARISONS), IN_PLACE))
+def comparisons(flow: LabelFlow, call: OperatorCall) -> None:
+    """Compare removed zeros with a number, or with other zeros: the result is the same for all of them."""
+    left, right = call.args[:2]
+    compare = COMPARISONS[call.name.removeprefix("aten.").removesuffix("_")]
+    fields = broadcast(flow, [one for one in (left, right) if isinstance(one, torch.Tensor)], product=False)
+    known = 0 if isinstance(right, torch.Tensor) else right
+    result = bool(compare(0, known)) if isinstance(left, torch.Tensor) else bool(compare(left, 0))
+    flow.set(call.out, [Field(f.labels, f.zero and not result, true=f.zero and result) for f in fields])
 
 
 @register_rule(*aten(MOVES_ZERO, IN_PLACE))
 def moves_zero(flow: LabelFlow, call: OperatorCall) -> None:
     """Pass fields without their zeros, as f(0) may be anything."""
-    if call.name.removeprefix("aten.") in FRESH and call.out.shape != call.args[0].shape:
-        return
     tensors = [argument for argument in call.args if isinstance(argument, torch.Tensor)]
     fields = flow.fields(tensors[0]) if len(tensors) == 1 else broadcast(flow, tensors, product=False)
     flow.set(call.outs[0], [Field(field.labels, zero=False) for field in fields])
@@ -104,14 +114,15 @@ def power(flow: LabelFlow, call: OperatorCall) -> None:
 @register_rule(*aten(SUMS, IN_PLACE))
 def sums(flow: LabelFlow, call: OperatorCall) -> None:
     """Merge operands whose sum is zero only if all are; the scale `alpha` does not matter."""
-    flow.set(call.out, broadcast(flow, call.args[:2] if "lerp" not in call.name else call.args[:3], product=False))
+    fields = broadcast(flow, call.args[:2] if "lerp" not in call.name else call.args[:3], product=False)
+    flow.set(call.out, [Field(field.labels, field.zero) for field in fields])
 
 
 @register_rule(*aten(PRODUCTS, IN_PLACE))
 def products(flow: LabelFlow, call: OperatorCall) -> None:
     """Merge factors whose product is zero if any is; a quotient, if the numerator is and the denominator is not."""
     fields = broadcast(flow, call.args[:2], product=True)
-    if "mul" not in call.name:
+    if "mul" not in call.name and "and" not in call.name:
         above, below = (_zero_spans(flow, operand, call.out.dim()) for operand in call.args[:2])
         fields = [Field(f.labels, f.span in above and not any(set(f.span) & set(span) for span in below))
                   for f in fields]  # fmt: skip
@@ -133,14 +144,32 @@ def _zero_spans(flow: LabelFlow, operand: Any, ndim: int) -> set[tuple[int, ...]
     return {field.span for field in aligned(flow, operand, ndim)[1] if field.zero}
 
 
-@register_rule(
-    "aten.addcmul", "aten.addcmul_", "aten.where", "aten.masked_fill", "aten.masked_fill_", "aten._prelu_kernel"
-)
+@register_rule(*aten("addcmul addcdiv where masked_fill", IN_PLACE), "aten._prelu_kernel")
 def ternary(flow: LabelFlow, call: OperatorCall) -> None:
-    """Merge all operands; only PReLU, which maps 0 to 0, keeps zeros."""
+    """Merge all operands; the result is zero where every value that it may be made of is."""
     fields = broadcast(flow, [argument for argument in call.args if isinstance(argument, torch.Tensor)], product=False)
-    kept = [field.span for field in flow.fields(call.args[0]) if field.zero] if "prelu" in call.name else []
-    flow.set(call.out, [Field(field.labels, field.span in kept) for field in fields])
+    first, *others = (_zero_spans(flow, operand, call.out.dim()) for operand in call.args)
+    if "addc" in call.name:
+        zero = first & (others[0] | others[1] if "mul" in call.name else others[0] - others[1])
+    elif call.name == "aten.where":
+        zero = set[tuple[int, ...]]().union(*others)
+        for value, spans in zip(call.args[1:], others, strict=True):
+            zero = zero if is_zero(value) else zero & spans
+    else:  # PReLU maps 0 to 0; masks may fill with another number
+        zero = first if "prelu" in call.name or is_zero(call.args[2]) else set()
+    flow.set(call.out, [Field(field.labels, field.span in zero) for field in fields])
+
+
+def is_zero(value: Any) -> bool:
+    """Return whether a value is the number 0, if need be as a tensor; what others hold differs from input to input."""
+    number = getattr(value, "_prunekit_number", value)
+    return not isinstance(number, torch.Tensor) and bool(number == 0)
+
+
+@register_rule("aten.scalar_tensor")
+def number(flow: LabelFlow, call: OperatorCall) -> None:
+    """Remember the number that `torch.where` and others make a tensor of."""
+    call.out._prunekit_number = call.args[0]
 
 
 @register_rule("aten.copy_")
@@ -156,33 +185,34 @@ def copy(flow: LabelFlow, call: OperatorCall) -> None:
     flow.set(call.out, [Field(field.labels, field.span in zero) for field in written])
 
 
-MADE = frozenset({"aten.zeros", "aten.full", "aten.new_zeros"})
-"""Operators whose results get labels even if no argument has any."""
+_MADE = aten("zeros ones empty full rand randn")
+_MADE_LIKE = aten("new_zeros new_ones new_empty new_empty_strided new_full")
+MADE = frozenset([*_MADE, *_MADE_LIKE, *aten("scalar_tensor expand repeat")])
+"""Operators that make a tensor of given sizes: it gets labels even if no argument has any."""
 
 
-@register_rule("aten.zeros", "aten.full")
+@register_rule(*_MADE)
 def made(flow: LabelFlow, call: OperatorCall) -> None:
-    """Give new labels to an axis whose size is an attribute of the running module or one of its children.
+    """Give new labels to every axis: what a tensor meets tells which of its sizes are numbers of channels.
 
     A state of `hidden_size` zeros is then coupled with what it meets; the trial tells whether its size really follows.
     """
-    sizes, zero = _size_attributes(flow), call.name != "aten.full" or call.args[1] == 0
-    axes = [axis for axis, size in enumerate(call.out.shape) if size > 1 and size in sizes]
-    ndim = call.out.dim()
-    flow.set(call.out, [Field(along(flow.union.new(call.out.shape[axis]), axis, ndim), zero) for axis in axes])
+    flow.set(call.out, flow.made_labels(call.out, range(call.out.dim()), zero=_is_zero(call)))
 
 
-def _size_attributes(flow: LabelFlow) -> set[int]:
-    if flow.model is None:
-        return set()
-    module = flow.model.get_submodule(flow.module)
-    return {value for part in (module, *module.children()) for value in vars(part).values() if type(value) is int}
+def _is_zero(call: OperatorCall) -> bool:
+    """Return whether a new tensor has zeros alone."""
+    value = call.arg(2 if "new_" in call.name else 1, "fill_value") if "full" in call.name else None
+    return "zeros" in call.name or (isinstance(value, (int, float)) and value == 0)
 
 
-@register_rule("aten.new_zeros")
+@register_rule(*_MADE_LIKE)
 def made_like(flow: LabelFlow, call: OperatorCall) -> None:
-    """Give new zeros the labels of a tensor if they have its shape, else new labels."""
-    (zeros if call.out.shape == call.args[0].shape else made)(flow, call)
+    """Give a new tensor the labels of another if it has its shape, else new labels."""
+    if call.out.shape == call.args[0].shape:
+        flow.set(call.out, [Field(field.labels, _is_zero(call)) for field in flow.fields(call.args[0])])
+    else:
+        made(flow, call)
 
 
 @register_rule("aten.zeros_like", "aten.zero", "aten.zero_")

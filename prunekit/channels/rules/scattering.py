@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
+from prunekit.channels.cut.model_copy import has_gradients
 from prunekit.channels.labels import Field
-from prunekit.channels.rules.pointwise import IN_PLACE
+from prunekit.channels.rules.pointwise import IN_PLACE, is_zero
 from prunekit.channels.rules.rule import OperatorCall, aten, register_rule
 from prunekit.channels.rules.shape import BY_POSITION, PICKED, replay
 from prunekit.channels.tracing.label_flow import LabelFlow, Operand
+from prunekit.utils.tensors import gather as gather_tensors
 
 DECIDES = "decides what is picked from a tensor"
 
@@ -35,7 +37,7 @@ def scatter(flow: LabelFlow, call: OperatorCall) -> None:
     _lock_cut(flow, tensors, index, axis)
     writers = [_beside(flow, tensor, axis) for tensor in tensors]
     nonzero = len(tensors) == 1 and source != 0
-    fields = _merged(flow, [*writers, _of_index(flow, index, _beside(flow, index, axis))], writers)
+    fields = _merged(flow, [*writers, _of_index(index, _beside(flow, index, axis))], writers)
     flow.set(call.out, [Field(field.labels, field.zero and not nonzero) for field in fields])
 
 
@@ -45,8 +47,8 @@ def gather(flow: LabelFlow, call: OperatorCall) -> None:
     source, axis, index = call.args[:3]
     axis %= max(source.dim(), 1)
     _lock_cut(flow, [source], index, axis)
-    read = _beside(flow, source, axis)
-    own = _of_index(flow, index, (tuple(index.shape), list(flow.fields(index))))
+    read = _of_index(source, _beside(flow, source, axis))
+    own = _of_index(index, (tuple(index.shape), list(flow.fields(index))))
     flow.set(call.out, _merged(flow, [read, own], [read]))
 
 
@@ -56,19 +58,57 @@ def fill_rows(flow: LabelFlow, call: OperatorCall) -> None:
     value = call.args[3]
     flow.lock(flow.fields(call.args[2]), DECIDES)
     axis = call.args[1] % max(call.args[0].dim(), 1)
-    replay(flow, call, [axis], PICKED, zero=not isinstance(value, torch.Tensor) and value == 0)
+    replay(flow, call, [axis], PICKED, zero=is_zero(value))
+
+
+@register_rule(*aten("masked_scatter", IN_PLACE))
+def scatter_masked(flow: LabelFlow, call: OperatorCall) -> None:
+    """Merge the last axis of a tensor and of the values that fill its masked rows, if the mask takes whole rows."""
+    target, mask, source = call.args[:3]
+    rows = bool(mask.dim() and source.dim()) and source.shape[-1] == target.shape[-1]
+    rows = rows and (mask.shape[-1] == 1 or _constant(mask, mask.dim() - 1))
+    last = {id(one): [f for f in flow.fields(one) if rows and f.span == (one.dim() - 1,)] for one in (target, source)}
+    flow.lock([f for one in (target, source) for f in flow.fields(one) if f not in last[id(one)]], PICKED)
+    flow.lock(flow.fields(mask), DECIDES)
+    writers = [
+        ((one.shape[-1],) * bool(rows), [Field(f.labels.reshape(-1), f.zero) for f in last[id(one)]])
+        for one in (target, source)
+    ]
+    lead = (1,) * (target.dim() - 1)
+    fields = _merged(flow, writers, writers)
+    flow.set(call.out, [field.with_labels(field.labels.reshape(*lead, -1)) for field in fields])
+
+
+@register_rule("aten.take")
+def take(flow: LabelFlow, call: OperatorCall) -> None:
+    """Pass the labels of the integers, whose shape the result has; the positions that they pick from are locked."""
+    source, index = call.args
+    flow.lock(flow.fields(source), PICKED)
+    flow.set(call.out, [Field(field.labels, zero=False) for field in flow.fields(index)])
+
+
+@register_rule("aten.segment_reduce")
+def reduce_segments(flow: LabelFlow, call: OperatorCall) -> None:
+    """Pass what lies on other axes than the one whose segments are reduced; an empty segment has the initial value."""
+    source = call.args[0]
+    axis = call.arg(5, "axis", 0) % source.dim()
+    flow.lock([field for one in gather_tensors((call.args[1:], call.kwargs)) for field in flow.fields(one)], DECIDES)
+    initial = call.arg(7, "initial")
+    zero = initial == 0 if initial is not None else call.args[1] == "sum"
+    rest = flow.tied_along([axis], flow.fields(source), f"{call.name} over these channels")
+    flow.set(call.out, [Field(field.labels, field.zero and zero) for field in rest])
 
 
 def _beside(flow: LabelFlow, tensor: torch.Tensor, axis: int) -> Operand:
     """Return a tensor's shape and fields without an axis that integers pick from: what lies there is locked or tied."""
     shape = tuple(1 if a == axis else size for a, size in enumerate(tensor.shape))
-    return shape, flow.tied_along(axis, flow.fields(tensor), PICKED)
+    return shape, flow.tied_along([axis], flow.fields(tensor), PICKED)
 
 
-def _of_index(flow: LabelFlow, index: torch.Tensor, operand: Operand) -> Operand:
+def _of_index(index: torch.Tensor, operand: Operand) -> Operand:
     """Return the operand of an index with size 1 for axes along which all its values are the same.
 
-    One that was expanded, or repeated as often as there are channels, follows the number that is kept.
+    One that was expanded as often as there are channels follows the number that is kept.
     """
     shape, fields = operand
     labeled = {axis for field in fields for axis in field.span}
@@ -79,9 +119,9 @@ def _of_index(flow: LabelFlow, index: torch.Tensor, operand: Operand) -> Operand
 
 
 def _constant(index: torch.Tensor, axis: int) -> bool:
-    if index.stride(axis) == 0:
-        return True
-    return not index.is_meta and bool((index == index.narrow(axis, 0, 1)).all())
+    if index.stride(axis) == 0 or index.is_meta:
+        return index.stride(axis) == 0
+    return not has_gradients(index) and bool((index == index.narrow(axis, 0, 1)).all())
 
 
 def _lock_cut(flow: LabelFlow, tensors: Sequence[torch.Tensor], index: torch.Tensor, axis: int) -> None:

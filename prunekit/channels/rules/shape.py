@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from itertools import combinations
 
 import numpy as np
+import torch
 
 from prunekit.channels.constraints import Crossed, Padded, Rectangle
 from prunekit.channels.labels import Field, Labels, collapse, rows_along
-from prunekit.channels.rules.rule import OperatorCall, register_rule
+from prunekit.channels.rules.rule import OperatorCall, aten, register_rule
 from prunekit.channels.tracing.label_flow import LabelFlow
 
 
@@ -53,6 +54,10 @@ def reshape_labels(labels: Labels, old: Sequence[int], new: Sequence[int]) -> tu
     return np.broadcast_to(labels, full).reshape(target), splits
 
 
+SHAPES_IN_PLACE = frozenset(aten("squeeze_ unsqueeze_ transpose_ t_"))
+"""Operators that change the shape of a tensor in place, and none of its values."""
+
+
 @register_rule(
     "aten.view",
     "aten._unsafe_view",
@@ -66,8 +71,7 @@ def view(flow: LabelFlow, call: OperatorCall) -> None:
     """Repeat labels where axes are merged; leave a rectangle constraint for each pair that an axis is split into."""
     source, out = call.args[0], call.out
     if call.name.endswith("_") and source is out:  # the old shape is unknown by now
-        flow.lock(flow.fields(source), "shape changed in place")
-        flow.set(source, ())
+        _view_in_place(flow, call)
         return
     fields, before = [], flow.fields(source)
     for field in before:
@@ -76,16 +80,28 @@ def view(flow: LabelFlow, call: OperatorCall) -> None:
             _constrain(flow, labels, axes)
         fields.append(field.with_labels(collapse(labels)))
     dropped = set()
+    crossed = []
     for i, j in combinations(range(len(fields)), 2):
         if set(fields[i].span) & set(fields[j].span) and not set(before[i].span) & set(before[j].span):
-            locked = [k for k in (i, j) if not flow.union.find(fields[k].labels).any()]
+            locked = [k for k in (i, j) if not flow.union.find(fields[k].labels).any() or flow.has_any_size(fields[k])]
             dropped.update(locked)  # like an axis without labels: nothing is removed there
             if not locked:
-                flow.constraints.append(
-                    Crossed(*(flow.record(fields[k].labels, "merged with another axis") for k in (i, j)))
-                )
+                crossed.append(Crossed(*(flow.record(fields[k].labels, "merged with another axis") for k in (i, j))))
     fields = [field for k, field in enumerate(fields) if k not in dropped]
     flow.set(out, fields)
+    flow.cross_if_read(out, [*flow.crossed(source), *crossed])
+
+
+def _view_in_place(flow: LabelFlow, call: OperatorCall) -> None:
+    """Add or drop the axes of size 1 that an operator names; where it names none, nothing tells which were dropped."""
+    fields, axes = flow.fields(call.out), call.arg(1, "dim", ())
+    axes = (axes,) if isinstance(axes, int) else tuple(axes)
+    change = np.expand_dims if call.name == "aten.unsqueeze_" else np.squeeze
+    sizes = {field.labels.ndim + (len(axes) if change is np.expand_dims else -len(axes)) for field in fields}
+    if not axes or sizes - {call.out.dim()}:
+        flow.lock(fields, "shape changed in place")
+        fields = ()
+    flow.set(call.out, [field.with_labels(change(field.labels, axes)) for field in fields])
 
 
 def _constrain(flow: LabelFlow, labels: Labels, axes: list[int]) -> None:
@@ -122,24 +138,32 @@ def layout(flow: LabelFlow, call: OperatorCall) -> None:
         flow.lock(fields, "strides written in place")
 
 
+_INDICES = (torch.int64, torch.int32)
+
+
+def _repeated(call: OperatorCall) -> list[int]:
+    """Return the axes along which one position is repeated."""
+    sizes = [*[1] * (call.out.dim() - call.args[0].dim()), *call.args[0].shape]
+    return [axis for axis, size in enumerate(sizes) if size == 1 < call.out.shape[axis]]
+
+
 @register_rule("aten.expand")
 def expand(flow: LabelFlow, call: OperatorCall) -> None:
-    """Repeat axes of size 1: the labels do not depend on them."""
-    lead = (1,) * (call.out.dim() - call.args[0].dim())
-    flow.set(call.out, [f.with_labels(f.labels.reshape(lead + f.labels.shape)) for f in flow.fields(call.args[0])])
+    """Repeat axes of size 1: the labels do not depend on them, and such an axis may have any size.
+
+    An index has new labels there: arithmetic on it makes a tensor of that size, which may be that of the channels.
+    """
+    source, out = call.args[0], call.out
+    lead = (1,) * (out.dim() - source.dim())
+    fields = [f.with_labels(f.labels.reshape(lead + f.labels.shape)) for f in flow.fields(source)]
+    axes = _repeated(call) if fields or out.dtype in _INDICES else ()
+    flow.set(out, [*fields, *flow.made_labels(out, axes)])
 
 
 def replay(flow: LabelFlow, call: OperatorCall, axes: Sequence[int], reason: str, *, zero: bool = True) -> None:
     """Lock fields that lie only on `axes`, whose positions the operator changes, and tie the others along them."""
-    passing = []
-    for field in flow.fields(call.args[0]):
-        shared = [axis for axis in field.span if axis in axes]
-        if len(shared) == len(field.span):
-            flow.lock([field], reason)
-            continue
-        labels = flow.union.tie(field.labels, shared) if shared else field.labels
-        passing.append(Field(labels, field.zero and zero))
-    flow.set(call.out, passing)
+    passing = flow.tied_along(axes, flow.fields(call.args[0]), reason)
+    flow.set(call.out, [Field(field.labels, field.zero and zero) for field in passing])
 
 
 PICKED = "positions of this axis are picked by number"
@@ -162,11 +186,8 @@ def cut(flow: LabelFlow, call: OperatorCall) -> None:
         flow.set(call.out, flow.fields(source))
     else:
         first = min(first + source.shape[axis] if first < 0 else first, source.shape[axis])
-        alone = [
-            f if f.span == (axis,) or axis not in f.span else f.with_labels(flow.union.tie(f.labels, [axis]))
-            for f in flow.fields(source)
-        ]
-        flow.set(call.out, part(flow, alone, axis, first, first + size))
+        tied = [flow.tied(field, [axis]) for field in flow.fields(source)]
+        flow.set(call.out, part(flow, tied, axis, first, first + size))
 
 
 def _every(flow: LabelFlow, call: OperatorCall, axis: int, first: int, step: int) -> None:
@@ -217,8 +238,11 @@ def pad(flow: LabelFlow, call: OperatorCall) -> None:
 def _padded(flow: LabelFlow, field: Field, changed: dict[int, Sequence[int]], filled: bool) -> Field:
     """Return the field with the added positions, which stay or are removed with what they were added to.
 
-    On other axes of a field, only added zeros leave removed entries zero.
+    On other axes of a field, only added zeros leave removed entries zero. A map is padded on several axes: what lies
+    on channels as well is removed in whole channels.
     """
+    if sum(axis in field.span for axis in changed) > 1:
+        field = flow.tied(field, changed)
     amounts = [tuple(changed.get(axis, (0, 0))) if axis in field.span else (0, 0) for axis in range(field.labels.ndim)]
     added = [axis for axis in changed if axis in field.span]
     labels = np.pad(field.labels, amounts)
@@ -232,6 +256,12 @@ def _padded(flow: LabelFlow, field: Field, changed: dict[int, Sequence[int]], fi
     return Field(labels, field.zero and not (filled and outside))
 
 
+@register_rule("aten.tril", "aten.triu", "aten.tril_", "aten.triu_")
+def triangle(flow: LabelFlow, call: OperatorCall) -> None:
+    """Set all but a triangle of the last two axes to zero, which stay."""
+    replay(flow, call, [call.out.dim() - 2, call.out.dim() - 1], BY_POSITION)
+
+
 @register_rule("aten.flip")
 def flip(flow: LabelFlow, call: OperatorCall) -> None:
     """Reverse labels together with the values."""
@@ -241,11 +271,12 @@ def flip(flow: LabelFlow, call: OperatorCall) -> None:
 
 @register_rule("aten.repeat")
 def repeat(flow: LabelFlow, call: OperatorCall) -> None:
-    """Repeat labels together with the values."""
-    fields = []
-    for field in flow.fields(call.args[0]):
-        lead = call.out.dim() - field.labels.ndim
-        labels = field.labels.reshape((1,) * lead + field.labels.shape)
+    """Repeat labels together with the values, or give a mask or index, which has none, those of what it is made for."""
+    lead = (1,) * (call.out.dim() - call.args[0].dim())
+    known = flow.fields(call.args[0])
+    fields = [] if known else flow.made_labels(call.out, _repeated(call))
+    for field in known:
+        labels = field.labels.reshape(lead + field.labels.shape)
         times = [int(n) if size > 1 else 1 for n, size in zip(call.args[1], labels.shape, strict=True)]
         fields.append(field.with_labels(np.tile(labels, times)))
     flow.set(call.out, fields)

@@ -14,9 +14,9 @@ SAMPLED = "sampled between places along these channels"
 
 
 def _channels(flow: LabelFlow, tensor: Any, axis: int) -> tuple[Labels | None, bool]:
-    """Return the labels of the channels and their zero flag, and lock fields on the axes of positions."""
-    flow.lock([f for f in flow.fields(tensor) if any(a > axis for a in f.span)], SAMPLED)
-    return flow.on_axis(tensor, axis, "channels that are spread over the batch as well")
+    """Return the labels of the channels and their zero flag, and lock fields on the axes of positions alone."""
+    fields = flow.tied_along(range(axis + 1, tensor.dim()), flow.fields(tensor), SAMPLED)
+    return flow.vector(fields, axis, "channels that are spread over the batch as well")
 
 
 def _set(flow: LabelFlow, out: Any, labels: Labels | None, axis: int, zero: bool) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from prunekit.channels.constraints import LockRecord
 from prunekit.channels.labels import Field, Labels
+from prunekit.channels.tracing.execution import FIXED_CODE, has_fixed_code
 from prunekit.channels.tracing.label_flow import LabelFlow
 from prunekit.utils.tensors import gather
 
@@ -143,7 +144,8 @@ def norm_of(module: nn.Module, flow: LabelFlow, inputs: Any, output: Any) -> Cha
     norm = ChannelNorm(before, after)
     channels, parts = (_classes(flow, part) for part in ([a for _, a in norm.axes], _labels_of_children(module, flow)))
     if np.intersect1d(channels, parts).any():
-        return f"{name} does more than normalize: it has modules with parameters of these channels"
+        advice = f" ({FIXED_CODE})" if has_fixed_code(module) else ""
+        return f"{name} does more than normalize: it has modules with parameters of these channels{advice}"
     return norm
 
 
@@ -158,9 +160,14 @@ def _classes(flow: LabelFlow, labels: Iterable[Labels]) -> Labels:
 
 
 def _axes(flow: LabelFlow, tensor: torch.Tensor) -> Axes | None:
-    """Return the labels by axis; None if a field lies on several axes jointly."""
+    """Return the labels by axis; None if a field lies on several axes jointly.
+
+    Those of a new tensor that met no parameter, such as the batch of a state of zeros, do not count.
+    """
     found: dict[int, Labels] = {}
-    for one in flow.fields(tensor):
+    for one in (part for field in flow.fields(tensor) for part in flow.parted.get(field, [field])):
+        if flow.has_any_size(one):
+            continue
         if len(one.span) != 1:
             return None
         axis = -1 if one.span[0] == tensor.dim() - 1 else one.span[0]

@@ -206,6 +206,16 @@ def _call(number: int, frame: FrameType | None) -> ModuleCall | None:
     return None if frame is None else ModuleCall(number, frame.f_code.co_filename, frame.f_lineno)
 
 
+def has_fixed_code(model: nn.Module, path: str = "") -> bool:
+    """Return whether torch made the code of a module, or of one around it, in which no sizes can be set."""
+    names = path.split(".") if path else []
+    around = [model, *(model.get_submodule(".".join(names[: end + 1])) for end in range(len(names)))]
+    return any(isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)) for module in around)
+
+
+FIXED_CODE = "the sizes in scripted, traced or exported code are fixed: prune the model before torch.jit or torch.fx"
+
+
 def line_of(error: BaseException) -> str:
     """Return the innermost line of a model's own code that raised an error, else that of torch's modules."""
     frames = traceback.extract_tb((error.__cause__ or error).__traceback__)

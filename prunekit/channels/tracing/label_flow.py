@@ -6,15 +6,15 @@ of what comes out; on the way it merges and locks labels, leaves constraints, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from prunekit.channels.constraints import NOT_ZERO, Constraint, Contracted, Flattened, LockRecord, Nested
-from prunekit.channels.labels import LOCKED, Field, Labels, LabelUnion, MacTerm, WidthMultiple, apart
+from prunekit.channels.constraints import NOT_ZERO, Constraint, Contracted, Crossed, Flattened, LockRecord, Nested
+from prunekit.channels.labels import LOCKED, Field, Labels, LabelUnion, MacTerm, WidthMultiple, along, apart
 from prunekit.channels.tracing.execution import ModuleCall
 from prunekit.channels.tracing.interchangeable import Positions
 
@@ -43,6 +43,7 @@ class LabelFlow:
         interchangeable: by module path, positions that operators inside do not lock.
         divided: labels of axes of parameters whose slices are divided by their own norm: it must not be zero where a
             channel is removed, and need not be, because a factor of the result is.
+        parted: by a field on several axes that a norm read, the fields as which it did.
         running: returns the paths of all modules that run now.
         module, operator: which module and operator run now.
         call: which of the calls of that module it is.
@@ -53,6 +54,7 @@ class LabelFlow:
         self.owner = object()
         self.union = LabelUnion()
         self.first_made: int | None = None
+        self._any_size: set[int] = set()
         self.locks: list[LockRecord] = []
         self.constraints: list[Constraint] = []
         self.statistics: dict[str, list[LockRecord]] = {}
@@ -64,6 +66,7 @@ class LabelFlow:
         self.interchangeable: dict[str, Positions] = {}
         self.running: Callable[[], Iterable[str]] = tuple
         self.divided: list[Labels] = []
+        self.parted: dict[Field, list[Field]] = {}
         self.module = ""
         self.operator = ""
         self.call: ModuleCall | None = None
@@ -78,12 +81,23 @@ class LabelFlow:
         kept = tuple([field for field in fields if field.labels.size > 1])
         tensor._prunekit_fields = self.owner, kept  # type: ignore[attr-defined]
 
+    def forget_zeros(self, tensors: Iterable[torch.Tensor], written: Sequence[Labels]) -> None:
+        """Take back the promise of zeros on tensors that share their memory with one where some labels lost theirs."""
+        roots = self.union.find(np.concatenate([labels.reshape(-1) for labels in written]))
+        for tensor in tensors:
+            fields = self.fields(tensor)
+            if any(field.zero for field in fields):
+                self.set(tensor, [
+                    Field(field.labels, field.zero and not np.isin(self.union.find(field.labels), roots).any())
+                    for field in fields
+                ])  # fmt: skip
+
     def lock(self, fields: Iterable[Field | Labels | None], reason: str) -> None:
         """Lock every label of some fields, with the reason and the running operator."""
         for field in fields:
             labels = field.labels if isinstance(field, Field) else field
             if labels is not None and labels.size and not self._interchangeable_here(labels):
-                if not self._only_made(labels):
+                if not self.only_made(labels):
                     self.locks.append(self.record(labels, reason))
                 self.union.lock(labels)
 
@@ -94,9 +108,9 @@ class LabelFlow:
         known = (self.interchangeable.get(path) for path in self.running())
         return any(positions is not None and positions.hold(labels) for positions in known)
 
-    def _only_made(self, labels: Labels) -> bool:
+    def only_made(self, labels: Labels) -> bool:
         """Return whether no parameter has any of these labels: a user need not know of their lock."""
-        if self.first_made is None or labels.min() < self.first_made:
+        if self.first_made is None or ((labels < self.first_made) & (labels != LOCKED)).any():
             return False
         roots = self.union.find(labels)
         return bool(((roots >= self.first_made) | (roots == LOCKED)).all())
@@ -105,16 +119,46 @@ class LabelFlow:
         """Return whether a field has only labels of tensors that the forward pass made: it may meet any other axis."""
         return self.first_made is not None and bool(field.labels.min() >= self.first_made)
 
+    def made_labels(self, tensor: torch.Tensor, axes: Iterable[int], *, zero: bool = False) -> list[Field]:
+        """Return new labels for some axes on whose size nothing but Python decides.
+
+        They are coupled with what they meet, and the trial tells whether the size really follows.
+        """
+        found = []
+        for axis in axes:
+            if tensor.shape[axis] > 1:
+                labels = self.union.new(tensor.shape[axis])
+                self._any_size.add(int(labels[0]))
+                found.append(Field(along(labels, axis, tensor.dim()), zero))
+        return found
+
+    def has_any_size(self, field: Field) -> bool:
+        """Return whether a field still has the labels that `made_labels` gave it, coupled with no parameter's."""
+        return int(field.labels.min()) in self._any_size and self.only_made(field.labels)
+
     def record(self, labels: Labels, reason: str) -> LockRecord:
         """Return a lock at the running operator."""
         return LockRecord(reason, self.module, self.operator, labels.reshape(-1), call=self.call)
 
     def lock_if_read(self, tensor: torch.Tensor, labels: Labels, reason: str) -> None:
         """Lock labels once an operator or the model's output reads a tensor: few callers read attention's weights."""
+        if self._interchangeable_here(labels):
+            return
         tensor._prunekit_unread = self.record(labels, reason)  # type: ignore[attr-defined]
 
-    def read(self, tensor: torch.Tensor) -> None:
+    def cross_if_read(self, tensor: torch.Tensor, crossed: Sequence[Crossed]) -> None:
+        """Leave constraints once an operator reads a tensor, unless its rule drops the axes that became one."""
+        tensor._prunekit_crossed = (self.owner, crossed)  # type: ignore[attr-defined]
+
+    def crossed(self, tensor: torch.Tensor) -> Sequence[Crossed]:
+        """Return the constraints on a tensor's axes that were made of several labeled ones."""
+        owner, crossed = getattr(tensor, "_prunekit_crossed", (None, ()))
+        return crossed if owner is self.owner else ()
+
+    def read(self, tensor: torch.Tensor, *, drops_axes: bool = False) -> None:
         """Take note that an operator or the model's output reads a tensor."""
+        if not drops_axes:
+            self.constraints.extend(self.crossed(tensor))
         record = getattr(tensor, "_prunekit_unread", None)
         if record is not None:
             self.union.lock(record.labels)
@@ -149,9 +193,15 @@ class LabelFlow:
             reason: of the lock.
             except_spans: spans of fields that the caller follows itself.
         """
+        return self.vector(self.fields(tensor), axis, reason, except_spans=except_spans)
+
+    def vector(
+        self, fields: Iterable[Field], axis: int, reason: str, *, except_spans: Container[Shape] = ()
+    ) -> tuple[Labels | None, bool]:
+        """Return the labels along one axis of some fields, as `on_axis` does of those of a tensor."""
         found: Labels | None = None
         zero = False
-        for field in self.fields(tensor):
+        for field in fields:
             if field.span == (axis,):
                 labels = field.labels.reshape(-1)
                 if found is not None:
@@ -161,12 +211,21 @@ class LabelFlow:
                 self.lock([field], reason)
         return found, zero
 
-    def tied_along(self, axis: int, fields: Iterable[Field], reason: str) -> list[Field]:
-        """Lock the fields that lie on an axis alone, and return the others, tied along it."""
+    def tied_along(self, axes: Collection[int], fields: Iterable[Field], reason: str) -> list[Field]:
+        """Lock the fields that lie on no other axes than some that are mixed, and return the others, tied along them.
+
+        What lies on channels and positions, as a linear layer's outputs do that become a map, then loses whole
+        channels, where what lies on positions alone cannot lose any.
+        """
         every = list(fields)
-        self.lock([field for field in every if field.span == (axis,)], reason)
-        rest = [field for field in every if field.span != (axis,)]
-        return [f.with_labels(self.union.tie(f.labels, [axis])) if axis in f.span else f for f in rest]
+        mixed = [field for field in every if field.span and set(field.span) <= set(axes)]
+        self.lock(mixed, reason)
+        return [self.tied(field, axes) for field in every if field not in mixed]
+
+    def tied(self, field: Field, axes: Collection[int]) -> Field:
+        """Return a field tied along those of its axes that are among some, if it has others as well."""
+        shared = [axis for axis in field.span if axis in axes]
+        return field if len(shared) in (0, len(field.span)) else field.with_labels(self.union.tie(field.labels, shared))
 
     def join(self, left: Labels | None, right: Labels | None, reason: str) -> Labels | None:
         """Merge two label vectors of one axis; lock them if only one side is labeled, or the sizes differ."""
@@ -206,9 +265,10 @@ class LabelFlow:
             most = max(parts.values(), key=len)  # a flattened kernel has several on one axis
             others = [fields[0].zero for fields in parts.values() if fields is not most]
             for field in most:
-                zeros = [field.zero, *others]
-                zero = any(zeros) if product else all(zeros) and len(parts) == len(operands) and others_zero
-                result.append(Field(field.labels, zero))
+                zeros, everywhere = [field.zero, *others], len(parts) == len(operands)
+                zero = any(zeros) if product else all(zeros) and everywhere and others_zero
+                true = everywhere and all(one.true for fields in parts.values() for one in fields)
+                result.append(Field(field.labels, zero, true))
         return result
 
     def _meet(self, field: Field, own: Operand, other: Operand, shape: Shape, *, forward: bool) -> Fields:
@@ -271,21 +331,32 @@ class LabelFlow:
     def contract(
         self, left: torch.Tensor, right: torch.Tensor, left_axes: str, right_axes: str, out_axes: str
     ) -> list[Field]:
-        """Return the fields of an einsum of two tensors, whose axes are named by letters as in `torch.einsum`.
+        """Return the fields of an einsum of two tensors, whose axes are named by letters as in `torch.einsum`."""
+        return self.summed([(left, left_axes), (right, right_axes)], out_axes)
 
-        It is a product in the joint space, whose contracted axes are then dropped or tied.
-        """
-        first, second = ((tuple(tensor.shape), self.fields(tensor)) for tensor in (left, right))
-        return self.contract_fields(first, second, left_axes, right_axes, out_axes)
-
-    def contract_fields(
-        self, left: Operand, right: Operand, left_axes: str, right_axes: str, out_axes: str
+    def summed(
+        self, factors: Sequence[tuple[torch.Tensor, str]], out_axes: str, *, product: bool = True, count: bool = True
     ) -> list[Field]:
-        """Return the same for two tensors given by shape and fields, such as one of a stack."""
-        joint = "".join(dict.fromkeys(left_axes + right_axes))
-        operands = [self._lift(one, axes, joint) for one, axes in ((left, left_axes), (right, right_axes))]
-        fields = self.pointwise(operands, product=True)
-        self._count_contraction(operands, fields, joint)
+        """Return the fields of tensors that meet in the joint space of their axes, most of which are then summed over.
+
+        Args:
+            factors: tensors, each with the letters of its axes.
+            out_axes: those of the result; the others are dropped or tied.
+            product: whether they are multiplied, so that a sum is zero where one of them is; otherwise where all are.
+            count: whether each meeting counts as a multiply-accumulate.
+        """
+        operands = [((tuple(tensor.shape), self.fields(tensor)), axes) for tensor, axes in factors]
+        return self.summed_fields(operands, out_axes, product=product, count=count)
+
+    def summed_fields(
+        self, factors: Sequence[tuple[Operand, str]], out_axes: str, *, product: bool = True, count: bool = True
+    ) -> list[Field]:
+        """Return the same for tensors given by shape and fields, such as one of a stack."""
+        joint = "".join(dict.fromkeys("".join(axes for _, axes in factors)))
+        operands = [self._lift(one, axes, joint) for one, axes in factors]
+        fields = self.pointwise(operands, product=product)
+        if count:
+            self._count_contraction(operands, fields)
         kept = []
         for field in fields:
             contracted = tuple(axis for axis in field.span if joint[axis] not in out_axes)
@@ -293,7 +364,7 @@ class LabelFlow:
                 self.lock([field], NOT_ZERO)
             if contracted == field.span:
                 continue
-            batched = all(joint[axis] in left_axes and joint[axis] in right_axes for axis in field.span)
+            batched = all(joint[axis] in axes for axis in field.span for _, axes in factors)
             labels = self._summed(field, contracted) if contracted or batched else field.labels
             order = [joint.index(letter) for letter in out_axes]
             rest = [axis for axis in range(len(joint)) if axis not in order]
@@ -320,7 +391,7 @@ class LabelFlow:
         ]
         return tuple(lifted(operand[0])), fields
 
-    def _count_contraction(self, operands: Sequence[Operand], fields: Sequence[Field], joint: str) -> None:
+    def _count_contraction(self, operands: Sequence[Operand], fields: Sequence[Field]) -> None:
         shape = np.broadcast_shapes(*[shape for shape, _ in operands])
         factors, covered = apart(fields)
         constant = float(np.prod([size for axis, size in enumerate(shape) if axis not in covered]))

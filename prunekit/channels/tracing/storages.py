@@ -14,7 +14,7 @@ class Storages:
     """The storages of a run. It keeps all tensors alive, so that no freed memory is mistaken for another tensor's."""
 
     def __init__(self) -> None:
-        self._shared: set[int] = set()
+        self._sharing: dict[int, list[torch.Tensor]] = {}
         self._makers: dict[int, Any] = {}
         self._made: Any = None
         self._alive: list[torch.Tensor] = []
@@ -31,8 +31,10 @@ class Storages:
         # torch hands out a detached alias of a tensor that it creates, and nobody else has the first
         handed_out = operator.name == "aten.detach" and inputs[0] is self._made
         if target is None and not handed_out:
-            sources = {memory_of(tensor) for tensor in inputs}
-            self._shared |= {key for key in map(memory_of, outs) if key in sources}
+            sources = {memory_of(tensor): tensor for tensor in inputs}
+            for out in outs:
+                if (key := memory_of(out)) in sources:
+                    self._sharing.setdefault(key, [sources[key]]).append(out)
             if len(outs) == 1:
                 self._makers[memory_of(outs[0])] = operator
         self._made = outs[0] if outs and not inputs else None
@@ -40,7 +42,11 @@ class Storages:
 
     def shared(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor's memory has other views, or may have."""
-        return storage_of(tensor) is None or memory_of(tensor) in self._shared
+        return storage_of(tensor) is None or memory_of(tensor) in self._sharing
+
+    def sharing(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the tensors that share a tensor's memory, views of views among them; none if it has no views."""
+        return self._sharing.get(memory_of(tensor), ())
 
     def maker(self, tensor: torch.Tensor) -> Any:
         """Return the operator that made a tensor as its only result, None if there is none."""

@@ -11,6 +11,7 @@ from prunekit.channels.constraints import Constraint
 from prunekit.channels.labels import Field
 from prunekit.channels.rewrite.call_sites import Site
 from prunekit.channels.tracing.alternatives import Alternatives
+from prunekit.channels.tracing.cached_state import ModelCalls
 from prunekit.channels.tracing.execution import ModuleCall
 from prunekit.channels.tracing.storages import shape_of
 
@@ -61,6 +62,7 @@ class TracedRun:
         training: whether it ran in train mode.
         repeats: whether it did exactly what the run before it did, label for label.
         gradients: whether gradients were recorded, because forward itself takes some.
+        calls: how the model is called on the example, and which of its outputs are read.
         uses_own: whether an operator read a parameter or buffer of the model.
         operators: every operator call.
         borrowed: paths of modules that read a tensor of another module, each with the path of that owner.
@@ -71,6 +73,7 @@ class TracedRun:
     training: bool
     repeats: bool = False
     gradients: bool = False
+    calls: ModelCalls = field(default_factory=ModelCalls)
     uses_own: bool = False
     operators: list[TracedOperator] = field(default_factory=list)
     borrowed: set[tuple[str, str]] = field(default_factory=set)

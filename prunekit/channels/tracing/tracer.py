@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,24 +21,32 @@ from prunekit.channels.cut.model_copy import has_gradients, named_tensors, owner
 from prunekit.channels.labels import Field, Labels, along
 from prunekit.channels.rewrite.call_sites import Site, caller_here, site_here, takes_sizes
 from prunekit.channels.rewrite.substitutes import substitute_all
-from prunekit.channels.rules.compute import COUNTED
+from prunekit.channels.rules.compute import COUNTED, DROPS_AXES
+from prunekit.channels.rules.convolution import FIXED_PARTNER
 from prunekit.channels.rules.pointwise import MADE
 from prunekit.channels.rules.rule import OperatorCall, rule_of
+from prunekit.channels.rules.shape import SHAPES_IN_PLACE
 from prunekit.channels.tracing.alternatives import Alternatives, alternatives_of
+from prunekit.channels.tracing.cached_state import ModelCalls, model_calls
 from prunekit.channels.tracing.channel_norms import NormFinder
 from prunekit.channels.tracing.execution import ModuleStack, TrainModeWatch, mode_for_trace, plain_attention
 from prunekit.channels.tracing.fused_modules import fused_away
 from prunekit.channels.tracing.interchangeable import Interchangeable, TensorAxis, positions_of
-from prunekit.channels.tracing.label_flow import LabelFlow
+from prunekit.channels.tracing.label_flow import MEETS_FIXED, LabelFlow
 from prunekit.channels.tracing.meta_shapes import run_on_meta
 from prunekit.channels.tracing.operator_mode import OperatorMode, without_randomness
 from prunekit.channels.tracing.storages import Storages, inner_of
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun, is_counted, signature
 from prunekit.errors import ModelError, PrunekitError, reason_of
 from prunekit.utils.context import same_draws, seeded, takes_gradients
-from prunekit.utils.inputs import InputSpec, call, example_advice, input_specs, sample_count
+from prunekit.utils.inputs import InputSpec, example_advice, input_specs, sample_count
+from prunekit.utils.outputs import ALL_READ, ReadOutputs
 from prunekit.utils.tensors import gather, map_tensors
 
+OUTPUT = "output of the model"
+GIVEN = "input {}: if that is a state, let forward make it where none is given, and give none in the example"
+WIDEST = 8
+"""Bytes of the widest integers."""
 HALF = frozenset({torch.float16, torch.bfloat16})
 ActivationKey = tuple[str, str, int]
 """A module path, "input" or "output", and which call of the module it is, from 0."""
@@ -67,6 +75,7 @@ class Trace:
         calls: how often a forward pass calls each module, by its path.
         ran: paths of the modules that were called themselves, not as copies that the model makes of them.
         inputs: the tensors of the first example.
+        read: the outputs that are read.
     """
 
     flow: LabelFlow
@@ -81,6 +90,7 @@ class Trace:
     calls: dict[str, int] = field(default_factory=dict)
     ran: set[str] = field(default_factory=set)
     inputs: tuple[InputSpec, ...] = ()
+    read: ReadOutputs = ALL_READ
 
 
 class LabelMode(OperatorMode):
@@ -91,6 +101,7 @@ class LabelMode(OperatorMode):
     ) -> None:
         super().__init__()
         self.made_by = {id(tensor): -1 for tensor in gather(inputs)}  # no id is reused: the storages hold them
+        self.beside = {id(tensor): tuple(tensor.shape) for tensor in gather(inputs)[1:]}
         self.flow, self.run, self.stack = flow, run, stack
         self.earlier = earlier.operators if earlier is not None else []
         self.storages = Storages()
@@ -114,7 +125,7 @@ class LabelMode(OperatorMode):
         inputs = gather((args, kwargs))
         inputs += [inner for tensor in inputs for inner in inner_of(tensor)]
         for tensor in inputs:
-            flow.read(tensor)
+            flow.read(tensor, drops_axes=name in DROPS_AXES)
             owners = self.owners.get(id(tensor), ())
             self.run.uses_own = self.run.uses_own or bool(owners)
             if flow.module not in owners:
@@ -126,12 +137,14 @@ class LabelMode(OperatorMode):
         earlier = len(flow.constraints)
         if not self._repeats(name, before, call, outs):
             self.run.repeats = False
-            known = flow.fields(target)
+            known, locks = flow.fields(target), len(flow.locks)
             self._apply(name, args, kwargs, out, before)
-            self._written(target, known)
+            self._name_given(inputs, outs, locks)
+            if name not in SHAPES_IN_PLACE:
+                self._written(target, known)
         fields = tuple([flow.fields(o) for o in outs])
         counted = counted and flow.module not in flow.substituted
-        site, caller, owner = self._place(before and takes_sizes(name, args))
+        site, caller, owner = self._place((before and takes_sizes(name, args)) or name in MADE)
         constraints = tuple(flow.constraints[earlier:])
         reads = tuple(dict.fromkeys([self.made_by[id(tensor)] for tensor in inputs if id(tensor) in self.made_by]))
         operator = TracedOperator(
@@ -160,6 +173,16 @@ class LabelMode(OperatorMode):
             else:
                 rule(self.flow, OperatorCall(name, args, kwargs, out))
 
+    def _name_given(self, inputs: list[torch.Tensor], outs: tuple[torch.Tensor, ...], earlier: int) -> None:
+        """Say in new locks that further inputs of the model fixed a size, and what to do if they are its states."""
+        shape = next((self.beside[id(tensor)] for tensor in inputs if id(tensor) in self.beside), None)
+        if shape is None:
+            return
+        self.beside.update({id(tensor): shape for tensor in outs if not self.flow.fields(tensor)})
+        for index, record in enumerate(self.flow.locks[earlier:], earlier):
+            if record.reason in (MEETS_FIXED, FIXED_PARTNER):
+                self.flow.locks[index] = replace(record, reason=f"{record.reason}; {GIVEN.format(shape)}")
+
     def _repeats(self, name: str, before: tuple[Field, ...], call: Any, outs: tuple[torch.Tensor, ...]) -> bool:
         """Return whether the earlier run did exactly this, and if so take over the labels of its results."""
         index = len(self.run.operators)
@@ -176,10 +199,14 @@ class LabelMode(OperatorMode):
     def _written(self, target: Any, known: tuple[Field, ...]) -> None:
         """Record labels that an in-place write brings into a tensor: its size depended on them from the start.
 
-        In a view they are locked, because the other views of its storage do not have them.
+        In a view they are locked, because the other views of its storage do not have them. What is no longer zero is
+        not zero in those either.
         """
         spans = {field.span for field in known}
         fresh = [field for field in self.flow.fields(target) if field.span not in spans]
+        now_zero = {field.span for field in self.flow.fields(target) if field.zero}
+        if lost := [field.labels for field in known if field.zero and field.span not in now_zero]:
+            self.flow.forget_zeros(self.storages.sharing(target), lost)
         if fresh and self.storages.shared(target):
             self.flow.lock(fresh, "written in place into a view of another tensor")
         elif fresh and (maker := self.storages.maker(target)) is not None:
@@ -191,6 +218,7 @@ def trace_model(
     examples: list[tuple[Any, ...]],
     *,
     both_modes: bool = True,
+    read: ReadOutputs = ALL_READ,
     interchangeable: Sequence[Interchangeable] = (),
 ) -> Trace:
     """Trace every example in eval mode, and in train mode too if the model reads its mode, as for auxiliary heads.
@@ -203,11 +231,13 @@ def trace_model(
         examples: see `prunekit.utils.inputs.as_example`.
         both_modes: whether train mode is considered.
         interchangeable: axes that share labels, which the modules around them do not lock.
+        read: the outputs that are read.
 
     Raises:
         ModelError: the model does not run on an example, uses none of its parameters, or cannot be copied.
+        UsageError: the model has no output of a name that is read.
     """
-    trace = _traced(model, examples, both_modes, interchangeable)
+    trace = _traced(model, examples, both_modes, read, interchangeable)
     if not any(run.uses_own for run in trace.runs) and next(model.parameters(), None) is not None:
         raise ModelError(
             f"{type(model).__name__} runs on the example without using any of its parameters{hint_at_child(model)}"
@@ -227,27 +257,31 @@ def hint_at_child(model: nn.Module) -> str:
 
 
 def _traced(
-    model: nn.Module, examples: list[tuple[Any, ...]], both_modes: bool, interchangeable: Sequence[Interchangeable]
+    model: nn.Module,
+    examples: list[tuple[Any, ...]],
+    both_modes: bool,
+    read: ReadOutputs,
+    interchangeable: Sequence[Interchangeable],
 ) -> Trace:
-    run = partial(_trace, model, examples, both_modes=both_modes, interchangeable=interchangeable)
+    traced = partial(_trace, model, examples, both_modes=both_modes, read=read, interchangeable=interchangeable)
     with seeded(0):
         try:
-            return run(meta=True)
+            return traced(meta=True)
         except Exception:  # any failure on meta tensors: the model reads values, or its device
             pass
         try:
             try:
-                return run(meta=False)
+                return traced(meta=False)
             except Exception as error:
                 if not takes_gradients(error):
                     raise
-            return run(meta=False, gradients=True)
+            return traced(meta=False, gradients=True)
         except PrunekitError:
             raise
         except Exception as error:
             if any(tensor.dtype in HALF for _, tensor in named_tensors(model)):
                 with suppress(Exception):  # the error in the own precision says more
-                    return run(meta=False, wide=True)
+                    return traced(meta=False, wide=True)
             raise ModelError(
                 f"{type(model).__name__} does not run on the example inputs: {reason_of(error)}; "
                 f"{example_advice(model, examples)}"
@@ -260,6 +294,7 @@ def _trace(
     *,
     meta: bool,
     both_modes: bool,
+    read: ReadOutputs,
     gradients: bool = False,
     wide: bool = False,
     alternatives: Alternatives | None = None,
@@ -295,13 +330,17 @@ def _trace(
     others = alternatives or {}
     for index, example in enumerate(examples):
         inputs = map_tensors(example, stand_in)
+        calls = model_calls(clone, inputs, read)
+        if calls.refused and meta:
+            raise ModelError(calls.refused)  # it may run with values
+        trace.read = read = calls.read
+        run = TracedRun(index, training=False, gradients=gradients, calls=calls, alternatives=others)
         with mode_for_trace(clone, False), TrainModeWatch(clone) as watch:
-            _run(clone, inputs, TracedRun(index, training=False, gradients=gradients, alternatives=others), trace)
+            _run(clone, inputs, run, trace)
         if watch.was_read and both_modes:
             try:
                 with mode_for_trace(clone, True):
-                    run = TracedRun(index, training=True, repeats=True, gradients=gradients, alternatives=others)
-                    _run(clone, inputs, run, trace)
+                    _run(clone, inputs, replace(run, training=True, repeats=True, operators=[], borrowed=set()), trace)
             except Exception as error:  # inputs too small for an auxiliary head, targets that only training needs
                 if meta:
                     raise
@@ -316,6 +355,7 @@ def _trace(
                 examples,
                 meta=meta,
                 both_modes=both_modes,
+                read=read,
                 gradients=gradients,
                 wide=wide,
                 alternatives=again,
@@ -330,11 +370,16 @@ def _label(
     """Give every index of every axis of a parameter or float buffer a label of its own, fresh or shared with others."""
     axes: list[Labels | None] = []
     for axis, size in enumerate(tensor.shape):
-        labeled = size > 1 and tensor.is_floating_point() and tensor.layout == torch.strided
+        labeled = size > 1 and _is_maskable(tensor)
         axes.append(shared.get(axis, fresh[:size]) if labeled else None)
         fresh = fresh[size:]
     flow.set(tensor, [Field(along(axis, i, tensor.dim()), True) for i, axis in enumerate(axes) if axis is not None])
     return tuple(axes), fresh
+
+
+def _is_maskable(tensor: torch.Tensor) -> bool:
+    """Return whether masks can zero entries of a tensor, for which they view it as integers of its element size."""
+    return has_gradients(tensor) and tensor.element_size() <= WIDEST and tensor.layout == torch.strided
 
 
 def _run(clone: nn.Module, example: tuple[Any, ...], run: TracedRun, trace: Trace) -> None:
@@ -372,12 +417,20 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: TracedRun, trace: Trac
     flow.batch = sample_count(example, 1)
     mode = LabelMode(flow, run, stack, earlier, example)
     with same_draws(clone), stack, torch.set_grad_enabled(run.gradients), plain_attention(), mode:
-        output = call(clone, example)
-    flow.operator, flow.call = "", None
+        for output in run.calls.outputs(clone, example):
+            flow.operator, flow.call = "", None
+            _lock_outputs(flow, run.calls, output)
+            flow.count_macs = False  # of the first call alone
     trace.calls.update({path: max(count, trace.calls.get(path, 0)) for path, count in stack.counts.items()})
     trace.ran |= stack.ran
-    for tensor in gather(output):
-        flow.read(tensor)
-        flow.lock(flow.fields(tensor), "output of the model")
     run.repeats = run.repeats and earlier is not None and len(run.operators) == len(earlier.operators)
     trace.runs.append(run)
+
+
+def _lock_outputs(flow: LabelFlow, calls: ModelCalls, output: Any) -> None:
+    """Lock the labels of the outputs that are read; the reasons name them where there are several."""
+    named = list(calls.read.tensors(output))
+    several = len({name for name, _ in named}) > 1
+    for name, tensor in named:
+        flow.read(tensor)
+        flow.lock(flow.fields(tensor), f"{OUTPUT}, {name!r}{calls.advice_on(name)}" if several else OUTPUT)

@@ -18,16 +18,23 @@ from prunekit.channels.channel_map import ChannelMap, Keep
 from prunekit.channels.cut.model_copy import has_gradients
 from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.channels.cut.slicing import take
-from prunekit.channels.tracing.execution import ModuleStack, innermost_module, line_of, mode_for_trace, plain_attention
+from prunekit.channels.tracing.execution import (
+    FIXED_CODE,
+    ModuleStack,
+    has_fixed_code,
+    innermost_module,
+    line_of,
+    mode_for_trace,
+    plain_attention,
+)
 from prunekit.channels.tracing.fused_modules import is_inside
 from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator, without_randomness
 from prunekit.channels.tracing.storages import is_plain, plain_in
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun, is_counted
 from prunekit.channels.trial.float64 import AS_DOUBLE, OWN, Precision
 from prunekit.channels.trial.tolerance import TOLERANCE, relative_difference, rounding
-from prunekit.errors import ModelError, reason_of
+from prunekit.errors import ModelError, is_of_torchscript, reason_of
 from prunekit.utils.context import same_draws
-from prunekit.utils.inputs import call
 from prunekit.utils.tensors import gather, map_tensors
 
 OperatorKey = tuple[str, str, int]
@@ -49,6 +56,7 @@ class Divergence:
         owner: path of the module whose method failed, if another module called it.
         started: the last operator that began before Python code failed: its module, its name, and which of those it is,
             views and copies included.
+        failed: the operator that failed in code of torch's making, where one module may be a whole network.
     """
 
     module: str
@@ -60,6 +68,7 @@ class Divergence:
     after: int = 0
     owner: str = ""
     started: OperatorKey = ("", "", -1)
+    failed: str = ""
 
     def __str__(self) -> str:
         where = self.module or "the top-level forward"
@@ -71,7 +80,10 @@ OnOperator = Callable[[OperatorKey, str, Any, list[torch.Tensor]], None]
 
 
 class _OperatorWatch(OperatorMode):
-    """Numbers the operators of each module and calls `see` for each of them."""
+    """Numbers the operators of each module and calls `see` for each of them.
+
+    `raised` is the last error in an operator or in `see`, of which TorchScript passes on neither type nor message.
+    """
 
     def __init__(self, stack: ModuleStack, see: OnOperator) -> None:
         super().__init__()
@@ -80,20 +92,26 @@ class _OperatorWatch(OperatorMode):
         self.total = 0
         self.started: Counter[tuple[str, str]] = Counter()
         self.last = ("", "")
+        self.raised: Exception | None = None
+        self.failed = ""
 
     def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator, and show it with its key."""
         name = str(func._schema.name).replace("::", ".")
         self.last = self.stack.current, name
         self.started[self.last] += 1
-        out = without_randomness(name, run_operator(func, args, kwargs))
-        self.total += 1
-        if is_counted(func, name):
-            outs = gather(out)
-            module = self.stack.current
-            number = self.counts[module, name] = self.counts.get((module, name), -1) + 1
-            if all(map(is_plain, gather((args, kwargs, outs)))):
-                self.see((module, name, number), name, (args, kwargs), outs)
+        try:
+            out = without_randomness(name, run_operator(func, args, kwargs))
+            self.total += 1
+            if is_counted(func, name):
+                outs = gather(out)
+                module = self.stack.current
+                number = self.counts[module, name] = self.counts.get((module, name), -1) + 1
+                if all(map(is_plain, gather((args, kwargs, outs)))):
+                    self.see((module, name, number), name, (args, kwargs), outs)
+        except Exception as error:
+            self.raised, self.failed = error, name
+            raise
         return out
 
 
@@ -325,15 +343,18 @@ def _forward(
     with same_draws(model), mode_for_trace(model, run.training), stack, gradients, plain_attention(), precision():
         try:
             with watch:
-                output = call(model, example)
-        except _Diverged as parted:
-            parted.divergence = replace(parted.divergence, after=watch.total)
-            raise
+                read = run.calls.read_outputs(model, example)
         except Exception as error:
-            module, reason = stack.current, reason_of(error)
-            owner = stack.path_of(innermost_module(error))
-            started = (*watch.last, watch.started[watch.last] - 1)
-            key = module, "", -1
-            where = Divergence(module, "", key, float("inf"), reason, after=watch.total, owner=owner, started=started)
+            cause = watch.raised if is_of_torchscript(error) and watch.raised is not None else error
+            if isinstance(cause, _Diverged):
+                cause.divergence = replace(cause.divergence, after=watch.total)
+                raise cause from (None if cause is error else error)
+            module, owner = stack.current, stack.path_of(innermost_module(error))
+            key, started = (module, "", -1), (*watch.last, watch.started[watch.last] - 1)
+            where = Divergence(
+                module, "", key, float("inf"), reason_of(cause), after=watch.total, owner=owner, started=started
+            )
+            if is_of_torchscript(error) or has_fixed_code(model, module):
+                where = replace(where, detail=f"{where.detail} ({FIXED_CODE})", failed=watch.failed)
             raise _Diverged(where) from error
-    return [tensor.detach() for tensor in plain_in(output)]
+    return [tensor.detach() for tensor in plain_in(read)]

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from prunekit.channels.cut.model_copy import has_gradients, named_tensors, with_tensors
 from prunekit.channels.cut.slicing import KeptIndices, blank
 from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator
+from prunekit.channels.tracing.storages import is_plain
 from prunekit.channels.trial.tolerance import ROUNDING, TOLERANCE
 from prunekit.hooks.owner import HookOwner, after_forward, before_forward
 from prunekit.utils.tensors import map_tensors
@@ -151,7 +152,8 @@ def float64_inputs(
         if not has_gradients(tensor):
             return tensor.cpu()
         wanted = tensor.dtype if dtype is None else dtype.to_complex() if tensor.is_complex() else dtype
-        constant = tensor.numel() > 1 and not tensor.is_meta and bool((tensor == tensor.reshape(-1)[0]).all())
+        known = is_plain(tensor) and tensor.numel() > 1 and not tensor.is_meta
+        constant = known and bool((tensor == tensor.reshape(-1)[0]).all())
         if tensor.is_meta or (constant and noise):
             return torch.randn(tensor.shape, dtype=wanted, generator=torch.Generator().manual_seed(0))
         return tensor.detach().to("cpu", wanted)

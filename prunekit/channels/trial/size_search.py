@@ -39,6 +39,7 @@ from prunekit.channels.rewrite.call_sites import (
 )
 from prunekit.channels.rewrite.size_expressions import StatedSizes, size_expressions
 from prunekit.channels.rewrite.source_rewriter import integers, set_attributes, values_of
+from prunekit.channels.rules.pointwise import MADE
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
 from prunekit.channels.tracing.tracer import Trace, trace_model
 from prunekit.channels.trial.comparison import Divergence, OperatorKey, watch_operators
@@ -63,7 +64,10 @@ class BatchAxes:
         try:
             both_modes = not all(run.repeats for run in self._trace.runs if run.training)
             larger = trace_model(
-                self._model, [with_doubled_batch(one) for one in self._examples], both_modes=both_modes
+                self._model,
+                [with_doubled_batch(one) for one in self._examples],
+                both_modes=both_modes,
+                read=self._trace.read,
             )
         except (ModelError, RuntimeError):
             return {}
@@ -143,7 +147,7 @@ class ScaleSearch:
             numbers: Numbers = {}
 
             def see(key: OperatorKey, *_: Any) -> None:
-                found = frame_here(sys._getframe(3)) if at in (None, key) else None
+                found = frame_here(sys._getframe(4)) if at in (None, key) else None
                 if found is not None:
                     frame, method, owner = found
                     for node in operands_at(Site(method, frame.f_code, frame.f_lasti)):
@@ -166,10 +170,12 @@ def _numbers_in(node: ast.expr, method: CodeType, names: Mapping[str, Any]) -> I
 
 
 def _value(node: ast.AST, names: Mapping[str, Any]) -> Any:
-    """Return the value of a variable, or one element of a tensor's shape; None for anything else."""
+    """Return the value of a variable, an attribute or one element of a tensor's shape; None for anything else."""
     match node:
         case ast.Name(name):
             return names.get(name)
+        case ast.Attribute(of, name) if not isinstance(of_value := _value(of, names), torch.Tensor):
+            return vars(of_value).get(name) if hasattr(of_value, "__dict__") else None
         case ast.Subscript(ast.Attribute(ast.Name(name), "shape"), index):
             pass
         case ast.Call(ast.Attribute(ast.Name(name), "size"), [index]):
@@ -261,7 +267,7 @@ class SizeSearch:
 
     def _within(self, path: str, failed: Failure, operators: Mapping[str, list[TracedOperator]]) -> Found:
         """Choose one attribute after the other, each time the one that gets furthest, until the module is passed."""
-        if path == failed[0].module and path not in operators:  # it only reads sizes before it calls its parts
+        if path == failed[0].module and not failed[0].operator:  # it may read sizes before it calls its parts
             operators = {**operators, path: within(path, failed[1])}
         options = list(self._options(path, operators.get(path, [])))
         found: list[SizeAttribute] = []
@@ -393,5 +399,6 @@ def axes_of_size(operators: Iterable[TracedOperator], size: int) -> Iterator[tup
 
 
 def fields_at(operator: TracedOperator) -> list[Field]:
-    """Return the fields of the inputs and outputs of an operator."""
-    return [*operator.inputs, *(one for fields in operator.outputs for one in fields)]
+    """Return the fields of the inputs and outputs of an operator; a new tensor owes nothing to one like which it is."""
+    inputs = () if operator.name in MADE else operator.inputs
+    return [*inputs, *(one for fields in operator.outputs for one in fields)]

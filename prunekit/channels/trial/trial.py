@@ -16,6 +16,7 @@ from prunekit.channels.cut.slicing import KeptIndices, kept_indices, masked_indi
 from prunekit.channels.labels import Labels
 from prunekit.channels.map_builder import with_all_constraints, with_extra, with_sizes, without_expressions
 from prunekit.channels.rewrite.source_rewriter import attribute_values, set_attributes
+from prunekit.channels.rules.pointwise import MADE
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
 from prunekit.channels.trial.comparison import (
     Divergence,
@@ -41,6 +42,7 @@ from prunekit.channels.trial.untraced_methods import untraced_sizes
 from prunekit.errors import ModelError, PlanError
 
 MORE_EXAMPLES = "; no example runs this module, whose inputs may be pruned: give one that does as more_examples"
+MAKE_IT = "make it in a method of a module, with its sizes as the arguments, where they can be set"
 KEEPS_CLASS = "plain_classes keeps its class as it is"
 
 
@@ -286,6 +288,7 @@ class _PlanOnTrial:
 
         If positions in heads are pruned there, they alone are locked at first. If nothing is pruned there, the lock is
         at the last operator before or at the first of the module's parts, unless `there` is set. None without any.
+        A module that fails before it computes anything, as by an assertion on its input, may have no operators at all.
         """
         operators = operators_by_key(run)
         culprit = operators.get(divergence.key) if divergence.operator else None
@@ -295,13 +298,17 @@ class _PlanOnTrial:
         else:
             inside = [operator for operator in run.operators if operator.module == divergence.module]
             parts = [[operator] for operator in within(divergence.module, run)]
-            candidates = [inside, *parts, *([] if there else [run.operators[-1:]])]
+            failed = [o for o in run.operators[divergence.after :][:1] if o.name == divergence.failed]
+            earlier = [[operator] for operator in reversed(run.operators[: divergence.after])]
+            candidates = [failed, inside, *parts, *([] if there else [run.operators[-1:], *earlier])]
         for labels in (*self._of_tensors(divergence), *map(_labels_at, candidates)):
             final = self.channel_map.traced.final[labels]
             if not self.keep[final].all():
                 reason = (
                     f"the trial found a difference: {divergence.detail}{divergence.line and f' at {divergence.line}'}"
                 )
+                if divergence.operator in MADE:
+                    reason += f"; {MAKE_IT}"
                 positions = self._loses_positions(final)  # without these, whole heads may be pruned
                 call = None if culprit is None else culprit.module_call
                 return LockRecord(

@@ -35,6 +35,7 @@ from prunekit.tasks.task import Task
 from prunekit.utils.context import device_of, training_mode
 from prunekit.utils.display import Displayed, Table, count, factor, plural, scientific, share
 from prunekit.utils.inputs import as_example, call, inputs_as_example, sample_count, select_samples, to_device
+from prunekit.utils.outputs import Outputs
 from prunekit.utils.progress import reporting, stage
 from prunekit.utils.tensors import map_tensors
 
@@ -164,6 +165,7 @@ def prune(
     gradients: TaylorTerms | None = None,
     seed: int = 0,
     more_examples: Sequence[Any] = (),
+    outputs: Outputs | None = None,
     task: Task | str | None = None,
     progress: bool | None = None,
     **budgets: float,
@@ -218,6 +220,9 @@ def prune(
         gradients: from `prunekit.collect_gradients`.
         seed: of the random criterion.
         more_examples: further examples, for branches of the model that the first does not take.
+        outputs: which of the model's outputs are read, and so keep their sizes: names or positions, such as "logits",
+            0 or "1.boxes", several of them, or a function of the output; None: all, except what the model returns to
+            be given again, such as cached keys and values. Others may become narrower.
         task: whose `unpack` takes batches in another form apart; itself or its name.
         progress: whether to show stages and bars on stderr; None: on a terminal and in a notebook. The logger
             `prunekit` gets a line for each stage in any case.
@@ -269,7 +274,7 @@ def prune(
         )
     if repair is not False:
         require_kind("repair", repair, RepairSettings, "prunekit.RepairSettings(), or False for none")
-    request = Request(model, example, calibration, wanted, images, stats, gradients, seed, more_examples, task)
+    request = Request(model, example, calibration, wanted, images, stats, gradients, seed, more_examples, task, outputs)
     with reporting(progress, "prune"):
         planned = request.find_plan(None if calibration is None else repair or RepairSettings())
         if calibration is None or repair is False:
@@ -303,6 +308,7 @@ def plan(
     gradients: TaylorTerms | None = None,
     seed: int = 0,
     more_examples: Sequence[Any] = (),
+    outputs: Outputs | None = None,
     channel_map: ChannelMap | None = None,
     task: Task | str | None = None,
     progress: bool | None = None,
@@ -339,6 +345,7 @@ def plan(
         gradients: from `prunekit.collect_gradients`.
         seed: of the random criterion.
         more_examples: for other branches of the model.
+        outputs: which of the model's outputs are read.
         channel_map: of this model, if it was traced already, on the same examples in the same order.
         task: whose `unpack` takes batches in another form apart.
         progress: whether to show stages and bars.
@@ -381,7 +388,7 @@ def plan(
         plain_classes=plain_classes,
         **budgets,
     )
-    request = Request(model, example, calibration, wanted, images, stats, gradients, seed, more_examples, task)
+    request = Request(model, example, calibration, wanted, images, stats, gradients, seed, more_examples, task, outputs)
     with reporting(progress, "plan"):
         return request.find_plan(channel_map=channel_map).plan
 
@@ -406,6 +413,7 @@ class Request:
     seed: int
     more_examples: Sequence[Any]
     task: Task | str | None
+    outputs: Outputs | None = None
     samples: Any = field(default=None, init=False)
     search: PlanSearch = field(init=False)
     notes: tuple[str, ...] = field(default=(), init=False)
@@ -434,7 +442,13 @@ class Request:
         if channel_map is None:
             stage("trace")
         search = PlanSearch.trace(
-            self.model, example, self.settings, more_examples=more, channel_map=channel_map, log_plans=True
+            self.model,
+            example,
+            self.settings,
+            more_examples=more,
+            channel_map=channel_map,
+            outputs=self.outputs,
+            log_plans=True,
         )
         inputs = self._criterion_inputs(search.channel_map, repair)
         self.search = search.with_profile()

@@ -42,6 +42,7 @@ from prunekit.statistics.layers.patch_moments import PatchStats
 from prunekit.statistics.taylor_terms import TaylorTerms
 from prunekit.utils.context import paused_garbage_collection
 from prunekit.utils.files import json_values
+from prunekit.utils.outputs import Outputs
 from prunekit.utils.progress import stage
 
 MEMORY = facts_of("memory_mb")
@@ -108,12 +109,14 @@ class PlanSearch:
         *,
         more_examples: Sequence[tuple[Any, ...]] = (),
         channel_map: ChannelMap | None = None,
+        outputs: Outputs | None = None,
         log: Log = stage,
         log_plans: bool = False,
     ) -> Self:
         """Begin a search: trace the model, unless its channel map is given.
 
-        That was then traced on the same examples in the same order. The other arguments become attributes.
+        That was then traced on the same examples in the same order, with the same `outputs` read, see
+        `prunekit.trace`. The other arguments become attributes.
 
         Raises:
             PlanError: the channel map is that of another model.
@@ -124,7 +127,7 @@ class PlanSearch:
         if channel_map is not None:
             require_model(channel_map, model, "the channel map")
         with paused_garbage_collection():
-            channel_map = channel_map or trace(model, *examples)
+            channel_map = channel_map or trace(model, *examples, outputs=outputs)
         traced = 1 + max(run.example for run in channel_map.traced.trace.runs)
         if traced > len(examples):
             raise UsageError(f"channel_map: traced on {traced} examples, got {len(examples)}; give the others too")

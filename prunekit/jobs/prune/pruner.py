@@ -42,6 +42,7 @@ from prunekit.training.callbacks.scheduled_masks import PlanChange, ScheduledMas
 from prunekit.training.optimizers import transfer, transfer_average
 from prunekit.utils.display import Displayed, Table
 from prunekit.utils.inputs import to_device
+from prunekit.utils.outputs import Outputs
 from prunekit.utils.progress import reporting
 
 Clamp = float | Mapping[str, float] | ClampSettings
@@ -94,6 +95,7 @@ class Pruner(Displayed):
             momentum, not where gradients are clipped by norm, and no NaN or Inf spreads from there.
         seed: of the random criterion.
         more_examples: further examples, for branches of the model that the first does not take.
+        outputs: which of the model's outputs are read, see `prunekit.prune`.
         progress: whether to show what happens while the pruner is made, on stderr; None: on a terminal and in a
             notebook.
 
@@ -161,6 +163,7 @@ class Pruner(Displayed):
         gradient_masks: bool = True,
         seed: int = 0,
         more_examples: Sequence[Any] = (),
+        outputs: Outputs | None = None,
         progress: bool | None = None,
         **budgets: float,
     ) -> None:
@@ -202,7 +205,9 @@ class Pruner(Displayed):
         # that a pruner that goes on from a state finds the same locks with other weights.
         tried = asked if asked.budget.measured or not rescored(self.settings) else replace(asked, criterion="random")
         example = None if example is None else to_device(example, next(inner.parameters()).device)
-        request = Request(inner, example, calibration, tried, images, None, None, seed, tuple(more_examples), task)
+        request = Request(
+            inner, example, calibration, tried, images, None, None, seed, tuple(more_examples), task, outputs
+        )
         with reporting(progress, "pruner"):
             planned = request.find_plan()
             self._example = request.search.examples[0]

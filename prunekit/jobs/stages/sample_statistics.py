@@ -140,4 +140,5 @@ def patch_statistics(
         memory_bytes=settings.memory_bytes,
         log=log,
     )
-    return with_gains(copy, with_raised_ridge(found, RIDGE), select_samples(images, slice(max(FEWEST, samples // 16))))
+    few = select_samples(images, slice(max(FEWEST, samples // 16)))
+    return with_gains(copy, with_raised_ridge(found, RIDGE), few, channel_map.read)

@@ -18,6 +18,7 @@ from prunekit.statistics.layers.linear_layers import CallInterceptor, FunctionCa
 from prunekit.statistics.layers.patch_moments import LayerMoments, PatchStats
 from prunekit.utils.context import training_mode
 from prunekit.utils.inputs import call, counted_positions, inputs_as_example, rows_of, sample_count, select_samples
+from prunekit.utils.outputs import ALL_READ, ReadOutputs
 from prunekit.utils.progress import tracked
 
 FEW = 2
@@ -33,23 +34,26 @@ class OutputComparison:
     detector selects the boxes that score best: entries of the selection have no counterpart in the other model.
 
     Attributes:
-        outputs: indices among all tensors that the model returns.
+        outputs: indices among the tensors of the model's output that are read.
         weights: of layers whose outputs are compared, over all of their calls.
+        read: the outputs of the model that are read.
     """
 
     outputs: tuple[int, ...]
     weights: tuple[str, ...]
+    read: ReadOutputs = ALL_READ
 
     @classmethod
-    def of(cls, model: nn.Module, inputs: tuple[Any, ...]) -> OutputComparison:
+    def of(cls, model: nn.Module, inputs: tuple[Any, ...], read: ReadOutputs = ALL_READ) -> OutputComparison:
         """Return the comparison of a model.
 
         Args:
             model: the dense one, in eval mode.
             inputs: at least three samples, if there are so many.
+            read: its outputs that are read.
         """
         finder = LayerFinder(model, ())
-        few, more = (_returned(model, select_samples(inputs, slice(count)), finder) for count in (FEW, FEW + 1))
+        few, more = (_returned(model, select_samples(inputs, slice(count)), finder, read) for count in (FEW, FEW + 1))
         counts = [sample_count(select_samples(inputs, slice(count))) for count in (FEW, FEW + 1)]
         outputs, made = list[int](), set(finder.boundary)
         pairs = zip(few, more, strict=True) if len(few) == len(more) else ((tensor, tensor) for tensor in more)
@@ -63,7 +67,7 @@ class OutputComparison:
                 made |= origin.origins
         alone = {chain.layer.weight for chain in finder.chains if chain.layer.selected}
         weights = dict.fromkeys(finder.chains[i].layer.weight for i in sorted(made))
-        return cls(tuple(outputs), tuple(weight for weight in weights if weight not in alone))
+        return cls(tuple(outputs), tuple(weight for weight in weights if weight not in alone), read)
 
     def values(
         self, model: nn.Module, inputs: tuple[Any, ...], counted: Tensor | None = None
@@ -77,16 +81,16 @@ class OutputComparison:
         """
         layers = _LayerOutputs(model, frozenset(self.weights), counted)
         with layers.intercepting():
-            tensors = plain_in(call(model, inputs))
+            tensors = plain_in(self.read.of(call(model, inputs)))
         found: list[tuple[int | str, Tensor]] = [
             (place, rows_of(tensors[place], counted).double()) for place in self.outputs
         ]
         return found + layers.found
 
 
-def _returned(model: nn.Module, inputs: tuple[Any, ...], finder: LayerFinder) -> list[Tensor]:
+def _returned(model: nn.Module, inputs: tuple[Any, ...], finder: LayerFinder, read: ReadOutputs) -> list[Tensor]:
     with finder.intercepting():
-        return plain_in(call(model, inputs))
+        return plain_in(read.of(call(model, inputs)))
 
 
 class _LayerOutputs(CallInterceptor):
@@ -137,7 +141,7 @@ RIDGE = 1e-3
 """Added to the diagonal of a Gram matrix, as a share of its mean: dead channels have zeros there."""
 
 
-def with_gains(model: nn.Module, stats: PatchStats, inputs: Any) -> PatchStats:
+def with_gains(model: nn.Module, stats: PatchStats, inputs: Any, read: ReadOutputs = ALL_READ) -> PatchStats:
     """Measure how much errors in each layer change the model's output.
 
     Every second input channel of a layer is removed, the others make up for them by least squares, and the model runs:
@@ -149,6 +153,7 @@ def with_gains(model: nn.Module, stats: PatchStats, inputs: Any) -> PatchStats:
         model: the dense model; only read.
         stats: of that model.
         inputs: (B, ...), as `inputs_as_example` takes them, for as many forward passes as there are layers, and one.
+        read: the outputs of the model that are read.
 
     Returns:
         The statistics with `output_gain` filled in: 1 for a layer where it cannot be measured.
@@ -157,7 +162,7 @@ def with_gains(model: nn.Module, stats: PatchStats, inputs: Any) -> PatchStats:
     tensors, modules = dict(named_tensors(copy)), dict(copy.named_modules())
     with training_mode(copy, False), torch.no_grad():
         given = inputs_as_example(model, inputs)
-        judge, counted = OutputComparison.of(copy, given), counted_positions(copy, given)
+        judge, counted = OutputComparison.of(copy, given, read), counted_positions(copy, given)
         run = partial(judge.values, copy, given, counted)
         dense = run()
         layers = tracked(stats.layers, "gains", unit="layer")
