@@ -152,8 +152,8 @@ def _settled(
             return TrialResult(channel_map, keep, compact, difference)
         search = SizeSearch(model, compact, channel_map, keep, batches, scales, partial(trial.compare, compact), plain)
         sizes = search.after(found)
-        if search.equal:
-            channel_map = with_extra(channel_map, search.equal)
+        if search.equal and _known(stricter := with_extra(channel_map, search.equal)) != known:
+            channel_map = stricter
             continue
         channel_map = with_sizes(channel_map, sizes)
         if search.difference is not None:
