@@ -179,14 +179,31 @@ def cut(flow: LabelFlow, call: OperatorCall) -> None:
     source = call.args[0]
     axis = call.arg(1, "dim", 0) % source.dim()
     first, size = call.arg(2, "start", 0) or 0, call.out.shape[axis]
-    if call.name == "aten.slice" and call.arg(4, "step", 1) != 1:
-        replay(flow, call, [axis], BY_POSITION)
+    step = call.arg(4, "step", 1) if call.name == "aten.slice" else 1
+    if step != 1:
+        _every(flow, call, axis, first, step)
     elif size == source.shape[axis]:
         flow.set(call.out, flow.fields(source))
     else:
         first = min(first + source.shape[axis] if first < 0 else first, source.shape[axis])
         tied = [flow.tied(field, [axis]) for field in flow.fields(source)]
         flow.set(call.out, part(flow, tied, axis, first, first + size))
+
+
+def _every(flow: LabelFlow, call: OperatorCall, axis: int, first: int, step: int) -> None:
+    """Tie each run of as many positions as the step of a slice, from which it takes one, as from gates and values."""
+    source = call.args[0]
+    size, taken = source.shape[axis], call.out.shape[axis]
+    if not 0 <= first < step or size % step or taken * step != size:
+        replay(flow, call, [axis], BY_POSITION)
+        return
+    fields = []
+    for field in flow.fields(source):
+        if axis in field.span:
+            runs = field.labels.reshape(*field.labels.shape[:axis], taken, step, *field.labels.shape[axis + 1 :])
+            field = field.with_labels(flow.union.tie(runs, [axis + 1]).squeeze(axis + 1))
+        fields.append(field)
+    flow.set(call.out, fields)
 
 
 def part(flow: LabelFlow, fields: Sequence[Field], axis: int, start: int, stop: int) -> list[Field]:
