@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 from axis_flow import CONSTANT, INPUT, Axis, AxisFlow, Found, Ids, size_of
+from axis_rules import RULES
 from torch import nn
 
 from prunekit.channels.tracing.execution import mode_for_trace, plain_attention
@@ -79,7 +80,7 @@ def least_left(model: nn.Module, given: Any, outputs: Any = None) -> Least:
         outputs: which outputs are read, as `prunekit.prune` takes it.
     """
     example = as_example(model, given)
-    flow = AxisFlow(model, example)
+    flow = AxisFlow(model, example, RULES)
     seen = _read_in(flow, model, example, outputs, training=False)
     if len(flow.found.used) < sum(1 for _ in model.parameters()):  # auxiliary heads
         with suppress(Exception):  # of inputs that train mode does not take
