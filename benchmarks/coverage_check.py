@@ -7,6 +7,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def check(case: Case, *, export: bool = True) -> Iterator[dict[str, Any]]:
         return
     row: dict[str, Any] = {"seconds": round(time.perf_counter() - start, 2)}
     try:
-        least = least_left(case.model, example, case.outputs)
+        least = least_left(deepcopy(case.model), example, case.outputs)
     except Exception as error:  # of the measure itself
         yield failed(f"least: {where_from(error)}", row)
         return
