@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.channels.channel_map import ChannelMap, Keep
+from prunekit.channels.cut.model_copy import has_gradients
 from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.channels.labels import Labels
 from prunekit.channels.trace import trace
 from prunekit.channels.trial.trial import run_trial
 from prunekit.compaction.compact_model import compact
 from prunekit.planning.plan import Plan
+from prunekit.utils.tensors import as_real
 
 TOLERANCE = 1e-9
 
@@ -53,8 +55,9 @@ def randomized(model: nn.Module, seed: int = 0) -> nn.Module:
     """Random weights, affines, biases and BatchNorm statistics: nothing is zero or one by itself."""
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in named_tensors(model):
-        if not tensor.is_floating_point():
+        if not has_gradients(tensor):
             continue
+        tensor = as_real(tensor)
         if name.endswith("running_var"):
             tensor.uniform_(0.5, 1.5, generator=generator)
         elif tensor.dim() < 2:

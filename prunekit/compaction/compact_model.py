@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from prunekit.channels.cut.model_copy import named_tensors
+from prunekit.channels.cut.model_copy import has_gradients, named_tensors
 from prunekit.channels.cut.slicing import blank, is_variance, narrowed
 from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.channels.rewrite.substitutes import SizedAttention
@@ -101,7 +101,7 @@ def spread_(model: nn.Module, small: nn.Module, plan: Plan) -> None:
     if compact_tensors:
         raise PlanError(f"{next(iter(compact_tensors))}: in the compact model, but not in the dense one")
     for name, (tensor, there, kept, shrinks) in places.items():
-        if name in plan.masked_indices and tensor.is_floating_point() and not is_variance(name):
+        if name in plan.masked_indices and has_gradients(tensor) and not is_variance(name):
             blank(tensor, plan.masked_indices[name])
         values = there.to(tensor.device, tensor.dtype)
         if shrinks:

@@ -18,6 +18,7 @@ from prunekit.errors import UsageError
 from prunekit.hooks.step_hooks import StepHook, by_axis, unscaled
 from prunekit.statistics.layer_stats import FloatArray, IntArray
 from prunekit.statistics.taylor_terms import Axis
+from prunekit.utils.tensors import as_real
 
 
 @register_criterion(
@@ -143,10 +144,10 @@ class Movement(StepHook):
             axes = self._map.labels.get(name, ())
             if weight.grad is None or not any(labels is not None for labels in axes):
                 continue
-            moved = -(weight * weight.grad).float()
+            moved = -(as_real(weight) * as_real(weight.grad)).float()
             for axis, labels in enumerate(axes):
                 if labels is not None:
-                    rest = [other for other in range(weight.ndim) if other != axis]
+                    rest = [other for other in range(moved.ndim) if other != axis]
                     key = name, axis
                     along = unscaled(optimizer, moved.sum(rest) if rest else moved)  # (size,)
                     self._sums[key] = self._sums[key] + along if key in self._sums else along

@@ -20,6 +20,7 @@ from prunekit.statistics.layer_stats import FloatArray, IntArray
 from prunekit.statistics.layers.patch_moments import PatchStats
 from prunekit.statistics.taylor_terms import TaylorTerms
 from prunekit.utils.inputs import described
+from prunekit.utils.tensors import as_real
 
 
 class CalibrationWarning(UserWarning):
@@ -62,7 +63,7 @@ def score(
     """
     chosen = get_criterion(criterion)
     _require_evidence(chosen, stats, gradients, patches)
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    parameters = {name: as_real(parameter.detach()) for name, parameter in model.named_parameters()}
     require_model(channel_map, model, "the channel map")
     for problem in stats.too_few_samples() if stats is not None and "moments" in chosen.needs else ():
         warnings.warn(f"criterion {criterion!r}: {problem}", CalibrationWarning, stacklevel=2)

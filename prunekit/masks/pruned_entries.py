@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from prunekit.channels.cut.model_copy import has_gradients
 from prunekit.channels.cut.slicing import is_variance
 from prunekit.distributed.sharded_tensors import is_shard, local_part, shard_like
 from prunekit.errors import ModelError
@@ -195,7 +196,7 @@ def _owned(module: nn.Module, *, buffers: bool) -> dict[str, Tensor]:
     owned: dict[str, Tensor | None] = dict(module._parameters.items())
     if buffers:
         owned |= module._buffers.items()
-    return {name: tensor for name, tensor in owned.items() if tensor is not None and tensor.is_floating_point()}
+    return {name: tensor for name, tensor in owned.items() if tensor is not None and has_gradients(tensor)}
 
 
 class TensorVersion:

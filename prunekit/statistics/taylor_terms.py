@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.cut.model_copy import has_gradients
 from prunekit.channels.tracing.execution import plain_attention
 from prunekit.errors import NonFiniteError, UsageError
 from prunekit.hooks.step_hooks import StepHook, by_axis, unscaled
@@ -27,7 +28,7 @@ from prunekit.tasks.task import Loss, Task, get_task
 from prunekit.utils.context import device_of, gradients_of, taking_gradients, training_mode
 from prunekit.utils.inputs import call, described, running, to_device
 from prunekit.utils.progress import reporting, tracked
-from prunekit.utils.tensors import accumulation_dtype, gather
+from prunekit.utils.tensors import accumulation_dtype, as_real, gather
 
 Axis = tuple[str, int]
 """A parameter's name and one of its axes."""
@@ -115,7 +116,9 @@ def collect_gradients(
     rows: tuple[dict[Axis, list[FloatArray]], ...] = ({}, {}, {})
     plain = plain_attention() if second_order else nullcontext()  # fused kernels have no second derivative
     report = reporting(progress, "collect_gradients")
-    parameters = {name: weight for name, weight in model.named_parameters() if weight.is_floating_point()}
+    # Second derivatives of complex weights have four parts.
+    wanted_kind = torch.Tensor.is_floating_point if second_order else has_gradients
+    parameters = {name: weight for name, weight in model.named_parameters() if wanted_kind(weight)}
     weights = list(parameters.values())
     with training_mode(model, False), torch.enable_grad(), plain, report, taking_gradients(weights, True):
         for index, pair in enumerate(tracked(ModelBatches(model, batches, task), "gradients")):
@@ -174,7 +177,7 @@ def _sums(weight: Tensor, gradient: Tensor | None) -> Iterator[FloatArray]:
 
 def axis_sums(weight: Tensor, gradient: Tensor, wide: torch.dtype) -> Iterator[Tensor]:
     """Yield weight times gradient summed in a type over all axes but one, (size,), for each axis."""
-    rest = weight.detach() * gradient.detach()
+    rest = as_real(weight.detach()) * as_real(gradient.detach())
     for _ in weight.shape:
         yield rest.unsqueeze(-1).flatten(1).sum(1, dtype=wide)
         rest = rest.sum(0, dtype=wide)  # little is left for the axes behind

@@ -33,6 +33,11 @@ def _gather(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a complex tensor with one more axis, its real and imaginary parts; any other as it is."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def accumulation_dtype(device: torch.device) -> torch.dtype:
     """Return the type that long sums are accumulated in: float64, or float32 on MPS, which has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64

@@ -14,6 +14,7 @@ import nets_modes
 import nets_norms
 import nets_python
 import nets_recurrent
+import nets_spectral
 import nets_tables
 import nets_weights
 from net_registry import CASES
@@ -32,6 +33,7 @@ __all__ = [
     "nets_norms",
     "nets_python",
     "nets_recurrent",
+    "nets_spectral",
     "nets_tables",
     "nets_weights",
 ]

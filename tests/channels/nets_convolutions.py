@@ -8,6 +8,7 @@ import torch
 from equivalence import Net, image
 from net_registry import Case, case, conv, tokens
 from torch import Tensor, nn
+from torchvision.ops import DeformConv2d
 
 
 @case("0.weight", "3.weight")
@@ -114,3 +115,28 @@ def tokens_of_several_scales_summed_by_a_convolution() -> Case:
 
     layers = {"a": nn.Linear(6, 12), "b": nn.Linear(6, 12), "sum": nn.Conv1d(2, 1, 1), "head": nn.Linear(12, 4)}
     return Net(forward, **layers), (tokens()[0].flatten(0, 1),)
+
+
+def deformed(groups: int, offset_groups: int) -> Case:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = net.a(x).relu()
+        return net.c(net.b(x, net.offset(x), net.mask(x).sigmoid()).relu())
+
+    parts = {
+        "a": conv(3, 8, padding=1),
+        "offset": conv(8, 18 * offset_groups, padding=1),
+        "mask": conv(8, 9 * offset_groups, padding=1),
+        "b": DeformConv2d(8, 8, 3, padding=1, groups=groups),
+        "c": conv(8, 3, 1),
+    }
+    return Net(forward, **parts), image()
+
+
+@case("a.weight", "b.weight")
+def deformable_convolution() -> Case:
+    return deformed(1, 2)
+
+
+@case("a.weight", "b.weight")
+def deformable_convolution_of_each_channel() -> Case:
+    return deformed(8, 1)

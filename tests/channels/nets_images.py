@@ -78,3 +78,12 @@ def three_dimensions_there_and_back() -> Case:
 def one_dimension_there_and_back() -> Case:
     body = {"a": nn.Conv1d(2, 8, 3), "b": nn.ConvTranspose1d(8, 6, 3, groups=2), "c": nn.Conv1d(6, 2, 1)}
     return Net(lambda net, x: net.c(net.b(net.a(x).relu()).relu()), **body), (torch.randn(1, 2, 9),)
+
+
+@case("a.weight", "b.weight")
+def unpooled_to_where_the_largest_values_were() -> Case:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x, places = F.max_pool2d(net.a(x).relu(), 2, return_indices=True)
+        return net.c(F.max_unpool2d(net.b(x).relu(), places, 2))
+
+    return Net(forward, a=conv(3, 8, padding=1), b=conv(8, 8, 1), c=conv(8, 3, 1)), image()

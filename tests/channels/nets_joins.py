@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from equivalence import Net, image
-from net_registry import Case, case, conv
+from net_registry import Case, case, conv, tokens
 from torch import Tensor, nn
 
 
@@ -135,3 +135,9 @@ def squeeze_and_excite() -> Case:
         return net.b(y * net.v(net.u(F.adaptive_avg_pool2d(y, 1)).relu()).sigmoid())
 
     return Net(forward, a=conv(3, 8), u=conv(8, 4, 1), v=conv(4, 8, 1), b=conv(8, 5, 1)), image()
+
+
+@case("a.weight", "b.weight", "both.weight")
+def bilinear() -> Case:
+    parts = {"a": nn.Linear(6, 8), "b": nn.Linear(6, 5), "both": nn.Bilinear(8, 5, 7), "c": nn.Linear(7, 3)}
+    return Net(lambda net, x: net.c(net.both(net.a(x).relu(), net.b(x)).relu()), **parts), tokens()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from equivalence import Net, image
-from net_registry import Case, case, conv
+from net_registry import Case, case, conv, tokens, weight
 from torch import Tensor, nn
 
 
@@ -114,3 +114,71 @@ class FilledByLevel(nn.Module):
 @case("0.weight")
 def zeros_of_a_known_side_filled_by_number() -> Case:
     return nn.Sequential(conv(3, 8), FilledByLevel(), nn.Flatten(), nn.Linear(32, 5)), image()
+
+
+@case("1.weight")
+def rows_no_longer_than_a_limit() -> Case:
+    return nn.Sequential(nn.Embedding(7, 8, max_norm=0.5), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3)), words()
+
+
+@case("a.weight", "b.weight")
+def mask_token() -> Case:
+    """Tokens that a mask of two axes picks are overwritten by one parameter."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = net.a(x).clone()
+        y[x[..., 0] > 0] = net.token
+        return net.c(net.b(y).relu())
+
+    return Net(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 6), c=nn.Linear(6, 3), token=weight(8)), tokens()
+
+
+@case("a.weight", "b.weight")
+def tokens_in_another_order() -> Case:
+    """Some tokens are kept, mask tokens take the place of the others, and all are put back in order (MAE)."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y, order = net.a(x), x[..., 0].argsort(1)
+        kept = y.gather(1, order[:, :2, None].repeat(1, 1, y.shape[2]))
+        y = torch.cat([kept, net.token.expand(len(x), 3, -1)], 1)
+        return net.c(net.b(y.take_along_dim(order.argsort(1)[..., None], 1)).relu())
+
+    return Net(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 6), c=nn.Linear(6, 3), token=weight(1, 1, 8)), tokens()
+
+
+@case("a.weight", "b.weight")
+def images_among_words() -> Case:
+    """A mask that takes whole tokens says which of them other values fill, one after the other."""
+
+    def forward(net: Any, x: Tensor, others: Tensor) -> Tensor:
+        y = net.a(x)
+        mask = (x[..., :1] > 0).expand_as(y)
+        return net.c(net.b(y.masked_scatter(mask, net.others(others).relu())).relu())
+
+    parts = {"a": nn.Linear(6, 8), "others": nn.Linear(6, 8), "b": nn.Linear(8, 6), "c": nn.Linear(6, 3)}
+    return Net(forward, **parts), (*tokens(), tokens()[0].flip(1))
+
+
+@case("a.weight", "b.weight")
+def nearest_in_a_table() -> Case:
+    """Each token is replaced by the row of a table that is nearest to it (VQ-VAE)."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = net.a(x)
+        return net.c(net.b(net.table(torch.cdist(y, net.table.weight).argmin(-1)) + y).relu())
+
+    parts = {"a": nn.Linear(6, 8), "table": nn.Embedding(9, 8), "b": nn.Linear(8, 6), "c": nn.Linear(6, 3)}
+    return Net(forward, **parts), tokens()
+
+
+@case("a.weight")
+def largest_of_the_nearest() -> Case:
+    """Neighbors are found in the space of channels, by products of values that a maximum made (DGCNN)."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = torch.where(x[..., :1] > 0, net.a(x).relu(), 0.0).unfold(1, 2, 1).max(-1)[0]
+        near = (2 * y @ y.mT - y.square().sum(2)[:, None]).topk(2)[1]
+        found = y.gather(1, near.flatten(1)[..., None].expand(-1, -1, y.shape[2])).unflatten(1, (-1, 2))
+        return net.b(torch.cat([found - y[:, :, None], y[:, :, None].expand_as(found)], -1).max(2)[0])
+
+    return Net(forward, a=nn.Linear(6, 8), b=nn.Linear(16, 3)), tokens()

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from equivalence import Net, image
 from net_registry import Case, case, conv, weight
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 
 @case("0.weight")
@@ -81,3 +82,16 @@ def float_buffer_per_channel() -> Case:
 def spectral_norm() -> Case:
     first = nn.utils.parametrizations.spectral_norm(conv(3, 8))
     return nn.Sequential(first, nn.ReLU(), conv(8, 4, 1), nn.ReLU(), conv(4, 2, 1)), image()
+
+
+@case("a.weight", "b.parametrizations.weight.original1")
+def weight_norm_of_each_position() -> Case:
+    """As in wav2vec 2.0, but in two dimensions, where torch computes the norm step by step."""
+    middle = weight_norm(conv(8, 6, padding=1), dim=2)
+    return Net(lambda net, x: net.c(net.b(net.a(x).relu()).relu()), a=conv(3, 8), b=middle, c=conv(6, 3, 1)), image()
+
+
+@case("a.weight", "b.parametrizations.weight.original1")
+def weight_norm_of_the_whole() -> Case:
+    middle = weight_norm(conv(8, 6, padding=1), dim=None)  # type: ignore[arg-type]
+    return Net(lambda net, x: net.c(net.b(net.a(x).relu()).relu()), a=conv(3, 8), b=middle, c=conv(6, 3, 1)), image()

@@ -29,6 +29,7 @@ NOT_COUNTED = {
     "lstm": "torch's counter does not know the CPU's recurrent kernel",
     "lstm_of_two_directions_and_layers": "torch's counter does not know the CPU's recurrent kernel",
     "spectral_norm": "torch's counter knows no matrix times vector",
+    "blocks_of_frequencies": "the map counts an axis made of two by the labels of the first",
     "mask_of_the_lowest_number_before_a_width": "the map does not count operators without a label",
 }
 
@@ -64,7 +65,7 @@ LOCKED_BY_RULE = {
     "sum_of_sigmoids": ("", "aten.sum"),
     "shifted_channels": ("", "aten.constant_pad_nd"),
     "plain_tensor_attribute": ("", "aten.mul"),
-    "operator_without_a_rule": ("", "aten.renorm"),
+    "operator_without_a_rule": ("", "aten.digamma"),
     "layer_norm_as_a_function_locks_its_channels": ("", "aten.native_layer_norm"),
 }
 

@@ -56,5 +56,15 @@ def test_a_state_of_a_number_in_the_code_is_locked_where_it_is_made() -> None:
     settled = run_trial(model, trace(model, tokens()), random_keep, [tokens()])
     (lock,) = (lock for lock in settled.channel_map.locks if lock.operator == "aten.zeros")
     assert "net.layer(net.a(x), torch.zeros(1, x.shape[1], 6" in lock.reason
+    assert "make it in a method of a module" in lock.reason
     assert settled.compact.layer.hidden_size == 6
     assert settled.compact.layer.input_size < 8
+
+
+def test_a_state_that_is_an_input_says_what_to_do() -> None:
+    def forward(net: Net, x: Tensor, state: Tensor) -> Tensor:
+        return net.out(net.cell(net.a(x), state))
+
+    model = Net(forward, a=nn.Linear(6, 8), cell=nn.GRUCell(8, 7), out=nn.Linear(7, 3))
+    locks = trace(model, (torch.randn(2, 6), torch.zeros(2, 7))).locks
+    assert any("input (2, 7): if that is a state, let forward make it" in lock.reason for lock in locks)

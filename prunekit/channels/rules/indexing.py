@@ -18,9 +18,9 @@ from prunekit.channels.rules.scattering import DECIDES
 from prunekit.channels.rules.shape import PICKED, part, replay
 from prunekit.channels.tracing.label_flow import LabelFlow
 
-STORED = (
-    "positions of this axis are picked by an index that the model stores, whose numbers pruning leaves as they are; "
-    "channels that a view and a transpose reorder instead can be pruned"
+STORED_ORDER = (
+    "put in the order of an index that the model stores, whose numbers pruning leaves as they are; channels that a view "
+    "and a transpose reorder instead can be pruned"
 )
 
 
@@ -152,17 +152,18 @@ def pick(flow: LabelFlow, call: OperatorCall) -> None:
     if call.name == "aten.index_select":
         flow.lock(flow.fields(call.args[2]), DECIDES)
         axis = call.args[1] % call.args[0].dim()
-        replay(flow, call, [axis], _why(flow, call.args[2]))
+        replay(flow, call, [axis], _why(flow, call.args[2], call.args[0].shape[axis]))
         return
     if call.name in ("aten.index", "aten._unsafe_index") and _index_rows(flow, call):
         return
     flow.lock(flow.fields(call.args[0]), f"{call.name} picks positions by number")
 
 
-def _why(flow: LabelFlow, index: torch.Tensor) -> str:
-    """Return the reason of the lock on an axis that an index picks from."""
-    stored = flow.model is not None and any(tensor is index for _, tensor in named_tensors(flow.model))
-    return STORED if stored else PICKED
+def _why(flow: LabelFlow, index: torch.Tensor, size: int) -> str:
+    """Return the reason of the lock on an axis of a size that an index picks from."""
+    if flow.model is None or index.dim() != 1 or len(index) != size:
+        return PICKED
+    return STORED_ORDER if any(tensor is index for _, tensor in named_tensors(flow.model)) else PICKED
 
 
 def _index_rows(flow: LabelFlow, call: OperatorCall) -> bool:
@@ -219,7 +220,7 @@ def _picked(flow: LabelFlow, call: OperatorCall) -> _Picked | None:
         return None
     axes = tuple(taken)
     first = axes[0] if axes == tuple(range(axes[0], axes[-1] + 1)) else 0  # apart from each other they go to the front
-    fields = flow.tied_along(axes, flow.fields(source), _why(flow, indices[0]))
+    fields = flow.tied_along(axes, flow.fields(source), _why(flow, indices[0], source.shape[axes[0]]))
     flow.lock([field for index in indices for field in flow.fields(index)], DECIDES)
     return _Picked(axes, first, max(1 if index.dtype in _MASKS else index.dim() for index in indices), fields)
 

@@ -22,6 +22,7 @@ from prunekit.channels.labels import Field, Labels, along
 from prunekit.channels.rewrite.call_sites import Site, caller_here, site_here, takes_sizes
 from prunekit.channels.rewrite.substitutes import substitute_all
 from prunekit.channels.rules.compute import COUNTED, DROPS_AXES
+from prunekit.channels.rules.convolution import FIXED_PARTNER
 from prunekit.channels.rules.pointwise import MADE
 from prunekit.channels.rules.rule import OperatorCall, rule_of
 from prunekit.channels.rules.shape import SHAPES_IN_PLACE
@@ -29,7 +30,7 @@ from prunekit.channels.tracing.cached_state import ModelCalls, model_calls
 from prunekit.channels.tracing.channel_norms import NormFinder
 from prunekit.channels.tracing.execution import ModuleStack, TrainModeWatch, mode_for_trace, plain_attention
 from prunekit.channels.tracing.fused_modules import fused_away
-from prunekit.channels.tracing.label_flow import LabelFlow
+from prunekit.channels.tracing.label_flow import MEETS_FIXED, LabelFlow
 from prunekit.channels.tracing.meta_shapes import run_on_meta
 from prunekit.channels.tracing.operator_mode import OperatorMode, without_randomness
 from prunekit.channels.tracing.storages import Storages, inner_of
@@ -41,6 +42,9 @@ from prunekit.utils.outputs import ALL_READ, ReadOutputs
 from prunekit.utils.tensors import gather, map_tensors
 
 OUTPUT = "output of the model"
+GIVEN = "input {}: if that is a state, let forward make it where none is given, and give none in the example"
+WIDEST = 8
+"""Bytes of the widest integers."""
 HALF = frozenset({torch.float16, torch.bfloat16})
 ActivationKey = tuple[str, str, int]
 """A module path, "input" or "output", and which call of the module it is, from 0."""
@@ -95,6 +99,7 @@ class LabelMode(OperatorMode):
     ) -> None:
         super().__init__()
         self.made_by = {id(tensor): -1 for tensor in gather(inputs)}  # no id is reused: the storages hold them
+        self.beside = {id(tensor): tuple(tensor.shape) for tensor in gather(inputs)[1:]}
         self.flow, self.run, self.stack = flow, run, stack
         self.earlier = earlier.operators if earlier is not None else []
         self.storages = Storages()
@@ -130,8 +135,9 @@ class LabelMode(OperatorMode):
         earlier = len(flow.constraints)
         if not self._repeats(name, before, call, outs):
             self.run.repeats = False
-            known = flow.fields(target)
+            known, locks = flow.fields(target), len(flow.locks)
             self._apply(name, args, kwargs, out, before)
+            self._name_given(inputs, outs, locks)
             if name not in SHAPES_IN_PLACE:
                 self._written(target, known)
         fields = tuple([flow.fields(o) for o in outs])
@@ -164,6 +170,16 @@ class LabelMode(OperatorMode):
                     self.flow.set(tensor, ())
             else:
                 rule(self.flow, OperatorCall(name, args, kwargs, out))
+
+    def _name_given(self, inputs: list[torch.Tensor], outs: tuple[torch.Tensor, ...], earlier: int) -> None:
+        """Say in new locks that further inputs of the model fixed a size, and what to do if they are its states."""
+        shape = next((self.beside[id(tensor)] for tensor in inputs if id(tensor) in self.beside), None)
+        if shape is None:
+            return
+        self.beside.update({id(tensor): shape for tensor in outs if not self.flow.fields(tensor)})
+        for index, record in enumerate(self.flow.locks[earlier:], earlier):
+            if record.reason in (MEETS_FIXED, FIXED_PARTNER):
+                self.flow.locks[index] = replace(record, reason=f"{record.reason}; {GIVEN.format(shape)}")
 
     def _repeats(self, name: str, before: tuple[Field, ...], call: Any, outs: tuple[torch.Tensor, ...]) -> bool:
         """Return whether the earlier run did exactly this, and if so take over the labels of its results."""
@@ -315,11 +331,16 @@ def _label(flow: LabelFlow, tensor: torch.Tensor, fresh: Labels) -> tuple[tuple[
     """Give every index of every axis of a parameter or float buffer a label of its own, from the fresh ones."""
     axes: list[Labels | None] = []
     for size in tensor.shape:
-        labeled = size > 1 and tensor.is_floating_point() and tensor.layout == torch.strided
+        labeled = size > 1 and _is_maskable(tensor)
         axes.append(fresh[:size] if labeled else None)
         fresh = fresh[size:]
     flow.set(tensor, [Field(along(axis, i, tensor.dim()), True) for i, axis in enumerate(axes) if axis is not None])
     return tuple(axes), fresh
+
+
+def _is_maskable(tensor: torch.Tensor) -> bool:
+    """Return whether masks can zero entries of a tensor, for which they view it as integers of its element size."""
+    return has_gradients(tensor) and tensor.element_size() <= WIDEST and tensor.layout == torch.strided
 
 
 def _run(clone: nn.Module, example: tuple[Any, ...], run: TracedRun, trace: Trace) -> None:

@@ -16,6 +16,7 @@ from prunekit.channels.cut.slicing import KeptIndices, kept_indices, masked_indi
 from prunekit.channels.labels import Labels
 from prunekit.channels.map_builder import with_all_constraints, with_extra, with_sizes, without_expressions
 from prunekit.channels.rewrite.source_rewriter import attribute_values, set_attributes
+from prunekit.channels.rules.pointwise import MADE
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
 from prunekit.channels.trial.comparison import Divergence, Reference, compare, operators_by_key, record_reference
 from prunekit.channels.trial.float64 import (
@@ -31,6 +32,7 @@ from prunekit.channels.trial.size_search import BatchAxes, Outcome, ScaleSearch,
 from prunekit.channels.trial.untraced_methods import untraced_sizes
 from prunekit.errors import ModelError, PlanError
 
+MAKE_IT = "make it in a method of a module, with its sizes as the arguments, where they can be set"
 KEEPS_CLASS = "plain_classes keeps its class as it is"
 
 
@@ -229,6 +231,8 @@ class _PlanOnTrial:
                 reason = (
                     f"the trial found a difference: {divergence.detail}{divergence.line and f' at {divergence.line}'}"
                 )
+                if divergence.operator in MADE:
+                    reason += f"; {MAKE_IT}"
                 positions = self._loses_positions(final)  # without these, whole heads may be pruned
                 call = None if culprit is None else culprit.module_call
                 return LockRecord(
