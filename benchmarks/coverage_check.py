@@ -47,8 +47,9 @@ def check(case: Case, *, export: bool = True) -> Iterator[dict[str, Any]]:
         yield failed(f"least: {where_from(error)}", row)
         return
     row |= _figures(pruned, least, [name for name, _ in case.model.named_parameters()])
+    uses = _said_of_each({"pickles": _pickles}, case, pruned, example)  # before anything else runs either
     problems = [*_equality(case, pruned, example), *_running(case, pruned.model), *_folder(case, pruned, example)]
-    uses = _said_of_each({"pickles": _pickles, **case.checks}, case, pruned, example)
+    uses |= _said_of_each(case.checks, case, pruned, example)
     problems += [f"{use}: {what}" for use, what in uses.items() if what != "yes" and not what.startswith(OWN)]
     reasons = [] if row["beyond"] <= BEYOND else Stops(pruned.plan.channel_map, pruned.plan.keep, least).sentences()
     verdict = "failed" if problems else "partly" if reasons else "passed"
