@@ -9,7 +9,7 @@ that a layer reads and the one that made it. What an unknown operator returns ha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,6 +137,9 @@ def part_of(axis: Axis, start: int, size: int) -> Axis:
     return tuple(found) if size > 1 else whole(size, ())
 
 
+Result = list[tuple[Axis, ...]] | None
+"""The axes of each result; None: what `default` says."""
+Rule = Callable[["AxisFlow", Any, Any, dict[str, Any], list[Tensor]], Result]
 PRODUCTS = frozenset({"mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv", "_grouped_mm", "convolution",
                       "deform_conv2d"})  # fmt: skip
 PICKS = frozenset({"select", "unbind", "index", "index_select", "gather", "max", "min", "argmax", "argmin", "amax",
@@ -144,10 +147,17 @@ PICKS = frozenset({"select", "unbind", "index", "index_select", "gather", "max",
 
 
 class AxisFlow(OperatorMode):
-    """A dispatch mode that follows axes through every operator."""
+    """A dispatch mode that follows axes through every operator.
 
-    def __init__(self, model: nn.Module, inputs: Any) -> None:
+    Args:
+        model: that will run.
+        inputs: that it will be called with.
+        rules: by the name of an operator, without overload, what the axes of its results are.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Any, rules: Mapping[str, Rule]) -> None:
         super().__init__()
+        self.rules = rules
         self.found = Found()
         self.known: Any = WeakIdKeyDictionary()
         self.owned: Any = WeakIdKeyDictionary()
@@ -196,15 +206,13 @@ class AxisFlow(OperatorMode):
 
     def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs an operator, and says what the axes of its results are."""
-        from axis_rules import default, rule_of
-
         out = func(*args, **kwargs)
         operands, name = gather((args, kwargs)), str(func._schema.name).partition("::")[2]
         self.found.used.update(self.owned[tensor] for tensor in operands if tensor in self.owned)
         outs = gather(out)
         storages = {tensor.untyped_storage().data_ptr() for tensor in operands if tensor.layout == torch.strided}
         before = [self.of(tensor) for tensor in operands]
-        rule = rule_of(name)
+        rule = self.rules.get(name)
         results = None if rule is None else rule(self, func, args, kwargs, outs)
         for index, tensor in enumerate(outs):
             axes = results[index] if results and index < len(results) else default(self, operands, tensor)
@@ -303,3 +311,34 @@ def _cut(axis: Axis, ends: list[int]) -> list[tuple[int, Ids, bool]]:
         found.append((end - start, only, uncut))
         start = end
     return found
+
+
+def default(flow: AxisFlow, operands: list[Tensor], out: Tensor) -> tuple[Axis, ...]:
+    """Element by element where all operands fit the result; else axis by axis of the first that has as many."""
+    shape = tuple(out.shape)
+    if all(_fits(tuple(tensor.shape), shape) for tensor in operands):
+        return elementwise(flow, operands, out)
+    first = next((tensor for tensor in operands if tensor.dim() == out.dim()), None)
+    if first is None:
+        return tuple(whole(size, UNKNOWN) for size in shape)
+    return tuple(resized(axis, size) for axis, size in zip(flow.axes(first), shape, strict=True))
+
+
+def resized(axis: Axis, size: int) -> Axis:
+    """An axis of another size that the same things decide on, as pixels behind a stride."""
+    return axis if size_of(axis) == size else whole(size, ids_of(axis))
+
+
+def _fits(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    pairs = zip(reversed(shape), reversed(to), strict=False)
+    return len(shape) <= len(to) and all(a in (1, b) for a, b in pairs)
+
+
+def elementwise(flow: AxisFlow, operands: list[Tensor], out: Tensor) -> tuple[Axis, ...]:
+    """Operands that broadcast to the result."""
+    axes = [whole(size, (CONSTANT,)) for size in out.shape]
+    for tensor in operands:
+        for axis, known in zip(range(-tensor.dim(), 0), flow.axes(tensor), strict=True):
+            if size_of(known) == out.shape[axis]:
+                axes[axis] = flow.combine(known, axes[axis])
+    return tuple(axes)

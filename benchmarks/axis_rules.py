@@ -7,12 +7,21 @@ from math import prod
 from typing import Any
 
 import torch
-from axis_flow import CONSTANT, UNKNOWN, Axis, AxisFlow, ids_of, part_of, size_of, whole
+from axis_flow import (
+    CONSTANT,
+    Axis,
+    AxisFlow,
+    Result,
+    Rule,
+    elementwise,
+    ids_of,
+    part_of,
+    resized,
+    size_of,
+    whole,
+)
 from torch import Tensor
 
-Result = list[tuple[Axis, ...]] | None
-"""The axes of each result; None: what `default` says."""
-Rule = Callable[[AxisFlow, Any, Any, dict[str, Any], list[Tensor]], Result]
 RULES: dict[str, Rule] = {}
 
 
@@ -26,47 +35,11 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def rule_of(name: str) -> Rule | None:
-    """The rule of an operator by its name without overload."""
-    return RULES.get(name)
-
-
 def named(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of an operator by the names in its schema, with their defaults."""
     schema = func._schema.arguments
     given = {one.name: one.default_value for one in schema if one.has_default_value()}
     return {**given, **{one.name: value for one, value in zip(schema, args, strict=False)}, **kwargs}
-
-
-def default(flow: AxisFlow, operands: list[Tensor], out: Tensor) -> tuple[Axis, ...]:
-    """Element by element where all operands fit the result; else axis by axis of the first that has as many."""
-    shape = tuple(out.shape)
-    if all(_fits(tuple(tensor.shape), shape) for tensor in operands):
-        return elementwise(flow, operands, out)
-    first = next((tensor for tensor in operands if tensor.dim() == out.dim()), None)
-    if first is None:
-        return tuple(whole(size, UNKNOWN) for size in shape)
-    return tuple(resized(axis, size) for axis, size in zip(flow.axes(first), shape, strict=True))
-
-
-def resized(axis: Axis, size: int) -> Axis:
-    """An axis of another size that the same things decide on, as pixels behind a stride."""
-    return axis if size_of(axis) == size else whole(size, ids_of(axis))
-
-
-def _fits(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
-    pairs = zip(reversed(shape), reversed(to), strict=False)
-    return len(shape) <= len(to) and all(a in (1, b) for a, b in pairs)
-
-
-def elementwise(flow: AxisFlow, operands: list[Tensor], out: Tensor) -> tuple[Axis, ...]:
-    """Operands that broadcast to the result."""
-    axes = [whole(size, (CONSTANT,)) for size in out.shape]
-    for tensor in operands:
-        for axis, known in zip(range(-tensor.dim(), 0), flow.axes(tensor), strict=True):
-            if size_of(known) == out.shape[axis]:
-                axes[axis] = flow.combine(known, axes[axis])
-    return tuple(axes)
 
 
 @rule("view", "_unsafe_view", "reshape", "_reshape_alias", "unflatten", "view_as")
@@ -180,8 +153,8 @@ def _after(first: Axis, second: Axis) -> Axis:
     return first + second
 
 
-@rule("sum", "mean", "amax", "amin", "max", "min", "var", "std", "var_mean", "std_mean", "argmax", "argmin", "logsumexp",
-      "norm", "linalg_vector_norm", "prod", "any", "all", "median", "mode")  # fmt: skip
+@rule("sum", "mean", "amax", "amin", "max", "min", "var", "std", "var_mean", "std_mean", "argmax", "argmin",
+      "logsumexp", "norm", "linalg_vector_norm", "prod", "any", "all", "median", "mode")  # fmt: skip
 def _reduced(flow: AxisFlow, func: Any, args: Any, kwargs: Any, outs: list[Tensor]) -> Result:
     given = named(func, args, kwargs)
     if isinstance(given.get("other"), Tensor):
@@ -249,7 +222,8 @@ def _convolved(flow: AxisFlow, func: Any, args: Any, kwargs: Any, outs: list[Ten
 
 
 @rule("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training", "_batch_norm_no_update",
-      "_batch_norm_with_update", "native_group_norm", "batch_norm", "cudnn_batch_norm", "miopen_batch_norm")  # fmt: skip
+      "_batch_norm_with_update", "native_group_norm", "batch_norm", "cudnn_batch_norm",
+      "miopen_batch_norm")  # fmt: skip
 def _normalized(flow: AxisFlow, func: Any, args: Any, kwargs: Any, outs: list[Tensor]) -> Result:
     axes = list(flow.axes(args[0]))
     for tensor in args[1:3]:

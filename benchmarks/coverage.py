@@ -167,7 +167,7 @@ def _keep(found: list[dict[str, Any]], zoo: Zoo, options: argparse.Namespace) ->
     size = options.size or zoo.SIZE
     setting: dict[str, Any] = {"zoo": options.zoo, "size": size, "batch": 1, "threads": 1, "share": 0.5}
     kept = None
-    if options.models:
+    if options.models and (RESULTS / f"{name}.json").exists():
         kept = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
         now = environment()
         other = {key: value for key, value in now.items() if kept["environment"].get(key) != value}

@@ -6,7 +6,8 @@ import io
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from coverage_export import exports
 from coverage_least import Least, least_left
 from coverage_reasons import Stops
 from torch import nn
-from zoo_cases import OWN, Case, randomize
+from zoo_cases import OWN, Case, Check, randomize
 
 import prunekit
 from prunekit.channels.trial.tolerance import TOLERANCE
@@ -41,26 +42,21 @@ def check(case: Case, *, export: bool = True) -> Iterator[dict[str, Any]]:
         return
     row: dict[str, Any] = {"seconds": round(time.perf_counter() - start, 2)}
     try:
-        least = least_left(case.model, example, case.outputs)
+        least = least_left(deepcopy(case.model), example, case.outputs)
     except Exception as error:  # of the measure itself
         yield failed(f"least: {where_from(error)}", row)
         return
     row |= _figures(pruned, least, [name for name, _ in case.model.named_parameters()])
+    uses = _said_of_each({"pickles": _pickles}, case, pruned, example)  # before anything else runs either
     problems = [*_equality(case, pruned, example), *_running(case, pruned.model), *_folder(case, pruned, example)]
-    for column, check_of in {"pickles": _pickles, **case.checks}.items():
-        row[column] = said(partial(check_of, case, pruned, example))
-        if row[column] != "yes" and not row[column].startswith(OWN):
-            problems.append(f"{column}: {row[column]}")
-    if problems:
-        yield failed("; ".join(problems), row)
-        return
+    uses |= _said_of_each(case.checks, case, pruned, example)
+    problems += [f"{use}: {what}" for use, what in uses.items() if what != "yes" and not what.startswith(OWN)]
     reasons = [] if row["beyond"] <= BEYOND else Stops(pruned.plan.channel_map, pruned.plan.keep, least).sentences()
-    verdict = "partly" if reasons else "passed"
-    yield {"passed": not reasons, "verdict": verdict, **row, "reason": "; ".join(reasons)}
-    if export:
+    verdict = "failed" if problems else "partly" if reasons else "passed"
+    yield {"passed": verdict == "passed", "verdict": verdict, **row, **uses, "reason": "; ".join([*problems, *reasons])}
+    if export and not problems:
         yield from exports(case, pruned.model, example)
-        for column, check_of in case.exports.items():
-            yield {column: said(partial(check_of, case, pruned, example))}
+        yield _said_of_each(case.exports, case, pruned, example)
 
 
 def failed(reason: str, row: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -83,6 +79,11 @@ def said(checked: Any) -> str:
         return str(checked())
     except Exception as error:  # whatever the model's code does
         return where_from(error)
+
+
+def _said_of_each(checks: Mapping[str, Check], case: Case, pruned: Any, example: tuple[Any, ...]) -> dict[str, str]:
+    """What some checks say, by their columns."""
+    return {column: said(partial(one, case, pruned, example)) for column, one in checks.items()}
 
 
 def _figures(pruned: Any, least: Least, names: list[str]) -> dict[str, Any]:

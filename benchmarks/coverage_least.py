@@ -13,7 +13,8 @@
 makes. Axes of a parameter that are one axis of the product, such as heads and the positions in them, are one width;
 axes that are no axis of the product, such as pixels of a kernel or the number of experts in a stack, are none. A
 convolution in at least as many groups as there are channels in each, such as a depthwise one, loses whole groups, and
-has one width alone. Parameters that are in no product, such as biases, scales and norms, have a width along each axis.
+has one width alone. Parameters that are in no product, such as biases, scales and norms, have the widths of what they
+are added to or multiplied with.
 
 **Halved** leaves ceil(n / 2) of n: of every width, but for those that an expert cannot change: what reads the channels
 of the model's input, or numbers that no parameter decides, as the sines of a time step; and what positions or pixels of
@@ -37,6 +38,7 @@ from typing import Any
 
 import torch
 from axis_flow import CONSTANT, INPUT, Axis, AxisFlow, Found, Ids, size_of
+from axis_rules import RULES
 from torch import nn
 
 from prunekit.channels.tracing.execution import mode_for_trace, plain_attention
@@ -79,7 +81,7 @@ def least_left(model: nn.Module, given: Any, outputs: Any = None) -> Least:
         outputs: which outputs are read, as `prunekit.prune` takes it.
     """
     example = as_example(model, given)
-    flow = AxisFlow(model, example)
+    flow = AxisFlow(model, example, RULES)
     seen = _read_in(flow, model, example, outputs, training=False)
     if len(flow.found.used) < sum(1 for _ in model.parameters()):  # auxiliary heads
         with suppress(Exception):  # of inputs that train mode does not take
@@ -112,6 +114,7 @@ class _Widths:
         self.found = found
         self.seen = seen
         self.pinned = found.pinned(seen | {INPUT, CONSTANT})
+        self.split_from = {found.find(part): found.find(one) for parts, one in found.parts.items() for part in parts}
         self.together: dict[str, list[set[int]]] = defaultdict(list)
         self.shares: dict[tuple[str, int], list[float]] = defaultdict(list)
         self.ids_of: dict[tuple[str, int], list[int]] = defaultdict(list)
@@ -154,9 +157,17 @@ class _Widths:
 
     def left(self, name: str, shape: torch.Size) -> int:
         """How many entries of a parameter halving leaves."""
-        groups = self.together.get(name) or [{axis} for axis in range(len(shape))]
+        groups = self.together.get(name) or self._apart(name, len(shape))
         other = prod(size for axis, size in enumerate(shape) if not any(axis in group for group in groups))
         return other * prod(self._of_width(name, group, prod(shape[axis] for axis in group)) for group in groups)
+
+    def _apart(self, name: str, axes: int) -> list[set[int]]:
+        """The widths of a parameter that is in no product: its axes, those in one that another axis was split into."""
+        groups: dict[int, set[int]] = {}
+        for axis in range(axes):
+            root = self._root(name, axis)
+            groups.setdefault(self.split_from.get(root, root), set()).add(axis)
+        return list(groups.values())
 
     def _of_width(self, name: str, group: set[int], size: int) -> int:
         if any(self._root(name, axis) in self.pinned for axis in group):

@@ -125,6 +125,12 @@ CASES = {
         {"norm.weight": 16, "norm.bias": 16, "qkv.weight": 24 * 16, "qkv.bias": 24, "out.weight": 16 * 8,
          "out.bias": 16},
     ),
+    "a factor for each head and position in it": Counted(
+        Net(lambda net, x: net.head((net.inner(x).view(2, 4, 4) * net.factor).flatten(1)), inner=nn.Linear(3, 16),
+            factor=table(1, 4, 4), head=nn.Linear(16, 4)),
+        (torch.randn(2, 3),),
+        {"inner.weight": 8 * 3, "inner.bias": 8, "factor": 8},
+    ),
     "positions of the input": Counted(
         Net(lambda net, x: net.head((net.inner(x) * net.mix(net.inner(x).mT).mT).mean(1)), inner=nn.Linear(3, 8),
             mix=nn.Linear(6, 6), head=nn.Linear(8, 4)),

@@ -271,11 +271,13 @@ def flip(flow: LabelFlow, call: OperatorCall) -> None:
 
 @register_rule("aten.repeat")
 def repeat(flow: LabelFlow, call: OperatorCall) -> None:
-    """Repeat labels together with the values, or give a mask or index, which has none, those of what it is made for."""
+    """Repeat labels together with the values; an axis along which one position is repeated may have any size.
+
+    A mask or an index is repeated as often as there are channels.
+    """
     lead = (1,) * (call.out.dim() - call.args[0].dim())
-    known = flow.fields(call.args[0])
-    fields = [] if known else flow.made_labels(call.out, _repeated(call))
-    for field in known:
+    fields = flow.made_labels(call.out, _repeated(call))
+    for field in flow.fields(call.args[0]):
         labels = field.labels.reshape(lead + field.labels.shape)
         times = [int(n) if size > 1 else 1 for n, size in zip(call.args[1], labels.shape, strict=True)]
         fields.append(field.with_labels(np.tile(labels, times)))
