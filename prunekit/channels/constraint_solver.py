@@ -76,10 +76,7 @@ def solve(
     while True:
         before = union.find(np.arange(union.size))
         for constraint in ordered:
-            if isinstance(constraint, Crossed):
-                found = _solve_crossed(union, constraint, whole_heads=whole_heads)
-            else:
-                found = _SOLVERS[type(constraint)](union, constraint)
+            found = _SOLVERS[type(constraint)](union, constraint, whole_heads)
             records += [record for record in found if not trace.flow.only_made(record.labels)]
         records += _lock_full_axes(axes, union)
         after = union.find(np.arange(union.size))
@@ -137,10 +134,11 @@ def _solve_normalized(union: LabelUnion, normalized: Normalized, *, whole_heads:
         union.lock(normalized.rows)
 
 
-# Each of the following solves one constraint for the classes as they are now, and returns the locks to report.
+# Each of the following solves one constraint for the classes as they are now, and returns the locks to report;
+# `whole_heads` as for `solve`.
 
 
-def _solve_nested(union: LabelUnion, nested: Nested) -> Iterable[LockRecord]:
+def _solve_nested(union: LabelUnion, nested: Nested, whole_heads: bool) -> Iterable[LockRecord]:
     """Leave whole rows as they are, and lock what they met unless it has a partner; otherwise merge whole columns.
 
     Where what they met is locked, only rows can be removed.
@@ -158,7 +156,7 @@ def _solve_nested(union: LabelUnion, nested: Nested) -> Iterable[LockRecord]:
     return []
 
 
-def _solve_rectangle(union: LabelUnion, rectangle: Rectangle) -> Iterable[LockRecord]:
+def _solve_rectangle(union: LabelUnion, rectangle: Rectangle, whole_heads: bool) -> Iterable[LockRecord]:
     """Keep whole rows where every row is one class already (attention heads), else whole columns (channel shuffle)."""
     roots = union.find(rectangle.labels)
     if not (roots == roots[:, :1]).all():
@@ -166,7 +164,7 @@ def _solve_rectangle(union: LabelUnion, rectangle: Rectangle) -> Iterable[LockRe
     return []
 
 
-def _solve_crossed(union: LabelUnion, crossed: Crossed, *, whole_heads: bool) -> Iterable[LockRecord]:
+def _solve_crossed(union: LabelUnion, crossed: Crossed, whole_heads: bool) -> Iterable[LockRecord]:
     """Lock the second axis where whole heads are removed, else the first; neither if one is locked already."""
     both = [crossed.first, crossed.second]
     if not all(union.find(record.labels).any() for record in both):
@@ -175,7 +173,7 @@ def _solve_crossed(union: LabelUnion, crossed: Crossed, *, whole_heads: bool) ->
     return [] if whole_heads else [both[0]]
 
 
-def _solve_flattened(union: LabelUnion, flattened: Flattened) -> Iterable[LockRecord]:
+def _solve_flattened(union: LabelUnion, flattened: Flattened, whole_heads: bool) -> Iterable[LockRecord]:
     """Merge the entries with the one axis that loses anything; their place on the others, as in a kernel, is the same.
 
     Where several axes could lose entries, nothing tells them apart.
@@ -188,7 +186,7 @@ def _solve_flattened(union: LabelUnion, flattened: Flattened) -> Iterable[LockRe
     return []
 
 
-def _solve_equal_parts(union: LabelUnion, equal: EqualParts) -> Iterable[LockRecord]:
+def _solve_equal_parts(union: LabelUnion, equal: EqualParts, whole_heads: bool) -> Iterable[LockRecord]:
     """Tie labels across parts, as few as it takes: a class that every part holds equally often needs no tie.
 
     The rest is matched by how often a class occurs, so that classes of one size meet.
@@ -211,7 +209,7 @@ def _solve_equal_parts(union: LabelUnion, equal: EqualParts) -> Iterable[LockRec
     return []
 
 
-def _solve_padded(union: LabelUnion, padded: Padded) -> Iterable[LockRecord]:
+def _solve_padded(union: LabelUnion, padded: Padded, whole_heads: bool) -> Iterable[LockRecord]:
     """Merge what was added to a head with the head where that is removed as a whole, else lock it."""
     roots = union.find(padded.labels)
     if (roots == roots[:1]).all():
@@ -221,7 +219,7 @@ def _solve_padded(union: LabelUnion, padded: Padded) -> Iterable[LockRecord]:
     return []
 
 
-def _solve_grouped(union: LabelUnion, grouped: Grouped) -> Iterable[LockRecord]:
+def _solve_grouped(union: LabelUnion, grouped: Grouped, whole_heads: bool) -> Iterable[LockRecord]:
     """Couple whole groups if the channels of each are coupled already, as those of a head, else columns of each."""
     if any(_in_whole_rows(union.find(labels)) for labels in (grouped.inputs, grouped.outputs)):
         union.tie(grouped.inputs, [1])
@@ -238,9 +236,9 @@ def _in_whole_rows(roots: Labels) -> bool:
     return bool(roots.shape[1] > 1 and (roots == roots[:, :1]).all() and (roots != roots[0, 0]).any())
 
 
-_SOLVERS: dict[type, Callable[[LabelUnion, Any], Iterable[LockRecord]]] = {
-    Contracted: lambda union, contracted: (),  # solved once, before all others
-    Normalized: lambda union, normalized: (),  # the same
+_SOLVERS: dict[type, Callable[[LabelUnion, Any, bool], Iterable[LockRecord]]] = {
+    Contracted: lambda union, contracted, whole_heads: (),  # solved once, before all others
+    Normalized: lambda union, normalized, whole_heads: (),  # the same
     Nested: _solve_nested,
     Rectangle: _solve_rectangle,
     Crossed: _solve_crossed,

@@ -68,7 +68,7 @@ class ModelCalls:
         state = {name: parts[name] for name in self.state if parts.get(name) is not None}
         if self.following is None or not state:
             return None
-        return (Keywords({**self.following(arguments_by_name(model, example)), **state}),)
+        return _with(self.following(arguments_by_name(model, example)), state)
 
 
 ONE_CALL = ModelCalls()
@@ -99,13 +99,18 @@ def _with_state(model: nn.Module, arguments: Arguments, state: dict[str, Any], r
     failures = []
     for following in (next_position, same_again):
         try:
-            call(model, (Keywords({**following(arguments), **map_tensors(state, torch.clone)}),))
+            call(model, _with(following(arguments), map_tensors(state, torch.clone)))
         except Exception as error:  # whatever the model's code makes of these arguments
             failures.append(reason_of(error))
         else:
             return ModelCalls(read.with_state(tuple(state)), tuple(state), following)
     refused = f"no second call with it runs on this example ({failures[-1]})"
     return ModelCalls(read, refused=refused, refused_state=tuple(state))
+
+
+def _with(arguments: Arguments, state: dict[str, Any]) -> tuple[Any, ...]:
+    """Return an example of arguments by name and the state."""
+    return (Keywords({str(name): value for name, value in arguments.items()} | state),)
 
 
 def _optional(model: nn.Module) -> set[str]:

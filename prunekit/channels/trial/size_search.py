@@ -175,8 +175,8 @@ def _value(node: ast.AST, names: Mapping[str, Any]) -> Any:
     match node:
         case ast.Name(name):
             return names.get(name)
-        case ast.Attribute(of, name) if not isinstance(of_value := _value(of, names), torch.Tensor):
-            return vars(of_value).get(name) if hasattr(of_value, "__dict__") else None
+        case ast.Attribute(owner, name) if not isinstance(found := _value(owner, names), torch.Tensor):
+            return vars(found).get(name) if hasattr(found, "__dict__") else None
         case ast.Subscript(ast.Attribute(ast.Name(name), "shape"), index):
             pass
         case ast.Call(ast.Attribute(ast.Name(name), "size"), [index]):
@@ -240,8 +240,8 @@ class SizeSearch:
     def after(self, failed: Failure) -> list[SizeAttribute]:
         """Return sizes of the module that failed, or of the nearest one around it, and of others of its class.
 
-        Their labels are in the trace's own numbering. The list is empty if nothing helps. If nothing takes the trial past
-        the module, sizes that take it further in it are returned: what fails then may be locked alone.
+        Their labels are in the trace's own numbering. The list is empty if nothing helps. If nothing takes the trial
+        past the module, sizes that take it further in it are returned: what fails then may be locked alone.
         """
         numbers = self.scales.at(*failed, self.compact)
         if numbers and self.plain:

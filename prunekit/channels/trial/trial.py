@@ -290,7 +290,7 @@ class _PlanOnTrial:
     def lock_for(
         self, divergence: Divergence, run: TracedRun, *, there: bool = False, again: bool = False
     ) -> LockRecord | None:
-        """Return a lock of all labels at the operator that differs, or at the last before the Python of a module failed.
+        """Return a lock of all labels at the operator that differs, or at the last before a module's Python failed.
 
         If positions in heads are pruned there, they alone are locked at first. If nothing is pruned there, the lock is
         at an operator before, of the same module if Python failed, unless `there` is set; else at all operators of the
