@@ -69,12 +69,13 @@ def randomized(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def random_keep(channel_map: ChannelMap, seed: int = 0, share: float = 1 / 3) -> Keep:
-    """Drops a random share of every group's labels, at least one of each group and never all."""
+    """Drops a random share of every group's labels, in its steps: at least one of each group and never all."""
     generator = np.random.default_rng(seed)
     keep = np.ones(channel_map.n_labels, dtype=bool)
-    for group in channel_map.groups:
+    for group, step, least in zip(channel_map.groups, channel_map.steps, channel_map.least, strict=True):
         size = group.labels.size
-        count = min(max(1, round(share * size)), size - 1)
+        count = min(max(1, round(share * size)), size - max(1, int(least)))
+        count = size - max(1, (size - count) // int(step)) * int(step)
         keep[generator.permutation(group.labels)[:count]] = False
     return keep
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from prunekit.channels.constraints import EqualParts, LockRecord
 from prunekit.channels.joint_labels import NOT_JOINT, deciders
-from prunekit.channels.labels import Field, Labels, MacTerm, Stored
-from prunekit.channels.tracing.channel_norms import ChannelNorm
+from prunekit.channels.labels import Field, Labels, MacTerm, Stored, WidthMultiple
+from prunekit.channels.tracing.channel_norms import ChannelNorm, NarrowBlock
 from prunekit.channels.tracing.tracer import ActivationKey, Trace
 from prunekit.errors import ModelError
 from prunekit.utils.display import NOTHING, Displayed, Table, count, plural
@@ -101,9 +101,11 @@ class ChannelMap(Displayed):
         mac_terms: multiply-accumulates of every operator, as products of widths.
         source: what the map was built from; None if it was read from a file.
         norms: module path -> the labels over which the module takes statistics; in masked runs it sees kept ones only.
+        blocks: module path -> a module that runs narrow in masked runs, as a whole, where its positions are removed.
         sizes: attributes of modules that a trial found to be sizes.
         joint: labels that two others decide on, (n, 3): rows of the label itself, that of its whole head, and that of
             its position in all heads; it is kept if both are. They are in no group.
+        multiples: widths that operators take only in multiples of a number.
         stored: name -> how the model's file holds the tensor.
         divided: axes of tensors along which removed entries keep their values in a masked model: it divides by their
             norm, and multiplies by a factor that is zero.
@@ -135,10 +137,12 @@ class ChannelMap(Displayed):
     mac_terms: tuple[MacTerm, ...]
     source: MapSource | None
     norms: Mapping[str, ChannelNorm] = field(default_factory=dict)
+    blocks: Mapping[str, NarrowBlock] = field(default_factory=dict)
     sizes: tuple[SizeAttribute, ...] = ()
     joint: Labels = field(default_factory=NOT_JOINT.copy)
     stored: Mapping[str, Stored] = field(default_factory=dict)
     divided: frozenset[Slot] = frozenset()
+    multiples: tuple[WidthMultiple, ...] = ()
     inputs: tuple[InputSpec, ...] = ()
     read: ReadOutputs = ALL_READ
 
@@ -199,6 +203,33 @@ class ChannelMap(Displayed):
                     locked *= np.count_nonzero(axis == 0) / axis_size
             total, free = total + size, free + size - locked
         return free / total if total else 0.0
+
+    def narrow(self, keep: Keep) -> dict[str, ChannelNorm]:
+        """Return the modules that run narrow in a masked model: norms, and blocks that lose positions."""
+        losing = {path: block for path, block in self.blocks.items() if not keep[block.positions].all()}
+        return {**self.norms, **losing}
+
+    @cached_property
+    def least(self) -> Labels:
+        """The fewest labels of each group that may be kept."""
+        least = np.ones(len(self.groups), dtype=np.int64)
+        for multiple in self.multiples:
+            groups = np.unique(self.group_of[multiple.labels])
+            np.maximum.at(least, groups[groups >= 0], multiple.least)
+        return least
+
+    @cached_property
+    def steps(self) -> Labels:
+        """Step of the number of kept labels of each group, so that widths are the multiples that operators need."""
+        steps = np.ones(len(self.groups), dtype=np.int64)
+        for multiple in self.multiples:
+            deciding = self.deciding(multiple.labels)
+            for labels in deciding:
+                on_axis = np.bincount(self.group_of[labels] + 1, minlength=len(self.groups) + 1)[1:]
+                for group in np.flatnonzero(on_axis):
+                    channels = 1 if len(deciding) > 1 else max(1, on_axis[group] // self.groups[group].labels.size)
+                    steps[group] = np.lcm(steps[group], multiple.number // np.gcd(multiple.number, channels))
+        return steps
 
     @cached_property
     def group_of(self) -> Labels:

@@ -23,6 +23,9 @@ from prunekit.channels.constraints import (
 from prunekit.channels.labels import Labels, LabelUnion
 from prunekit.channels.tracing.tracer import Trace
 
+NOT_USED = (
+    "not used by the example inputs, so it stays, and what it reads may not: give inputs that use it as more_examples"
+)
 WHOLE_AXIS = "all channels of this axis are coupled: none can be removed alone"
 
 
@@ -93,7 +96,7 @@ def _lock_unused(trace: Trace, axes: LabeledAxes, union: LabelUnion) -> list[Loc
     records = []
     for index in np.flatnonzero(~np.logical_or.reduceat(read[axes.all], axes.starts)) if axes.axes else ():
         union.lock(axes.axes[index])
-        records.append(LockRecord("not used by the example inputs", axes.modules[index], "", axes.axes[index]))
+        records.append(LockRecord(NOT_USED, axes.modules[index], "", axes.axes[index]))
     return records
 
 

@@ -158,6 +158,15 @@ class MacTerm:
     factors: tuple[Labels, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class WidthMultiple:
+    """A width that is needed in multiples of a number, as by kernels that load 16 bytes at once, and a least one."""
+
+    labels: Labels
+    number: int
+    least: int = 1
+
+
 @dataclass(frozen=True)
 class Stored:
     """Storage of a tensor in a model's file: bytes of one element, and whether it is a parameter or a buffer."""

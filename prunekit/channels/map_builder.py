@@ -22,10 +22,10 @@ from prunekit.channels.constraints import (
 )
 from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.joint_labels import numbered
-from prunekit.channels.labels import Labels, MacTerm, Stored
+from prunekit.channels.labels import Labels, MacTerm, Stored, WidthMultiple
 from prunekit.channels.rewrite.call_sites import CodePlace
 from prunekit.channels.rewrite.size_expressions import avoidable
-from prunekit.channels.tracing.channel_norms import renumbered_norms
+from prunekit.channels.tracing.channel_norms import renumbered_blocks, renumbered_norms
 from prunekit.channels.tracing.fused_modules import is_inside
 from prunekit.channels.tracing.tracer import Trace
 from prunekit.utils.display import listed
@@ -95,7 +95,14 @@ def _built(source: MapSource, shapes: Mapping[str, tuple[int, ...]], stored: Map
         ),
         source=replace(source, final=final, stated=bool(sizes)),
         norms=renumbered_norms(trace.norms.norms, final),
-        sizes=tuple(one.renumbered(final) for one in (*_sizes_of_groups(trace, final), *sizes, *source.sizes)),
+        blocks=renumbered_blocks(trace.norms.blocks, final),
+        sizes=tuple(
+            one.renumbered(final)
+            for one in (*_sizes_of_groups(trace, final), *_sizes_of_positions(trace), *sizes, *source.sizes)
+        ),
+        multiples=tuple(
+            WidthMultiple(final[one.labels], one.number, one.least) for one in (*trace.flow.multiples, *_least(trace))
+        ),
         stored=stored,
         inputs=trace.inputs,
         read=trace.read,
@@ -136,6 +143,20 @@ def _sizes_of_groups(trace: Trace, final: Labels) -> Iterator[SizeAttribute]:
             if not (rows == rows[0]).all():
                 yield SizeAttribute(grouped.module, "groups", None, grouped.inputs)
                 yield SizeAttribute(grouped.module, "in_channels", None, grouped.inputs.reshape(-1, 1))
+
+
+def _sizes_of_positions(trace: Trace) -> Iterator[SizeAttribute]:
+    """Yield the numbers that modules remember of interchangeable positions."""
+    for positions in trace.flow.interchangeable.values():
+        labels, parts = positions.labels[:, None], positions.known.parts
+        for module, name, of_part in positions.known.sizes:
+            yield SizeAttribute(module, name, None, labels[: len(labels) // parts] if of_part else labels)
+
+
+def _least(trace: Trace) -> Iterator[WidthMultiple]:
+    """Yield the least numbers of interchangeable positions."""
+    for positions in trace.flow.interchangeable.values():
+        yield WidthMultiple(positions.labels, 1, positions.known.least)
 
 
 def _stays(record: LockRecord, final: Labels) -> bool:

@@ -45,6 +45,7 @@ from torch import nn
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.map_builder import build_map
 from prunekit.channels.tracing.tracer import trace_model
+from prunekit.channels.trial.interchangeable_axes import interchangeable_axes
 from prunekit.distributed.sharded_tensors import is_sharded
 from prunekit.errors import ModelError
 from prunekit.hooks.wrappers import unwrapped
@@ -88,4 +89,7 @@ def trace(model: nn.Module, example: Any, *more_examples: Any, outputs: Outputs 
             "fully_shard on the result"
         )
     examples = [as_example(model, one) for one in (example, *more_examples)]
-    return build_map(model, trace_model(model, examples, read=ReadOutputs.given(outputs)))
+    read = ReadOutputs.given(outputs)
+    chart = build_map(model, trace_model(model, examples, read=read))
+    found = interchangeable_axes(model, chart, examples)
+    return build_map(model, trace_model(model, examples, read=read, interchangeable=found)) if found else chart

@@ -14,7 +14,19 @@ from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator
 from prunekit.utils.tensors import gather
 
 aten = torch.ops.aten
-_FLOPS = {**flop_registry, aten._sparse_addmm: flop_registry[aten.addmm]}
+
+
+def _grouped_product(left: Tensor, right: Tensor, *args: Any, **named: Any) -> int:
+    """Count a product of matrices of which one is cut in parts, each for another matrix of a stack, as one product."""
+    stacks = len(left) if left.dim() == right.dim() == 3 else 1
+    return 2 * stacks * prod(left.shape[-2:]) * right.shape[-1]
+
+
+_FLOPS = {
+    aten._grouped_mm: _grouped_product,
+    **flop_registry,
+    aten._sparse_addmm: flop_registry[aten.addmm],
+}
 
 
 class FlopCounter(OperatorMode):

@@ -72,13 +72,13 @@ def free_parts(
     for pattern, share in settings.ratios.items():
         ratio[labels_matching(channel_map, [pattern], "ratios")] = share
     parts = []
-    for group in channel_map.groups:
+    for group, *needed in zip(channel_map.groups, channel_map.steps, channel_map.least, strict=True):
         free = group.labels[~excluded[group.labels]]
         channels, unit = channels_per_label(channel_map, group), _unit(channel_map, group, settings)
         for share in np.unique(ratio[free]):
             labels = free[np.isnan(ratio[free]) if np.isnan(share) else ratio[free] == share]
             order = labels[np.lexsort((labels, -scores[labels]))]
-            part = GroupPart(order, _allowed(labels.size, unit or channels, settings), channels)
+            part = GroupPart(order, _allowed(labels.size, unit or channels, settings, *needed), channels)
             if not np.isnan(share):
                 wanted = labels.size * (1 if _are_positions(channel_map, group) else share)
                 part = GroupPart(order, np.array([part.at_most(wanted)]), channels)
@@ -116,10 +116,11 @@ def _unit(channel_map: ChannelMap, group: ChannelGroup, settings: PruneSettings)
     return int(np.gcd.reduce(np.concatenate([_allowed(size, 1, settings) for size in sizes])))
 
 
-def _allowed(size: int, channels: int, settings: PruneSettings) -> Labels:
+def _allowed(size: int, channels: int, settings: PruneSettings, step: int = 1, least: int = 1) -> Labels:
+    """Return allowed numbers of labels; `step` and `least` are those that the model itself needs."""
     counts = np.arange(1, size + 1)
     fits = (counts * channels % settings.round_to == 0) & (counts * channels >= settings.min_channels)
-    allowed: Labels = counts[fits | (counts == size)]
+    allowed: Labels = counts[(fits & (counts % step == 0) & (counts >= least)) | (counts == size)]
     return allowed
 
 

@@ -23,8 +23,8 @@ from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.cut.model_match import require_model
 from prunekit.channels.cut.slicing import blank, is_variance, kept_indices, masked_indices
 from prunekit.channels.joint_labels import NOT_JOINT
-from prunekit.channels.labels import Labels, MacTerm, Stored
-from prunekit.channels.tracing.channel_norms import ChannelNorm
+from prunekit.channels.labels import Labels, MacTerm, Stored, WidthMultiple
+from prunekit.channels.tracing.channel_norms import Axes, ChannelNorm, NarrowBlock
 from prunekit.errors import ArtifactError, PlanError, UsageError
 from prunekit.settings.prune import facts_from
 from prunekit.utils.display import Displayed, Table, changes, count, plural, share
@@ -252,9 +252,13 @@ class Plan(Displayed):
         tensors |= {f"activation/{i}": np.ascontiguousarray(labels) for i, (_, labels) in enumerate(activations)}
         for i, norm in enumerate(chart.norms.values()):
             tensors |= {f"norm/{i}/{j}": np.ascontiguousarray(labels) for j, (_, labels) in enumerate(norm.axes)}
+        for i, block in enumerate(chart.blocks.values()):
+            tensors |= {f"block/{i}/{j}": np.ascontiguousarray(labels) for j, (_, labels) in enumerate(block.axes)}
+            tensors[f"block/{i}"] = np.ascontiguousarray(block.positions)
         for i, term in enumerate(chart.mac_terms):
             tensors |= {f"macs/{i}/{j}": np.ascontiguousarray(factor) for j, factor in enumerate(term.factors)}
         tensors |= {f"size/{i}": np.ascontiguousarray(size.labels) for i, size in enumerate(chart.sizes)}
+        tensors |= {f"multiple/{i}": np.ascontiguousarray(one.labels) for i, one in enumerate(chart.multiples)}
         tensors |= {f"order/{i}": size.order for i, size in enumerate(chart.sizes) if size.order is not None}
         tensors |= {f"element/{name}": mask.numpy() for name, mask in self.element_masks.items()}
         with atomic_file(folder / "plan.safetensors") as temporary:
@@ -269,16 +273,19 @@ class Plan(Displayed):
             "activations": [list(key) for key, _ in activations],
             "sizes": [[size.module, size.name, size.position] for size in chart.sizes],
             "macs": [[term.module, term.operator, term.constant, len(term.factors)] for term in chart.mac_terms],
-            "norms": [
-                [path, [axis for axis, _ in norm.inputs], [axis for axis, _ in norm.outputs]]
-                for path, norm in chart.norms.items()
-            ],
+            "norms": [_written_norm(path, norm) for path, norm in chart.norms.items()],
+            "blocks": [_written_norm(path, block) for path, block in chart.blocks.items()],
             "divided": [list(slot) for slot in sorted(chart.divided)],
+            "multiples": [[one.number, one.least] for one in chart.multiples],
             "inputs": [[list(one.shape), one.dtype, one.name] for one in chart.inputs],
             "outputs": chart.read.as_text(),
             "sha256": sha256(folder / "plan.safetensors"),
         }
         write_text(folder / "plan.json", json.dumps(text, indent=1) + "\n")
+
+
+def _written_norm(path: str, norm: ChannelNorm) -> list[Any]:
+    return [path, [axis for axis, _ in norm.inputs], [axis for axis, _ in norm.outputs]]
 
 
 def require_plan(plan: Any, model: nn.Module | None = None) -> None:
@@ -376,8 +383,12 @@ def _read_map(text: dict[str, Any], tensors: dict[str, Labels]) -> ChannelMap:
         ),
         source=None,
         norms={
-            path: _read_norm(inputs, outputs, [tensors[f"norm/{i}/{j}"] for j in range(len(inputs) + len(outputs))])
+            path: ChannelNorm(*_read_axes(f"norm/{i}", inputs, outputs, tensors))
             for i, (path, inputs, outputs) in enumerate(text.get("norms", []))
+        },
+        blocks={
+            path: NarrowBlock(*_read_axes(f"block/{i}", inputs, outputs, tensors), tensors[f"block/{i}"])
+            for i, (path, inputs, outputs) in enumerate(text.get("blocks", []))
         },
         sizes=tuple(
             SizeAttribute(path, name, position, tensors[f"size/{i}"], tensors.get(f"order/{i}"))
@@ -385,12 +396,16 @@ def _read_map(text: dict[str, Any], tensors: dict[str, Labels]) -> ChannelMap:
         ),
         joint=joint,
         divided=frozenset((name, axis) for name, axis in text.get("divided", [])),
+        multiples=tuple(
+            WidthMultiple(tensors[f"multiple/{i}"], number, least)
+            for i, (number, least) in enumerate(text.get("multiples", []))
+        ),
         stored={name: Stored(size, parameter) for name, (size, parameter) in text.get("stored", {}).items()},
         inputs=tuple(InputSpec(tuple(shape), dtype, name) for shape, dtype, name in text.get("inputs", [])),
         read=ReadOutputs.from_text(text.get("outputs", {})),
     )
 
 
-def _read_norm(inputs: list[int], outputs: list[int], labels: list[Labels]) -> ChannelNorm:
-    axes = tuple(zip([*inputs, *outputs], labels, strict=True))
-    return ChannelNorm(axes[: len(inputs)], axes[len(inputs) :])
+def _read_axes(key: str, inputs: list[int], outputs: list[int], tensors: Mapping[str, Labels]) -> tuple[Axes, Axes]:
+    axes = tuple((axis, tensors[f"{key}/{j}"]) for j, axis in enumerate([*inputs, *outputs]))
+    return axes[: len(inputs)], axes[len(inputs) :]

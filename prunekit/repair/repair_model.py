@@ -175,7 +175,7 @@ class LayerWalk:
         self._settings, self._fitter = settings, LayerFitter(original, masked, plan, settings)
         self._tensors = [dict(named_tensors(model)) for model in (original, masked)]
         models = [original, masked] if settings.sequential else [original]
-        runs = [LayerPass(model, plan.channel_map.norms) for model in models]
+        runs = [LayerPass(model, plan.channel_map.narrow(plan.keep)) for model in models]
         for run in runs:
             run.learn(select_samples(inputs, slice(SAMPLES)))
         count, limit = sample_count(inputs), settings.memory_bytes * HELD / len(runs)
@@ -269,7 +269,7 @@ def _copy(model: nn.Module) -> nn.Module:
 
 
 def _surveyed(model: nn.Module, inputs: Inputs, plan: Plan, samples: int) -> LayerGraph:
-    return find_layer_graph(model, select_samples(inputs, slice(samples)), plan.channel_map.norms)
+    return find_layer_graph(model, select_samples(inputs, slice(samples)), plan.channel_map.narrow(plan.keep))
 
 
 def _is_looping(model: nn.Module, inputs: Inputs, plan: Plan, found: LayerGraph) -> bool:

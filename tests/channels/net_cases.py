@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import nets_attention
 import nets_convolutions
+import nets_experts
 import nets_fixed
 import nets_graphs
 import nets_grouped
@@ -23,6 +24,7 @@ __all__ = [
     "CASES",
     "nets_attention",
     "nets_convolutions",
+    "nets_experts",
     "nets_fixed",
     "nets_graphs",
     "nets_grouped",

@@ -165,12 +165,11 @@ def test_a_kernel_for_one_type_in_a_model_of_another() -> None:
 
     def forward(net: Any, x: Tensor) -> Tensor:
         y = net.a(x).relu()
-        offsets = torch.tensor([2, len(y)], dtype=torch.int32)
-        y = y + torch._grouped_mm(y.bfloat16(), net.experts.bfloat16(), offsets).to(y.dtype)
+        y = y + torch._weight_int8pack_mm(y.bfloat16(), net.bytes, net.scales.bfloat16()).to(y.dtype)
         return torch.as_tensor(net.c(net.b(y).relu()))
 
-    experts = nn.Parameter(torch.randn(2, 16, 16))
-    net = Net(forward, a=nn.Linear(6, 16), experts=experts, b=nn.Linear(16, 40), c=nn.Linear(40, 3))
+    packed = {"bytes": torch.arange(-128, 128, dtype=torch.int8).view(16, 16), "scales": nn.Parameter(torch.ones(16))}
+    net = Net(forward, a=nn.Linear(6, 16), **packed, b=nn.Linear(16, 40), c=nn.Linear(40, 3))
     images = torch.randn(32, 6, generator=torch.Generator().manual_seed(0))
     pruned = prunekit.prune(randomized(net), calibration=images, params=0.8)
     assert pruned.masked is not None

@@ -117,6 +117,8 @@ POINTWISE: dict[str, Operator] = {
     "in place": lambda x: x.clone().add_(1),
     "in place relu": lambda x: x.clone().relu_(),
     "in place fill": lambda x: x.clone().fill_(2),
+    "in place noise": lambda x: torch.empty_like(x).uniform_(0.9, 1.1),
+    "times noise": lambda x: x * torch.empty_like(x).normal_(),
     "in place zero": lambda x: x.clone().zero_(),
     "float32 and back": lambda x: x.float().double(),
     "detach": lambda x: x.detach() * 1,

@@ -119,7 +119,8 @@ def test_shape_operators_are_replayed(name: str) -> None:
 
 
 LOCKING: dict[str, Callable[[Tensor], Tensor]] = {
-    "step": lambda x: x[:, ::2],
+    "step with a rest": lambda x: x[:, ::4],
+    "step from within": lambda x: x[:, 2::2],
     "select": lambda x: x[:, 3].clone(),
     "roll": lambda x: x.roll(1, 1),
     "roll everything": lambda x: x.roll(1),
@@ -128,9 +129,22 @@ LOCKING: dict[str, Callable[[Tensor], Tensor]] = {
     "index of several": lambda x: x[torch.tensor([0, 1]), torch.tensor([1, 0])],
     "mask of several": lambda x: x[x[:, :, 0, 0] >= 0],
     "windows": lambda x: x.unfold(1, 2, 1),
-    "every other": lambda x: x[:, ::2],
     "unbind": lambda x: x.unbind(1)[0],
 }
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_a_step_passes_over_goes_with_what_it_takes(first: int) -> None:
+    flow = LabelFlow()
+    labels = flow.union.new(6)
+    tensor = torch.zeros(2, 6, 2, 2)
+    flow.set(tensor, [Field(along(labels, 1, 4), True)])
+    with RuleMode(flow):
+        taken = tensor[:, first::2]
+    assert not flow.locks
+    (field,) = flow.fields(taken)
+    assert field.labels.shape == (1, 3, 1, 1)
+    assert flow.union.find(labels).tolist() == np.repeat(flow.union.find(field.labels.reshape(-1)), 2).tolist()
 
 
 @pytest.mark.parametrize("name", LOCKING)

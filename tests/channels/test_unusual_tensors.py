@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from equivalence import Net
+from equivalence import Net, randomized
+from net_cases import CASES
+from net_registry import tokens
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import prunekit
+from prunekit.channels.constraints import NOT_ZERO
 from prunekit.channels.tracing.storages import plain_in
+from prunekit.criteria.scoring import score
 from prunekit.measure.model_size import count_macs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch says of nearly all of these that they may change
@@ -183,3 +189,50 @@ def test_what_a_graph_sums_over_neighbors_is_pruned(name: str) -> None:
 def test_statistics_leave_out_what_has_no_values_of_its_own(name: str) -> None:
     stats = prunekit.calibrate(_made(name), [torch.randn(4, 5, 6)])
     assert {"inner", "out"} <= {key.module for key in stats}
+
+
+def test_complex_parameters_are_scored_trained_and_saved(tmp_path: Path) -> None:
+    factory, _ = CASES["complex_parameters"]
+    model, example = factory()
+    randomized(model)
+    result = prunekit.prune(model, example, channels=0.5)
+    small, plan = result.model, result.plan
+    assert small.matrix.shape == (4, 4, 3)
+    kept = plan.kept("matrix", 0)
+    assert torch.equal(small.matrix, model.matrix[kept][:, kept])
+    turned = copy.deepcopy(model)
+    turned.matrix.data = 1j * turned.matrix.data  # its real and imaginary parts change places
+    assert np.allclose(score("l1", model, plan.channel_map), score("l1", turned, plan.channel_map))
+    with prunekit.masked(model, plan):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(*example).square().mean().backward()
+            optimizer.step()
+        removed = np.setdiff1d(np.arange(8), kept)
+        assert not model.matrix[removed].any()
+        assert not model.matrix[:, removed].any()
+        trained = prunekit.compact(model, plan)
+        assert torch.allclose(trained(*example), model(*example), atol=1e-6)
+    prunekit.save(trained, tmp_path / "small", plan)
+    loaded = prunekit.load(tmp_path / "small", model=model)
+    assert torch.equal(loaded(*example), trained(*example))
+
+
+def test_channels_in_a_stored_order_stay_and_the_lock_says_why() -> None:
+    net = Net(lambda net, x: net.b(net.a(x)[..., net.order]), a=nn.Linear(6, 8), b=nn.Linear(8, 3))
+    net.register_buffer("order", torch.arange(8).flip(0))
+    (lock,) = [lock for lock in prunekit.trace(net, tokens()).locks if lock.operator == "aten.index"]
+    assert "in the order of an index that the model stores" in lock.reason
+
+
+def test_a_write_into_a_part_takes_the_promise_of_zeros_from_the_whole() -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = net.a(x).relu()
+        z = torch.zeros_like(y)
+        z[:, 1:] = y[:, 1:].exp()
+        return z @ z.mT
+
+    net = Net(forward, a=nn.Linear(6, 8))
+    (lock,) = [lock for lock in prunekit.trace(net, tokens()).locks if lock.operator == "aten.bmm"]
+    assert lock.reason == NOT_ZERO

@@ -97,7 +97,7 @@ def _misfit(channel_map: ChannelMap, model: nn.Module, shapes: Shapes, what: str
         may_lack = owner is not None and not _is_torchs(owner) and _is_fixed_buffer(channel_map, name)
         if name not in found and not may_lack:
             return f"{what} knows {name!r} of shape {shape}, which this model does not have; {nearest(name, found)}"
-    for path in (*channel_map.norms, *(size.module for size in channel_map.sizes)):
+    for path in (*channel_map.norms, *channel_map.blocks, *(size.module for size in channel_map.sizes)):
         if path not in modules:
             return f"{what} knows a module {path!r}, which this model does not have; {nearest(path, modules)}"
     return ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,9 +15,12 @@ from prunekit.channels.channel_map import ChannelMap, Keep
 from prunekit.channels.cut.model_copy import named_tensors, with_tensors
 from prunekit.channels.cut.slicing import bare_widths, resize, set_bare_widths, take
 from prunekit.channels.labels import Labels
+from prunekit.channels.rewrite.source_rewriter import attribute_values, set_attributes
 from prunekit.hooks.hook import HOOK_TABLES
 from prunekit.hooks.owner import HookOwner
 from prunekit.utils.tensors import gather, map_tensors
+
+T = TypeVar("T")
 
 
 class NarrowNorms(HookOwner):
@@ -40,7 +43,9 @@ class NarrowNorms(HookOwner):
 
     def register(self) -> None:
         """Add a forward hook to every norm that loses channels, before all others."""
-        norms = {p: n for p, n in self._map.norms.items() if not all(self._keep[a].all() for _, a in n.axes)}
+        narrow = self._map.narrow(self._keep)
+        blocks = narrow.keys() - self._map.norms.keys()
+        norms = {p: n for p, n in narrow.items() if p in blocks or not all(self._keep[a].all() for _, a in n.axes)}
         if not norms:
             return
         for module in self._model.modules():
@@ -49,20 +54,27 @@ class NarrowNorms(HookOwner):
                 self.own_undo(partial(setattr, module, "use_nested_tensor", module.use_nested_tensor))
                 module.use_nested_tensor = False
         widths = bare_widths(self._model, self._map, self._keep)
+        attributes = attribute_values(self._model, self._map, self._keep)
         names = {id(tensor): name for name, tensor in named_tensors(self._model)}
         for path, norm in norms.items():
             module = self._model.get_submodule(path)
             own = {name: self._kept_axes(names[id(tensor)]) for name, tensor in named_tensors(module)}
             copy = _empty_copy(module, own)
-            if path in widths:
-                set_bare_widths(copy, {"": widths[path]})
-            narrow = _NarrowRun(copy, own, _kept_axes(norm.inputs, self._keep), _kept_axes(norm.outputs, self._keep))
-            self.own_forward(module, narrow.run, again=True, first=True)
+            set_bare_widths(copy, _inside(path, widths))
+            set_attributes(copy, _inside(path, attributes))
+            run = _NarrowRun(copy, own, _kept_axes(norm.inputs, self._keep), _kept_axes(norm.outputs, self._keep))
+            self.own_forward(module, run.run, again=True, first=True)
         self.own_compile_check(self._model)
 
     def _kept_axes(self, name: str) -> list[_KeptAxis]:
         axes = enumerate(self._map.labels[name])
         return _kept_axes([(axis, labels) for axis, labels in axes if labels is not None], self._keep)
+
+
+def _inside(path: str, values: Mapping[str, T]) -> dict[str, T]:
+    """Return what is known of a module and of its parts, by their paths from it."""
+    own = {"": values[path]} if path in values else {}
+    return own | {key.removeprefix(f"{path}."): one for key, one in values.items() if key.startswith(f"{path}.")}
 
 
 def _empty_copy(module: nn.Module, own: Mapping[str, list[_KeptAxis]]) -> nn.Module:
@@ -123,11 +135,11 @@ class _NarrowRun:
         narrow_args, narrow_named = map_tensors((args, named), lambda tensor: _gathered(tensor, self._inputs))
         tensors = dict(named_tensors(module))
         narrow = {name: _gathered(tensors[name], kept) for name, kept in self._own.items()}
-        if self._copy.training != module.training:
-            self._copy.train(module.training)
+        for part, own in zip(self._copy.modules(), module.modules(), strict=True):
+            part.training = own.training
         out = functional_call(self._copy, narrow, narrow_args, narrow_named)
-        dense = gather(result)[0]
-        return map_tensors(out, lambda tensor: _scattered(tensor, self._outputs, dense))
+        first, dense = gather(out)[0], gather(result)[0]
+        return map_tensors(out, lambda tensor: _scattered(tensor, self._outputs, dense) if tensor is first else tensor)
 
 
 def _kept_axes(axes: Iterable[tuple[int, Labels]], keep: Keep) -> list[_KeptAxis]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from itertools import combinations
+from math import gcd
 from typing import Any
 
 import numpy as np
+import torch
 
-from prunekit.channels.labels import Field
+from prunekit.channels.labels import Field, WidthMultiple
 from prunekit.channels.rules.pointwise import aligned
 from prunekit.channels.rules.rule import OperatorCall, aten, register_rule
 from prunekit.channels.tracing.label_flow import LabelFlow
@@ -22,9 +24,10 @@ _EINSUM = {
 }
 
 
-COUNTED = frozenset(
-    {*_EINSUM, "aten.addmm", "aten._sparse_addmm", "aten.baddbmm", "aten.convolution", "aten._convolution"}
-)
+_GROUPED = frozenset({"aten._grouped_mm", "transformers.grouped_mm_fallback"})
+COUNTED = frozenset({
+    *_EINSUM, *_GROUPED, "aten.addmm", "aten._sparse_addmm", "aten.baddbmm", "aten.convolution", "aten._convolution",
+})  # fmt: skip
 """Operators whose multiply-accumulates count even if no argument has labels."""
 
 
@@ -49,6 +52,46 @@ def added_matrix_product(flow: LabelFlow, call: OperatorCall) -> None:
     product = flow.contract(call.args[1], call.args[2], *_EINSUM[_ADDED[call.name]])
     bias = aligned(flow, call.args[0], call.out.dim())
     flow.set(call.out, flow.pointwise([(tuple(call.out.shape), product), bias], product=False))
+
+
+COUNTS_ROWS = "offsets count these positions: which matrix of a stack they meet depends on their number"
+OF_STACK = (
+    "one of several matrices is taken for each row, by numbers that are computed from all of them: as many stay, "
+    "unless one module holds these and what computes the numbers, and returns none of them"
+)
+IN_STEPS_OF = {"aten._grouped_mm": 8}
+"""Operator -> what its widths have to be multiples of: rows of 16 bytes, also in half precision."""
+
+
+@register_rule(*_GROUPED)
+def grouped_product(flow: LabelFlow, call: OperatorCall) -> None:
+    """Contract like one matrix with one: parts of an axis, which end at offsets, each meet another one of a stack.
+
+    Where neither operand is a stack, each part of the contracted axis gives a matrix of its own.
+    """
+    left, right = call.args[:2]
+    if left.dim() == right.dim() == 3:
+        flow.set(call.out, flow.contract(left, right, *_EINSUM["aten.bmm"]))
+        return
+    flow.lock([f for given in (call.arg(2, "offs"), call.arg(3, "bias")) for f in flow.fields(given)], COUNTS_ROWS)
+    lefts, rights = _without_stack(flow, left), _without_stack(flow, right)
+    if left.dim() == 2:
+        lefts = flow.tied_along([1 if right.dim() == 2 else 0], lefts, COUNTS_ROWS)
+    if right.dim() == 2:
+        rights = flow.tied_along([0 if left.dim() == 2 else 1], rights, COUNTS_ROWS)
+    fields = flow.summed_fields([((left.shape[-2:], lefts), "mk"), ((right.shape[-2:], rights), "kn")], "mn")
+    for field in (*lefts, *rights):  # one axis is read in rows of memory, the other in gradients
+        step = gcd(IN_STEPS_OF.get(call.name, 1), field.labels.size)
+        flow.multiples += [WidthMultiple(field.labels.reshape(-1), step)] if step > 1 else []
+    lead = call.out.dim() - 2
+    flow.set(call.out, [f.with_labels(f.labels.reshape((1,) * lead + f.labels.shape)) for f in fields])
+
+
+def _without_stack(flow: LabelFlow, tensor: torch.Tensor) -> list[Field]:
+    """Return the fields of one matrix of a stack, all of whose matrices stay."""
+    if tensor.dim() == 2:
+        return list(flow.fields(tensor))
+    return [f.with_labels(f.labels[0]) for f in flow.tied_along([0], flow.fields(tensor), OF_STACK)]
 
 
 @register_rule("aten._cdist_forward", "aten._euclidean_dist")

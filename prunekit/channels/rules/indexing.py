@@ -19,8 +19,8 @@ from prunekit.channels.rules.shape import PICKED, part, replay
 from prunekit.channels.tracing.label_flow import LabelFlow
 
 STORED_ORDER = (
-    "put in the order of an index that the model stores, whose numbers pruning leaves as they are; channels that a view "
-    "and a transpose reorder instead can be pruned"
+    "put in the order of an index that the model stores, whose numbers pruning leaves as they are; channels that a "
+    "view and a transpose reorder instead can be pruned"
 )
 
 

@@ -23,7 +23,7 @@ KEEPS_ZERO = (
 MOVES_ZERO = (
     "sigmoid hardsigmoid exp exp2 log log2 log10 rsqrt reciprocal cos acos cosh softplus log_sigmoid_forward logit "
     "threshold bitwise_not logical_not erfc bernoulli rand_like randn_like ones_like empty_like full_like "
-    "fill heaviside logaddexp"
+    "fill heaviside logaddexp uniform normal exponential"
 )
 SUMS = "add sub rsub maximum minimum fmax fmin logical_or bitwise_or atan2 hypot lerp"
 PRODUCTS = "mul logical_and bitwise_and div true_divide floor_divide remainder fmod xlogy"

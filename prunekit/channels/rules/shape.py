@@ -179,14 +179,31 @@ def cut(flow: LabelFlow, call: OperatorCall) -> None:
     source = call.args[0]
     axis = call.arg(1, "dim", 0) % source.dim()
     first, size = call.arg(2, "start", 0) or 0, call.out.shape[axis]
-    if call.name == "aten.slice" and call.arg(4, "step", 1) != 1:
-        replay(flow, call, [axis], BY_POSITION)
+    step = call.arg(4, "step", 1) if call.name == "aten.slice" else 1
+    if step != 1:
+        _every(flow, call, axis, first, step)
     elif size == source.shape[axis]:
         flow.set(call.out, flow.fields(source))
     else:
         first = min(first + source.shape[axis] if first < 0 else first, source.shape[axis])
         tied = [flow.tied(field, [axis]) for field in flow.fields(source)]
         flow.set(call.out, part(flow, tied, axis, first, first + size))
+
+
+def _every(flow: LabelFlow, call: OperatorCall, axis: int, first: int, step: int) -> None:
+    """Tie each run of as many positions as the step of a slice, from which it takes one, as from gates and values."""
+    source = call.args[0]
+    size, taken = source.shape[axis], call.out.shape[axis]
+    if not 0 <= first < step or size % step or taken * step != size:
+        replay(flow, call, [axis], BY_POSITION)
+        return
+    fields = []
+    for field in flow.fields(source):
+        if axis in field.span:
+            runs = field.labels.reshape(*field.labels.shape[:axis], taken, step, *field.labels.shape[axis + 1 :])
+            field = field.with_labels(flow.union.tie(runs, [axis + 1]).squeeze(axis + 1))
+        fields.append(field)
+    flow.set(call.out, fields)
 
 
 def part(flow: LabelFlow, fields: Sequence[Field], axis: int, start: int, stop: int) -> list[Field]:
@@ -254,11 +271,13 @@ def flip(flow: LabelFlow, call: OperatorCall) -> None:
 
 @register_rule("aten.repeat")
 def repeat(flow: LabelFlow, call: OperatorCall) -> None:
-    """Repeat labels together with the values, or give a mask or index, which has none, those of what it is made for."""
+    """Repeat labels together with the values; an axis along which one position is repeated may have any size.
+
+    A mask or an index is repeated as often as there are channels.
+    """
     lead = (1,) * (call.out.dim() - call.args[0].dim())
-    known = flow.fields(call.args[0])
-    fields = [] if known else flow.made_labels(call.out, _repeated(call))
-    for field in known:
+    fields = flow.made_labels(call.out, _repeated(call))
+    for field in flow.fields(call.args[0]):
         labels = field.labels.reshape(lead + field.labels.shape)
         times = [int(n) if size > 1 else 1 for n, size in zip(call.args[1], labels.shape, strict=True)]
         fields.append(field.with_labels(np.tile(labels, times)))

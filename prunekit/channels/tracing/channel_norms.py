@@ -17,6 +17,7 @@ from prunekit.channels.tracing.label_flow import LabelFlow
 from prunekit.utils.tensors import gather
 
 Axes = tuple[tuple[int, Labels], ...]
+SEVERAL = "which of these are taken is computed from all of them, in a module that reads or returns several tensors"
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +42,16 @@ class ChannelNorm:
         return [(axis, labels.shape) for axis, labels in self.axes] == [(a, b.shape) for a, b in other.axes]
 
 
+@dataclass(frozen=True, eq=False)
+class NarrowBlock(ChannelNorm):
+    """A module with interchangeable positions: where some of these, (size,), are removed, it runs narrow like a norm.
+
+    Results after its first have no labels.
+    """
+
+    positions: Labels
+
+
 class NormFinder:
     """Decides whether each module that takes statistics over channels is a norm, and locks the channels if not.
 
@@ -52,11 +63,14 @@ class NormFinder:
     def __init__(self, flow: LabelFlow) -> None:
         self.flow = flow
         self.norms: dict[str, ChannelNorm] = {}
+        self.blocks: dict[str, NarrowBlock] = {}
         self._others: set[str] = set()
         self._zeroed: dict[Field, Field] = {}
 
     def leave(self, path: str, module: nn.Module, inputs: Any, output: Any) -> None:
         """Decide on a module whose forward ends, given its arguments and its result."""
+        if path in self.flow.interchangeable:
+            self._leave_block(path, gather(inputs), gather(output))
         taken, known = self.flow.statistics.pop(path, None), self.norms.get(path)
         if taken is None and known is None:
             self._others.add(path)
@@ -74,6 +88,27 @@ class NormFinder:
             self.flow.union.merge(labels, others)
         result = gather(output)[0]
         self.flow.set(result, [self._with_zeros(field) for field in self.flow.fields(result)])
+
+    def _leave_block(self, path: str, sources: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+        """Take note of the labels around a module with interchangeable positions, or lock these positions."""
+        positions = self.flow.interchangeable[path].labels
+        before, after = (_axes(self.flow, tensors[0]) if tensors else None for tensors in (sources, results))
+        plain = len(sources) == 1 and not any(self.flow.fields(tensor) for tensor in results[1:])
+        known = self.blocks.get(path)
+        if before is None or after is None or not plain:
+            self._refuse_block(path, positions)
+            return
+        block = NarrowBlock(before, after, positions)
+        if known is not None and not known.alike(block):
+            self._refuse_block(path, positions)
+            return
+        for (_, labels), (_, others) in zip(block.axes, (known or block).axes, strict=True):
+            self.flow.union.merge(labels, others)
+        self.blocks.setdefault(path, block)
+
+    def _refuse_block(self, path: str, positions: Labels) -> None:
+        self.flow.locks.append(LockRecord(SEVERAL, path, "", positions))
+        self.flow.union.lock(positions)
 
     def abandon(self) -> None:
         """Lock the channels of modules that took statistics and will never end."""
@@ -139,6 +174,19 @@ def _axes(flow: LabelFlow, tensor: torch.Tensor) -> Axes | None:
         labels = one.labels.reshape(-1)
         flow.union.merge(found.setdefault(axis, labels), labels)
     return tuple(found.items())
+
+
+def renumbered_blocks(blocks: dict[str, NarrowBlock], final: Labels) -> dict[str, NarrowBlock]:
+    """Return blocks with the labels of a map, without those that have no free position."""
+
+    def renumbered(axes: Axes) -> Axes:
+        return tuple((axis, final[labels]) for axis, labels in axes)
+
+    numbered = {
+        path: NarrowBlock(renumbered(block.inputs), renumbered(block.outputs), final[block.positions])
+        for path, block in blocks.items()
+    }
+    return {path: block for path, block in numbered.items() if block.positions.any()}
 
 
 def renumbered_norms(norms: dict[str, ChannelNorm], final: Labels) -> dict[str, ChannelNorm]:

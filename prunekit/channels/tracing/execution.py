@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -37,6 +37,8 @@ class ModuleStack(HookOwner):
         model: the model that runs.
         on_enter: is called with path, module, and a pair of its positional and named arguments.
         on_exit: is called with the same, and the result.
+        alternatives: paths of modules that run where others do, see `prunekit.channels.tracing.alternatives`.
+        run_alternative: runs one, given the module, the arguments of the other, positional and named, and its result.
 
     Attributes:
         counts: how often each module was called, or a copy of it that took its hooks along.
@@ -48,9 +50,15 @@ class ModuleStack(HookOwner):
         model: nn.Module,
         on_enter: Callable[[str, nn.Module, Any], None] | None = None,
         on_exit: Callable[[str, nn.Module, Any, Any], None] | None = None,
+        alternatives: Mapping[str, tuple[str, ...]] | None = None,
+        run_alternative: Callable[[nn.Module, Any, Any, Any], None] = lambda module, args, named, _: module(
+            *args, **named
+        ),
     ) -> None:
         super().__init__()
         self.model, self.on_enter, self.on_exit = model, on_enter, on_exit
+        self._alternatives, self._run_alternative = dict(alternatives or {}), run_alternative
+        self._seen: set[tuple[str, ...]] = set()
         self.paths: list[str] = [""]
         self._calls: list[ModuleCall | None] = [None]
         self.counts: dict[str, int] = {}
@@ -96,6 +104,11 @@ class ModuleStack(HookOwner):
                 self.on_exit(path, module, (args, named), output)
             self.paths.pop()
             self._calls.pop()
+            others = self._alternatives.get(path, ())
+            if others not in self._seen:
+                self._seen.add(others)
+                for other in others:
+                    self._run_alternative(self.model.get_submodule(other), args, named, output)
 
         return hook
 

@@ -6,7 +6,7 @@ of what comes out; on the way it merges and locks labels, leaves constraints, an
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from prunekit.channels.constraints import NOT_ZERO, Constraint, Contracted, Crossed, Flattened, LockRecord, Nested
-from prunekit.channels.labels import LOCKED, Field, Labels, LabelUnion, MacTerm, along, apart
+from prunekit.channels.labels import LOCKED, Field, Labels, LabelUnion, MacTerm, WidthMultiple, along, apart
 from prunekit.channels.tracing.execution import ModuleCall
+from prunekit.channels.tracing.interchangeable import Positions
 
 Shape = tuple[int, ...]
 Operand = tuple[Shape, Sequence[Field]]
@@ -37,10 +38,13 @@ class LabelFlow:
         constraints: those that are solved once the trace is complete.
         statistics: by module path, reductions over labeled axes in modules that may be norms.
         macs: multiply-accumulates of every operator.
+        multiples: widths that operators take only in multiples of a number.
         substituted: paths of modules whose equivalents run in their place.
+        interchangeable: by module path, positions that operators inside do not lock.
         divided: labels of axes of parameters whose slices are divided by their own norm: it must not be zero where a
             channel is removed, and need not be, because a factor of the result is.
         parted: by a field on several axes that a norm read, the fields as which it did.
+        running: returns the paths of all modules that run now.
         module, operator: which module and operator run now.
         call: which of the calls of that module it is.
     """
@@ -55,9 +59,12 @@ class LabelFlow:
         self.constraints: list[Constraint] = []
         self.statistics: dict[str, list[LockRecord]] = {}
         self.macs: list[MacTerm] = []
+        self.multiples: list[WidthMultiple] = []
         self.count_macs = True
         self.batch = 1
         self.substituted: set[str] = set()
+        self.interchangeable: dict[str, Positions] = {}
+        self.running: Callable[[], Iterable[str]] = tuple
         self.divided: list[Labels] = []
         self.parted: dict[Field, list[Field]] = {}
         self.module = ""
@@ -89,10 +96,17 @@ class LabelFlow:
         """Lock every label of some fields, with the reason and the running operator."""
         for field in fields:
             labels = field.labels if isinstance(field, Field) else field
-            if labels is not None and labels.size:
+            if labels is not None and labels.size and not self._interchangeable_here(labels):
                 if not self.only_made(labels):
                     self.locks.append(self.record(labels, reason))
                 self.union.lock(labels)
+
+    def _interchangeable_here(self, labels: Labels) -> bool:
+        """Return whether labels are of positions that may change places in a module that is running now."""
+        if not self.interchangeable:
+            return False
+        known = (self.interchangeable.get(path) for path in self.running())
+        return any(positions is not None and positions.hold(labels) for positions in known)
 
     def only_made(self, labels: Labels) -> bool:
         """Return whether no parameter has any of these labels: a user need not know of their lock."""
@@ -128,6 +142,8 @@ class LabelFlow:
 
     def lock_if_read(self, tensor: torch.Tensor, labels: Labels, reason: str) -> None:
         """Lock labels once an operator or the model's output reads a tensor: few callers read attention's weights."""
+        if self._interchangeable_here(labels):
+            return
         tensor._prunekit_unread = self.record(labels, reason)  # type: ignore[attr-defined]
 
     def cross_if_read(self, tensor: torch.Tensor, crossed: Sequence[Crossed]) -> None:
@@ -155,6 +171,8 @@ class LabelFlow:
             field: lies on that axis.
             reason: of the lock if the module turns out to be no norm; None if removed zeros do no harm then.
         """
+        if self._interchangeable_here(field.labels):
+            return
         taken = self.statistics.setdefault(self.module, [])
         if reason is not None:
             taken.append(self.record(field.labels, reason))
@@ -327,8 +345,15 @@ class LabelFlow:
             product: whether they are multiplied, so that a sum is zero where one of them is; otherwise where all are.
             count: whether each meeting counts as a multiply-accumulate.
         """
+        operands = [((tuple(tensor.shape), self.fields(tensor)), axes) for tensor, axes in factors]
+        return self.summed_fields(operands, out_axes, product=product, count=count)
+
+    def summed_fields(
+        self, factors: Sequence[tuple[Operand, str]], out_axes: str, *, product: bool = True, count: bool = True
+    ) -> list[Field]:
+        """Return the same for tensors given by shape and fields, such as one of a stack."""
         joint = "".join(dict.fromkeys("".join(axes for _, axes in factors)))
-        operands = [self._lift(tensor, axes, joint) for tensor, axes in factors]
+        operands = [self._lift(one, axes, joint) for one, axes in factors]
         fields = self.pointwise(operands, product=product)
         if count:
             self._count_contraction(operands, fields)
@@ -355,16 +380,16 @@ class LabelFlow:
         self.constraints.append(Contracted(labels, part.reshape(-1), field.zero, self.module))
         return part
 
-    def _lift(self, tensor: torch.Tensor, axes: str, joint: str) -> tuple[Shape, list[Field]]:
+    def _lift(self, operand: Operand, axes: str, joint: str) -> tuple[Shape, list[Field]]:
         def lifted(shape: Sequence[int]) -> list[int]:
             return [shape[axes.index(letter)] if letter in axes else 1 for letter in joint]
 
         order = [axes.index(letter) for letter in joint if letter in axes]
         fields = [
             Field(np.transpose(field.labels, order).reshape(lifted(field.labels.shape)), field.zero)
-            for field in self.fields(tensor)
+            for field in operand[1]
         ]
-        return tuple(lifted(tensor.shape)), fields
+        return tuple(lifted(operand[0])), fields
 
     def _count_contraction(self, operands: Sequence[Operand], fields: Sequence[Field]) -> None:
         shape = np.broadcast_shapes(*[shape for shape, _ in operands])

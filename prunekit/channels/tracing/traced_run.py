@@ -10,6 +10,7 @@ import torch
 from prunekit.channels.constraints import Constraint
 from prunekit.channels.labels import Field
 from prunekit.channels.rewrite.call_sites import Site
+from prunekit.channels.tracing.alternatives import Alternatives
 from prunekit.channels.tracing.cached_state import ModelCalls
 from prunekit.channels.tracing.execution import ModuleCall
 from prunekit.channels.tracing.storages import shape_of
@@ -65,6 +66,7 @@ class TracedRun:
         uses_own: whether an operator read a parameter or buffer of the model.
         operators: every operator call.
         borrowed: paths of modules that read a tensor of another module, each with the path of that owner.
+        alternatives: modules that ran besides, because others like them did.
     """
 
     example: int
@@ -75,3 +77,4 @@ class TracedRun:
     uses_own: bool = False
     operators: list[TracedOperator] = field(default_factory=list)
     borrowed: set[tuple[str, str]] = field(default_factory=set)
+    alternatives: Alternatives = field(default_factory=dict)

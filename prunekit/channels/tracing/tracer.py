@@ -6,7 +6,7 @@ It is a dispatch mode, and builds no graph.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,10 +26,12 @@ from prunekit.channels.rules.convolution import FIXED_PARTNER
 from prunekit.channels.rules.pointwise import MADE
 from prunekit.channels.rules.rule import OperatorCall, rule_of
 from prunekit.channels.rules.shape import SHAPES_IN_PLACE
+from prunekit.channels.tracing.alternatives import Alternatives, alternatives_of
 from prunekit.channels.tracing.cached_state import ModelCalls, model_calls
 from prunekit.channels.tracing.channel_norms import NormFinder
 from prunekit.channels.tracing.execution import ModuleStack, TrainModeWatch, mode_for_trace, plain_attention
 from prunekit.channels.tracing.fused_modules import fused_away
+from prunekit.channels.tracing.interchangeable import Interchangeable, TensorAxis, positions_of
 from prunekit.channels.tracing.label_flow import MEETS_FIXED, LabelFlow
 from prunekit.channels.tracing.meta_shapes import run_on_meta
 from prunekit.channels.tracing.operator_mode import OperatorMode, without_randomness
@@ -212,7 +214,12 @@ class LabelMode(OperatorMode):
 
 
 def trace_model(
-    model: nn.Module, examples: list[tuple[Any, ...]], *, both_modes: bool = True, read: ReadOutputs = ALL_READ
+    model: nn.Module,
+    examples: list[tuple[Any, ...]],
+    *,
+    both_modes: bool = True,
+    read: ReadOutputs = ALL_READ,
+    interchangeable: Sequence[Interchangeable] = (),
 ) -> Trace:
     """Trace every example in eval mode, and in train mode too if the model reads its mode, as for auxiliary heads.
 
@@ -223,13 +230,14 @@ def trace_model(
         model: not changed.
         examples: see `prunekit.utils.inputs.as_example`.
         both_modes: whether train mode is considered.
+        interchangeable: axes that share labels, which the modules around them do not lock.
         read: the outputs that are read.
 
     Raises:
         ModelError: the model does not run on an example, uses none of its parameters, or cannot be copied.
         UsageError: the model has no output of a name that is read.
     """
-    trace = _traced(model, examples, both_modes, read)
+    trace = _traced(model, examples, both_modes, read, interchangeable)
     if not any(run.uses_own for run in trace.runs) and next(model.parameters(), None) is not None:
         raise ModelError(
             f"{type(model).__name__} runs on the example without using any of its parameters{hint_at_child(model)}"
@@ -248,8 +256,14 @@ def hint_at_child(model: nn.Module) -> str:
     return ""
 
 
-def _traced(model: nn.Module, examples: list[tuple[Any, ...]], both_modes: bool, read: ReadOutputs) -> Trace:
-    traced = partial(_trace, model, examples, both_modes=both_modes, read=read)
+def _traced(
+    model: nn.Module,
+    examples: list[tuple[Any, ...]],
+    both_modes: bool,
+    read: ReadOutputs,
+    interchangeable: Sequence[Interchangeable],
+) -> Trace:
+    traced = partial(_trace, model, examples, both_modes=both_modes, read=read, interchangeable=interchangeable)
     with seeded(0):
         try:
             return traced(meta=True)
@@ -283,6 +297,8 @@ def _trace(
     read: ReadOutputs,
     gradients: bool = False,
     wide: bool = False,
+    alternatives: Alternatives | None = None,
+    interchangeable: Sequence[Interchangeable] = (),
 ) -> Trace:
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
         if meta and has_gradients(tensor):
@@ -294,10 +310,16 @@ def _trace(
     flow = LabelFlow(clone)
     flow.substituted = substitute_all(clone)
     fresh = flow.union.new(sum(sum(tensor.shape) for tensor in stand_ins.values()))
+    shared: dict[TensorAxis, Labels] = {}
+    for found in interchangeable:
+        name, axis = found.axes[0]
+        flow.interchangeable[found.module] = positions_of(found, stand_ins[name].shape[axis], flow.union)
+        shared.update(dict.fromkeys(found.axes, flow.interchangeable[found.module].labels))
     flow.first_made = flow.union.size
     labels = {}
     for name, tensor in named_tensors(clone):
-        labels[name], fresh = _label(flow, tensor, fresh)
+        own = {axis: vector for (other, axis), vector in shared.items() if other == name}
+        labels[name], fresh = _label(flow, tensor, fresh, own)
     given = weakref.ref(model)
 
     def traced() -> nn.Module:
@@ -305,13 +327,14 @@ def _trace(
         return clone if found is None else found
 
     trace = Trace(flow, labels, [], {}, NormFinder(flow), traced, map_tensors(examples[0], stand_in))
+    others = alternatives or {}
     for index, example in enumerate(examples):
         inputs = map_tensors(example, stand_in)
         calls = model_calls(clone, inputs, read)
         if calls.refused and meta:
             raise ModelError(calls.refused)  # it may run with values
         trace.read = read = calls.read
-        run = TracedRun(index, training=False, gradients=gradients, calls=calls)
+        run = TracedRun(index, training=False, gradients=gradients, calls=calls, alternatives=others)
         with mode_for_trace(clone, False), TrainModeWatch(clone) as watch:
             _run(clone, inputs, run, trace)
         if watch.was_read and both_modes:
@@ -324,15 +347,31 @@ def _trace(
                 reason = f"train mode does not run on this example ({reason_of(error)}); what only it uses is locked"
                 flow.locks.append(LockRecord(reason, flow.module, "", np.zeros(0, dtype=np.int64)))
                 trace.norms.abandon()
+    again = alternatives_of(clone, trace.ran, trace.activations, flow.union) if alternatives is None else {}
+    if again:
+        with suppress(Exception):  # some other module does not run on what these were given
+            return _trace(
+                model,
+                examples,
+                meta=meta,
+                both_modes=both_modes,
+                read=read,
+                gradients=gradients,
+                wide=wide,
+                alternatives=again,
+                interchangeable=interchangeable,
+            )
     return trace
 
 
-def _label(flow: LabelFlow, tensor: torch.Tensor, fresh: Labels) -> tuple[tuple[Labels | None, ...], Labels]:
-    """Give every index of every axis of a parameter or float buffer a label of its own, from the fresh ones."""
+def _label(
+    flow: LabelFlow, tensor: torch.Tensor, fresh: Labels, shared: Mapping[int, Labels]
+) -> tuple[tuple[Labels | None, ...], Labels]:
+    """Give every index of every axis of a parameter or float buffer a label of its own, fresh or shared with others."""
     axes: list[Labels | None] = []
-    for size in tensor.shape:
+    for axis, size in enumerate(tensor.shape):
         labeled = size > 1 and _is_maskable(tensor)
-        axes.append(fresh[:size] if labeled else None)
+        axes.append(shared.get(axis, fresh[:size]) if labeled else None)
         fresh = fresh[size:]
     flow.set(tensor, [Field(along(axis, i, tensor.dim()), True) for i, axis in enumerate(axes) if axis is not None])
     return tuple(axes), fresh
@@ -361,7 +400,18 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: TracedRun, trace: Trac
         trace.norms.leave(path, module, inputs, output)
         note(path, "output", module, output)
 
-    stack = ModuleStack(clone, lambda path, module, inputs: note(path, "input", module, inputs), leave)
+    def run_other(module: nn.Module, args: Any, named: Any, output: Any) -> None:
+        counted, flow.count_macs = flow.count_macs, False
+        for one, other in zip(gather(output), gather(module(*args, **named)), strict=True):
+            operands = [(tuple(tensor.shape), flow.fields(tensor)) for tensor in (one, other)]
+            flow.set(one, flow.pointwise(operands, product=False))
+        flow.count_macs = counted
+
+    def enter(path: str, module: nn.Module, inputs: Any) -> None:
+        note(path, "input", module, inputs)
+
+    stack = ModuleStack(clone, enter, leave, run.alternatives, run_other)
+    flow.running = lambda: stack.paths
     earlier = trace.runs[-1] if run.training else None
     flow.count_macs = not run.training and not trace.runs  # what eval mode runs, and nothing else
     flow.batch = sample_count(example, 1)

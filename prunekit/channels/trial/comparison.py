@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,8 @@ class Divergence:
         line: the line of Python that ran, as file:number: text.
         after: the number of operators that ran before.
         owner: path of the module whose method failed, if another module called it.
+        started: the last operator that began before Python code failed: its module, its name, and which of those it is,
+            views and copies included.
         failed: the operator that failed in code of torch's making, where one module may be a whole network.
     """
 
@@ -64,6 +67,7 @@ class Divergence:
     line: str = ""
     after: int = 0
     owner: str = ""
+    started: OperatorKey = ("", "", -1)
     failed: str = ""
 
     def __str__(self) -> str:
@@ -86,12 +90,16 @@ class _OperatorWatch(OperatorMode):
         self.stack, self.see = stack, see
         self.counts: dict[tuple[str, str], int] = {}
         self.total = 0
+        self.started: Counter[tuple[str, str]] = Counter()
+        self.last = ("", "")
         self.raised: Exception | None = None
         self.failed = ""
 
     def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator, and show it with its key."""
         name = str(func._schema.name).replace("::", ".")
+        self.last = self.stack.current, name
+        self.started[self.last] += 1
         try:
             out = without_randomness(name, run_operator(func, args, kwargs))
             self.total += 1
@@ -117,6 +125,13 @@ def operators_by_key(run: TracedRun) -> dict[OperatorKey, TracedOperator]:
         number = counts[operator.module, operator.name] = counts.get((operator.module, operator.name), -1) + 1
         result[operator.module, operator.name, number] = operator
     return result
+
+
+def number_of(run: TracedRun, started: OperatorKey) -> int | None:
+    """Return the number in a traced run of an operator of a `Divergence`; None if it is not there."""
+    module, name, ordinal = started
+    alike = (i for i, operator in enumerate(run.operators) if (operator.module, operator.name) == (module, name))
+    return next(islice(alike, max(ordinal, 0), None), None)
 
 
 def kept_entries(
@@ -217,9 +232,8 @@ def record_reference(
     Raises:
         ModelError: the model does not run.
     """
-    operators = {
-        key: operator for key, operator in operators_by_key(run).items() if not is_inside(key[0], channel_map.norms)
-    }
+    narrow = channel_map.narrow(keep)
+    operators = {key: operator for key, operator in operators_by_key(run).items() if not is_inside(key[0], narrow)}
     values: dict[OperatorKey, tuple[str, list[Any]]] = {}
     decisions: dict[OperatorKey, Decision] = {}
 
@@ -239,7 +253,7 @@ def record_reference(
             outputs = _forward(masked, example, run, see, precision)
         return Reference(values, outputs, decisions, precision)
     except _Diverged as parted:
-        if parted.divergence.module in channel_map.norms:
+        if parted.divergence.module in narrow:
             return Reference(values, [], decisions, precision, parted.divergence)
         raise ModelError(f"the masked model does not run in the trial: {parted.divergence}") from None
 
@@ -304,6 +318,15 @@ def watch_operators(model: nn.Module, example: tuple[Any, ...], run: TracedRun, 
         _forward(model, example, run, see, AS_DOUBLE[0])
 
 
+def failure_of(model: nn.Module, example: tuple[Any, ...], run: TracedRun) -> Divergence | None:
+    """Return where a model raises in its own precision; None if it runs."""
+    try:
+        _forward(model, example, run, lambda *_: None, OWN)
+    except _Diverged as parted:
+        return replace(parted.divergence, line=line_of(parted))
+    return None
+
+
 class _Diverged(Exception):
     def __init__(self, divergence: Divergence) -> None:
         super().__init__(str(divergence))
@@ -314,7 +337,7 @@ def _forward(
     model: nn.Module, example: tuple[Any, ...], run: TracedRun, see: OnOperator, precision: Precision
 ) -> list[torch.Tensor]:
     """Run a model, show every operator to `see`, and return the tensors of its output."""
-    stack = ModuleStack(model)
+    stack = ModuleStack(model, alternatives=run.alternatives)
     watch = _OperatorWatch(stack, see)
     gradients = torch.set_grad_enabled(run.gradients)
     with same_draws(model), mode_for_trace(model, run.training), stack, gradients, plain_attention(), precision():
@@ -327,8 +350,9 @@ def _forward(
                 cause.divergence = replace(cause.divergence, after=watch.total)
                 raise cause from (None if cause is error else error)
             module, owner = stack.current, stack.path_of(innermost_module(error))
+            key, started = (module, "", -1), (*watch.last, watch.started[watch.last] - 1)
             where = Divergence(
-                module, "", (module, "", -1), float("inf"), reason_of(cause), after=watch.total, owner=owner
+                module, "", key, float("inf"), reason_of(cause), after=watch.total, owner=owner, started=started
             )
             if is_of_torchscript(error) or has_fixed_code(model, module):
                 where = replace(where, detail=f"{where.detail} ({FIXED_CODE})", failed=watch.failed)

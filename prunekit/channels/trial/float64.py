@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,8 +45,32 @@ class _Widened(OperatorMode):
         if name.endswith("_") and isinstance(args[0], torch.Tensor) and args[0].dtype in WIDE:
             own = {WIDE[args[0].dtype]: args[0].dtype}
             return func(args[0], *_changed(args[1:], own), **kwargs)
-        out = run_operator(func, _changed(args, WIDE), _changed(kwargs, WIDE))
+        wide = IN_FLOAT64.get(name, partial(run_operator, func))
+        out = wide(_changed(args, WIDE), _changed(kwargs, WIDE))
         return out if func._schema.is_mutable else _changed(out, WIDE)
+
+
+def _grouped_product(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Return what `torch.nn.functional.grouped_mm` does of two matrices or stacks of them, part by part."""
+    left, right, offsets, bias = (*args, *[kwargs.get(name) for name in ("offs", "bias")[len(args) - 2 :]])[:4]
+    out = torch.bmm(left, right) if offsets is None else _product_of_parts(left, right, offsets.tolist())
+    return out if bias is None else out + bias
+
+
+def _product_of_parts(left: torch.Tensor, right: torch.Tensor, ends: list[int]) -> torch.Tensor:
+    parts = [slice(first, end) for first, end in zip([0, *ends], ends, strict=False)]
+    if left.dim() == right.dim() == 2:
+        return torch.stack([left[:, part] @ right[part] for part in parts])
+    stack = left if left.dim() == 3 else right
+    if len(stack) != len(parts):
+        raise RuntimeError(f"grouped_mm: {len(parts)} offsets for a stack of {len(stack)} matrices")
+    if left.dim() == 3:
+        return torch.cat([one @ right[:, part] for one, part in zip(left, parts, strict=True)], 1)
+    return torch.cat([left[part] @ one for one, part in zip(right, parts, strict=True)])
+
+
+IN_FLOAT64: dict[str, Callable[[Any, Any], Any]] = {"aten::_grouped_mm": _grouped_product}
+"""Operator that torch has for narrower floats alone -> the same in float64."""
 
 
 def _changed(value: Any, dtypes: dict[torch.dtype, torch.dtype]) -> Any:

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import isfinite
 from types import CodeType
 from typing import Any
 
@@ -234,11 +235,13 @@ class SizeSearch:
     difference: float | None = None
     equal: Sequence[EqualParts] = ()
     _sizes: dict[str, StatedSizes] = field(default_factory=dict, init=False)
+    _further: list[SizeAttribute] = field(default_factory=list, init=False)
 
     def after(self, failed: Failure) -> list[SizeAttribute]:
         """Return sizes of the module that failed, or of the nearest one around it, and of others of its class.
 
-        Their labels are in the trace's own numbering. The list is empty if nothing helps.
+        Their labels are in the trace's own numbering. The list is empty if nothing helps. If nothing takes the trial past
+        the module, sizes that take it further in it are returned: what fails then may be locked alone.
         """
         numbers = self.scales.at(*failed, self.compact)
         if numbers and self.plain:
@@ -251,8 +254,10 @@ class SizeSearch:
             operators.setdefault(operator.module, []).append(operator)
         while True:
             found = self._stated(path, failed, []) or self._unstated(path, failed, operators)
-            if found or self.equal or not path:
+            if found or self.equal:
                 return found
+            if not path:
+                return self._further
             path = path.rpartition(".")[0]
 
     def _unstated(
@@ -263,7 +268,10 @@ class SizeSearch:
             return []
         found, reached = self._within(path, failed, operators)
         passed = reached is None or reached[0].module not in (path, failed[0].module)
-        return found if passed else self._stated(path, failed, found) if found else []
+        if passed:
+            return found
+        self._further = self._further or found
+        return self._stated(path, failed, found) if found else []
 
     def _within(self, path: str, failed: Failure, operators: Mapping[str, list[TracedOperator]]) -> Found:
         """Choose one attribute after the other, each time the one that gets furthest, until the module is passed."""
@@ -318,8 +326,10 @@ class SizeSearch:
             self._sizes[path] = stated
         return self._sizes[path]
 
-    def _progress(self, failed: Failure) -> tuple[int, int]:
-        return self.channel_map.traced.trace.runs.index(failed[1]), failed[0].after
+    def _progress(self, failed: Failure) -> tuple[int, int, bool]:
+        """Return how far a trial came: to which run and operator, and whether that differs in its values alone."""
+        divergence, run = failed
+        return self.channel_map.traced.trace.runs.index(run), divergence.after, isfinite(divergence.difference)
 
     def _helps(self, failed: Failure, sizes: Sequence[SizeAttribute]) -> bool:
         reached = self._tried(sizes)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,21 +19,33 @@ from prunekit.channels.map_builder import with_all_constraints, with_extra, with
 from prunekit.channels.rewrite.source_rewriter import attribute_values, set_attributes
 from prunekit.channels.rules.pointwise import MADE
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
-from prunekit.channels.trial.comparison import Divergence, Reference, compare, operators_by_key, record_reference
+from prunekit.channels.trial.comparison import (
+    Divergence,
+    Reference,
+    compare,
+    failure_of,
+    number_of,
+    operators_by_key,
+    record_reference,
+)
 from prunekit.channels.trial.float64 import (
     AS_DOUBLE,
     RUN_PRECISIONS,
     Float64WhileRunning,
+    as_it_is,
     float64_copy,
     float64_inputs,
     to_double,
     with_zeros,
 )
-from prunekit.channels.trial.size_search import BatchAxes, Outcome, ScaleSearch, SizeSearch, fields_at, within
+from prunekit.channels.trial.size_search import BatchAxes, Failure, Outcome, ScaleSearch, SizeSearch, fields_at, within
 from prunekit.channels.trial.untraced_methods import untraced_sizes
 from prunekit.errors import ModelError, PlanError
 
+MORE_EXAMPLES = "; no example runs this module, whose inputs may be pruned: give one that does as more_examples"
 MAKE_IT = "make it in a method of a module, with its sizes as the arguments, where they can be set"
+AGAIN = 4
+"""How often the Python of modules of one class may fail before all of their channels are locked."""
 KEEPS_CLASS = "plain_classes keeps its class as it is"
 
 
@@ -76,8 +89,48 @@ def run_trial(
     Raises:
         PlanError: the models differ where no channel is pruned, or further locks change nothing.
     """
+    while True:
+        settled = _with_blocks(model, channel_map, choose, examples, plain)
+        channel_map, keep = settled.channel_map, settled.keep
+        trial = _PlanOnTrial(model, masked_indices(channel_map, keep), channel_map, keep, examples)
+        failure = trial.failure_as_it_is(settled.compact)
+        if failure is None:
+            return settled
+        locks = trial.locks_before(*failure)
+        if not locks:
+            raise PlanError(f"the compact model fails where no channel is pruned: {failure[0]}")
+        channel_map = with_extra(channel_map, locks)
+
+
+def _with_blocks(
+    model: nn.Module,
+    channel_map: ChannelMap,
+    choose: Callable[[ChannelMap], Keep],
+    examples: list[tuple[Any, ...]],
+    plain: bool,
+) -> TrialResult:
+    """Return a plan that passed its trial with all positions of blocks, and then without those that it removes.
+
+    A block that loses some runs narrow in the masked model too, so that the first trial alone compares what is inside.
+    """
+    while channel_map.blocks:
+        whole = _settled(model, channel_map, partial(_with_positions, choose), examples, plain)
+        settled = _settled(model, whole.channel_map, choose, examples, plain)
+        if _known(settled.channel_map) == _known(whole.channel_map):
+            return replace(settled, difference=max(whole.difference, settled.difference))
+        channel_map = settled.channel_map
+    return _settled(model, channel_map, choose, examples, plain)
+
+
+def _settled(
+    model: nn.Module,
+    channel_map: ChannelMap,
+    choose: Callable[[ChannelMap], Keep],
+    examples: list[tuple[Any, ...]],
+    plain: bool,
+) -> TrialResult:
     divergence: Divergence | None = None
-    failed: set[tuple[Any, ...]] = set()
+    failed: Counter[tuple[Any, ...]] = Counter()
     batches = BatchAxes(model, channel_map.traced.trace, examples)
     scales = ScaleSearch(model, examples)
     if plain:
@@ -88,6 +141,9 @@ def run_trial(
         if channel_map.traced.stated and not _same_when_whole(model, channel_map, examples):
             channel_map = with_all_constraints(channel_map)
         keep = channel_map.completed(choose(channel_map))
+        if broken := _not_in_steps(channel_map, keep):
+            channel_map = with_extra(channel_map, broken)
+            continue
         kept = kept_indices(channel_map, keep)
         compact = narrowed(model, channel_map, keep, kept)
         if plain and (locks := _of_other_classes(model, compact, channel_map)):
@@ -99,8 +155,8 @@ def run_trial(
             return TrialResult(channel_map, keep, compact, difference)
         search = SizeSearch(model, compact, channel_map, keep, batches, scales, partial(trial.compare, compact), plain)
         sizes = search.after(found)
-        if search.equal:
-            channel_map = with_extra(channel_map, search.equal)
+        if search.equal and _known(stricter := with_extra(channel_map, search.equal)) != known:
+            channel_map = stricter
             continue
         channel_map = with_sizes(channel_map, sizes)
         if search.difference is not None:
@@ -112,16 +168,26 @@ def run_trial(
                 return TrialResult(channel_map, keep, compact, difference)
             divergence, run = found
             kind = (type(model.get_submodule(divergence.module)), *divergence.key[1:])
-            alike = _alike(model, divergence, run) if kind in failed else []
-            failed.add(kind)
-            lock = trial.lock_for(divergence, run)
+            alike = _alike(model, divergence, run) if failed[kind] else []
+            failed[kind] += 1
+            again = not divergence.operator and failed[kind] > AGAIN
+            lock = trial.lock_for(divergence, run, again=again)
             if lock is None:
-                raise PlanError(f"the compact model fails where no channel is pruned: {divergence}")
-            others = [trial.lock_for(where, run, there=True) for where in alike]
+                hint = "" if divergence.module in channel_map.traced.trace.ran else MORE_EXAMPLES
+                raise PlanError(f"the compact model fails where no channel is pruned: {divergence}{hint}")
+            others = [trial.lock_for(where, run, there=True, again=again) for where in alike]
             same = [other for other in others if other is not None and other.positions == lock.positions]
             why = f"; {KEEPS_CLASS}" if search.withheld else ""
             channel_map = with_extra(channel_map, [replace(one, reason=one.reason + why) for one in (lock, *same)])
     raise PlanError(f"no plan passed its trial, and further locks change nothing; the last to differ was {divergence}")
+
+
+def _with_positions(choose: Callable[[ChannelMap], Keep], channel_map: ChannelMap) -> Keep:
+    """Return a plan with all positions of blocks, which run as they are then."""
+    keep = choose(channel_map).copy()
+    for block in channel_map.blocks.values():
+        keep[block.positions] = True
+    return channel_map.completed(keep)
 
 
 def _known(channel_map: ChannelMap) -> tuple[int, ...]:
@@ -177,13 +243,27 @@ class _PlanOnTrial:
                 return worst, (divergence, run)
         return worst, None
 
+    def failure_as_it_is(self, compact: nn.Module) -> Failure | None:
+        """Return where the compact model raises in its own precision and the dense one does not.
+
+        Kernels of narrower floats need strides that those of float64 do not, or that a conversion to it repairs.
+        """
+        run = self.channel_map.traced.trace.runs[0]
+        example = float64_inputs(self.examples[run.example], None)
+        with Float64WhileRunning(compact, as_it_is, borrowed=run.borrowed) as small:
+            found = failure_of(small.model, example, run)
+        if found is None:
+            return None
+        with Float64WhileRunning(self.model, as_it_is, borrowed=run.borrowed) as dense:
+            return (found, run) if failure_of(dense.model, example, run) is None else None
+
     def _without_copies(self, compact: nn.Module, run: TracedRun) -> tuple[float, Divergence | None]:
         """Compare in float64 without copies, if that is possible."""
         example = float64_inputs(self.examples[run.example])
         try:
             if run not in self.references:
                 convert = with_zeros(to_double, self.kept)
-                whole = self.channel_map.norms
+                whole = self.channel_map.narrow(self.keep)
                 with Float64WhileRunning(self.model, convert, whole=whole, borrowed=run.borrowed) as masked:
                     self.references[run] = record_reference(
                         masked.model, self.channel_map, self.keep, example, run, AS_DOUBLE[0]
@@ -207,12 +287,15 @@ class _PlanOnTrial:
             return compare(reference, float64_copy(compact, way.convert), example, run, way.tolerance)
         raise AssertionError("there is a last way")
 
-    def lock_for(self, divergence: Divergence, run: TracedRun, *, there: bool = False) -> LockRecord | None:
-        """Return a lock of all labels at the operator that differs, or at all operators of a module that failed.
+    def lock_for(
+        self, divergence: Divergence, run: TracedRun, *, there: bool = False, again: bool = False
+    ) -> LockRecord | None:
+        """Return a lock of all labels at the operator that differs, or at the last before the Python of a module failed.
 
         If positions in heads are pruned there, they alone are locked at first. If nothing is pruned there, the lock is
-        at the last operator before or at the first of the module's parts, unless `there` is set. None without any.
-        A module that fails before it computes anything, as by an assertion on its input, may have no operators at all.
+        at an operator before, of the same module if Python failed, unless `there` is set; else at all operators of the
+        module, as also where it fails again and again. None if nothing is pruned anywhere. A module that fails before
+        it computes anything, as by an assertion on its input, may have no operators at all.
         """
         operators = operators_by_key(run)
         culprit = operators.get(divergence.key) if divergence.operator else None
@@ -224,7 +307,10 @@ class _PlanOnTrial:
             parts = [[operator] for operator in within(divergence.module, run)]
             failed = [o for o in run.operators[divergence.after :][:1] if o.name == divergence.failed]
             earlier = [[operator] for operator in reversed(run.operators[: divergence.after])]
-            candidates = [failed, inside, *parts, *([] if there else [run.operators[-1:], *earlier])]
+            ran = {id(operator) for (operator,) in earlier}
+            positions = self._loses_positions(self.channel_map.traced.final[_labels_at(inside)])
+            near = [] if again or positions else [one for one in reversed(parts) if id(one[0]) in ran]
+            candidates = [failed, *near, inside, *parts, *([] if there else [run.operators[-1:], *earlier])]
         for labels in (*self._of_tensors(divergence), *map(_labels_at, candidates)):
             final = self.channel_map.traced.final[labels]
             if not self.keep[final].all():
@@ -240,6 +326,31 @@ class _PlanOnTrial:
                 )
         return None
 
+    def locks_before(self, divergence: Divergence, run: TracedRun) -> list[LockRecord]:
+        """Return locks at the last operator that a failed one reads from and that prunes, in all modules of a class."""
+        feeding = _feeding(run, number_of(run, divergence.started))
+        last = next((operator for operator in feeding if self._prunes(_labels_at([operator]))), None)
+        if last is None:
+            return []
+        reason = f"{divergence.detail}{divergence.line and f' at {divergence.line}'}"
+        classes = {path: type(module) for path, module in self.model.named_modules()}
+        by_module: dict[str, list[TracedOperator]] = {}
+        for operator in run.operators:
+            by_module.setdefault(operator.module, []).append(operator)
+        index = by_module[last.module].index(last)
+        alike = [
+            own[index] for path, own in by_module.items() if classes[path] is classes[last.module] and index < len(own)
+        ]
+        locked = [last] if classes[last.module].__module__.startswith("torch.") else alike
+        return [
+            LockRecord(f"the compact model fails: {reason}", operator.module, operator.name, _labels_at([operator]))
+            for operator in locked
+            if operator.name == last.name
+        ]
+
+    def _prunes(self, labels: Labels) -> bool:
+        return not self.keep[self.channel_map.traced.final[labels]].all()
+
     def _of_tensors(self, divergence: Divergence) -> list[Labels]:
         """Return the labels of the tensors of a module that failed in a method that another module called."""
         if divergence.owner in ("", divergence.module):
@@ -252,6 +363,15 @@ class _PlanOnTrial:
     def _loses_positions(self, final: Labels) -> bool:
         _, *positions = self.channel_map.deciding(final)
         return not all(self.keep[labels].all() for labels in positions)
+
+
+def _not_in_steps(channel_map: ChannelMap, keep: Keep) -> list[LockRecord]:
+    """Return locks for widths of which a plan leaves no multiple of what an operator needs."""
+    return [
+        LockRecord(f"an operator takes these channels only in multiples of {one.number}", "", "", one.labels)
+        for one in channel_map.traced.trace.flow.multiples
+        if np.count_nonzero(keep[channel_map.traced.final[one.labels]]) % one.number
+    ]
 
 
 def _of_other_classes(model: nn.Module, compact: nn.Module, channel_map: ChannelMap) -> list[LockRecord]:
@@ -290,7 +410,26 @@ def _alike(model: nn.Module, divergence: Divergence, run: TracedRun) -> list[Div
     )
     others = [path for path, module in model.named_modules() if type(module) is cls and path != divergence.module]
     keys = [(path, *divergence.key[1:]) for path in others if (path, *divergence.key[1:]) in places]
-    return [replace(divergence, module=key[0], key=key) for key in keys]
+    found = [replace(divergence, module=key[0], key=key) for key in keys]
+    return found if divergence.operator else [replace(one, after=_as_far(divergence, one.module, run)) for one in found]
+
+
+def _as_far(divergence: Divergence, path: str, run: TracedRun) -> int:
+    """Return how many operators of a run come before the place in a module that another of its class had reached."""
+    number = {id(operator): index for index, operator in enumerate(run.operators)}
+    reached = sum(number[id(operator)] < divergence.after for operator in within(divergence.module, run))
+    last = within(path, run)[:reached][-1:]
+    return number[id(last[0])] + 1 if last else 0
+
+
+def _feeding(run: TracedRun, number: int | None) -> Iterator[TracedOperator]:
+    """Yield an operator of a run and those whose results it was computed from, the last first."""
+    waiting = set() if number is None else {number}
+    while waiting:
+        number = max(waiting)
+        waiting.remove(number)
+        yield run.operators[number]
+        waiting.update(one for one in run.operators[number].reads if one >= 0)
 
 
 def _labels_at(operators: list[TracedOperator]) -> Labels:
