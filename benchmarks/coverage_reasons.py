@@ -48,15 +48,16 @@ class Stops:
 
     def _causes(self, name: str) -> str:
         """Why axes of a parameter stay of which more than half is left."""
-        causes = {}
+        causes: dict[str, None] = {}
         for axis, final in enumerate(self.chart.labels[name]):
             if final is None or np.count_nonzero(self.keep[final]) <= (final.size + 1) // 2:
                 continue
             locks = self._locks(self.least.alike.get((name, axis), -1))
             causes |= dict.fromkeys(self._worded(lock, name) for lock in locks)
-        named = list(causes)[:NAMED]
-        more = f" (and {len(causes) - NAMED} more)" if len(causes) > NAMED else ""
-        return ", ".join(named) + more or "no lock lies on them: they hang together with others, or with too few"
+        if causes:
+            return _first(causes)
+        tried = dict.fromkeys(self._worded(lock, name) for lock in self.chart.traced.extra if lock in self.locks)
+        return f"they hang together with others; the trial locked {_first(tried) or 'nothing'}"
 
     def _locks(self, number: int) -> list[LockRecord]:
         """The locks that lie on any axis of a class."""
@@ -70,6 +71,11 @@ class Stops:
         place = lock.module.rpartition(".")[2] or "the top-level forward"
         here = "" if lock.module == name.rpartition(".")[0] else f" in {place}"
         return " ".join(f"{lock.operator} {lock.reason}{here}".split())
+
+
+def _first(causes: dict[str, None]) -> str:
+    more = f" (and {len(causes) - NAMED} more)" if len(causes) > NAMED else ""
+    return ", ".join(list(causes)[:NAMED]) + more
 
 
 def _said(causes: str, weights: dict[str, int], entries: int) -> str:
