@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice, zip_longest
 from typing import Any
 
@@ -204,6 +204,7 @@ class Reference:
 
     Attributes:
         values: the name of every operator, and the kept entries of its outputs.
+        numbers: of operators that return whole numbers or booleans, all arguments that are no tensors.
         outputs: the tensors of the model's output.
         decisions: those that the compact model has to repeat.
         precision: in which both models run.
@@ -215,6 +216,14 @@ class Reference:
     decisions: dict[OperatorKey, Decision]
     precision: Precision = OWN
     failed: Divergence | None = None
+    numbers: dict[OperatorKey, Any] = field(default_factory=dict)
+
+    def counts_widths(self, key: OperatorKey, arguments: Any) -> bool:
+        """Return whether an operator computes whole numbers of other numbers than in the masked model.
+
+        These are widths, as in a check that as many entries are written as there are; its result is compared.
+        """
+        return key in self.numbers and self.numbers[key] != _without_tensors(arguments)
 
 
 def record_reference(
@@ -236,6 +245,7 @@ def record_reference(
     operators = {key: operator for key, operator in operators_by_key(run).items() if not is_inside(key[0], narrow)}
     values: dict[OperatorKey, tuple[str, list[Any]]] = {}
     decisions: dict[OperatorKey, Decision] = {}
+    numbers: dict[OperatorKey, Any] = {}
 
     def see(key: OperatorKey, name: str, arguments: Any, outs: list[torch.Tensor]) -> None:
         operator = operators.get(key)
@@ -243,6 +253,8 @@ def record_reference(
             return
         kept = [kept_entries(t, operator, i, channel_map, keep) for i, t in enumerate(outs)]
         values[key] = (name, [v.clone() if any(v is t for t in outs) else v for v in kept])
+        if not any(map(has_gradients, outs)):
+            numbers[key] = _without_tensors(arguments)
         if all(keep[channel_map.resolve(field)].all() for field in operator.inputs):
             found = decision(name, arguments, outs)
             if found is not None:
@@ -251,10 +263,10 @@ def record_reference(
     try:
         with NarrowNorms(masked, channel_map, keep):
             outputs = _forward(masked, example, run, see, precision)
-        return Reference(values, outputs, decisions, precision)
+        return Reference(values, outputs, decisions, precision, numbers=numbers)
     except _Diverged as parted:
         if parted.divergence.module in narrow:
-            return Reference(values, [], decisions, precision, parted.divergence)
+            return Reference(values, [], decisions, precision, parted.divergence, numbers)
         raise ModelError(f"the masked model does not run in the trial: {parted.divergence}") from None
 
 
@@ -275,7 +287,7 @@ def compare(
         nonlocal worst, peak, tolerance
         tolerance = max(tolerance, rounding(outs)) if own else tolerance
         expected = reference.values.get(key)
-        if expected is None or expected[0] != name:
+        if expected is None or expected[0] != name or reference.counts_widths(key, arguments):
             return
         if key in reference.decisions:
             reference.decisions[key].follow(arguments, outs, tolerance, peak)
