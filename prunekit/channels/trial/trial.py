@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -167,6 +168,9 @@ def _settled(
             if found is None:
                 return TrialResult(channel_map, keep, compact, difference)
             divergence, run = found
+            elsewhere = trial.elsewhere(divergence, compact)
+            if elsewhere is not None:
+                return TrialResult(channel_map, keep, compact, elsewhere)
             kind = (type(model.get_submodule(divergence.module)), *divergence.key[1:])
             alike = _alike(model, divergence, run) if failed[kind] else []
             failed[kind] += 1
@@ -226,6 +230,20 @@ class _PlanOnTrial:
     keep: Keep
     examples: list[tuple[Any, ...]]
     references: dict[TracedRun, Reference] = field(default_factory=dict)
+    skipping: frozenset[str] = frozenset()
+
+    def elsewhere(self, divergence: Divergence, compact: nn.Module) -> float | None:
+        """Return the largest difference outside of the modules that compute in another way; None if others differ too.
+
+        A function may take another path at another width, as torch's attention does where all query heads share one
+        key. What modules of the class return is still compared: it is what others read.
+        """
+        if not divergence.operator or isfinite(divergence.difference) or not divergence.module:
+            return None
+        cls = type(self.model.get_submodule(divergence.module))
+        alike = frozenset(path for path, module in self.model.named_modules() if type(module) is cls)
+        difference, found = replace(self, skipping=alike).compare(compact)
+        return difference if found is None else None
 
     def compare(self, compact: nn.Module, *, copies: bool = False) -> Outcome:
         """Compare on every example in eval mode, and in train mode if that differs.
@@ -269,7 +287,7 @@ class _PlanOnTrial:
                         masked.model, self.channel_map, self.keep, example, run, AS_DOUBLE[0]
                     )
             with Float64WhileRunning(compact, to_double, borrowed=run.borrowed) as small:
-                return compare(self.references[run], small.model, example, run)
+                return compare(self.references[run], small.model, example, run, skipping=self.skipping)
         except ModelError:  # a module uses another's weights
             return self._with_copies(compact, run)
 
@@ -284,7 +302,8 @@ class _PlanOnTrial:
                 if way is RUN_PRECISIONS[-1]:
                     raise
                 continue
-            return compare(reference, float64_copy(compact, way.convert), example, run, way.tolerance)
+            small = float64_copy(compact, way.convert)
+            return compare(reference, small, example, run, way.tolerance, skipping=self.skipping)
         raise AssertionError("there is a last way")
 
     def lock_for(
