@@ -53,7 +53,20 @@ def channel_shuffle(flow: LabelFlow, call: OperatorCall) -> None:
     _set(flow, call.out, labels, 1, zero)
 
 
-@register_rule("aten.grid_sampler_2d", "aten.grid_sampler_3d", "torchvision.roi_align", "torchvision.roi_pool")
+@register_rule("aten.grid_sampler_2d", "aten.grid_sampler_3d")
+def sampled_by_grid(flow: LabelFlow, call: OperatorCall) -> None:
+    """Pass channels that are sampled; each sample of the batch, such as a head of attention, has places of its own."""
+    source, grid = call.args[:2]
+    ndim = source.dim()
+    fields = flow.tied_along(range(2, ndim), flow.fields(source), SAMPLED)
+    places = flow.tied_along(range(1, ndim), flow.fields(grid), "says where to sample")
+    one = (1,) * (ndim - 1)
+    together = flow.pointwise([((*source.shape[:2], *one[1:]), fields), ((grid.shape[0], *one), places)], product=False)
+    zero = {field.span for field in fields if field.zero}
+    flow.set(call.out, [Field(field.labels, field.span in zero) for field in together])
+
+
+@register_rule("torchvision.roi_align", "torchvision.roi_pool")
 def sampled(flow: LabelFlow, call: OperatorCall) -> None:
     """Pass channels that are sampled at places which another tensor gives, and lock the batch."""
     flow.lock([field for argument in call.args[1:] for field in flow.fields(argument)], "says where to sample")
