@@ -137,11 +137,21 @@ _SPATIAL |= {f"aten.{name}{suffix}": n for name, n in (
 ) for suffix in ("", ".vec")}  # fmt: skip
 
 
+def _leaves_alone(call: OperatorCall, index: int) -> bool:
+    """Return whether pooling leaves a spatial axis alone: windows of one position, one after the other."""
+    if "_pool" not in call.name or "adaptive" in call.name:
+        return False
+    size, stride, padding = call.args[1], call.arg(2, "stride", ()) or call.args[1], call.arg(3, "padding", 0)
+    of_axis = [given if isinstance(given, int) else given[index % len(given)] for given in (size, stride, padding)]
+    return of_axis == [1, 1, 0]
+
+
 @register_rule(*_SPATIAL)
 def spatial(flow: LabelFlow, call: OperatorCall) -> None:
     """Pass channels through pooling and interpolation, which treat each by itself."""
     source = call.args[0]
-    slid = range(source.dim() - _SPATIAL[call.name], source.dim())
+    first = source.dim() - _SPATIAL[call.name]
+    slid = [axis for axis in range(first, source.dim()) if not _leaves_alone(call, axis - first)]
     fields = flow.tied_along(slid, flow.fields(source), "pooling slides over these channels")
     for index, out in enumerate(call.outs):  # the second holds where the largest values were
         flow.set(out, fields if index == 0 else [Field(field.labels, zero=False) for field in fields])

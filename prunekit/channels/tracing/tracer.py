@@ -199,11 +199,15 @@ class LabelMode(OperatorMode):
     def _written(self, target: Any, known: tuple[Field, ...]) -> None:
         """Record labels that an in-place write brings into a tensor: its size depended on them from the start.
 
-        In a view they are locked, because the other views of its storage do not have them. What is no longer zero is
-        not zero in those either.
+        In a view they are locked, because the other views of its storage do not have them, unless those have labels on
+        each of their axes: these are coupled by then. What is no longer zero is not zero in those either.
         """
-        spans = {field.span for field in known}
-        fresh = [field for field in self.flow.fields(target) if field.span not in spans]
+        spans, axes = {field.span for field in known}, {axis for field in known for axis in field.span}
+        fresh = [
+            field
+            for field in self.flow.fields(target)
+            if field.span not in spans and not (len(field.span) > 1 and set(field.span) <= axes)
+        ]
         now_zero = {field.span for field in self.flow.fields(target) if field.zero}
         if lost := [field.labels for field in known if field.zero and field.span not in now_zero]:
             self.flow.forget_zeros(self.storages.sharing(target), lost)

@@ -139,14 +139,14 @@ def kept_entries(
 ) -> Any:
     """Return the entries of a masked tensor that the compact model has too; None if its traced shape was another."""
     fields = operator.outputs[output] if output < len(operator.outputs) else ()
-    for field in fields:
-        labels = channel_map.resolve(field)
+    for labeled in fields:
+        labels = channel_map.resolve(labeled)
         if labels.ndim != tensor.dim():
             return None
         kept = keep[labels]
         if kept.all():
             continue
-        for axis in field.span:
+        for axis in labeled.span:
             index = np.flatnonzero(kept.any(axis=tuple(a for a in range(kept.ndim) if a != axis)))
             if kept.shape[axis] != tensor.shape[axis] and index.size and index[-1] >= tensor.shape[axis]:
                 return None
