@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -131,7 +131,7 @@ def _settled(
     plain: bool,
 ) -> TrialResult:
     divergence: Divergence | None = None
-    failed: Counter[tuple[Any, ...]] = Counter()
+    failed = defaultdict[tuple[Any, ...], list[str]](list)
     batches = BatchAxes(model, channel_map.traced.trace, examples)
     scales = ScaleSearch(model, examples)
     if plain:
@@ -172,9 +172,10 @@ def _settled(
             if elsewhere is not None:
                 return TrialResult(channel_map, keep, compact, elsewhere)
             kind = (type(model.get_submodule(divergence.module)), *divergence.key[1:])
-            alike = _alike(model, divergence, run) if failed[kind] else []
-            failed[kind] += 1
-            again = not divergence.operator and failed[kind] > AGAIN
+            failed[kind].append(divergence.module)
+            alike = _alike(model, divergence, run) if len(failed[kind]) > 1 else []
+            alike = [where for where in alike if divergence.operator or where.module not in failed[kind]]
+            again = not divergence.operator and len(failed[kind]) > AGAIN
             lock = trial.lock_for(divergence, run, again=again)
             if lock is None:
                 hint = "" if divergence.module in channel_map.traced.trace.ran else MORE_EXAMPLES
