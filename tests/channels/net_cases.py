@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import nets_attention
+import nets_calls
 import nets_convolutions
 import nets_experts
 import nets_fixed
@@ -23,6 +24,7 @@ from net_registry import CASES
 __all__ = [
     "CASES",
     "nets_attention",
+    "nets_calls",
     "nets_convolutions",
     "nets_experts",
     "nets_fixed",
