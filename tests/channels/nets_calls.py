@@ -35,7 +35,7 @@ class Decorated(nn.Module):
     @logged
     @logged
     def forward(self, x: Tensor) -> Any:
-        shape = x.size()[:-1] + (self.heads, self.depth)
+        shape = x.size()[:-1] + (self.heads, self.depth)  # noqa: RUF005
         q, k, v = (part(x).view(shape).transpose(1, 2) for part in (self.q, self.k, self.v))
         scores = q @ k.transpose(-1, -2) / math.sqrt(self.depth)
         return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
