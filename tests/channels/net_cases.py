@@ -17,6 +17,7 @@ import nets_python
 import nets_recurrent
 import nets_spectral
 import nets_tables
+import nets_taken
 import nets_weights
 from net_registry import CASES
 
@@ -37,5 +38,6 @@ __all__ = [
     "nets_recurrent",
     "nets_spectral",
     "nets_tables",
+    "nets_taken",
     "nets_weights",
 ]
