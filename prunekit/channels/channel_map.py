@@ -58,7 +58,8 @@ class SizeAttribute:
     """An integer attribute of a module that is the size of a labeled axis, or one element of a list or tuple of such.
 
     `labels` has a row for each position of the axis, (size, n): a position is kept if any of its labels is. With an
-    `order`, (size,), the attribute is no size, but says from which position each one comes.
+    `order`, (size,), the attribute is no size, but says from which position each one comes. With `whole` these are
+    positions of a tensor that keeps all of them, and the labels are those of the result.
     """
 
     module: str
@@ -66,6 +67,7 @@ class SizeAttribute:
     position: int | None
     labels: Labels
     order: Labels | None = None
+    whole: bool = False
 
     def renumbered(self, final: Labels) -> SizeAttribute:
         """Return the same with a map's labels in place of a trace's, given the map's label of each of these."""
@@ -80,6 +82,8 @@ class SizeAttribute:
         if self.order is None:
             return self.kept(keep)
         left = self._kept_positions(keep)
+        if self.whole:
+            return self.order[left].tolist()  # type: ignore[no-any-return]
         return (np.cumsum(left) - 1)[self.order[left[self.order]]].tolist()  # type: ignore[no-any-return]
 
     def _kept_positions(self, keep: Keep) -> Keep:

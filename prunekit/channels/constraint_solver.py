@@ -12,6 +12,7 @@ from prunekit.channels.constraints import (
     Contracted,
     Crossed,
     EqualParts,
+    FixedPositions,
     Flattened,
     Grouped,
     LockRecord,
@@ -231,6 +232,14 @@ def _solve_grouped(union: LabelUnion, grouped: Grouped, whole_heads: bool) -> It
     return []
 
 
+def _solve_fixed_positions(union: LabelUnion, fixed: FixedPositions, whole_heads: bool) -> Iterable[LockRecord]:
+    """Lock channels whose positions the model's Python fixes."""
+    if not union.find(fixed.record.labels).any():
+        return []
+    union.lock(fixed.record.labels)
+    return [fixed.record]
+
+
 def _in_whole_rows(roots: Labels) -> bool:
     """Return whether every row is one class, and there are several."""
     return bool(roots.shape[1] > 1 and (roots == roots[:, :1]).all() and (roots != roots[0, 0]).any())
@@ -246,5 +255,6 @@ _SOLVERS: dict[type, Callable[[LabelUnion, Any, bool], Iterable[LockRecord]]] = 
     EqualParts: _solve_equal_parts,
     Padded: _solve_padded,
     Grouped: _solve_grouped,
+    FixedPositions: _solve_fixed_positions,
 }
-_RANK = {Contracted: 0, Crossed: 1, Flattened: 2, Nested: 2, Grouped: 3, Padded: 5}
+_RANK = {FixedPositions: 0, Contracted: 0, Crossed: 1, Flattened: 2, Nested: 2, Grouped: 3, Padded: 5}

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from prunekit.channels.labels import Labels
+from prunekit.channels.rewrite.call_sites import CodePlace
+from prunekit.channels.rewrite.taken_positions import RunningExpression
 from prunekit.channels.tracing.execution import ModuleCall
 
 NOT_ZERO = "sums over values that are not exactly zero where the channel is removed"
@@ -148,4 +150,25 @@ class Grouped:
     module: str
 
 
-Constraint = Rectangle | EqualParts | Crossed | Flattened | Nested | Contracted | Normalized | Padded | Grouped
+@dataclass(frozen=True, eq=False)
+class FixedPositions:
+    """Channels that stay unless the compact model states which positions an expression takes of a tensor.
+
+    An index that the model stores keeps its numbers, and a table that forward computes keeps its size.
+
+    Attributes:
+        record: the lock unless the positions are stated, with a label for each position of the axis.
+        expression: the expression in whose place they can be stated.
+        place: of the tensor in it, with its axis.
+        order: from which position of the axis each one comes.
+    """
+
+    record: LockRecord
+    expression: RunningExpression
+    place: CodePlace
+    order: Labels
+
+
+Constraint = (
+    Rectangle | EqualParts | Crossed | Flattened | Nested | Contracted | Normalized | Padded | Grouped | FixedPositions
+)

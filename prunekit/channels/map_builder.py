@@ -16,6 +16,7 @@ from prunekit.channels.constraints import (
     Contracted,
     Crossed,
     EqualParts,
+    FixedPositions,
     Grouped,
     LockRecord,
     Normalized,
@@ -120,19 +121,30 @@ def _least_locked(
 ) -> tuple[list[Constraint], list[SizeAttribute], Labels, list[LockRecord]]:
     """Return the constraints to hold, the sizes stated in place of others, and the solution: classes and locks.
 
-    With all constraints the model's Python runs as it is, so one is left out only if they lock a whole axis.
+    With all constraints the model's Python runs as it is, so they are left out only if that frees channels: first those
+    of fixed positions, which lock what they are on, then the others, if they lock a whole axis.
     """
     trace, every = source.trace, source.trace.flow.constraints
-    heads, records = solve(trace, source.extra, axes, every)
-    locked = not source.all_constraints and any(record.reason == WHOLE_AXIS for record in records)
-    found = avoidable(trace.runs) if locked else []
-    if found:
+    best: tuple[list[Constraint], list[SizeAttribute], Labels, list[LockRecord]]
+    best = (every, [], *solve(trace, source.extra, axes, every))
+    if source.all_constraints:
+        return best
+    for fixed in (True, False):
+        _, sizes, heads, records = best
+        if not (any(isinstance(one, FixedPositions) for one in every) if fixed else _whole_axis(records)):
+            continue
+        found = [one for one in avoidable(trace) if one.fixed is fixed]
         needless = {constraint for one in found for constraint in one.constraints}
-        needed = [constraint for constraint in every if constraint not in needless]
+        needed = [constraint for constraint in best[0] if constraint not in needless]
         free, others = solve(trace, source.extra, axes, needed)
         if np.count_nonzero(free[axes.all]) > np.count_nonzero(heads[axes.all]):
-            return needed, [size for one in found for size in one.sizes], free, others
-    return every, [], heads, records
+            stated = [size for one in found for size in one.sizes if not fixed or free[size.labels].any()]
+            best = needed, [*sizes, *stated], free, others
+    return best
+
+
+def _whole_axis(records: Iterable[LockRecord]) -> bool:
+    return any(record.reason == WHOLE_AXIS for record in records)
 
 
 def _sizes_of_groups(trace: Trace, final: Labels) -> Iterator[SizeAttribute]:

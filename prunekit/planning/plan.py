@@ -271,7 +271,7 @@ class Plan(Displayed):
             "stored": {name: [how.element_bytes, how.parameter] for name, how in chart.stored.items()},
             "locks": [[lock.reason, lock.module, lock.operator, lock.channels] for lock in chart.locks],
             "activations": [list(key) for key, _ in activations],
-            "sizes": [[size.module, size.name, size.position] for size in chart.sizes],
+            "sizes": [[size.module, size.name, size.position, *[True] * size.whole] for size in chart.sizes],
             "macs": [[term.module, term.operator, term.constant, len(term.factors)] for term in chart.mac_terms],
             "norms": [_written_norm(path, norm) for path, norm in chart.norms.items()],
             "blocks": [_written_norm(path, block) for path, block in chart.blocks.items()],
@@ -391,8 +391,8 @@ def _read_map(text: dict[str, Any], tensors: dict[str, Labels]) -> ChannelMap:
             for i, (path, inputs, outputs) in enumerate(text.get("blocks", []))
         },
         sizes=tuple(
-            SizeAttribute(path, name, position, tensors[f"size/{i}"], tensors.get(f"order/{i}"))
-            for i, (path, name, position) in enumerate(text.get("sizes", []))
+            SizeAttribute(path, name, position, tensors[f"size/{i}"], tensors.get(f"order/{i}"), bool(whole))
+            for i, (path, name, position, *whole) in enumerate(text.get("sizes", []))
         ),
         joint=joint,
         divided=frozenset((name, axis) for name, axis in text.get("divided", [])),

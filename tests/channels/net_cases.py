@@ -18,6 +18,7 @@ import nets_python
 import nets_recurrent
 import nets_spectral
 import nets_tables
+import nets_taken
 import nets_weights
 from net_registry import CASES
 
@@ -39,5 +40,6 @@ __all__ = [
     "nets_recurrent",
     "nets_spectral",
     "nets_tables",
+    "nets_taken",
     "nets_weights",
 ]

@@ -231,3 +231,13 @@ class Bare(nn.Module):
 @case("0.weight")
 def norm_by_hand_that_remembers_its_shape() -> Case:
     return nn.Sequential(nn.Linear(6, 8), Bare(8), nn.Linear(8, 3)), tokens()
+
+
+@case("table")
+def norm_of_positions_that_stay_and_then_of_others() -> Case:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = net.norm(net.mix(net.norm(net.table.t())).softmax(0))
+        return net.head(y) + x
+
+    parts = {"norm": nn.LayerNorm(8), "mix": nn.Linear(8, 8), "head": nn.Linear(8, 6)}
+    return Net(forward, table=weight(8, 5), **parts), (tokens()[0][:1],)

@@ -37,9 +37,7 @@ def orders(plan: Plan) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("cls", [Unit, UnitOfModules])
 def test_the_order_of_a_shuffle_is_found(cls: type[Unit]) -> None:
     net = units(cls, 2).eval()
-    found = [
-        size for one in avoidable(trace_model(net, [EXAMPLE]).runs) for size in one.sizes if size.order is not None
-    ]
+    found = [size for one in avoidable(trace_model(net, [EXAMPLE])) for size in one.sizes if size.order is not None]
     moved = channel_shuffle(torch.arange(WIDTH).reshape(1, -1, 1, 1), 2).reshape(-1)
     owners = ["1", "2"] if cls is Unit else ["1.shuffle", "2.shuffle"]
     assert [size.module for size in found] == owners
@@ -106,7 +104,7 @@ class OnTheFirstAxis(nn.Module):
 
 def test_nothing_is_stated_of_an_axis_that_grows_with_the_batch() -> None:
     net = randomized(nn.Sequential(nn.Conv2d(3, WIDTH, 1), OnTheFirstAxis(), nn.Conv2d(WIDTH, 5, 1))).eval()
-    assert not avoidable(trace_model(net, [EXAMPLE]).runs)
+    assert not avoidable(trace_model(net, [EXAMPLE]))
     plan = settled_plan(net, EXAMPLE, share=0.5)
     assert parity(net, plan, EXAMPLE) <= TOLERANCE
     assert parity(net, plan, (torch.randn(4, 3, 6, 5),)) <= TOLERANCE
@@ -154,7 +152,7 @@ def test_an_order_of_what_is_left() -> None:
 
 def test_an_order_that_is_none_is_refused() -> None:
     unit: Any = Unit()
-    _, found = avoidable(trace_model(nn.Sequential(nn.Conv2d(3, WIDTH, 1), unit), [EXAMPLE]).runs)
+    _, found = avoidable(trace_model(nn.Sequential(nn.Conv2d(3, WIDTH, 1), unit), [EXAMPLE]))
     (order,) = found.sizes
     assert str(CodePlace.named(order.name)) == order.name
     for value in ([0, -1], [0, "1"], "01", [1.0]):

@@ -103,6 +103,19 @@ def frame_here(frame: FrameType | None) -> tuple[FrameType, CodeType, nn.Module]
     return None
 
 
+def calling_frame(frame: FrameType | None) -> tuple[FrameType, CodeType, nn.Module] | None:
+    """Return the nearest frame of a method, which called the plain functions that run, as `frame_here` does."""
+    frame = _own_frame(frame)
+    for _ in range(_NESTED):
+        if frame is None:
+            break
+        owner = _owner(frame)
+        if owner is not None and _method_around(type(owner), frame.f_code) is frame.f_code:  # type: ignore[arg-type]
+            return frame, frame.f_code, owner
+        frame = frame.f_back
+    return None
+
+
 _NESTED = 4
 """How many frames a method may be above its running code, in comprehensions, lambdas and inner functions."""
 
@@ -370,7 +383,8 @@ _MOVES = (
 class CodePlace:
     """The place of an expression in a method: its line, counted from the method's first, its column and its text.
 
-    With an `axis` the expression is no size, but reorders the positions of that axis.
+    With an `axis` the expression is no size, but reorders the positions of that axis. With `whole`, it is a tensor that
+    has all positions of that axis, and of which some are taken.
     """
 
     function: str
@@ -378,15 +392,20 @@ class CodePlace:
     column: int
     text: str
     axis: int | None = None
+    whole: bool = False
 
     def __str__(self) -> str:
-        order = "" if self.axis is None else f" order of axis {self.axis}"
+        order = "" if self.axis is None else f" {self._kind} of axis {self.axis}"
         return f"{self.function}+{self.line}.{self.column}{order}: {self.text}"
+
+    @property
+    def _kind(self) -> str:
+        return "size" if self.axis is None else "part" if self.whole else "order"
 
     @property
     def attribute(self) -> str:
         """The name of the attribute that holds the size, or the order."""
-        return f"_{'size' if self.axis is None else 'order'}_{self.function}_{self.line}_{self.column}"
+        return f"_{self._kind}_{self.function}_{self.line}_{self.column}"
 
     @property
     def is_number(self) -> bool:
@@ -396,9 +415,9 @@ class CodePlace:
     @classmethod
     def named(cls, name: str) -> CodePlace | None:
         """Return the place with a name, as `str` gives it; None if it is the name of a plain attribute."""
-        match = re.fullmatch(r"(\w+)\+(\d+)\.(\d+)(?: order of axis (\d+))?: (.+)", name, re.DOTALL)
-        axis = None if match is None or match[4] is None else int(match[4])
-        return match and cls(match[1], int(match[2]), int(match[3]), match[5], axis)
+        match = re.fullmatch(r"(\w+)\+(\d+)\.(\d+)(?: (order|part) of axis (\d+))?: (.+)", name, re.DOTALL)
+        axis = None if match is None or match[5] is None else int(match[5])
+        return match and cls(match[1], int(match[2]), int(match[3]), match[6], axis, match[4] == "part")
 
 
 @lru_cache(maxsize=4096)

@@ -17,7 +17,7 @@ import numpy as np
 from torch import nn
 
 from prunekit.channels.channel_map import ChannelMap, Keep, SizeAttribute
-from prunekit.channels.constraints import Constraint, EqualParts, Rectangle
+from prunekit.channels.constraints import Constraint, EqualParts, FixedPositions, Rectangle
 from prunekit.channels.labels import Field, Labels, rows_along
 from prunekit.channels.rewrite.call_sites import (
     CodePlace,
@@ -32,10 +32,11 @@ from prunekit.channels.rewrite.call_sites import (
     shape_arguments,
     slice_of_axis,
 )
-from prunekit.channels.rewrite.source_rewriter import integers
+from prunekit.channels.rewrite.source_rewriter import can_state, integers
 from prunekit.channels.rules.pointwise import MADE
 from prunekit.channels.rules.shape import axis_groups
-from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
+from prunekit.channels.tracing.traced_run import TracedOperator
+from prunekit.channels.tracing.tracer import Trace
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,17 +189,22 @@ class AvoidableConstraints:
 
     sizes: tuple[SizeAttribute, ...]
     constraints: tuple[Constraint, ...]
+    fixed: bool = False
 
 
-def avoidable(runs: Iterable[TracedRun]) -> list[AvoidableConstraints]:
-    """Return the constraints of equal parts and shuffles whose expressions do the same in every call."""
+def avoidable(trace: Trace) -> list[AvoidableConstraints]:
+    """Return the constraints of equal parts, shuffles and fixed positions whose expressions do the same in every call.
+
+    Those of fixed positions are marked as `fixed`.
+    """
     found: dict[tuple[str, str], list[AvoidableConstraints]] = {}
-    for run in runs:
+    for run in trace.runs:
         for index, operator in enumerate(run.operators):
-            if any(isinstance(constraint, EqualParts) for constraint in operator.constraints):
-                one: AvoidableConstraints | None = AvoidableConstraints(
-                    tuple(part_sizes(operator)), operator.constraints
-                )
+            fixed = next((one for one in operator.constraints if isinstance(one, FixedPositions)), None)
+            if fixed is not None:
+                one: AvoidableConstraints | None = _fixed(fixed, trace)
+            elif any(isinstance(constraint, EqualParts) for constraint in operator.constraints):
+                one = AvoidableConstraints(tuple(part_sizes(operator)), operator.constraints)
             elif any(isinstance(constraint, Rectangle) for constraint in operator.constraints):
                 one = next(_rearranged(list(_chain(run.operators, index))), None)
             else:
@@ -206,10 +212,27 @@ def avoidable(runs: Iterable[TracedRun]) -> list[AvoidableConstraints]:
             if one is not None and one.sizes:
                 found.setdefault((one.sizes[0].module, one.sizes[0].name), []).append(one)
     return [
-        AvoidableConstraints(every[0].sizes, tuple(constraint for one in every for constraint in one.constraints))
+        replace(every[0], constraints=tuple(constraint for one in every for constraint in one.constraints))
         for every in found.values()
         if all(_alike(one, every[0]) for one in every)
     ]
+
+
+def _fixed(fixed: FixedPositions, trace: Trace) -> AvoidableConstraints | None:
+    """Return the positions to state for a constraint, if the class's Python can be compiled with them."""
+    model = trace.flow.model
+    if model is None or any(fixed.expression in run.whole for run in trace.runs):
+        return None
+    owner = fixed.expression.owner
+    module = model.get_submodule(owner)
+    if not can_state(type(module), fixed.place):  # type: ignore[arg-type]
+        return None
+    # A model that was pruned before takes some positions already.
+    taken = vars(module).get(fixed.place.attribute) if fixed.place.whole else None
+    order = fixed.order if taken is None else np.array(taken)[fixed.order]
+    labels = trace.flow.union.find(fixed.record.labels)[:, None]
+    size = SizeAttribute(owner, str(fixed.place), None, labels, order, fixed.place.whole)
+    return AvoidableConstraints((size,), (fixed,), fixed=True)
 
 
 def _alike(left: AvoidableConstraints, right: AvoidableConstraints) -> bool:

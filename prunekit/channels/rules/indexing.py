@@ -17,6 +17,7 @@ from prunekit.channels.rules.rule import OperatorCall, register_rule
 from prunekit.channels.rules.scattering import DECIDES
 from prunekit.channels.rules.shape import PICKED, part, replay
 from prunekit.channels.tracing.label_flow import LabelFlow
+from prunekit.channels.tracing.meta_shapes import numbers_in
 
 STORED_ORDER = (
     "put in the order of an index that the model stores, whose numbers pruning leaves as they are; channels that a "
@@ -148,7 +149,9 @@ def windows(flow: LabelFlow, call: OperatorCall) -> None:
 
 @register_rule("aten.index_select", "aten.index", "aten._unsafe_index", "aten.as_strided")
 def pick(flow: LabelFlow, call: OperatorCall) -> None:
-    """Lock axes whose positions are picked by number."""
+    """Lock axes whose positions are picked by number, unless it is by an index that is always the same."""
+    if _in_stored_order(flow, call):
+        return
     if call.name == "aten.index_select":
         flow.lock(flow.fields(call.args[2]), DECIDES)
         axis = call.args[1] % call.args[0].dim()
@@ -157,6 +160,33 @@ def pick(flow: LabelFlow, call: OperatorCall) -> None:
     if call.name in ("aten.index", "aten._unsafe_index") and _index_rows(flow, call):
         return
     flow.lock(flow.fields(call.args[0]), f"{call.name} picks positions by number")
+
+
+def _in_stored_order(flow: LabelFlow, call: OperatorCall) -> bool:
+    """Put labels in the order of an index that does not depend on the input; return False if that cannot be stated."""
+    source, here = call.args[0], flow.expression
+    axis, index = _one_index(call)
+    on_axis = [field for field in flow.fields(source) if axis in field.span]
+    if here is None or index is None or flow.of_input(index, 0) or [field.span for field in on_axis] != [(axis,)]:
+        return False
+    numbers, place, labels = numbers_in(index), here.picked(axis), on_axis[0].labels.reshape(-1)
+    if numbers is None or place is None or axis == 0 or len(numbers) < 2 or not flow.union.find(labels).any():
+        return False
+    order = numbers.cpu().numpy().astype(np.int64) % labels.size
+    flow.state(labels, place, order, _why(flow, index, labels.size))
+    others = [field for field in flow.fields(source) if field is not on_axis[0]]
+    flow.set(call.out, [*others, Field(along(labels[order], axis, source.dim()), on_axis[0].zero)])
+    return True
+
+
+def _one_index(call: OperatorCall) -> tuple[int, torch.Tensor | None]:
+    """Return the axis of which a vector of integers picks positions, and the vector; None if it is anything else."""
+    given = call.args[1] if call.name in ("aten.index", "aten._unsafe_index") else ()
+    if call.name == "aten.index_select":
+        given = [*[None] * (call.args[1] % call.args[0].dim()), call.args[2]]
+    found = [(axis, index) for axis, index in enumerate(given) if index is not None]
+    vectors = [(axis, index) for axis, index in found if index.dim() == 1 and index.dtype not in _MASKS]
+    return vectors[0] if len(found) == len(vectors) == 1 else (0, None)
 
 
 def _why(flow: LabelFlow, index: torch.Tensor, size: int) -> str:

@@ -9,11 +9,13 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from prunekit.channels.labels import Field
+from prunekit.channels.rewrite.taken_positions import RunningExpression
 from prunekit.channels.rules.rule import OperatorCall, aten, register_rule
-from prunekit.channels.tracing.label_flow import LabelFlow, Shape
+from prunekit.channels.tracing.label_flow import BUFFER_INSTEAD, MEETS_FIXED, LabelFlow, Operand, Shape
 
 KEEPS_ZERO = (
     "relu relu6 hardswish silu gelu elu selu celu leaky_relu tanh sin tan asin atan sinh asinh neg abs sign "
@@ -54,11 +56,40 @@ def broadcast(flow: LabelFlow, operands: Sequence[Any], *, product: bool) -> lis
     tensors = [operand for operand in operands if isinstance(operand, torch.Tensor)]
     numbers = [operand for operand in operands if isinstance(operand, (int, float, bool, complex))]
     ndim = max(tensor.dim() for tensor in tensors)
+    aligned_operands: list[Operand] = [aligned(flow, tensor, ndim) for tensor in tensors]
+    here = flow.expression
+    if here is not None and len(tensors) == 2:
+        aligned_operands = [_taken(flow, tensors, aligned_operands, index, here) for index in (0, 1)]
     return flow.pointwise(
-        [aligned(flow, tensor, ndim) for tensor in tensors],
+        aligned_operands,
         product=product,
         others_zero=not any(number != 0 for number in numbers),
     )
+
+
+def _taken(
+    flow: LabelFlow, tensors: Sequence[torch.Tensor], operands: Sequence[Operand], index: int, here: RunningExpression
+) -> Operand:
+    """Return an operand; one that forward makes gets the labels of the axis that it meets, to be taken at those left.
+
+    It keeps its size, and has values where channels are removed. Axes of an input are left alone, and so is the first
+    axis, which may grow with the batch.
+    """
+    tensor, (shape, fields), (_, others) = tensors[index], operands[index], operands[1 - index]
+    live = [field for field in fields if not flow.is_made(field) or flow.union.find(field.labels).any()]
+    taken = {axis for field in live for axis in field.span}
+    full = {axis for axis, size in enumerate(shape) if size > 1} - taken
+    met = [field for field in others if full & set(field.span) and flow.union.find(field.labels).any()]
+    if len(met) != 1 or len(met[0].span) != 1 or met[0].span == (0,) or flow.is_made(met[0]):
+        return operands[index]
+    axis = met[0].span[0]
+    own = axis - len(shape) + tensor.dim()
+    place = None if flow.of_input(tensor, own) else here.operand(index, own)
+    labels = met[0].labels.reshape(-1)
+    if place is None or labels.size != shape[axis]:
+        return operands[index]
+    flow.state(labels, place, np.arange(labels.size), MEETS_FIXED + BUFFER_INSTEAD)
+    return shape, [*live, Field(met[0].labels, zero=False)]
 
 
 @register_rule(*aten(KEEPS_ZERO, IN_PLACE))

@@ -77,7 +77,9 @@ class NormFinder:
             return
         found = "it also runs on other tensors" if path in self._others else norm_of(module, self.flow, inputs, output)
         if isinstance(found, ChannelNorm) and known is not None and not known.alike(found):
-            found = "it runs on tensors of several shapes"
+            known, found = self._live(known), self._live(found)
+            self.norms[path] = known
+            found = found if known.alike(found) else "it runs on tensors of several shapes"
         if isinstance(found, str):
             self._refuse(path, found, taken or [])
             return
@@ -88,6 +90,14 @@ class NormFinder:
             self.flow.union.merge(labels, others)
         result = gather(output)[0]
         self.flow.set(result, [self._with_zeros(field) for field in self.flow.fields(result)])
+
+    def _live(self, norm: ChannelNorm) -> ChannelNorm:
+        """Return a norm without the axes that are locked by now, which need not be the same in each of its calls."""
+        inputs, outputs = (
+            tuple((axis, labels) for axis, labels in axes if self.flow.union.find(labels).any())
+            for axes in (norm.inputs, norm.outputs)
+        )
+        return ChannelNorm(inputs, outputs)
 
     def _leave_block(self, path: str, sources: list[torch.Tensor], results: list[torch.Tensor]) -> None:
         """Take note of the labels around a module with interchangeable positions, or lock these positions."""

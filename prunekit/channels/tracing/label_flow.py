@@ -13,14 +13,26 @@ import numpy as np
 import torch
 from torch import nn
 
-from prunekit.channels.constraints import NOT_ZERO, Constraint, Contracted, Crossed, Flattened, LockRecord, Nested
+from prunekit.channels.constraints import (
+    NOT_ZERO,
+    Constraint,
+    Contracted,
+    Crossed,
+    FixedPositions,
+    Flattened,
+    LockRecord,
+    Nested,
+)
 from prunekit.channels.labels import LOCKED, Field, Labels, LabelUnion, MacTerm, WidthMultiple, along, apart
+from prunekit.channels.rewrite.call_sites import CodePlace
+from prunekit.channels.rewrite.taken_positions import RunningExpression
 from prunekit.channels.tracing.execution import ModuleCall
 from prunekit.channels.tracing.interchangeable import Positions
 
 Shape = tuple[int, ...]
 Operand = tuple[Shape, Sequence[Field]]
 Fields = set[Field]
+BUFFER_INSTEAD = "; of a buffer in its place, channels can be removed as well"
 MEETS_FIXED = "meets an axis whose size no parameter decides, such as one of the input"
 
 
@@ -45,6 +57,8 @@ class LabelFlow:
             channel is removed, and need not be, because a factor of the result is.
         parted: by a field on several axes that a norm read, the fields as which it did.
         running: returns the paths of all modules that run now.
+        of_input: returns whether an axis of a tensor comes from the inputs of the model, or may.
+        expression: the expression that runs now, where its tensors may be taken at stated positions.
         module, operator: which module and operator run now.
         call: which of the calls of that module it is.
     """
@@ -65,6 +79,8 @@ class LabelFlow:
         self.substituted: set[str] = set()
         self.interchangeable: dict[str, Positions] = {}
         self.running: Callable[[], Iterable[str]] = tuple
+        self.of_input: Callable[[torch.Tensor, int], bool] = lambda tensor, axis: True
+        self.expression: RunningExpression | None = None
         self.divided: list[Labels] = []
         self.parted: dict[Field, list[Field]] = {}
         self.module = ""
@@ -176,6 +192,12 @@ class LabelFlow:
         taken = self.statistics.setdefault(self.module, [])
         if reason is not None:
             taken.append(self.record(field.labels, reason))
+
+    def state(self, labels: Labels, place: CodePlace, order: Labels, reason: str) -> None:
+        """Leave the constraint that labels stay unless the compact model states positions at the running expression."""
+        assert self.expression is not None
+        record = self.record(labels, reason)
+        self.constraints.append(FixedPositions(record, self.expression, place, order))
 
     def fix(self, labels: Labels | None) -> None:
         """Lock labels that no user expects to prune, such as a kernel's height, without a report."""

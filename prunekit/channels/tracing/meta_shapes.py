@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -119,3 +119,20 @@ def run_on_meta(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
         if out is not NotImplemented:
             return out
     return run_operator(func, args, kwargs)
+
+
+_COPIES = frozenset(f"aten.{name}" for name in ("_to_copy", "detach", "alias", "clone", "contiguous", "lift_fresh"))
+
+
+def numbers_in(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the integers that a tensor holds, also if it is a copy of them on a meta device; None if unknown."""
+    known: torch.Tensor = getattr(tensor, "_prunekit_numbers", tensor)
+    return None if known.is_meta or known.is_floating_point() else known
+
+
+def remember_numbers(name: str, inputs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+    """Remember what a copy on a meta device holds, as of an index that is moved to the device of the data."""
+    for out in outs if inputs and not inputs[0].is_floating_point() else ():
+        if out.is_meta:
+            copied = numbers_in(inputs[0]) if name in _COPIES and not out.is_floating_point() else None
+            out._prunekit_numbers = out if copied is None else copied  # type: ignore[attr-defined]

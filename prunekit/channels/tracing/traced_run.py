@@ -10,6 +10,7 @@ import torch
 from prunekit.channels.constraints import Constraint
 from prunekit.channels.labels import Field
 from prunekit.channels.rewrite.call_sites import Site
+from prunekit.channels.rewrite.taken_positions import RunningExpression, is_ordering
 from prunekit.channels.tracing.alternatives import Alternatives
 from prunekit.channels.tracing.cached_state import ModelCalls
 from prunekit.channels.tracing.execution import ModuleCall
@@ -38,8 +39,8 @@ _SAME_VALUES = frozenset(f"aten.{name}" for name in ("clone", "_to_copy", "conti
 
 
 def is_counted(func: Any, name: str) -> bool:
-    """Return whether the trial numbers an operator: not views and plain copies."""
-    return not func.is_view and name not in _SAME_VALUES
+    """Return whether the trial numbers an operator: not views and plain copies, and not what a plan had put in."""
+    return not (func.is_view or name in _SAME_VALUES or (name == "aten.index_select" and is_ordering()))
 
 
 def signature(args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
@@ -67,6 +68,7 @@ class TracedRun:
         operators: every operator call.
         borrowed: paths of modules that read a tensor of another module, each with the path of that owner.
         alternatives: modules that ran besides, because others like them did.
+        whole: expressions whose tensors, at least once, are not to be taken at stated positions.
     """
 
     example: int
@@ -78,3 +80,4 @@ class TracedRun:
     operators: list[TracedOperator] = field(default_factory=list)
     borrowed: set[tuple[str, str]] = field(default_factory=set)
     alternatives: Alternatives = field(default_factory=dict)
+    whole: set[RunningExpression] = field(default_factory=set)

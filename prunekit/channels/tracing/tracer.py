@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from prunekit.channels.constraints import LockRecord
+from prunekit.channels.constraints import FixedPositions, LockRecord
 from prunekit.channels.cut.model_copy import has_gradients, named_tensors, owners, with_tensors
 from prunekit.channels.labels import Field, Labels, along
 from prunekit.channels.rewrite.call_sites import Site, caller_here, site_here, takes_sizes
 from prunekit.channels.rewrite.substitutes import substitute_all
+from prunekit.channels.rewrite.taken_positions import MEETING, PICKING, RunningExpression
 from prunekit.channels.rules.compute import COUNTED, DROPS_AXES
 from prunekit.channels.rules.convolution import FIXED_PARTNER
 from prunekit.channels.rules.pointwise import MADE
@@ -32,8 +33,9 @@ from prunekit.channels.tracing.channel_norms import NormFinder
 from prunekit.channels.tracing.execution import ModuleStack, TrainModeWatch, mode_for_trace, plain_attention
 from prunekit.channels.tracing.fused_modules import fused_away
 from prunekit.channels.tracing.interchangeable import Interchangeable, TensorAxis, positions_of
-from prunekit.channels.tracing.label_flow import MEETS_FIXED, LabelFlow
-from prunekit.channels.tracing.meta_shapes import run_on_meta
+from prunekit.channels.tracing.label_flow import BUFFER_INSTEAD, MEETS_FIXED, LabelFlow
+from prunekit.channels.tracing.made_axes import MadeAxes
+from prunekit.channels.tracing.meta_shapes import remember_numbers, run_on_meta
 from prunekit.channels.tracing.operator_mode import OperatorMode, without_randomness
 from prunekit.channels.tracing.storages import Storages, inner_of
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun, is_counted, signature
@@ -101,6 +103,9 @@ class LabelMode(OperatorMode):
     ) -> None:
         super().__init__()
         self.made_by = {id(tensor): -1 for tensor in gather(inputs)}  # no id is reused: the storages hold them
+        self.given = {id(tensor) for tensor in gather(inputs)}
+        self.made_axes = MadeAxes()
+        flow.of_input = lambda tensor, axis: id(tensor) in self.given and not self.made_axes.made(tensor, axis)
         self.beside = {id(tensor): tuple(tensor.shape) for tensor in gather(inputs)[1:]}
         self.flow, self.run, self.stack = flow, run, stack
         self.earlier = earlier.operators if earlier is not None else []
@@ -131,17 +136,23 @@ class LabelMode(OperatorMode):
             if flow.module not in owners:
                 self.run.borrowed.update([(flow.module, owner) for owner in owners])
         outs = tuple(gather(out))
+        remember_numbers(name, inputs, outs)
         before = tuple([field for tensor in inputs for field in flow.fields(tensor)])
         target = args[0] if name.endswith("_") and args and isinstance(args[0], torch.Tensor) else None
+        self.given.update(map(id, outs) if any(id(tensor) in self.given for tensor in inputs) else ())
+        flow.expression = self._expression(name, inputs) if before else None
         call = signature(args, kwargs, outs)
         earlier = len(flow.constraints)
         if not self._repeats(name, before, call, outs):
             self.run.repeats = False
             known, locks = flow.fields(target), len(flow.locks)
             self._apply(name, args, kwargs, out, before)
+            if flow.expression and not any(isinstance(one, FixedPositions) for one in flow.constraints[earlier:]):
+                self.run.whole.add(flow.expression)
             self._name_given(inputs, outs, locks)
             if name not in SHAPES_IN_PLACE:
                 self._written(target, known)
+        self._make_axes(OperatorCall(name, args, kwargs, out), inputs, before)
         fields = tuple([flow.fields(o) for o in outs])
         counted = counted and flow.module not in flow.substituted
         site, caller, owner = self._place((before and takes_sizes(name, args)) or name in MADE)
@@ -153,6 +164,27 @@ class LabelMode(OperatorMode):
         self.made_by.update(dict.fromkeys(map(id, outs), len(self.run.operators)))
         self.run.operators.append(operator)
         self.storages.note(operator, target, inputs, outs)
+
+    def _expression(self, name: str, inputs: Sequence[torch.Tensor]) -> RunningExpression | None:
+        """Return the running expression, if one of its tensors may be taken at stated positions."""
+        takes = name in PICKING or (name in MEETING and len(inputs) == 2)
+        if not takes or self.flow.module in self.flow.substituted:
+            return None
+        here = site_here(4)
+        return None if here is None else RunningExpression(here[0], self.stack.path_of(here[1]))
+
+    def _make_axes(self, call: OperatorCall, inputs: Sequence[torch.Tensor], before: tuple[Field, ...]) -> None:
+        """Follow the axes that the model's code makes on tensors computed from inputs; parameters have their own."""
+        given = [tensor for tensor in inputs if id(tensor) in self.given]
+        if len(given) == len(inputs) and not any(self.made_axes.fields(tensor) for tensor in given):
+            return
+        rule = rule_of(call.name) if given and all(self.flow.is_made(field) for field in before) else None
+        if rule is not None and not any(tensor.is_nested or inner_of(tensor) for tensor in inputs):
+            for tensor in inputs:
+                if id(tensor) not in self.given and not self.made_axes.fields(tensor):
+                    self.made_axes.add(tensor)
+            self.made_axes.module, self.made_axes.operator = self.flow.module, call.name
+            rule(self.made_axes, call)
 
     def _place(self, sized: object) -> tuple[Site | None, Site | None, str]:
         """Return where a method stands, or where it called the function that runs; and the path of its module."""
@@ -177,11 +209,19 @@ class LabelMode(OperatorMode):
         """Say in new locks that further inputs of the model fixed a size, and what to do if they are its states."""
         shape = next((self.beside[id(tensor)] for tensor in inputs if id(tensor) in self.beside), None)
         if shape is None:
-            return
-        self.beside.update({id(tensor): shape for tensor in outs if not self.flow.fields(tensor)})
+            if self.flow.operator in MEETING and not all(
+                id(tensor) in self.given or self.flow.fields(tensor) for tensor in inputs
+            ):
+                self._advise(earlier, (MEETS_FIXED,), BUFFER_INSTEAD)
+        else:
+            self.beside.update({id(tensor): shape for tensor in outs if not self.flow.fields(tensor)})
+            self._advise(earlier, (MEETS_FIXED, FIXED_PARTNER), f"; {GIVEN.format(shape)}")
+
+    def _advise(self, earlier: int, reasons: Sequence[str], advice: str) -> None:
+        """Add advice to new locks of some reasons."""
         for index, record in enumerate(self.flow.locks[earlier:], earlier):
-            if record.reason in (MEETS_FIXED, FIXED_PARTNER):
-                self.flow.locks[index] = replace(record, reason=f"{record.reason}; {GIVEN.format(shape)}")
+            if record.reason in reasons:
+                self.flow.locks[index] = replace(record, reason=record.reason + advice)
 
     def _repeats(self, name: str, before: tuple[Field, ...], call: Any, outs: tuple[torch.Tensor, ...]) -> bool:
         """Return whether the earlier run did exactly this, and if so take over the labels of its results."""

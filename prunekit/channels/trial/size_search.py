@@ -31,6 +31,7 @@ from prunekit.channels.labels import Field, rows_along
 from prunekit.channels.rewrite.call_sites import (
     CodePlace,
     Site,
+    calling_frame,
     definition,
     frame_here,
     number,
@@ -148,7 +149,8 @@ class ScaleSearch:
             numbers: Numbers = {}
 
             def see(key: OperatorKey, *_: Any) -> None:
-                found = frame_here(sys._getframe(4)) if at in (None, key) else None
+                running = sys._getframe(4)
+                found = (frame_here(running) or calling_frame(running)) if at in (None, key) else None
                 if found is not None:
                     frame, method, owner = found
                     for node in operands_at(Site(method, frame.f_code, frame.f_lasti)):
