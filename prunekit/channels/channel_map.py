@@ -107,8 +107,9 @@ class ChannelMap(Displayed):
         norms: module path -> the labels over which the module takes statistics; in masked runs it sees kept ones only.
         blocks: module path -> a module that runs narrow in masked runs, as a whole, where its positions are removed.
         sizes: attributes of modules that a trial found to be sizes.
-        joint: labels that two others decide on, (n, 3): rows of the label itself, that of its whole head, and that of
-            its position in all heads; it is kept if both are. They are in no group.
+        joint: labels that several others decide on, (n, 4): rows of the label itself, that of its whole head, that of
+            its position in all heads, and that of its query head for all heads of keys, 0 for none; it is kept if all
+            of them are. They are in no group. Files may have fewer columns.
         multiples: widths that operators take only in multiples of a number.
         stored: name -> how the model's file holds the tensor.
         divided: axes of tensors along which removed entries keep their values in a masked model: it divides by their
@@ -153,19 +154,20 @@ class ChannelMap(Displayed):
     def completed(self, keep: Keep) -> Keep:
         """Return a choice among the labels of the groups, bool (n_labels,), with the joint labels set to match."""
         result = keep.copy()
-        result[self.joint[:, 0]] = keep[self.joint[:, 1]] & keep[self.joint[:, 2]]
+        result[self.joint[:, 0]] = keep[self.joint[:, 1:]].all(axis=1)
         return result
 
     def deciding(self, labels: Labels) -> list[Labels]:
         """Return the labels of the groups that decide on given ones, in their shape.
 
-        There are two arrays where some are joint; the second has 0 for labels that one decides on.
+        There are several arrays where some are joint; all but the first have 0 for labels that one decides on.
         """
-        first, second = (choice[labels] for choice in self._choices)
-        return [first, second] if second.any() else [first]
+        first, *others = (choice[labels] for choice in self.choices)
+        return [first, *(choice for choice in others if choice.any())]
 
     @cached_property
-    def _choices(self) -> tuple[Labels, Labels]:
+    def choices(self) -> list[Labels]:
+        """By `Removal`, which label decides on each, (n_labels,), or 0; what one decides on alone is in the first."""
         return deciders(self.n_labels, self.joint)
 
     def macs(self, keep: Keep | None = None) -> int:
@@ -351,7 +353,7 @@ def group_labels(
 ) -> tuple[ChannelGroup, ...]:
     """Group free labels by the set of (name, axis) on which they lie, by partition refinement.
 
-    In place of a joint label count the two that decide on it, whole heads and positions in them in separate groups.
+    In place of a joint label count those that decide on it, whole heads and positions in them in separate groups.
     """
     alike: dict[bytes, tuple[Labels, list[Slot]]] = {}
     for name, axes in labels.items():
@@ -359,11 +361,12 @@ def group_labels(
             if axis is not None:
                 alike.setdefault(axis.tobytes(), (axis, []))[1].append((name, index))
     group = np.zeros(n_labels, dtype=np.int64)
-    group[joint[:, 2]] = 1
-    first, second = deciders(n_labels, joint)
-    slots: list[tuple[Slot, ...]] = [(), ()]
+    for kind, column in enumerate(joint.T[1:]):
+        group[column] = kind
+    choices = deciders(n_labels, joint)
+    slots: list[tuple[Slot, ...]] = [()] * len(choices)
     for axis, on in alike.values():
-        members = np.union1d(first[axis], second[axis])
+        members = np.unique(np.concatenate([choice[axis] for choice in choices]))
         old, position = np.unique(group[members], return_inverse=True)
         group[members] = len(slots) + position
         slots += [(*slots[which], *on) for which in old]

@@ -20,6 +20,8 @@ from prunekit.channels.constraints import (
     Normalized,
     Padded,
     Rectangle,
+    Removal,
+    Repeated,
 )
 from prunekit.channels.labels import Labels, LabelUnion
 from prunekit.channels.tracing.tracer import Trace
@@ -48,7 +50,7 @@ def solve(
     axes: LabeledAxes,
     constraints: Sequence[Constraint],
     *,
-    whole_heads: bool = True,
+    removal: Removal = Removal.HEADS,
 ) -> tuple[Labels, list[LockRecord]]:
     """Return the class of every label with all constraints solved, 0 for locked ones; and all locks.
 
@@ -57,14 +59,18 @@ def solve(
         extra: locks and constraints that trials added.
         axes: the labeled axes of the trace.
         constraints: those of the trace that have to hold.
-        whole_heads: whether a sum over the positions in each head leads to the removal of whole heads; otherwise of
-            the same positions in all heads.
+        removal: what is removed where labels are summed or repeated: whole heads, the same positions in all heads, or
+            the same copies of every head.
     """
     union = trace.flow.union.copy()
     records = [*trace.flow.locks, *(record for record in extra if isinstance(record, LockRecord))]
     for record in records:
-        if not (whole_heads and record.positions):
+        if record.only in (None, removal):
             union.lock(record.labels)
+    whole_heads = removal != Removal.POSITIONS
+    for constraint in constraints:
+        if isinstance(constraint, Repeated):
+            _solve_repeated(union, constraint, removal)
     for constraint in constraints:
         if isinstance(constraint, Contracted):
             _solve_contracted(union, constraint, whole_heads=whole_heads)
@@ -73,16 +79,28 @@ def solve(
     records += _lock_unused(trace, axes, union)
     equal = [part for part in extra if isinstance(part, EqualParts)]
     # First the constraints that say what is coupled, last those that only follow it.
-    ordered = sorted([*constraints, *equal], key=lambda constraint: _RANK.get(type(constraint), 4))
+    ordered = sorted(constraints, key=lambda constraint: _RANK.get(type(constraint), 4))
     while True:
         before = union.find(np.arange(union.size))
         for constraint in ordered:
             found = _SOLVERS[type(constraint)](union, constraint, whole_heads)
             records += [record for record in found if not trace.flow.only_made(record.labels)]
+        for part in equal:
+            _solve_equal_sizes(union, part)
         records += _lock_full_axes(axes, union)
         after = union.find(np.arange(union.size))
         if np.array_equal(before, after):
             return after, records
+
+
+def _solve_equal_sizes(union: LabelUnion, equal: EqualParts) -> None:
+    """Tie labels of axes that a trial found to need one size; one whose labels are one class, as in a head, stays."""
+    roots = union.find(equal.labels)
+    whole = (roots == roots[:, :1]).all(axis=1)
+    if whole.any():
+        union.lock(equal.labels[~whole])
+    else:
+        _solve_equal_parts(union, equal, whole_heads=True)
 
 
 def _lock_unused(trace: Trace, axes: LabeledAxes, union: LabelUnion) -> list[LockRecord]:
@@ -111,6 +129,15 @@ def _lock_full_axes(axes: LabeledAxes, union: LabelUnion) -> list[LockRecord]:
     return records
 
 
+def _solve_repeated(union: LabelUnion, repeated: Repeated, removal: Removal) -> None:
+    """Make copies one class with their source, or with the same copies of others, and lock the source."""
+    if removal == Removal.QUERIES:
+        union.merge(repeated.copies, repeated.repeats)
+        union.lock(repeated.source)
+    else:
+        union.merge(repeated.copies, repeated.source)
+
+
 def _solve_contracted(union: LabelUnion, contracted: Contracted, *, whole_heads: bool) -> None:
     """Make a head one class with what is left of it; or a position one class in all heads, and lock what is left.
 
@@ -136,7 +163,7 @@ def _solve_normalized(union: LabelUnion, normalized: Normalized, *, whole_heads:
 
 
 # Each of the following solves one constraint for the classes as they are now, and returns the locks to report;
-# `whole_heads` as for `solve`.
+# `whole_heads` is False where positions in all heads are removed.
 
 
 def _solve_nested(union: LabelUnion, nested: Nested, whole_heads: bool) -> Iterable[LockRecord]:
@@ -246,7 +273,8 @@ def _in_whole_rows(roots: Labels) -> bool:
 
 
 _SOLVERS: dict[type, Callable[[LabelUnion, Any, bool], Iterable[LockRecord]]] = {
-    Contracted: lambda union, contracted, whole_heads: (),  # solved once, before all others
+    Repeated: lambda union, repeated, whole_heads: (),  # solved once, before all others
+    Contracted: lambda union, contracted, whole_heads: (),  # the same
     Normalized: lambda union, normalized, whole_heads: (),  # the same
     Nested: _solve_nested,
     Rectangle: _solve_rectangle,
@@ -257,4 +285,13 @@ _SOLVERS: dict[type, Callable[[LabelUnion, Any, bool], Iterable[LockRecord]]] = 
     Grouped: _solve_grouped,
     FixedPositions: _solve_fixed_positions,
 }
-_RANK = {FixedPositions: 0, Contracted: 0, Crossed: 1, Flattened: 2, Nested: 2, Grouped: 3, Padded: 5}
+_RANK = {
+    FixedPositions: 0,
+    Repeated: 0,
+    Contracted: 0,
+    Crossed: 1,
+    Flattened: 2,
+    Nested: 2,
+    Grouped: 3,
+    Padded: 5,
+}

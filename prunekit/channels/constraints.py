@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 from prunekit.channels.labels import Labels
 from prunekit.channels.rewrite.call_sites import CodePlace
@@ -16,19 +17,30 @@ NOT_ZERO = "sums over values that are not exactly zero where the channel is remo
 """The reason of locks on channels that a layer sums over."""
 
 
+class Removal(IntEnum):
+    """Kinds of channels that attention can lose, each in a solution of its own.
+
+    Queries are as many query heads of every head of keys and values, which all stay.
+    """
+
+    HEADS = 0
+    POSITIONS = 1
+    QUERIES = 2
+
+
 @dataclass(frozen=True, eq=False)
 class LockRecord:
     """Labels that must stay, and why.
 
-    With `positions`, whole heads of them may be removed, but no positions in the heads. `call` is the call of the
-    module in which they were met, None if it is no call in particular.
+    With `only`, they stay where this kind is removed, and may go with others. `call` is the call of the module in which
+    they were met, None if it is no call in particular.
     """
 
     reason: str
     module: str
     operator: str
     labels: Labels
-    positions: bool = False
+    only: Removal | None = None
     call: ModuleCall | None = None
 
 
@@ -52,6 +64,23 @@ class Crossed:
 
     first: LockRecord
     second: LockRecord
+
+
+@dataclass(frozen=True, eq=False)
+class Repeated:
+    """A labeled axis was repeated, as heads of keys are for the query heads that they serve.
+
+    Either copies are removed with their source, or the same copies of every source, which stays.
+
+    Attributes:
+        source: labels of what was repeated, in the place of each of the copies.
+        repeats: labels of the number of repetitions, the same.
+        copies: labels of the copies.
+    """
+
+    source: Labels
+    repeats: Labels
+    copies: Labels
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,5 +199,15 @@ class FixedPositions:
 
 
 Constraint = (
-    Rectangle | EqualParts | Crossed | Flattened | Nested | Contracted | Normalized | Padded | Grouped | FixedPositions
+    Rectangle
+    | EqualParts
+    | Crossed
+    | Repeated
+    | Flattened
+    | Nested
+    | Contracted
+    | Normalized
+    | Padded
+    | Grouped
+    | FixedPositions
 )

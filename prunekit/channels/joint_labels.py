@@ -1,11 +1,13 @@
-"""Joint labels: labels that two others decide on, the whole head and the position in all heads.
+"""Joint labels: labels that several others decide on, as the whole head and the position in all heads.
 
 Attention can lose whole heads, or positions in all of its heads, and either leaves a model that runs. So it can lose
-both: an entry stays if its head stays and its position does.
+both: an entry stays if its head stays and its position does. Where heads of keys serve several query heads each, it can
+lose as many of these for every one: an entry of the queries then stays if that choice does as well.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,14 +17,15 @@ from prunekit.channels.labels import Labels, LabelUnion
 NOT_JOINT: Labels = np.zeros((0, 3), dtype=np.int64)
 
 
-def deciders(n_labels: int, joint: Labels) -> tuple[Labels, Labels]:
-    """Return for each label the one that decides on it, itself or the first of two; and the second of two, or 0.
+def deciders(n_labels: int, joint: Labels) -> list[Labels]:
+    """Return arrays (n_labels,) of the labels that decide on each: itself alone, or one of each kind, 0 for none.
 
-    `joint`, (n, 3), has a row for each joint label: itself and the two that decide on it.
+    `joint`, (n, 1 + kinds), has a row for each joint label: itself, and by `Removal` those that decide on it, or 0.
     """
-    first, second = np.arange(n_labels), np.zeros(n_labels, dtype=np.int64)
-    first[joint[:, 0]], second[joint[:, 0]] = joint[:, 1], joint[:, 2]
-    return first, second
+    result = [np.arange(n_labels), *(np.zeros(n_labels, dtype=np.int64) for _ in range(2, joint.shape[1]))]
+    for choice, column in zip(result, joint.T[1:], strict=True):
+        choice[joint[:, 0]] = column
+    return result
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +34,7 @@ class Numbering:
 
     Attributes:
         final: for each label of the trace.
-        joint: (n, 3), see `deciders`.
+        joint: (n, 1 + solutions), see `deciders`.
     """
 
     final: Labels
@@ -39,31 +42,45 @@ class Numbering:
     n_labels: int
 
 
-def numbered(heads: Labels, positions: Labels, on_axes: Labels) -> Numbering:
-    """Return the classes of two solutions numbered in the order of the trace, as one where both agree.
+def numbered(solutions: Sequence[Labels], on_axes: Labels) -> Numbering:
+    """Return the classes of several solutions numbered in the order of the trace, as one where they agree.
 
     Args:
-        heads: class of each label of a trace where whole heads are removed, 0 for locked ones.
-        positions: the same where positions are removed in all heads; the same array where there is no choice.
+        solutions: class of each label of a trace, 0 for locked ones, where each kind of channels is removed, by
+            `Removal`; the same array as the first where there is no choice.
         on_axes: the labels that lie on parameter axes; no others count.
     """
+    heads, *others = solutions
     used = np.zeros(heads.size, dtype=bool)
     used[heads[on_axes]] = True
-    first = np.where(used[heads], heads, 0)
-    second = np.zeros_like(first) if positions is heads else _where_free(heads, positions, on_axes)
+    found = [np.where(used[heads], heads, 0)]
+    together = found[0]
+    for classes in others:
+        found.append(np.zeros_like(heads) if classes is heads else _where_free(together, classes, on_axes))
+        together = _pairs(together, found[-1])
     # In the order of the trace, and a head before a position that begins with the same label.
-    classes = np.zeros((heads.size, 2), dtype=bool)
-    classes[first, 0] = classes[second, 1] = True
-    classes[0] = True, False
-    number = (np.cumsum(classes.reshape(-1)) - 1).reshape(-1, 2)
-    final = np.where(first > 0, number[first, 0], number[second, 1])
-    both = np.flatnonzero((first > 0) & (second > 0))
-    deciding = number[first[both], 0], number[second[both], 1]
-    count = int(classes.sum())
-    pairs, index = np.unique(deciding[0] * count + deciding[1], return_inverse=True)
-    final[both] = count + index
-    joint = np.stack([count + np.arange(pairs.size), pairs // count, pairs % count], axis=1)
-    return Numbering(np.where((first > 0) | (second > 0), final, 0), joint, count + pairs.size)
+    classes = np.zeros((heads.size, len(found)), dtype=bool)
+    for kind, one in enumerate(found):
+        classes[one, kind] = True
+    classes[0] = [True, *[False] * len(others)]
+    number = (np.cumsum(classes.reshape(-1)) - 1).reshape(classes.shape)
+    deciding = np.stack([np.where(one > 0, number[one, kind], 0) for kind, one in enumerate(found)], axis=1)
+    final, count = deciding.max(axis=1), int(classes.sum())
+    several = np.flatnonzero(np.count_nonzero(deciding, axis=1) > 1)
+    _, first, index = np.unique(_pairs(*deciding[several].T), return_index=True, return_inverse=True)
+    final[several] = count + index
+    joint = np.concatenate([count + np.arange(first.size)[:, None], deciding[several[first]]], axis=1)
+    return Numbering(final, joint, count + first.size)
+
+
+def _pairs(first: Labels, *others: Labels) -> Labels:
+    """Return one number for each different choice of classes, in their order; 0 where all are 0."""
+    for other in others:
+        if other.any():
+            size = int(other.max()) + 1
+            _, index = np.unique(np.append(first * size + other, 0), return_inverse=True)
+            first = index[:-1].astype(np.int64)
+    return first
 
 
 def _where_free(heads: Labels, positions: Labels, on_axes: Labels) -> Labels:

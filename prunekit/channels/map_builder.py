@@ -20,6 +20,8 @@ from prunekit.channels.constraints import (
     Grouped,
     LockRecord,
     Normalized,
+    Removal,
+    Repeated,
 )
 from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.joint_labels import numbered
@@ -31,6 +33,11 @@ from prunekit.channels.tracing.fused_modules import is_inside
 from prunekit.channels.tracing.tracer import Trace
 from prunekit.utils.display import listed
 
+_LEADING = {
+    Removal.POSITIONS: (Contracted, Crossed, Normalized),
+    Removal.QUERIES: (Repeated,),
+}
+"""Kinds of channels with a solution of their own -> constraints that lead to one; without any it is that of heads."""
 CALLS_NAMED = 3
 """How many calls of a module the reason of a lock names."""
 
@@ -75,10 +82,11 @@ def _built(source: MapSource, shapes: Mapping[str, tuple[int, ...]], stored: Map
     trace = source.trace
     axes = LabeledAxes(trace)
     constraints, sizes, heads, records = _least_locked(source, axes)
-    positions = heads
-    if any(isinstance(constraint, (Contracted, Crossed, Normalized)) for constraint in constraints):
-        positions, _ = solve(trace, source.extra, axes, constraints, whole_heads=False)
-    numbers = numbered(heads, positions, axes.all)
+    solutions = [heads]
+    for removal, kinds in _LEADING.items():
+        differs = any(isinstance(constraint, kinds) for constraint in constraints)
+        solutions.append(solve(trace, source.extra, axes, constraints, removal=removal)[0] if differs else heads)
+    numbers = numbered(solutions, axes.all)
     final = numbers.final
     labels = {name: tuple(None if a is None else final[a] for a in axes) for name, axes in trace.labels.items()}
     return ChannelMap(
@@ -173,7 +181,7 @@ def _least(trace: Trace) -> Iterator[WidthMultiple]:
 
 def _stays(record: LockRecord, final: Labels) -> bool:
     """Return whether a lock holds: channels that stay where whole heads are removed may go in the other solution."""
-    return record.positions or not record.labels.size or not final[record.labels].all()
+    return record.only is not None or not record.labels.size or not final[record.labels].all()
 
 
 def _locks(records: Iterable[LockRecord], calls: Mapping[str, int]) -> list[Lock]:

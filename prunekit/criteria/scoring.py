@@ -159,7 +159,7 @@ def normalize(scores: Scores, channel_map: ChannelMap) -> Scores:
 class LabelMean:
     """The mean of values of a label over the axes that carry it.
 
-    Where two labels decide on an entry together, its value counts for both; the joint label scores 0.
+    Where several labels decide on an entry together, its value counts for each; the joint label scores 0.
     """
 
     def __init__(self, channel_map: ChannelMap) -> None:

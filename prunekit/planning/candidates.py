@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prunekit.channels.channel_map import ChannelGroup, ChannelMap, Keep
+from prunekit.channels.constraints import Removal
 from prunekit.channels.labels import Labels
 from prunekit.errors import PlanError
 from prunekit.settings.prune import PruneSettings
@@ -80,7 +81,7 @@ def free_parts(
             order = labels[np.lexsort((labels, -scores[labels]))]
             part = GroupPart(order, _allowed(labels.size, unit or channels, settings, *needed), channels)
             if not np.isnan(share):
-                wanted = labels.size * (1 if _are_positions(channel_map, group) else share)
+                wanted = labels.size * (1 if _kind(channel_map, group) else share)
                 part = GroupPart(order, np.array([part.at_most(wanted)]), channels)
             parts.append(_bounded(part, bounds))
     return parts
@@ -96,24 +97,35 @@ def _bounded(part: GroupPart, bounds: PlanBounds) -> GroupPart:
     return GroupPart(order, counts if counts.size else np.array([high]), part.channels)
 
 
-def _are_positions(channel_map: ChannelMap, group: ChannelGroup) -> bool:
-    """Return whether labels are positions in heads, which a ratio does not apply to: it removes whole heads."""
-    return bool(np.isin(group.labels, channel_map.joint[:, 2]).any())
+def _kind(channel_map: ChannelMap, group: ChannelGroup) -> Removal:
+    """Return which kind of channels a group holds; a ratio applies to whole heads alone."""
+    for kind in reversed(range(2, channel_map.joint.shape[1])):
+        inside = channel_map.joint[:, 1:kind].any(axis=1)
+        if np.isin(group.labels, channel_map.joint[inside, kind]).any():
+            return Removal(kind - 1)
+    return Removal.HEADS
 
 
 def _unit(channel_map: ChannelMap, group: ChannelGroup, settings: PruneSettings) -> int | None:
     """Return what counts of heads, or of positions in heads, are multiplied by for rounding; None for other labels.
 
-    Positions are rounded on their own, and heads as much as the smallest allowed number of positions requires.
+    Positions are rounded on their own, and heads as much as the smallest allowed number of positions requires. Of
+    query heads there may be any number for each head of keys then, as these make a rounded width already.
     """
-    if _are_positions(channel_map, group):
-        return 1
+    if _kind(channel_map, group):
+        return 1 if _kind(channel_map, group) == Removal.POSITIONS else settings.round_to
     of_heads = np.isin(channel_map.joint[:, 1], group.labels)
+    sizes = [_sizes_of(channel_map, column[of_heads]) for column in channel_map.joint.T[2:]]
     if not of_heads.any():
         return None
-    positions = np.unique(channel_map.group_of[np.unique(channel_map.joint[of_heads, 2])])
-    sizes = [channel_map.groups[index].labels.size for index in positions]
-    return int(np.gcd.reduce(np.concatenate([_allowed(size, 1, settings) for size in sizes])))
+    if sizes[0]:
+        return int(np.gcd.reduce(np.concatenate([_allowed(size, 1, settings) for size in sizes[0]])))
+    return max(1, channels_per_label(channel_map, group) // max(sizes[1]))
+
+
+def _sizes_of(channel_map: ChannelMap, labels: Labels) -> list[int]:
+    """Return the sizes of the groups that labels are in."""
+    return [channel_map.groups[index].labels.size for index in np.unique(channel_map.group_of[labels[labels > 0]])]
 
 
 def _allowed(size: int, channels: int, settings: PruneSettings, step: int = 1, least: int = 1) -> Labels:

@@ -78,14 +78,14 @@ def _counted(width: Any, step: Any, low: Any, high: Any, as_one: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class _Lookup:
-    """Number of kept labels of a factor, by the counts of one part, or of two if labels are joint.
+    """Number of kept labels of a factor, by the counts of one part, or of several if labels are joint.
 
     Attributes:
-        parts: indices of the parts; twice the same if there is one.
-        table: numbers of kept labels, (size + 1,), or (size + 1, size + 1) for two parts.
+        parts: indices of the parts.
+        table: numbers of kept labels, (size + 1,) for one part, (size + 1, size + 1) for two.
     """
 
-    parts: tuple[int, int]
+    parts: tuple[int, ...]
     table: Labels
 
 
@@ -109,8 +109,8 @@ class CostModel:
     Attributes:
         tables: (entries,) the tables of all lookups, concatenated.
         at: (lookups,) where each table begins.
-        first, second: (lookups,) the parts whose counts index a table.
-        stride: (lookups,) of the first part's count; 0 if there is one part.
+        parts: (most, lookups) the parts whose counts index a table; any where a table has fewer.
+        strides: (most, lookups) of their counts; 0 where a table has fewer.
         starts: (widths,) the first lookup of each width.
         fixed: (widths,) the number of labels of each width that always stay.
         counting: (4, widths) the numbers of each width's `Counting`.
@@ -121,9 +121,8 @@ class CostModel:
 
     tables: Labels
     at: Labels
-    first: Labels
-    second: Labels
-    stride: Labels
+    parts: Labels
+    strides: Labels
     starts: Labels
     fixed: Labels
     counting: Numbers
@@ -147,11 +146,11 @@ class CostModel:
             sizes: of the parts.
         """
         found: list[set[int]] = [set() for _ in sizes]
-        several = np.diff(np.append(self.starts, self.first.size))
+        several = np.diff(np.append(self.starts, self.at.size))
         for width in np.flatnonzero((self.counting[3] > 0) & (several == 1)):
             lookup = self.starts[width]
-            part = self.first[lookup]
-            if self.stride[lookup] == 0:
+            part = self.parts[0, lookup]
+            if not self.strides[1:, lookup].any():
                 kept = self.fixed[width] + self.tables[self.at[lookup] :][: sizes[part] + 1]
                 firsts = np.searchsorted(kept, self.counting[1:3, width])
                 found[part] |= {int(count) for count in firsts if 0 < count <= sizes[part]}
@@ -162,7 +161,8 @@ class CostModel:
         flat = counts.reshape(-1, counts.shape[-1])
         if not self.starts.size:
             return np.broadcast_to(np.rint(self.base), (*counts.shape[:-1], self.base.size))
-        kept = self.tables[self.at + flat[:, self.first] * self.stride + flat[:, self.second]]
+        places = self.at + sum(flat[:, part] * stride for part, stride in zip(self.parts, self.strides, strict=True))
+        kept = self.tables[places]
         widths = self.fixed + np.add.reduceat(kept, self.starts, axis=1)
         widths = _counted(widths, *self.counting) if self.non_monotonic else round_up(widths, self.counting[0])
         widths = np.concatenate([widths, np.ones_like(widths[:, :1])], axis=1)
@@ -202,12 +202,16 @@ def _compiled(found: list[_Width], rows: Mapping[tuple[int, ...], Numbers], reso
     for i, row in enumerate(terms):
         factors[i, : len(row)] = [place[index] for index in row]
     sizes = [lookup.table.size for lookup in lookups]
+    several = max((lookup.table.ndim for lookup in lookups), default=1)
+    parts, strides = (np.zeros((several, len(lookups)), dtype=np.int64) for _ in range(2))
+    for i, lookup in enumerate(lookups):
+        parts[: lookup.table.ndim, i] = lookup.parts
+        strides[: lookup.table.ndim, i] = np.array(lookup.table.strides) // lookup.table.itemsize
     return CostModel(
         tables=np.concatenate([lookup.table.reshape(-1) for lookup in lookups] or [np.zeros(0, dtype=np.int64)]),
         at=np.cumsum([0, *sizes[:-1]]) if sizes else np.zeros(0, dtype=np.int64),
-        first=np.array([lookup.parts[0] for lookup in lookups], dtype=np.int64),
-        second=np.array([lookup.parts[1] for lookup in lookups], dtype=np.int64),
-        stride=np.array([lookup.table.shape[1] if lookup.table.ndim > 1 else 0 for lookup in lookups], dtype=np.int64),
+        parts=parts,
+        strides=strides,
         starts=np.cumsum([0, *(len(found[index].lookups) for index in used)], dtype=np.int64)[:-1],
         fixed=np.array([found[index].fixed for index in used], dtype=np.int64),
         counting=np.array([found[index].counting for index in used], dtype=np.float64).reshape(-1, 4).T,
@@ -242,21 +246,18 @@ class _LabelOwners:
 
     def width(self, factor: Labels) -> tuple[int, list[_Lookup]]:
         """Return how many labels of a factor always stay, and tables of the others."""
-        deciding = self.channel_map.deciding(factor.reshape(-1))
-        one, other = deciding[0], deciding[-1]
-        alone = self.owner[other] < 0  # such as 0, where one label decides
-        one, other = np.where(self.owner[one] < 0, other, one), np.where(alone, one, other)
-        stays = self.owner[one] < 0
-        pairs = np.stack([one, other], axis=1)[~stays]
-        return int(np.count_nonzero(stays)), list(self._lookups(pairs))
+        deciding = np.stack(self.channel_map.deciding(factor.reshape(-1)), axis=1)
+        stays = (self.owner[deciding] < 0).all(axis=1)
+        return int(np.count_nonzero(stays)), list(self._lookups(deciding[~stays]))
 
-    def _lookups(self, pairs: Labels) -> Iterator[_Lookup]:
-        owners = self.owner[pairs]
-        for first, second in np.unique(owners, axis=0):
-            here = pairs[(owners == (first, second)).all(axis=1)]
-            shape = (self.sizes[first] + 1,) if first == second else (self.sizes[first] + 1, self.sizes[second] + 1)
-            table = np.zeros(shape, dtype=np.int64)
-            np.add.at(table, tuple(self.rank[here].T[: len(shape)] + 1), 1)
-            for axis in range(len(shape)):
+    def _lookups(self, deciding: Labels) -> Iterator[_Lookup]:
+        owners = self.owner[deciding]  # -1 such as for 0, where fewer labels decide
+        for every in np.unique(owners, axis=0):
+            kinds = np.flatnonzero(every >= 0)
+            parts = tuple(every[kinds].tolist())
+            here = deciding[(owners == every).all(axis=1)][:, kinds]
+            table = np.zeros([self.sizes[part] + 1 for part in parts], dtype=np.int64)
+            np.add.at(table, tuple(self.rank[here].T + 1), 1)
+            for axis in range(len(parts)):
                 table = np.cumsum(table, axis=axis)
-            yield _Lookup((int(first), int(second)), table)
+            yield _Lookup(parts, np.ascontiguousarray(table))

@@ -79,8 +79,8 @@ class Plan(Displayed):
         given, keep = keep, self.channel_map.completed(keep)
         if (keep & ~given).any():
             raise PlanError(
-                "keep: a joint label is removed with its whole head, or with its position in all heads; remove one of "
-                "these two (ChannelMap.joint) instead"
+                "keep: a joint label is removed with its whole head, with its position in all heads, or with its query "
+                "head of all heads of keys; remove one of these (ChannelMap.joint) instead"
             )
         keep.flags.writeable = False
         object.__setattr__(self, "keep", keep)

@@ -31,7 +31,7 @@ def grid(heads: int, positions: int) -> tuple[Labels, Labels]:
 
 
 def numbers(heads: Labels, positions: Labels) -> Numbering:
-    return numbered(heads, positions, np.arange(heads.size))
+    return numbered([heads, positions], np.arange(heads.size))
 
 
 def test_heads_and_positions_number_what_they_decide_on() -> None:

@@ -62,14 +62,18 @@ def site_here(above: int) -> tuple[Site, nn.Module] | None:
     return Site(method, frame.f_code, frame.f_lasti), owner
 
 
-def caller_here(above: int) -> tuple[Site, nn.Module] | None:
-    """Return the site where a method called the function `above` frames above the caller, and the method's module."""
+def caller_here(above: int) -> tuple[Site, nn.Module, CodeType | None] | None:
+    """Return the site where a method called the function `above` frames above the caller, and the method's module.
+
+    The last is the function's code where its first argument is that module, as that of a method is.
+    """
     function = _own_frame(sys._getframe(1 + above))
     frame = None if function is None else function.f_back
     owner = None if frame is None else _owner(frame)
     if frame is None or owner is None or _method_around(type(owner), frame.f_code) is not frame.f_code:  # type: ignore[arg-type]
         return None
-    return Site(frame.f_code, frame.f_code, frame.f_lasti), owner
+    code = function.f_code if function is not None and _owner(function) is owner else None
+    return Site(frame.f_code, frame.f_code, frame.f_lasti), owner, code
 
 
 def _own_frame(frame: FrameType | None) -> FrameType | None:
@@ -253,6 +257,14 @@ def _tuple_in(node: ast.expr, function: ast.FunctionDef) -> ast.expr:
 def _is_attribute(node: ast.expr) -> bool:
     """Return whether an expression reads an attribute, and so is the same in every call."""
     return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+
+
+def attributes_of_first(code: CodeType) -> set[str]:
+    """Return the attributes that a function reads of its first argument, on whatever line."""
+    found, first = definition(code), code.co_varnames[0]
+    nodes = () if found is None else ast.walk(found[0])
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    return {node.attr for node in attributes if isinstance(node.value, ast.Name) and node.value.id == first}
 
 
 def number(node: ast.expr) -> int | None:

@@ -73,23 +73,39 @@ def view(flow: LabelFlow, call: OperatorCall) -> None:
     if call.name.endswith("_") and source is out:  # the old shape is unknown by now
         _view_in_place(flow, call)
         return
-    fields, before = [], flow.fields(source)
-    for field in before:
+    fields: list[Field] = []
+    before: list[Field] = []
+    for field in flow.fields(source):
         labels, splits = reshape_labels(field.labels, source.shape, out.shape)
         for axes in splits:
             _constrain(flow, labels, axes)
-        fields.append(field.with_labels(collapse(labels)))
-    dropped = set()
-    crossed = []
-    for i, j in combinations(range(len(fields)), 2):
-        if set(fields[i].span) & set(fields[j].span) and not set(before[i].span) & set(before[j].span):
-            locked = [k for k in (i, j) if not flow.union.find(fields[k].labels).any() or flow.has_any_size(fields[k])]
-            dropped.update(locked)  # like an axis without labels: nothing is removed there
-            if not locked:
-                crossed.append(Crossed(*(flow.record(fields[k].labels, "merged with another axis") for k in (i, j))))
-    fields = [field for k, field in enumerate(fields) if k not in dropped]
+        reshaped = field.with_labels(collapse(labels))
+        fields += flow.unrepeated(reshaped) if splits else [reshaped]
+        before += [field] * (len(fields) - len(before))
+    fields, crossed = _merged(flow, fields, before)
     flow.set(out, fields)
     flow.cross_if_read(out, [*flow.crossed(source), *crossed])
+
+
+def _merged(flow: LabelFlow, fields: list[Field], before: Sequence[Field]) -> tuple[list[Field], list[Crossed]]:
+    """Return fields some of whose axes became one, and constraints where both axes may lose channels.
+
+    An axis that was repeated any number of times gives the other new labels; one that is locked is like one without.
+    """
+    dropped: set[int] = set()
+    crossed = []
+    for i, j in combinations(range(len(fields)), 2):
+        if not set(fields[i].span) & set(fields[j].span) or set(before[i].span) & set(before[j].span):
+            continue
+        locked = {k for k in (i, j) if not flow.union.find(fields[k].labels).any()}
+        repeated = {k for k in (i, j) if flow.has_any_size(fields[k])}
+        if not locked and not repeated:
+            crossed.append(Crossed(*(flow.record(fields[k].labels, "merged with another axis") for k in (i, j))))
+        for k in repeated if not locked and len(repeated) == 1 else ():
+            if set(fields[k].span) <= set(fields[i + j - k].span):
+                fields[i + j - k] = flow.repeated(fields[i + j - k], fields[k])
+        dropped |= locked | repeated
+    return [field for k, field in enumerate(fields) if k not in dropped], crossed
 
 
 def _view_in_place(flow: LabelFlow, call: OperatorCall) -> None:

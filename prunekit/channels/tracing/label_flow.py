@@ -6,11 +6,13 @@ of what comes out; on the way it merges and locks labels, leaves constraints, an
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from prunekit.channels.constraints import (
@@ -22,8 +24,9 @@ from prunekit.channels.constraints import (
     Flattened,
     LockRecord,
     Nested,
+    Repeated,
 )
-from prunekit.channels.labels import LOCKED, Field, Labels, LabelUnion, MacTerm, WidthMultiple, along, apart
+from prunekit.channels.labels import LOCKED, Field, Labels, LabelUnion, MacTerm, WidthMultiple, along, apart, collapse
 from prunekit.channels.rewrite.call_sites import CodePlace
 from prunekit.channels.rewrite.taken_positions import RunningExpression
 from prunekit.channels.tracing.execution import ModuleCall
@@ -69,6 +72,8 @@ class LabelFlow:
         self.union = LabelUnion()
         self.first_made: int | None = None
         self._any_size: set[int] = set()
+        self._copies: list[int] = []
+        self._repeated: list[Repeated] = []
         self.locks: list[LockRecord] = []
         self.constraints: list[Constraint] = []
         self.statistics: dict[str, list[LockRecord]] = {}
@@ -126,14 +131,21 @@ class LabelFlow:
 
     def only_made(self, labels: Labels) -> bool:
         """Return whether no parameter has any of these labels: a user need not know of their lock."""
-        if self.first_made is None or ((labels < self.first_made) & (labels != LOCKED)).any():
+        if self.first_made is None or not (self._made(labels) | (labels == LOCKED)).all():
             return False
         roots = self.union.find(labels)
-        return bool(((roots >= self.first_made) | (roots == LOCKED)).all())
+        return bool((self._made(roots) | (roots == LOCKED)).all())
+
+    def _made(self, labels: Labels) -> NDArray[np.bool_]:
+        """Return which labels are neither of parameters nor of copies of these."""
+        made: NDArray[np.bool_] = labels >= (self.first_made or 0)
+        if self._copies:
+            made &= np.searchsorted(self._copies, labels, side="right") % 2 == 0  # they come in ranges, ascending
+        return made
 
     def is_made(self, field: Field) -> bool:
         """Return whether a field has only labels of tensors that the forward pass made: it may meet any other axis."""
-        return self.first_made is not None and bool(field.labels.min() >= self.first_made)
+        return self.first_made is not None and bool(self._made(field.labels).all())
 
     def made_labels(self, tensor: torch.Tensor, axes: Iterable[int], *, zero: bool = False) -> list[Field]:
         """Return new labels for some axes on whose size nothing but Python decides.
@@ -148,9 +160,35 @@ class LabelFlow:
                 found.append(Field(along(labels, axis, tensor.dim()), zero))
         return found
 
+    def repeated(self, field: Field, repeats: Field) -> Field:
+        """Return new labels for the copies of a field on an axis that was merged with the repeated one.
+
+        They are removed with what they are copies of; or the same ones of all, which are then not zero.
+        """
+        source, number = field.labels.reshape(-1), np.broadcast_to(repeats.labels, field.labels.shape).reshape(-1)
+        _, first, index = np.unique(source * self.union.size + number, return_index=True, return_inverse=True)
+        copies = self.union.new(first.size)
+        self._copies += [int(copies[0]), int(copies[-1]) + 1]
+        self._repeated.append(Repeated(source[first], number[first], copies))
+        self.constraints.append(self._repeated[-1])
+        return Field(copies[index].reshape(field.labels.shape), zero=False)
+
+    def unrepeated(self, field: Field) -> list[Field]:
+        """Return what a field of copies was made of where the repetitions have an axis of their own; else the field."""
+        place = bisect_right(self._copies, int(field.labels.min()))
+        if place % 2 == 0 or field.labels.max() >= self._copies[place]:
+            return [field]
+        made, at = self._repeated[place // 2], field.labels - self._copies[place - 1]
+        parts = [field.with_labels(collapse(labels[at])) for labels in (made.source, made.repeats)]
+        return [field] if set(parts[0].span) & set(parts[1].span) else parts
+
+    def is_repeated(self, field: Field) -> bool:
+        """Return whether a field has the labels that `made_labels` gave it, whatever they are coupled with by now."""
+        return int(field.labels.min()) in self._any_size
+
     def has_any_size(self, field: Field) -> bool:
         """Return whether a field still has the labels that `made_labels` gave it, coupled with no parameter's."""
-        return int(field.labels.min()) in self._any_size and self.only_made(field.labels)
+        return self.is_repeated(field) and self.only_made(field.labels)
 
     def record(self, labels: Labels, reason: str) -> LockRecord:
         """Return a lock at the running operator."""

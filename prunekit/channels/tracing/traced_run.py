@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class TracedOperator:
     site: Site | None = None  # where the model's Python gave it sizes
     owner: str = ""  # the module whose method that was
     caller: Site | None = None  # where a method called the plain function in which it ran
+    function: CodeType | None = None  # that function, if its first argument is the module
     constraints: tuple[Constraint, ...] = ()  # those that its rule left
     module_call: ModuleCall | None = None  # the call of its module in which it ran
     reads: tuple[int, ...] = ()  # the numbers of the operators whose results it read; -1: the model's inputs

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -155,11 +156,11 @@ class LabelMode(OperatorMode):
         self._make_axes(OperatorCall(name, args, kwargs, out), inputs, before)
         fields = tuple([flow.fields(o) for o in outs])
         counted = counted and flow.module not in flow.substituted
-        site, caller, owner = self._place((before and takes_sizes(name, args)) or name in MADE)
+        place = self._place((before and takes_sizes(name, args)) or name in MADE)
         constraints = tuple(flow.constraints[earlier:])
         reads = tuple(dict.fromkeys([self.made_by[id(tensor)] for tensor in inputs if id(tensor) in self.made_by]))
         operator = TracedOperator(
-            name, flow.module, fields, before, counted, call, site, owner, caller, constraints, self.stack.call, reads
+            name, flow.module, fields, before, counted, call, *place, constraints, self.stack.call, reads
         )
         self.made_by.update(dict.fromkeys(map(id, outs), len(self.run.operators)))
         self.run.operators.append(operator)
@@ -186,13 +187,13 @@ class LabelMode(OperatorMode):
             self.made_axes.module, self.made_axes.operator = self.flow.module, call.name
             rule(self.made_axes, call)
 
-    def _place(self, sized: object) -> tuple[Site | None, Site | None, str]:
-        """Return where a method stands, or where it called the function that runs; and the path of its module."""
+    def _place(self, sized: object) -> tuple[Site | None, str, Site | None, CodeType | None]:
+        """Return where a method stands, and the path of its module; or where it called the function that runs."""
         here = site_here(4) if sized else None
         call = caller_here(4) if sized and here is None else None
         site, owner = here or (None, None)
-        caller, owner = call or (None, owner)
-        return site, caller, self.stack.path_of(owner)
+        caller, owner, function = call or (None, owner, None)
+        return site, self.stack.path_of(owner), caller, function
 
     def _apply(self, name: str, args: Any, kwargs: Any, out: Any, before: tuple[Field, ...]) -> None:
         if before or name in COUNTED or name in MADE:

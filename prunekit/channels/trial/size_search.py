@@ -372,8 +372,9 @@ class SizeSearch:
     def _meanings(
         self, name: str, position: int | None, old: int, operators: Sequence[TracedOperator]
     ) -> Iterator[SizeOption]:
-        seen = {old}
-        for i, j, labeled, axis in axes_of_size(operators, old):
+        """Yield an option for each new size; of axes that agree, one that only Python gives its size comes first."""
+        seen, flow = {old}, self.channel_map.traced.trace.flow
+        for i, j, labeled, axis in sorted(axes_of_size(operators, old), key=lambda one: not flow.is_repeated(one[2])):
             labels = self.channel_map.resolve(labeled)
             new = SizeAttribute("", name, position, rows_along(labels, axis)).kept(self.keep)
             if new not in seen:

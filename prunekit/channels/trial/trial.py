@@ -13,7 +13,7 @@ import numpy as np
 from torch import nn
 
 from prunekit.channels.channel_map import ChannelMap, Keep
-from prunekit.channels.constraints import LockRecord
+from prunekit.channels.constraints import LockRecord, Removal
 from prunekit.channels.cut.slicing import KeptIndices, kept_indices, masked_indices, narrowed
 from prunekit.channels.labels import Labels
 from prunekit.channels.map_builder import with_all_constraints, with_extra, with_sizes, without_expressions
@@ -181,7 +181,7 @@ def _settled(
                 hint = "" if divergence.module in channel_map.traced.trace.ran else MORE_EXAMPLES
                 raise PlanError(f"the compact model fails where no channel is pruned: {divergence}{hint}")
             others = [trial.lock_for(where, run, there=True, again=again) for where in alike]
-            same = [other for other in others if other is not None and other.positions == lock.positions]
+            same = [other for other in others if other is not None and other.only == lock.only]
             why = f"; {KEEPS_CLASS}" if search.withheld else ""
             channel_map = with_extra(channel_map, [replace(one, reason=one.reason + why) for one in (lock, *same)])
     raise PlanError(f"no plan passed its trial, and further locks change nothing; the last to differ was {divergence}")
@@ -312,10 +312,10 @@ class _PlanOnTrial:
     ) -> LockRecord | None:
         """Return a lock of all labels at the operator that differs, or at the last before a module's Python failed.
 
-        If positions in heads are pruned there, they alone are locked at first. If nothing is pruned there, the lock is
-        at an operator before, of the same module if Python failed, unless `there` is set; else at all operators of the
-        module, as also where it fails again and again. None if nothing is pruned anywhere. A module that fails before
-        it computes anything, as by an assertion on its input, may have no operators at all.
+        If query heads or positions in heads are pruned there, they alone are locked at first. If nothing is pruned
+        there, the lock is at an operator before, of the same module if Python failed, unless `there` is set; else at
+        all operators of the module, as also where it fails again and again. None if nothing is pruned anywhere. A
+        module that fails before it computes anything, as by an assertion on its input, may have no operators at all.
         """
         operators = operators_by_key(run)
         culprit = operators.get(divergence.key) if divergence.operator else None
@@ -328,8 +328,8 @@ class _PlanOnTrial:
             failed = [o for o in run.operators[divergence.after :][:1] if o.name == divergence.failed]
             earlier = [[operator] for operator in reversed(run.operators[: divergence.after])]
             ran = {id(operator) for (operator,) in earlier}
-            positions = self._loses_positions(self.channel_map.traced.final[_labels_at(inside)])
-            near = [] if again or positions else [one for one in reversed(parts) if id(one[0]) in ran]
+            part = self._lost(self.channel_map.traced.final[_labels_at(inside)])
+            near = [] if again or part else [one for one in reversed(parts) if id(one[0]) in ran]
             candidates = [failed, *near, inside, *parts, *([] if there else [run.operators[-1:], *earlier])]
         for labels in (*self._of_tensors(divergence), *map(_labels_at, candidates)):
             final = self.channel_map.traced.final[labels]
@@ -339,11 +339,9 @@ class _PlanOnTrial:
                 )
                 if divergence.operator in MADE:
                     reason += f"; {MAKE_IT}"
-                positions = self._loses_positions(final)  # without these, whole heads may be pruned
+                part = self._lost(final)  # without these, whole heads may be pruned
                 call = None if culprit is None else culprit.module_call
-                return LockRecord(
-                    reason, divergence.module, divergence.operator, labels, positions=positions, call=call
-                )
+                return LockRecord(reason, divergence.module, divergence.operator, labels, only=part, call=call)
         return None
 
     def locks_before(self, divergence: Divergence, run: TracedRun) -> list[LockRecord]:
@@ -380,9 +378,11 @@ class _PlanOnTrial:
         labels = [axis for axes in own for axis in axes if axis is not None]
         return [np.concatenate(labels)] if labels else []
 
-    def _loses_positions(self, final: Labels) -> bool:
-        _, *positions = self.channel_map.deciding(final)
-        return not all(self.keep[labels].all() for labels in positions)
+    def _lost(self, final: Labels) -> Removal | None:
+        """Return the last kind of channels in heads that a plan removes; None if it removes none, or whole heads."""
+        _, *inside = self.channel_map.choices
+        lost = [kind for kind, choice in enumerate(inside, 1) if not self.keep[choice[final]].all()]
+        return Removal(lost[-1]) if lost else None
 
 
 def _not_in_steps(channel_map: ChannelMap, keep: Keep) -> list[LockRecord]:

@@ -26,7 +26,7 @@ from torch import nn
 from prunekit.channels.channel_map import ChannelMap, Keep, SizeAttribute
 from prunekit.channels.cut.slicing import KeptIndices
 from prunekit.channels.labels import rows_along
-from prunekit.channels.rewrite.call_sites import definition, nodes_of_sizes
+from prunekit.channels.rewrite.call_sites import attributes_of_first, definition, nodes_of_sizes
 from prunekit.channels.rewrite.source_rewriter import integers, original_of, set_attributes, values_of
 from prunekit.channels.tracing.execution import ModuleStack, mode_for_trace, plain_attention
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
@@ -84,8 +84,32 @@ def untraced_sizes(
         kept: from `kept_indices`.
         examples: inputs as for the trace.
     """
+    repeats = tuple(_unread_repeats(model, channel_map, keep))
     search = _UntracedSearch(model, compact, channel_map, keep, kept, examples)
-    return search.result() if search.found else UntracedSizes()
+    found = search.result() if search.found else UntracedSizes()
+    return UntracedSizes((*repeats, *found.sizes), found.notes)
+
+
+def _unread_repeats(model: nn.Module, channel_map: ChannelMap, keep: Keep) -> Iterator[SizeAttribute]:
+    """Yield attributes that say how often heads are repeated where a function lets an operator of torch repeat them.
+
+    The function, which gets the module, reads them on other lines: with a mask it repeats the heads itself.
+    """
+    trace = channel_map.traced.trace
+    known = {(size.module, size.name) for size in channel_map.sizes}
+    for operator in (operator for run in trace.runs for operator in run.operators):
+        if operator.function is None:
+            continue
+        owner = vars(model.get_submodule(operator.owner))
+        repeats = [one.labels.reshape(-1, 1) for one in operator.outputs[0] if trace.flow.is_repeated(one)]
+        for name, labels in itertools.product(
+            sorted(attributes_of_first(operator.function)) if repeats else (), repeats
+        ):
+            size, value = SizeAttribute(operator.owner, name, None, labels), owner.get(name)
+            left = size.renumbered(channel_map.traced.final).kept(keep)
+            if type(value) is int and left < value == len(labels) and (size.module, name) not in known:
+                known.add((size.module, name))
+                yield size
 
 
 @dataclass(eq=False)

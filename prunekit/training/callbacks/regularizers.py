@@ -274,7 +274,7 @@ class LabelNorms:
 class _Carrier:
     """A parameter, and the labels along those of its axes that carry free ones.
 
-    Where two labels decide on an index, as on heads and positions in them, an axis is listed once for each.
+    Where several labels decide on an index, as on heads and positions in them, an axis is listed once for each.
     """
 
     parameter: Tensor
