@@ -35,7 +35,7 @@ from prunekit.channels.trial.float64 import AS_DOUBLE, OWN, Precision
 from prunekit.channels.trial.tolerance import TOLERANCE, relative_difference, rounding
 from prunekit.errors import ModelError, is_of_torchscript, reason_of
 from prunekit.utils.context import same_draws
-from prunekit.utils.tensors import gather, map_tensors
+from prunekit.utils.tensors import gather, leaves, map_tensors
 
 OperatorKey = tuple[str, str, int]
 """A module path, an operator, and the number of its call directly in that module, from 0."""
@@ -189,6 +189,11 @@ def _without_tensors(arguments: Any) -> Any:
     return map_tensors(arguments, lambda tensor: torch.Tensor)  # type: ignore[arg-type, return-value]
 
 
+def _numbers(arguments: Any) -> list[Any]:
+    """Return the numbers among the arguments of an operator."""
+    return [value for value in leaves(arguments) if isinstance(value, (int, float))]
+
+
 def decision(name: str, arguments: Any, outs: Sequence[torch.Tensor]) -> Decision | None:
     """Return a call as a decision; None if its results cannot jump, or if it wrote over its arguments."""
     tensors = gather(arguments)
@@ -204,7 +209,7 @@ class Reference:
 
     Attributes:
         values: the name of every operator, and the kept entries of its outputs.
-        numbers: of operators that return whole numbers or booleans, all arguments that are no tensors.
+        numbers: of operators that return whole numbers or booleans, the numbers among their arguments.
         outputs: the tensors of the model's output.
         decisions: those that the compact model has to repeat.
         precision: in which both models run.
@@ -223,7 +228,7 @@ class Reference:
 
         These are widths, as in a check that as many entries are written as there are; its result is compared.
         """
-        return key in self.numbers and self.numbers[key] != _without_tensors(arguments)
+        return key in self.numbers and self.numbers[key] != _numbers(arguments)
 
 
 def record_reference(
@@ -254,7 +259,7 @@ def record_reference(
         kept = [kept_entries(t, operator, i, channel_map, keep) for i, t in enumerate(outs)]
         values[key] = (name, [v.clone() if any(v is t for t in outs) else v for v in kept])
         if not any(map(has_gradients, outs)):
-            numbers[key] = _without_tensors(arguments)
+            numbers[key] = _numbers(arguments)
         if all(keep[channel_map.resolve(field)].all() for field in operator.inputs):
             found = decision(name, arguments, outs)
             if found is not None:
