@@ -259,17 +259,18 @@ class LabelFlow:
         self, fields: Iterable[Field], axis: int, reason: str, *, except_spans: Container[Shape] = ()
     ) -> tuple[Labels | None, bool]:
         """Return the labels along one axis of some fields, as `on_axis` does of those of a tensor."""
-        found: Labels | None = None
-        zero = False
+        found = []
         for field in fields:
             if field.span == (axis,):
-                labels = field.labels.reshape(-1)
-                if found is not None:
-                    self.union.merge(found, labels)
-                found, zero = labels, zero or field.zero
+                found.append(field)
             elif axis in field.span and field.span not in except_spans:
                 self.lock([field], reason)
-        return found, zero
+        if len(found) < 2:
+            return (found[0].labels.reshape(-1), found[0].zero) if found else (None, False)
+        factors = tuple(field.labels.reshape(-1) for field in found)  # of an axis that was made of several, as heads
+        whole = self.union.new(factors[0].size)
+        self.constraints.append(Flattened(factors, whole))
+        return whole, all(field.zero for field in found)
 
     def tied_along(self, axes: Collection[int], fields: Iterable[Field], reason: str) -> list[Field]:
         """Lock the fields that lie on no other axes than some that are mixed, and return the others, tied along them.
