@@ -33,14 +33,12 @@ class ModelCalls:
 
     Attributes:
         read: which outputs are read.
-        state: names of the state; empty for a single call.
-        following: makes the arguments of the second call of those of the first.
+        following: makes the arguments of the second call, with the state, of those of the first; None: there is none.
         refused: why there is no second call though the model returns state; empty otherwise.
         refused_state: names of that state.
     """
 
     read: ReadOutputs = ALL_READ
-    state: tuple[str, ...] = ()
     following: Callable[[Arguments], Arguments] | None = None
     refused: str = ""
     refused_state: tuple[str, ...] = ()
@@ -65,7 +63,7 @@ class ModelCalls:
 
     def _second(self, model: nn.Module, example: tuple[Any, ...], output: Any) -> tuple[Any, ...] | None:
         parts = named_parts(output)
-        state = {name: parts[name] for name in self.state if parts.get(name) is not None}
+        state = {name: parts[name] for name in self.read.state if parts.get(name) is not None}
         if self.following is None or not state:
             return None
         return _with(self.following(arguments_by_name(model, example)), state)
@@ -103,7 +101,7 @@ def _with_state(model: nn.Module, arguments: Arguments, state: dict[str, Any], r
         except Exception as error:  # whatever the model's code makes of these arguments
             failures.append(reason_of(error))
         else:
-            return ModelCalls(read.with_state(tuple(state)), tuple(state), following)
+            return ModelCalls(read.with_state(tuple(state)), following)
     refused = f"no second call with it runs on this example ({failures[-1]})"
     return ModelCalls(read, refused=refused, refused_state=tuple(state))
 
