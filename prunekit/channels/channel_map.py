@@ -392,5 +392,4 @@ def _few(modules: list[str]) -> str:
 def _group_name(slots: tuple[Slot, ...]) -> str:
     """Return the first module that makes the group's channels, else the first that has them."""
     producers = [name for name, axis in slots if axis == 0] or [slots[0][0]]
-    of_modules = [name for name in producers if "." in name]  # not a token that is a parameter of the model itself
-    return of_modules[0].rpartition(".")[0] if of_modules else producers[0]
+    return producers[0].rpartition(".")[0] or producers[0]
