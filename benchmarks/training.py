@@ -205,12 +205,13 @@ def _cpu_time(step: Callable[[], None]) -> Callable[[], float]:
 
 
 def _live_bytes() -> int:
-    """Bytes of all tensors; on CUDA, of allocated memory."""
+    """Bytes of all tensors but those on meta, which have none and one address; on CUDA, of allocated memory."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         return int(torch.cuda.memory_allocated())
-    tensors = [found for found in gc.get_objects() if type(found) in (Tensor, nn.Parameter)]  # torch.compile's are fake
+    found = (one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter))  # torch.compile's are fake
+    tensors = [tensor for tensor in found if not tensor.is_meta]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 

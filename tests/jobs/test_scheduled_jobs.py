@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from made_up_timings import time_by_macs
 
 import prunekit
 from prunekit.errors import UsageError
@@ -142,8 +143,9 @@ def test_budgets_of_time_go_by_macs_to_the_plan_that_was_measured(
     output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path))
+    time_by_macs(monkeypatch)
     prune = PruneSettings(
-        BudgetSettings(speedup=1.1), scope="per_mac", schedule=ScheduleSettings("exponential", end=1, rounds=3)
+        BudgetSettings(speedup=1.5), scope="per_mac", schedule=ScheduleSettings("exponential", end=1, rounds=3)
     )
     folder, metrics, log = run(output, prune, control=False)
     assert "control" not in metrics
@@ -157,7 +159,8 @@ def test_budgets_of_time_go_by_macs_to_the_plan_that_was_measured(
     assert set(table["resource"]) == {"macs"}
     assert table["actual"].iloc[-1] == pytest.approx(metrics["plan"]["macs_left"])
     assert (np.diff(table["actual"]) <= 0).all()
-    assert metrics["delivered"]["asked"] == {"speedup": 1.1}
+    assert metrics["delivered"]["asked"] == {"speedup": 1.5}
+    assert metrics["delivered"]["final"]["speedup"] == pytest.approx(1.5, rel=0.05)
     assert "speedup" in prunekit.load_plan(folder).provenance["budgets"]
 
 

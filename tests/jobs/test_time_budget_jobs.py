@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from efforts import LITTLE
+from made_up_timings import time_by_macs
 from torch import nn
 
 from prunekit.channels.trace import trace
@@ -120,7 +121,8 @@ def test_what_is_deployed_is_what_a_job_delivers(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.slow
-def test_a_dry_run_predicts(tmp_path: Path) -> None:
+def test_a_dry_run_predicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    time_by_macs(monkeypatch)
     found = dry_run(job(tmp_path, 1.2), log=lambda text: None)
     assert found["binding"] == "speedup"
     assert found["budgets"]["speedup"]["left"] >= 1.2
