@@ -52,6 +52,7 @@ from prunekit.measure.runtimes.runtime import register_runtime as register_runti
 from prunekit.measure.runtimes.session import Session as Session
 from prunekit.measure.verification import Verification as Verification
 from prunekit.measure.verification import verify as verify
+from prunekit.models.preprocessing import Preprocessing as Preprocessing
 from prunekit.planning.budgets.budget import register_budget as register_budget
 from prunekit.planning.costs import Term as Term
 from prunekit.planning.plan import Plan as Plan
@@ -65,6 +66,7 @@ from prunekit.settings.calibration import CalibrationSettings as CalibrationSett
 from prunekit.settings.calibration import RepairSettings as RepairSettings
 from prunekit.settings.deployment import DeploySettings as DeploySettings
 from prunekit.settings.deployment import LatencySettings as LatencySettings
+from prunekit.settings.deployment import QuantizeSettings as QuantizeSettings
 from prunekit.settings.inputs import (
     AugmentSettings as AugmentSettings,
 )

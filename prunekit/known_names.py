@@ -1,4 +1,4 @@
-"""Known names of criteria, budgets, runtimes, tasks and sections, for settings and commands.
+"""Known names of criteria, budgets, runtimes, tasks, formats and sections, for settings and commands.
 
 The objects themselves are not imported. Types of settings that several modules share are here too.
 """
@@ -51,11 +51,19 @@ RUNTIMES: Registry[Any] = Registry(
     "register_runtime",
     _lazily("prunekit.measure.runtimes.runtime.accept"),
 )
+FORMATS: Registry[Any] = Registry(
+    "export format",
+    "formats",
+    "prunekit.export",
+    "register_format",
+    _lazily("prunekit.export.format.accept"),
+)
 
 
 Count = Annotated[int, Ge(0)]
 PositiveInt = Annotated[int, Ge(1)]
 RuntimeName = Annotated[str, Registered(RUNTIMES)]
+FormatName = Annotated[str, Registered(FORMATS)]
 DtypeName = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[DtypeName, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Names of dtypes in torch, and in rows of results, by their names in settings."""

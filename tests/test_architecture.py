@@ -21,7 +21,7 @@ FLOORS = {
     "criteria": 3,
     "planning": 4,
     "masks": 5, "compaction": 5, "repair": 5,
-    "measure": 6, "export": 6,
+    "measure": 6, "export": 6, "quantization": 6,
     "training": 7, "deploy": 7, "inspection": 7, "report": 7,
     "jobs": 8,
     "recipe": 9,
@@ -40,8 +40,11 @@ WITHIN = {
     ("settings", "known_names"),
     ("tasks", "models"),
     ("data", "tasks"),
+    ("data", "models"),
     ("statistics", "tasks"),
     ("measure", "export"),
+    ("measure", "quantization"),
+    ("quantization", "export"),
 }
 """Imports between rooms of one floor that are allowed."""
 FORBIDDEN = {

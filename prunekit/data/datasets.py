@@ -13,12 +13,12 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.nn import functional as F
 from torchvision.transforms import v2
-from torchvision.transforms.v2.functional import center_crop, pil_to_tensor, resize
+from torchvision.transforms.v2.functional import pil_to_tensor
 
 from prunekit.data.augmentation import Augmentation, Draw, augmentation, augmented
 from prunekit.errors import DataError
+from prunekit.models.preprocessing import Preprocessing
 from prunekit.settings.inputs import Augment
 
 ERASING = 1
@@ -138,7 +138,7 @@ class ImageTransform:
         """
         change = self._augmentation(draw)
         if not change.resizes and image.size != (self.size, self.size):
-            image = center_crop(resize(image, [round(self.size * 8 / 7)]), [self.size, self.size])
+            image = self.preprocessing.cropped(image)
         image = augmented(image, change.pixels, draw, index)
         normalized = self.normalized(pil_to_tensor(image).float() / 255)
         return augmented(normalized, change.normalized, draw, index, ERASING)
@@ -146,11 +146,8 @@ class ImageTransform:
     def batch(self, images: Tensor, draw: Draw | None, indices: Tensor) -> Tensor:
         """Return images (B, C, H, W) of values in 0..1 as (B, 3, size, size), resized bilinearly with antialiasing."""
         change = self._augmentation(draw)
-        if not change.resizes and images.shape[-2:] != (self.size, self.size):
-            shrinks = min(images.shape[-2:]) > self.size
-            images = F.interpolate(
-                images, (self.size, self.size), mode="bilinear", align_corners=False, antialias=shrinks
-            )
+        if not change.resizes:
+            images = self.preprocessing.resized(images)
         images = _each(images, change.pixels, draw, indices)
         return _each(self.normalized(images), change.normalized, draw, indices, ERASING)
 
@@ -159,8 +156,13 @@ class ImageTransform:
 
     def normalized(self, images: Tensor) -> Tensor:
         """Return images (..., C, H, W) of values in 0..1, with C 1 or 3, normalized: (..., 3, H, W)."""
-        mean, std = torch.tensor(self.mean), torch.tensor(self.std)
-        return (images - mean[:, None, None]) / std[:, None, None]
+        return self.preprocessing.normalized(images)
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """The same for image files, without augmentation, as model folders hold it."""
+        side = round(self.size * 8 / 7)
+        return Preprocessing(self.size, self.size, side, mean=tuple(self.mean), std=tuple(self.std))
 
 
 def _each(images: Tensor, transform: v2.Transform | None, draw: Draw | None, indices: Tensor, *which: int) -> Tensor:

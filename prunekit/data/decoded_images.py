@@ -18,27 +18,7 @@ from torch import Tensor
 from prunekit.data.augmentation import Draw, drawing
 from prunekit.data.datasets import CorruptImages, ImageTransform, Indexable
 from prunekit.errors import DataError
-
-WHITE = 0xFFFF
-"""The largest value of 16 bits."""
-
-
-def in_rgb(image: Image.Image) -> Image.Image:
-    """Return an image in RGB; it is decoded if it was only opened.
-
-    Gray images of 16 bits are scaled to 8, where Pillow would clip values above 255.
-
-    Raises:
-        ValueError: its pixels are floating-point numbers, or beyond 16 bits, so that white is undefined.
-    """
-    if image.mode == "F":
-        raise ValueError("its pixels are floating-point numbers; expected 8 or 16 bits")
-    if image.mode.startswith("I"):  # I;16, its byte orders, and I, as which some 16-bit files are opened
-        gray = np.asarray(image).astype(np.int64)
-        if gray.size and (gray.min() < 0 or gray.max() > WHITE):
-            raise ValueError(f"its pixels are from {gray.min()} to {gray.max()}; expected 8 or 16 bits")
-        image = Image.fromarray(((gray * 255 + WHITE // 2) // WHITE).astype(np.uint8))
-    return image.convert("RGB")
+from prunekit.models.preprocessing import in_rgb
 
 
 class _Decoded(Indexable):

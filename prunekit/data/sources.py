@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -32,6 +32,7 @@ from prunekit.data.decoded_images import FolderImages
 from prunekit.data.library_datasets import classes_of, mapped, open_rows, open_sets, sample_bytes
 from prunekit.data.local_files import LabeledArrays, LabeledFiles, read_npz, scan_folder
 from prunekit.errors import DataError, UsageError
+from prunekit.models.preprocessing import Preprocessing
 from prunekit.settings.inputs import DataSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import Task
@@ -51,6 +52,7 @@ class Splits:
         sample_shape: (C, H, W) of one image; of other tasks, the shape of a sample's first input.
         fingerprint: SHA-256 of the images, their labels, their split and their transform; hexadecimal.
         task: that they are for: how they are trained on, and what is measured.
+        preprocessing: the way from an image file to an input; None for other samples.
     """
 
     train: SampleDataset
@@ -60,6 +62,7 @@ class Splits:
     sample_shape: tuple[int, ...]
     fingerprint: str
     task: Task = IMAGE_CLASSIFICATION
+    preprocessing: Preprocessing | None = None
 
     @property
     def corrupt(self) -> dict[str, str]:
@@ -142,7 +145,16 @@ def splits_of(source: ImageSource, settings: DataSettings) -> Splits:
     shape = source.shape or (3, settings.image_size, settings.image_size)
     how = f"{settings.source} {settings.image_size} {settings.mean} {settings.std} {settings.test_share} "
     how += f"{settings.validation_share} {settings.split_seed}"
-    return Splits(rest, validation, test, source.classes, shape, fingerprint([how.encode(), *source.content]))
+    known = fingerprint([how.encode(), *source.content])
+    feed = preprocessing_of(settings) if source.shape is None else None
+    return Splits(rest, validation, test, source.classes, shape, known, preprocessing=feed)
+
+
+def preprocessing_of(settings: DataSettings) -> Preprocessing:
+    """Return the way from an image file to an input: arrays are resized as a whole, files by their shorter side."""
+    transform = image_transform_of(settings)
+    whole = settings.source in ("digits", "npz")
+    return replace(transform.preprocessing, shorter_side=None) if whole else transform.preprocessing
 
 
 def split_off(

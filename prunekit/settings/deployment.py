@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Ge, MinLen
 
@@ -63,3 +63,22 @@ class DeploySettings(Checked):
     def wanted(self) -> bool:
         """True if any change is asked for."""
         return self.fold_batchnorm or self.channels_last
+
+
+@dataclass(frozen=True)
+class QuantizeSettings(Checked):
+    """Quantization of the exported file to int8, after pruning: weights per channel, activations calibrated.
+
+    Example:
+        >>> import prunekit as pk
+        >>> pk.QuantizeSettings(max_drop=0.5).dtype
+        'int8'
+    """
+
+    dtype: Literal["int8"] = "int8"
+    """What is stored and computed in."""
+    images: PositiveInt = 256
+    """Number of calibration images, without labels, that ranges of activations are taken from."""
+    max_drop: Annotated[float, Ge(0)] | None = 1.0
+    """The most points of the main score that quantization may cost, on validation images: layers are returned to float,
+    the most sensitive first, until it costs no more. null: however much it costs."""

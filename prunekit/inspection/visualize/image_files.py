@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms.v2.functional import center_crop, pil_to_tensor, resize
 
-from prunekit.data.decoded_images import in_rgb
 from prunekit.errors import DataError, UsageError
+from prunekit.models.preprocessing import in_rgb
 from prunekit.utils.files import StrPath, atomic_file
 
 Pixels = NDArray[np.uint8]

@@ -1,0 +1,177 @@
+"""Formats of exports by name: what each needs, how it is written, read and run."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from torch import Tensor, nn
+
+from prunekit import known_names
+from prunekit.errors import UsageError
+from prunekit.models.interface import ModelInterface
+from prunekit.utils.registry import Registry
+
+FORMATS: Registry[ExportFormat] = known_names.FORMATS
+"""Formats by the name that recipes and commands have."""
+Run = Callable[[tuple[Any, ...]], list[Tensor]]
+"""From an example (float32, on the CPU) to the tensors of the output on the CPU, in the order of the interface."""
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Options of an export.
+
+    Attributes:
+        opset: version of ONNX's operators; None: the one that prunekit is tested with.
+        half: whether weights are stored in float16, where the format can; computations stay in float32.
+        dynamic: names of axes of any size by input and axis, besides the batch: `{"image": {2: "height"}}`.
+    """
+
+    opset: int | None = None
+    half: bool = False
+    dynamic: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class ExportSource:
+    """A model to export.
+
+    Attributes:
+        model: a copy in eval mode on the CPU, in float32; free to be changed.
+        example: positional and named arguments of `forward`, with at least two samples on the first axis, real ones
+            where there are any.
+        interface: names, dtypes and axes of inputs and outputs; task, classes and preprocessing. Axes that are not
+            numbers are of any size in the export.
+        options: of the export.
+        folder: the model folder that the model was loaded from; None for others.
+        facts: further facts by name, such as the figures of the run that the model is from, for a model card.
+    """
+
+    model: nn.Module
+    example: tuple[Any, ...]
+    interface: ModelInterface
+    options: ExportOptions = field(default_factory=ExportOptions)
+    folder: Path | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class ExportFormat(ABC):
+    """A format that models are exported to. One without arguments is made when it is registered.
+
+    Attributes:
+        name: as in recipes and commands.
+        about: a description in one line.
+        suffix: of the file's name, such as `.onnx`; empty for a folder.
+        packages: those that it imports, besides torch.
+        install: the command that installs them; by default `pip install` with their names.
+        tolerance: largest relative difference of a correct file's outputs from the model's.
+    """
+
+    name: ClassVar[str]
+    about: ClassVar[str]
+    suffix: ClassVar[str]
+    packages: ClassVar[tuple[str, ...]]
+    install: ClassVar[str]
+    tolerance: ClassVar[float] = 1e-4
+
+    @abstractmethod
+    def write(self, source: ExportSource, path: Path) -> list[str]:
+        """Write a model.
+
+        Args:
+            source: the model.
+            path: of the file or folder, which does not exist yet; it may have files beside it whose names begin with
+                its own.
+
+        Returns:
+            Notes for the user.
+
+        Raises:
+            RunError: the format cannot hold the model; names the operator or the line, and what to do.
+        """
+
+    @abstractmethod
+    def open(self, path: Path, *, threads: int = 1) -> Run:
+        """Load what was written, and return a function that runs it.
+
+        Raises:
+            ArtifactError: it is damaged, or something else.
+        """
+
+    @abstractmethod
+    def interface(self, path: Path) -> ModelInterface:
+        """Return the interface that a file or folder carries, without running it.
+
+        Raises:
+            ArtifactError: it has none, or it is damaged.
+        """
+
+    def missing(self) -> str:
+        """Return which of its packages are not installed, and how to install them; empty if all are."""
+        missing = [package for package in self.packages if find_spec(package.partition(".")[0]) is None]
+        install = self.install or f"pip install {' '.join(missing)}"
+        return f"needs {', '.join(missing)}, not installed here: {install}" if missing else ""
+
+    def unusable(self) -> str:
+        """Return why nothing can be exported here, and what would help; empty if it can."""
+        return self.missing()
+
+    def parts(self, path: Path, example: tuple[Any, ...], expected: Mapping[str, Tensor]) -> str:
+        """Return the first module whose output differs from the model's; empty if the format cannot tell.
+
+        Args:
+            path: of what was written.
+            example: that it differs on.
+            expected: output of each module of the model, by its path, in the order of the run.
+        """
+        return ""
+
+
+Kind = TypeVar("Kind", bound=type[ExportFormat])
+
+
+def register_format(
+    name: str, *, about: str, suffix: str = "", packages: Sequence[str] = (), install: str = ""
+) -> Callable[[Kind], Kind]:
+    """Register a format: something that models are exported to, by `export` and in recipes.
+
+    Args:
+        name: for recipes and `--to`.
+        about: a description in one line.
+        suffix: of the file's name, such as `.onnx`; empty for a folder.
+        packages: those that it imports, besides torch.
+        install: the command that installs them; by default `pip install` with their names.
+
+    Returns:
+        A decorator of a subclass of `ExportFormat`, which is returned unchanged.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+
+    def register(kind: Kind) -> Kind:
+        kind.name, kind.about, kind.suffix = name, about, suffix
+        kind.packages, kind.install = tuple(packages), install
+        FORMATS.add(name, kind(), kind)
+        return kind
+
+    return register
+
+
+def accept(reference: str, found: Any) -> ExportFormat:
+    """Return the format for an object that `file.py:object` refers to.
+
+    Raises:
+        UsageError: it is no format.
+    """
+    made = found() if isinstance(found, type) and issubclass(found, ExportFormat) else found
+    if not isinstance(made, ExportFormat):
+        raise UsageError(
+            f"{reference}: expected a subclass of prunekit.export.format.ExportFormat, got {type(found).__name__}"
+        )
+    return made

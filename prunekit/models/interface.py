@@ -1,0 +1,167 @@
+"""The interface of a model: its inputs and outputs by name, its task and classes, and how images become its input."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prunekit.errors import ArtifactError
+from prunekit.models.preprocessing import Preprocessing
+from prunekit.utils.context import training_mode
+from prunekit.utils.inputs import arguments_by_name, call, sample_count
+from prunekit.utils.tensors import gather
+
+BATCH = "batch"
+"""Name of the axis of samples."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor that a model takes or returns.
+
+    Attributes:
+        name: of the argument of `forward`, or of the entry of the output.
+        dtype: such as `float32`.
+        shape: a size of each axis, or a name for an axis of any size, such as `batch`.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype} ({', '.join(map(str, self.shape))})"
+
+
+@dataclass(frozen=True)
+class ModelInterface:
+    """The way a model is fed, and what it returns; model folders and exported files carry it.
+
+    Attributes:
+        inputs: tensors in the order of the example.
+        outputs: tensors in the order in which the output nests them.
+        task: name of the task, as in a recipe; None if unknown.
+        classes: name of each label; empty if there are none.
+        preprocessing: the way from an image to the input; None for other inputs, or if unknown.
+    """
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    task: str | None = None
+    classes: tuple[str, ...] = ()
+    preprocessing: Preprocessing | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {
+            "inputs": [asdict(one) | {"shape": list(one.shape)} for one in self.inputs],
+            "outputs": [asdict(one) | {"shape": list(one.shape)} for one in self.outputs],
+            "task": self.task,
+            "classes": list(self.classes),
+            "preprocessing": None if self.preprocessing is None else self.preprocessing.as_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, given: Any, where: str) -> ModelInterface:
+        """Return the interface of plain data.
+
+        Raises:
+            ArtifactError: it is damaged; `where` names its place in the message.
+        """
+        try:
+            prepared = given.get("preprocessing")
+            return cls(
+                _specs(given["inputs"]),
+                _specs(given["outputs"]),
+                given.get("task"),
+                tuple(map(str, given.get("classes") or ())),
+                None if prepared is None else Preprocessing.from_dict(prepared, where),
+            )
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ArtifactError(
+                f"{where}: expected inputs and outputs with name, dtype and shape each; it is damaged: {error}"
+            ) from error
+
+
+def _specs(given: Sequence[Mapping[str, Any]]) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(str(one["name"]), str(one["dtype"]), tuple(one["shape"])) for one in given)
+
+
+def interface_of(
+    model: nn.Module,
+    example: tuple[Any, ...],
+    *,
+    task: str | None = None,
+    classes: Sequence[str] = (),
+    preprocessing: Preprocessing | None = None,
+) -> ModelInterface:
+    """Return the interface of a model, which is run once, in eval mode.
+
+    An axis of an input is the batch if it is its first and has as many entries as there are samples; of an output too.
+
+    Args:
+        model: not changed.
+        example: see `prunekit.utils.inputs.as_example`.
+        task: name of the task.
+        classes: name of each label.
+        preprocessing: the way from an image to the input.
+
+    Raises:
+        Exception: whatever the model's own code raises.
+    """
+    with training_mode(model, False), torch.no_grad():
+        output = call(model, example)
+    batch = sample_count(example, 1)
+    inputs = [
+        _spec(name, tensor, batch)
+        for argument, value in arguments_by_name(model, example).items()
+        for name, tensor in named_tensors_of(value, _text(argument, "input"))
+    ]
+    outputs = [_spec(name, tensor, batch) for name, tensor in named_tensors_of(output, "output")]
+    return ModelInterface(tuple(inputs), tuple(outputs), task, tuple(classes), preprocessing)
+
+
+def named_tensors_of(value: Any, name: str) -> list[tuple[str, Tensor]]:
+    """Return the tensors in a nesting, in the order of `gather`, by names of what holds them.
+
+    A tensor alone has the given name; entries of a mapping their keys, those of a sequence the name and a number.
+    """
+    if isinstance(value, Tensor):
+        return [(name, value)]
+    tensors = gather(value)
+    names = _leaf_names(value, name)
+    if len(names) != len(tensors) or len(set(names)) != len(names):
+        names = [name if len(tensors) == 1 else f"{name}_{index}" for index in range(len(tensors))]
+    return list(zip(names, tensors, strict=True))
+
+
+def _leaf_names(value: Any, name: str) -> list[str]:
+    if isinstance(value, Tensor):
+        return [name]
+    if isinstance(value, Mapping):
+        return [found for key, item in value.items() for found in _leaf_names(item, _text(key, name))]
+    if isinstance(value, (tuple, list)):
+        fields = getattr(value, "_fields", None)
+        keys = fields or [f"{name}_{index}" for index in range(len(value))]
+        several = len(gather(value)) > 1
+        return [
+            found
+            for key, item in zip(keys, value, strict=True)
+            for found in _leaf_names(item, key if fields or several else name)
+        ]
+    return []
+
+
+def _text(key: Any, name: str) -> str:
+    return key if isinstance(key, str) else f"{name}_{key}"
+
+
+def _spec(name: str, tensor: Tensor, batch: int) -> TensorSpec:
+    shape: list[int | str] = [int(size) for size in tensor.shape]
+    if shape and shape[0] == batch:
+        shape[0] = BATCH
+    return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(shape))

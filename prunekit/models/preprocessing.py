@@ -1,0 +1,174 @@
+"""Preprocessing: the way from an image file to a model's input, as plain data that model folders and exports carry."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from annotated_types import Gt, MinLen
+from PIL import Image, ImageOps
+from torch import Tensor
+from torch.nn import functional as F
+from torchvision.transforms.v2.functional import InterpolationMode, center_crop, pil_to_tensor, resize
+
+from prunekit.errors import ArtifactError, DataError, SettingsError
+from prunekit.known_names import PositiveInt
+from prunekit.settings.validation import Checked
+
+Pixels = str | PathLike[str] | Image.Image | np.ndarray[Any, Any]
+WHITE = 0xFFFF
+"""The largest value of 16 bits."""
+
+
+@dataclass(frozen=True)
+class Preprocessing(Checked):
+    """The way from an image to an input: decoded, resized, cropped, scaled to 0..1 and normalized.
+
+    Calling it with the path of an image file, a Pillow image, uint8 pixels (H, W) or (H, W, 3), or a list of these,
+    returns the input, (N, channels, height, width) float32.
+
+    Example:
+        >>> import numpy as np
+        >>> import prunekit as pk
+        >>> photo = np.zeros((480, 640, 3), dtype=np.uint8)
+        >>> pk.Preprocessing(height=224, width=224, shorter_side=256)(photo).shape
+        torch.Size([1, 3, 224, 224])
+        >>> pk.Preprocessing(height=0, width=224)
+        Traceback (most recent call last):
+        prunekit.errors.SettingsError: Preprocessing: height: ...
+    """
+
+    height: PositiveInt
+    """Height of the input, in pixels."""
+    width: PositiveInt
+    """Width of the input, in pixels."""
+    shorter_side: PositiveInt | None = None
+    """An image of another size is first resized, with its proportions, to this length of its shorter side, and its
+    center is taken; null: it is resized as a whole to height and width."""
+    interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] = "bilinear"
+    """How an image is resized; antialiased where it shrinks."""
+    mean: Annotated[tuple[float, ...], MinLen(1)] = (0.485, 0.456, 0.406)
+    """Mean of a pixel in 0..1 for each channel, which is subtracted."""
+    std: Annotated[tuple[Annotated[float, Gt(0)], ...], MinLen(1)] = (0.229, 0.224, 0.225)
+    """Standard deviation of a pixel in 0..1 for each channel, which divides."""
+    white: Annotated[float, Gt(0)] = 255.0
+    """Value of a pixel of 8 bits that becomes 1 before mean and deviation."""
+    channel_order: Literal["rgb", "bgr"] = "rgb"
+    """Order of the channels of the input."""
+
+    def __call__(self, images: Pixels | Sequence[Pixels]) -> Tensor:
+        """Return the input of one image, or of several in one batch.
+
+        Args:
+            images: paths of image files, Pillow images, or uint8 arrays (H, W) or (H, W, 3) in RGB.
+
+        Returns:
+            (N, channels, height, width) float32.
+
+        Raises:
+            DataError: a file is missing or is no image, or an array has another form.
+        """
+        several: Sequence[Pixels] = images if isinstance(images, (list, tuple)) else [images]  # type: ignore[list-item]
+        if not several:
+            raise DataError("preprocessing: expected at least one image, got none")
+        return torch.stack([self.pixels(in_rgb(_opened(image))) for image in several])
+
+    def pixels(self, image: Image.Image) -> Tensor:
+        """Return the input (channels, height, width) of a Pillow image in RGB."""
+        image = self.cropped(image)
+        values = pil_to_tensor(image).float() / self.white
+        if image.size != (self.width, self.height):
+            values = self.resized(values[None])[0]
+        return self.normalized(values)
+
+    def cropped(self, image: Image.Image) -> Image.Image:
+        """Return an image with its shorter side resized, and its center cut out; as it is if its size fits."""
+        if image.size == (self.width, self.height) or self.shorter_side is None:
+            return image
+        smaller = resize(image, [self.shorter_side], InterpolationMode(self.interpolation))
+        return center_crop(smaller, [self.height, self.width])  # type: ignore[no-any-return]
+
+    def resized(self, images: Tensor) -> Tensor:
+        """Return images (B, C, H, W) of floating-point values resized as a whole."""
+        if images.shape[-2:] == (self.height, self.width):
+            return images
+        if self.interpolation in ("bilinear", "bicubic"):
+            shrinks = images.shape[-2] > self.height and images.shape[-1] > self.width
+            return F.interpolate(
+                images, (self.height, self.width), mode=self.interpolation, align_corners=False, antialias=shrinks
+            )
+        return resize(images, [self.height, self.width], InterpolationMode(self.interpolation))  # type: ignore[no-any-return]
+
+    def normalized(self, images: Tensor) -> Tensor:
+        """Return images (..., C, H, W) of values in 0..1, in RGB or one channel, normalized: (..., channels, H, W)."""
+        if self.channel_order == "bgr" and images.shape[-3] == 3:
+            images = images.flip(-3)
+        mean, std = torch.tensor(self.mean), torch.tensor(self.std)
+        if len(self.mean) == 1 and images.shape[-3] == 3:
+            weights = torch.tensor([0.299, 0.587, 0.114])  # ITU-R 601-2, as Pillow's mode L
+            order = weights.flip(0) if self.channel_order == "bgr" else weights
+            images = (images * order[:, None, None]).sum(-3, keepdim=True)
+        return (images - mean[:, None, None]) / std[:, None, None]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, given: Any, where: str) -> Preprocessing:
+        """Return the preprocessing of plain data.
+
+        Raises:
+            ArtifactError: it is damaged; `where` names its place in the message.
+        """
+        try:
+            if not isinstance(given, Mapping):
+                raise TypeError(f"expected a mapping, got {type(given).__name__}")
+            known: dict[str, Any] = {
+                name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
+            }
+            return cls(**known)
+        except (TypeError, SettingsError) as error:
+            raise ArtifactError(f"{where}: preprocessing: {error}") from error
+
+
+def in_rgb(image: Image.Image) -> Image.Image:
+    """Return an image in RGB; it is decoded if it was only opened.
+
+    Gray images of 16 bits are scaled to 8, where Pillow would clip values above 255.
+
+    Raises:
+        ValueError: its pixels are floating-point numbers, or beyond 16 bits, so that white is undefined.
+    """
+    if image.mode == "F":
+        raise ValueError("its pixels are floating-point numbers; expected 8 or 16 bits")
+    if image.mode.startswith("I"):  # I;16, its byte orders, and I, as which some 16-bit files are opened
+        gray = np.asarray(image).astype(np.int64)
+        if gray.size and (gray.min() < 0 or gray.max() > WHITE):
+            raise ValueError(f"its pixels are from {gray.min()} to {gray.max()}; expected 8 or 16 bits")
+        image = Image.fromarray(((gray * 255 + WHITE // 2) // WHITE).astype(np.uint8))
+    return image.convert("RGB")
+
+
+def _opened(image: Pixels) -> Image.Image:
+    if isinstance(image, Image.Image):
+        return image
+    if isinstance(image, np.ndarray):
+        if image.dtype != np.uint8 or image.ndim not in (2, 3) or (image.ndim == 3 and image.shape[2] != 3):
+            raise DataError(
+                f"preprocessing: expected uint8 pixels (H, W) or (H, W, 3), got {image.dtype} {image.shape}"
+            )
+        return Image.fromarray(image)
+    path = Path(image)
+    if not path.is_file():
+        raise DataError(f"{path}: expected an image file, and there is none")
+    try:
+        with Image.open(path) as file:
+            return in_rgb(ImageOps.exif_transpose(file))
+    except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, EOFError and more
+        raise DataError(f"{path}: expected an image, but {type(error).__name__}: {error}") from error
