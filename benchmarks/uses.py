@@ -33,6 +33,8 @@ import prunekit
 from prunekit.utils.inputs import as_example
 
 ZOOS = ("torchvision", "timm", "hf", "ultralytics", "geometric", "diffusers")
+CHECKS = ("fuses", "generates", "own_save", "own_average")
+"""Columns of what the models' own packages do with them."""
 LONGEST = 200
 """Letters of a cell."""
 FAMILIES = (
@@ -157,14 +159,18 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one object a line")
     parser.add_argument("--models", type=lambda given: given.split(","), help="comma-separated; when not given those "
                         "of the zoo, of torchvision the smallest of each family")  # fmt: skip
-    parser.add_argument("--uses", help="comma-separated columns; all when not given")
+    parser.add_argument(
+        "--uses", type=lambda given: given.split(","), help="comma-separated columns; all when not given"
+    )
     parser.add_argument("--size", type=int, help="side of images, for models that take any; their own when not given")
     parser.add_argument("--limit", type=float, default=120, help="seconds for each use")
     parser.add_argument("--times", action="store_true", help="print the seconds of each use")
     parser.add_argument("--keep", action="store_true", help="write the rows to benchmarks/results/uses.json and .md")
     options = parser.parse_args()
     zoo: Any = importlib.import_module(f"zoo_{options.zoo}")
-    options.uses = [*USES, "fuses", "generates", "own_save", "own_average"] if options.uses is None else options.uses.split(",")
+    options.uses = (
+        [*USES, "fuses", "generates", "own_save", "own_average"] if options.uses is None else options.uses.split(",")
+    )
     options.models = options.models or (FAMILIES if options.zoo == "torchvision" else zoo.names())
     for name in options.models:
         if not zoo.knows(name):

@@ -314,7 +314,10 @@ def replicates(model: nn.Module, sample: Sample) -> str:
     said = equal(model, nn.DataParallel(model), sample.first)
     for part in model.modules():
         twin = part._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
-        if type(twin) is not type(part) or vars(twin).keys() - {"_former_parameters", "_is_replica"} != vars(part).keys():
+        if (
+            type(twin) is not type(part)
+            or vars(twin).keys() - {"_former_parameters", "_is_replica"} != vars(part).keys()
+        ):
             return f"replica of {type(part).__name__} is another"
     return said
 

@@ -108,7 +108,7 @@ def _saved(model: Any, example: tuple[Any, ...]) -> str:
 
 
 def own_average(case: Case, pruned: Any, example: tuple[Any, ...]) -> str:
-    """Whether the average of the weights that the package's trainer keeps and saves can be made of the compact model."""
+    """Whether the package's trainer can keep an average of the compact model's weights, and save it."""
     said = _averaged(pruned.model, example)
     dense = said if said == "yes" else _averaged(case.model, example)
     return said if dense == "yes" else f"{OWN}: {dense}"
