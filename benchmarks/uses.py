@@ -13,6 +13,7 @@ random; one process a model, one thread.
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib
 import json
 import sys
@@ -90,7 +91,8 @@ def _cell(case: Case, compact: Mapping[str, Any], sample: Sample, use: Use, *, b
 
 
 def _said(use: Use, model: Any, sample: Sample) -> str:
-    return said(lambda: use(model.eval(), sample))[:LONGEST]
+    """What a use of a copy says, which has not run before: what a package adds at the first call is no other use's."""
+    return said(lambda: use(copy.deepcopy(model).eval(), sample))[:LONGEST]
 
 
 def _worse(found: str, dense: str) -> bool:

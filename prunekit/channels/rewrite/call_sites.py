@@ -149,10 +149,22 @@ def method_of(cls: type, name: str) -> tuple[type, FunctionType] | None:
     return None
 
 
+SIZED_FILE = ", with explicit sizes "
+"""What stands between the name of a file and that of a method of it which was compiled again with explicit sizes."""
+
+
+def own_file(code: CodeType) -> str:
+    """Return the name of the file that some code was written in."""
+    return code.co_filename.partition(SIZED_FILE)[0]
+
+
 @lru_cache(maxsize=1024)
 def definition(code: CodeType) -> tuple[ast.FunctionDef, str] | None:
-    """Return the syntax tree of a method and the text of its file; None if that cannot be read."""
-    source = "".join(linecache.getlines(code.co_filename))
+    """Return the syntax tree of a method and the text of its file; None if that cannot be read.
+
+    Of a method that was compiled again with explicit sizes it is that of the class itself, in whose lines it is.
+    """
+    source = "".join(linecache.getlines(own_file(code)))
     try:
         functions = [node for node in ast.walk(_tree(source)) if isinstance(node, ast.FunctionDef)]
     except SyntaxError:
