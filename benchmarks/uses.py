@@ -170,9 +170,7 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="write the rows to benchmarks/results/uses.json and .md")
     options = parser.parse_args()
     zoo: Any = importlib.import_module(f"zoo_{options.zoo}")
-    options.uses = (
-        [*USES, "fuses", "generates", "own_save", "own_average"] if options.uses is None else options.uses.split(",")
-    )
+    options.uses = options.uses or [*USES, *CHECKS]
     options.models = options.models or (FAMILIES if options.zoo == "torchvision" else zoo.names())
     for name in options.models:
         if not zoo.knows(name):

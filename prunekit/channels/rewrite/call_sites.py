@@ -144,27 +144,25 @@ def method_of(cls: type, name: str) -> tuple[type, FunctionType] | None:
     for base in cls.__mro__:
         method = vars(base).get(name)
         if method is not None:
-            method = inspect.unwrap(method) if isinstance(method, FunctionType) else None
+            method = inspect.unwrap(method, stop=_has_text) if isinstance(method, FunctionType) else None
             return (base, method) if isinstance(method, FunctionType) and method.__code__.co_argcount else None
     return None
 
 
 SIZED_FILE = ", with explicit sizes "
-"""What stands between the name of a file and that of a method of it which was compiled again with explicit sizes."""
+"""What stands between the name of a file and that of the text of a method that was compiled again, in `linecache`."""
 
 
-def own_file(code: CodeType) -> str:
-    """Return the name of the file that some code was written in."""
-    return code.co_filename.partition(SIZED_FILE)[0]
+def _has_text(function: Any) -> bool:
+    """Return whether a function was compiled again, and wraps one that stands for its text."""
+    code = getattr(getattr(function, "__wrapped__", None), "__code__", None)
+    return code is not None and SIZED_FILE in code.co_filename
 
 
 @lru_cache(maxsize=1024)
 def definition(code: CodeType) -> tuple[ast.FunctionDef, str] | None:
-    """Return the syntax tree of a method and the text of its file; None if that cannot be read.
-
-    Of a method that was compiled again with explicit sizes it is that of the class itself, in whose lines it is.
-    """
-    source = "".join(linecache.getlines(own_file(code)))
+    """Return the syntax tree of a method and the text of its file; None if that cannot be read."""
+    source = "".join(linecache.getlines(code.co_filename))
     try:
         functions = [node for node in ast.walk(_tree(source)) if isinstance(node, ast.FunctionDef)]
     except SyntaxError:

@@ -4,8 +4,8 @@ An attribute such as `num_heads` is set to its value under a plan. For an expres
 its own source with an attribute in its place, in a subclass that the compact module gets. The size has a name that says
 where the expression is and how it reads, and only numbers are ever stored: the code is always that of the class itself.
 Such a subclass is pickled as its original class and the names of those places, and compiled again when it is
-unpickled; prunekit and the original class have to be importable there. Its methods have a source of their own, which
-tracebacks show and TorchScript compiles.
+unpickled; prunekit and the original class have to be importable there. Tracebacks name the lines of the class itself;
+`inspect.getsource`, and so TorchScript, reads the method as it runs.
 """
 
 from __future__ import annotations
@@ -234,18 +234,27 @@ def _compiled(cls: type, name: str, places: list[CodePlace], *, kept: bool = Tru
     around = ast.parse(f"def _({', '.join([*code.co_freevars, _ORDERED])}):\n class {base.__name__}: pass")
     around.body[0].body[0].body = [node]  # type: ignore[attr-defined]
     flags = code.co_flags & __future__.annotations.compiler_flag
-    file = _written(base, exchange, node, code.co_filename) if kept else code.co_filename
-    whole = compile(ast.fix_missing_locations(around), file, "exec", flags, dont_inherit=True)
+    whole = compile(ast.fix_missing_locations(around), code.co_filename, "exec", flags, dont_inherit=True)
     made = _code_named(whole, name)
     cells = dict(zip(code.co_freevars, old.__closure__ or (), strict=True))
     cells[_ORDERED] = CellType(ordered)
     closure = tuple(cells[variable] for variable in made.co_freevars)
     new = FunctionType(made, old.__globals__, name, old.__defaults__, closure)
     new.__kwdefaults__, new.__qualname__ = old.__kwdefaults__, old.__qualname__
+    if kept:
+        _set_text(new, _written(base, exchange, node, code.co_filename))
     decorated = _redecorated(vars(base)[name], old, new)
     if decorated is None:  # a decorator that keeps the method elsewhere than in a variable of its own
         raise KeyError(name)
     return decorated
+
+
+def _set_text(function: FunctionType, file: str) -> None:
+    """Let `inspect` find the source of a function in another file, by a twin that the function seems to wrap."""
+    code, name = function.__code__.replace(co_filename=file), function.__name__
+    twin = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+    twin.__kwdefaults__, twin.__qualname__ = function.__kwdefaults__, function.__qualname__
+    function.__wrapped__ = twin  # type: ignore[attr-defined]
 
 
 def _written(base: type, exchange: _ExpressionReplacer, node: ast.FunctionDef, file: str) -> str:

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from prunekit.channels.rewrite.call_sites import SIZED_FILE, own_file
 from prunekit.hooks.owner import HookOwner, after_forward, before_forward
 
 
@@ -204,7 +203,7 @@ def _call(number: int, frame: FrameType | None) -> ModuleCall | None:
     """Return the call of a module with the line, outside of torch's own code, that makes it."""
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
-    return None if frame is None else ModuleCall(number, own_file(frame.f_code), frame.f_lineno)
+    return None if frame is None else ModuleCall(number, frame.f_code.co_filename, frame.f_lineno)
 
 
 def has_fixed_code(model: nn.Module, path: str = "") -> bool:
@@ -223,7 +222,7 @@ def line_of(error: BaseException) -> str:
     outside = [frame for frame in frames if not frame.filename.startswith(str(Path(__file__).parents[1]))]
     models = [frame for frame in outside if not frame.filename.startswith(_TORCH)]
     for frame in reversed(models or [frame for frame in outside if not frame.filename.startswith(_AROUND_MODELS)]):
-        return f"{Path(frame.filename.partition(SIZED_FILE)[0]).name}:{frame.lineno}: {frame.line}"
+        return f"{Path(frame.filename).name}:{frame.lineno}: {frame.line}"
     return ""
 
 
