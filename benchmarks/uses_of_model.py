@@ -11,9 +11,11 @@ import copy
 import io
 import logging
 import pickle
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,12 +23,15 @@ from coverage_export import OfOutputs
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from prunekit.utils.inputs import as_example, call, split
+import prunekit
+from prunekit.errors import PrunekitError
+from prunekit.utils.inputs import as_example, call, concatenate, is_batched, split
 from prunekit.utils.tensors import gather
 
 TOLERANCE = 1e-4
 HALF_TOLERANCE = 0.3
 """What bfloat16 may be off by, which leaves 8 bits to each number; what is wrong is off by more than all of it."""
+FOR_ONE = ", for one batch size"
 ALONE = ", of what is read alone"
 
 
@@ -258,7 +263,7 @@ def _exported(model: nn.Module, sample: Sample) -> str:
     except Exception:  # whatever the model's code does
         pass
     said = _program(model, sample, dynamic=False)
-    return f"{said}, for one batch size" if said == "yes" else said
+    return f"{said}{FOR_ONE}" if said == "yes" else said
 
 
 def _program(model: nn.Module, sample: Sample, *, dynamic: bool) -> str:
@@ -322,6 +327,26 @@ def replicates(model: nn.Module, sample: Sample) -> str:
     return said
 
 
+def exports_to_onnx(model: nn.Module, sample: Sample) -> str:
+    """`prunekit.export`: ONNX for any batch, else for one; ONNX Runtime agrees with eager to 1e-4."""
+    samples = _joined(sample.first, sample.more)
+    with tempfile.TemporaryDirectory() as folder:
+        path, quietly = Path(folder) / "model.onnx", {"timed": (), "log": lambda line: None}
+        try:
+            prunekit.export(model, samples, to="onnx", path=path, **quietly)
+        except PrunekitError as error:
+            with contextlib.suppress(PrunekitError):
+                prunekit.export(model, sample.first, to="onnx", path=path, batch=2, **quietly)
+                return f"yes{FOR_ONE}"
+            raise error
+    return "yes"
+
+
+def _joined(first: tuple[Any, ...], second: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Samples of both, where they are on the first axis of every tensor; else the first."""
+    return concatenate([first, second]) if is_batched(first) else first
+
+
 USES: dict[str, Use] = {
     "deepcopy": copies,
     "pickle": pickles,
@@ -338,6 +363,7 @@ USES: dict[str, Use] = {
     "compile in training": compiles_training,
     "export": _alone_too(_exported),
     "strict export": _alone_too(exports_strictly),
+    "ONNX": _alone_too(exports_to_onnx),
 }
 """By the column of the table."""
 FOR_BOTH = frozenset({"deepcopy", "pickle", "torch.save", "state_dict", "jit.trace"})
