@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -172,10 +173,7 @@ def _from_job(job: JobSettings, own: Own, shape: tuple[int, ...] | None) -> Inpu
 
 
 def _from_folder(folder: Path, factory: str | None, shape: tuple[int, ...] | None) -> InputModel:
-    if not (folder / MANIFEST).is_file():
-        inside = folder / "model"
-        meant = f"; did you mean {inside}?" if (inside / MANIFEST).is_file() else ""
-        raise ModelError(f"{folder}: expected a recipe (.yaml) or a model folder, which holds a {MANIFEST}{meant}")
+    require_model_folder(folder)
     manifest = read_manifest(folder)
     dense = None
     if not manifest.get("build"):
@@ -185,8 +183,35 @@ def _from_folder(folder: Path, factory: str | None, shape: tuple[int, ...] | Non
                 "--model file.py:factory"
             )
         dense = load_factory(factory)
+    return folder_model(folder, dense, shape)
+
+
+def folder_model(
+    folder: Path, dense: nn.Module | Callable[[], nn.Module] | None = None, shape: tuple[int, ...] | None = None
+) -> InputModel:
+    """Return the model of a folder.
+
+    Args:
+        folder: a model folder.
+        dense: the dense model, or a function that builds it, if it is not from a zoo.
+        shape: of one input without the batch; None: what the manifest says.
+
+    Raises:
+        ArtifactError: it is damaged, or does not belong to the dense model.
+        ModelError: it is no model folder, or the dense model is missing.
+    """
+    require_model_folder(folder)
+    manifest = read_manifest(folder)
     inputs = None if shape else _noted_inputs(folder, manifest)
     return InputModel(load(folder, dense), str(folder), shape or _noted_shape(folder, manifest), inputs=inputs)
+
+
+def require_model_folder(folder: Path) -> None:
+    """Raise a `ModelError` unless a folder is a model folder; names the one inside it that may be meant."""
+    if not (folder / MANIFEST).is_file():
+        inside = folder / "model"
+        meant = f"; did you mean {inside}?" if (inside / MANIFEST).is_file() else ""
+        raise ModelError(f"{folder}: expected a recipe (.yaml) or a model folder, which holds a {MANIFEST}{meant}")
 
 
 def _noted_inputs(folder: Path, manifest: dict[str, Any]) -> tuple[Any, ...] | None:

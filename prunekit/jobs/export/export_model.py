@@ -1,0 +1,296 @@
+"""Exports: a model in the format of another runtime, checked against the model before it gets its name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from prunekit.channels.cut.model_copy import copied
+from prunekit.data.loader import batches
+from prunekit.data.sources import Splits
+from prunekit.errors import UsageError
+from prunekit.export.exported_model import ExportedModel
+from prunekit.export.format import FORMATS, ExportOptions, ExportSource, Run
+from prunekit.hooks.wrappers import unwrapped
+from prunekit.jobs.export.export_inputs import (
+    checked_batches,
+    described_interface,
+    is_batched,
+    other_sizes,
+    real_samples,
+)
+from prunekit.jobs.run.model_sources import InputModel
+from prunekit.jobs.run.run_folder import Log
+from prunekit.measure.accuracy import Scores, evaluate
+from prunekit.measure.export_check import Parity, check_export
+from prunekit.measure.latency.timing import PairedTiming, time_paired
+from prunekit.models.interface import BATCH, ModelInterface
+from prunekit.settings.deployment import QuantizeSettings
+from prunekit.utils.context import on_device, set_mode
+from prunekit.utils.context import threads as with_threads
+from prunekit.utils.display import Displayed, Table, digits, interval, size
+from prunekit.utils.inputs import call, sample_count, select_samples
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Exported(Displayed):
+    """An exported model: a file or folder that was checked against the model.
+
+    Attributes:
+        path: of the file or folder.
+        format: its name.
+        size_bytes: of the file, or of all files of the folder.
+        parities: how far outputs differ from the model's, for each batch that was compared.
+        real_inputs: whether these were samples of data, and not random numbers.
+        scores: of the file itself on the test data; None without data.
+        latency: for each batch size, milliseconds of the model in eager and of the file, timed alternately.
+        interface: inputs, outputs, task, classes and preprocessing.
+        notes: what to know.
+        quantized: figures of the quantization; None for floating-point files.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2)).eval()
+        >>> found = pk.export(model, torch.randn(8, 4), to="pt2", path="small.pt2", log=lambda line: None)
+        >>> found
+        <Exported: small.pt2 (pt2, ... differs from eager by ...>
+        >>> [parity.batch for parity in found.parities]
+        [2, 5]
+    """
+
+    path: Path
+    format: str
+    size_bytes: int
+    parities: tuple[Parity, ...]
+    real_inputs: bool
+    scores: Scores | None
+    latency: tuple[tuple[int, PairedTiming], ...]
+    interface: ModelInterface
+    notes: tuple[str, ...] = ()
+    quantized: Mapping[str, Any] | None = None
+
+    def figures(self) -> dict[str, Any]:
+        """Return the export as plain data."""
+        return {
+            "path": str(self.path),
+            "format": self.format,
+            "size_bytes": self.size_bytes,
+            "max_relative_difference": self.max_relative_difference,
+            "parities": [asdict(parity) for parity in self.parities],
+            "real_inputs": self.real_inputs,
+            "scores": None if self.scores is None else self.scores.figures(),
+            "latency": self.latency_rows(),
+            "interface": self.interface.as_dict(),
+            "notes": list(self.notes),
+            "quantized": None if self.quantized is None else dict(self.quantized),
+        }
+
+    @property
+    def max_relative_difference(self) -> float:
+        """The largest of all batches."""
+        return max((parity.max_relative_difference for parity in self.parities), default=0.0)
+
+    def latency_rows(self) -> list[dict[str, Any]]:
+        """Return milliseconds of the model in eager and of the file, and their ratio, for each batch size."""
+        return [
+            {
+                "batch": batch,
+                "eager_ms": timed.now_ms,
+                "ms": timed.other_ms,
+                "median": timed.gain.median,
+                "low": timed.gain.low,
+                "high": timed.gain.high,
+            }
+            for batch, timed in self.latency
+        ]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the differences, one row for each batch that was compared."""
+        return [asdict(parity) for parity in self.parities]
+
+    def _headline(self) -> str:
+        return (
+            f"{self.path} ({self.format}, {size(self.size_bytes)}), differs from eager by "
+            f"{self.max_relative_difference:.1e}"
+        )
+
+    def _parts(self) -> Iterator[str | Table]:
+        yield f"Exported: {self._headline()}"
+        kind = "real inputs" if self.real_inputs else "random inputs, as there is no data"
+        rows = [(one.inputs, f"{one.max_relative_difference:.1e}") for one in self.parities]
+        yield Table((f"outputs on {kind}", "relative difference"), rows, text=(f"outputs on {kind}",))
+        if self.scores is not None:
+            (name, value), *_ = self.scores.values.items()
+            ends = "" if self.scores.interval is None else " " + interval(*self.scores.interval)
+            yield f"{name} of the file itself: {value:.2f} %{ends} of {self.scores.n_test} test samples"
+        if self.latency:
+            times = [(batch, digits(one.now_ms), digits(one.other_ms), one.gain.factor) for batch, one in self.latency]
+            yield Table(("batch", "eager ms", "file ms", "speedup"), times, text=("speedup",))
+        yield "\n".join(
+            [f"takes {one}" for one in self.interface.inputs]
+            + [f"returns {one}" for one in self.interface.outputs]
+            + list(self.notes)
+        )
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What to export to, and how.
+
+    Attributes:
+        to: name of the format.
+        path: of the file or folder; None: named after the model, in the working directory.
+        options: of the format.
+        dynamic: axes of any size besides the batch: `image` (height and width), `sequence`, or `INPUT:AXIS`.
+        batch: the only batch size that the export takes; None: any.
+        force: whether an existing file or folder is replaced.
+        timed: batch sizes to time beside eager; empty: none.
+        threads: of the CPU, for timing.
+        quantize: how the file is quantized after it was checked; None: not.
+    """
+
+    to: str = "onnx"
+    path: Path | None = None
+    options: ExportOptions = field(default_factory=ExportOptions)
+    dynamic: tuple[str, ...] = ()
+    batch: int | None = None
+    force: bool = False
+    timed: tuple[int, ...] = (1, 16)
+    threads: int = 1
+    quantize: QuantizeSettings | None = None
+
+
+def require_exportable(request: ExportRequest, name: str) -> Path:
+    """Return the path of an export, and raise for what is wrong with the request before anything is computed.
+
+    Raises:
+        UsageError: there is no such format, a package is missing, or the path exists.
+    """
+    kind = FORMATS.get(request.to)
+    if missing := kind.unusable():
+        raise UsageError(f"export to {kind.name} {missing}")
+    path = request.path or Path(Path(name).resolve().name if name else "model").with_suffix(kind.suffix)
+    if kind.suffix and path.suffix != kind.suffix:
+        raise UsageError(
+            f"{path}: expected a name with {kind.suffix} for {kind.name}, such as {path.stem}{kind.suffix}"
+        )
+    if path.exists() and not request.force:
+        raise UsageError(f"{path}: exists already; name another path, or replace it with --force (force=True)")
+    if path.is_dir() != (not kind.suffix) and path.exists():
+        raise UsageError(
+            f"{path}: a {'folder' if path.is_dir() else 'file'} is there, which would be lost; choose another name"
+        )
+    return path
+
+
+def export_target(
+    target: InputModel, request: ExportRequest, *, folder: Path | None = None, facts: Mapping[str, Any] | None = None,
+    log: Log,
+) -> Exported:  # fmt: skip
+    """Export a model, check the file against it, and measure it.
+
+    The file is written aside, and gets its name once its outputs agree with the model's.
+
+    Args:
+        target: the model, with its data if there is any.
+        request: what to export to.
+        folder: the model folder that it is from.
+        facts: further facts for a model card.
+        log: gets a line for each step.
+
+    Raises:
+        UsageError: the format, the path or an axis does not fit; nothing was written.
+        ModelError: the model does not run on its input.
+        RunError: the format cannot hold the model, or its file computes something else; nothing was written.
+    """
+    path, kind = require_exportable(request, target.name), FORMATS.get(request.to)
+    model = set_mode(copied(unwrapped(target.model), "cpu", torch.float32), False)
+    samples, real = real_samples(target)
+    examples = list(checked_batches(samples, request.batch))
+    interface = described_interface(model, examples[0], target, folder, request.dynamic, request.batch)
+    source = ExportSource(
+        copied(model), examples[0], interface, request.options, folder, {} if facts is None else facts
+    )
+    log(f"export: writing {path} ({kind.name})")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(".tmp", f".{path.name}.", path.parent))
+    try:
+        written = aside / path.name
+        notes = kind.write(source, written)
+        run = kind.open(written, threads=request.threads)
+        resized = other_sizes(examples[0], interface, request.dynamic)
+        usable = [one for one in resized if _runs(model, one)]
+        parities = check_export(kind, written, run, model, interface, [*examples, *usable])
+        if len(usable) < len(resized):
+            notes.append("other sizes were not checked, because the model itself does not run on half of this one")
+        for parity in parities:
+            log(f"export: {parity.inputs}: differs from eager by {parity.max_relative_difference:.1e}")
+        scores = score_export(run, interface, target.splits, log)
+        latency = tuple(time_export(model, run, samples, request))
+        bytes_written = sum(one.stat().st_size for one in aside.rglob("*") if one.is_file())
+        del run
+        _rename(aside, path)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return Exported(path, kind.name, bytes_written, tuple(parities), real, scores, latency, interface, tuple(notes))
+
+
+def _runs(model: nn.Module, example: tuple[Any, ...]) -> bool:
+    try:
+        with torch.inference_mode():
+            call(model, example)
+    except Exception:  # a model's own code may raise anything
+        return False
+    return True
+
+
+def score_export(run: Run, interface: ModelInterface, splits: Splits | None, log: Log) -> Scores | None:
+    """Return the scores of a file on the test data; None without data."""
+    if splits is None:
+        return None
+    module = ExportedModel(run, interface)
+    fixed = interface.inputs[0].shape[0] if interface.inputs and interface.inputs[0].shape else BATCH
+    batch = fixed if isinstance(fixed, int) else 64
+    test = batches(splits.test, batch, shuffle_seed=None)
+    if isinstance(fixed, int) and len(splits.test) % fixed:
+        kept = torch.arange(len(splits.test) // fixed * fixed)
+        if not len(kept):
+            return None
+        test = batches(splits.test, batch, shuffle_seed=None, indices=kept)
+    found = evaluate(module, test, splits.task, torch.device("cpu"))
+    log(f"export: the file itself reaches {splits.task.main.label} {next(iter(found.values.values())):.2f} %")
+    return found
+
+
+def time_export(
+    model: nn.Module, run: Run, samples: tuple[Any, ...], request: ExportRequest
+) -> Iterator[tuple[int, PairedTiming]]:
+    """Yield the times of the model in eager and of a file, alternately, for each batch size."""
+    count, sizes = sample_count(samples), request.timed if is_batched(samples) else ()
+    if sizes and request.batch is not None:
+        sizes = (request.batch,)
+    for batch in sizes:
+        example = select_samples(samples, torch.arange(batch) % count)
+        with with_threads(request.threads), on_device("cpu"), torch.inference_mode():
+            yield batch, time_paired(partial(call, model, example), partial(run, example), CPU)
+
+
+def _rename(aside: Path, path: Path) -> None:
+    """Move everything that was written to its final name; an old folder is removed once the new one is there."""
+    for written in sorted(aside.iterdir(), key=lambda one: one.name == path.name):  # what the file refers to first
+        final = path.parent / written.name
+        if final.is_dir():
+            old = aside / f"{written.name}.old"
+            os.replace(final, old)
+        os.replace(written, final)
