@@ -54,9 +54,9 @@ RUNTIMES: Registry[Any] = Registry(
 FORMATS: Registry[Any] = Registry(
     "export format",
     "formats",
-    "prunekit.export",
+    "prunekit.formats",
     "register_format",
-    _lazily("prunekit.export.format.accept"),
+    _lazily("prunekit.formats.format.accept"),
 )
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from prunekit.compaction.model_folder import ModelWithPlan
 from prunekit.errors import UsageError
-from prunekit.export.format import ExportOptions
+from prunekit.formats.format import ExportOptions
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.calibrate import CalibrationResult
 from prunekit.jobs.calibrate import calibrate as run_calibration

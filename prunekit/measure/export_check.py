@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.errors import RunError, reason_of
-from prunekit.export.format import ExportFormat, Run
+from prunekit.formats.format import ExportFormat, Run
 from prunekit.measure.verification import largest_difference
 from prunekit.models.interface import ModelInterface
 from prunekit.utils.inputs import call, described, sample_count

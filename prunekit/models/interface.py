@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from prunekit.errors import ArtifactError
 from prunekit.models.preprocessing import Preprocessing
 from prunekit.utils.context import training_mode
-from prunekit.utils.inputs import arguments_by_name, call, sample_count
+from prunekit.utils.inputs import arguments_by_name, call, is_batched, sample_count
 from prunekit.utils.tensors import gather
 
 BATCH = "batch"
@@ -115,7 +115,7 @@ def interface_of(
     """
     with training_mode(model, False), torch.no_grad():
         output = call(model, example)
-    batch = sample_count(example, 1)
+    batch = sample_count(example) if is_batched(example) else None
     inputs = [
         _spec(name, tensor, batch)
         for argument, value in arguments_by_name(model, example).items()
@@ -160,7 +160,7 @@ def _text(key: Any, name: str) -> str:
     return key if isinstance(key, str) else f"{name}_{key}"
 
 
-def _spec(name: str, tensor: Tensor, batch: int) -> TensorSpec:
+def _spec(name: str, tensor: Tensor, batch: int | None) -> TensorSpec:
     shape: list[int | str] = [int(size) for size in tensor.shape]
     if shape and shape[0] == batch:
         shape[0] = BATCH

@@ -263,6 +263,13 @@ def sample_count(inputs: Any, default: int = 0) -> int:
     return next((tensor.shape[0] for tensor in gather(inputs) if tensor.dim()), default)
 
 
+def is_batched(example: tuple[Any, ...]) -> bool:
+    """Return whether every tensor of an example has the samples on its first axis; entries of a list are samples."""
+    count, (positional, named) = sample_count(example), split(example)
+    lists = any(isinstance(value, list) for value in (*positional, *named.values()))
+    return count > 0 and not lists and all(tensor.dim() and len(tensor) == count for tensor in gather(example))
+
+
 def sample_noun(inputs: Any) -> str:
     """Return what messages call samples: images, if the first tensor has their shape."""
     first = next(iter(gather(inputs)), None)

@@ -78,7 +78,7 @@ def export_command(
         raise UsageError("--max-drop goes with --int8")
     whole = any(map(is_recipe, targets))
     job = None if data_recipe is None else _job(data_recipe, overrides, options, whole)
-    from prunekit.export.format import ExportOptions
+    from prunekit.formats.format import ExportOptions
     from prunekit.jobs.export.export_model import ExportRequest, export_target, require_exportable
     from prunekit.settings.deployment import QuantizeSettings
 

@@ -17,8 +17,8 @@ from prunekit.jobs.run.job_inputs import Own
 from prunekit.jobs.run.model_sources import MANIFEST, InputModel, inputs_of_task, splits_of
 from prunekit.models.interface import BATCH, ModelInterface, TensorSpec, interface_of
 from prunekit.settings.inputs import DataSettings
-from prunekit.utils.inputs import inputs_as_example, sample_count, select_samples
-from prunekit.utils.tensors import gather, map_tensors
+from prunekit.utils.inputs import inputs_as_example, is_batched, sample_count, select_samples
+from prunekit.utils.tensors import map_tensors
 
 SAMPLES = 32
 """Real samples that exports are checked on, at most."""
@@ -38,12 +38,6 @@ def with_data(target: InputModel, data: DataSettings | None, own: Own, task: str
         return target
     splits = splits_of(target, data, own, "check the export on", task)
     return replace(target, splits=splits, sample_shape=splits.sample_shape, inputs=inputs_of_task(target.model, splits))
-
-
-def is_batched(example: tuple[Any, ...]) -> bool:
-    """Return whether every tensor of an example has the samples on its first axis."""
-    count = sample_count(example)
-    return count > 0 and all(tensor.dim() and len(tensor) == count for tensor in gather(example))
 
 
 def real_samples(target: InputModel) -> tuple[tuple[Any, ...], bool]:
@@ -113,7 +107,9 @@ def described_interface(
     try:
         found = interface_of(model, example)
     except Exception as error:  # a model's own code may raise anything
-        raise ModelError(f"{target.name}: the model does not run on its example: {reason_of(error)}") from error
+        raise ModelError(
+            f"{target.name or type(model).__name__}: the model does not run on its example: {reason_of(error)}"
+        ) from error
     known: Mapping[str, Any] = {}
     if folder is not None and (folder / MANIFEST).is_file():
         known = read_manifest(folder).get("interface") or {}

@@ -18,13 +18,12 @@ from prunekit.channels.cut.model_copy import copied
 from prunekit.data.loader import batches
 from prunekit.data.sources import Splits
 from prunekit.errors import UsageError
-from prunekit.export.exported_model import ExportedModel
-from prunekit.export.format import FORMATS, ExportOptions, ExportSource, Run
+from prunekit.formats.exported_model import ExportedModel
+from prunekit.formats.format import FORMATS, ExportOptions, ExportSource, Run
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.export.export_inputs import (
     checked_batches,
     described_interface,
-    is_batched,
     other_sizes,
     real_samples,
 )
@@ -38,7 +37,7 @@ from prunekit.settings.deployment import QuantizeSettings
 from prunekit.utils.context import on_device, set_mode
 from prunekit.utils.context import threads as with_threads
 from prunekit.utils.display import Displayed, Table, digits, interval, size
-from prunekit.utils.inputs import call, sample_count, select_samples
+from prunekit.utils.inputs import call, is_batched, sample_count, select_samples
 
 CPU = torch.device("cpu")
 
@@ -187,10 +186,9 @@ def require_exportable(request: ExportRequest, name: str) -> Path:
         )
     if path.exists() and not request.force:
         raise UsageError(f"{path}: exists already; name another path, or replace it with --force (force=True)")
-    if path.is_dir() != (not kind.suffix) and path.exists():
-        raise UsageError(
-            f"{path}: a {'folder' if path.is_dir() else 'file'} is there, which would be lost; choose another name"
-        )
+    if path.exists() and path.is_dir() == bool(kind.suffix):
+        there = "folder" if path.is_dir() else "file"
+        raise UsageError(f"{path}: a {there} of this name is there, which would be lost; choose another name")
     return path
 
 

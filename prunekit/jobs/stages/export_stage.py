@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from prunekit.errors import UsageError
-from prunekit.export.format import FORMATS
+from prunekit.formats.format import FORMATS
 from prunekit.jobs.export.export_model import Exported, ExportRequest, export_target
 from prunekit.jobs.run.job_inputs import Prepared
 from prunekit.jobs.run.model_sources import InputModel

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from prunekit.export.format import Run
+from prunekit.formats.format import Run
 from prunekit.models.interface import ModelInterface
 from prunekit.utils.inputs import Keywords
 
