@@ -145,7 +145,7 @@ class Exported(Displayed):
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What to export to, and how.
+    """A request for an export.
 
     Attributes:
         to: name of the format.

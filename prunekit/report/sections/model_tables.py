@@ -65,7 +65,7 @@ class LatencySection:
             yield f"Speedup of {row['model']} ({row_text.setting_text(row)}): {found}"
 
 
-@register_section("exports", about="exported files: size, scores, latency, and how to run them", order=25)
+@register_section("exports", about="exported files: size, scores, latency, and how to run them", order=35)
 class ExportsSection:
     """Exported files, each checked against the model: size, scores, latency, and the command that runs it."""
 
