@@ -22,7 +22,7 @@ from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.utils.context import seeded, training_mode
-from prunekit.utils.inputs import Keywords, call, described
+from prunekit.utils.inputs import InputSpec, call, described, zeros_of
 from prunekit.utils.tensors import gather
 
 MANIFEST = "prunekit.json"
@@ -197,10 +197,7 @@ def _noted_inputs(folder: Path, manifest: dict[str, Any]) -> tuple[Any, ...] | N
         return None
     try:
         names = example.get("names", [None] * len(shapes))
-        zeros = [torch.zeros(shape, dtype=getattr(torch, kind)) for shape, kind in zip(shapes, dtypes, strict=True)]
-        named = Keywords((name, zero) for name, zero in zip(names, zeros, strict=True) if name is not None)
-        given = [zero for name, zero in zip(names, zeros, strict=True) if name is None]
-        return (*given, named) if named else tuple(given)
+        return zeros_of([InputSpec(*one) for one in zip(shapes, dtypes, names, strict=True)])
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise ArtifactError(
             f"{folder / MANIFEST}: example: expected shapes such as [1, 16] and as many dtypes such as int64, got "
