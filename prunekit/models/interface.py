@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -153,7 +153,22 @@ def interface_of(
         for name, tensor in named_tensors_of(value, _text(argument, "input"))
     ]
     outputs = [_spec(name, tensor, batch) for name, tensor in named_tensors_of(output, "output")]
-    return ModelInterface(tuple(inputs), tuple(outputs), task, tuple(classes), preprocessing)
+    taken: set[str] = set()
+    return ModelInterface(
+        _distinct(inputs, taken, "input"), _distinct(outputs, taken, "output"), task, tuple(classes), preprocessing
+    )
+
+
+def _distinct(specs: Sequence[TensorSpec], taken: set[str], kind: str) -> tuple[TensorSpec, ...]:
+    """Return tensors by names that no other has: graphs of exported files have one name for each tensor."""
+    found = []
+    for spec in specs:
+        name, count = spec.name, 1
+        while name in taken:
+            name, count = f"{kind}_{spec.name}" + (f"_{count}" if count > 1 else ""), count + 1
+        taken.add(name)
+        found.append(replace(spec, name=name))
+    return tuple(found)
 
 
 def named_tensors_of(value: Any, name: str) -> list[tuple[str, Tensor]]:
