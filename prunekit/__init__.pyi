@@ -30,6 +30,7 @@ from prunekit.jobs.prune.one_shot import plan as plan
 from prunekit.jobs.prune.one_shot import prune as prune
 from prunekit.jobs.prune.profile_result import Profile as Profile
 from prunekit.jobs.prune.pruner import Pruner as Pruner
+from prunekit.jobs.run.interface import interface as interface
 from prunekit.jobs.run.job_inputs import Own as Own
 from prunekit.jobs.run.results import RunResult as RunResult
 from prunekit.jobs.sensitivity import Sensitivity as Sensitivity

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from prunekit.channels.cut.model_copy import copied
 from prunekit.errors import ArtifactError, RunError, UsageError, reason_of
-from prunekit.export.format import ExportFormat, ExportOptions, ExportSource, Run, register_format
-from prunekit.export.model_location import failure
-from prunekit.export.program import Program, fed, program_of, trace, tracing
+from prunekit.formats.format import ExportFormat, ExportOptions, ExportSource, Run, register_format
+from prunekit.formats.model_location import failure
+from prunekit.formats.program import Program, fed, program_of, trace, tracing
 from prunekit.models.interface import ModelInterface, TensorSpec
 from prunekit.utils.context import set_mode
 from prunekit.utils.files import StrPath

@@ -159,6 +159,19 @@ def input_specs(example: tuple[Any, ...]) -> tuple[InputSpec, ...]:
     )
 
 
+def zeros_of(specs: Sequence[InputSpec]) -> tuple[Any, ...]:
+    """Return an example of zeros by the specifications of its tensors.
+
+    Raises:
+        AttributeError: torch has no such dtype.
+        TypeError, ValueError, RuntimeError: a shape is none.
+    """
+    zeros = [torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs]
+    named = Keywords((spec.name, zero) for spec, zero in zip(specs, zeros, strict=True) if spec.name is not None)
+    given = [zero for spec, zero in zip(specs, zeros, strict=True) if spec.name is None]
+    return (*given, named) if named else tuple(given)
+
+
 def parameter_names(model: nn.Module) -> list[str]:
     """Return the names of the arguments of a model's `forward` in their order; none if its code is not Python."""
     return [parameter.name for parameter in _parameters(model)]
