@@ -52,7 +52,7 @@ RUNTIMES: Registry[Any] = Registry(
     _lazily("prunekit.measure.runtimes.runtime.accept"),
 )
 FORMATS: Registry[Any] = Registry(
-    "export format",
+    "format",
     "formats",
     "prunekit.formats",
     "register_format",

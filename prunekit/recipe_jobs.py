@@ -21,7 +21,8 @@ from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.calibrate import CalibrationResult
 from prunekit.jobs.calibrate import calibrate as run_calibration
 from prunekit.jobs.export.export_inputs import with_data
-from prunekit.jobs.export.export_model import Exported, ExportRequest, export_target, require_exportable
+from prunekit.jobs.export.export_model import Exported, ExportRequest, require_exportable
+from prunekit.jobs.export.quantize_export import export_target
 from prunekit.jobs.finetune import finetune as run_finetuning
 from prunekit.jobs.finetune import prune_job
 from prunekit.jobs.profile import ProfileRun, profile_job

@@ -79,7 +79,8 @@ def export_command(
     whole = any(map(is_recipe, targets))
     job = None if data_recipe is None else _job(data_recipe, overrides, options, whole)
     from prunekit.formats.format import ExportOptions
-    from prunekit.jobs.export.export_model import ExportRequest, export_target, require_exportable
+    from prunekit.jobs.export.export_model import ExportRequest, require_exportable
+    from prunekit.jobs.export.quantize_export import export_target, require_quantizable
     from prunekit.settings.deployment import QuantizeSettings
 
     limit = QuantizeSettings.max_drop if max_drop is None else max_drop
@@ -100,12 +101,14 @@ def export_command(
     ]
     name = targets[0] if targets else (options.factory or "model").rpartition(":")[2]
     for request in requests:
+        require_quantizable(request)
         require_exportable(request, name)
     with console.running():
         target = _with_data(_target(targets, job, options, console), job, options)
         folder = Path(targets[0]) if targets and Path(targets[0]).is_dir() else None
         found = [export_target(target, request, folder=folder, log=console.log) for request in requests]
-    console.result({"exports": [one.figures() for one in found]}, "\n\n".join(map(str, found)))
+    files = [file for one in found for file in (one, one.int8) if file is not None]
+    console.result({"exports": [file.figures() for file in files]}, "\n\n".join(map(str, found)))
 
 
 def _job(recipe: str, overrides: list[str], options: ModelOptions, whole: bool) -> JobSettings:

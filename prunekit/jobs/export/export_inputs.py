@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.compaction.model_folder import read_manifest
-from prunekit.data.loader import batches
+from prunekit.data.datasets import SampleDataset
+from prunekit.data.loader import Batches, batches
 from prunekit.errors import ModelError, UsageError, nearest, reason_of
 from prunekit.jobs.run.job_inputs import Own
 from prunekit.jobs.run.model_sources import MANIFEST, InputModel, inputs_of_task, splits_of
@@ -24,6 +25,8 @@ SAMPLES = 32
 """Real samples that exports are checked on, at most."""
 TRACED, OTHER = 2, 5
 """Batch sizes: that a model is exported at, and the other one that its file is checked at."""
+READ = 32
+"""Samples of a batch that files are scored and calibrated with."""
 PRESETS = ("image", "sequence")
 """Names of axes of any size: height and width of images, and the length of token sequences."""
 
@@ -62,6 +65,27 @@ def real_samples(target: InputModel) -> tuple[tuple[Any, ...], bool]:
         return tensor[:1].expand(shape).clone()
 
     return (map_tensors(example, drawn) if is_batched(example) else example), False
+
+
+def file_batches(data: SampleDataset, interface: ModelInterface, indices: Tensor | None = None) -> Batches:
+    """Return batches of a data set as a file takes them; of a fixed size, the samples that are left over are not in."""
+    chosen, fixed = torch.arange(len(data)) if indices is None else indices, fixed_batch(interface)
+    if fixed is not None:
+        chosen = chosen[: len(chosen) // fixed * fixed]
+    return batches(data, fixed or READ, shuffle_seed=None, indices=chosen)
+
+
+def samples_in_batches(samples: tuple[Any, ...], size: int) -> Iterator[tuple[Any, ...]]:
+    """Yield the samples of an example in whole batches, or all of them if there are fewer."""
+    count = sample_count(samples)
+    for start in range(0, max(count - size, 0) + 1, size):
+        yield select_samples(samples, slice(start, start + size))
+
+
+def fixed_batch(interface: ModelInterface) -> int | None:
+    """Return the only batch size that a file takes; None if it takes any."""
+    sizes = [one.shape[0] for one in interface.inputs if one.shape]
+    return sizes[0] if sizes and isinstance(sizes[0], int) else None
 
 
 def checked_batches(samples: tuple[Any, ...], batch: int | None) -> Iterator[tuple[Any, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from prunekit.channels.cut.model_copy import copied
-from prunekit.data.loader import batches
 from prunekit.data.sources import Splits
 from prunekit.errors import UsageError
 from prunekit.formats.exported_model import ExportedModel
@@ -24,6 +23,7 @@ from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.export.export_inputs import (
     checked_batches,
     described_interface,
+    file_batches,
     other_sizes,
     real_samples,
 )
@@ -32,11 +32,11 @@ from prunekit.jobs.run.run_folder import Log
 from prunekit.measure.accuracy import Scores, evaluate
 from prunekit.measure.export_check import Parity, check_export
 from prunekit.measure.latency.timing import PairedTiming, time_paired
-from prunekit.models.interface import BATCH, ModelInterface
+from prunekit.models.interface import ModelInterface
 from prunekit.settings.deployment import QuantizeSettings
 from prunekit.utils.context import on_device, set_mode
 from prunekit.utils.context import threads as with_threads
-from prunekit.utils.display import Displayed, Table, digits, interval, size
+from prunekit.utils.display import Displayed, Table, digits, factor, interval, scientific, share, size
 from prunekit.utils.inputs import call, is_batched, sample_count, select_samples
 
 CPU = torch.device("cpu")
@@ -56,7 +56,10 @@ class Exported(Displayed):
         latency: for each batch size, milliseconds of the model in eager and of the file, timed alternately.
         interface: inputs, outputs, task, classes and preprocessing.
         notes: what to know.
-        quantized: figures of the quantization; None for floating-point files.
+        quantized: figures of the quantization of an int8 file: the layers in float with the reasons, what each layer
+            costs, scores on validation data before and after, and its speedup over the file in float and the dense
+            model's (`over`); None for files in float.
+        int8: the quantized file that was written beside this one; None without.
 
     Example:
         >>> import prunekit as pk, torch
@@ -78,6 +81,7 @@ class Exported(Displayed):
     interface: ModelInterface
     notes: tuple[str, ...] = ()
     quantized: Mapping[str, Any] | None = None
+    int8: Exported | None = None
 
     def figures(self) -> dict[str, Any]:
         """Return the export as plain data."""
@@ -102,33 +106,28 @@ class Exported(Displayed):
 
     def latency_rows(self) -> list[dict[str, Any]]:
         """Return milliseconds of the model in eager and of the file, and their ratio, for each batch size."""
-        return [
-            {
-                "batch": batch,
-                "eager_ms": timed.now_ms,
-                "ms": timed.other_ms,
-                "median": timed.gain.median,
-                "low": timed.gain.low,
-                "high": timed.gain.high,
-            }
-            for batch, timed in self.latency
-        ]
+        return [latency_row(batch, timed, "eager") for batch, timed in self.latency]
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the differences, one row for each batch that was compared."""
         return [asdict(parity) for parity in self.parities]
 
+    @property
+    def agreement(self) -> str:
+        """The agreement with the model, in words."""
+        if self.quantized is not None:
+            return f"int8, output error {share(self.quantized['error'])} on calibration data"
+        return f"differs from eager by {scientific(self.max_relative_difference)}"
+
     def _headline(self) -> str:
-        return (
-            f"{self.path} ({self.format}, {size(self.size_bytes)}), differs from eager by "
-            f"{self.max_relative_difference:.1e}"
-        )
+        return f"{self.path} ({self.format}, {size(self.size_bytes)}), {self.agreement}"
 
     def _parts(self) -> Iterator[str | Table]:
         yield f"Exported: {self._headline()}"
-        kind = "real inputs" if self.real_inputs else "random inputs, as there is no data"
-        rows = [(one.inputs, f"{one.max_relative_difference:.1e}") for one in self.parities]
-        yield Table((f"outputs on {kind}", "relative difference"), rows, text=(f"outputs on {kind}",))
+        if self.parities:
+            on = f"outputs on {'real inputs' if self.real_inputs else 'random inputs, as there is no data'}"
+            rows = [(one.inputs, scientific(one.max_relative_difference)) for one in self.parities]
+            yield Table((on, "relative difference"), rows, text=(on,))
         if self.scores is not None:
             (name, value), *_ = self.scores.values.items()
             ends = "" if self.scores.interval is None else " " + interval(*self.scores.interval)
@@ -136,11 +135,32 @@ class Exported(Displayed):
         if self.latency:
             times = [(batch, digits(one.now_ms), digits(one.other_ms), one.gain.factor) for batch, one in self.latency]
             yield Table(("batch", "eager ms", "file ms", "speedup"), times, text=("speedup",))
+        if self.quantized is not None:
+            yield from self._quantized_parts(self.quantized)
         yield "\n".join(
             [f"takes {one}" for one in self.interface.inputs]
             + [f"returns {one}" for one in self.interface.outputs]
             + list(self.notes)
         )
+        if self.int8 is not None:
+            yield str(self.int8)
+
+    def _quantized_parts(self, found: Mapping[str, Any]) -> Iterator[str | Table]:
+        """Yield what int8 costs and gains."""
+        if found["drop"] is not None:
+            yield (
+                f"on validation data {found['float_score']:.2f} % in float, {found['score']:.2f} % in int8: "
+                f"{found['drop']:.2f} points lost"
+            )
+        floats = [(name or "the model's own code", reason) for name, reason in found["float_layers"].items()]
+        if floats:
+            yield Table(("in float", "reason"), floats, text=("reason",))
+        over = [
+            (f"the {row['over']} file", row["batch"], factor(row["median"]), interval(row["low"], row["high"]))
+            for row in found["speedup"]
+        ]
+        if over:
+            yield Table(("speed over", "batch", "speedup", "95 % interval"), over, text=("95 % interval",))
 
 
 @dataclass(frozen=True)
@@ -192,10 +212,14 @@ def require_exportable(request: ExportRequest, name: str) -> Path:
     return path
 
 
-def export_target(
-    target: InputModel, request: ExportRequest, *, folder: Path | None = None, facts: Mapping[str, Any] | None = None,
+def export_float(
+    target: InputModel,
+    request: ExportRequest,
+    *,
+    folder: Path | None = None,
+    facts: Mapping[str, Any] | None = None,
     log: Log,
-) -> Exported:  # fmt: skip
+) -> Exported:
     """Export a model, check the file against it, and measure it.
 
     The file is written aside, and gets its name once its outputs agree with the model's.
@@ -213,7 +237,7 @@ def export_target(
         RunError: the format cannot hold the model, or its file computes something else; nothing was written.
     """
     path, kind = require_exportable(request, target.name), FORMATS.get(request.to)
-    model = set_mode(copied(unwrapped(target.model), "cpu", torch.float32), False)
+    model = one_copy(target.model)
     samples, real = real_samples(target)
     examples = list(checked_batches(samples, request.batch))
     interface = described_interface(model, examples[0], target, folder, request.dynamic, request.batch)
@@ -235,13 +259,23 @@ def export_target(
         for parity in parities:
             log(f"export: {parity.inputs}: differs from eager by {parity.max_relative_difference:.1e}")
         scores = score_export(run, interface, target.splits, log)
-        latency = tuple(time_export(model, run, samples, request))
-        bytes_written = sum(one.stat().st_size for one in aside.rglob("*") if one.is_file())
+        latency = tuple(time_export(partial(call, model), run, samples, request))
+        bytes_written = size_of(aside)
         del run
-        _rename(aside, path)
+        move_into_place(aside, path)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return Exported(path, kind.name, bytes_written, tuple(parities), real, scores, latency, interface, tuple(notes))
+
+
+def one_copy(model: nn.Module) -> nn.Module:
+    """Return a copy of a model in eval mode and float32 on the CPU."""
+    return set_mode(copied(unwrapped(model), "cpu", torch.float32), False)
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes of all files in a folder."""
+    return sum(one.stat().st_size for one in folder.rglob("*") if one.is_file())
 
 
 def _runs(model: nn.Module, example: tuple[Any, ...]) -> bool:
@@ -257,34 +291,34 @@ def score_export(run: Run, interface: ModelInterface, splits: Splits | None, log
     """Return the scores of a file on the test data; None without data."""
     if splits is None:
         return None
-    module = ExportedModel(run, interface)
-    fixed = interface.inputs[0].shape[0] if interface.inputs and interface.inputs[0].shape else BATCH
-    batch = fixed if isinstance(fixed, int) else 64
-    test = batches(splits.test, batch, shuffle_seed=None)
-    if isinstance(fixed, int) and len(splits.test) % fixed:
-        kept = torch.arange(len(splits.test) // fixed * fixed)
-        if not len(kept):
-            return None
-        test = batches(splits.test, batch, shuffle_seed=None, indices=kept)
-    found = evaluate(module, test, splits.task, torch.device("cpu"))
+    test = file_batches(splits.test, interface)
+    if not test.indices.numel():
+        return None
+    found = evaluate(ExportedModel(run, interface), test, splits.task, CPU)
     log(f"export: the file itself reaches {splits.task.main.label} {next(iter(found.values.values())):.2f} %")
     return found
 
 
 def time_export(
-    model: nn.Module, run: Run, samples: tuple[Any, ...], request: ExportRequest
+    now: Callable[[tuple[Any, ...]], object], run: Run, samples: tuple[Any, ...], request: ExportRequest
 ) -> Iterator[tuple[int, PairedTiming]]:
-    """Yield the times of the model in eager and of a file, alternately, for each batch size."""
+    """Yield the times of what runs now and of a file, alternately, for each batch size of the request."""
     count, sizes = sample_count(samples), request.timed if is_batched(samples) else ()
     if sizes and request.batch is not None:
         sizes = (request.batch,)
     for batch in sizes:
         example = select_samples(samples, torch.arange(batch) % count)
         with with_threads(request.threads), on_device("cpu"), torch.inference_mode():
-            yield batch, time_paired(partial(call, model, example), partial(run, example), CPU)
+            yield batch, time_paired(partial(now, example), partial(run, example), CPU)
 
 
-def _rename(aside: Path, path: Path) -> None:
+def latency_row(batch: int, timed: PairedTiming, reference: str) -> dict[str, Any]:
+    """Return a row: milliseconds of the reference and of a file, and their ratio with its interval."""
+    found = {"batch": batch, f"{reference}_ms": timed.now_ms, "ms": timed.other_ms}
+    return found | {"median": timed.gain.median, "low": timed.gain.low, "high": timed.gain.high}
+
+
+def move_into_place(aside: Path, path: Path) -> None:
     """Move everything that was written to its final name; an old folder is removed once the new one is there."""
     for written in sorted(aside.iterdir(), key=lambda one: one.name == path.name):  # what the file refers to first
         final = path.parent / written.name

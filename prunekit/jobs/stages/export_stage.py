@@ -11,11 +11,13 @@ from torch import nn
 
 from prunekit.errors import UsageError
 from prunekit.formats.format import FORMATS
-from prunekit.jobs.export.export_model import Exported, ExportRequest, export_target
+from prunekit.jobs.export.export_model import Exported, ExportRequest, export_float
+from prunekit.jobs.export.quantize_export import QUANTIZERS, quantize_export
 from prunekit.jobs.run.job_inputs import Prepared
 from prunekit.jobs.run.model_sources import InputModel
 from prunekit.jobs.run.results import Attempts
 from prunekit.jobs.run.run_folder import RunFolder
+from prunekit.settings.deployment import QuantizeSettings
 
 FOLDER = "exports"
 NAME = "model"
@@ -41,6 +43,7 @@ def export_models(
     model: nn.Module,
     *,
     attempt: Attempts,
+    dense: nn.Module,
     facts: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
     """Export a job's finished model to every format of the recipe, and return a row of figures for each file.
@@ -51,17 +54,22 @@ def export_models(
         folder: of the model, in the run's.
         model: loaded from there.
         attempt: makes every export: one that fails costs a shortfall, and not the run.
+        dense: the dense model, which int8 files are timed against.
         facts: figures of the run, for model cards.
     """
     splits = prepared.splits
     target = InputModel(model, prepared.job.name, splits.sample_shape, splits, inputs=prepared.example_inputs)
     rows = []
     for request in _requests(prepared, run.path):
-        name = f"export to {request.to}"
-        exporting = partial(export_target, target, request, folder=run.path / folder, facts=facts, log=run.log)
-        found: Exported | None = attempt(name, exporting)
-        if found is not None:
-            rows.append(found.figures() | {"path": str(found.path.relative_to(run.path))})
+        exporting = partial(export_float, target, request, folder=run.path / folder, facts=facts, log=run.log)
+        found: Exported | None = attempt(f"export to {request.to}", exporting)
+        if found is None:
+            continue
+        files: list[Exported | None] = [found]
+        if request.quantize is not None:
+            quantizing = partial(quantize_export, target, found, request, dense=dense, log=run.log)
+            files.append(attempt(f"int8 of the export to {request.to}", quantizing))
+        rows += [file.figures() | {"path": str(file.path.relative_to(run.path))} for file in files if file is not None]
     return rows
 
 
@@ -71,5 +79,7 @@ def _requests(prepared: Prepared, run: Path) -> Iterator[ExportRequest]:
     for name in job.export:
         suffix = FORMATS.get(name).suffix
         path = run / FOLDER / (f"{NAME}{suffix}" if suffix else name)
-        batches = tuple(job.latency.batches)
-        yield ExportRequest(name, path, force=True, timed=batches, threads=job.latency.threads[0])
+        timed, threads = tuple(job.latency.batches), job.latency.threads[0]
+        wanted = QuantizeSettings() if job.quantize == "int8" else job.quantize
+        quantize = wanted if isinstance(wanted, QuantizeSettings) and name in QUANTIZERS else None
+        yield ExportRequest(name, path, force=True, timed=timed, threads=threads, quantize=quantize)
