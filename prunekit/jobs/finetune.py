@@ -349,7 +349,7 @@ class FinetuneRun:
         """Return the rows of exported files, and all shortfalls, for `metrics.json`; empty if none are asked for."""
         if not self.job.export:
             return {}
-        folder, attempt = "model" if deployed is None else FOLDER, results.Attempts(self.log)
+        folder, attempt = "model" if deployed is None else FOLDER, results.Attempts(self.log, done="made")
         model = self.prepared.load_model(self.folder.path / folder, dense)
         with self.clock.stage("export"):
             rows = export_models(self.prepared, self.folder, folder, model, attempt=attempt, dense=dense, facts=metrics)
