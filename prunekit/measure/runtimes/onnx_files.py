@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from prunekit.channels.cut.model_copy import copied
-from prunekit.export.onnx import export_onnx
+from prunekit.formats.onnx import export_onnx
 from prunekit.measure.runtimes.session import FileKey, Inputs, Source, in_dtype
 
 
