@@ -1,4 +1,4 @@
-"""Exports of models, dense and pruned, by `prunekit.export`: which format holds them, how far it differs, size and time.
+"""Exports by `prunekit.export`, dense and pruned: which format holds a model, how far it differs, size and time.
 
 By default the figures of models of usual sizes with random weights, dense and at half of their MACs, in every format
 that is installed: the largest relative difference of the file's outputs from eager at two batch sizes, megabytes, and
@@ -111,7 +111,7 @@ def _silent(line: str) -> None:
 
 def figures(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The rows of all models, each as soon as it is known."""
-    usable = [kind for kind in FORMATS if not FORMATS.get(kind).unusable()]
+    usable = [kind for kind in FORMATS.names if not FORMATS.get(kind).unusable()]
     formats = options.formats or usable
     for name in options.models or MODELS:
         found, problem = in_process(lambda name=name: figures_of(name, formats), options.limit)
