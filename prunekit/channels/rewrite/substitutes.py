@@ -303,10 +303,14 @@ def multi_head_attention(
         assert q_weight is not None
         assert k_weight is not None
         assert v_weight is not None
-        q, k, v = F.linear(query, q_weight), F.linear(key, k_weight), F.linear(value, v_weight)
+        q_bias: Tensor | None = None
+        k_bias: Tensor | None = None
+        v_bias: Tensor | None = None
         if in_bias is not None:
             q_bias, k_bias, v_bias = in_bias.split_with_sizes(sizes)
-            q, k, v = q + q_bias, k + k_bias, v + v_bias
+        q = F.linear(query, q_weight, q_bias)
+        k = F.linear(key, k_weight, k_bias)
+        v = F.linear(value, v_weight, v_bias)
     appended = 0
     if bias_k is not None and bias_v is not None:
         appended += 1
