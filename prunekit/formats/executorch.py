@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from prunekit.errors import ArtifactError, RunError, UsageError, reason_of
-from prunekit.export.format import ExportFormat, ExportSource, Run, register_format
-from prunekit.export.model_location import failure
-from prunekit.export.onnx import KEY, interface_of_json
-from prunekit.export.program import Program, fed, largest_sizes, program_of, tracing
+from prunekit.formats.format import ExportFormat, ExportSource, Run, register_format
+from prunekit.formats.model_location import failure
+from prunekit.formats.onnx import KEY, interface_of_json
+from prunekit.formats.program import Program, fed, largest_sizes, program_of, tracing
 from prunekit.models.interface import ModelInterface
 
 

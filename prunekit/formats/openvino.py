@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from prunekit.errors import ArtifactError, RunError, reason_of
-from prunekit.export.format import ExportFormat, ExportSource, Run, register_format
-from prunekit.export.onnx import KEY, OPSET, interface_of_json, metadata_of, renamed_values, translated
-from prunekit.export.program import fed, program_of
+from prunekit.formats.format import ExportFormat, ExportSource, Run, register_format
+from prunekit.formats.onnx import KEY, OPSET, interface_of_json, metadata_of, renamed_values, translated
+from prunekit.formats.program import fed, program_of
 from prunekit.models.interface import ModelInterface, TensorSpec
 
 DTYPES = {"f32": "float32", "f16": "float16", "f64": "float64", "bf16": "bfloat16", "boolean": "bool"}

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from prunekit.errors import RunError, UsageError, nearest
-from prunekit.export.format import ExportOptions, ExportSource
-from prunekit.export.model_location import LIBRARY, failure, is_of_torch, place_of_caller, place_of_line
+from prunekit.formats.format import ExportOptions, ExportSource
+from prunekit.formats.model_location import LIBRARY, failure, is_of_torch, place_of_caller, place_of_line
 from prunekit.models.interface import BATCH, ModelInterface, TensorSpec
 from prunekit.utils.inputs import call, split
 from prunekit.utils.tensors import gather, map_tensors

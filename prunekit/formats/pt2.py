@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from prunekit.errors import RunError, UsageError, reason_of
-from prunekit.export.format import ExportFormat, ExportSource, Run, register_format
-from prunekit.export.onnx import interface_of_json
-from prunekit.export.program import arguments, program_of, tracing
-from prunekit.export.pt2_archive import PROGRAM, Archive
+from prunekit.formats.format import ExportFormat, ExportSource, Run, register_format
+from prunekit.formats.onnx import interface_of_json
+from prunekit.formats.program import arguments, program_of, tracing
+from prunekit.formats.pt2_archive import PROGRAM, Archive
 from prunekit.models.interface import ModelInterface
 from prunekit.utils.context import threads as threads_of
 from prunekit.utils.tensors import gather, map_tensors

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from prunekit.errors import ArtifactError, RunError, UsageError
-from prunekit.export.format import ExportFormat, ExportSource, Run, register_format
-from prunekit.export.onnx import OPSET, interface_of_json, renamed_values, translated
-from prunekit.export.program import fed, largest_sizes, program_of
+from prunekit.formats.format import ExportFormat, ExportSource, Run, register_format
+from prunekit.formats.onnx import OPSET, interface_of_json, renamed_values, translated
+from prunekit.formats.program import fed, largest_sizes, program_of
 from prunekit.models.interface import BATCH, ModelInterface
 from prunekit.utils.tensors import gather
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from prunekit.errors import RunError
-from prunekit.export.tensorrt import built_engine, dtype_of, engine_logger, said
+from prunekit.formats.tensorrt import built_engine, dtype_of, engine_logger, said
 from prunekit.measure.runtimes.runtime import register_runtime
 from prunekit.measure.runtimes.session import Sample, Session, Setting, Source, in_dtype
 from prunekit.utils.tensors import gather
