@@ -289,8 +289,8 @@ def _require_same(source: ExportSource, loaded: nn.Module) -> None:
     wrong += [name for name in own if name in new and not _same(own[name], new[name])]
     if wrong:
         raise RunError(
-            f"{wrong[0]}: this tensor of the {type(source.model).__name__} is another one in the model that the written "
-            f"{CODE} rebuilds; give the code that builds the dense model as --model file.py:factory"
+            f"{wrong[0]}: this tensor of the {type(source.model).__name__} is another one in the model that {CODE} "
+            f"rebuilds; give the code that builds the dense model as --model file.py:factory"
         )
     expected = gather(without_gradients(lambda: call(source.model, source.example)))
     found = gather(without_gradients(lambda: call(loaded, source.example)))

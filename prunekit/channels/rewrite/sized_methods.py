@@ -52,7 +52,10 @@ class SizedMethod:
         """Return by name the globals of the method's module that it reads."""
         node, _ = self._definition()
         code = self.function.__code__
-        found = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)} - {*code.co_varnames, *code.co_cellvars}
+        found = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)} - {
+            *code.co_varnames,
+            *code.co_cellvars,
+        }
         known = self.function.__globals__
         return {name: known[name] for name in sorted(found) if name in known and not hasattr(builtins, name)}
 

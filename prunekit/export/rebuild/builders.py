@@ -112,7 +112,7 @@ def _of_zoo(build: Mapping[str, Any]) -> Iterator[Builder]:
 
 
 def _cifar(depth: int, arguments: dict[str, Any]) -> Builder:
-    code = call_of("CifarResNet", (depth,), **arguments)
+    code = call_of("CifarResNet", depth, **arguments)
     included = ((CifarResNet.__module__, CifarResNet.__name__),)
     return Builder(lambda: CifarResNet(depth, **arguments), code, included=included)
 
@@ -138,7 +138,7 @@ def _timm(name: str, arguments: dict[str, Any]) -> Builder:
         model: nn.Module = timm.create_model(name, pretrained=False, **arguments)
         return model
 
-    code = call_of("timm.create_model", (name,), pretrained=False, **arguments)
+    code = call_of("timm.create_model", name, pretrained=False, **arguments)
     return Builder(make, code, modules=("timm",), package="timm")
 
 
@@ -173,9 +173,9 @@ _OF_FILES = frozenset({"architectures", "transformers_version", "_name_or_path",
 
 
 def _ultralytics(model: Any, cls: type) -> Iterator[Builder]:
-    given = {key: value for key, value in model.yaml.items() if key != "yaml_file"}
-    channels = given.pop("ch", given.get("channels", 3))
-    code = call_of(f"{cls.__module__}.{cls.__name__}", (given,), ch=channels, verbose=False)
+    given = dict(model.yaml)
+    channels = given.get("ch", given.get("channels", 3))
+    code = call_of(f"{cls.__module__}.{cls.__name__}", given, ch=channels, verbose=False)
 
     def make() -> nn.Module:
         import copy

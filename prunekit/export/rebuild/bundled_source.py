@@ -1,9 +1,10 @@
-"""Source of functions and classes bundled into one file, with all that they use of prunekit, and imports of the rest."""
+"""Source of functions and classes bundled into one file, with what they use of prunekit, and imports of the rest."""
 
 from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from importlib import import_module
@@ -115,13 +116,16 @@ class Bundle:
     def text(self) -> str:
         """Return the imports, and behind them the definitions."""
         lines = {line for statement in self.imports.values() for line in statement.splitlines()}
-        plain = sorted(line for line in lines if line.startswith("import "))
+        plain = {line for line in lines if line.startswith("import ")}
         named: dict[str, set[str]] = {}
-        for line in lines.difference(plain):
+        for line in lines - plain:
             place, _, bound = line.partition(" import ")
             named.setdefault(place, set()).add(bound)
-        joined = [f"{place} import {', '.join(sorted(bound))}" for place, bound in sorted(named.items())]
-        return "\n".join([*plain, *joined]) + "\n\n\n" + "\n\n".join(self.definitions.values())
+        joined = [f"{place} import {', '.join(sorted(bound))}" for place, bound in named.items()]
+        statements = [*sorted(plain), *sorted(joined)]
+        library = [line for line in statements if re.split(r"[ .]", line)[1] in sys.stdlib_module_names]
+        others = [line for line in statements if line not in library]
+        return "\n".join([*library, "", *others]) + "\n\n\n" + "\n\n".join(self.definitions.values())
 
 
 def importable_module(thing: Any) -> str:

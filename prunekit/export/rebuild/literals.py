@@ -54,7 +54,7 @@ def _collection(value: Any) -> str | None:
     return f"{{{inner}}}" if items else "set()"
 
 
-def call_of(function: str, positional: tuple[Any, ...] = (), **named: Any) -> str:
+def call_of(function: str, *positional: Any, **named: Any) -> str:
     """Return the source of a call with plain values.
 
     Raises:
@@ -103,9 +103,16 @@ def lines_of(mapping: Mapping[str, str], name: str) -> str:
     return f"{name}: dict[str, str] = {{" + (f"\n{pairs}" if pairs else "") + "}\n"
 
 
-def wrapped(code: str, indent: int = 0, width: int = 110) -> str:
-    """Return an expression over several lines where one is too long: each argument or entry on its own."""
-    if indent + len(code) <= width:
+def wrapped(code: str, indent: int = 0, before: int = 0, width: int = 110) -> str:
+    """Return an expression over several lines where one is too long: each argument or entry on its own.
+
+    Args:
+        code: of the expression.
+        indent: of the line that it begins in.
+        before: characters that it has in front of it.
+        width: of the longest line.
+    """
+    if indent + before + len(code) <= width:
         return code
     node = ast.parse(code, mode="eval").body
     match node:
@@ -123,5 +130,5 @@ def wrapped(code: str, indent: int = 0, width: int = 110) -> str:
         case _:
             return code
     inner = indent + 4
-    lines = [f"{' ' * inner}{head}{wrapped(ast.unparse(item), inner + len(head))}," for head, item in parts]
+    lines = [f"{' ' * inner}{head}{wrapped(ast.unparse(item), inner, len(head) + 1)}," for head, item in parts]
     return "\n".join([opening, *lines, f"{' ' * indent}{closing}"])

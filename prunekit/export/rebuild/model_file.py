@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.rewrite.sized_methods import SizedMethod, sized_methods
@@ -123,8 +123,8 @@ def _opening(contents: FileContents) -> str:
     lines = [
         f'"""{name}: one trained model, rebuilt without prunekit. {contents.written}',
         *use,
-        f"Needs {', '.join(needs)}. `build` makes the dense structure, `change` states what is different in this model,",
-        f"and `load` puts in the tensors of {WEIGHTS}, whose checksum is checked. Nothing else is read or run.",
+        f"Needs {', '.join(needs)}. `build` makes the dense structure, `change` states what is different in",
+        f"this model, and `load` puts in the tensors of {WEIGHTS}, whose checksum is checked.",
         '"""',
     ]
     return "\n".join(lines) + "\n\n"
@@ -174,12 +174,12 @@ def _load(contents: FileContents) -> str:
     elif contents.empty:
         made = ["    with without_values():", "        model = build()"]
     reading = [f'    tensors = read_tensors(Path(folder) / "{WEIGHTS}", SHA256["{WEIGHTS}"])']
+    if contents.channels_last:
+        reading.append("    tensors = {name: with_channels_last(tensor) for name, tensor in tensors.items()}")
     if contents.sparse:
         reading.append("    for name, (layout, shape) in SPARSE.items():")
         reading.append('        keys = sorted(key for key in tensors if key.rpartition(":")[0] == name)')
         reading.append("        tensors[name] = from_parts(layout, shape, [tensors.pop(key) for key in keys])")
-    if contents.channels_last:
-        reading.append("    tensors = {name: with_channels_last(tensor) for name, tensor in tensors.items()}")
     if contents.changes.tensors:
         reading.append(f'    attributes = read_tensors(Path(folder) / "{ATTRIBUTES}", SHA256["{ATTRIBUTES}"])')
     about = "Return the model, in eval mode on the CPU"
@@ -234,7 +234,9 @@ def _change(contents: FileContents, bundle: Bundle) -> str:
     if changes.tensors:
         bundle.include(_PARTS, "Tensor")
     body = "".join(f"    {line}\n" for line in lines)
-    return f'def change(model: nn.Module{extra}) -> None:\n    """Set what is different from the dense model."""\n{body}'
+    return (
+        f'def change(model: nn.Module{extra}) -> None:\n    """Set what is different from the dense model."""\n{body}'
+    )
 
 
 def _order(model: nn.Module) -> Any:
@@ -261,7 +263,9 @@ def _by_table(model: nn.Module, path: str) -> str:
 
 
 def _assignment(owner: str, name: str, value: str) -> str:
-    return f"{owner}.{name} = {value}" if is_name(name) else f"setattr({owner}, {name!r}, {value})"
+    if is_name(name):
+        return f"{owner}.{name} = {wrapped(value, 4, len(owner) + len(name) + 4)}"
+    return f"setattr({owner}, {name!r}, {value})"
 
 
 def _classes(contents: FileContents, bundle: Bundle) -> dict[type, str]:
@@ -296,7 +300,7 @@ def _sized_class(cls: type, bundle: Bundle) -> str:
             f"{original.__name__}: its methods were compiled again with explicit sizes, and {error}; prune with "
             "plain_classes=True, which keeps all classes as they are, or define the class at the top of a module"
         ) from None
-    about = [f'    """`{base}`, with explicit sizes, which `change` sets, in place of these expressions:', ""]
+    about = [f'    """`{base}` with explicit sizes, which `change` sets, in these expressions:', ""]
     for method in sized_methods(cls):
         about += [f"    {place.attribute}: {' '.join(place.text.split())}" for place in method.places]
     about = [line.replace("\\", "\\\\").replace('"""', "'''") if number else line for number, line in enumerate(about)]
