@@ -218,7 +218,7 @@ def test_a_model_without_a_known_builder_takes_the_dense_one(tmp_path: Path) -> 
         rebuilt = imported(tmp_path / "out" / "model.py").load(given)
         assert torch.equal(rebuilt(*source.example), source.model(*source.example))
     assert dense[1].out_features == 32
-    with pytest.raises(UsageError, match="--model file.py:factory"):
+    with pytest.raises(UsageError, match=r"--model file\.py:factory"):
         Standalone().open(tmp_path / "out")
 
 
@@ -324,7 +324,8 @@ def test_files_that_were_changed_are_refused(tmp_path: Path) -> None:
     source = pruned("resnet8", torch.rand(2, 3, 32, 32), macs=0.7)
     path = tmp_path / "out"
     Standalone().write(source, path)
-    weights, code, manifest = ((path / name).read_bytes() for name in ("model.safetensors", "model.py", "manifest.json"))
+    names = ("model.safetensors", "model.py", "manifest.json")
+    weights, code, manifest = ((path / name).read_bytes() for name in names)
     (path / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
     with pytest.raises(ArtifactError, match="checksum"):
         Standalone().open(path)

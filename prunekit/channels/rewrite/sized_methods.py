@@ -12,7 +12,10 @@ from types import FunctionType
 from typing import Any
 
 from prunekit.channels.rewrite.call_sites import CodePlace, definition, method_of
-from prunekit.channels.rewrite.source_rewriter import ExpressionReplacer, original_of, places_of
+from prunekit.channels.rewrite.source_rewriter import _ORDERED, _ExpressionReplacer, original_of, places_of
+
+ORDERED = _ORDERED
+"""The name of `prunekit.channels.rewrite.taken_positions.ordered` in the source of methods."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class SizedMethod:
         lines = source.splitlines(keepends=True)
         behind = len(lines) - (node.end_lineno or 0)
         first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-        for span, new in sorted(exchange.edits, reverse=True):
+        for span, new in sorted(exchange.texts, reverse=True):
             lines = _with_text(lines, span, new)
         text = textwrap.dedent("".join(lines[first - 1 : len(lines) - behind])).rstrip() + "\n"
         plain = ast.unparse(ast.fix_missing_locations(made)) + "\n"
@@ -83,7 +86,7 @@ def sized_methods(cls: type) -> list[SizedMethod]:
 _Span = tuple[int, int, int, int]
 
 
-class _TextReplacer(ExpressionReplacer):
+class _TextReplacer(_ExpressionReplacer):
     """Replaces expressions as when the method was compiled again, and keeps the text and the span of each."""
 
     def __init__(
@@ -97,8 +100,8 @@ class _TextReplacer(ExpressionReplacer):
     ) -> None:
         super().__init__(node, source, places)
         self.base, self.class_name, self.names = base, class_name.lstrip("_"), names
-        self.edits: list[tuple[_Span, str]] = []
-        self._inside = False
+        self.texts: list[tuple[_Span, str]] = []
+        self._nested = False
 
     def visit(self, node: ast.AST) -> Any:
         """Return a node with its expressions replaced."""
@@ -110,16 +113,16 @@ class _TextReplacer(ExpressionReplacer):
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         span = (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
-        outermost, self._inside = not self._inside, True
+        outermost, self._nested = not self._nested, True
         new = change(node)
         if outermost:
-            self._inside = False
-            self.edits.append((span, ast.unparse(new)))
+            self._nested = False
+            self.texts.append((span, ast.unparse(new)))
         return new
 
     def _change(self, node: ast.expr) -> Callable[[Any], Any] | None:
         """Return what an expression becomes, by a function of it; None if it stays."""
-        if self.place_at(node) is not None:
+        if self._place(node) is not None:
             return super().visit
         match node:
             case ast.Call(ast.Name("super"), [], []):

@@ -142,7 +142,7 @@ _KINDS: dict[type, type] = {}
 
 DECORATORS = 8
 """How many decorators a method may have."""
-ORDERED = "_prunekit_ordered"
+_ORDERED = "_prunekit_ordered"
 """The name of `ordered` in a recompiled method."""
 
 
@@ -226,20 +226,20 @@ def _compiled(cls: type, name: str, places: list[CodePlace]) -> FunctionType:
         raise KeyError(name)
     base, old = method
     code = old.__code__
-    exchange = ExpressionReplacer(found[0], found[1], places)
+    exchange = _ExpressionReplacer(found[0], found[1], places)
     node = exchange.visit(copy.deepcopy(found[0]))
     if exchange.left:
         raise KeyError(str(exchange.left[0]))
     node.decorator_list = []
     # the class is there for names that Python mangles; a global of its name, as in super(Net, self), stays a global
     known = "pass" if base.__name__ in code.co_freevars else f"global {base.__name__}"
-    around = ast.parse(f"def _({', '.join([*code.co_freevars, ORDERED])}):\n {known}\n class {base.__name__}: pass")
+    around = ast.parse(f"def _({', '.join([*code.co_freevars, _ORDERED])}):\n {known}\n class {base.__name__}: pass")
     around.body[0].body[1].body = [node]  # type: ignore[attr-defined]
     flags = code.co_flags & __future__.annotations.compiler_flag
     whole = compile(ast.fix_missing_locations(around), code.co_filename, "exec", flags, dont_inherit=True)
     made = _code_named(whole, name)
     cells = dict(zip(code.co_freevars, old.__closure__ or (), strict=True))
-    cells[ORDERED] = CellType(ordered)
+    cells[_ORDERED] = CellType(ordered)
     closure = tuple(cells[variable] for variable in made.co_freevars)
     new = FunctionType(made, old.__globals__, name, old.__defaults__, closure)
     new.__kwdefaults__, new.__qualname__ = old.__kwdefaults__, old.__qualname__
@@ -292,7 +292,7 @@ def _code_named(code: CodeType, name: str) -> CodeType:
     raise KeyError(name)
 
 
-class ExpressionReplacer(ast.NodeTransformer):
+class _ExpressionReplacer(ast.NodeTransformer):
     """Puts an attribute of the first argument in place of some expressions."""
 
     def __init__(self, node: ast.FunctionDef, source: str, places: list[CodePlace]) -> None:
@@ -302,7 +302,7 @@ class ExpressionReplacer(ast.NodeTransformer):
 
     def visit(self, node: ast.AST) -> Any:
         """Return a node with its expressions replaced."""
-        place = self.place_at(node) if isinstance(node, ast.expr) else None
+        place = self._place(node) if isinstance(node, ast.expr) else None
         if place is None:
             return self.generic_visit(node)
         self.left.remove(place)
@@ -318,8 +318,7 @@ class ExpressionReplacer(ast.NodeTransformer):
             return _in_parts(node, size)
         return size
 
-    def place_at(self, node: ast.expr) -> CodePlace | None:
-        """Return the place that an expression is at; None if none is left there."""
+    def _place(self, node: ast.expr) -> CodePlace | None:
         for place in self.left:
             there = (node.lineno - self.first, node.col_offset) == (place.line, place.column)
             if there and ast.get_source_segment(self.source, node) == place.text:
@@ -341,7 +340,7 @@ def _source_of(node: ast.expr) -> ast.expr:
 
 def _in_order(node: ast.expr, axis: int, order: ast.expr) -> ast.expr:
     """Return a tensor with the positions of one axis in a given order."""
-    return ast.Call(ast.Name(ORDERED, ast.Load()), [node, ast.Constant(axis), order], [])
+    return ast.Call(ast.Name(_ORDERED, ast.Load()), [node, ast.Constant(axis), order], [])
 
 
 def _in_parts(node: ast.Call, sizes: ast.expr) -> ast.Call:
