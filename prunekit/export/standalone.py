@@ -23,10 +23,9 @@ from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.channels.tracing.storages import is_plain, parts_of
 from prunekit.compaction.model_folder import read_manifest
 from prunekit.errors import ArtifactError, RunError, UsageError, reason_of
-from prunekit.export.format import ExportFormat, ExportSource, Run, register_format
-from prunekit.export.rebuild.builders import Builder, builders
-from prunekit.export.rebuild.differences import Differences, DiffersError, differences, explicit_sizes
-from prunekit.export.rebuild.model_file import (
+from prunekit.export.folders.builders import Builder, builders
+from prunekit.export.folders.differences import Differences, DiffersError, differences, explicit_sizes
+from prunekit.export.folders.model_file import (
     ATTRIBUTES,
     CODE,
     MANIFEST,
@@ -35,6 +34,7 @@ from prunekit.export.rebuild.model_file import (
     stored,
     text_of_file,
 )
+from prunekit.export.format import ExportFormat, ExportSource, Run, register_format
 from prunekit.hooks.wrappers import require_values
 from prunekit.models.interface import ModelInterface
 from prunekit.utils.context import set_mode, without_gradients
@@ -65,10 +65,7 @@ class Standalone(ExportFormat):
         """
         path.mkdir()
         notes = write_files(source, path)
-        text = (path / CODE).read_text(encoding="utf-8")
-        if "def build(" not in text:
-            self._dense[_digest(text)] = source.model
-        _require_same(source, self._load(path))
+        require_same(source, self.load(path, source.model), CODE)
         return notes
 
     def open(self, path: Path, *, threads: int = 1) -> Run:
@@ -77,7 +74,7 @@ class Standalone(ExportFormat):
         Raises:
             ArtifactError: a file is missing or damaged, or something that `model.py` imports is not installed.
         """
-        return _runs(self._load(path), threads)
+        return runs(self.load(path), threads)
 
     def interface(self, path: Path) -> ModelInterface:
         """Return the interface in `manifest.json`.
@@ -89,22 +86,43 @@ class Standalone(ExportFormat):
 
     def parts(self, path: Path, example: tuple[Any, ...], expected: Mapping[str, Tensor]) -> str:
         """Return the first module whose output differs from the model's; empty if none does."""
-        return first_difference(self._load(path), example, expected, self.tolerance)
+        return first_difference(self.load(path), example, expected, self.tolerance)
 
-    def _load(self, path: Path) -> nn.Module:
+    def dense(self, source: ExportSource) -> nn.Module | None:
+        """Return the dense model that a model is from, without its values; None if nobody knows how it is built.
+
+        Raises:
+            RunError: what builds it does not make this model.
+        """
+        builder, dense, *_ = _built(source)
+        return None if builder is None else dense
+
+    def load(self, path: Path, dense: nn.Module | None = None) -> nn.Module:
+        """Import `model.py` of a folder, and return its model: load only what you trust.
+
+        Args:
+            path: of the folder.
+            dense: what its `load` takes where nobody knows how the dense model is built; remembered while it lives.
+
+        Raises:
+            ArtifactError: a file is missing or damaged, or something that `model.py` imports is not installed.
+            UsageError: the dense model is needed.
+        """
         manifest = manifest_of(path)
         text = (path / CODE).read_text(encoding="utf-8")
         if manifest["sha256"].get(CODE) != _digest(text):
             raise ArtifactError(f"{path / CODE}: its checksum is not the one in {MANIFEST}; it was changed")
         given: tuple[Any, ...] = ()
         if "def build(" not in text:
-            dense = self._dense.get(_digest(text))
-            if dense is None:
+            if dense is not None:
+                self._dense[_digest(text)] = dense
+            given_dense = self._dense.get(_digest(text))
+            if given_dense is None:
                 raise UsageError(
                     f"{path}: this model was built by its owner's code, and {CODE} needs it: from model import load; "
                     "load(dense); or export it again with --model file.py:factory"
                 )
-            given = (lambda: copied(dense),)
+            given = (lambda: copied(given_dense),)
         try:
             model: nn.Module = imported(path / CODE).load(*given)
         except Exception as error:
@@ -126,7 +144,7 @@ def write_files(source: ExportSource, path: Path, *, weights: bool = True) -> li
     model = source.model
     require_values(model, "a file")
     builder, dense, empty, changes, notes = _built(source)
-    sparse = _save(model, path / WEIGHTS) if weights else _sparse_of(model)
+    sparse = save_tensors(model, path / WEIGHTS) if weights else _sparse_of(model)
     tensors = {
         f"{place}.{name}".lstrip("."): tensor.contiguous().clone()
         for place, named in changes.tensors.items()
@@ -160,7 +178,7 @@ def write_files(source: ExportSource, path: Path, *, weights: bool = True) -> li
 
 def _built(source: ExportSource) -> tuple[Builder | None, nn.Module, bool, Differences, list[str]]:
     """Return the builder whose model takes the fewest changes, that model, and the changes; notes too."""
-    known = _build_of(source)
+    known = build_of(source)
     found: list[tuple[Differences, Builder, nn.Module, bool]] = []
     reasons = []
     for builder in builders(source.model, known):
@@ -194,7 +212,7 @@ def _own_module(builder: Builder) -> str:
     return ", ".join(f"{name} from {module}.py" for name, module in (builder.names or {}).items())
 
 
-def _build_of(source: ExportSource) -> Mapping[str, Any] | None:
+def build_of(source: ExportSource) -> Mapping[str, Any] | None:
     """Return how the dense model is built, as the caller or the model folder says."""
     given = source.facts.get("build")
     if isinstance(given, Mapping):
@@ -203,7 +221,7 @@ def _build_of(source: ExportSource) -> Mapping[str, Any] | None:
     return build if isinstance(build, Mapping) else None
 
 
-def _save(model: nn.Module, path: Path) -> dict[str, tuple[str, list[int]]]:
+def save_tensors(model: nn.Module, path: Path) -> dict[str, tuple[str, list[int]]]:
     """Write all parameters and buffers, and return layout and shape of those that are sparse."""
     tensors = stored(model)
     sparse = _sparse_of(model)
@@ -270,7 +288,9 @@ def _digest(text: str) -> str:
     return sha256_of(text.encode()).hexdigest()
 
 
-def _runs(model: nn.Module, threads: int) -> Run:
+def runs(model: nn.Module, threads: int) -> Run:
+    """Return a function that runs a model with a number of threads."""
+
     def run(example: tuple[Any, ...]) -> list[Tensor]:
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
@@ -282,14 +302,18 @@ def _runs(model: nn.Module, threads: int) -> Run:
     return run
 
 
-def _require_same(source: ExportSource, loaded: nn.Module) -> None:
-    """Raise unless a model that was rebuilt has the same tensors, and computes the same, bit for bit."""
+def require_same(source: ExportSource, loaded: nn.Module, file: str) -> None:
+    """Raise unless a model that was rebuilt from a file has the same tensors, and computes the same, bit for bit.
+
+    Raises:
+        RunError: names the first tensor or module that differs.
+    """
     own, new = source.model.state_dict(), loaded.state_dict()
     wrong = sorted(own.keys() ^ new.keys())
     wrong += [name for name in own if name in new and not _same(own[name], new[name])]
     if wrong:
         raise RunError(
-            f"{wrong[0]}: this tensor of the {type(source.model).__name__} is another one in the model that {CODE} "
+            f"{wrong[0]}: this tensor of the {type(source.model).__name__} is another one in the model that {file} "
             f"rebuilds; give the code that builds the dense model as --model file.py:factory"
         )
     expected = gather(without_gradients(lambda: call(source.model, source.example)))
@@ -298,7 +322,7 @@ def _require_same(source: ExportSource, loaded: nn.Module) -> None:
         outputs = _outputs(source.model, source.example)
         where = first_difference(loaded, source.example, outputs, 0.0) or "its output"
         raise RunError(
-            f"{where}: the model that the written {CODE} rebuilds computes something else than the "
+            f"{where}: the model that {file} rebuilds computes something else than the "
             f"{type(source.model).__name__}; its constructor leaves something in it that no tensor or number holds. "
             "Give the code that builds the dense model as --model file.py:factory"
         )

@@ -19,8 +19,8 @@ import prunekit as pk
 from prunekit.channels.cut.model_copy import copied
 from prunekit.deploy.batchnorm_folding import fold_batchnorm
 from prunekit.errors import ArtifactError, ModelError, RunError, UsageError
+from prunekit.export.folders.included_parts import image_input
 from prunekit.export.format import ExportSource
-from prunekit.export.rebuild.included_parts import image_input
 from prunekit.export.standalone import Standalone, imported
 from prunekit.models.interface import interface_of
 from prunekit.models.zoo import build_model, load_factory
@@ -92,7 +92,8 @@ def swin():
 
 def encoder():
     layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
-    return nn.Sequential(nn.Flatten(2), nn.Linear(64, 16), nn.TransformerEncoder(layer, 2), nn.Flatten(), nn.Linear(48, 5))
+    encoder = nn.TransformerEncoder(layer, 2)
+    return nn.Sequential(nn.Flatten(2), nn.Linear(64, 16), encoder, nn.Flatten(), nn.Linear(48, 5))
 
 
 def within():

@@ -14,7 +14,7 @@ from prunekit.channels.cut.model_copy import foreign_methods
 from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.channels.rewrite.substitutes import SizedAttention
 from prunekit.compaction.folded_norms import FoldedNorm
-from prunekit.export.rebuild.literals import literal
+from prunekit.export.folders.literals import literal
 from prunekit.hooks.hook import HOOK_TABLES
 
 _OF_TORCH = frozenset(vars(nn.Module())) | frozenset(HOOK_TABLES)
@@ -77,7 +77,7 @@ def explicit_sizes(model: nn.Module) -> Differences:
             continue
         if not plain:
             found.classes[path] = type(module)
-        own = {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
+        own = {name: value for name, value in vars(module).items() if not _is_internal(name)}
         wanted = {
             name: text
             for name, value in own.items()
@@ -86,6 +86,11 @@ def explicit_sizes(model: nn.Module) -> Differences:
         if wanted:
             found.attributes[path] = wanted
     return found
+
+
+def _is_internal(name: str) -> bool:
+    """Return whether an attribute is torch's own, or a remark of prunekit."""
+    return name in _OF_TORCH or name.startswith("_prunekit")
 
 
 def _is_size(value: Any) -> bool:
@@ -146,7 +151,7 @@ def _compare_attributes(dense: nn.Module, model: nn.Module, path: str, found: Di
                 found.attributes.setdefault(path, {})[name] = "None"
     before = vars(dense)
     for name, value in vars(model).items():
-        if name in _OF_TORCH:
+        if _is_internal(name):
             continue
         if isinstance(value, MethodType) and value.__self__ is model:
             if path in found.classes or name not in before:
