@@ -15,12 +15,12 @@ from torch import nn
 import prunekit as pk
 from prunekit.channels.cut.model_copy import copied
 from prunekit.errors import ArtifactError, UsageError
-from prunekit.export.folders.library_configs import library_loading, processor_config
-from prunekit.export.folders.model_card import CardFacts, Loading, block, card, code, plain
-from prunekit.export.folders.run_facts import run_facts
-from prunekit.export.format import ExportSource
-from prunekit.export.hub import Hub
-from prunekit.export.standalone import imported
+from prunekit.formats.folders.library_configs import library_loading, processor_config
+from prunekit.formats.folders.model_card import CardFacts, Loading, block, card, code, plain
+from prunekit.formats.folders.run_facts import run_facts
+from prunekit.formats.format import ExportSource
+from prunekit.formats.hub import Hub
+from prunekit.formats.standalone import imported
 from prunekit.models.interface import interface_of
 from prunekit.models.zoo import build_model
 from prunekit.settings.inputs import ModelSettings
@@ -36,9 +36,7 @@ def source_of(model: nn.Module, x: Any, folder: Path | None = None, **facts: Any
     size = x.shape[-1]
     preprocessing = pk.Preprocessing(height=size, width=size, shorter_side=size + 8)
     classes = AWKWARD if facts.pop("named", True) else ()
-    interface = interface_of(
-        model, example, task="image_classification", classes=classes, preprocessing=preprocessing
-    )
+    interface = interface_of(model, example, task="image_classification", classes=classes, preprocessing=preprocessing)
     return ExportSource(model, example, interface, folder=folder, facts=facts)
 
 

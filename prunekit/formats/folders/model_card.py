@@ -64,7 +64,7 @@ def plain(text: Any) -> str:
     r"""Return any text as Markdown of one line that shows it as it is.
 
     Example:
-        >>> from prunekit.export.folders.model_card import plain
+        >>> from prunekit.formats.folders.model_card import plain
         >>> print(plain("a|b <c>"))
         a\\|b \\<c\\>
     """
@@ -183,9 +183,7 @@ def _summary(facts: CardFacts) -> str:
     within = f", for a budget of {', '.join(budgets)}" if budgets else ""
     data = (run.get("data") or {}).get("name")
     on = f" on {code(data)}" if data else ""
-    return (
-        f"{subject}, pruned by prunekit{on}{taken}{within}. Removed channels are gone: nothing is sparse or masked."
-    )
+    return f"{subject}, pruned by prunekit{on}{taken}{within}. Removed channels are gone: nothing is sparse or masked."
 
 
 def _figures_table(facts: CardFacts) -> str:
