@@ -18,6 +18,7 @@ from prunekit.channels.cut.model_copy import copied
 from prunekit.data.sources import Splits
 from prunekit.errors import UsageError
 from prunekit.formats.exported_model import ExportedModel
+from prunekit.formats.folders.run_facts import run_facts
 from prunekit.formats.format import FORMATS, ExportOptions, ExportSource, Run
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.export.export_inputs import (
@@ -37,6 +38,7 @@ from prunekit.settings.deployment import QuantizeSettings
 from prunekit.utils.context import on_device, set_mode
 from prunekit.utils.context import threads as with_threads
 from prunekit.utils.display import Displayed, Table, digits, factor, interval, scientific, share, size
+from prunekit.utils.files import set_permissions
 from prunekit.utils.inputs import call, is_batched, sample_count, select_samples
 
 CPU = torch.device("cpu")
@@ -217,7 +219,6 @@ def export_float(
     request: ExportRequest,
     *,
     folder: Path | None = None,
-    facts: Mapping[str, Any] | None = None,
     log: Log,
 ) -> Exported:
     """Export a model, check the file against it, and measure it.
@@ -227,8 +228,7 @@ def export_float(
     Args:
         target: the model, with its data if there is any.
         request: what to export to.
-        folder: the model folder that it is from.
-        facts: further facts for a model card.
+        folder: the model folder that it is from; a model card has the figures of the run around it.
         log: gets a line for each step.
 
     Raises:
@@ -241,9 +241,8 @@ def export_float(
     samples, real = real_samples(target)
     examples = list(checked_batches(samples, request.batch))
     interface = described_interface(model, examples[0], target, folder, request.dynamic, request.batch)
-    source = ExportSource(
-        copied(model), examples[0], interface, request.options, folder, {} if facts is None else facts
-    )
+    facts = {} if folder is None else run_facts(folder)
+    source = ExportSource(copied(model), examples[0], interface, request.options, folder, facts)
     log(f"export: writing {path} ({kind.name})")
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(".tmp", f".{path.name}.", path.parent))
@@ -258,7 +257,7 @@ def export_float(
             notes.append("other sizes were not checked, because the model itself does not run on half of this one")
         for parity in parities:
             log(f"export: {parity.inputs}: differs from eager by {parity.max_relative_difference:.1e}")
-        scores = score_export(run, interface, target.splits, log)
+        scores = score_export(run, interface, target.splits, path.name, log)
         latency = tuple(time_export(partial(call, model), run, samples, request))
         bytes_written = size_of(aside)
         del run
@@ -287,7 +286,7 @@ def _runs(model: nn.Module, example: tuple[Any, ...]) -> bool:
     return True
 
 
-def score_export(run: Run, interface: ModelInterface, splits: Splits | None, log: Log) -> Scores | None:
+def score_export(run: Run, interface: ModelInterface, splits: Splits | None, name: str, log: Log) -> Scores | None:
     """Return the scores of a file on the test data; None without data."""
     if splits is None:
         return None
@@ -295,7 +294,7 @@ def score_export(run: Run, interface: ModelInterface, splits: Splits | None, log
     if not test.indices.numel():
         return None
     found = evaluate(ExportedModel(run, interface), test, splits.task, CPU)
-    log(f"export: the file itself reaches {splits.task.main.label} {next(iter(found.values.values())):.2f} %")
+    log(f"export: {name} itself reaches {splits.task.main.label} {next(iter(found.values.values())):.2f} %")
     return found
 
 
@@ -325,4 +324,6 @@ def move_into_place(aside: Path, path: Path) -> None:
         if final.is_dir():
             old = aside / f"{written.name}.old"
             os.replace(final, old)
+        for one in (written, *written.rglob("*")):
+            set_permissions(one)
         os.replace(written, final)

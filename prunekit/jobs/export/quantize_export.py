@@ -68,7 +68,6 @@ def export_target(
     request: ExportRequest,
     *,
     folder: Path | None = None,
-    facts: Mapping[str, Any] | None = None,
     dense: nn.Module | None = None,
     log: Log,
 ) -> Exported:
@@ -77,7 +76,7 @@ def export_target(
     Arguments and errors are those of `export_float` and `quantize_export`.
     """
     require_quantizable(request)
-    found = export_float(target, request, folder=folder, facts=facts, log=log)
+    found = export_float(target, request, folder=folder, log=log)
     if request.quantize is None:
         return found
     return replace(found, int8=quantize_export(target, found, request, dense=dense, log=log))
@@ -123,7 +122,7 @@ def quantize_export(
         run = kind.open(aside / path.name, threads=request.threads)
         model = one_copy(target.model)
         samples, real = real_samples(target)
-        scores = score_export(run, exported.interface, target.splits, log)
+        scores = score_export(run, exported.interface, target.splits, path.name, log)
         latency = tuple(time_export(partial(call, model), run, samples, request))
         others = {"float": kind.open(exported.path, threads=request.threads)}
         if dense is not None and request.timed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,24 +44,22 @@ def export_models(
     *,
     attempt: Attempts,
     dense: nn.Module,
-    facts: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
     """Export a job's finished model to every format of the recipe, and return a row of figures for each file.
 
     Args:
         prepared: the job.
-        run: with the model in its folder.
+        run: with the model, and the metrics for model cards, in its folder.
         folder: of the model, in the run's.
         model: loaded from there.
         attempt: makes every export: one that fails costs a shortfall, and not the run.
         dense: the dense model, which int8 files are timed against.
-        facts: figures of the run, for model cards.
     """
     splits = prepared.splits
     target = InputModel(model, prepared.job.name, splits.sample_shape, splits, inputs=prepared.example_inputs)
     rows = []
     for request in _requests(prepared, run.path):
-        exporting = partial(export_float, target, request, folder=run.path / folder, facts=facts, log=run.log)
+        exporting = partial(export_float, target, request, folder=run.path / folder, log=run.log)
         found: Exported | None = attempt(f"export to {request.to}", exporting)
         if found is None:
             continue
