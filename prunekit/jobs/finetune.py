@@ -354,7 +354,7 @@ class FinetuneRun:
         folder, attempt = "model" if deployed is None else FOLDER, results.Attempts(self.log, done="made")
         model = self.prepared.load_model(self.folder.path / folder, dense)
         with self.clock.stage("export"):
-            rows = export_models(self.prepared, self.folder, folder, model, attempt=attempt, dense=dense, facts=metrics)
+            rows = export_models(self.prepared, self.folder, folder, model, attempt=attempt, dense=dense)
         return {"exports": rows, "shortfalls": [*metrics["shortfalls"], *attempt.failures]}
 
     def _deliver(self, dense: nn.Module, planned: Planned) -> LatencyResult:
