@@ -19,12 +19,7 @@ import argparse
 import difflib
 import importlib
 import json
-import math
-import multiprocessing
-import resource
-import signal
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -32,11 +27,10 @@ import torch
 from common import RESULTS, keep, show
 from coverage_check import check, failed, where_from
 from zoo_cases import OWN, Zoo
+from zoo_process import in_process as apart
 
 from prunekit.jobs.run.run_folder import environment
 
-FORK = multiprocessing.get_context("fork")
-"""A child has all modules already: importing them takes longer than most models do."""
 EXPORTS = ("onnx_dense", "onnx_compact")
 
 ZOOS = ("torchvision", "timm", "hf", "ultralytics", "geometric", "diffusers")
@@ -53,6 +47,8 @@ COLUMNS = {
     "pickles": "pickles",
     "generates": "generates",
     "fuses": "own fuse",
+    "own_save": "own save",
+    "own_average": "own average",
     "own_export": "own exporter",
     "onnx_dense": "ONNX, dense",
     "onnx_compact": "ONNX, compact",
@@ -76,38 +72,8 @@ def in_process(zoo: Zoo, name: str, options: argparse.Namespace) -> dict[str, An
 
     Exports have the same limits once more: what is not done by then does not take the rest of the row along.
     """
-    receiver, sender = FORK.Pipe(duplex=False)
-
-    def run() -> None:
-        warnings.simplefilter("ignore")
-        torch.set_num_threads(1)
-        _allow(options.limit)
-        for part in check_one(zoo, name, options.size, export=options.export):
-            sender.send(part)
-            _allow(options.limit)
-
-    process = FORK.Process(target=run)
-    process.start()
-    sender.close()
-    row: dict[str, Any] = {}
-    try:
-        while receiver.poll(10 * options.limit):
-            row |= receiver.recv()
-        problem = f"not done after {10 * options.limit:g} s"
-    except EOFError:  # the process has ended
-        process.join()
-        late = process.exitcode in (-signal.SIGXCPU, -signal.SIGKILL)
-        problem = f"not done after {options.limit:g} s" if late else f"ended with exit status {process.exitcode}"
-        problem = problem if process.exitcode else ""
-    process.kill()
-    process.join()
+    row, problem = apart(lambda: check_one(zoo, name, options.size, export=options.export), options.limit)
     return {"model": name, **(_judged(row, problem) if row else failed(problem))}
-
-
-def _allow(seconds: float) -> None:
-    """Lets this process run for some more seconds of processor time."""
-    used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
-    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used + seconds), resource.RLIM_INFINITY))
 
 
 def _judged(row: dict[str, Any], problem: str) -> dict[str, Any]:

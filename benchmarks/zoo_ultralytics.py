@@ -7,6 +7,7 @@ and the package's own exporter, as `YOLO(...).export(format="onnx")` runs it.
 
 from __future__ import annotations
 
+import io
 import os
 import tempfile
 from collections.abc import Mapping
@@ -52,7 +53,7 @@ def knows(name: str) -> bool:
 def build(name: str, side: int | None) -> Case:
     """A model with random weights, and images of `side` pixels."""
     side = side or SIDE
-    return Case(_package(name).model.eval(), images(side), predictions, {"fuses": fuses}, {"own_export": own_export})
+    return Case(_package(name).model.eval(), images(side), predictions, CHECKS, {"own_export": own_export})
 
 
 def _package(name: str) -> Any:
@@ -82,6 +83,56 @@ def _fused(model: Any, example: tuple[Any, ...]) -> str:
         got = tree_leaves(deepcopy(model).fuse(verbose=False)(*example))[0]
     off = float((got - want).abs().max() / want.abs().max())
     return "yes" if off <= TOLERANCE else f"differs by {off:.2g}"
+
+
+def own_save(case: Case, pruned: Any, example: tuple[Any, ...]) -> str:
+    """Whether the compact model comes back from the package's own `save` and `load`."""
+    said = _saved(pruned.model, example)
+    dense = said if said == "yes" else _saved(case.model, example)
+    return said if dense == "yes" else f"{OWN}: {dense}"
+
+
+def _saved(model: Any, example: tuple[Any, ...]) -> str:
+    from ultralytics.nn.tasks import load_checkpoint
+
+    package = _package(model.pruned_name)
+    try:
+        with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+            package.model = deepcopy(model).eval()
+            package.save(Path(folder) / "model.pt")
+            loaded, _ = load_checkpoint(Path(folder) / "model.pt")
+            want = tree_leaves(deepcopy(model).half().float().eval()(*example))[0]  # it is saved in float16
+            return differing([tree_leaves(loaded.eval()(*example))[0].numpy()], want)
+    except Exception as error:  # whatever the package's code does
+        return in_short(error)
+
+
+def own_average(case: Case, pruned: Any, example: tuple[Any, ...]) -> str:
+    """Whether the package's trainer can keep an average of the compact model's weights, and save it."""
+    said = _averaged(pruned.model, example)
+    dense = said if said == "yes" else _averaged(case.model, example)
+    return said if dense == "yes" else f"{OWN}: {dense}"
+
+
+def _averaged(model: Any, example: tuple[Any, ...]) -> str:
+    from ultralytics.utils.torch_utils import ModelEMA
+
+    try:
+        model, memory = deepcopy(model), io.BytesIO()
+        average = ModelEMA(model)
+        with torch.no_grad():
+            next(model.parameters()).add_(0.1)
+            average.update(model)
+            torch.save({"ema": deepcopy(average.ema).half()}, memory)
+            memory.seek(0)
+            loaded = torch.load(memory, weights_only=False)["ema"].float().eval()
+            want = tree_leaves(average.ema.half().float().eval()(*example))[0]
+            return differing([tree_leaves(loaded(*example))[0].numpy()], want)
+    except Exception as error:  # whatever the package's code does
+        return in_short(error)
+
+
+CHECKS = {"fuses": fuses, "own_save": own_save, "own_average": own_average}
 
 
 def own_export(case: Case, pruned: Any, example: tuple[Any, ...]) -> str:

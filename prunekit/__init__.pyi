@@ -23,12 +23,14 @@ from prunekit.jobs.bench import Benchmark as Benchmark
 from prunekit.jobs.bench import bench as bench
 from prunekit.jobs.explain import Explanation as Explanation
 from prunekit.jobs.explain import explain as explain
+from prunekit.jobs.export.export_model import Exported as Exported
 from prunekit.jobs.profile import profile as profile
 from prunekit.jobs.prune.one_shot import Pruned as Pruned
 from prunekit.jobs.prune.one_shot import plan as plan
 from prunekit.jobs.prune.one_shot import prune as prune
 from prunekit.jobs.prune.profile_result import Profile as Profile
 from prunekit.jobs.prune.pruner import Pruner as Pruner
+from prunekit.jobs.run.interface import interface as interface
 from prunekit.jobs.run.job_inputs import Own as Own
 from prunekit.jobs.run.results import RunResult as RunResult
 from prunekit.jobs.sensitivity import Sensitivity as Sensitivity
@@ -57,6 +59,7 @@ from prunekit.planning.budgets.budget import register_budget as register_budget
 from prunekit.planning.costs import Term as Term
 from prunekit.planning.plan import Plan as Plan
 from prunekit.planning.plan import load_plan as load_plan
+from prunekit.recipe_jobs import export as export
 from prunekit.recipe_jobs import finetune as finetune
 from prunekit.repair.repair_report import RepairReport as RepairReport
 from prunekit.report.pages.model_summary import ModelSummary as ModelSummary

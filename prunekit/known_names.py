@@ -52,11 +52,11 @@ RUNTIMES: Registry[Any] = Registry(
     _lazily("prunekit.measure.runtimes.runtime.accept"),
 )
 FORMATS: Registry[Any] = Registry(
-    "export format",
+    "format",
     "formats",
-    "prunekit.export",
+    "prunekit.formats",
     "register_format",
-    _lazily("prunekit.export.format.accept"),
+    _lazily("prunekit.formats.format.accept"),
 )
 
 

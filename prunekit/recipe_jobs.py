@@ -6,25 +6,40 @@ command line: `{"prune.budget.macs": 0.4, "finetune.epochs": 2}`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from os import PathLike
+from pathlib import Path
+from typing import Any
 
+from torch import nn
+
+from prunekit.compaction.model_folder import ModelWithPlan
 from prunekit.errors import UsageError
+from prunekit.formats.format import ExportOptions
+from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.calibrate import CalibrationResult
 from prunekit.jobs.calibrate import calibrate as run_calibration
+from prunekit.jobs.export.export_inputs import with_data
+from prunekit.jobs.export.export_model import Exported, ExportRequest, require_exportable
+from prunekit.jobs.export.quantize_export import export_target
 from prunekit.jobs.finetune import finetune as run_finetuning
 from prunekit.jobs.finetune import prune_job
 from prunekit.jobs.profile import ProfileRun, profile_job
 from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own
+from prunekit.jobs.run.model_sources import InputModel, folder_model
 from prunekit.jobs.run.results import RunResult
 from prunekit.jobs.run.run_folder import Log
 from prunekit.jobs.sensitivity import SensitivityRun, analyze
 from prunekit.jobs.stages.training_stage import OnEpoch
 from prunekit.measure.effort import Effort
-from prunekit.recipe.loading import load, own_overrides, with_overrides
+from prunekit.recipe.loading import load as load_recipe
+from prunekit.recipe.loading import own_overrides, with_overrides
 from prunekit.recipe.overrides import Overrides, as_texts
+from prunekit.settings.deployment import QuantizeSettings
 from prunekit.settings.job import JobSettings
 from prunekit.utils.files import StrPath
+from prunekit.utils.inputs import as_example
 from prunekit.utils.progress import reporting, stage
 
 Recipe = StrPath | JobSettings
@@ -60,7 +75,7 @@ def job_of(
     changes = [*as_texts(overrides), *given]
     if isinstance(recipe, JobSettings):
         return with_overrides(recipe, changes) if changes else recipe
-    return load(recipe, changes, allow_code=allow_code)
+    return load_recipe(recipe, changes, allow_code=allow_code)
 
 
 def finetune(
@@ -216,3 +231,97 @@ def profile(
     job = job_of(recipe, overrides, own, allow_code=allow_code)
     with reporting(progress, "profile"):
         return profile_job(job, networks=networks, log=log, own=own)
+
+
+def export(
+    model: nn.Module | ModelWithPlan | StrPath,
+    example: Any = None,
+    *,
+    to: str = "onnx",
+    path: StrPath | None = None,
+    dense: nn.Module | Callable[[], nn.Module] | None = None,
+    recipe: Recipe | None = None,
+    own: Own = RECIPE_ONLY,
+    dynamic: str | Sequence[str] = (),
+    batch: int | None = None,
+    opset: int | None = None,
+    half: bool = False,
+    quantize: QuantizeSettings | None = None,
+    force: bool = False,
+    timed: Sequence[int] = (1, 16),
+    threads: int = 1,
+    log: Log = stage,
+) -> Exported:
+    """Write a model in the format of another runtime, and check, score and time the file before it gets its name.
+
+    Args:
+        model: any model, dense or compact; the result of `prunekit.prune`; or a model folder.
+        example: what the model is called with: a tensor, a tuple of positional arguments or a mapping of arguments by
+            name, samples on the first axis. The file is checked on it; give at least two real samples. None: for a
+            folder, test samples of its run or of `recipe`, else random ones in its shapes.
+        to: a format, as `prunekit list formats` shows them.
+        path: of the file or folder; None: in the working directory, named after the folder, or `model`.
+        dense: for a folder of a model that is not from a known zoo: the dense model, or a function that builds it.
+        recipe: whose test samples the file is checked and scored on; None: that of the run around a folder.
+        own: the user's own data of the recipe.
+        dynamic: axes of any size besides the batch: `image` (height and width), `sequence` (length of token ids), or
+            `INPUT:AXIS`.
+        batch: the only batch size, for models that cannot have any.
+        opset: version of ONNX's operators; None: the one that prunekit is tested with.
+        half: whether weights are stored in float16, where the format can.
+        quantize: whether, and how, the file is quantized to int8.
+        force: whether a file or folder that exists is replaced.
+        timed: batch sizes at which the file is timed beside eager; empty: none.
+        threads: of the CPU, when it is timed.
+        log: gets a line for each step.
+
+    Returns:
+        The path, and what was found: differences from eager at two batch sizes, scores of the file itself, times.
+
+    Raises:
+        UsageError: a format, path, axis or package is missing or wrong; nothing was written.
+        ModelError: the model does not run on the example.
+        RunError: the format cannot hold the model, or its file computes something else; nothing was written.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> result = pk.prune(model, torch.randn(8, 4), macs=0.5)
+        >>> found = pk.export(result, torch.randn(8, 4), to="pt2", path="small.pt2", log=lambda line: None)
+        >>> found
+        <Exported: small.pt2 (pt2, ... differs from eager by ...>
+        >>> [parity.batch for parity in found.parities]
+        [2, 5]
+    """
+    names = (dynamic,) if isinstance(dynamic, str) else tuple(dynamic)
+    request = ExportRequest(
+        to,
+        None if path is None else Path(path),
+        ExportOptions(opset, half),
+        names,
+        batch,
+        force,
+        tuple(timed),
+        threads,
+        quantize,
+    )
+    if isinstance(model, (str, PathLike)):
+        folder = Path(model)
+        require_exportable(request, str(folder))
+        target = folder_model(folder, dense)
+        beside = folder.resolve().parent / "recipe.yaml"
+        settings = recipe if recipe is not None else beside if beside.is_file() and example is None else None
+        if example is not None:
+            target = replace(target, inputs=as_example(target.model, example))
+        if settings is not None:
+            job = job_of(settings, (), own)
+            target = with_data(target, job.data, own, job.task)
+        return export_target(target, request, folder=folder, log=log)
+    if example is None:
+        raise UsageError("example: expected what the model is called with, at least two samples, got none")
+    module = unwrapped(model if isinstance(model, nn.Module) else model.model)
+    target = InputModel(module, "", (), inputs=as_example(module, example))
+    if recipe is not None:
+        job = job_of(recipe, (), own)
+        target = with_data(target, job.data, own, job.task)
+    return export_target(target, request, log=log)

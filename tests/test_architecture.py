@@ -21,7 +21,7 @@ FLOORS = {
     "criteria": 3,
     "planning": 4,
     "masks": 5, "compaction": 5, "repair": 5,
-    "measure": 6, "export": 6, "quantization": 6,
+    "measure": 6, "formats": 6, "quantization": 6,
     "training": 7, "deploy": 7, "inspection": 7, "report": 7,
     "jobs": 8,
     "recipe": 9,
@@ -42,9 +42,9 @@ WITHIN = {
     ("data", "tasks"),
     ("data", "models"),
     ("statistics", "tasks"),
-    ("measure", "export"),
+    ("measure", "formats"),
     ("measure", "quantization"),
-    ("quantization", "export"),
+    ("quantization", "formats"),
 }
 """Imports between rooms of one floor that are allowed."""
 FORBIDDEN = {

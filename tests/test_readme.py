@@ -14,7 +14,7 @@ from ruamel.yaml import YAML
 from torch.distributed.run import get_args_parser
 
 from prunekit.cli import cli
-from prunekit.jobs import batch_size
+from prunekit.jobs.run import batch_size
 from prunekit.recipe.loading import load
 from prunekit.settings.job import JobSettings
 from prunekit.settings.prune import Target

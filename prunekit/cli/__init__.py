@@ -12,6 +12,7 @@ from prunekit.cli.commands.calibrate import calibrate_command
 from prunekit.cli.commands.diagnose import diagnose_command
 from prunekit.cli.commands.evaluate import evaluate_command
 from prunekit.cli.commands.explain import explain_command
+from prunekit.cli.commands.export import export_command
 from prunekit.cli.commands.finetune import finetune_command, prune_command
 from prunekit.cli.commands.inspect import inspect_command
 from prunekit.cli.commands.list import list_command
@@ -44,6 +45,7 @@ COMMANDS = (
     profile_command,
     bench_command,
     explain_command,
+    export_command,
     diagnose_command,
     visualize_group,
     report_command,

@@ -50,6 +50,11 @@ class ModelOptions:
                 raise UsageError(f"expected one model, got two: --model {self.factory} and --zoo {self.zoo}")
             self.factory, self.zoo = self.zoo, None
 
+    @property
+    def labeled_images(self) -> bool:
+        """Whether `--data` is a folder or an archive, and not code."""
+        return self.data is not None and (Path(self.data).is_dir() or Path(self.data).suffix == ".npz")
+
 
 def model_command(
     output: str, *, device: bool = True, options: Callable[..., Any] = model_options
@@ -159,6 +164,17 @@ def refuse_idle_overrides(overrides: Sequence[str], recipes: Iterable[str | None
     changes = [repr(overrides[0])] if overrides else [f"--data {data}"] if data else []
     if changes and not any(recipe is not None and is_recipe(recipe) for recipe in recipes):
         raise UsageError(f"{changes[0]} changes a recipe, and no recipe was given")
+
+
+def refuse_two_sources(targets: Sequence[str], recipe: str | None, options: ModelOptions) -> None:
+    """Raise UsageError if `--data` is a folder or an archive of images, and a recipe is given, which has its own."""
+    named = recipe or next((target for target in targets if is_recipe(target)), None)
+    if options.labeled_images and named is not None:
+        kind = "imagefolder" if Path(str(options.data)).is_dir() else "npz"
+        raise UsageError(
+            f"--data {options.data} goes with a model that says how it is fed, and {named} is a recipe, which says it "
+            f"itself: data.source={kind} data.root={options.data}"
+        )
 
 
 def recipe_of_data(targets: Sequence[str], given: str | None) -> str | None:

@@ -55,6 +55,12 @@ data_option = click.option(
     metavar="FILE.py:FACTORY",
     help="Your own images in place of a recipe's; runs the file's code. python:MODULE:FACTORY likewise.",
 )
+images_option = click.option(
+    "--data",
+    metavar="PATH|FILE.py:FACTORY",
+    help="Your own images: a folder with one of images for each class, an .npz, or your own code, which is run; "
+    "python:MODULE:FACTORY likewise.",
+)
 optimizer_option = click.option(
     "--optimizer",
     metavar="FILE.py:FACTORY",
@@ -90,13 +96,18 @@ class _Zoos(click.Choice[str]):
         return f"[{'|'.join([*get_args(Zoo), 'python:MODULE:FACTORY'])}]"
 
 
-def model_options(function: Decorated) -> Decorated:
-    """Add the options that name a model: `--model`, `--weights`, `--input-shape`, `--zoo`, `--data`, `--task`, ..."""
+def model_options(function: Decorated, *, images: bool = False) -> Decorated:
+    """Add the options that name a model: `--model`, `--weights`, `--input-shape`, `--zoo`, `--data`, `--task`, ...
+
+    Args:
+        function: of the command.
+        images: whether `--data` may be a folder or an archive too.
+    """
     zoos = _Zoos(get_args(Zoo))
     for option in (
         allow_code_option,
         task_option,
-        data_option,
+        images_option if images else data_option,
         click.option("--zoo", type=zoos, help=ZOO),
         click.option(
             "--input-shape",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from inspect import signature
 from os import PathLike
@@ -25,8 +25,11 @@ from prunekit.channels.rewrite.source_rewriter import attribute_values, set_attr
 from prunekit.channels.rewrite.substitutes import Heads, heads_of, set_heads
 from prunekit.channels.tracing.storages import from_parts, is_plain, parts_of
 from prunekit.compaction.folded_norms import folds_of, with_folded_biases, with_folds
+from prunekit.compaction.folder_interface import ENTRY, read_interface, saved_interface
 from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.hooks.wrappers import require_values, unwrapped
+from prunekit.models.interface import ModelInterface, attach
+from prunekit.models.preprocessing import Preprocessing
 from prunekit.models.zoo import build_model
 from prunekit.planning.plan import Plan, require_plan
 from prunekit.settings.inputs import ModelSettings
@@ -64,8 +67,15 @@ def save(
     *,
     build: ModelSettings | None = None,
     extra: Mapping[str, Any] | None = None,
+    preprocessing: Preprocessing | None = None,
+    classes: Sequence[str] = (),
+    task: str | None = None,
+    example: Any = None,
 ) -> Path:
     """Write a compact model and its plan as a folder, complete or not at all.
+
+    The folder says how to feed the model: its inputs and outputs, which one run on the example shows, and what is given
+    of preprocessing, classes and task. A model that was loaded from a folder keeps what that one said.
 
     Args:
         result: the compact model, its norms folded or not; or the result of `prunekit.prune`, which has its plan.
@@ -74,7 +84,11 @@ def save(
         plan: that the model was compacted with.
         build: how the dense model is built; None if only the caller's own code can do it, and gives the dense model
             to `load`.
-        extra: further facts for readers of the manifest (classes, data settings), as JSON values.
+        extra: further facts for readers of the manifest, as JSON values.
+        preprocessing: the way from an image to the model's input.
+        classes: name of each label.
+        task: its name, as in a recipe.
+        example: that names, dtypes and shapes are taken from; None: zeros like the example that the plan was made with.
 
     Raises:
         UsageError: it is no compact model with its plan, or the folder has other files; the message says what to give.
@@ -97,6 +111,8 @@ def save(
     kept = {name: [None if index is None else index.tolist() for index in axes] for name, axes in indices.items()}
     shapes = with_folded_biases(plan.channel_map.shapes, folds)
     require_compact(plan.channel_map, model, with_folded_biases(plan.narrow_shapes, folds))
+    specs = plan.channel_map.inputs
+    interface = saved_interface(model, specs, example=example, preprocessing=preprocessing, classes=classes, task=task)
     with atomic_folder(folder) as temporary:
         own = {name: tensor.detach().cpu() for name, tensor in named_tensors(model)}
         sparse = {name: tensor for name, tensor in own.items() if not is_plain(tensor)}
@@ -118,6 +134,7 @@ def save(
             "foreign_methods": foreign_methods(model),
             "channels_last": lies_channels_last(model),
             "example": _example(plan.channel_map.inputs),
+            ENTRY: interface.as_dict(),
             "provenance": dict(plan.provenance),
             "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
             "sha256": {WEIGHTS: sha256(temporary / WEIGHTS)},
@@ -181,11 +198,23 @@ def read_manifest(folder: StrPath) -> dict[str, Any]:
     return manifest
 
 
+def folder_interface(folder: StrPath) -> ModelInterface:
+    """Return the interface in a model folder, without its model.
+
+    Raises:
+        ArtifactError: the folder is missing, or its manifest damaged.
+    """
+    return read_interface(read_manifest(folder), str(Path(folder) / MANIFEST))
+
+
 def load(folder: StrPath, model: nn.Module | Callable[[], nn.Module] | None = None) -> nn.Module:
     """Load a compact model from its folder, in eval mode on the CPU.
 
     The dense model is built without allocating its weights, and gets the folder's structure and weights. No code that
     the folder names is imported or executed, except a constructor from a known zoo.
+
+    If the folder holds preprocessing, the model has it as `model.preprocessing`, unless that is a name of its own: a
+    function of image files, Pillow images or pixels that returns the model's input.
 
     Args:
         folder: written by prunekit.
@@ -202,6 +231,13 @@ def load(folder: StrPath, model: nn.Module | Callable[[], nn.Module] | None = No
         >>> folder = pk.save(pk.prune(build(), torch.randn(1, 4), macs=0.5), "small")
         >>> pk.load(folder, model=build)[2].in_features
         8
+        >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(288, 2))
+        >>> feed = pk.Preprocessing(height=8, width=8)
+        >>> folder = pk.save(pk.prune(net, torch.randn(1, 3, 8, 8), macs=0.5), "photos", preprocessing=feed)
+        >>> loaded = pk.load(folder, model=net)
+        >>> photo = torch.zeros(40, 50, 3, dtype=torch.uint8).numpy()
+        >>> loaded(loaded.preprocessing(photo)).shape
+        torch.Size([1, 2])
     """
     folder = folder_at(folder)
     if not (model is None or callable(model)):
@@ -210,6 +246,7 @@ def load(folder: StrPath, model: nn.Module | Callable[[], nn.Module] | None = No
             f"prunekit.load({str(folder)!r}, model=lambda: MyModel())"
         )
     manifest = read_manifest(folder)
+    interface = read_interface(manifest, str(folder / MANIFEST))
     tensors = _weights(folder, manifest)
     dense = _dense(folder, manifest, model, tensors.keys())
     _check(folder, manifest, dense, tensors)
@@ -222,6 +259,7 @@ def load(folder: StrPath, model: nn.Module | Callable[[], nn.Module] | None = No
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         reason = "attention_heads, widths_of_bare_norms or attributes: does not fit the model"
         raise ArtifactError(f"{folder / MANIFEST}: {reason}: {error}") from error
+    attach(loaded, interface)
     return set_mode(loaded, False)
 
 

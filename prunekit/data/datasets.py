@@ -123,12 +123,14 @@ class ImageTransform:
         mean: of a pixel in 0..1, per channel; subtracted.
         std: standard deviation of a pixel in 0..1, per channel; divided by.
         augment: random changes, made if a seed and an epoch are given.
+        own: the preprocessing of a model, which replaces size, mean and std where nothing is augmented.
     """
 
     size: int
     mean: tuple[float, ...] = IMAGENET_MEAN
     std: tuple[float, ...] = IMAGENET_STD
     augment: Augment = "none"
+    own: Preprocessing | None = None
 
     def image(self, image: Image.Image, draw: Draw | None, index: int) -> Tensor:
         """Return a Pillow image in RGB as (3, size, size) float32.
@@ -136,6 +138,8 @@ class ImageTransform:
         An image of exactly this size stays as it is; of any other, the shorter side is resized to 8/7 of it and the
         center is cut out, as torchvision's classification presets do (256 and 224).
         """
+        if draw is None:
+            return self.preprocessing.pixels(image)
         change = self._augmentation(draw)
         if not change.resizes and image.size != (self.size, self.size):
             image = self.preprocessing.cropped(image)
@@ -161,6 +165,8 @@ class ImageTransform:
     @property
     def preprocessing(self) -> Preprocessing:
         """The same for image files, without augmentation, as model folders hold it."""
+        if self.own is not None:
+            return self.own
         side = round(self.size * 8 / 7)
         return Preprocessing(self.size, self.size, side, mean=tuple(self.mean), std=tuple(self.std))
 

@@ -204,10 +204,20 @@ def fingerprint(parts: Iterable[bytes]) -> str:
     return digest.hexdigest()
 
 
-def source_of_parts(parts: Mapping[str, Any], settings: DataSettings, where: str, content: bytes = b"") -> ImageSource:
-    """Return the source of map-style data sets named train, and perhaps test and validation."""
+def source_of_parts(
+    parts: Mapping[str, Any],
+    settings: DataSettings,
+    where: str,
+    content: bytes = b"",
+    own: Preprocessing | None = None,
+) -> ImageSource:
+    """Return the source of map-style data sets named train, and perhaps test and validation.
+
+    With a model's own preprocessing, pixels become inputs by that.
+    """
     images = sum(len(part) for part in parts.values() if hasattr(part, "__len__"))
-    corrupt, transform = CorruptImages.allowing(settings.max_corrupt, images), _image_transform(settings)
+    corrupt = CorruptImages.allowing(settings.max_corrupt, images)
+    transform = replace(_image_transform(settings), own=own)
     made = {name: mapped(part, settings, transform, f"{where} {name}", corrupt) for name, part in parts.items()}
     train, test, validation = made["train"], made.get("test"), made.get("validation")
     if any(part.shape != train.shape for part in made.values()):

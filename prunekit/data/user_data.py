@@ -16,6 +16,7 @@ from prunekit.data.datasets import CorruptImages, SampleDataset
 from prunekit.data.decoded_images import MapStyle
 from prunekit.data.sources import Splits, fingerprint, source_of_parts, splits_of
 from prunekit.errors import DataError, UsageError
+from prunekit.models.preprocessing import Preprocessing
 from prunekit.settings.inputs import DataSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import BatchUnpacker, Task, get_task
@@ -33,7 +34,12 @@ FOR_SPLITS = ("source", "root", "name", "columns", "download", "origin", *READIN
 """Settings that may be given with `Splits`, which are split and transformed already."""
 
 
-def load_own(reference: str, settings: DataSettings, task: Task = IMAGE_CLASSIFICATION) -> Splits:
+def load_own(
+    reference: str,
+    settings: DataSettings,
+    task: Task = IMAGE_CLASSIFICATION,
+    preprocessing: Preprocessing | None = None,
+) -> Splits:
     """Run `file.py:factory`, or `python:module:factory`, and return its data, split.
 
     The file's code is run: name only files you trust.
@@ -45,6 +51,8 @@ def load_own(reference: str, settings: DataSettings, task: Task = IMAGE_CLASSIFI
 
     The fingerprint, by which earlier results are found again, is computed from the file, all labels and a few images;
     for `Splits` from the file and their own fingerprint.
+
+    With a model's preprocessing, pixels become inputs by that instead of the settings' size, mean and deviation.
 
     Raises:
         DataError: there is no such file or name, the code raises, or it returns something else.
@@ -69,7 +77,12 @@ def load_own(reference: str, settings: DataSettings, task: Task = IMAGE_CLASSIFI
     parts = _parts(made, reference)
     if task is not IMAGE_CLASSIFICATION:
         return sample_splits(parts, task, settings=settings, where=reference, content=code)
-    return splits_of(source_of_parts(parts, settings, reference, code), settings)
+    source = source_of_parts(parts, settings, reference, code, preprocessing)
+    splits = splits_of(source, settings)
+    if preprocessing is None or source.shape is not None:
+        return splits
+    shape = (len(preprocessing.mean), preprocessing.height, preprocessing.width)
+    return replace(splits, preprocessing=preprocessing, sample_shape=shape)
 
 
 def _refuse_changes(settings: DataSettings, reference: str) -> None:

@@ -26,7 +26,7 @@ def evaluate(
     data: DataSettings | None,
     device: torch.device,
     own: Own = RECIPE_ONLY,
-    task: str = "image_classification",
+    task: str | None = None,
 ) -> dict[str, Any]:
     """Measure the scores of the task on the test split, whose batches the processes of a group share.
 
@@ -34,8 +34,8 @@ def evaluate(
         target: the model, with its own images if it came from a job.
         data: the images if the target has none, and their batch and workers.
         device: where the model runs.
-        own: the user's own code, if the images are theirs.
-        task: of these images.
+        own: the user's own code, or the path of labeled images, if the images are theirs.
+        task: of these images; None: that of the model.
 
     Returns:
         `model`, `task`, every score (percent; of classifiers `top1`, with `correct`, and `low` and `high`, the 95 %

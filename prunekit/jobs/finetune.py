@@ -34,6 +34,7 @@ from prunekit.jobs.run.stage_cache import StageClock, cache_plan, cached_plan
 from prunekit.jobs.run.tables import CURVE_COLUMNS, coupling_rows, curve_rows, layer_rows, lock_rows, score_rows
 from prunekit.jobs.stages.activation_stage import find_thresholds, measure_masks
 from prunekit.jobs.stages.deployment_stage import FOLDER, Deployed, deploy, require_deployable
+from prunekit.jobs.stages.export_stage import export_models, require_formats
 from prunekit.jobs.stages.repair_stage import repair_model, repair_summary
 from prunekit.jobs.stages.schedule_stages import JobSchedule, require_schedule
 from prunekit.jobs.stages.tensorboard_log import watching, write_summary
@@ -95,6 +96,7 @@ def finetune(
     text = run_recipe(job, own)
     prepared = prepare(job, own)
     require_deployable(prepared)
+    require_formats(prepared)
     require_schedule(prepared, training=training)
     identity = identity_of(prepared, training=training)
     search = PlanSearch.trace(prepared.model, prepared.example_inputs, job.prune, log=log)
@@ -331,6 +333,7 @@ class FinetuneRun:
             measured = replace(measured, activations=masks, failures=tuple(attempt.failures))
         metrics = results.metrics(measured, planned, proof, share, self.prepared, self.clock.stages)
         metrics |= self._stage_metrics(deployed)
+        metrics |= self._exports(dense, deployed, metrics)
         if target is not None and final is not None:
             metrics |= {"profile": target.profile.summary(), "delivered": final.summary()}
             metrics["shortfalls"] += final.shortfalls
@@ -341,6 +344,16 @@ class FinetuneRun:
         for shortfall in metrics["shortfalls"]:
             self.log(f"shortfall: {shortfall}")
         return metrics
+
+    def _exports(self, dense: nn.Module, deployed: Deployed | None, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Return the rows of exported files, and all shortfalls, for `metrics.json`; empty if none are asked for."""
+        if not self.job.export:
+            return {}
+        folder, attempt = "model" if deployed is None else FOLDER, results.Attempts(self.log, done="made")
+        model = self.prepared.load_model(self.folder.path / folder, dense)
+        with self.clock.stage("export"):
+            rows = export_models(self.prepared, self.folder, folder, model, attempt=attempt, dense=dense, facts=metrics)
+        return {"exports": rows, "shortfalls": [*metrics["shortfalls"], *attempt.failures]}
 
     def _deliver(self, dense: nn.Module, planned: Planned) -> LatencyResult:
         """Return the time of the final model, loaded from its folder: the deployed one, if there is one."""

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from prunekit.errors import ArtifactError
-from prunekit.models.preprocessing import Preprocessing
+from prunekit.models.preprocessing import AttachedPreprocessing, Preprocessing
 from prunekit.utils.context import training_mode
-from prunekit.utils.inputs import arguments_by_name, call, sample_count
+from prunekit.utils.inputs import arguments_by_name, call, is_batched, sample_count
 from prunekit.utils.tensors import gather
 
 BATCH = "batch"
 """Name of the axis of samples."""
+ATTACHED = "prunekit_interface"
+"""Attribute of a loaded model that holds its interface."""
 
 
 @dataclass(frozen=True)
@@ -72,23 +74,52 @@ class ModelInterface:
         Raises:
             ArtifactError: it is damaged; `where` names its place in the message.
         """
-        try:
-            prepared = given.get("preprocessing")
-            return cls(
-                _specs(given["inputs"]),
-                _specs(given["outputs"]),
-                given.get("task"),
-                tuple(map(str, given.get("classes") or ())),
-                None if prepared is None else Preprocessing.from_dict(prepared, where),
-            )
-        except (AttributeError, KeyError, TypeError) as error:
+        match given:
+            case {"inputs": list(inputs), "outputs": list(outputs)} if all(map(_is_spec, [*inputs, *outputs])):
+                pass
+            case _:
+                wanted = "inputs and outputs with name, dtype and shape each"
+                raise ArtifactError(f"{where}: expected {wanted}; it is damaged: {given!r:.99}")
+        task, classes, prepared = given.get("task"), given.get("classes") or [], given.get("preprocessing")
+        if not isinstance(task, str | None) or not _is_texts(classes):
             raise ArtifactError(
-                f"{where}: expected inputs and outputs with name, dtype and shape each; it is damaged: {error}"
-            ) from error
+                f"{where}: expected the name of a task or null, and a list with the name of each class; it is damaged: "
+                f"{task!r:.50}, {classes!r:.50}"
+            )
+        preprocessing = None if prepared is None else Preprocessing.from_dict(prepared, where)
+        return cls(_specs(inputs), _specs(outputs), task, tuple(classes), preprocessing)
+
+
+def _is_texts(given: Any) -> bool:
+    return isinstance(given, list) and all(isinstance(one, str) for one in given)
+
+
+def _is_spec(given: Any) -> bool:
+    match given:
+        case {"name": str(), "dtype": str(), "shape": list(shape)}:
+            return all(type(size) is str or (type(size) is int and size >= 0) for size in shape)
+    return False
 
 
 def _specs(given: Sequence[Mapping[str, Any]]) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(str(one["name"]), str(one["dtype"]), tuple(one["shape"])) for one in given)
+    return tuple(TensorSpec(one["name"], one["dtype"], tuple(one["shape"])) for one in given)
+
+
+def attach(model: nn.Module, interface: ModelInterface) -> None:
+    """Set the interface on a model, as plain data, and its preprocessing as the attribute `preprocessing`.
+
+    Neither is a tensor or a module: the state dict stays as it is. A model that has an attribute of that name keeps it.
+    """
+    vars(model)[ATTACHED] = interface.as_dict()
+    own = interface.preprocessing
+    if own is not None and isinstance(getattr(model, "preprocessing", own), Preprocessing):
+        vars(model)["preprocessing"] = AttachedPreprocessing(**vars(own))
+
+
+def attached(model: nn.Module) -> ModelInterface | None:
+    """Return the interface that was set on a model; None if there is none."""
+    given = vars(model).get(ATTACHED)
+    return None if given is None else ModelInterface.from_dict(given, f"{type(model).__name__}.{ATTACHED}")
 
 
 def interface_of(
@@ -115,14 +146,29 @@ def interface_of(
     """
     with training_mode(model, False), torch.no_grad():
         output = call(model, example)
-    batch = sample_count(example, 1)
+    batch = sample_count(example) if is_batched(example) else None
     inputs = [
         _spec(name, tensor, batch)
         for argument, value in arguments_by_name(model, example).items()
         for name, tensor in named_tensors_of(value, _text(argument, "input"))
     ]
     outputs = [_spec(name, tensor, batch) for name, tensor in named_tensors_of(output, "output")]
-    return ModelInterface(tuple(inputs), tuple(outputs), task, tuple(classes), preprocessing)
+    taken: set[str] = set()
+    return ModelInterface(
+        _distinct(inputs, taken, "input"), _distinct(outputs, taken, "output"), task, tuple(classes), preprocessing
+    )
+
+
+def _distinct(specs: Sequence[TensorSpec], taken: set[str], kind: str) -> tuple[TensorSpec, ...]:
+    """Return tensors by names that no other has: graphs of exported files have one name for each tensor."""
+    found = []
+    for spec in specs:
+        name, count = spec.name, 1
+        while name in taken:
+            name, count = f"{kind}_{spec.name}" + (f"_{count}" if count > 1 else ""), count + 1
+        taken.add(name)
+        found.append(replace(spec, name=name))
+    return tuple(found)
 
 
 def named_tensors_of(value: Any, name: str) -> list[tuple[str, Tensor]]:
@@ -160,7 +206,7 @@ def _text(key: Any, name: str) -> str:
     return key if isinstance(key, str) else f"{name}_{key}"
 
 
-def _spec(name: str, tensor: Tensor, batch: int) -> TensorSpec:
+def _spec(name: str, tensor: Tensor, batch: int | None) -> TensorSpec:
     shape: list[int | str] = [int(size) for size in tensor.shape]
     if shape and shape[0] == batch:
         shape[0] = BATCH

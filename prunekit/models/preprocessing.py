@@ -61,6 +61,17 @@ class Preprocessing(Checked):
     channel_order: Literal["rgb", "bgr"] = "rgb"
     """Order of the channels of the input."""
 
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            SettingsError: some have another value, or there are not as many means as deviations, one or three.
+        """
+        super().__post_init__()
+        if len(self.mean) != len(self.std) or len(self.mean) not in (1, 3):
+            got = f"{len(self.mean)} and {len(self.std)}"
+            raise SettingsError(f"Preprocessing: mean, std: expected one number each, or three each, got {got}")
+
     def __call__(self, images: Pixels | Sequence[Pixels]) -> Tensor:
         """Return the input of one image, or of several in one batch.
 
@@ -135,6 +146,24 @@ class Preprocessing(Checked):
             return cls(**known)
         except (TypeError, SettingsError) as error:
             raise ArtifactError(f"{where}: preprocessing: {error}") from error
+
+
+class AttachedPreprocessing(Preprocessing):
+    """The preprocessing that is an attribute of a loaded model.
+
+    Where the model is pickled it becomes plain data, so that the pickle can be read where prunekit is not installed.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Preprocessing) and self.as_dict() == other.as_dict()
+
+    __hash__ = Preprocessing.__hash__
+
+    def __deepcopy__(self, memo: Any) -> AttachedPreprocessing:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (self.as_dict(),)
 
 
 def in_rgb(image: Image.Image) -> Image.Image:

@@ -1,11 +1,15 @@
-"""Equivalents with explicit sizes of torchvision's window attention: Swin, Swin V2, Swin for video, and MaxViT."""
+"""Equivalents with explicit sizes of torchvision's window attention: Swin, Swin V2, Swin for video, and MaxViT.
+
+Like torchvision's own, what they compute is one function to `torch.fx`, and Python that TorchScript compiles.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
+import torch.fx
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.models.maxvit import RelativePositionalMultiHeadAttention
@@ -14,6 +18,9 @@ from torchvision.models.video.swin_transformer import ShiftedWindowAttention3d
 
 from prunekit.channels.rewrite.substitutes import SizedAttention, substitute
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 
 class _Windowed(SizedAttention):
     """Window attention of torchvision, whose heads and widths need not follow from the input's width.
@@ -21,14 +28,15 @@ class _Windowed(SizedAttention):
     `qkv` holds the rows of all queries, then keys, then values; input and output are (B, *sizes, C).
     """
 
-    num_heads: int
-    qkv: nn.Linear
-    proj: nn.Linear
-    window_size: list[int]
-    shift_size: list[int]
-    attention_dropout: float
-    dropout: float
-    get_relative_position_bias: Callable[..., Tensor]
+    if TYPE_CHECKING:
+        num_heads: int
+        qkv: nn.Linear
+        proj: nn.Linear
+        window_size: list[int]
+        shift_size: list[int]
+        attention_dropout: float
+        dropout: float
+        get_relative_position_bias: Callable[..., Tensor]
 
     def dense_scale(self) -> float:
         """Return 1 / sqrt(head_dim)."""
@@ -41,75 +49,149 @@ class _Windowed(SizedAttention):
         return same and self.scale == (width // self.num_heads) ** -0.5
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shift, cut into windows, attend within each, and join them again, along two axes or three."""
-        sizes = x.shape[1:-1]
-        axes = list(range(1, 1 + len(sizes)))
-        window, shift = self._windows(sizes)
-        padding = [p for size, win in zip(sizes[::-1], window[::-1], strict=True) for p in (0, -size % win)]
-        x = F.pad(x, (0, 0, *padding))
-        padded = x.shape[1:-1]
-        if sum(shift):
-            x = torch.roll(x, [-s for s in shift], axes)
-        mask = _shift_mask(x, padded, window, shift) if sum(shift) else None
-        x = self._attend(_cut(x, window), mask, self._position_bias(window))
-        x = _join(x, padded, window)
-        if sum(shift):
-            x = torch.roll(x, shift, axes)
-        return x[(slice(None), *(slice(size) for size in sizes))].contiguous()
-
-    def _windows(self, sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return the window and the shift along each axis; where one window covers all, the shift is 0."""
-        pairs = zip(sizes, self.window_size, self.shift_size, strict=True)
-        return list(self.window_size), [0 if win >= size else shift for size, win, shift in pairs]
-
-    def _position_bias(self, window: list[int]) -> Tensor:
-        return self.get_relative_position_bias()
-
-    def _attend(self, x: Tensor, mask: Tensor | None, bias: Tensor) -> Tensor:
-        """Attend within windows, (B * windows, positions, C); mask: (windows, positions, positions)."""
-        values = self.proj.weight.shape[1]
-        keys = (self.qkv.weight.shape[0] - values) // 2
-        parts = F.linear(x, self.qkv.weight, self._input_bias(keys)).split_with_sizes([keys, keys, values], -1)
-        q, k, v = (part.view(*part.shape[:-1], self.num_heads, -1).transpose(1, 2) for part in parts)
-        scores = self._scores(q, k) + bias  # (B * windows, heads, positions, positions)
-        if mask is not None:
-            scores = (scores.view(-1, len(mask), *scores.shape[1:]) + mask[:, None]).flatten(0, 1)
-        attention = F.dropout(scores.softmax(-1), self.attention_dropout, self.training)
-        x = (attention @ v).transpose(1, 2).flatten(2)
-        return F.dropout(F.linear(x, self.proj.weight, self.proj.bias), self.dropout, self.training)
-
-    def _input_bias(self, keys: int) -> Tensor | None:
-        return self.qkv.bias
-
-    def _scores(self, q: Tensor, k: Tensor) -> Tensor:
-        return (q * self.scale) @ k.transpose(-2, -1)
+        """Shift, cut into windows, attend within each, and join them again."""
+        return window_attention(
+            x,
+            self.qkv.weight,
+            self.qkv.bias,
+            self.proj.weight,
+            self.proj.bias,
+            self.get_relative_position_bias(),
+            self.window_size,
+            self.shift_size,
+            self.num_heads,
+            self.scale,
+            None,
+            self.attention_dropout,
+            self.dropout,
+            self.training,
+        )
 
 
-def _cut(x: Tensor, window: Sequence[int]) -> Tensor:
+def window_attention(
+    x: Tensor,
+    qkv_weight: Tensor,
+    qkv_bias: Tensor | None,
+    proj_weight: Tensor,
+    proj_bias: Tensor | None,
+    position_bias: Tensor,
+    window: list[int],
+    shift: list[int],
+    num_heads: int,
+    scale: float,
+    logit_scale: Tensor | None,
+    attention_dropout: float,
+    dropout: float,
+    training: bool,
+) -> Tensor:
+    """Shift, cut into windows, attend within each, and join them again, along two axes or three.
+
+    Args:
+        x: (B, *sizes, C).
+        qkv_weight: rows of all queries, then keys, then values.
+        qkv_bias: of these; of the keys it is ignored where there is a `logit_scale`.
+        proj_weight: (C, width of all heads).
+        proj_bias: of the output.
+        position_bias: added to the scores, (1, heads, positions, positions).
+        window: size along each axis.
+        shift: along each axis; 0 where one window covers all.
+        num_heads: how many heads there are.
+        scale: factor of the scores; not used where there is a `logit_scale`.
+        logit_scale: logarithm of the scale of each head, for cosine attention.
+        attention_dropout: share of attention weights that are dropped.
+        dropout: share of outputs that are dropped.
+        training: whether anything is dropped.
+
+    Returns:
+        (B, *sizes, C).
+    """
+    count = len(window)
+    sizes = [x.shape[1 + axis] for axis in range(count)]
+    padding = [0, 0]
+    for axis in range(count - 1, -1, -1):
+        padding += [0, -sizes[axis] % window[axis]]
+    x = F.pad(x, padding)
+    padded = [x.shape[1 + axis] for axis in range(count)]
+    shift = [0 if window[axis] >= sizes[axis] else shift[axis] for axis in range(count)]
+    axes = [1 + axis for axis in range(count)]
+    if sum(shift) > 0:
+        x = torch.roll(x, [-s for s in shift], axes)
+    x = _cut(x, window)  # (B * windows, positions, C)
+
+    values = proj_weight.shape[1]
+    keys = (qkv_weight.shape[0] - values) // 2
+    if logit_scale is not None and qkv_bias is not None:
+        q_bias, k_bias, v_bias = qkv_bias.split_with_sizes([keys, keys, values])
+        qkv_bias = torch.cat([q_bias, k_bias * 0, v_bias])  # keys have no bias; its entries are ignored
+    q, k, v = F.linear(x, qkv_weight, qkv_bias).split_with_sizes([keys, keys, values], -1)
+    q, k, v = _in_heads(q, num_heads), _in_heads(k, num_heads), _in_heads(v, num_heads)
+    if logit_scale is not None:
+        scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
+        scores = scores * torch.clamp(logit_scale, max=math.log(100.0)).exp()
+    else:
+        scores = (q * scale) @ k.transpose(-2, -1)
+    scores = scores + position_bias  # (B * windows, heads, positions, positions)
+    if sum(shift) > 0:
+        mask = _shift_mask(x, padded, window, shift)
+        length = x.shape[1]
+        scores = scores.view(-1, mask.shape[0], num_heads, length, length) + mask[:, None]
+        scores = scores.view(-1, num_heads, length, length)
+    attention = F.dropout(scores.softmax(-1), attention_dropout, training)
+    x = (attention @ v).transpose(1, 2).flatten(2)
+    x = F.dropout(F.linear(x, proj_weight, proj_bias), dropout, training)
+
+    x = _join(x, padded, window)
+    if sum(shift) > 0:
+        x = torch.roll(x, shift, axes)
+    for axis in range(count):
+        if padded[axis] != sizes[axis]:
+            x = x.narrow(1 + axis, 0, sizes[axis])
+    return x.contiguous()
+
+
+torch.fx.wrap("window_attention")
+
+
+def _in_heads(x: Tensor, num_heads: int) -> Tensor:
+    """Return (B, positions, C) as (B, heads, positions, C / heads)."""
+    return x.view(x.shape[0], x.shape[1], num_heads, -1).transpose(1, 2)
+
+
+def _cut(x: Tensor, window: list[int]) -> Tensor:
     """Return (B, *sizes, C) cut into windows: (B * windows, positions, C)."""
-    n = len(window)
-    split = [part for size, win in zip(x.shape[1:-1], window, strict=True) for part in (size // win, win)]
-    order = (0, *range(1, 2 * n, 2), *range(2, 2 * n + 1, 2), 2 * n + 1)
-    return x.view(len(x), *split, x.shape[-1]).permute(order).reshape(-1, math.prod(window), x.shape[-1])
+    count, positions = len(window), 1
+    split = [x.shape[0]]
+    for axis in range(count):
+        split += [x.shape[1 + axis] // window[axis], window[axis]]
+        positions *= window[axis]
+    order = [0]
+    order += [2 * axis + 1 for axis in range(count)]
+    order += [2 * axis + 2 for axis in range(count)]
+    order += [2 * count + 1]
+    return x.view(split + [x.shape[-1]]).permute(order).reshape(-1, positions, x.shape[-1])  # noqa: RUF005  # TorchScript
 
 
-def _join(x: Tensor, sizes: Sequence[int], window: Sequence[int]) -> Tensor:
+def _join(x: Tensor, sizes: list[int], window: list[int]) -> Tensor:
     """Return the inverse of `_cut`."""
-    n = len(window)
-    counts = [size // win for size, win in zip(sizes, window, strict=True)]
-    order = (0, *(axis for i in range(n) for axis in (1 + i, 1 + n + i)), 2 * n + 1)
-    return x.view(-1, *counts, *window, x.shape[-1]).permute(order).reshape(-1, *sizes, x.shape[-1])
+    count, order = len(window), [0]
+    for axis in range(count):
+        order += [1 + axis, 1 + count + axis]
+    counts = [sizes[axis] // window[axis] for axis in range(count)]
+    x = x.view([-1] + counts + window + [x.shape[-1]])  # noqa: RUF005  # TorchScript takes no starred list
+    return x.permute(order + [2 * count + 1]).reshape([-1] + sizes + [x.shape[-1]])  # noqa: RUF005
 
 
-def _shift_mask(x: Tensor, padded: Sequence[int], window: Sequence[int], shift: Sequence[int]) -> Tensor:
+def _shift_mask(x: Tensor, padded: list[int], window: list[int], shift: list[int]) -> Tensor:
     """Return -100 between positions that are neighbors only by the cyclic shift, (windows, positions, positions)."""
-    regions = torch.zeros(tuple(padded), dtype=torch.long)
-    for axis, (size, win, s) in enumerate(zip(padded, window, shift, strict=True)):
-        part = torch.tensor([0] * (size - win) + [1] * (win - s) + [2] * s if s else [0] * size)
-        regions = regions * 3 + part.view([-1 if a == axis else 1 for a in range(len(padded))])
+    count = len(padded)
+    regions = torch.zeros(padded, dtype=torch.long)
+    for axis in range(count):
+        size, win, moved = padded[axis], window[axis], shift[axis]
+        part = torch.tensor([0] * (size - win) + [1] * (win - moved) + [2] * moved if moved > 0 else [0] * size)
+        regions = regions * 3 + part.view([size if other == axis else 1 for other in range(count)])
     cut = _cut(regions[None, ..., None], window)[..., 0]  # (windows, positions)
     apart = cut[:, None] != cut[:, :, None]
-    return x.new_zeros(apart.shape).masked_fill(apart.to(x.device), -100.0)
+    return torch.zeros(apart.shape, dtype=x.dtype, device=x.device).masked_fill(apart.to(x.device), -100.0)
 
 
 @substitute(ShiftedWindowAttention)
@@ -121,20 +203,41 @@ class SizedWindowAttention(_Windowed, ShiftedWindowAttention):  # type: ignore[m
 class SizedWindowAttention3d(_Windowed, ShiftedWindowAttention3d):  # type: ignore[misc]
     """torchvision's `ShiftedWindowAttention3d`."""
 
-    def _windows(self, sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return windows that are no larger than the input; they read their part of the position table."""
-        _, shift = super()._windows(sizes)
-        return [min(size, win) for size, win in zip(sizes, self.window_size, strict=True)], shift
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend within windows that are no larger than the input; they read their part of the position table."""
+        window = window_within(x, self.window_size)
+        return window_attention(
+            x,
+            self.qkv.weight,
+            self.qkv.bias,
+            self.proj.weight,
+            self.proj.bias,
+            self.get_relative_position_bias(window),
+            window,
+            self.shift_size,
+            self.num_heads,
+            self.scale,
+            None,
+            self.attention_dropout,
+            self.dropout,
+            self.training,
+        )
 
-    def _position_bias(self, window: list[int]) -> Tensor:
-        return self.get_relative_position_bias(window)
+
+def window_within(x: Tensor, window: list[int]) -> list[int]:
+    """Return a window's sizes, no larger than those of (B, *sizes, C)."""
+    return [min(x.shape[1 + axis], window[axis]) for axis in range(len(window))]
+
+
+torch.fx.wrap("window_within")
 
 
 @substitute(ShiftedWindowAttentionV2)
 class SizedWindowAttentionV2(_Windowed, ShiftedWindowAttentionV2):  # type: ignore[misc]
     """torchvision's `ShiftedWindowAttentionV2`: cosine attention with a learned scale for each head."""
 
-    logit_scale: nn.Parameter
+    if TYPE_CHECKING:
+        logit_scale: nn.Parameter
 
     def dense_scale(self) -> float:
         """Return 1: the scale is learned."""
@@ -145,15 +248,24 @@ class SizedWindowAttentionV2(_Windowed, ShiftedWindowAttentionV2):  # type: igno
         width = self.proj.weight.shape[1]
         return self.qkv.weight.shape == (3 * width, width) and self.proj.weight.shape[0] == width
 
-    def _input_bias(self, keys: int) -> Tensor | None:
-        if self.qkv.bias is None:
-            return None
-        q, k, v = self.qkv.bias.split_with_sizes([keys, keys, len(self.qkv.bias) - 2 * keys])
-        return torch.cat([q, k * 0, v])  # keys have no bias; its entries are ignored
-
-    def _scores(self, q: Tensor, k: Tensor) -> Tensor:
-        scale = torch.clamp(self.logit_scale, max=math.log(100.0)).exp()
-        return F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1) * scale
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend within windows, by the angles between queries and keys."""
+        return window_attention(
+            x,
+            self.qkv.weight,
+            self.qkv.bias,
+            self.proj.weight,
+            self.proj.bias,
+            self.get_relative_position_bias(),
+            self.window_size,
+            self.shift_size,
+            self.num_heads,
+            self.scale,
+            self.logit_scale,
+            self.attention_dropout,
+            self.dropout,
+            self.training,
+        )
 
 
 @substitute(RelativePositionalMultiHeadAttention)
@@ -165,11 +277,12 @@ class SizedRelativeAttention(SizedAttention, RelativePositionalMultiHeadAttentio
 
     heads = "n_heads"
     projection = "merge"
-    n_heads: int
-    scale_factor: float
-    to_qkv: nn.Linear
-    merge: nn.Linear
-    get_relative_positional_bias: Callable[[], Tensor]
+    if TYPE_CHECKING:
+        n_heads: int
+        scale_factor: float
+        to_qkv: nn.Linear
+        merge: nn.Linear
+        get_relative_positional_bias: Callable[[], Tensor]
 
     def dense_scale(self) -> float:
         """Return the scale of the dense module, which follows from the width of its input."""
@@ -186,9 +299,12 @@ class SizedRelativeAttention(SizedAttention, RelativePositionalMultiHeadAttentio
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend within each group."""
+        b, groups, positions, _ = x.shape
         values = self.merge.weight.shape[1]
         keys = (self.to_qkv.weight.shape[0] - values) // 2
-        parts = self.to_qkv(x).split_with_sizes([keys, keys, values], -1)
-        q, k, v = (part.view(*part.shape[:-1], self.n_heads, -1).transpose(2, 3) for part in parts)
+        q, k, v = self.to_qkv(x).split_with_sizes([keys, keys, values], -1)
+        q = q.view(b, groups, positions, self.n_heads, -1).transpose(2, 3)
+        k = k.view(b, groups, positions, self.n_heads, -1).transpose(2, 3)
+        v = v.view(b, groups, positions, self.n_heads, -1).transpose(2, 3)
         scores = q @ (k * self.scale).transpose(-2, -1) + self.get_relative_positional_bias()
         return self.merge((scores.softmax(-1) @ v).transpose(2, 3).flatten(3))  # type: ignore[no-any-return]

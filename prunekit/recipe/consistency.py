@@ -28,6 +28,8 @@ GOES_WITH = {
     "columns": ("huggingface",),
 }
 ROOTLESS = {"digits": "come with the package", "own": "are given as --data file.py:factory"}
+QUANTIZED = {"onnx", "openvino"}
+"""Formats of exports that can be quantized."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -229,4 +231,11 @@ def _data(values: Mapping[str, Any]) -> Iterator[Finding]:
         yield ("data", "test_share"), f"{text}; nothing would be left to train on"
 
 
-CHECKS = (_names, _budget, _activations, _baseline, _training, _sharding, _data, _images, _deploy, _schedule)
+def _quantize(values: Mapping[str, Any]) -> Iterator[Finding]:
+    wanted, formats = values.get("quantize"), values.get("export", ())
+    if wanted is not None and isinstance(formats, (list, tuple)) and not {*map(str, formats)} & QUANTIZED:
+        text = f"expected null, or {' or '.join(sorted(QUANTIZED))} among the formats of export, got {show(wanted)}"
+        yield ("quantize",), f"{text} with export {show(list(formats))}"
+
+
+CHECKS = (_names, _budget, _activations, _baseline, _training, _sharding, _data, _images, _deploy, _schedule, _quantize)

@@ -44,6 +44,8 @@ EXAMPLES: dict[str, Any] = {
     "JobSettings.activations": {"modules": ["layer1.*.relu"], "target": 0.5},
     "JobSettings.deploy": {"fold_batchnorm": True},
     "JobSettings.latency": {"batches": [1, 16], "runtimes": ["eager", "onnxruntime"]},
+    "JobSettings.export": ["onnx", "openvino"],
+    "JobSettings.quantize": "int8",
     "JobSettings.device": "cuda:0",
     "JobSettings.threads": 4,
     "LatencySettings.runtimes": ["eager", "onnxruntime"],

@@ -9,15 +9,15 @@ import io
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 from ruamel.yaml import YAML
 
 from prunekit.errors import UsageError
-from prunekit.known_names import TASKS
+from prunekit.known_names import TASKS, FormatName
 from prunekit.settings.calibration import CalibrationSettings, RepairSettings
-from prunekit.settings.deployment import DeploySettings, LatencySettings
+from prunekit.settings.deployment import DeploySettings, LatencySettings, QuantizeSettings
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.prune import PruneSettings
 from prunekit.settings.train import ActivationSettings, CheckpointSettings, TrainSettings, WatchSettings
@@ -83,6 +83,11 @@ class JobSettings(Checked):
     """Changes to a second copy of the compact model, for its deployment."""
     latency: LatencySettings = field(default_factory=LatencySettings)
     """What is timed at the end of the run."""
+    export: tuple[FormatName, ...] = ()
+    """Formats that the finished model is exported to, in the run's folder `exports`; each file is checked against the
+    model, scored on the test data and timed."""
+    quantize: Literal["int8"] | QuantizeSettings | None = None
+    """Whether exports to `onnx` and `openvino` are also quantized to int8, as files of their own; null: not."""
     seed: Annotated[int, Ge(0)] = 0
     """Seed of all random numbers."""
     device: str = "auto"

@@ -159,6 +159,19 @@ def input_specs(example: tuple[Any, ...]) -> tuple[InputSpec, ...]:
     )
 
 
+def zeros_of(specs: Sequence[InputSpec]) -> tuple[Any, ...]:
+    """Return an example of zeros by the specifications of its tensors.
+
+    Raises:
+        AttributeError: torch has no such dtype.
+        TypeError, ValueError, RuntimeError: a shape is none.
+    """
+    zeros = [torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs]
+    named = Keywords((spec.name, zero) for spec, zero in zip(specs, zeros, strict=True) if spec.name is not None)
+    given = [zero for spec, zero in zip(specs, zeros, strict=True) if spec.name is None]
+    return (*given, named) if named else tuple(given)
+
+
 def parameter_names(model: nn.Module) -> list[str]:
     """Return the names of the arguments of a model's `forward` in their order; none if its code is not Python."""
     return [parameter.name for parameter in _parameters(model)]
@@ -261,6 +274,13 @@ def to_device(values: Any, device: torch.device) -> Any:
 def sample_count(inputs: Any, default: int = 0) -> int:
     """Return the number of samples: the size of the first axis of the first tensor that has one; else the default."""
     return next((tensor.shape[0] for tensor in gather(inputs) if tensor.dim()), default)
+
+
+def is_batched(example: tuple[Any, ...]) -> bool:
+    """Return whether every tensor of an example has the samples on its first axis; entries of a list are samples."""
+    count, (positional, named) = sample_count(example), split(example)
+    lists = any(isinstance(value, list) for value in (*positional, *named.values()))
+    return count > 0 and not lists and all(tensor.dim() and len(tensor) == count for tensor in gather(example))
 
 
 def sample_noun(inputs: Any) -> str:

@@ -19,13 +19,14 @@ from torch import nn
 from prunekit.cli import cli
 from prunekit.cli.models import recipe_of_data
 from prunekit.data.sources import load_splits
-from prunekit.jobs import batch_size, calibrate
+from prunekit.jobs import calibrate
 from prunekit.jobs import finetune as finetune_module
 from prunekit.jobs import finetune as jobs_finetune
-from prunekit.jobs.batch_size import LargestBatch, TriedBatch
 from prunekit.jobs.calibrate import CalibrationResult
 from prunekit.jobs.prune import dry_run as dry_run_module
+from prunekit.jobs.run import batch_size
 from prunekit.jobs.run import model_sources as targets
+from prunekit.jobs.run.batch_size import LargestBatch, TriedBatch
 from prunekit.jobs.run.job_inputs import Own
 from prunekit.jobs.run.model_sources import InputModel
 from prunekit.jobs.run.results import RunResult

@@ -31,7 +31,7 @@ def test_each_kind_is_listed_by_name_with_a_line_each() -> None:
     expected = {
         "criteria": "l2", "scopes": "per_mac", "budgets": "macs", "runtimes": "eager", "tasks": "segmentation",
         "sections": None, "rules": "aten.convolution", "recipes": "resnet34", "models": "resnet18",
-        "augmentations": "crop_flip",
+        "augmentations": "crop_flip", "formats": "onnx",
     }  # fmt: skip
     assert set(expected) == set(KINDS)
     for kind, name in expected.items():

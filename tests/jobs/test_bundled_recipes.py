@@ -53,7 +53,7 @@ def test_imagenet_runs_to_its_end(tree: Path, tmp_path: Path) -> None:
     assert run.metrics["pruned"]["macs"] <= 0.6 * run.metrics["dense"]["macs"]
     assert run.metrics["pruned"]["n_test"] == 9
     assert [Path(name).name for name in run.metrics["corrupt_images"]] == [f"{WNIDS[1]}_3.JPEG"]
-    assert json.loads((run.folder / "model" / "prunekit.json").read_text())["classes"] == list(WNIDS)
+    assert json.loads((run.folder / "model" / "prunekit.json").read_text())["interface"]["classes"] == list(WNIDS)
     assert prunekit.load(run.folder / "model").fc.out_features == 3
 
 

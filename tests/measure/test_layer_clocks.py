@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torchvision.models import MobileNetV2, ResNet, VisionTransformer
 from torchvision.models.resnet import BasicBlock
 
+from prunekit.formats.node_modules import NodeModules
 from prunekit.measure.effort import Effort, effort_of
 from prunekit.measure.latency_profile import network_timing
 from prunekit.measure.latency_profile.layer_times import LayerTimes
 from prunekit.measure.latency_profile.network_timing import Network, time_networks
-from prunekit.measure.runtimes.onnx_files import NodeModules, onnx_source
+from prunekit.measure.runtimes.onnx_files import onnx_source
 from prunekit.measure.runtimes.onnx_runtime import times_by_module
 from prunekit.measure.runtimes.openvino import undisturbed_means
 from prunekit.measure.runtimes.runtime import RUNTIMES

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from prunekit.export.onnx import export_onnx
+from prunekit.formats.onnx import export_onnx
 from prunekit.known_names import DtypeName
 from prunekit.measure.effort import Effort, effort_of
 from prunekit.measure.latency import comparison

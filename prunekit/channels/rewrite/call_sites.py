@@ -144,9 +144,19 @@ def method_of(cls: type, name: str) -> tuple[type, FunctionType] | None:
     for base in cls.__mro__:
         method = vars(base).get(name)
         if method is not None:
-            method = inspect.unwrap(method) if isinstance(method, FunctionType) else None
+            method = inspect.unwrap(method, stop=_has_text) if isinstance(method, FunctionType) else None
             return (base, method) if isinstance(method, FunctionType) and method.__code__.co_argcount else None
     return None
+
+
+SIZED_FILE = ", with explicit sizes "
+"""What stands between the name of a file and that of the text of a method that was compiled again, in `linecache`."""
+
+
+def _has_text(function: Any) -> bool:
+    """Return whether a function was compiled again, and wraps one that stands for its text."""
+    code = getattr(getattr(function, "__wrapped__", None), "__code__", None)
+    return code is not None and SIZED_FILE in code.co_filename
 
 
 @lru_cache(maxsize=1024)

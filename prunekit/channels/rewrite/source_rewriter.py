@@ -4,7 +4,8 @@ An attribute such as `num_heads` is set to its value under a plan. For an expres
 its own source with an attribute in its place, in a subclass that the compact module gets. The size has a name that says
 where the expression is and how it reads, and only numbers are ever stored: the code is always that of the class itself.
 Such a subclass is pickled as its original class and the names of those places, and compiled again when it is
-unpickled; prunekit and the original class have to be importable there.
+unpickled; prunekit and the original class have to be importable there. Tracebacks name the lines of the class itself;
+`inspect.getsource`, and so TorchScript, reads the method as it runs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ import ast
 import copy
 import copyreg
 import functools
+import hashlib
+import linecache
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
@@ -23,6 +27,7 @@ from torch import nn
 
 from prunekit.channels.channel_map import ChannelMap, Keep, SizeAttribute
 from prunekit.channels.rewrite.call_sites import (
+    SIZED_FILE,
     CodePlace,
     definition,
     is_chunk,
@@ -218,8 +223,8 @@ def _as_sized(cls: type, sizes: dict[str, Any], function: Callable[..., Any], ar
     return made
 
 
-def _compiled(cls: type, name: str, places: list[CodePlace]) -> FunctionType:
-    """Return a method compiled from its own source, with attributes in place of expressions."""
+def _compiled(cls: type, name: str, places: list[CodePlace], *, kept: bool = True) -> FunctionType:
+    """Return a method compiled from its own source, with attributes in place of expressions; `kept` keeps its text."""
     method = method_of(cls, name)
     found = method and definition(method[1].__code__)
     if not method or not found:
@@ -243,10 +248,47 @@ def _compiled(cls: type, name: str, places: list[CodePlace]) -> FunctionType:
     closure = tuple(cells[variable] for variable in made.co_freevars)
     new = FunctionType(made, old.__globals__, name, old.__defaults__, closure)
     new.__kwdefaults__, new.__qualname__ = old.__kwdefaults__, old.__qualname__
+    if kept:
+        _set_text(new, _written(base, exchange, node, code.co_filename))
     decorated = _redecorated(vars(base)[name], old, new)
     if decorated is None:  # a decorator that keeps the method elsewhere than in a variable of its own
         raise KeyError(name)
     return decorated
+
+
+def _set_text(function: FunctionType, file: str) -> None:
+    """Let `inspect` find the source of a function in another file, by a twin that the function seems to wrap."""
+    code, name = function.__code__.replace(co_filename=file), function.__name__
+    twin = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+    twin.__kwdefaults__, twin.__qualname__ = function.__kwdefaults__, function.__qualname__
+    function.__wrapped__ = twin  # type: ignore[attr-defined]
+
+
+def _written(base: type, exchange: _ExpressionReplacer, node: ast.FunctionDef, file: str) -> str:
+    """Return the name of a file that exists in `linecache` alone: the method as it runs, in its own lines."""
+    lines = exchange.source.splitlines(keepends=True)[: node.end_lineno]
+    for (first, start, last, end), new in sorted(exchange.edits, reverse=True):
+        before, after = lines[first - 1].encode()[:start].decode(), lines[last - 1].encode()[end:].decode()
+        lines[first - 1 : last] = [before + new + "\\\n" * (last - first) + after]
+        lines = "".join(lines).splitlines(keepends=True)
+    own = lines[node.lineno - 1 :]
+    if not _reads_as(own, node):
+        own = textwrap.indent(ast.unparse(node), " " * node.col_offset).splitlines(keepends=True)
+    lines = ["\n"] * (node.lineno - 1) + own
+    text = "".join(lines)
+    name = hashlib.sha256(f"{base.__qualname__} {text}".encode()).hexdigest()[:12]
+    found = f"{file}{SIZED_FILE}{name}"
+    linecache.cache[found] = (len(text), None, lines, found)
+    return found
+
+
+def _reads_as(lines: list[str], node: ast.FunctionDef) -> bool:
+    """Return whether some lines are the source of a method."""
+    try:
+        (read,) = ast.parse(textwrap.dedent("".join(lines))).body
+    except (SyntaxError, ValueError):
+        return False
+    return ast.dump(read) == ast.dump(ast.fix_missing_locations(node))
 
 
 def _redecorated(
@@ -279,7 +321,7 @@ def _contents(cell: CellType) -> Any:
 def can_state(cls: type, place: CodePlace) -> bool:
     """Return whether a class's method can be compiled with something in place of an expression."""
     try:
-        _compiled(original_of(cls), place.function, [place])
+        _compiled(original_of(cls), place.function, [place], kept=False)
     except (KeyError, SyntaxError, OSError):
         return False
     return True
@@ -299,15 +341,27 @@ class _ExpressionReplacer(ast.NodeTransformer):
         self.owner = [*node.args.posonlyargs, *node.args.args][0].arg
         self.first, self.source = node.lineno, source
         self.left = list(places)
+        self.edits: list[tuple[tuple[int, int, int, int], str]] = []  # spans in the source, and what is there instead
+        self._inside = False
 
     def visit(self, node: ast.AST) -> Any:
         """Return a node with its expressions replaced."""
         place = self._place(node) if isinstance(node, ast.expr) else None
-        if place is None:
+        if place is None or not isinstance(node, ast.expr):
             return self.generic_visit(node)
         self.left.remove(place)
+        outermost, self._inside = not self._inside, True
+        new = self._replaced(node, place)
+        if outermost:
+            self._inside = False
+            assert node.end_lineno is not None
+            assert node.end_col_offset is not None
+            self.edits.append(((node.lineno, node.col_offset, node.end_lineno, node.end_col_offset), ast.unparse(new)))
+        return new
+
+    def _replaced(self, node: ast.expr, place: CodePlace) -> ast.expr:
         size = ast.Attribute(ast.Name(self.owner, ast.Load()), place.attribute, ast.Load())
-        if place.axis is not None and isinstance(node, ast.expr):
+        if place.axis is not None:
             self.generic_visit(node)
             return _in_order(node if place.whole else _source_of(node), place.axis, size)
         if is_unscaled_attention(node):

@@ -8,12 +8,13 @@ those of torchvision's window attention are in `prunekit.models.window_attention
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
+import torch.fx
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -35,7 +36,8 @@ class SizedAttention(nn.Module):
 
     heads = "num_heads"
     projection = "proj"
-    scale: float
+    if TYPE_CHECKING:  # TorchScript does not understand annotations that are text
+        scale: float
 
     def dense_scale(self) -> float:
         """Return the scale that the original class computes from its dense sizes."""
@@ -163,7 +165,8 @@ class SizedMultiheadAttention(SizedAttention, nn.MultiheadAttention):
     """
 
     projection = "out_proj"
-    value_dim: int
+    if TYPE_CHECKING:
+        value_dim: int
 
     def dense_scale(self) -> float:
         """Return 1 / sqrt(head_dim)."""
@@ -204,63 +207,160 @@ class SizedMultiheadAttention(SizedAttention, nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute what `nn.MultiheadAttention.forward` does; a 3-d `attn_mask` has (batch * kept heads) rows."""
-        if is_causal and attn_mask is None:
-            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
-        batched, shared = query.dim() == 3, query is key and key is value
-        if not batched:
-            query, key, value = (tensor.unsqueeze(0) for tensor in (query, key, value))  # (N, L, E)
-            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-        elif not self.batch_first:
-            query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
-        q, k, v = self._projected(query, key, value, shared=shared)
-        mask = self._mask(attn_mask, key_padding_mask, q)
-        dropout = self.dropout if self.training else 0.0
-        weights = None
-        if need_weights:
-            scores = (q * self.scale) @ k.transpose(-2, -1)  # (N, heads, L, S)
-            weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
-            heads = weights @ v
-            weights = weights if batched else weights.squeeze(0)
-            weights = weights.mean(-3) if average_attn_weights else weights
-        else:
-            causal = is_causal and key_padding_mask is None
-            mask = None if causal else mask
-            heads = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=self.scale)
-        output = F.linear(heads.transpose(1, 2).flatten(2), self.out_proj.weight, self.out_proj.bias)
-        if not batched:
-            return output.squeeze(0), weights
-        return output if self.batch_first else output.transpose(0, 1), weights
+        return multi_head_attention(
+            query,
+            key,
+            value,
+            [self.num_heads * self.head_dim, self.num_heads * self.head_dim, self.num_heads * self.value_dim],
+            self.num_heads,
+            self.scale,
+            self.in_proj_weight,
+            self.q_proj_weight,
+            self.k_proj_weight,
+            self.v_proj_weight,
+            self.in_proj_bias,
+            self.bias_k,
+            self.bias_v,
+            self.add_zero_attn,
+            self.out_proj.weight,
+            self.out_proj.bias,
+            self.batch_first,
+            self.dropout if self.training else 0.0,
+            key_padding_mask,
+            need_weights,
+            attn_mask,
+            average_attn_weights,
+            is_causal,
+        )
 
-    def _projected(self, query: Tensor, key: Tensor, value: Tensor, *, shared: bool) -> list[Tensor]:
-        """Return queries, keys and values, (N, heads, length, width) each, with the learned and zero keys appended."""
-        sizes = [self.num_heads * width for width in (self.head_dim, self.head_dim, self.value_dim)]
-        if shared and self.in_proj_weight is not None:
-            q, k, v = F.linear(query, self.in_proj_weight, self.in_proj_bias).split_with_sizes(sizes, -1)
-        else:
-            packed = self.in_proj_weight
-            weights: Sequence[Tensor] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-            weights = weights if packed is None else packed.split_with_sizes(sizes)
-            biases: Sequence[Tensor | None] = (None,) * 3
-            if self.in_proj_bias is not None:
-                biases = self.in_proj_bias.split_with_sizes(sizes)
-            q, k, v = (F.linear(*each) for each in zip((query, key, value), weights, biases, strict=True))
-        if self.bias_k is not None and self.bias_v is not None:
-            k, v = (torch.cat([x, b.repeat(len(x), 1, 1)], 1) for x, b in ((k, self.bias_k), (v, self.bias_v)))
-        if self.add_zero_attn:
-            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
-        return [x.view(*x.shape[:-1], self.num_heads, -1).transpose(1, 2) for x in (q, k, v)]
 
-    def _mask(self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor) -> Tensor | None:
-        """Return the mask that is added to the scores, broadcasting to (N, heads, L, S); None without one."""
-        mask = None
-        if attn_mask is not None:
-            mask = _additive(attn_mask, q.dtype)
-            mask = mask.view(-1, self.num_heads, *mask.shape[1:]) if mask.dim() == 3 else mask
+def multi_head_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sizes: list[int],
+    num_heads: int,
+    scale: float,
+    packed: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    v_weight: Tensor | None,
+    in_bias: Tensor | None,
+    bias_k: Tensor | None,
+    bias_v: Tensor | None,
+    add_zero_attn: bool,
+    out_weight: Tensor,
+    out_bias: Tensor | None,
+    batch_first: bool,
+    dropout: float,
+    key_padding_mask: Tensor | None,
+    need_weights: bool,
+    attn_mask: Tensor | None,
+    average_attn_weights: bool,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the output and the weights of attention; one step to `torch.fx`, and Python that TorchScript compiles.
+
+    Args:
+        query: as `nn.MultiheadAttention.forward` takes it, like `key`, `value` and all that it takes besides.
+        key: see there.
+        value: see there.
+        sizes: rows of queries, keys and values, over all heads.
+        num_heads: how many of them there are.
+        scale: factor of the scores.
+        packed: weights of queries, keys and values, one after the other; None: those alone that follow.
+        q_weight: of the queries.
+        k_weight: of the keys.
+        v_weight: of the values.
+        in_bias: of all three.
+        bias_k: a learned key that is appended.
+        bias_v: a learned value.
+        add_zero_attn: whether a key and a value of zeros are appended.
+        out_weight: of the output projection.
+        out_bias: of the output projection.
+        batch_first: whether the first axis is the batch.
+        dropout: share of the weights that are dropped.
+        key_padding_mask: see `nn.MultiheadAttention`.
+        need_weights: see there.
+        attn_mask: see there.
+        average_attn_weights: see there.
+        is_causal: see there.
+    """
+    if is_causal and attn_mask is None:
+        raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
+    batched, shared = query.dim() == 3, query is key and key is value
+    if not batched:
+        query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)  # (N, L, E)
         if key_padding_mask is not None:
-            padding = _additive(key_padding_mask, q.dtype)[:, None, None]
-            mask = padding if mask is None else mask + padding
-        appended = (self.bias_k is not None) + bool(self.add_zero_attn)
-        return mask if mask is None or not appended else F.pad(mask, (0, appended))
+            key_padding_mask = key_padding_mask.unsqueeze(0)
+    elif not batch_first:
+        query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+    if shared and packed is not None:
+        q, k, v = F.linear(query, packed, in_bias).split_with_sizes(sizes, -1)
+    else:
+        if packed is not None:
+            q_weight, k_weight, v_weight = packed.split_with_sizes(sizes)
+        assert q_weight is not None
+        assert k_weight is not None
+        assert v_weight is not None
+        q_bias: Tensor | None = None
+        k_bias: Tensor | None = None
+        v_bias: Tensor | None = None
+        if in_bias is not None:
+            q_bias, k_bias, v_bias = in_bias.split_with_sizes(sizes)
+        q = F.linear(query, q_weight, q_bias)
+        k = F.linear(key, k_weight, k_bias)
+        v = F.linear(value, v_weight, v_bias)
+    appended = 0
+    if bias_k is not None and bias_v is not None:
+        appended += 1
+        k = torch.cat([k, bias_k.repeat(k.shape[0], 1, 1)], 1)
+        v = torch.cat([v, bias_v.repeat(v.shape[0], 1, 1)], 1)
+    if add_zero_attn:
+        appended += 1
+        k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+    q, k, v = _in_heads(q, num_heads), _in_heads(k, num_heads), _in_heads(v, num_heads)
+
+    mask: Tensor | None = None  # is added to the scores, broadcasting to (N, heads, L, S)
+    if attn_mask is not None:
+        mask = _additive(attn_mask, q.dtype)
+        if mask.dim() == 3:
+            mask = mask.view(-1, num_heads, mask.shape[1], mask.shape[2])
+    if key_padding_mask is not None:
+        padding = _additive(key_padding_mask, q.dtype)[:, None, None]
+        mask = padding if mask is None else mask + padding
+    if mask is not None and appended > 0:
+        mask = F.pad(mask, (0, appended))
+
+    weights: Tensor | None = None
+    if need_weights:
+        scores = (q * scale) @ k.transpose(-2, -1)  # (N, heads, L, S)
+        if mask is not None:
+            scores = scores + mask
+        found = F.dropout(scores.softmax(-1), dropout)
+        heads = found @ v
+        if not batched:
+            found = found.squeeze(0)
+        weights = found.mean(-3) if average_attn_weights else found
+    else:
+        causal = is_causal and key_padding_mask is None
+        if causal:
+            mask = None
+        heads = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale)
+    output = F.linear(heads.transpose(1, 2).flatten(2), out_weight, out_bias)
+    if not batched:
+        output = output.squeeze(0)
+    elif not batch_first:
+        output = output.transpose(0, 1)
+    return output, weights
+
+
+torch.fx.wrap("multi_head_attention")
+
+
+def _in_heads(x: Tensor, num_heads: int) -> Tensor:
+    """Return (N, length, width) as (N, heads, length, width of a head)."""
+    return x.view(x.shape[0], x.shape[1], num_heads, -1).transpose(1, 2)
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

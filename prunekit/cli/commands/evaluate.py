@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,9 @@ from prunekit.cli.models import (
     one_target,
     recipe_of_data,
     refuse_idle_overrides,
+    refuse_two_sources,
 )
-from prunekit.cli.options import is_recipe, split_overrides
+from prunekit.cli.options import is_recipe, model_options, split_overrides
 from prunekit.cli.output import Console, check_folder, save
 from prunekit.distributed.launcher import leads
 from prunekit.errors import UsageError
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 @click.command("evaluate", short_help="Measure the accuracy of a model on test images.")
 @click.argument("arguments", nargs=-1, metavar="[MODEL] [KEY=VALUE]...")
 @click.option("--recipe", "data_recipe", metavar="RECIPE", help="Whose test images to use.")
-@model_command("evaluate.json.")
+@model_command("evaluate.json.", options=partial(model_options, images=True))
 def evaluate_command(
     console: Console,
     given: ModelOptions,
@@ -42,25 +44,25 @@ def evaluate_command(
     MODEL is a recipe (its dense model, trained first where it has no weights, and tested on its own data), a model
     folder, or the name of a torchvision or CIFAR model; instead of it, or of a recipe's model, --model gives your own.
     KEY=VALUE changes the recipe. A model folder inside a run folder is tested on the data of that run unless --recipe
-    or --data says otherwise.
+    or --data says otherwise; anywhere else --data is enough, because the folder has its preprocessing and task.
     """
     targets, overrides = split_overrides(arguments)
-    data_recipe = recipe_of_data(targets, data_recipe)
+    refuse_two_sources(targets, data_recipe, given)
+    data_recipe = None if given.labeled_images else recipe_of_data(targets, data_recipe)
     refuse_idle_overrides(overrides, [data_recipe])
     whole = any(map(is_recipe, targets))
     job = None if data_recipe is None else _job(data_recipe, overrides, given, device, whole)
     check_folder(job.output if job and whole else None)
     from prunekit.jobs.evaluate import evaluate as measure
     from prunekit.jobs.run.job_inputs import Own
-    from prunekit.settings.inputs import DataSettings
     from prunekit.utils.context import resolve_device
 
-    images = job.data if job else DataSettings(source="own") if given.data else None
+    images = job.data if job else None
     with console.running():
         target = _target(targets, job, given, console)
         where = resolve_device(device or (job.device if job else "auto"))
         own = Own(data=given.data)
-        result = measure(target, images, where, own, job.task if job else given.task or "image_classification")
+        result = measure(target, images, where, own, job.task if job else given.task)
     if leads():
         save(result, output, "evaluate.json", console)
     console.result(result, _text(result))

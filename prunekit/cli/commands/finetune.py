@@ -105,7 +105,7 @@ def run_recipe(
 
 
 def _find_batch_size(job: JobSettings, own: Own, console: Console) -> None:
-    from prunekit.jobs.batch_size import find_batch_size
+    from prunekit.jobs.run.batch_size import find_batch_size
 
     with console.running():
         found = find_batch_size(job, log=console.log, own=own)

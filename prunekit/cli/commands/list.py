@@ -10,7 +10,7 @@ import click
 
 from prunekit.cli.options import Zoo, common_options
 from prunekit.cli.output import Console
-from prunekit.known_names import BUDGETS, CRITERIA, RUNTIMES, SECTIONS, TASKS
+from prunekit.known_names import BUDGETS, CRITERIA, FORMATS, RUNTIMES, SECTIONS, TASKS
 from prunekit.utils.display import table
 from prunekit.utils.registry import Registry
 
@@ -47,6 +47,12 @@ def _runtimes() -> Iterator[Row]:
     for name, runtime in RUNTIMES.items():
         missing = runtime.unusable()
         yield {"name": name, "about": runtime.about, "usable": not missing, "missing": missing}
+
+
+def _formats() -> Iterator[Row]:
+    for name, kind in FORMATS.items():
+        missing = kind.unusable()
+        yield {"name": name, "about": kind.about, "usable": not missing, "missing": missing}
 
 
 def _recipes() -> Iterator[Row]:
@@ -93,6 +99,7 @@ KINDS: dict[str, Callable[[], Iterator[Row]]] = {
     "scopes": _described(SCOPES),
     "budgets": _of(BUDGETS, "unit", "about"),
     "runtimes": _runtimes,
+    "formats": _formats,
     "tasks": _of(TASKS, "data", "measures"),
     "sections": _of(SECTIONS, "about"),
     "rules": _rules,
@@ -102,7 +109,7 @@ KINDS: dict[str, Callable[[], Iterator[Row]]] = {
 }
 
 
-@click.command("list", short_help="Show criteria, budgets, runtimes, tasks, models ...")
+@click.command("list", short_help="Show criteria, budgets, runtimes, formats, models ...")
 @click.argument("what", type=click.Choice(list(KINDS)))
 @click.argument("pattern", default="*", metavar="[PATTERN]")
 @common_options

@@ -96,7 +96,17 @@ class Prepared:
 
     def save_model(self, model: nn.Module, folder: Path, plan: Plan) -> None:
         """Save a compact model of the job in a folder."""
-        save(model, folder, plan, build=self.build, extra={"classes": list(self.splits.classes)})
+        splits = self.splits
+        save(
+            model,
+            folder,
+            plan,
+            build=self.build,
+            preprocessing=splits.preprocessing,
+            classes=splits.classes,
+            task=splits.task.name,
+            example=self.example_inputs,
+        )
 
     def load_model(self, folder: Path, dense: nn.Module) -> nn.Module:
         """Load a compact model of the job from a folder; the dense one is needed if it is the user's own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -9,20 +10,26 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from prunekit.compaction.model_folder import load, read_manifest
+from prunekit.compaction.model_folder import folder_interface, load, read_manifest
+from prunekit.data.preprocessed_images import is_labeled_images, labeled_images
 from prunekit.data.sources import Splits
+from prunekit.data.user_data import load_own
 from prunekit.errors import ArtifactError, ModelError, UsageError, nearest, reason_of
 from prunekit.jobs.run.dense_model import prepare, train_baseline
 from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, example_of, job_model, job_splits, require_sources
 from prunekit.jobs.run.run_folder import Log
 from prunekit.measure.runtimes.session import Inputs, inputs_like, inputs_of
+from prunekit.models.interface import ModelInterface
+from prunekit.models.preprocessing import Preprocessing
 from prunekit.models.state_dicts import load_weights
 from prunekit.models.zoo import ZOOS, build_model, image_shape, load_factory, load_with_example, zoo_names
+from prunekit.models.zoo_preprocessing import published
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
+from prunekit.tasks.task import get_task
 from prunekit.utils.context import seeded, training_mode
-from prunekit.utils.inputs import Keywords, call, described
+from prunekit.utils.inputs import InputSpec, call, described, zeros_of
 from prunekit.utils.tensors import gather
 
 MANIFEST = "prunekit.json"
@@ -39,6 +46,7 @@ class InputModel:
         splits: the data of the job, if it came from one.
         trained: whether weights were loaded; the accuracy of random ones means nothing.
         inputs: an example, samples first; None for models of one image.
+        interface: how it is fed, if its folder, its file or its zoo says so.
     """
 
     model: nn.Module
@@ -47,6 +55,7 @@ class InputModel:
     splits: Splits | None = None
     trained: bool = True
     inputs: tuple[Any, ...] | None = None
+    interface: ModelInterface | None = None
 
     def example_inputs(self) -> tuple[Any, ...]:
         """Return the arguments of one forward pass: the inputs, or zeros of shape (1, *sample_shape)."""
@@ -111,32 +120,63 @@ def trained_model(job: JobSettings, *, log: Log, progress: bool = False, own: Ow
     prepared = prepare(job, own)
     model = train_baseline(prepared, log=log, progress=progress).model
     splits = prepared.splits
-    return InputModel(model, job.name, splits.sample_shape, splits, inputs=inputs_of_task(model, splits))
+    inputs, known = inputs_of_task(model, splits), interface_of_splits(splits)
+    return InputModel(model, job.name, splits.sample_shape, splits, inputs=inputs, interface=known)
 
 
-def splits_of(
-    target: InputModel, data: DataSettings | None, own: Own, purpose: str, task: str = "image_classification"
-) -> Splits:
-    """Return the data of a model: that of its job, or else that of the settings.
+def interface_of_splits(splits: Splits) -> ModelInterface:
+    """Return what the data of a job says on how its model is fed; inputs and outputs are not among it."""
+    return ModelInterface((), (), splits.task.name, splits.classes, splits.preprocessing)
+
+
+def splits_of(target: InputModel, data: DataSettings | None, own: Own, purpose: str, task: str | None = None) -> Splits:
+    """Return the data of a model: that of its job, of the settings, or the user's own, fed as the model says.
 
     Args:
         target: the model.
-        data: settings of the data; None without.
-        own: the user's own code.
+        data: settings of the data; None without a recipe.
+        own: the user's own code, or the path of labeled images.
         purpose: of the images, for messages.
-        task: of the user's own data.
+        task: of the user's own data; None: the model's.
 
     Raises:
-        UsageError: there are none.
+        UsageError: there are none, or the model does not say how it is fed.
     """
     if target.splits is not None:
         return target.splits
+    known = target.interface
+    task = task or (known.task if known else None) or IMAGE_CLASSIFICATION.name
+    if own.data is not None and is_labeled_images(own.data):
+        if task != IMAGE_CLASSIFICATION.name:
+            raise UsageError(
+                f"{own.data}: images with a class each are for the task {IMAGE_CLASSIFICATION.name!r}, and "
+                f"{target.name} is for {task!r}: give its data as --data file.py:factory"
+            )
+        return labeled_images(Path(own.data), preprocessing_of(target), known.classes if known else ())
+    if data is None and own.data is not None:
+        feed = known.preprocessing if known else None
+        return load_own(own.data, DataSettings("own"), get_task(task), feed)
     if data is None:
         raise UsageError(
             f"{target.name}: expected images to {purpose}; name the recipe that has them: --recipe PATH, or give your "
-            "own: --data file.py:factory"
+            "own: --data with a folder that has one of images for each class, an .npz, or file.py:factory"
         )
     return job_splits(data, own, task)
+
+
+def preprocessing_of(target: InputModel) -> Preprocessing:
+    """Return the way from an image to a model's input.
+
+    Raises:
+        UsageError: the model does not say.
+    """
+    found = None if target.interface is None else target.interface.preprocessing
+    if found is None:
+        raise UsageError(
+            f"{target.name}: it does not say how images become its input: save it again with "
+            "prunekit.save(..., preprocessing=prunekit.Preprocessing(...)), or give inputs that are ready"
+        )
+    return found
 
 
 def inputs_of_task(model: nn.Module, splits: Splits) -> tuple[Any, ...] | None:
@@ -167,15 +207,12 @@ def _from_job(job: JobSettings, own: Own, shape: tuple[int, ...] | None) -> Inpu
     splits = job_splits(job.data, own, job.task)
     model = job_model(job, own, len(splits.classes))
     inputs = None if shape else inputs_of_task(model, splits)
-    trained = job.model.weights is not None
-    return InputModel(model, job.name, shape or splits.sample_shape, splits, trained, inputs)
+    trained, known = job.model.weights is not None, interface_of_splits(splits)
+    return InputModel(model, job.name, shape or splits.sample_shape, splits, trained, inputs, known)
 
 
 def _from_folder(folder: Path, factory: str | None, shape: tuple[int, ...] | None) -> InputModel:
-    if not (folder / MANIFEST).is_file():
-        inside = folder / "model"
-        meant = f"; did you mean {inside}?" if (inside / MANIFEST).is_file() else ""
-        raise ModelError(f"{folder}: expected a recipe (.yaml) or a model folder, which holds a {MANIFEST}{meant}")
+    require_model_folder(folder)
     manifest = read_manifest(folder)
     dense = None
     if not manifest.get("build"):
@@ -185,8 +222,36 @@ def _from_folder(folder: Path, factory: str | None, shape: tuple[int, ...] | Non
                 "--model file.py:factory"
             )
         dense = load_factory(factory)
+    return folder_model(folder, dense, shape)
+
+
+def folder_model(
+    folder: Path, dense: nn.Module | Callable[[], nn.Module] | None = None, shape: tuple[int, ...] | None = None
+) -> InputModel:
+    """Return the model of a folder.
+
+    Args:
+        folder: a model folder.
+        dense: the dense model, or a function that builds it, if it is not from a zoo.
+        shape: of one input without the batch; None: what the manifest says.
+
+    Raises:
+        ArtifactError: it is damaged, or does not belong to the dense model.
+        ModelError: it is no model folder, or the dense model is missing.
+    """
+    require_model_folder(folder)
+    manifest = read_manifest(folder)
     inputs = None if shape else _noted_inputs(folder, manifest)
-    return InputModel(load(folder, dense), str(folder), shape or _noted_shape(folder, manifest), inputs=inputs)
+    model, interface = load(folder, dense), folder_interface(folder)
+    return InputModel(model, str(folder), shape or _noted_shape(folder, manifest), inputs=inputs, interface=interface)
+
+
+def require_model_folder(folder: Path) -> None:
+    """Raise a `ModelError` unless a folder is a model folder; names the one inside it that may be meant."""
+    if not (folder / MANIFEST).is_file():
+        inside = folder / "model"
+        meant = f"; did you mean {inside}?" if (inside / MANIFEST).is_file() else ""
+        raise ModelError(f"{folder}: expected a recipe (.yaml) or a model folder, which holds a {MANIFEST}{meant}")
 
 
 def _noted_inputs(folder: Path, manifest: dict[str, Any]) -> tuple[Any, ...] | None:
@@ -197,10 +262,7 @@ def _noted_inputs(folder: Path, manifest: dict[str, Any]) -> tuple[Any, ...] | N
         return None
     try:
         names = example.get("names", [None] * len(shapes))
-        zeros = [torch.zeros(shape, dtype=getattr(torch, kind)) for shape, kind in zip(shapes, dtypes, strict=True)]
-        named = Keywords((name, zero) for name, zero in zip(names, zeros, strict=True) if name is not None)
-        given = [zero for name, zero in zip(names, zeros, strict=True) if name is None]
-        return (*given, named) if named else tuple(given)
+        return zeros_of([InputSpec(*one) for one in zip(shapes, dtypes, names, strict=True)])
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise ArtifactError(
             f"{folder / MANIFEST}: example: expected shapes such as [1, 16] and as many dtypes such as int64, got "
@@ -221,9 +283,10 @@ def _noted_shape(folder: Path, manifest: dict[str, Any]) -> tuple[int, ...]:
 
 def _from_zoo(settings: ModelSettings, shape: tuple[int, ...] | None) -> InputModel:
     model = build_model(settings, num_classes=None)
-    return InputModel(
-        model, settings.name, shape or _usual_shape(settings, model), trained=settings.weights is not None
-    )
+    shape = shape or _usual_shape(settings, model)
+    preprocessing, classes = published(settings, model)
+    known = ModelInterface((), (), IMAGE_CLASSIFICATION.name, classes, preprocessing)
+    return InputModel(model, settings.name, shape, trained=settings.weights is not None, interface=known)
 
 
 def _zoo_of(name: str) -> Literal["torchvision", "cifar"]:

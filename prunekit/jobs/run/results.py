@@ -54,17 +54,19 @@ class Attempts:
     Attributes:
         log: gets a line for each failure.
         failures: what was not measured, and why.
+        done: what is done, in messages: measured, or made.
     """
 
     log: Log
     failures: list[str] = field(default_factory=list)
+    done: str = "measured"
 
     def __call__(self, what: str, measure: Callable[[], T]) -> T | None:
         """Return the result of a measurement; None if it failed, which is logged."""
         try:
             return measure()
         except Exception as error:
-            self.failures.append(f"{what} not measured: {reason_of(error)}; the model is saved all the same")
+            self.failures.append(f"{what} not {self.done}: {reason_of(error)}; the model is saved all the same")
             self.log(f"measure: {self.failures[-1]}")
             return None
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prunekit.measure.runtimes.onnx_files import NodeModules
+from prunekit.formats.node_modules import NodeModules
 from prunekit.measure.runtimes.runtime import register_runtime
 from prunekit.measure.runtimes.session import LayerClock, Sample, Session, Setting, Source
 from prunekit.utils.tensors import gather

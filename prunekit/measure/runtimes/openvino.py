@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from prunekit.errors import RunError
+from prunekit.formats.node_modules import NodeModules
 from prunekit.measure.latency.timing import Times
-from prunekit.measure.runtimes.onnx_files import NodeModules
 from prunekit.measure.runtimes.runtime import register_runtime
 from prunekit.measure.runtimes.session import LayerClock, Sample, Session, Setting, Source
 from prunekit.utils.tensors import gather

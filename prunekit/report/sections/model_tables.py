@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from prunekit.measure.latency import row_text
@@ -12,7 +14,7 @@ from prunekit.report.pages.explain_page import explained
 from prunekit.report.rendering import rendered
 from prunekit.report.run_data import Run, records
 from prunekit.report.sections.section import register_section
-from prunekit.utils.display import factor, interval
+from prunekit.utils.display import factor, interval, percent, scientific, size
 
 
 @register_section("result", about="scores and sizes of the models, and budgets", order=10)
@@ -61,6 +63,45 @@ class LatencySection:
         for row in run.metrics.get("speedup", []):
             found = f"{factor(row['median'])} {interval(row['low'], row['high'])}{row_text.unstable_mark(row)}"
             yield f"Speedup of {row['model']} ({row_text.setting_text(row)}): {found}"
+
+
+@register_section("exports", about="exported files: size, scores, latency, and how to run them", order=35)
+class ExportsSection:
+    """Exported files, each checked against the model: size, scores, latency, and the command that runs it."""
+
+    def read(self, run: Run) -> dict[str, Any] | None:
+        """Return the rows of files; None if the run exported nothing."""
+        rows = run.metrics.get("exports")
+        if not rows:
+            return None
+        main = (run.metrics.get("task") or {}).get("scores") or [{"name": "top1", "label": "top-1"}]
+        return {"files": [_export_row(row, main[0]["name"], run.folder) for row in rows], "score": main[0]["label"]}
+
+    def text(self, data: dict[str, Any]) -> Iterator[str]:
+        """Yield a line for each file."""
+        for row in data["files"]:
+            score = "" if row["score"] is None else f", {data['score']} {percent(row['score'], 2)}"
+            yield f"Exported: {row['path']}: {size(row['size_bytes'])}{score}; {row['agrees']}"
+
+
+def _export_row(row: Mapping[str, Any], score: str, folder: Path) -> dict[str, Any]:
+    """Return the values of a file's row in the table."""
+    scores, quantized = row.get("scores") or {}, row.get("quantized")
+    inputs = "real inputs" if row.get("real_inputs") else "random inputs"
+    agrees = f"differs from eager by {scientific(row.get('max_relative_difference'))} on {inputs}"
+    return {
+        "path": row.get("path"),
+        "format": row.get("format"),
+        "size_bytes": row.get("size_bytes"),
+        "score": scores.get(score),
+        "low": scores.get("low"),
+        "high": scores.get("high"),
+        "agrees": agrees,
+        "latency": row.get("latency") or [],
+        "notes": row.get("notes") or [],
+        "quantized": quantized,
+        "command": shlex.join(["prunekit", "predict", str(folder / str(row.get("path"))), "image.jpg"]),
+    }
 
 
 @register_section("explanation", about="what keeps the pruned model from its ideal speed", order=30)

@@ -19,9 +19,9 @@ import prunekit as pk
 from prunekit.channels.cut.model_copy import copied
 from prunekit.deploy.batchnorm_folding import fold_batchnorm
 from prunekit.errors import ArtifactError, ModelError, RunError, UsageError
-from prunekit.export.folders.included_parts import image_input
-from prunekit.export.format import ExportSource
-from prunekit.export.standalone import Standalone, imported
+from prunekit.formats.folders.included_parts import image_input
+from prunekit.formats.format import ExportSource
+from prunekit.formats.standalone import Standalone, imported
 from prunekit.models.interface import interface_of
 from prunekit.models.zoo import build_model, load_factory
 from prunekit.settings.inputs import ModelSettings

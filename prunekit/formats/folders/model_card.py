@@ -64,7 +64,7 @@ def plain(text: Any) -> str:
     r"""Return any text as Markdown of one line that shows it as it is.
 
     Example:
-        >>> from prunekit.export.folders.model_card import plain
+        >>> from prunekit.formats.folders.model_card import plain
         >>> print(plain("a|b <c>"))
         a\\|b \\<c\\>
     """

@@ -14,7 +14,7 @@ from prunekit.channels.cut.model_copy import foreign_methods
 from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.channels.rewrite.substitutes import SizedAttention
 from prunekit.compaction.folded_norms import FoldedNorm
-from prunekit.export.folders.literals import literal
+from prunekit.formats.folders.literals import literal
 from prunekit.hooks.hook import HOOK_TABLES
 
 _OF_TORCH = frozenset(vars(nn.Module())) | frozenset(HOOK_TABLES)

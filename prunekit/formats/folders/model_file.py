@@ -17,11 +17,11 @@ from prunekit.channels.rewrite.sized_methods import ORDERED, SizedMethod, sized_
 from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.channels.rewrite.substitutes import SizedAttention
 from prunekit.errors import RunError
-from prunekit.export.folders import included_parts
-from prunekit.export.folders.builders import Builder
-from prunekit.export.folders.bundled_source import Bundle, text_of, without
-from prunekit.export.folders.differences import Differences
-from prunekit.export.folders.literals import is_name, lines_of, module_at, wrapped
+from prunekit.formats.folders import included_parts
+from prunekit.formats.folders.builders import Builder
+from prunekit.formats.folders.bundled_source import Bundle, text_of, without
+from prunekit.formats.folders.differences import Differences
+from prunekit.formats.folders.literals import is_name, lines_of, module_at, wrapped
 from prunekit.models.interface import ModelInterface
 from prunekit.utils.display import listed
 
@@ -332,7 +332,7 @@ def _method(method: SizedMethod, bundle: Bundle) -> str:
 
 def _home_of(name: str, value: Any, home: str, base: type) -> str:
     """Return the module that a global is imported from: the one that defines it, or the one that reads it."""
-    from prunekit.export.folders.bundled_source import importable_module
+    from prunekit.formats.folders.bundled_source import importable_module
 
     try:
         defined = importable_module(value)

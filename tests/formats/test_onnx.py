@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.errors import RunError
-from prunekit.export.onnx import OPSET, export_onnx
+from prunekit.formats.onnx import OPSET, export_onnx
 
 
 class Attending(nn.Module):

@@ -16,7 +16,7 @@ def literal(value: Any) -> str | None:
     """Return the source of a plain value; None of any other.
 
     Example:
-        >>> from prunekit.export.folders.literals import literal
+        >>> from prunekit.formats.folders.literals import literal
         >>> literal((3, "a", [1.5, None])), literal(object())
         ("(3, 'a', [1.5, None])", None)
     """

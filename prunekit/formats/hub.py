@@ -17,12 +17,12 @@ from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.compaction.folded_norms import folds_of
 from prunekit.compaction.model_folder import MANIFEST, WEIGHTS, load, read_manifest
 from prunekit.errors import ArtifactError, RunError, UsageError
-from prunekit.export.folders.library_configs import CONFIG, LibraryLoading, library_loading, processor_config
-from prunekit.export.folders.model_card import CardFacts, Loading, card
-from prunekit.export.folders.model_file import CODE
-from prunekit.export.folders.run_facts import RUN
-from prunekit.export.format import ExportFormat, ExportSource, Run, register_format
-from prunekit.export.standalone import (
+from prunekit.formats.folders.library_configs import CONFIG, LibraryLoading, library_loading, processor_config
+from prunekit.formats.folders.model_card import CardFacts, Loading, card
+from prunekit.formats.folders.model_file import CODE
+from prunekit.formats.folders.run_facts import RUN
+from prunekit.formats.format import ExportFormat, ExportSource, Run, register_format
+from prunekit.formats.standalone import (
     Standalone,
     build_of,
     first_difference,

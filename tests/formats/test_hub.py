@@ -15,12 +15,12 @@ from torch import nn
 import prunekit as pk
 from prunekit.channels.cut.model_copy import copied
 from prunekit.errors import ArtifactError, UsageError
-from prunekit.export.folders.library_configs import library_loading, processor_config
-from prunekit.export.folders.model_card import CardFacts, Loading, block, card, code, plain
-from prunekit.export.folders.run_facts import run_facts
-from prunekit.export.format import ExportSource
-from prunekit.export.hub import Hub
-from prunekit.export.standalone import imported
+from prunekit.formats.folders.library_configs import library_loading, processor_config
+from prunekit.formats.folders.model_card import CardFacts, Loading, block, card, code, plain
+from prunekit.formats.folders.run_facts import run_facts
+from prunekit.formats.format import ExportSource
+from prunekit.formats.hub import Hub
+from prunekit.formats.standalone import imported
 from prunekit.models.interface import interface_of
 from prunekit.models.zoo import build_model
 from prunekit.settings.inputs import ModelSettings

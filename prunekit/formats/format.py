@@ -172,6 +172,6 @@ def accept(reference: str, found: Any) -> ExportFormat:
     made = found() if isinstance(found, type) and issubclass(found, ExportFormat) else found
     if not isinstance(made, ExportFormat):
         raise UsageError(
-            f"{reference}: expected a subclass of prunekit.export.format.ExportFormat, got {type(found).__name__}"
+            f"{reference}: expected a subclass of prunekit.formats.format.ExportFormat, got {type(found).__name__}"
         )
     return made

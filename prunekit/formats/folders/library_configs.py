@@ -19,7 +19,7 @@ from torch import nn
 
 from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.rewrite.source_rewriter import original_of
-from prunekit.export.folders.builders import Builder, builders
+from prunekit.formats.folders.builders import Builder, builders
 from prunekit.models.interface import ModelInterface
 from prunekit.models.preprocessing import Preprocessing
 from prunekit.utils.context import set_mode, without_gradients

@@ -23,9 +23,9 @@ from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.channels.tracing.storages import is_plain, parts_of
 from prunekit.compaction.model_folder import read_manifest
 from prunekit.errors import ArtifactError, RunError, UsageError, reason_of
-from prunekit.export.folders.builders import Builder, builders
-from prunekit.export.folders.differences import Differences, DiffersError, differences, explicit_sizes
-from prunekit.export.folders.model_file import (
+from prunekit.formats.folders.builders import Builder, builders
+from prunekit.formats.folders.differences import Differences, DiffersError, differences, explicit_sizes
+from prunekit.formats.folders.model_file import (
     ATTRIBUTES,
     CODE,
     MANIFEST,
@@ -34,7 +34,7 @@ from prunekit.export.folders.model_file import (
     stored,
     text_of_file,
 )
-from prunekit.export.format import ExportFormat, ExportSource, Run, register_format
+from prunekit.formats.format import ExportFormat, ExportSource, Run, register_format
 from prunekit.hooks.wrappers import require_values
 from prunekit.models.interface import ModelInterface
 from prunekit.utils.context import set_mode, without_gradients

@@ -15,9 +15,9 @@ from torch import nn
 
 from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.errors import ModelError
-from prunekit.export.folders.bundled_source import importable_module
-from prunekit.export.folders.included_parts import without_values
-from prunekit.export.folders.literals import call_of
+from prunekit.formats.folders.bundled_source import importable_module
+from prunekit.formats.folders.included_parts import without_values
+from prunekit.formats.folders.literals import call_of
 from prunekit.models.cifar import DEPTHS, CifarResNet
 from prunekit.models.zoo import load_factory
 from prunekit.utils.context import seeded

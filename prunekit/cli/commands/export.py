@@ -1,0 +1,137 @@
+"""`prunekit export`: a model in the format of another runtime, checked before it gets its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from prunekit.cli.models import ModelOptions, job_to_read, one_target, recipe_of_data, refuse_idle_overrides
+from prunekit.cli.options import common_options, is_recipe, model_options, seed_option, split_overrides
+from prunekit.cli.output import Console
+from prunekit.errors import UsageError
+from prunekit.known_names import FORMATS
+
+if TYPE_CHECKING:
+    from prunekit.jobs.run.model_sources import InputModel
+    from prunekit.settings.job import JobSettings
+
+
+@click.command("export", short_help="Write a model for other runtimes, and check the file.")
+@click.argument("arguments", nargs=-1, metavar="[MODEL] [KEY=VALUE]...")
+@click.option("--to", "formats", multiple=True, metavar="FORMAT", help=f"{', '.join(FORMATS.names)}.  [default: onnx]")
+@click.option("--output", type=click.Path(path_type=Path), metavar="PATH", help="The file or folder to write.")
+@click.option("--recipe", "data_recipe", metavar="RECIPE", help="Whose test images the file is checked and scored on.")
+@click.option(
+    "--dynamic",
+    multiple=True,
+    metavar="AXES",
+    help="Sizes that may differ, besides the batch: image, sequence or INPUT:AXIS; may be repeated.",
+)
+@click.option("--batch", type=click.IntRange(min=1), help="The only batch size, where a model cannot have any.")
+@click.option("--opset", type=click.IntRange(min=18), help="Version of ONNX's operators.")
+@click.option("--half", is_flag=True, help="Store weights in float16, where the format can.")
+@click.option("--int8", is_flag=True, help="Quantize the file, calibrated on the data: for onnx and openvino.")
+@click.option(
+    "--max-drop",
+    type=click.FloatRange(min=0),
+    help="Most points of the score that --int8 may cost; layers are returned to float.",
+)
+@click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="CPU threads when timed.")
+@click.option("--no-timing", is_flag=True, help="Do not time the file beside eager.")
+@click.option("--force", is_flag=True, help="Replace what is there.")
+@model_options
+@seed_option
+@common_options
+def export_command(
+    as_json: bool,
+    arguments: tuple[str, ...],
+    formats: tuple[str, ...],
+    output: Path | None,
+    data_recipe: str | None,
+    dynamic: tuple[str, ...],
+    batch: int | None,
+    opset: int | None,
+    half: bool,
+    int8: bool,
+    max_drop: float | None,
+    threads: int,
+    no_timing: bool,
+    force: bool,
+    **given: Any,
+) -> None:
+    """Write a model in other formats; each file is checked against the model, scored and timed before it is reported.
+
+    MODEL is a model folder, a recipe (its dense model, trained first where it has no weights), or the name of a
+    torchvision or CIFAR model; instead of it, --model gives your own. A model folder inside a run folder is checked on
+    the test images of that run, others on those of --recipe or --data, or else on random inputs.
+    """
+    console, options = Console(as_json), ModelOptions(**given)
+    targets, overrides = split_overrides(arguments)
+    data_recipe = recipe_of_data(targets, data_recipe)
+    refuse_idle_overrides(overrides, [data_recipe])
+    wanted = formats or ("onnx",)
+    if output is not None and len(wanted) > 1:
+        raise UsageError(f"--output names one file, got {len(wanted)} formats: {', '.join(wanted)}; leave it out")
+    if max_drop is not None and not int8:
+        raise UsageError("--max-drop goes with --int8")
+    whole = any(map(is_recipe, targets))
+    job = None if data_recipe is None else _job(data_recipe, overrides, options, whole)
+    from prunekit.formats.format import ExportOptions
+    from prunekit.jobs.export.export_model import ExportRequest, require_exportable
+    from prunekit.jobs.export.quantize_export import export_target, require_quantizable
+    from prunekit.settings.deployment import QuantizeSettings
+
+    limit = QuantizeSettings.max_drop if max_drop is None else max_drop
+    quantize = QuantizeSettings(max_drop=limit) if int8 else None
+    requests = [
+        ExportRequest(
+            name,
+            output,
+            ExportOptions(opset, half),
+            dynamic,
+            batch,
+            force,
+            () if no_timing else (1, 16),
+            threads,
+            quantize,
+        )
+        for name in wanted
+    ]
+    name = targets[0] if targets else (options.factory or "model").rpartition(":")[2]
+    for request in requests:
+        require_quantizable(request)
+        require_exportable(request, name)
+    with console.running():
+        target = _with_data(_target(targets, job, options, console), job, options)
+        folder = Path(targets[0]) if targets and Path(targets[0]).is_dir() else None
+        found = [export_target(target, request, folder=folder, log=console.log) for request in requests]
+    files = [file for one in found for file in (one, one.int8) if file is not None]
+    console.result({"exports": [file.figures() for file in files]}, "\n\n".join(map(str, found)))
+
+
+def _job(recipe: str, overrides: list[str], options: ModelOptions, whole: bool) -> JobSettings:
+    code = {"factory": options.factory if whole else None, "data": options.data, "task": options.task}
+    return job_to_read(recipe, overrides, options, **code, seed=options.seed)
+
+
+def _target(targets: list[str], job: JobSettings | None, options: ModelOptions, console: Console) -> InputModel:
+    from prunekit.jobs.run.job_inputs import Own
+    from prunekit.jobs.run.model_sources import trained_model
+
+    if job is None or not any(map(is_recipe, targets)):
+        return one_target(targets, [], options)
+    own = Own(options.factory, options.data)
+    return trained_model(job, log=console.log, progress=console.progress, own=own)
+
+
+def _with_data(target: InputModel, job: JobSettings | None, options: ModelOptions) -> InputModel:
+    """Return a model with the data of a recipe, or the user's own, if there is any."""
+    from prunekit.jobs.export.export_inputs import with_data
+    from prunekit.jobs.run.job_inputs import Own
+    from prunekit.settings.inputs import DataSettings
+
+    settings = job.data if job else DataSettings(source="own") if options.data else None
+    task = job.task if job else options.task or "image_classification"
+    return with_data(target, settings, Own(data=options.data), task)

@@ -1,0 +1,328 @@
+"""Exports: a model in the format of another runtime, checked against the model before it gets its name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from prunekit.channels.cut.model_copy import copied
+from prunekit.data.sources import Splits
+from prunekit.errors import UsageError
+from prunekit.formats.exported_model import ExportedModel
+from prunekit.formats.format import FORMATS, ExportOptions, ExportSource, Run
+from prunekit.hooks.wrappers import unwrapped
+from prunekit.jobs.export.export_inputs import (
+    checked_batches,
+    described_interface,
+    file_batches,
+    other_sizes,
+    real_samples,
+)
+from prunekit.jobs.run.model_sources import InputModel
+from prunekit.jobs.run.run_folder import Log
+from prunekit.measure.accuracy import Scores, evaluate
+from prunekit.measure.export_check import Parity, check_export
+from prunekit.measure.latency.timing import PairedTiming, time_paired
+from prunekit.models.interface import ModelInterface
+from prunekit.settings.deployment import QuantizeSettings
+from prunekit.utils.context import on_device, set_mode
+from prunekit.utils.context import threads as with_threads
+from prunekit.utils.display import Displayed, Table, digits, factor, interval, scientific, share, size
+from prunekit.utils.inputs import call, is_batched, sample_count, select_samples
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Exported(Displayed):
+    """An exported model: a file or folder that was checked against the model.
+
+    Attributes:
+        path: of the file or folder.
+        format: its name.
+        size_bytes: of the file, or of all files of the folder.
+        parities: how far outputs differ from the model's, for each batch that was compared.
+        real_inputs: whether these were samples of data, and not random numbers.
+        scores: of the file itself on the test data; None without data.
+        latency: for each batch size, milliseconds of the model in eager and of the file, timed alternately.
+        interface: inputs, outputs, task, classes and preprocessing.
+        notes: what to know.
+        quantized: figures of the quantization of an int8 file: the layers in float with the reasons, what each layer
+            costs, scores on validation data before and after, and its speedup over the file in float and the dense
+            model's (`over`); None for files in float.
+        int8: the quantized file that was written beside this one; None without.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2)).eval()
+        >>> found = pk.export(model, torch.randn(8, 4), to="pt2", path="small.pt2", log=lambda line: None)
+        >>> found
+        <Exported: small.pt2 (pt2, ... differs from eager by ...>
+        >>> [parity.batch for parity in found.parities]
+        [2, 5]
+    """
+
+    path: Path
+    format: str
+    size_bytes: int
+    parities: tuple[Parity, ...]
+    real_inputs: bool
+    scores: Scores | None
+    latency: tuple[tuple[int, PairedTiming], ...]
+    interface: ModelInterface
+    notes: tuple[str, ...] = ()
+    quantized: Mapping[str, Any] | None = None
+    int8: Exported | None = None
+
+    def figures(self) -> dict[str, Any]:
+        """Return the export as plain data."""
+        return {
+            "path": str(self.path),
+            "format": self.format,
+            "size_bytes": self.size_bytes,
+            "max_relative_difference": self.max_relative_difference,
+            "parities": [asdict(parity) for parity in self.parities],
+            "real_inputs": self.real_inputs,
+            "scores": None if self.scores is None else self.scores.figures(),
+            "latency": self.latency_rows(),
+            "interface": self.interface.as_dict(),
+            "notes": list(self.notes),
+            "quantized": None if self.quantized is None else dict(self.quantized),
+        }
+
+    @property
+    def max_relative_difference(self) -> float:
+        """The largest of all batches."""
+        return max((parity.max_relative_difference for parity in self.parities), default=0.0)
+
+    def latency_rows(self) -> list[dict[str, Any]]:
+        """Return milliseconds of the model in eager and of the file, and their ratio, for each batch size."""
+        return [latency_row(batch, timed, "eager") for batch, timed in self.latency]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the differences, one row for each batch that was compared."""
+        return [asdict(parity) for parity in self.parities]
+
+    @property
+    def agreement(self) -> str:
+        """The agreement with the model, in words."""
+        if self.quantized is not None:
+            return f"int8, output error {share(self.quantized['error'])} on calibration data"
+        return f"differs from eager by {scientific(self.max_relative_difference)}"
+
+    def _headline(self) -> str:
+        return f"{self.path} ({self.format}, {size(self.size_bytes)}), {self.agreement}"
+
+    def _parts(self) -> Iterator[str | Table]:
+        yield f"Exported: {self._headline()}"
+        if self.parities:
+            on = f"outputs on {'real inputs' if self.real_inputs else 'random inputs, as there is no data'}"
+            rows = [(one.inputs, scientific(one.max_relative_difference)) for one in self.parities]
+            yield Table((on, "relative difference"), rows, text=(on,))
+        if self.scores is not None:
+            (name, value), *_ = self.scores.values.items()
+            ends = "" if self.scores.interval is None else " " + interval(*self.scores.interval)
+            yield f"{name} of the file itself: {value:.2f} %{ends} of {self.scores.n_test} test samples"
+        if self.latency:
+            times = [(batch, digits(one.now_ms), digits(one.other_ms), one.gain.factor) for batch, one in self.latency]
+            yield Table(("batch", "eager ms", "file ms", "speedup"), times, text=("speedup",))
+        if self.quantized is not None:
+            yield from self._quantized_parts(self.quantized)
+        yield "\n".join(
+            [f"takes {one}" for one in self.interface.inputs]
+            + [f"returns {one}" for one in self.interface.outputs]
+            + list(self.notes)
+        )
+        if self.int8 is not None:
+            yield str(self.int8)
+
+    def _quantized_parts(self, found: Mapping[str, Any]) -> Iterator[str | Table]:
+        """Yield what int8 costs and gains."""
+        if found["drop"] is not None:
+            yield (
+                f"on validation data {found['float_score']:.2f} % in float, {found['score']:.2f} % in int8: "
+                f"{found['drop']:.2f} points lost"
+            )
+        floats = [(name or "the model's own code", reason) for name, reason in found["float_layers"].items()]
+        if floats:
+            yield Table(("in float", "reason"), floats, text=("reason",))
+        over = [
+            (f"the {row['over']} file", row["batch"], factor(row["median"]), interval(row["low"], row["high"]))
+            for row in found["speedup"]
+        ]
+        if over:
+            yield Table(("speed over", "batch", "speedup", "95 % interval"), over, text=("95 % interval",))
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """A request for an export.
+
+    Attributes:
+        to: name of the format.
+        path: of the file or folder; None: named after the model, in the working directory.
+        options: of the format.
+        dynamic: axes of any size besides the batch: `image` (height and width), `sequence`, or `INPUT:AXIS`.
+        batch: the only batch size that the export takes; None: any.
+        force: whether an existing file or folder is replaced.
+        timed: batch sizes to time beside eager; empty: none.
+        threads: of the CPU, for timing.
+        quantize: how the file is quantized after it was checked; None: not.
+    """
+
+    to: str = "onnx"
+    path: Path | None = None
+    options: ExportOptions = field(default_factory=ExportOptions)
+    dynamic: tuple[str, ...] = ()
+    batch: int | None = None
+    force: bool = False
+    timed: tuple[int, ...] = (1, 16)
+    threads: int = 1
+    quantize: QuantizeSettings | None = None
+
+
+def require_exportable(request: ExportRequest, name: str) -> Path:
+    """Return the path of an export, and raise for what is wrong with the request before anything is computed.
+
+    Raises:
+        UsageError: there is no such format, a package is missing, or the path exists.
+    """
+    kind = FORMATS.get(request.to)
+    if missing := kind.unusable():
+        raise UsageError(f"export to {kind.name} {missing}")
+    path = request.path or Path(Path(name).resolve().name if name else "model").with_suffix(kind.suffix)
+    if kind.suffix and path.suffix != kind.suffix:
+        raise UsageError(
+            f"{path}: expected a name with {kind.suffix} for {kind.name}, such as {path.stem}{kind.suffix}"
+        )
+    if path.exists() and not request.force:
+        raise UsageError(f"{path}: exists already; name another path, or replace it with --force (force=True)")
+    if path.exists() and path.is_dir() == bool(kind.suffix):
+        there = "folder" if path.is_dir() else "file"
+        raise UsageError(f"{path}: a {there} of this name is there, which would be lost; choose another name")
+    return path
+
+
+def export_float(
+    target: InputModel,
+    request: ExportRequest,
+    *,
+    folder: Path | None = None,
+    facts: Mapping[str, Any] | None = None,
+    log: Log,
+) -> Exported:
+    """Export a model, check the file against it, and measure it.
+
+    The file is written aside, and gets its name once its outputs agree with the model's.
+
+    Args:
+        target: the model, with its data if there is any.
+        request: what to export to.
+        folder: the model folder that it is from.
+        facts: further facts for a model card.
+        log: gets a line for each step.
+
+    Raises:
+        UsageError: the format, the path or an axis does not fit; nothing was written.
+        ModelError: the model does not run on its input.
+        RunError: the format cannot hold the model, or its file computes something else; nothing was written.
+    """
+    path, kind = require_exportable(request, target.name), FORMATS.get(request.to)
+    model = one_copy(target.model)
+    samples, real = real_samples(target)
+    examples = list(checked_batches(samples, request.batch))
+    interface = described_interface(model, examples[0], target, folder, request.dynamic, request.batch)
+    source = ExportSource(
+        copied(model), examples[0], interface, request.options, folder, {} if facts is None else facts
+    )
+    log(f"export: writing {path} ({kind.name})")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(".tmp", f".{path.name}.", path.parent))
+    try:
+        written = aside / path.name
+        notes = kind.write(source, written)
+        run = kind.open(written, threads=request.threads)
+        resized = other_sizes(examples[0], interface, request.dynamic)
+        usable = [one for one in resized if _runs(model, one)]
+        parities = check_export(kind, written, run, model, interface, [*examples, *usable])
+        if len(usable) < len(resized):
+            notes.append("other sizes were not checked, because the model itself does not run on half of this one")
+        for parity in parities:
+            log(f"export: {parity.inputs}: differs from eager by {parity.max_relative_difference:.1e}")
+        scores = score_export(run, interface, target.splits, log)
+        latency = tuple(time_export(partial(call, model), run, samples, request))
+        bytes_written = size_of(aside)
+        del run
+        move_into_place(aside, path)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return Exported(path, kind.name, bytes_written, tuple(parities), real, scores, latency, interface, tuple(notes))
+
+
+def one_copy(model: nn.Module) -> nn.Module:
+    """Return a copy of a model in eval mode and float32 on the CPU."""
+    return set_mode(copied(unwrapped(model), "cpu", torch.float32), False)
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes of all files in a folder."""
+    return sum(one.stat().st_size for one in folder.rglob("*") if one.is_file())
+
+
+def _runs(model: nn.Module, example: tuple[Any, ...]) -> bool:
+    try:
+        with torch.inference_mode():
+            call(model, example)
+    except Exception:  # a model's own code may raise anything
+        return False
+    return True
+
+
+def score_export(run: Run, interface: ModelInterface, splits: Splits | None, log: Log) -> Scores | None:
+    """Return the scores of a file on the test data; None without data."""
+    if splits is None:
+        return None
+    test = file_batches(splits.test, interface)
+    if not test.indices.numel():
+        return None
+    found = evaluate(ExportedModel(run, interface), test, splits.task, CPU)
+    log(f"export: the file itself reaches {splits.task.main.label} {next(iter(found.values.values())):.2f} %")
+    return found
+
+
+def time_export(
+    now: Callable[[tuple[Any, ...]], object], run: Run, samples: tuple[Any, ...], request: ExportRequest
+) -> Iterator[tuple[int, PairedTiming]]:
+    """Yield the times of what runs now and of a file, alternately, for each batch size of the request."""
+    count, sizes = sample_count(samples), request.timed if is_batched(samples) else ()
+    if sizes and request.batch is not None:
+        sizes = (request.batch,)
+    for batch in sizes:
+        example = select_samples(samples, torch.arange(batch) % count)
+        with with_threads(request.threads), on_device("cpu"), torch.inference_mode():
+            yield batch, time_paired(partial(now, example), partial(run, example), CPU)
+
+
+def latency_row(batch: int, timed: PairedTiming, reference: str) -> dict[str, Any]:
+    """Return a row: milliseconds of the reference and of a file, and their ratio with its interval."""
+    found = {"batch": batch, f"{reference}_ms": timed.now_ms, "ms": timed.other_ms}
+    return found | {"median": timed.gain.median, "low": timed.gain.low, "high": timed.gain.high}
+
+
+def move_into_place(aside: Path, path: Path) -> None:
+    """Move everything that was written to its final name; an old folder is removed once the new one is there."""
+    for written in sorted(aside.iterdir(), key=lambda one: one.name == path.name):  # what the file refers to first
+        final = path.parent / written.name
+        if final.is_dir():
+            old = aside / f"{written.name}.old"
+            os.replace(final, old)
+        os.replace(written, final)

@@ -1,0 +1,209 @@
+"""Quantized exports: an int8 file beside the one in float, scored, and timed against it and the dense model."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from prunekit.errors import UsageError
+from prunekit.formats.exported_model import ExportedModel
+from prunekit.formats.format import FORMATS, ExportFormat, ExportSource, Run
+from prunekit.hooks.wrappers import unwrapped
+from prunekit.jobs.export.export_inputs import (
+    READ,
+    checked_batches,
+    file_batches,
+    fixed_batch,
+    real_samples,
+    samples_in_batches,
+)
+from prunekit.jobs.export.export_model import (
+    CPU,
+    Exported,
+    ExportRequest,
+    export_float,
+    latency_row,
+    move_into_place,
+    one_copy,
+    score_export,
+    size_of,
+    time_export,
+)
+from prunekit.jobs.run.model_sources import InputModel
+from prunekit.jobs.run.run_folder import Log
+from prunekit.measure.accuracy import evaluate
+from prunekit.models.interface import ModelInterface
+from prunekit.settings.deployment import QuantizeSettings
+from prunekit.utils.inputs import call, is_batched
+from prunekit.utils.tensors import gather
+
+QUANTIZERS = {
+    "onnx": "prunekit.quantization.onnx_quantization.quantize_onnx",
+    "openvino": "prunekit.quantization.openvino_quantization.quantize_openvino",
+}
+"""Functions that quantize a file, by its format."""
+
+
+def require_quantizable(request: ExportRequest) -> None:
+    """Raise if a request asks for int8 in a format that has none.
+
+    Raises:
+        UsageError: it does.
+    """
+    if request.quantize is not None and request.to not in QUANTIZERS:
+        raise UsageError(f"int8: expected the format {' or '.join(QUANTIZERS)}, got {request.to}")
+
+
+def export_target(
+    target: InputModel,
+    request: ExportRequest,
+    *,
+    folder: Path | None = None,
+    facts: Mapping[str, Any] | None = None,
+    dense: nn.Module | None = None,
+    log: Log,
+) -> Exported:
+    """Export a model, and quantize the file if the request asks for it.
+
+    Arguments and errors are those of `export_float` and `quantize_export`.
+    """
+    require_quantizable(request)
+    found = export_float(target, request, folder=folder, facts=facts, log=log)
+    if request.quantize is None:
+        return found
+    return replace(found, int8=quantize_export(target, found, request, dense=dense, log=log))
+
+
+def quantize_export(
+    target: InputModel,
+    exported: Exported,
+    request: ExportRequest,
+    *,
+    dense: nn.Module | None = None,
+    log: Log,
+) -> Exported:
+    """Quantize an exported file to int8, as a file beside it, whose name ends in `-int8`.
+
+    Ranges come from training samples. The limit of `settings.max_drop` is kept on validation samples; the score that is
+    reported is on the test samples, which nothing has seen before.
+
+    Args:
+        target: the model with its data.
+        exported: the file in float.
+        request: that it was exported by.
+        dense: the dense model, to time the file against in the same format; None: it is not.
+        log: gets a line for each step.
+
+    Raises:
+        UsageError: there is no data to calibrate on, or the path exists.
+        RunError: int8 costs more than allowed; names the layers.
+    """
+    kind, path, settings = FORMATS.get(exported.format), int8_path(exported.path), request.quantize
+    assert settings is not None
+    if path.exists() and not request.force:
+        raise UsageError(f"{path}: exists already; name another path, or replace it with --force (force=True)")
+    data = list(_calibration(target, exported.interface, settings))
+    place, _, name = QUANTIZERS[exported.format].rpartition(".")
+    quantize: Callable[..., Any] = getattr(import_module(place), name)
+    score = None if target.splits is None else partial(_validation_score, kind, exported.interface, target)
+    log(f"int8: quantizing {exported.path}, calibrated on {min(settings.images, sum(map(_count, data)))} samples")
+    with tempfile.TemporaryDirectory(suffix=".tmp", prefix=f".{path.name}.", dir=path.parent) as place:
+        aside = Path(place) / "written"
+        aside.mkdir()
+        found = quantize(exported.path, aside / path.name, data, settings=settings, score=score, log=log)
+        run = kind.open(aside / path.name, threads=request.threads)
+        model = one_copy(target.model)
+        samples, real = real_samples(target)
+        scores = score_export(run, exported.interface, target.splits, log)
+        latency = tuple(time_export(partial(call, model), run, samples, request))
+        others = {"float": kind.open(exported.path, threads=request.threads)}
+        if dense is not None and request.timed:
+            others["dense"] = _dense_run(kind, dense, samples, exported.interface, request, Path(place))
+        beside = [
+            {"over": name, **latency_row(batch, timed, "other")}
+            for name, other in others.items()
+            for batch, timed in time_export(other, run, samples, request)
+        ]
+        bytes_written = size_of(aside)
+        del run, others
+        move_into_place(aside, path)
+    figures = found.as_dict() | {"path": str(path), "speedup": beside}
+    return Exported(
+        path,
+        exported.format,
+        bytes_written,
+        (),
+        real,
+        scores,
+        latency,
+        exported.interface,
+        tuple(found.notes),
+        figures,
+    )
+
+
+def int8_path(path: Path) -> Path:
+    """Return the path of the quantized file beside a file."""
+    return path.with_name(f"{path.stem}-int8{path.suffix}")
+
+
+def _count(batch: Mapping[str, Any]) -> int:
+    return max((len(array) for array in batch.values() if array.ndim), default=1)
+
+
+def _calibration(
+    target: InputModel, interface: ModelInterface, settings: QuantizeSettings
+) -> Iterator[dict[str, np.ndarray[Any, Any]]]:
+    """Yield training samples as arrays by the names of the inputs.
+
+    Raises:
+        UsageError: there are none.
+    """
+    names, fixed = [one.name for one in interface.inputs], fixed_batch(interface)
+    if target.splits is None:
+        samples, real = real_samples(target)
+        if not real or not is_batched(samples):
+            raise UsageError(
+                "int8: expected data to take the ranges of activations from: a model folder inside its run, --recipe "
+                "or --data; in Python an example of several real samples, or recipe="
+            )
+        chosen: Iterable[Any] = samples_in_batches(samples, fixed or READ)
+    else:
+        train = target.splits.train
+        order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))[: settings.images]
+        chosen = (inputs for inputs, _ in file_batches(train, interface, order))
+    for inputs in chosen:
+        yield {name: tensor.numpy() for name, tensor in zip(names, gather(inputs), strict=True)}
+
+
+def _validation_score(kind: ExportFormat, interface: ModelInterface, target: InputModel, file: Path) -> float:
+    """Return the main score of a file on the validation samples, in percent."""
+    assert target.splits is not None
+    held_out = file_batches(target.splits.validation, interface)
+    found = evaluate(ExportedModel(kind.open(file), interface), held_out, target.splits.task, CPU)
+    return next(iter(found.values.values()))
+
+
+def _dense_run(
+    kind: ExportFormat,
+    dense: nn.Module,
+    samples: tuple[Any, ...],
+    interface: ModelInterface,
+    request: ExportRequest,
+    folder: Path,
+) -> Run:
+    """Export the dense model in float, to time against, and open it."""
+    example = next(checked_batches(samples, request.batch))
+    file = folder / "dense" / f"dense{kind.suffix}"
+    file.parent.mkdir()
+    kind.write(ExportSource(one_copy(unwrapped(dense)), example, interface, request.options), file)
+    return kind.open(file, threads=request.threads)

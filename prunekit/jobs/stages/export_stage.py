@@ -1,0 +1,85 @@
+"""The exports of a job: its finished model in the formats that the recipe names, each checked, scored and timed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from prunekit.errors import UsageError
+from prunekit.formats.format import FORMATS
+from prunekit.jobs.export.export_model import Exported, ExportRequest, export_float
+from prunekit.jobs.export.quantize_export import QUANTIZERS, quantize_export
+from prunekit.jobs.run.job_inputs import Prepared
+from prunekit.jobs.run.model_sources import InputModel
+from prunekit.jobs.run.results import Attempts
+from prunekit.jobs.run.run_folder import RunFolder
+from prunekit.settings.deployment import QuantizeSettings
+
+FOLDER = "exports"
+NAME = "model"
+"""Name of exported files, before the suffix of their format."""
+
+
+def require_formats(prepared: Prepared) -> None:
+    """Raise if a format of the job's exports cannot be written here, before hours of work.
+
+    Raises:
+        UsageError: a package, or a compiler, is missing.
+    """
+    unusable = {name: FORMATS.get(name).unusable() for name in prepared.job.export}
+    problems = [f"export {name!r} {reason}" for name, reason in unusable.items() if reason]
+    if problems:
+        raise UsageError("; ".join(problems))
+
+
+def export_models(
+    prepared: Prepared,
+    run: RunFolder,
+    folder: str,
+    model: nn.Module,
+    *,
+    attempt: Attempts,
+    dense: nn.Module,
+    facts: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    """Export a job's finished model to every format of the recipe, and return a row of figures for each file.
+
+    Args:
+        prepared: the job.
+        run: with the model in its folder.
+        folder: of the model, in the run's.
+        model: loaded from there.
+        attempt: makes every export: one that fails costs a shortfall, and not the run.
+        dense: the dense model, which int8 files are timed against.
+        facts: figures of the run, for model cards.
+    """
+    splits = prepared.splits
+    target = InputModel(model, prepared.job.name, splits.sample_shape, splits, inputs=prepared.example_inputs)
+    rows = []
+    for request in _requests(prepared, run.path):
+        exporting = partial(export_float, target, request, folder=run.path / folder, facts=facts, log=run.log)
+        found: Exported | None = attempt(f"export to {request.to}", exporting)
+        if found is None:
+            continue
+        files: list[Exported | None] = [found]
+        if request.quantize is not None:
+            quantizing = partial(quantize_export, target, found, request, dense=dense, log=run.log)
+            files.append(attempt(f"int8 of the export to {request.to}", quantizing))
+        rows += [file.figures() | {"path": str(file.path.relative_to(run.path))} for file in files if file is not None]
+    return rows
+
+
+def _requests(prepared: Prepared, run: Path) -> Iterator[ExportRequest]:
+    """Yield what to export."""
+    job = prepared.job
+    for name in job.export:
+        suffix = FORMATS.get(name).suffix
+        path = run / FOLDER / (f"{NAME}{suffix}" if suffix else name)
+        timed, threads = tuple(job.latency.batches), job.latency.threads[0]
+        wanted = QuantizeSettings() if job.quantize == "int8" else job.quantize
+        quantize = wanted if isinstance(wanted, QuantizeSettings) and name in QUANTIZERS else None
+        yield ExportRequest(name, path, force=True, timed=timed, threads=threads, quantize=quantize)

@@ -1,0 +1,116 @@
+"""Checks of exported files: their outputs beside the model's, at several batch sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prunekit.errors import RunError, reason_of
+from prunekit.formats.format import ExportFormat, Run
+from prunekit.measure.verification import largest_difference
+from prunekit.models.interface import ModelInterface
+from prunekit.utils.inputs import call, described, sample_count
+from prunekit.utils.tensors import gather
+
+
+@dataclass(frozen=True)
+class Parity:
+    """The agreement of an exported file with its model on one batch.
+
+    Attributes:
+        inputs: shapes and dtypes, in words.
+        batch: number of samples.
+        max_relative_difference: largest difference of an output, over its largest value.
+    """
+
+    inputs: str
+    batch: int
+    max_relative_difference: float
+
+
+def check_export(
+    kind: ExportFormat,
+    path: Path,
+    run: Run,
+    model: nn.Module,
+    interface: ModelInterface,
+    examples: Sequence[tuple[Any, ...]],
+) -> list[Parity]:
+    """Compare a file's outputs with the model's in float32, on every example.
+
+    Args:
+        kind: the format.
+        path: of the file.
+        run: what `kind.open(path)` returned.
+        model: in eval mode on the CPU.
+        interface: names the outputs.
+        examples: of several batch sizes.
+
+    Raises:
+        RunError: the file does not run on an example, or computes something else; names the output and, where the
+            format can tell, the first module whose output differs.
+    """
+    return [_parity(kind, path, run, model, interface, example) for example in examples]
+
+
+def _parity(
+    kind: ExportFormat, path: Path, run: Run, model: nn.Module, interface: ModelInterface, example: tuple[Any, ...]
+) -> Parity:
+    with torch.inference_mode():
+        expected = gather(call(model, example))
+    try:
+        found = run(example)
+    except Exception as error:  # a runtime's own errors
+        raise RunError(
+            f"{kind.name}: the exported model does not run on {described(example)}: {reason_of(error)}"
+        ) from error
+    worst, reason = largest_difference(expected, found)
+    if not worst <= kind.tolerance:
+        named = "; ".join(_parted(expected, found, interface, kind.tolerance)) or reason
+        where = kind.parts(path, example, _by_module(model, example))
+        raise RunError(
+            f"{kind.name}: the exported model computes something else than {type(model).__name__} on "
+            f"{described(example)}: {named}{f'; it first differs at {where}' if where else ''}; the file was removed"
+        )
+    return Parity(described(example), sample_count(example, 1), worst)
+
+
+def _parted(
+    expected: Sequence[Tensor], found: Sequence[Tensor], interface: ModelInterface, tolerance: float
+) -> Iterator[str]:
+    """Yield the difference of each output that differs by more than a tolerance."""
+    if len(expected) != len(found):
+        return
+    names = [one.name for one in interface.outputs]
+    for index, (want, got) in enumerate(zip(expected, found, strict=True)):
+        difference, reason = largest_difference([want], [got])
+        if not difference <= tolerance:
+            yield f"{names[index] if index < len(names) else f'output {index}'}: {reason}"
+
+
+def _by_module(model: nn.Module, example: tuple[Any, ...]) -> dict[str, Tensor]:
+    """Return the first tensor that each module returned in its first call, by path, in the order of the run."""
+    found: dict[str, Tensor] = {}
+
+    def keep(path: str, result: Any) -> None:
+        tensors = gather(result)
+        if tensors and path not in found:
+            found[path] = tensors[0].detach().clone()
+
+    handles = [
+        module.register_forward_hook(lambda _, __, result, path=path: keep(path, result))
+        for path, module in model.named_modules()
+        if path
+    ]
+    try:
+        with torch.inference_mode():
+            call(model, example)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found

@@ -1,0 +1,161 @@
+"""Exports: checked on real samples, scored, timed, and only then named; what fails leaves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import prunekit as pk
+from prunekit.errors import ModelError, RunError, UsageError
+from prunekit.formats.format import FORMATS, ExportFormat, ExportSource, Run, register_format
+from prunekit.models.interface import ModelInterface
+from prunekit.utils.inputs import call
+from prunekit.utils.tensors import gather
+
+
+@pytest.fixture
+def twin() -> Iterator[type[Any]]:
+    """A format whose files say nothing, and that runs the model itself, wrong by a factor."""
+
+    @register_format("twin", about="the model itself", suffix=".twin")
+    class Twin(ExportFormat):
+        factor: ClassVar[float] = 1.0
+        sources: ClassVar[list[ExportSource]] = []
+
+        def write(self, source: ExportSource, path: Path) -> list[str]:
+            path.write_text("twin")
+            path.with_name(f"{path.name}.data").write_text("beside")
+            self.sources.append(source)
+            return ["a note"]
+
+        def open(self, path: Path, *, threads: int = 1) -> Run:
+            assert path.read_text() == "twin"
+            return lambda example: [self.factor * one for one in gather(call(self.sources[-1].model, example))]
+
+        def interface(self, path: Path) -> ModelInterface:
+            return self.sources[-1].interface
+
+    yield Twin
+    del FORMATS._items["twin"]
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, 5)
+
+    def forward(self, image: Tensor) -> dict[str, Tensor]:
+        maps = self.body(image)
+        return {"maps": maps, "logits": self.head(maps.mean((2, 3)))}
+
+
+def quiet(text: str) -> None:
+    pass
+
+
+IMAGES = torch.randn(8, 3, 9, 9, generator=torch.Generator().manual_seed(0))
+
+
+def test_what_is_exported_is_a_copy_with_names_and_two_batches_agree(twin: Any, tmp_path: Path) -> None:
+    model = Two()
+    found = pk.export(model, IMAGES, to="twin", path=tmp_path / "two.twin", timed=(1,), log=quiet)
+    assert {path.name for path in tmp_path.iterdir()} == {"two.twin", "two.twin.data"}
+    source = twin.sources[-1]
+    assert source.model is not model
+    assert model.training
+    assert not source.model.training
+    assert [str(one) for one in source.interface.inputs] == ["image: float32 (batch, 3, 9, 9)"]
+    assert [one.name for one in source.interface.outputs] == ["maps", "logits"]
+    assert [one.batch for one in found.parities] == [2, 5]
+    assert found.max_relative_difference == 0
+    assert found.real_inputs
+    assert found.notes == ("a note",)
+    assert [row["batch"] for row in found.latency_rows()] == [1]
+    assert found.size_bytes == len("twinbeside")
+    assert "image: float32 (batch, 3, 9, 9)" in str(found)
+
+
+def test_what_computes_something_else_is_named_and_leaves_what_was_there(twin: Any, tmp_path: Path) -> None:
+    path = tmp_path / "two.twin"
+    pk.export(Two(), IMAGES, to="twin", path=path, timed=(), log=quiet)
+    path.write_text("mine")
+    twin.factor = 1.01
+    with pytest.raises(RunError, match=r"computes something else than Two on .*maps: outputs differ by 0\.01.*logits"):
+        pk.export(Two(), IMAGES, to="twin", path=path, timed=(), force=True, log=quiet)
+    assert path.read_text() == "mine"
+    with pytest.raises(RunError):
+        pk.export(Two(), IMAGES, to="twin", path=tmp_path / "other.twin", timed=(), log=quiet)
+    assert {one.name for one in tmp_path.iterdir()} == {"two.twin", "two.twin.data"}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"to": "twinn"}, "did you mean 'twin'"),
+        ({"path": "two.onnx"}, r"expected a name with \.twin"),
+        ({"path": "there.twin"}, "exists already; name another path"),
+        ({"path": "folder.twin", "force": True}, "a folder of this name is there"),
+        ({"dynamic": "sequence"}, "the model takes none, but image"),
+        ({"dynamic": "image:0"}, "expected image, sequence, or INPUT:AXIS"),
+        ({"dynamic": "imag:2"}, "did you mean 'image'"),
+    ],
+)
+def test_a_wrong_request_writes_nothing(
+    given: dict[str, Any], message: str, twin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.twin").write_text("old")
+    (tmp_path / "folder.twin").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UsageError, match=message):
+        pk.export(Two(), IMAGES, **{"to": "twin", "timed": (), "log": quiet, **given})
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (tmp_path / "there.twin").read_text() == "old"
+
+
+def test_axes_of_any_size_are_checked_at_another_size(twin: Any, tmp_path: Path) -> None:
+    found = pk.export(Two(), IMAGES, to="twin", path=tmp_path / "a.twin", dynamic="image", timed=(), log=quiet)
+    assert found.interface.inputs[0].shape == ("batch", 3, "height", "width")
+    assert [one.inputs for one in found.parities][-1] == "(float32 (2, 3, 4, 4))"
+
+
+def test_a_fixed_batch_is_the_only_one(twin: Any, tmp_path: Path) -> None:
+    found = pk.export(Two(), IMAGES, to="twin", path=tmp_path / "a.twin", batch=3, timed=(1, 16), log=quiet)
+    assert found.interface.inputs[0].shape == (3, 3, 9, 9)
+    assert found.interface.outputs[1].shape == (3, 5)
+    assert [one.batch for one in found.parities] == [3]
+    assert [row["batch"] for row in found.latency_rows()] == [3]
+
+
+class Images(nn.Module):
+    """Takes a list, as torchvision's detectors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Conv2d(3, 4, 3)
+
+    def forward(self, images: list[Tensor]) -> list[Tensor]:
+        return [self.body(image[None])[0] for image in images]
+
+
+def test_what_has_no_batch_is_checked_as_it_is(twin: Any, tmp_path: Path) -> None:
+    example = ([torch.randn(3, 8, 8), torch.randn(3, 9, 7)],)
+    found = pk.export(Images(), example, to="twin", path=tmp_path / "a.twin", log=quiet)
+    assert [str(one) for one in found.interface.inputs] == [
+        "images_0: float32 (3, 8, 8)", "images_1: float32 (3, 9, 7)"
+    ]  # fmt: skip
+    assert len(found.parities) == 1
+    assert found.latency == ()
+
+
+def test_a_model_that_does_not_run_is_named(twin: Any, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="does not run on its example"):
+        pk.export(Two(), torch.randn(4, 7), to="twin", path=tmp_path / "a.twin", log=quiet)
+    with pytest.raises(UsageError, match="example: expected what the model is called with"):
+        pk.export(Two(), to="twin", path=tmp_path / "a.twin", log=quiet)
+    assert not list(tmp_path.iterdir())
