@@ -23,6 +23,7 @@ from prunekit.formats.folders.model_file import CODE
 from prunekit.formats.folders.run_facts import RUN
 from prunekit.formats.format import ExportFormat, ExportSource, Run, register_format
 from prunekit.formats.standalone import (
+    DENSE,
     Standalone,
     build_of,
     first_difference,
@@ -78,7 +79,7 @@ class Hub(ExportFormat):
             require_same(source, loaded, MANIFEST)
         notes, alone = _write_code(source, path)
         if loaded is None and alone.code:
-            require_same(source, self._standalone.load(path, source.model), CODE)
+            require_same(source, self._standalone.load(path, source.facts.get(DENSE) or source.model), CODE)
         known = library_loading(source.model, source.example, source.interface, build, path / WEIGHTS)
         _write_configs(source, path, build, known)
         ways = [_with_prunekit(manifest), alone, *([_with_library(known)] if known is not None else [])]
@@ -173,7 +174,8 @@ def _loaded(source: ExportSource, path: Path, build: Mapping[str, Any] | None) -
         return load(path)
     if build is not None and build.get("zoo") == "own":
         return load(path, lambda: load_factory(str(build["name"])))
-    return None
+    dense = source.facts.get(DENSE)
+    return None if dense is None else load(path, dense)
 
 
 def _write_code(source: ExportSource, path: Path) -> tuple[list[str], Loading]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from hashlib import sha256 as sha256_of
 from importlib.metadata import PackageNotFoundError, version
@@ -43,6 +43,8 @@ from prunekit.utils.inputs import call
 from prunekit.utils.tensors import gather, lies_channels_last
 
 FORMAT = 1
+BUILD, DENSE = "build", "dense"
+"""Names of facts: how the dense model is built (name, zoo, arguments), and that model, or a function that builds it."""
 
 
 @register_format("standalone", about="a folder with safetensors and a Python file that needs torch, not prunekit")
@@ -54,8 +56,8 @@ class Standalone(ExportFormat):
     """
 
     def __init__(self) -> None:
-        self._dense: WeakValueDictionary[str, nn.Module] = WeakValueDictionary()
-        """Models that were written without a builder, by the checksum of their file."""
+        self._dense: WeakValueDictionary[str, Any] = WeakValueDictionary()
+        """What `load` of files without a builder was given, by the checksum of the file."""
 
     def write(self, source: ExportSource, path: Path) -> list[str]:
         """Write a folder, rebuild the model from it, and compare tensors and outputs, which must be the same.
@@ -65,7 +67,7 @@ class Standalone(ExportFormat):
         """
         path.mkdir()
         notes = write_files(source, path)
-        require_same(source, self.load(path, source.model), CODE)
+        require_same(source, self.load(path, source.facts.get(DENSE) or source.model), CODE)
         return notes
 
     def open(self, path: Path, *, threads: int = 1) -> Run:
@@ -97,7 +99,7 @@ class Standalone(ExportFormat):
         builder, dense, *_ = _built(source)
         return None if builder is None else dense
 
-    def load(self, path: Path, dense: nn.Module | None = None) -> nn.Module:
+    def load(self, path: Path, dense: nn.Module | Callable[[], nn.Module] | None = None) -> nn.Module:
         """Import `model.py` of a folder, and return its model: load only what you trust.
 
         Args:
@@ -122,7 +124,7 @@ class Standalone(ExportFormat):
                     f"{path}: this model was built by its owner's code, and {CODE} needs it: from model import load; "
                     "load(dense); or export it again with --model file.py:factory"
                 )
-            given = (lambda: copied(given_dense),)
+            given = (copied(given_dense) if isinstance(given_dense, nn.Module) else given_dense,)
         try:
             model: nn.Module = imported(path / CODE).load(*given)
         except Exception as error:
@@ -181,7 +183,7 @@ def _built(source: ExportSource) -> tuple[Builder | None, nn.Module, bool, Diffe
     known = build_of(source)
     found: list[tuple[Differences, Builder, nn.Module, bool]] = []
     reasons = []
-    for builder in builders(source.model, known):
+    for builder in builders(source.model, known, source.facts.get(DENSE)):
         try:
             dense, empty = builder.skeleton()
             found.append((differences(set_mode(dense, False), source.model), builder, dense, empty))
@@ -200,12 +202,29 @@ def _built(source: ExportSource) -> tuple[Builder | None, nn.Module, bool, Diffe
             f"{type(source.model).__name__}: what builds the dense model does not make this one: {reasons[0]}; give "
             "the code that builds it as --model file.py:factory"
         )
+    given = source.facts.get(DENSE)
+    dense, changes = source.model, explicit_sizes(source.model)
+    if given is not None:
+        dense = given if isinstance(given, nn.Module) else given()
+        changes = _changes(dense, source.model)
     said = f" ({reasons[0]})" if reasons else ""
     note = (
         f"nobody said how the dense model is built{said}: `load(dense)` of {CODE} takes it, or the function that "
         "builds it; --model file.py:factory names that"
     )
-    return None, source.model, False, explicit_sizes(source.model), [note]
+    return None, dense, False, changes, [note]
+
+
+def _changes(dense: nn.Module, model: nn.Module) -> Differences:
+    """Return the differences from a dense model that a user gave.
+
+    Raises:
+        RunError: it is not the one that the model is from.
+    """
+    try:
+        return differences(dense, model)
+    except DiffersError as error:
+        raise RunError(f"{type(model).__name__}: it is not made from the dense model that was given: {error}") from None
 
 
 def _own_module(builder: Builder) -> str:
@@ -214,7 +233,7 @@ def _own_module(builder: Builder) -> str:
 
 def build_of(source: ExportSource) -> Mapping[str, Any] | None:
     """Return how the dense model is built, as the caller or the model folder says."""
-    given = source.facts.get("build")
+    given = source.facts.get(BUILD)
     if isinstance(given, Mapping):
         return given
     build = read_manifest(source.folder).get("build") if source.folder is not None else None

@@ -154,14 +154,6 @@ def test_models_are_the_same_where_prunekit_is_not_installed(tmp_path: Path) -> 
         "swin": pruned(f"{reference}:swin", image, "own"),
         "encoder": pruned(f"{reference}:encoder", torch.rand(2, 3, 8, 8), "own"),
     }
-    try:
-        import timm  # noqa: F401
-
-        sources["timm"] = pruned("test_vit", torch.rand(2, 3, 160, 160), "timm")
-        small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
-        sources["hf"] = pruned("vit", image, "hf", **small, image_size=32, num_classes=3)
-    except ImportError:
-        pass
     folders = []
     for name, source in sources.items():
         Standalone().write(source, tmp_path / name)

@@ -65,19 +65,22 @@ def _made_empty(value: Any) -> bool:
     return bool(getattr(value, "is_meta", False))
 
 
-def builders(model: nn.Module, build: Mapping[str, Any] | None) -> Iterator[Builder]:
+def builders(model: nn.Module, build: Mapping[str, Any] | None, dense: Any = None) -> Iterator[Builder]:
     """Yield builders of the dense model that a model may come from, the likeliest first.
 
     Args:
         model: dense or compact.
         build: name, zoo and arguments, as a model folder has them, or the zoo `own` with `file.py:factory` as the name;
             None if nobody knows.
+        dense: the dense model, or a function that builds it.
 
     Raises:
         ModelError: the user's code fails.
     """
     if build is not None:
         yield from _of_zoo(build)
+    if dense is not None and not isinstance(dense, nn.Module):
+        yield from _without_arguments(dense)
     cls = original_of(type(model))
     top = cls.__module__.partition(".")[0]
     if _is_of(cls, "transformers", "PreTrainedModel"):
@@ -198,12 +201,19 @@ def _own(reference: str) -> Builder:
     return Builder(lambda: load_factory(reference), code, names={name: module}, own=True)
 
 
-def _without_arguments(cls: type) -> Iterator[Builder]:
-    with suppress(LookupError, TypeError, ValueError, ImportError):
-        inspect.signature(cls).bind()
-        module = importable_module(cls)
-        if "." not in cls.__qualname__:
-            yield Builder(cls, f"{cls.__name__}()", names={cls.__name__: module}, own=True)
+def _without_arguments(function: Any) -> Iterator[Builder]:
+    """Yield the builder that calls a class or function of a module without arguments, if it can be called so."""
+    with suppress(AttributeError, LookupError, TypeError, ValueError, ImportError):
+        inspect.signature(function).bind()
+        module, name = importable_module(function), function.__name__
+        if name.isidentifier() and function.__qualname__ == name:
+            yield Builder(lambda: _model_of(function()), f"{name}()", names={name: module}, own=True)
+
+
+def _model_of(built: Any) -> nn.Module:
+    """Return the model that a user's factory built, which may return it with an example."""
+    model: nn.Module = built[0] if isinstance(built, tuple) else built
+    return model
 
 
 def _is_of(cls: type, package: str, name: str) -> bool:

@@ -153,12 +153,13 @@ def text_of(statement: ast.stmt, source: str) -> str:
 
 
 def without(statement: ast.stmt, source: str, members: Sequence[str], *, decorators: bool = True) -> str:
-    """Return the source of a class without some of its methods and attributes, and if asked without decorators."""
+    """Return the source of a class without some members, what only type checkers read, and if asked decorators."""
     lines = source.splitlines(keepends=True)
     gone: set[int] = set()
     for node in getattr(statement, "body", []):
         names = [node.name] if isinstance(node, ast.FunctionDef) else [ast.unparse(one) for one in _targets(node)]
-        if {*names} & {*members}:
+        only_for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if {*names} & {*members} or only_for_types:
             gone |= {*range(node.lineno, (node.end_lineno or 0) + 1)}
             after = (node.end_lineno or 0) + 1
             if after <= len(lines) and not lines[after - 1].strip():

@@ -27,7 +27,7 @@ class DiffersError(Exception):
 
 @dataclass
 class Differences:
-    """What a dense model needs to become another one, by module path.
+    """Changes that make a dense model another one, by module path.
 
     Attributes:
         gone: modules that the model lacks, or has None in place of.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,7 @@ def _transformers(
         if type(value) is int and value > 1:
             others = sizes.get(value, set()) | named.get(key, set())
             if others - {value}:
-                options[key] = sorted(others | {value})
+                options[key] = [value, *sorted(others - {value})]
     for chosen in _choices(options):
 
         def made(chosen: Mapping[str, Any] = chosen) -> Any:
@@ -156,8 +157,7 @@ def _transformers(
 
 def _from_pretrained(cls: Any, folder: str) -> nn.Module:
     """Load a model as transformers does, without its progress bars."""
-    from transformers.utils import logging
-
+    logging: Any = import_module("transformers.utils.logging")
     shown = logging.is_progress_bar_enabled()
     level = logging.get_verbosity()
     logging.disable_progress_bar()

@@ -37,7 +37,7 @@ class Loading:
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a card says.
+    """Facts that a card says.
 
     Attributes:
         title: name of the model, any text.

@@ -36,7 +36,7 @@ _FOR_PRUNING = ("dense_scale", "take_sizes", "fits_original", "heads", "projecti
 
 @dataclass(frozen=True, eq=False)
 class FileContents:
-    """What a file is written from.
+    """Contents of a file: what it is written from.
 
     Attributes:
         model: the model; paths of its modules are those of the dense one where it has them.

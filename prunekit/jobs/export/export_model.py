@@ -18,8 +18,9 @@ from prunekit.channels.cut.model_copy import copied
 from prunekit.data.sources import Splits
 from prunekit.errors import UsageError
 from prunekit.formats.exported_model import ExportedModel
-from prunekit.formats.folders.run_facts import run_facts
+from prunekit.formats.folders.run_facts import RUN, run_facts
 from prunekit.formats.format import FORMATS, ExportOptions, ExportSource, Run
+from prunekit.formats.standalone import BUILD
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.export.export_inputs import (
     checked_batches,
@@ -228,7 +229,8 @@ def export_float(
     Args:
         target: the model, with its data if there is any.
         request: what to export to.
-        folder: the model folder that it is from; a model card has the figures of the run around it.
+        folder: the model folder that it is from.
+        facts: further facts, such as the `dense` model, or figures of the run for a model card.
         log: gets a line for each step.
 
     Raises:
@@ -241,8 +243,7 @@ def export_float(
     samples, real = real_samples(target)
     examples = list(checked_batches(samples, request.batch))
     interface = described_interface(model, examples[0], target, folder, request.dynamic, request.batch)
-    facts = {} if folder is None else run_facts(folder)
-    source = ExportSource(copied(model), examples[0], interface, request.options, folder, facts)
+    source = ExportSource(copied(model), examples[0], interface, request.options, folder, _facts(target, folder, facts))
     log(f"export: writing {path} ({kind.name})")
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(".tmp", f".{path.name}.", path.parent))
@@ -265,6 +266,13 @@ def export_float(
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return Exported(path, kind.name, bytes_written, tuple(parities), real, scores, latency, interface, tuple(notes))
+
+
+def _facts(target: InputModel, folder: Path | None, facts: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what is known of a model: how its dense one is built, and the figures of the run that it is from."""
+    build = {} if target.build is None else {BUILD: target.build}
+    known = {**build, **(facts or {})}
+    return known if folder is None or RUN in known else {**run_facts(folder), **known}
 
 
 def one_copy(model: nn.Module) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from prunekit.data.sources import Splits
 from prunekit.data.user_data import load_own
 from prunekit.errors import ArtifactError, ModelError, UsageError, nearest, reason_of
 from prunekit.jobs.run.dense_model import prepare, train_baseline
-from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, example_of, job_model, job_splits, require_sources
+from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, build_of, example_of, job_model, job_splits, require_sources
 from prunekit.jobs.run.run_folder import Log
 from prunekit.measure.runtimes.session import Inputs, inputs_like, inputs_of
 from prunekit.models.interface import ModelInterface
@@ -47,6 +47,8 @@ class InputModel:
         trained: whether weights were loaded; the accuracy of random ones means nothing.
         inputs: an example, samples first; None for models of one image.
         interface: how it is fed, if its folder, its file or its zoo says so.
+        build: how the dense model is built, as model folders have it: name, zoo (`own` for `file.py:factory`) and
+            arguments; None if its folder says so, or nobody knows.
     """
 
     model: nn.Module
@@ -56,6 +58,7 @@ class InputModel:
     trained: bool = True
     inputs: tuple[Any, ...] | None = None
     interface: ModelInterface | None = None
+    build: Mapping[str, Any] | None = None
 
     def example_inputs(self) -> tuple[Any, ...]:
         """Return the arguments of one forward pass: the inputs, or zeros of shape (1, *sample_shape)."""
@@ -121,7 +124,8 @@ def trained_model(job: JobSettings, *, log: Log, progress: bool = False, own: Ow
     model = train_baseline(prepared, log=log, progress=progress).model
     splits = prepared.splits
     inputs, known = inputs_of_task(model, splits), interface_of_splits(splits)
-    return InputModel(model, job.name, splits.sample_shape, splits, inputs=inputs, interface=known)
+    build = _build(job, splits, own)
+    return InputModel(model, job.name, splits.sample_shape, splits, inputs=inputs, interface=known, build=build)
 
 
 def interface_of_splits(splits: Splits) -> ModelInterface:
@@ -208,7 +212,16 @@ def _from_job(job: JobSettings, own: Own, shape: tuple[int, ...] | None) -> Inpu
     model = job_model(job, own, len(splits.classes))
     inputs = None if shape else inputs_of_task(model, splits)
     trained, known = job.model.weights is not None, interface_of_splits(splits)
-    return InputModel(model, job.name, shape or splits.sample_shape, splits, trained, inputs, known)
+    build = _build(job, splits, own)
+    return InputModel(model, job.name, shape or splits.sample_shape, splits, trained, inputs, known, build)
+
+
+def _build(job: JobSettings, splits: Splits, own: Own) -> dict[str, Any] | None:
+    """Return how a job's dense model is built."""
+    settings = build_of(job, splits)
+    if settings is None:
+        return None if own.model is None else _own(own.model)
+    return {"name": settings.name, "zoo": settings.zoo, "arguments": dict(settings.arguments)}
 
 
 def _from_folder(folder: Path, factory: str | None, shape: tuple[int, ...] | None) -> InputModel:
@@ -222,7 +235,8 @@ def _from_folder(folder: Path, factory: str | None, shape: tuple[int, ...] | Non
                 "--model file.py:factory"
             )
         dense = load_factory(factory)
-    return folder_model(folder, dense, shape)
+    found = folder_model(folder, dense, shape)
+    return found if dense is None else replace(found, build=_own(str(factory)))
 
 
 def folder_model(
@@ -286,7 +300,8 @@ def _from_zoo(settings: ModelSettings, shape: tuple[int, ...] | None) -> InputMo
     shape = shape or _usual_shape(settings, model)
     preprocessing, classes = published(settings, model)
     known = ModelInterface((), (), IMAGE_CLASSIFICATION.name, classes, preprocessing)
-    return InputModel(model, settings.name, shape, trained=settings.weights is not None, interface=known)
+    build = {"name": settings.name, "zoo": settings.zoo, "arguments": dict(settings.arguments)}
+    return InputModel(model, settings.name, shape, trained=settings.weights is not None, interface=known, build=build)
 
 
 def _zoo_of(name: str) -> Literal["torchvision", "cifar"]:
@@ -318,12 +333,16 @@ def _from_factory(factory: str, weights: str | None, shape: tuple[int, ...] | No
     # It counts as trained: a factory may load weights itself.
     name = factory.rpartition(":")[2]
     if shape is not None:
-        return InputModel(model, name, shape)
+        return InputModel(model, name, shape, build=_own(factory))
     assert example is not None
     first = next((tensor for tensor in gather(example) if tensor.dim()), None)
     if first is None:
         raise ModelError(f"{factory}: expected an example with a tensor of samples, got {described(example)}")
-    return InputModel(model, name, tuple(first.shape[1:]), inputs=example)
+    return InputModel(model, name, tuple(first.shape[1:]), inputs=example, build=_own(factory))
+
+
+def _own(factory: str) -> dict[str, Any]:
+    return {"name": factory, "zoo": "own", "arguments": {}}
 
 
 def _sample_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
