@@ -89,11 +89,12 @@ def _require_known(source: ExportSource, planned: Any) -> None:
         from executorch.runtime import Runtime
     known = set(Runtime.get().operator_registry.operator_names)
     for node in planned.graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target.name() not in known:
+        name = node.target.name() if isinstance(node.target, torch._ops.OpOverload) else ""  # type: ignore[no-untyped-call]
+        if name and name not in known:
             place = place_of_node(node)
             raise RunError(
                 f"{type(source.model).__name__} cannot be exported to ExecuTorch: its runtime has no operator "
-                f"{node.target.name()}" + (f", at {place}" if place else "") + "; compute it there with operators that "
+                f"{name}" + (f", at {place}" if place else "") + "; compute it there with operators that "
                 "it has, or use another format, such as onnx"
             )
 

@@ -95,7 +95,7 @@ def test_code_that_depends_on_values_is_named_with_its_line() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "called"), [("onnx", "ONNX"), ("openvino", "ONNX"), ("executorch", "ExecuTorch")])
+@pytest.mark.parametrize(("name", "called"), [("onnx", "ONNX"), ("executorch", "ExecuTorch")])
 def test_an_operator_that_a_format_lacks_is_named_with_its_line(name: str, called: str, tmp_path: Path) -> None:
     if problem := FORMATS.get(name).missing():
         pytest.skip(problem)
