@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from prunekit.errors import ArtifactError, RunError, UsageError, reason_of
-from prunekit.export.format import ExportFormat, ExportSource, Run, register_format
-from prunekit.export.model_location import failure, place_of_node
-from prunekit.export.onnx import KEY, interface_of_json
-from prunekit.export.program import Program, fed, largest_sizes, program_of, tracing
+from prunekit.formats.format import ExportFormat, ExportSource, Run, register_format
+from prunekit.formats.model_location import failure, place_of_node
+from prunekit.formats.onnx import KEY, interface_of_json
+from prunekit.formats.program import Program, fed, largest_sizes, program_of, tracing
 from prunekit.models.interface import ModelInterface
 
 

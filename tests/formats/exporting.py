@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.export.format import FORMATS, ExportOptions, ExportSource
+from prunekit.formats.format import FORMATS, ExportOptions, ExportSource
 from prunekit.models.interface import interface_of
 from prunekit.utils.inputs import Keywords, call
 from prunekit.utils.tensors import gather, map_tensors

@@ -11,8 +11,8 @@ from exporting import source_of
 from torch import Tensor, nn
 
 from prunekit.errors import RunError
-from prunekit.export.format import FORMATS, ExportOptions
-from prunekit.export.program import program_of
+from prunekit.formats.format import FORMATS, ExportOptions
+from prunekit.formats.program import program_of
 
 
 class Inside(nn.Module):

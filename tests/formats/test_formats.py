@@ -12,7 +12,7 @@ from torch import nn
 
 import prunekit as pk
 from prunekit.errors import ArtifactError, UsageError
-from prunekit.export.format import FORMATS, ExportOptions
+from prunekit.formats.format import FORMATS, ExportOptions
 from prunekit.models.interface import TensorSpec, interface_of
 
 HERE = ["onnx", "openvino", "pt2", "executorch", "aoti"]
@@ -121,7 +121,7 @@ def test_half_is_refused_where_the_format_has_none(name: str, tmp_path: Path) ->
 
 
 def test_what_is_needed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("prunekit.export.format.find_spec", lambda name: None)
+    monkeypatch.setattr("prunekit.formats.format.find_spec", lambda name: None)
     for name in ("onnx", "openvino", "executorch", "tensorrt"):
         assert "pip install" in FORMATS.get(name).unusable()
     monkeypatch.setenv("CXX", "/nowhere/g++")

@@ -14,8 +14,8 @@ from torch import nn
 
 import prunekit as pk
 from prunekit.errors import ArtifactError, RunError, UsageError
-from prunekit.export.format import FORMATS, ExportOptions
-from prunekit.export.onnx import module_ends, scopes_of
+from prunekit.formats.format import FORMATS, ExportOptions
+from prunekit.formats.onnx import module_ends, scopes_of
 from prunekit.models.cifar import CifarResNet
 
 FORMAT = FORMATS.get("onnx")

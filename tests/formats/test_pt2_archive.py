@@ -16,8 +16,8 @@ import torch
 from exporting import Convolutions, source_of, write
 
 from prunekit.errors import ArtifactError
-from prunekit.export.format import FORMATS, ExportOptions
-from prunekit.export.pt2_archive import is_arithmetic
+from prunekit.formats.format import FORMATS, ExportOptions
+from prunekit.formats.pt2_archive import is_arithmetic
 
 FORMAT = FORMATS.get("pt2")
 
