@@ -220,6 +220,7 @@ def export_float(
     request: ExportRequest,
     *,
     folder: Path | None = None,
+    facts: Mapping[str, Any] | None = None,
     log: Log,
 ) -> Exported:
     """Export a model, check the file against it, and measure it.

@@ -68,6 +68,7 @@ def export_target(
     request: ExportRequest,
     *,
     folder: Path | None = None,
+    facts: Mapping[str, Any] | None = None,
     dense: nn.Module | None = None,
     log: Log,
 ) -> Exported:
@@ -76,7 +77,7 @@ def export_target(
     Arguments and errors are those of `export_float` and `quantize_export`.
     """
     require_quantizable(request)
-    found = export_float(target, request, folder=folder, log=log)
+    found = export_float(target, request, folder=folder, facts=facts, log=log)
     if request.quantize is None:
         return found
     return replace(found, int8=quantize_export(target, found, request, dense=dense, log=log))

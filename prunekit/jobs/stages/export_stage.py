@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 from prunekit.errors import UsageError
-from prunekit.formats.folders.run_facts import run_facts
 from prunekit.formats.format import FORMATS
 from prunekit.formats.standalone import DENSE
 from prunekit.jobs.export.export_model import Exported, ExportRequest, export_float
@@ -59,9 +58,9 @@ def export_models(
     """
     splits = prepared.splits
     target = InputModel(model, prepared.job.name, splits.sample_shape, splits, inputs=prepared.example_inputs)
-    rows, known = [], {DENSE: dense, **run_facts(run.path / folder, facts)}
+    rows, facts = [], {DENSE: dense}
     for request in _requests(prepared, run.path):
-        exporting = partial(export_float, target, request, folder=run.path / folder, facts=known, log=run.log)
+        exporting = partial(export_float, target, request, folder=run.path / folder, facts=facts, log=run.log)
         found: Exported | None = attempt(f"export to {request.to}", exporting)
         if found is None:
             continue
