@@ -31,7 +31,7 @@ SENSITIVITY_SAMPLES = 64
 
 
 class Quantizer(ABC):
-    """What quantizes one file in several ways.
+    """A quantizer of one file, in several ways.
 
     Attributes:
         file: in float.

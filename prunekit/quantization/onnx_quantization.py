@@ -281,6 +281,11 @@ def _inputs(model: Any) -> dict[str, tuple[Any, tuple[int | None, ...]]]:
     return found
 
 
+def input_names(file: Path) -> list[str]:
+    """Return the names of a file's inputs, in order."""
+    return list(_inputs(_opened(file)))
+
+
 def _precise(model: Any) -> bool:
     return any(node.op_type in PRECISE for node in model.graph.node)
 

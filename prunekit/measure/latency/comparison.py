@@ -182,7 +182,7 @@ def choose_settings(settings: LatencySettings, devices: Sequence[torch.device]) 
 
 def _refusal(setting: Setting, kind: str) -> str:
     runtime = RUNTIMES.get(setting.runtime)
-    return runtime.refuse(setting) if kind in runtime.devices else f"it runs on {' and '.join(runtime.devices)} here"
+    return runtime.refusal(setting) if kind in runtime.devices else f"it runs on {' and '.join(runtime.devices)} here"
 
 
 def _sizes(setting: Setting, settings: LatencySettings, device: torch.device) -> Iterator[Setting]:
