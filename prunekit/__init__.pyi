@@ -23,6 +23,8 @@ from prunekit.jobs.bench import Benchmark as Benchmark
 from prunekit.jobs.bench import bench as bench
 from prunekit.jobs.explain import Explanation as Explanation
 from prunekit.jobs.explain import explain as explain
+from prunekit.jobs.predict import Prediction as Prediction
+from prunekit.jobs.predict import predict as predict
 from prunekit.jobs.profile import profile as profile
 from prunekit.jobs.prune.one_shot import Pruned as Pruned
 from prunekit.jobs.prune.one_shot import plan as plan

@@ -15,6 +15,7 @@ from prunekit.cli.commands.explain import explain_command
 from prunekit.cli.commands.finetune import finetune_command, prune_command
 from prunekit.cli.commands.inspect import inspect_command
 from prunekit.cli.commands.list import list_command
+from prunekit.cli.commands.predict import predict_command
 from prunekit.cli.commands.profile import profile_command
 from prunekit.cli.commands.recipe import init_command, recipe_group
 from prunekit.cli.commands.report import report_command
@@ -41,6 +42,7 @@ COMMANDS = (
     calibrate_command,
     sensitivity_command,
     evaluate_command,
+    predict_command,
     profile_command,
     bench_command,
     explain_command,
