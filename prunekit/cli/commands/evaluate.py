@@ -89,7 +89,12 @@ def _target(targets: list[str], job: JobSettings | None, options: ModelOptions, 
 
 def _text(result: dict[str, Any]) -> str:
     from prunekit.data.datasets import describe_corrupt
-    from prunekit.utils.display import count, interval, percent
+    from prunekit.utils.display import count, interval, percent, size
+
+    def size_of(result: dict[str, Any]) -> str:
+        if "file_bytes" in result:
+            return f"a file of {size(result['file_bytes'])}"
+        return f"{count(result['params'])} parameters, {count(result['macs'])} MACs"
 
     corrupt, task = result["corrupt_images"], result["task"]
     scores = ", ".join(f"{score['label']} {percent(result[score['name']], 2)}" for score in task["scores"])
@@ -101,6 +106,5 @@ def _text(result: dict[str, Any]) -> str:
         scores += " (of"
     return (
         f"{result['model']}: {scores} {result['n_test']:,} test {task['samples']}), "
-        f"{count(result['params'])} parameters, "
-        f"{count(result['macs'])} MACs" + (f"\n{describe_corrupt(corrupt)}" if corrupt else "") + chance
+        f"{size_of(result)}" + (f"\n{describe_corrupt(corrupt)}" if corrupt else "") + chance
     )

@@ -57,16 +57,21 @@ def _refuse(setting: Setting) -> str:
 def open_vino(source: Source, sample: Sample, setting: Setting) -> Session:
     """Compile the file; the setting's dtype is the precision of the kernels."""
     file, arrays = source.files[setting.batch, "float32"], [one.numpy() for one in gather(sample)]
-    compiled = _compile(file, setting)
+    compiled = compiled_file(file, setting)
     request = compiled.create_infer_request()
     return Session(
         lambda: request.infer(arrays, share_inputs=True, share_outputs=True),
         lambda found: [torch.from_numpy(found[output].copy()) for output in compiled.outputs],
-        lambda: _LayerCounters(_compile(file, setting, PERF_COUNT=True), NodeModules(file), arrays).clock(),
+        lambda: _LayerCounters(compiled_file(file, setting, PERF_COUNT=True), NodeModules(file), arrays).clock(),
     )
 
 
-def _compile(file: Path, setting: Setting, **others: Any) -> Any:
+def compiled_file(file: Path, setting: Setting, **others: Any) -> Any:
+    """Return a file, ONNX or OpenVINO's own, compiled for a setting, whose dtype is the precision of the kernels.
+
+    Raises:
+        RunError: its kernels compute in another precision.
+    """
     core, hint = _core(), HINTS[setting.dtype]
     options = {
         "PERFORMANCE_HINT": "LATENCY",

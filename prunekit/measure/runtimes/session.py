@@ -127,10 +127,15 @@ FileKey = tuple[int, str]
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A model in the form that a runtime takes: the module itself, or ONNX files by batch and dtype."""
+    """A model in the form that a runtime takes: the module itself, or ONNX files by batch and dtype.
+
+    Attributes:
+        open: opens a session of a model that was exported before, in place of the runtime's own function.
+    """
 
     module: nn.Module | None = None
     files: Mapping[FileKey, Path] = field(default_factory=dict)
+    open: Callable[[Sample, Setting], Session] | None = None
 
 
 @dataclass(frozen=True)
