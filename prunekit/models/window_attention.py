@@ -73,7 +73,7 @@ class _Windowed(SizedAttention):
         q, k, v = (part.view(*part.shape[:-1], self.num_heads, -1).transpose(1, 2) for part in parts)
         scores = self._scores(q, k) + bias  # (B * windows, heads, positions, positions)
         if mask is not None:
-            scores = (scores.view(-1, len(mask), *scores.shape[1:]) + mask[:, None]).flatten(0, 1)
+            scores = (scores.view(-1, mask.shape[0], *scores.shape[1:]) + mask[:, None]).flatten(0, 1)
         attention = F.dropout(scores.softmax(-1), self.attention_dropout, self.training)
         x = (attention @ v).transpose(1, 2).flatten(2)
         return F.dropout(F.linear(x, self.proj.weight, self.proj.bias), self.dropout, self.training)
@@ -90,7 +90,7 @@ def _cut(x: Tensor, window: Sequence[int]) -> Tensor:
     n = len(window)
     split = [part for size, win in zip(x.shape[1:-1], window, strict=True) for part in (size // win, win)]
     order = (0, *range(1, 2 * n, 2), *range(2, 2 * n + 1, 2), 2 * n + 1)
-    return x.view(len(x), *split, x.shape[-1]).permute(order).reshape(-1, math.prod(window), x.shape[-1])
+    return x.view(x.shape[0], *split, x.shape[-1]).permute(order).reshape(-1, math.prod(window), x.shape[-1])
 
 
 def _join(x: Tensor, sizes: Sequence[int], window: Sequence[int]) -> Tensor:

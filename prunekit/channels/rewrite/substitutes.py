@@ -245,7 +245,7 @@ class SizedMultiheadAttention(SizedAttention, nn.MultiheadAttention):
                 biases = self.in_proj_bias.split_with_sizes(sizes)
             q, k, v = (F.linear(*each) for each in zip((query, key, value), weights, biases, strict=True))
         if self.bias_k is not None and self.bias_v is not None:
-            k, v = (torch.cat([x, b.repeat(len(x), 1, 1)], 1) for x, b in ((k, self.bias_k), (v, self.bias_v)))
+            k, v = (torch.cat([x, b.repeat(x.shape[0], 1, 1)], 1) for x, b in ((k, self.bias_k), (v, self.bias_v)))
         if self.add_zero_attn:
             k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
         return [x.view(*x.shape[:-1], self.num_heads, -1).transpose(1, 2) for x in (q, k, v)]
