@@ -14,19 +14,25 @@ from io import StringIO
 from typing import Any
 from unittest.mock import patch
 
+import sympy
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from prunekit.errors import RunError, UsageError, nearest
 from prunekit.export.format import ExportOptions, ExportSource
-from prunekit.export.model_location import failure, is_of_torch, place_of_caller, place_of_line
+from prunekit.export.model_location import LIBRARY, failure, is_of_torch, place_of_caller, place_of_line
 from prunekit.models.interface import BATCH, ModelInterface, TensorSpec
 from prunekit.utils.inputs import call, split
 from prunekit.utils.tensors import gather, map_tensors
 
 PROBES = (*range(2, 10), 16, 17, 31, 64, 100)
 """Sizes of an axis that conditions of the model's code are tried with."""
+
+SAMPLES = 16
+"""The largest batch that memory is reserved for, or that of the example if it is larger."""
+LARGER = 2
+"""How many times larger than in the example other axes of any size may be."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +115,17 @@ def with_axes(interface: ModelInterface, options: ExportOptions) -> ModelInterfa
     return replace(interface, inputs=inputs)
 
 
+def largest_sizes(source: ExportSource) -> dict[str, int]:
+    """Return the largest size of each named axis that memory is planned for."""
+    interface = with_axes(source.interface, source.options)
+    found: dict[str, int] = {}
+    for spec, tensor in zip(interface.inputs, gather(source.example), strict=True):
+        for name, size in zip(spec.shape, tensor.shape, strict=True):
+            if isinstance(name, str):
+                found[name] = max(found.get(name, 0), SAMPLES if name == BATCH else LARGER * size, size)
+    return found
+
+
 def fitted(example: tuple[Any, ...], interface: ModelInterface) -> tuple[Any, ...]:
     """Return an example with as many samples as an interface with a fixed batch says; samples are repeated if need be.
 
@@ -187,10 +204,7 @@ def _traced(
     for tensor, called in zip(tensors, axes or [{}] * len(tensors), strict=True):
         if called:
             shapes[tensor] = {axis: hint(max=most[name]) if most else hint for axis, name in called.items()}
-    positional, keywords = split(example)
-    given: tuple[tuple[Any, ...], dict[str, Any]] = (positional, dict(keywords))
-    if names is None:
-        given = (tuple(tensors), {})
+    given = arguments(example) if names is not None else (tuple(tensors), {})
     with tracing(), _forward(model, example, names):
         wanted = shapes.dynamic_shapes(model, *given) if any(axes) else None  # type: ignore[no-untyped-call]
         try:
@@ -337,8 +351,8 @@ def _conditions(exported: torch.export.ExportedProgram, symbols: Mapping[str, st
     env, notes = _shape_env(exported), []
     for guard in getattr(env, "guards", ()):
         place = getattr(guard.sloc, "framework_loc", None)
-        if place is None or is_of_torch(getattr(place, "filename", "")):
-            continue
+        if is_of_torch(getattr(place, "filename", LIBRARY)) and not isinstance(guard.expr, sympy.Eq):
+            continue  # what torch asks about layouts in memory
         condition = env.replace(guard.expr)
         free = {symbol for symbol in condition.free_symbols if str(symbol) in symbols}
         names = sorted({symbols[str(symbol)] for symbol in free})
@@ -365,6 +379,12 @@ def _size(size: Any, symbols: Mapping[str, str]) -> int | str:
 
 def _renamed(expression: str, symbols: Mapping[str, str]) -> str:
     return re.sub(r"[a-zA-Z_]\w*", lambda found: symbols.get(found[0], found[0]), expression)
+
+
+def arguments(example: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional arguments of an example, and those by name as a plain dictionary."""
+    positional, named = split(example)
+    return positional, dict(named)
 
 
 def fed(example: tuple[Any, ...], interface: ModelInterface) -> dict[str, Tensor]:
