@@ -27,9 +27,11 @@ class NamedOutputs(dict[str, Tensor]):
 
 
 def formats_of(path: Path) -> list[str]:
-    """Return the names of the formats whose files end like this path; none for a folder or another file."""
+    """Return the names of the formats whose files end most like this path; none for a folder or another file."""
     suffixes = {name: str(facts.get("suffix", "")) for name, facts in FORMATS.facts().items()}
-    return [name for name, suffix in suffixes.items() if suffix and path.name.endswith(suffix)]
+    fitting = {name: suffix for name, suffix in suffixes.items() if suffix and path.name.endswith(suffix)}
+    longest = max(map(len, fitting.values()), default=0)  # .aoti.pt2 is no .pt2
+    return [name for name, suffix in fitting.items() if len(suffix) == longest]
 
 
 def is_exported(path: Path) -> bool:
