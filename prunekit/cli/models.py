@@ -193,7 +193,8 @@ def refuse_two_sources(targets: Sequence[str], recipe: str | None, options: Mode
 def recipe_of_data(targets: Sequence[str], given: str | None) -> str | None:
     """Return the recipe whose images a command uses; None if there is none.
 
-    It is the recipe that is named as the model, `--recipe`, or that of the run in whose folder the model is.
+    It is the recipe that is named as the model, `--recipe`, or that of the run in whose folder the model is; an
+    exported file may be in a folder of its own there.
 
     Raises:
         UsageError: the model is a recipe, and another one was given.
@@ -203,8 +204,11 @@ def recipe_of_data(targets: Sequence[str], given: str | None) -> str | None:
         raise UsageError(f"--recipe goes with a model folder, a zoo's name or --model; {own} has images of its own")
     if own or given or not targets:
         return own or given
-    beside = Path(targets[0]).resolve().parent / "recipe.yaml"
-    return str(beside) if Path(targets[0]).is_dir() and beside.is_file() else None
+    place = Path(targets[0]).resolve()
+    folders = [place.parent] if place.is_dir() else []
+    if place.is_file():
+        folders = [folder for folder in list(place.parents)[:2] if (folder / "status.json").is_file()]
+    return next((str(folder / "recipe.yaml") for folder in folders if (folder / "recipe.yaml").is_file()), None)
 
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])

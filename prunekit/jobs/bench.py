@@ -254,7 +254,7 @@ def bench_targets(
         models=sizes,
         latency=tuple(dict(row) for row in report.rows),
         speedup=tuple(dict(row) for row in report.speedup),
-        notes=tuple(report.notes),
+        notes=(*report.notes, *_mixed(report.rows)),
         failures=tuple(dict(row) for row in report.failures),
         machine=dict(report.machine),
     )
@@ -291,6 +291,16 @@ def _named(names: str, settings: LatencySettings) -> list[torch.device]:
     found = [torch.device("cpu"), *([torch.device("cuda", 0)] if torch.cuda.is_available() else [])]
     kinds = {kind for name in settings.runtimes for kind in RUNTIMES.get(name).devices}
     return [device for device in found if device.type in kinds] or found[:1]
+
+
+def _mixed(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a note if models of one setting ran in different runtimes, as exported files do in their own."""
+    first = rows[0]["model"] if rows else ""
+    own = {row["model"]: row["runtime"] for row in reversed(rows)}
+    if len(set(own.values())) < 2:
+        return []
+    shown = ", ".join(f"{model} in {own[model]}" for model in dict.fromkeys(row["model"] for row in rows))
+    return [f"{shown}: speedups over {first} are of the runtimes too"]
 
 
 def _with_inputs(targets: Sequence[InputModel]) -> list[InputModel]:

@@ -42,9 +42,10 @@ def evaluate_command(
     """Measure top-1 accuracy with its 95 % Wilson interval, or the scores of the recipe's task, on its test split.
 
     MODEL is a recipe (its dense model, trained first where it has no weights, and tested on its own data), a model
-    folder, or the name of a torchvision or CIFAR model; instead of it, or of a recipe's model, --model gives your own.
-    KEY=VALUE changes the recipe. A model folder inside a run folder is tested on the data of that run unless --recipe
-    or --data says otherwise; anywhere else --data is enough, because the folder has its preprocessing and task.
+    folder, an exported file (.onnx, .xml, .pt2), or the name of a torchvision or CIFAR model; instead of it, or of a
+    recipe's model, --model gives your own. KEY=VALUE changes the recipe. A model folder inside a run folder is tested
+    on the data of that run unless --recipe or --data says otherwise; anywhere else --data is enough, because the folder
+    has its preprocessing and task.
     """
     targets, overrides = split_overrides(arguments)
     refuse_two_sources(targets, data_recipe, given)

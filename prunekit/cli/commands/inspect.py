@@ -30,7 +30,8 @@ def inspect_command(
     With --layers show instead a table of all modules, in order of execution.
 
     MODEL is a recipe (its dense model), a model folder, or the name of a torchvision or CIFAR model; instead of it, or
-    of a recipe's model, --model gives your own. KEY=VALUE changes the recipe.
+    of a recipe's model, --model gives your own. KEY=VALUE changes the recipe. Of an exported file (.onnx, .xml, .pt2)
+    inputs, outputs and sizes are shown, and how images become its input.
     """
     targets, overrides = split_overrides(arguments)
     check_recipes(targets, overrides, given)

@@ -221,6 +221,8 @@ def probe(target: InputModel) -> Any:
     try:
         with training_mode(target.model, False), torch.no_grad():
             return call(target.model, target.example_inputs())
+    except ArtifactError:  # of an exported file, which is loaded when it is first run
+        raise
     except Exception as error:  # a model's own code may raise anything
         shape = "x".join(map(str, (1, *target.sample_shape))) if target.inputs is None else described(target.inputs)
         told = target.splits is not None or target.inputs is not None
