@@ -42,7 +42,7 @@ FEW = 10
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Prediction(Displayed):
-    """What a model returns for some samples.
+    """A prediction: what a model returns for some samples.
 
     Attributes:
         model: its name.

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 import prunekit as pk
 from prunekit.cli import cli
+from prunekit.cli.models import recipe_of_data
 from prunekit.data.sources import load_splits
 from prunekit.settings.inputs import DataSettings
 
@@ -157,3 +158,14 @@ def test_help_needs_no_torch() -> None:
     code = "import sys; from prunekit.cli import cli; cli(['predict', '--help'], standalone_mode=False)"
     code += "; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_file_in_the_folder_of_a_run_is_of_that_run(tmp_path: Path) -> None:
+    for folder in ("run/model", "run/export", "other/export"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name in ("run/recipe.yaml", "run/status.json", "run/export/net.onnx", "other/recipe.yaml", "other/net.onnx"):
+        (tmp_path / name).touch()
+    recipe = str((tmp_path / "run" / "recipe.yaml").resolve())
+    for target in ("run/model", "run/export/net.onnx"):
+        assert recipe_of_data([str(tmp_path / target)], None) == recipe
+    assert recipe_of_data([str(tmp_path / "other" / "net.onnx")], None) is None
