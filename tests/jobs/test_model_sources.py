@@ -118,7 +118,7 @@ def test_a_factory_without_an_example_needs_a_shape(factory: str) -> None:
 
 
 def test_a_folder_without_a_manifest_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"expected a recipe \(\.yaml\), a model folder"):
+    with pytest.raises(ModelError, match=r"expected a recipe \(\.yaml\) or a model folder"):
         resolve(tmp_path)
 
 
