@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from prunekit.errors import ArtifactError, RunError, UsageError, reason_of
 from prunekit.export.format import ExportFormat, ExportSource, Run, register_format
-from prunekit.export.model_location import failure
+from prunekit.export.model_location import failure, place_of_node
 from prunekit.export.onnx import KEY, interface_of_json
 from prunekit.export.program import Program, fed, largest_sizes, program_of, tracing
 from prunekit.models.interface import ModelInterface
@@ -33,7 +35,7 @@ class ExecutorchFormat(ExportFormat):
             )
         most = largest_sizes(source)
         program = program_of(source, flat=True, most=most)
-        path.write_bytes(_lowered(source, program))
+        path.write_bytes(_lowered(source, program, most))
         return [*program.notes, *(f"memory is planned for a {name} of at most {size}" for name, size in most.items())]
 
     def open(self, path: Path, *, threads: int = 1) -> Run:
@@ -55,29 +57,66 @@ class ExecutorchFormat(ExportFormat):
         return interface_of_json(str(found[0]), str(path))
 
 
-def _lowered(source: ExportSource, program: Program) -> bytes:
-    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-    from executorch.exir import to_edge_transform_and_lower
-
+def _lowered(source: ExportSource, program: Program, most: Mapping[str, int]) -> bytes:
     carried = {KEY: json.dumps(program.interface.as_dict())}
     with tracing():
+        from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+        from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+
+        # Its verifier runs the graph on sizes that it compares, which can fix an axis of any size.
+        unverified = EdgeCompileConfig(_check_ir_validity=False)
         try:
             lowered = to_edge_transform_and_lower(
-                program.exported, partitioner=[XnnpackPartitioner()], constant_methods=carried
+                program.exported,
+                partitioner=[XnnpackPartitioner()],
+                constant_methods=carried,
+                compile_config=unverified,
             )
-            return bytes(lowered.to_executorch().buffer)
+            planned = lowered.to_executorch()
         except Exception as error:  # of its compiler
             raise RunError(
                 f"{type(source.model).__name__} cannot be exported to ExecuTorch: {failure(error, source.model)}; "
                 "compute it there with operators that ExecuTorch has, or use another format, such as onnx"
             ) from error
+    _require_known(source, planned.exported_program())
+    _require_planned(source, program, planned.exported_program(), most)
+    return bytes(planned.buffer)
+
+
+def _require_known(source: ExportSource, planned: Any) -> None:
+    """Raise if a program has an operator that ExecuTorch's runtime lacks."""
+    with tracing():
+        from executorch.runtime import Runtime
+    known = set(Runtime.get().operator_registry.operator_names)
+    for node in planned.graph.nodes:
+        name = node.target.name() if isinstance(node.target, torch._ops.OpOverload) else ""  # type: ignore[no-untyped-call]
+        if name and name not in known:
+            place = place_of_node(node)
+            raise RunError(
+                f"{type(source.model).__name__} cannot be exported to ExecuTorch: its runtime has no operator "
+                f"{name}" + (f", at {place}" if place else "") + "; compute it there with operators that "
+                "it has, or use another format, such as onnx"
+            )
+
+
+def _require_planned(source: ExportSource, program: Program, planned: Any, most: Mapping[str, int]) -> None:
+    """Raise if ExecuTorch's compiler has fixed an axis of any size to that of the example."""
+    taken = set(planned.graph_signature.user_inputs)
+    entries = [node.meta["spec"] for node in planned.graph.nodes if node.op == "placeholder" and node.name in taken]
+    for spec, entry in zip(program.interface.inputs, entries, strict=True):
+        for axis, (name, size) in enumerate(zip(spec.shape, entry.shape, strict=True)):
+            if isinstance(name, str) and size < most[name]:
+                raise RunError(
+                    f"{type(source.model).__name__}: the {name} (axis {axis} of {spec.name}) cannot be of any size in "
+                    f"ExecuTorch, whose compiler fixes it to {size}; export it with a fixed {name}"
+                )
 
 
 def _method(path: Path, name: str) -> Any:
-    from executorch.runtime import Runtime
-
     if not path.is_file():
         raise ArtifactError(f"{path}: expected an ExecuTorch program, and there is no file")
+    with tracing():  # its modules warn while they are imported
+        from executorch.runtime import Runtime
     try:
         program = Runtime.get().load_program(path)
         method = program.load_method(name) if name in program.method_names else None

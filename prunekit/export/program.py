@@ -29,7 +29,7 @@ from prunekit.utils.tensors import gather, map_tensors
 PROBES = (*range(2, 10), 16, 17, 31, 64, 100)
 """Sizes of an axis that conditions of the model's code are tried with."""
 
-SAMPLES = 16
+SAMPLES = 8
 """The largest batch that memory is reserved for, or that of the example if it is larger."""
 LARGER = 2
 """How many times larger than in the example other axes of any size may be."""
@@ -268,12 +268,12 @@ def _forward(model: nn.Module, example: tuple[Any, ...], names: Sequence[str] | 
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether the containers of an output are of Python's own classes."""
+    """Return whether an output is tensors in containers of Python's own classes, and nothing else."""
     if type(value) in (dict, OrderedDict):
         return all(map(_is_plain, value.values()))
     if type(value) in (tuple, list):
         return all(map(_is_plain, value))
-    return value is None or isinstance(value, (Tensor, int, float, str))
+    return isinstance(value, Tensor)
 
 
 def _values(exported: torch.export.ExportedProgram, kind: str) -> list[Any]:

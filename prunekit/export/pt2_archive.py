@@ -212,7 +212,9 @@ def is_arithmetic(text: str) -> bool:
             return False
         if isinstance(node, ast.Name) and node.id.startswith("_"):
             return False
-        if isinstance(node, ast.Attribute) and node.attr not in METHODS:
+        if isinstance(node, ast.Attribute) and not (
+            node.attr in METHODS or re.fullmatch(r"torch\.sym_\w+|math\.[a-z]\w*", ast.unparse(node))
+        ):
             return False
         if isinstance(node, ast.Call):
             function = node.func
