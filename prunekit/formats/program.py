@@ -23,7 +23,7 @@ from prunekit.errors import RunError, UsageError, nearest
 from prunekit.formats.format import ExportOptions, ExportSource
 from prunekit.formats.model_location import LIBRARY, failure, is_of_torch, place_of_caller, place_of_line
 from prunekit.models.interface import BATCH, ModelInterface, TensorSpec
-from prunekit.utils.inputs import call, split
+from prunekit.utils.inputs import Keywords, call, split
 from prunekit.utils.tensors import gather, map_tensors
 
 PROBES = (*range(2, 10), 16, 17, 31, 64, 100)
@@ -385,6 +385,31 @@ def arguments(example: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]
     """Return the positional arguments of an example, and those by name as a plain dictionary."""
     positional, named = split(example)
     return positional, dict(named)
+
+
+def as_exported(
+    example: tuple[Any, ...], interface: ModelInterface, positional: int, named: Sequence[str]
+) -> tuple[Any, ...]:
+    """Return an example with its tensors by position or by name, as a program was exported with them.
+
+    Args:
+        example: of single tensors, given by position or by name in any way; else it stays as it is.
+        interface: of the program.
+        positional: number of arguments that it takes by position.
+        named: those that it takes by name.
+
+    Raises:
+        UsageError: they are not the tensors that the model takes.
+    """
+    given, keywords = split(example)
+    if len(given) == positional and set(keywords) == set(named):
+        return example
+    if positional + len(named) != len(interface.inputs):
+        return example
+    tensors = fed(example, interface)
+    names = [spec.name for spec in interface.inputs if spec.name not in named]
+    found = tuple(tensors[name] for name in names)
+    return (*found, Keywords((name, tensors[name]) for name in named)) if named else found
 
 
 def fed(example: tuple[Any, ...], interface: ModelInterface) -> dict[str, Tensor]:

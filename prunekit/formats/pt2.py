@@ -12,7 +12,7 @@ from torch import Tensor
 from prunekit.errors import RunError, UsageError, reason_of
 from prunekit.formats.format import ExportFormat, ExportSource, Run, register_format
 from prunekit.formats.onnx import interface_of_json
-from prunekit.formats.program import arguments, program_of, tracing
+from prunekit.formats.program import arguments, as_exported, program_of, tracing
 from prunekit.formats.pt2_archive import PROGRAM, Archive
 from prunekit.models.interface import ModelInterface
 from prunekit.utils.context import threads as threads_of
@@ -61,12 +61,16 @@ class Pt2Format(ExportFormat):
         archive.require_plain()
         with tracing():
             try:
-                module = torch.export.load(path).module()
+                program = torch.export.load(path)
+                module = program.module()
             except Exception as error:  # of the deserializer
                 raise archive.damaged(reason_of(error)) from error
 
+        interface, (by_position, by_name) = self.interface(path), program.call_spec.in_spec.children()
+        names = [str(name) for name in by_name.context]
+
         def run(example: tuple[Any, ...]) -> list[Tensor]:
-            positional, named = arguments(example)
+            positional, named = arguments(as_exported(example, interface, by_position.num_children, names))
             with threads_of(threads), torch.no_grad():
                 try:
                     return [one.clone() for one in gather(module(*positional, **named))]

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from prunekit.channels.cut.model_copy import copied
+from prunekit.data.loader import batches
 from prunekit.data.sources import Splits
 from prunekit.errors import UsageError
 from prunekit.formats.exported_model import ExportedModel
@@ -23,9 +24,9 @@ from prunekit.formats.format import FORMATS, ExportOptions, ExportSource, Run
 from prunekit.formats.standalone import BUILD
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.export.export_inputs import (
+    READ,
     checked_batches,
     described_interface,
-    file_batches,
     other_sizes,
     real_samples,
 )
@@ -259,7 +260,7 @@ def export_float(
             notes.append("other sizes were not checked, because the model itself does not run on half of this one")
         for parity in parities:
             log(f"export: {parity.inputs}: differs from eager by {parity.max_relative_difference:.1e}")
-        scores = score_export(run, interface, target.splits, path.name, log)
+        scores = score_export(ExportedModel(written, kind.name, interface, run), target.splits, log)
         latency = tuple(time_export(partial(call, model), run, samples, request))
         bytes_written = size_of(aside)
         del run
@@ -295,15 +296,12 @@ def _runs(model: nn.Module, example: tuple[Any, ...]) -> bool:
     return True
 
 
-def score_export(run: Run, interface: ModelInterface, splits: Splits | None, name: str, log: Log) -> Scores | None:
+def score_export(model: ExportedModel, splits: Splits | None, log: Log) -> Scores | None:
     """Return the scores of a file on the test data; None without data."""
     if splits is None:
         return None
-    test = file_batches(splits.test, interface)
-    if not test.indices.numel():
-        return None
-    found = evaluate(ExportedModel(run, interface), test, splits.task, CPU)
-    log(f"export: {name} itself reaches {splits.task.main.label} {next(iter(found.values.values())):.2f} %")
+    found = evaluate(model, batches(splits.test, READ, shuffle_seed=None), splits.task, CPU)
+    log(f"export: {model.path.name} itself reaches {splits.task.main.label} {next(iter(found.values.values())):.2f} %")
     return found
 
 

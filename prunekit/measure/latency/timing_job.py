@@ -140,14 +140,14 @@ def run_job(job: TimingJob, *, own_process: bool) -> Iterator[Outcome]:
 
 
 def _load_libraries(job: TimingJob) -> None:
-    """Build and run one session, as the memory for what a library loads on first use belongs to no model."""
+    """Build and run a session in each runtime, as what a library loads on first use belongs to no model."""
     setting = job.settings[0]
-    try:
-        with with_threads(setting.threads), on_device(setting.device), torch.inference_mode():
-            source = next(iter(job.sources.values()))
-            job.runtime.open(source, job.inputs.sample(setting.batch), setting).run()
-    except Exception:  # happens again where it is reported
-        return
+    for source in [next(iter(job.sources.values())), *(one for one in job.sources.values() if one.open is not None)]:
+        try:
+            with with_threads(setting.threads), on_device(setting.device), torch.inference_mode():
+                _session(job, source, job.inputs.sample(setting.batch), setting).run()
+        except Exception:  # happens again where it is reported
+            continue
 
 
 def _timed(job: TimingJob, setting: Setting, memory: bool) -> SettingTimes:
@@ -156,7 +156,7 @@ def _timed(job: TimingJob, setting: Setting, memory: bool) -> SettingTimes:
     for name, source in job.sources.items():
         check_float_file(name, job.runtime, source, sample, setting, job.expected[name, setting.batch])
         peak = PeakMemory(setting.device) if memory else None
-        session = job.runtime.open(source, sample, setting)
+        session = _session(job, source, sample, setting)
         check_outputs(name, session, setting, job.expected[name, setting.batch])
         sessions.append(session)
         taken.append(peak.of(session.run) if peak is not None else None)
@@ -168,6 +168,11 @@ def _timed(job: TimingJob, setting: Setting, memory: bool) -> SettingTimes:
         clock = clock_mhz(setting.device)
     contention = load.contention(setting.threads) if setting.device == "cpu" else None
     return SettingTimes(setting, times, calls, tuple(taken), contention, clock)
+
+
+def _session(job: TimingJob, source: Source, sample: Sample, setting: Setting) -> Session:
+    """Return a session of the runtime, or of what the source opens itself."""
+    return job.runtime.open(source, sample, setting) if source.open is None else source.open(sample, setting)
 
 
 def weight_moves(*sessions: Session) -> list[Callable[[], object]]:

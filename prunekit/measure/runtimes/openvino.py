@@ -61,16 +61,21 @@ def open_vino(source: Source, sample: Sample, setting: Setting) -> Session:
     key = (setting.batch, "float32") if setting.dtype != INT8 else RUNTIMES.get("openvino").file_key(setting)
     file, arrays = source.files[key], [one.numpy() for one in gather(sample)]
     exported = source.files[setting.batch, "float32"]
-    compiled = _compile(file, setting)
+    compiled = compiled_file(file, setting)
     request = compiled.create_infer_request()
     return Session(
         lambda: request.infer(arrays, share_inputs=True, share_outputs=True),
         lambda found: [torch.from_numpy(found[output].copy()) for output in compiled.outputs],
-        lambda: _LayerCounters(_compile(file, setting, PERF_COUNT=True), NodeModules(exported), arrays).clock(),
+        lambda: _LayerCounters(compiled_file(file, setting, PERF_COUNT=True), NodeModules(exported), arrays).clock(),
     )
 
 
-def _compile(file: Path, setting: Setting, **others: Any) -> Any:
+def compiled_file(file: Path, setting: Setting, **others: Any) -> Any:
+    """Return a file, ONNX or OpenVINO's own, compiled for a setting, whose dtype is the precision of the kernels.
+
+    Raises:
+        RunError: its kernels compute in another precision.
+    """
     core, hint = _core(), HINTS[setting.dtype]
     options = {
         "PERFORMANCE_HINT": "LATENCY",

@@ -133,10 +133,14 @@ class Source:
     """A model in the form that a runtime takes: the module itself, or files by batch and dtype.
 
     Beside a quantized file there is always the ONNX file in float32 that it was made from.
+
+    Attributes:
+        open: opens a session of a model that was exported before, in place of the runtime's own function.
     """
 
     module: nn.Module | None = None
     files: Mapping[FileKey, Path] = field(default_factory=dict)
+    open: Callable[[Sample, Setting], Session] | None = None
 
 
 @dataclass(frozen=True)
