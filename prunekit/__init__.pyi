@@ -24,6 +24,8 @@ from prunekit.jobs.bench import bench as bench
 from prunekit.jobs.explain import Explanation as Explanation
 from prunekit.jobs.explain import explain as explain
 from prunekit.jobs.export.export_model import Exported as Exported
+from prunekit.jobs.predict import Prediction as Prediction
+from prunekit.jobs.predict import predict as predict
 from prunekit.jobs.profile import profile as profile
 from prunekit.jobs.prune.one_shot import Pruned as Pruned
 from prunekit.jobs.prune.one_shot import plan as plan

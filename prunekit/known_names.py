@@ -64,7 +64,10 @@ Count = Annotated[int, Ge(0)]
 PositiveInt = Annotated[int, Ge(1)]
 RuntimeName = Annotated[str, Registered(RUNTIMES)]
 FormatName = Annotated[str, Registered(FORMATS)]
-DtypeName = Literal["fp32", "bf16", "fp16"]
-DTYPES: dict[DtypeName, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Names of dtypes in torch, and in rows of results, by their names in settings."""
+FloatName = Literal["fp32", "bf16", "fp16"]
+DtypeName = Literal["fp32", "bf16", "fp16", "int8"]
+DTYPES: dict[DtypeName, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8": "int8"}
+"""Names of dtypes in torch, and in rows of results, by their names in settings; int8 is that of a quantized file."""
+FLOAT_DTYPES: dict[FloatName, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""The same of floating-point dtypes, which models can be cast to."""
 MemoryFormat = Literal["contiguous", "channels_last"]

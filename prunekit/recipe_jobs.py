@@ -261,7 +261,8 @@ def export(
             folder, test samples of its run or of `recipe`, else random ones in its shapes.
         to: a format, as `prunekit list formats` shows them.
         path: of the file or folder; None: in the working directory, named after the folder, or `model`.
-        dense: for a folder of a model that is not from a known zoo: the dense model, or a function that builds it.
+        dense: of a model that is not from a known zoo: the dense model, or a function that builds it; needed for its
+            folder, and of use to `standalone`.
         recipe: whose test samples the file is checked and scored on; None: that of the run around a folder.
         own: the user's own data of the recipe.
         dynamic: axes of any size besides the batch: `image` (height and width), `sequence` (length of token ids), or
@@ -305,6 +306,7 @@ def export(
         threads,
         quantize,
     )
+    facts = {} if dense is None else {"dense": dense}
     if isinstance(model, (str, PathLike)):
         folder = Path(model)
         require_exportable(request, str(folder))
@@ -316,7 +318,7 @@ def export(
         if settings is not None:
             job = job_of(settings, (), own)
             target = with_data(target, job.data, own, job.task)
-        return export_target(target, request, folder=folder, log=log)
+        return export_target(target, request, folder=folder, facts=facts, log=log)
     if example is None:
         raise UsageError("example: expected what the model is called with, at least two samples, got none")
     module = unwrapped(model if isinstance(model, nn.Module) else model.model)
@@ -324,4 +326,4 @@ def export(
     if recipe is not None:
         job = job_of(recipe, (), own)
         target = with_data(target, job.data, own, job.task)
-    return export_target(target, request, log=log)
+    return export_target(target, request, facts=facts, log=log)

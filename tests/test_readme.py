@@ -10,6 +10,7 @@ import pytest
 import torchvision
 from accelerate.state import AcceleratorState, GradientState
 from click.testing import CliRunner
+from PIL import Image
 from ruamel.yaml import YAML
 from torch.distributed.run import get_args_parser
 
@@ -57,6 +58,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         recipe = recipe.replace(old, new)
     (folder / "recipes").mkdir()
     (folder / "recipes" / "resnet34.yaml").write_text(recipe, encoding="utf-8")
+    Image.new("RGB", (40, 30), (200, 120, 40)).save(folder / "photo.png")  # the user's own
     return folder
 
 

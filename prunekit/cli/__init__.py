@@ -16,6 +16,7 @@ from prunekit.cli.commands.export import export_command
 from prunekit.cli.commands.finetune import finetune_command, prune_command
 from prunekit.cli.commands.inspect import inspect_command
 from prunekit.cli.commands.list import list_command
+from prunekit.cli.commands.predict import predict_command
 from prunekit.cli.commands.profile import profile_command
 from prunekit.cli.commands.recipe import init_command, recipe_group
 from prunekit.cli.commands.report import report_command
@@ -42,6 +43,7 @@ COMMANDS = (
     calibrate_command,
     sensitivity_command,
     evaluate_command,
+    predict_command,
     profile_command,
     bench_command,
     explain_command,

@@ -84,16 +84,29 @@ def model_command(
     return decorate
 
 
-def one_target(names: Sequence[str], overrides: Sequence[str], options: ModelOptions) -> InputModel:
+def one_target(
+    names: Sequence[str], overrides: Sequence[str], options: ModelOptions, *, needs_module: str = ""
+) -> InputModel:
     """Return the one model that a command line names; raise UsageError if it names several.
 
     With a recipe, `--model` replaces its model; with a model folder it builds the dense model.
+
+    Args:
+        names: of the models.
+        overrides: of a recipe.
+        options: of the command line.
+        needs_module: what is done with the model's modules, which an exported file does not have; empty: nothing.
     """
     if len(names) > 1:
         raise UsageError(f"expected one model, got {len(names)}: {', '.join(names)}")
     if names and options.factory and not is_recipe(names[0]) and not Path(names[0]).is_dir():
         raise UsageError(f"expected one model, got two: {names[0]} and --model {options.factory}")
-    return _resolve(names[0] if names else None, overrides, options)
+    found = _resolve(names[0] if names else None, overrides, options)
+    if needs_module:
+        from prunekit.jobs.run.exported_model import require_module
+
+        require_module(found, needs_module)
+    return found
 
 
 def all_targets(names: Sequence[str], overrides: Sequence[str], options: ModelOptions) -> list[InputModel]:
@@ -180,7 +193,8 @@ def refuse_two_sources(targets: Sequence[str], recipe: str | None, options: Mode
 def recipe_of_data(targets: Sequence[str], given: str | None) -> str | None:
     """Return the recipe whose images a command uses; None if there is none.
 
-    It is the recipe that is named as the model, `--recipe`, or that of the run in whose folder the model is.
+    It is the recipe that is named as the model, `--recipe`, or that of the run in whose folder the model is; an
+    exported file may be in a folder of its own there.
 
     Raises:
         UsageError: the model is a recipe, and another one was given.
@@ -190,8 +204,11 @@ def recipe_of_data(targets: Sequence[str], given: str | None) -> str | None:
         raise UsageError(f"--recipe goes with a model folder, a zoo's name or --model; {own} has images of its own")
     if own or given or not targets:
         return own or given
-    beside = Path(targets[0]).resolve().parent / "recipe.yaml"
-    return str(beside) if Path(targets[0]).is_dir() and beside.is_file() else None
+    place = Path(targets[0]).resolve()
+    folders = [place.parent] if place.is_dir() else []
+    if place.is_file():
+        folders = [folder for folder in list(place.parents)[:2] if (folder / "status.json").is_file()]
+    return next((str(folder / "recipe.yaml") for folder in folders if (folder / "recipe.yaml").is_file()), None)
 
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
@@ -268,7 +285,7 @@ def _single(names: Sequence[str], overrides: Sequence[str], options: ModelOption
     from prunekit.jobs.run.model_sources import trained_model
 
     if len(names) != 1 or not is_recipe(names[0]):
-        found = single_model(one_target(names, overrides, options))
+        found = single_model(one_target(names, overrides, options, needs_module="look into"))
     else:
         code = {"factory": options.factory, "data": options.data}
         job = job_to_read(names[0], overrides, options, **code, seed=options.seed)

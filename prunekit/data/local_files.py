@@ -69,11 +69,16 @@ def _classes(folder: Path, instead: str = "") -> tuple[str, ...]:
 
 
 def _files(folder: Path, classes: tuple[str, ...]) -> LabeledFiles:
-    found = [(path, label) for label, name in enumerate(classes) for path in _images(folder / name)]
+    found = [(path, label) for label, name in enumerate(classes) for path in image_files(folder / name)]
     return tuple(found)
 
 
-def _images(folder: Path) -> list[Path]:
+def image_files(folder: Path) -> list[Path]:
+    """Return the image files at any depth below a folder, in the order of torchvision's ImageFolder.
+
+    Raises:
+        DataError: there are none.
+    """
     walk = sorted(os.walk(folder, followlinks=True))  # as ImageFolder does, so that indices are the same
     paths = [Path(root, name) for root, _, names in walk for name in sorted(names)]
     paths = [path for path in paths if path.suffix.lower() in EXTENSIONS and path.is_file()]

@@ -31,6 +31,8 @@ KEY = "prunekit"
 """Key of the interface in the metadata of a file."""
 SCOPES = "pkg.torch.onnx.name_scopes"
 """Metadata of torch's exporter: the paths of the modules around a node, from the root on, and its own name."""
+STACKS = "pkg.torch.onnx.stack_trace"
+"""Metadata of torch's exporter: the files and lines of a node."""
 LARGEST_HALF = 65504.0
 """The largest number in float16."""
 
@@ -49,10 +51,10 @@ def export_onnx(model: nn.Module, sample: Any, path: StrPath) -> Path:
         UsageError: the sample is not an example.
         RunError: the exporter cannot follow the model.
     """
-    example = map_tensors(as_example(model, sample), lambda tensor: tensor.detach().clone())
+    example = map_tensors(as_example(model, sample), torch.detach)
     model = set_mode(copied(model), False)
     try:
-        translated(model, trace(model, example, flat=True), OPSET).save(Path(path))
+        translated(model, trace(model, example), OPSET).save(Path(path))
     except RunError as error:
         raise RunError(str(error).replace("cannot be exported", "cannot be exported to ONNX", 1)) from error
     return Path(path)
@@ -111,7 +113,8 @@ class OnnxFormat(ExportFormat):
             )
         if source.options.half:
             _store_half(built.model)
-        _name_values(built.model, program)
+        renamed_values(built.model, program)
+        _forget_places(built.model)
         built.model.metadata_props.update(metadata_of(program.interface))
         built.save(path)
         return program.notes
@@ -250,8 +253,8 @@ def session_of(model: Path | bytes, threads: int) -> Any:
         raise ArtifactError(f"{where}: ONNX Runtime cannot load it: {reason_of(error)}") from error
 
 
-def _name_values(model: Any, program: Program) -> None:
-    """Name the axes of any size in all shapes of a graph, and results inside apart from inputs and outputs."""
+def renamed_values(model: Any, program: Program) -> None:
+    """Give axes of any size their names in a graph, and its results other names than its inputs and outputs."""
     import onnx_ir
     from onnx_ir.passes.common import NameFixPass
 
@@ -260,6 +263,12 @@ def _name_values(model: Any, program: Program) -> None:
             sizes = [size if isinstance(size, int) else program.renamed(str(size.value)) for size in value.shape]
             value.shape = onnx_ir.Shape(sizes)
     NameFixPass()(model)
+
+
+def _forget_places(model: Any) -> None:
+    """Remove the paths and lines of the code that nodes come from, which are of this machine."""
+    for node in model.graph:
+        node.metadata_props.pop(STACKS, None)
 
 
 def _graph_values(graph: Any) -> Iterator[Any]:

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass, replace
 from io import StringIO
 from typing import Any
 from unittest.mock import patch
 
+import sympy
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from prunekit.errors import RunError, UsageError, nearest
 from prunekit.formats.format import ExportOptions, ExportSource
-from prunekit.formats.model_location import failure, is_of_torch, place_of_caller, place_of_line
+from prunekit.formats.model_location import LIBRARY, failure, is_of_torch, place_of_caller, place_of_line
 from prunekit.models.interface import BATCH, ModelInterface, TensorSpec
-from prunekit.utils.inputs import call, split
+from prunekit.utils.inputs import Keywords, call, split
 from prunekit.utils.tensors import gather, map_tensors
 
 PROBES = (*range(2, 10), 16, 17, 31, 64, 100)
 """Sizes of an axis that conditions of the model's code are tried with."""
+
+SAMPLES = 8
+"""The largest batch that memory is reserved for, or that of the example if it is larger."""
+LARGER = 2
+"""How many times larger than in the example other axes of any size may be."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,13 +58,15 @@ class Program:
         return _renamed(size, self.symbols)
 
 
-def program_of(source: ExportSource, *, flat: bool) -> Program:
+def program_of(source: ExportSource, *, flat: bool, most: Mapping[str, int] | None = None) -> Program:
     """Trace a model with axes of any size where its interface names them.
 
     Args:
         source: the model, with its interface and options.
         flat: whether the program takes and returns plain tuples of tensors, in the order of the interface; otherwise
-            its arguments and its output are those of the model.
+            its arguments are those of the model, and its output is that of the model, or a dictionary of the tensors by
+            name where the output's class is none of Python's own.
+        most: largest size of each named axis, for formats that reserve memory for it.
 
     Raises:
         UsageError: an option names an input or axis that there is none of, or the example does not fit the interface.
@@ -65,8 +75,9 @@ def program_of(source: ExportSource, *, flat: bool) -> Program:
     interface = with_axes(source.interface, source.options)
     example = fitted(source.example, interface)
     axes = [{axis: one for axis, one in enumerate(spec.shape) if isinstance(one, str)} for spec in interface.inputs]
-    exported = trace(source.model, example, axes, flat=flat)
-    symbols, notes = _symbols_of(exported, replace(source, interface=interface), example, flat)
+    names = None if flat else [spec.name for spec in interface.outputs]
+    exported = trace(source.model, example, axes, names=names, most=most)
+    symbols, notes = _symbols_of(exported, replace(source, interface=interface), example)
     values = [value for value in _values(exported, "output") if isinstance(value, Tensor)]
     if len(values) != len(interface.outputs):
         raise RunError(
@@ -104,6 +115,17 @@ def with_axes(interface: ModelInterface, options: ExportOptions) -> ModelInterfa
     return replace(interface, inputs=inputs)
 
 
+def largest_sizes(source: ExportSource) -> dict[str, int]:
+    """Return the largest size of each named axis that memory is planned for."""
+    interface = with_axes(source.interface, source.options)
+    found: dict[str, int] = {}
+    for spec, tensor in zip(interface.inputs, gather(source.example), strict=True):
+        for name, size in zip(spec.shape, tensor.shape, strict=True):
+            if isinstance(name, str):
+                found[name] = max(found.get(name, 0), SAMPLES if name == BATCH else LARGER * size, size)
+    return found
+
+
 def fitted(example: tuple[Any, ...], interface: ModelInterface) -> tuple[Any, ...]:
     """Return an example with as many samples as an interface with a fixed batch says; samples are repeated if need be.
 
@@ -132,25 +154,32 @@ def fitted(example: tuple[Any, ...], interface: ModelInterface) -> tuple[Any, ..
 
 
 def trace(
-    model: nn.Module, example: tuple[Any, ...], axes: Sequence[Mapping[int, str]] = (), *, flat: bool
+    model: nn.Module,
+    example: tuple[Any, ...],
+    axes: Sequence[Mapping[int, str]] = (),
+    *,
+    names: Sequence[str] | None = None,
+    most: Mapping[str, int] | None = None,
 ) -> torch.export.ExportedProgram:
     """Trace a model by `torch.export`.
 
     Args:
         model: in eval mode; its `forward` is exchanged meanwhile.
-        example: see `prunekit.utils.inputs.as_example`, no tensor twice.
+        example: see `prunekit.utils.inputs.as_example`.
         axes: names of axes of any size for each tensor.
-        flat: see `program_of`.
+        names: of the tensors of the output, for a program with the arguments and the output of the model; None: one
+            that takes and returns tuples of tensors.
+        most: see `program_of`.
 
     Raises:
         RunError: it cannot be followed.
     """
     named = sorted({name for one in axes for name in one.values()})
     try:
-        return _traced(model, example, axes, flat)
+        return _traced(model, example, axes, names, most)
     except Exception as error:  # of the exporter, or of the model's code
         problem = failure(error, model)
-        if named and _is_traceable(model, example, flat):
+        if named and _is_traceable(model, example, names):
             raise RunError(
                 f"{type(model).__name__} cannot be exported with {' and '.join(named)} of any size: {problem}; export "
                 f"it with a fixed {' and '.join(named)}, or take the size from the tensors' shapes there"
@@ -162,17 +191,21 @@ def trace(
 
 
 def _traced(
-    model: nn.Module, example: tuple[Any, ...], axes: Sequence[Mapping[int, str]], flat: bool
+    model: nn.Module,
+    example: tuple[Any, ...],
+    axes: Sequence[Mapping[int, str]] = (),
+    names: Sequence[str] | None = None,
+    most: Mapping[str, int] | None = None,
 ) -> torch.export.ExportedProgram:
     example = map_tensors(example, torch.clone)  # torch.export marks tensors with what it found, one trace for the next
     tensors = gather(example)
     shapes = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
-    for tensor, names in zip(tensors, axes or [{}] * len(tensors), strict=True):
-        if names:
-            shapes[tensor] = dict.fromkeys(names, torch.export.Dim.AUTO)
-    positional, keywords = split(example)
-    given: tuple[tuple[Any, ...], dict[str, Any]] = (tuple(tensors), {}) if flat else (positional, dict(keywords))
-    with tracing(), _flat_forward(model, example) if flat else nullcontext():
+    hint = torch.export.Dim.AUTO
+    for tensor, called in zip(tensors, axes or [{}] * len(tensors), strict=True):
+        if called:
+            shapes[tensor] = {axis: hint(max=most[name]) if most else hint for axis, name in called.items()}
+    given = arguments(example) if names is not None else (tuple(tensors), {})
+    with tracing(), _forward(model, example, names):
         wanted = shapes.dynamic_shapes(model, *given) if any(axes) else None  # type: ignore[no-untyped-call]
         try:
             return torch.export.export(model, *given, dynamic_shapes=wanted, strict=False)
@@ -183,9 +216,9 @@ def _traced(
                 raise error from error.__cause__
 
 
-def _is_traceable(model: nn.Module, example: tuple[Any, ...], flat: bool) -> bool:
+def _is_traceable(model: nn.Module, example: tuple[Any, ...], names: Sequence[str] | None) -> bool:
     try:
-        _traced(model, example, (), flat)
+        _traced(model, example, (), names)
     except Exception:
         return False
     return True
@@ -206,8 +239,11 @@ def tracing() -> Iterator[None]:
 
 
 @contextmanager
-def _flat_forward(model: nn.Module, example: tuple[Any, ...]) -> Iterator[None]:
-    """Let a model take the tensors of an example one by one, and return a tuple of tensors."""
+def _forward(model: nn.Module, example: tuple[Any, ...], names: Sequence[str] | None) -> Iterator[None]:
+    """Let a model take the tensors of an example one by one and return a tuple, or return one of Python's own classes.
+
+    Programs keep the class of an output, which a process that runs them may not know.
+    """
     own = vars(model).get("forward")
     forward = model.forward
 
@@ -216,7 +252,12 @@ def _flat_forward(model: nn.Module, example: tuple[Any, ...]) -> Iterator[None]:
         output = call(forward, map_tensors(example, lambda _: next(each)))
         return tuple(gather(output))
 
-    vars(model)["forward"] = flat
+    @functools.wraps(forward)
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        return output if _is_plain(output) else dict(zip(names or (), gather(output), strict=True))
+
+    vars(model)["forward"] = flat if names is None else plain
     try:
         yield
     finally:
@@ -224,6 +265,15 @@ def _flat_forward(model: nn.Module, example: tuple[Any, ...]) -> Iterator[None]:
             del vars(model)["forward"]
         else:
             vars(model)["forward"] = own
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether an output is tensors in containers of Python's own classes, and nothing else."""
+    if type(value) in (dict, OrderedDict):
+        return all(map(_is_plain, value.values()))
+    if type(value) in (tuple, list):
+        return all(map(_is_plain, value))
+    return isinstance(value, Tensor)
 
 
 def _values(exported: torch.export.ExportedProgram, kind: str) -> list[Any]:
@@ -235,7 +285,7 @@ def _values(exported: torch.export.ExportedProgram, kind: str) -> list[Any]:
 
 
 def _symbols_of(
-    exported: torch.export.ExportedProgram, source: ExportSource, example: tuple[Any, ...], flat: bool
+    exported: torch.export.ExportedProgram, source: ExportSource, example: tuple[Any, ...]
 ) -> tuple[dict[str, str], list[str]]:
     """Return the names of axes by torch's symbols, and notes; raise if the model's code fixes one."""
     called = type(source.model).__name__
@@ -247,18 +297,17 @@ def _symbols_of(
             if isinstance(name, int):
                 continue
             size = value.shape[axis]
-            if isinstance(size, int):
-                raise RunError(_fixed(called, spec, axis, size, _place_of_fixing(source, example, flat, spec, axis)))
-            expression = str(size.node.expr)
-            if not expression.isidentifier():
-                raise RunError(_fixed(called, spec, axis, expression, ""))
+            expression = str(size if isinstance(size, int) else size.node.expr)
+            if not expression.isidentifier():  # a number, or a multiple of another symbol
+                place = _place_of_fixing(source, example, spec, axis)
+                raise RunError(_fixed(called, spec, axis, expression, place))
             if symbols.setdefault(expression, name) != name:
                 notes.append(f"{name} must be the same as {symbols[expression]}: the model's code makes them equal")
     notes += _conditions(exported, symbols, called)
     return symbols, list(dict.fromkeys(notes))
 
 
-def _fixed(called: str, spec: TensorSpec, axis: int, size: int | str, place: str) -> str:
+def _fixed(called: str, spec: TensorSpec, axis: int, size: str, place: str) -> str:
     name = spec.shape[axis]
     return (
         f"{called}: the {name} (axis {axis} of {spec.name}) cannot be of any size, because the model's code fixes it "
@@ -278,7 +327,7 @@ def _shape_env(exported: torch.export.ExportedProgram) -> Any:
     return None
 
 
-def _place_of_fixing(source: ExportSource, example: tuple[Any, ...], flat: bool, spec: TensorSpec, axis: int) -> str:
+def _place_of_fixing(source: ExportSource, example: tuple[Any, ...], spec: TensorSpec, axis: int) -> str:
     """Return the place of the line that fixes the size of an axis, from another trace; empty if torch does not tell."""
     axes = [{axis: str(one.shape[axis])} if one.name == spec.name else {} for one in source.interface.inputs]
     places: list[str] = []
@@ -290,7 +339,7 @@ def _place_of_fixing(source: ExportSource, example: tuple[Any, ...], flat: bool,
         replace_symbol(env, symbol, target, *others)
 
     with patch.object(ShapeEnv, "_set_replacement", recorded), suppress(Exception):
-        _traced(source.model, example, axes, flat)
+        _traced(source.model, example, axes)
     return next(iter(places), "")
 
 
@@ -302,8 +351,8 @@ def _conditions(exported: torch.export.ExportedProgram, symbols: Mapping[str, st
     env, notes = _shape_env(exported), []
     for guard in getattr(env, "guards", ()):
         place = getattr(guard.sloc, "framework_loc", None)
-        if place is None or is_of_torch(getattr(place, "filename", "")):
-            continue
+        if is_of_torch(getattr(place, "filename", LIBRARY)) and not isinstance(guard.expr, sympy.Eq):
+            continue  # what torch asks about layouts in memory
         condition = env.replace(guard.expr)
         free = {symbol for symbol in condition.free_symbols if str(symbol) in symbols}
         names = sorted({symbols[str(symbol)] for symbol in free})
@@ -330,6 +379,37 @@ def _size(size: Any, symbols: Mapping[str, str]) -> int | str:
 
 def _renamed(expression: str, symbols: Mapping[str, str]) -> str:
     return re.sub(r"[a-zA-Z_]\w*", lambda found: symbols.get(found[0], found[0]), expression)
+
+
+def arguments(example: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional arguments of an example, and those by name as a plain dictionary."""
+    positional, named = split(example)
+    return positional, dict(named)
+
+
+def as_exported(
+    example: tuple[Any, ...], interface: ModelInterface, positional: int, named: Sequence[str]
+) -> tuple[Any, ...]:
+    """Return an example with its tensors by position or by name, as a program was exported with them.
+
+    Args:
+        example: of single tensors, given by position or by name in any way; else it stays as it is.
+        interface: of the program.
+        positional: number of arguments that it takes by position.
+        named: those that it takes by name.
+
+    Raises:
+        UsageError: they are not the tensors that the model takes.
+    """
+    given, keywords = split(example)
+    if len(given) == positional and set(keywords) == set(named):
+        return example
+    if positional + len(named) != len(interface.inputs):
+        return example
+    tensors = fed(example, interface)
+    names = [spec.name for spec in interface.inputs if spec.name not in named]
+    found = tuple(tensors[name] for name in names)
+    return (*found, Keywords((name, tensors[name]) for name in named)) if named else found
 
 
 def fed(example: tuple[Any, ...], interface: ModelInterface) -> dict[str, Tensor]:

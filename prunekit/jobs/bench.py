@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from prunekit.errors import UsageError
+from prunekit.formats.exported_model import ExportedModel
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.jobs.run.model_sources import InputModel, probe
+from prunekit.jobs.run.exported_model import figures_of
+from prunekit.jobs.run.model_sources import InputModel, exported_target, probe
 from prunekit.jobs.run.run_folder import Log
 from prunekit.measure.latency.comparison import choose_settings, measure_latency
 from prunekit.measure.latency.row_text import (
@@ -22,11 +25,11 @@ from prunekit.measure.latency.row_text import (
     unstable_lines,
     unstable_mark,
 )
-from prunekit.measure.model_size import count_macs, count_parameters
 from prunekit.measure.runtimes.runtime import RUNTIMES
 from prunekit.settings.deployment import LatencySettings
 from prunekit.utils.context import device_of, resolve_device
 from prunekit.utils.display import Displayed, Table, digits, factor, interval, plural, size
+from prunekit.utils.files import StrPath
 from prunekit.utils.inputs import as_example, input_specs
 from prunekit.utils.progress import stage
 from prunekit.utils.tensors import gather
@@ -41,7 +44,7 @@ class Benchmark(Displayed):
     """The latency of models that were timed alternately.
 
     Attributes:
-        models: by name `params` and `macs`, for one sample.
+        models: by name `params` and `macs`, for one sample; of exported files None, and `file_bytes`.
         latency: a row for each model and setting, in ms for the whole batch; see `LatencyReport`.
         speedup: the same, of each model over the first, paired.
         notes: what to know about the figures.
@@ -60,7 +63,7 @@ class Benchmark(Displayed):
         {'params': 90, 'macs': 80}
     """
 
-    models: Mapping[str, Mapping[str, int]]
+    models: Mapping[str, Mapping[str, int | None]]
     latency: tuple[dict[str, Any], ...]
     speedup: tuple[dict[str, Any], ...]
     notes: tuple[str, ...]
@@ -81,9 +84,10 @@ class Benchmark(Displayed):
     def rows(self) -> list[dict[str, Any]]:
         """Return latency, in ms for the whole batch, and speedup over the first model, of each model and setting."""
         names = (*WHERE, "dtype", "memory_format", "median_ms", "low_ms", "high_ms", "p90_ms", "p99_ms", "stable")
-        rows = []
+        rows, left = [], list(self.speedup)
         for row in self.latency:
-            beside = next((one for one in self.speedup if all(one[name] == row[name] for name in SAME)), None)
+            beside = next((one for one in left if all(one[name] == row[name] for name in SAME)), None)
+            left = [one for one in left if one is not beside]
             speedup = {name: None if beside is None else beside[name] for name in ("median", "low", "high")}
             found = {"model": row["model"], **{name: row[name] for name in names}}
             rows.append(found | {f"speedup_{name}".removesuffix("_median"): value for name, value in speedup.items()})
@@ -140,7 +144,7 @@ class Benchmark(Displayed):
 
 
 def bench(
-    models: Mapping[str, nn.Module],
+    models: Mapping[str, nn.Module | StrPath],
     example: Any,
     *,
     runtimes: str | Sequence[str] = "eager",
@@ -158,7 +162,8 @@ def bench(
     outputs differ, it is not timed. A figure that the samples do not support is marked unstable, with a remedy.
 
     Args:
-        models: one or more by name, which take the same input; not changed.
+        models: one or more by name, which take the same input; not changed. The path of an exported file stands for
+            the model in it, which is timed in its own runtime where `runtimes` says eager.
         example: one input of all of them: a tensor, a tuple of positional arguments, or a mapping of arguments by
             name; samples on the first axis of every tensor.
         runtimes: what runs the models, each in a process of its own, as `prunekit list runtimes` shows them.
@@ -202,7 +207,7 @@ def bench(
         dtypes=_several(dtypes),
         memory_formats=_several(memory_formats),
     )
-    targets = [_target(name, unwrapped(model), example) for name, model in models.items()]
+    targets = [_target(name, model, example) for name, model in models.items()]
     places = device_of(targets[0].model) if device is None else device
     return bench_targets(targets, settings, str(places), log=log)
 
@@ -212,7 +217,8 @@ def _several(given: Any) -> Any:
     return (given,) if isinstance(given, (str, int)) else tuple(given)
 
 
-def _target(name: str, model: nn.Module, given: Any) -> InputModel:
+def _target(name: str, model: nn.Module | StrPath, given: Any) -> InputModel:
+    model = unwrapped(model) if isinstance(model, nn.Module) else exported_target(Path(model)).model
     inputs = as_example(model, given)
     shape = next((tuple(tensor.shape[1:]) for tensor in gather(inputs)), ())
     return InputModel(model, name, shape, inputs=inputs)
@@ -234,22 +240,21 @@ def bench_targets(
             or cannot do what is asked; nothing was measured.
         ModelError: a model does not run on its input.
     """
-    places = devices(device, settings)
+    files = [target for target in targets if isinstance(target.model, ExportedModel)]
+    places = devices("cpu" if files and device == "auto" else device, settings)
+    targets = _with_inputs(targets)
     _same_inputs(targets)
     models = dict(zip(_unique([target.name for target in targets]), targets, strict=True))
     for target in targets:
         probe(target)
     measured = {name: target.model for name, target in models.items()}
     report = measure_latency(measured, targets[0].timing_inputs, settings, places, log=log)
-    sizes = {
-        name: {"params": count_parameters(target.model), "macs": count_macs(target.model, target.example_inputs())}
-        for name, target in models.items()
-    }
+    sizes = {name: figures_of(target) for name, target in models.items()}
     return Benchmark(
         models=sizes,
         latency=tuple(dict(row) for row in report.rows),
         speedup=tuple(dict(row) for row in report.speedup),
-        notes=tuple(report.notes),
+        notes=(*report.notes, *_mixed(report.rows)),
         failures=tuple(dict(row) for row in report.failures),
         machine=dict(report.machine),
     )
@@ -288,18 +293,48 @@ def _named(names: str, settings: LatencySettings) -> list[torch.device]:
     return [device for device in found if device.type in kinds] or found[:1]
 
 
+def _mixed(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a note if models of one setting ran in different runtimes, as exported files do in their own."""
+    first = rows[0]["model"] if rows else ""
+    own = {row["model"]: row["runtime"] for row in reversed(rows)}
+    if len(set(own.values())) < 2:
+        return []
+    shown = ", ".join(f"{model} in {own[model]}" for model in dict.fromkeys(row["model"] for row in rows))
+    return [f"{shown}: speedups over {first} are of the runtimes too"]
+
+
+def _with_inputs(targets: Sequence[InputModel]) -> list[InputModel]:
+    """Return targets whose inputs have sizes: files that take inputs of any size get those of the others."""
+    known = next((target for target in targets if target.knows_inputs), None)
+    if known is None:
+        specs = " and ".join(map(str, targets[0].interface.inputs)) if targets[0].interface else "any input"
+        raise UsageError(
+            f"{targets[0].name}: it takes {specs}: expected sizes to time it at: --input-shape, or a model folder "
+            "beside it"
+        )
+    given = {"inputs": known.inputs, "sample_shape": known.sample_shape}
+    return [one if one.knows_inputs else replace(one, **given) for one in targets]  # type: ignore[arg-type]
+
+
 def _same_inputs(targets: Sequence[InputModel]) -> None:
-    taken = {target.name: _taken(target) for target in targets}
+    files = any(isinstance(target.model, ExportedModel) for target in targets)
+    taken = {target.name: _taken(target, named=not files) for target in targets}
     if len(set(taken.values())) > 1:
         found = ", ".join(f"{name} takes {inputs}" for name, inputs in taken.items())
         raise UsageError(f"expected models that take the same input, but {found}; give --input-shape for all of them")
 
 
-def _taken(target: InputModel) -> str:
-    """Return shapes of all inputs of a sample in words, by name, and dtypes of those that are not floating-point."""
-    found = sorted(input_specs(target.example_inputs()), key=lambda spec: spec.name or "")
+def _taken(target: InputModel, named: bool) -> str:
+    """Return shapes of all inputs of a sample in words, and dtypes of those that are not floating-point.
+
+    Args:
+        target: the model.
+        named: whether inputs have to have the same names; else the same order.
+    """
+    found = list(input_specs(target.example_inputs()))
+    found = sorted(found, key=lambda spec: spec.name or "") if named else found
     return " and ".join(
-        (f"{spec.name} " if spec.name else "")
+        (f"{spec.name} " if spec.name and named else "")
         + ("" if spec.dtype.startswith(("float", "bfloat")) else f"{spec.dtype} ")
         + "x".join(map(str, spec.shape[1:]))
         for spec in found

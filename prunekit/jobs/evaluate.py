@@ -12,11 +12,11 @@ from prunekit.data.sources import Splits
 from prunekit.distributed.process_group import in_turn, rank, require_equal, size
 from prunekit.errors import ModelError
 from prunekit.jobs.run.agreement import share_model
+from prunekit.jobs.run.exported_model import figures_of
 from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own
 from prunekit.jobs.run.model_sources import InputModel, inputs_of_task, probe, splits_of
 from prunekit.jobs.run.results import described_task
 from prunekit.measure.accuracy import evaluate as measure
-from prunekit.measure.model_size import count_macs, count_parameters
 from prunekit.settings.inputs import DataSettings
 from prunekit.training.replicas import share_corrupt
 
@@ -39,8 +39,8 @@ def evaluate(
 
     Returns:
         `model`, `task`, every score (percent; of classifiers `top1`, with `correct`, and `low` and `high`, the 95 %
-        Wilson interval), `n_test`, `params`, `macs` (one sample), `device`, and `corrupt_images` (name -> reason),
-        which are not in `n_test`.
+        Wilson interval), `n_test`, `params` and `macs` of one sample (None of an exported file, which has
+        `file_bytes`), `device`, and `corrupt_images` (name -> reason), which are not in `n_test`.
 
     Raises:
         UsageError: there are no images to test on.
@@ -54,7 +54,7 @@ def evaluate(
     _check(target, splits)
     settings = data or DataSettings()
     test = batches(splits.test, settings.batch, shuffle_seed=None, workers=settings.reading)
-    costs = {"params": count_parameters(target.model), "macs": count_macs(target.model, target.example_inputs())}
+    costs = figures_of(target)
     found = measure(target.model, test.dealt(rank(), size()), splits.task, device, together=True)
     share_corrupt(test)
     figures = {"task": described_task(splits.task), **found.figures(), **costs}

@@ -333,11 +333,13 @@ class FinetuneRun:
             measured = replace(measured, activations=masks, failures=tuple(attempt.failures))
         metrics = results.metrics(measured, planned, proof, share, self.prepared, self.clock.stages)
         metrics |= self._stage_metrics(deployed)
-        metrics |= self._exports(dense, deployed, metrics)
         if target is not None and final is not None:
             metrics |= {"profile": target.profile.summary(), "delivered": final.summary()}
             metrics["shortfalls"] += final.shortfalls
         write_json(folder.path / "metrics.json", metrics)
+        if exports := self._exports(dense, deployed, metrics):
+            metrics |= exports
+            write_json(folder.path / "metrics.json", metrics)
         write_summary(folder, self.job, self.search.channel_map, plan, (dense, small), metrics)
         if metrics["corrupt_images"]:
             self.log(f"data: {describe_corrupt(metrics['corrupt_images'])}")
@@ -352,7 +354,7 @@ class FinetuneRun:
         folder, attempt = "model" if deployed is None else FOLDER, results.Attempts(self.log, done="made")
         model = self.prepared.load_model(self.folder.path / folder, dense)
         with self.clock.stage("export"):
-            rows = export_models(self.prepared, self.folder, folder, model, attempt=attempt, dense=dense, facts=metrics)
+            rows = export_models(self.prepared, self.folder, folder, model, attempt=attempt, dense=dense)
         return {"exports": rows, "shortfalls": [*metrics["shortfalls"], *attempt.failures]}
 
     def _deliver(self, dense: nn.Module, planned: Planned) -> LatencyResult:

@@ -15,6 +15,7 @@ from prunekit.channels.tracing.execution import ModuleStack, plain_attention
 from prunekit.channels.tracing.fused_modules import fused_away, is_inside
 from prunekit.channels.tracing.memory_table import record_memory
 from prunekit.channels.tracing.storages import parts_of, plain_in, shape_of, storage_of
+from prunekit.errors import UsageError
 from prunekit.hooks.hook import refuse_compiled
 from prunekit.known_names import DtypeName
 from prunekit.measure.operator_costs import FlopCounter
@@ -81,7 +82,10 @@ def count_memory(model: nn.Module, example_inputs: tuple[Any, ...], batch: int =
 
     Raises:
         ModelError: the model does not run on that.
+        UsageError: the dtype is int8, that of files whose memory is not counted.
     """
+    if dtype == "int8":
+        raise UsageError("memory: expected a floating-point dtype, got 'int8': the memory of files is not counted")
     return record_memory(model, example_inputs, batch, dtype).peak_bytes
 
 

@@ -196,6 +196,8 @@ def _read(path: Path) -> str:
         reason = error.strerror or error
         raise RecipeError(f"{path}: expected a recipe (a YAML file), but it cannot be read: {reason}{meant}") from error
     except UnicodeDecodeError as error:
+        if b"\0" in path.read_bytes()[:4096]:
+            raise RecipeError(f"{path}: expected a recipe, YAML in UTF-8, but this is no text") from error
         raise RecipeError(f"{path}: expected a recipe in UTF-8, but byte {error.start} is not; save it as UTF-8") from (
             error
         )

@@ -139,9 +139,9 @@ METHODS = {
     "ideal": "Ratio of the operator's multiply-accumulates, dense over pruned.",
     "faster": "Dense over pruned milliseconds of this operator; medians of forward passes timed in turn.",
     "file size": "Bytes on disk, of all files of the export.",
-    "eager, ms": f"Median of the finished model in eager, in turn with the file. {_TIMED}",
-    "file, ms": f"Median of the file in its own runtime, in turn with eager. {_TIMED}",
-    "speedup of the file": "Median of the ratios of pairs of forward passes, eager over file.",
+    "that, ms": f"Median of what the file is timed beside, in turn with the file. {_TIMED}",
+    "file, ms": f"Median of the file in its own runtime, in turn with the other. {_TIMED}",
+    "speedup of the file": "Median of the ratios of pairs of forward passes, the other over the file.",
     "MACs/byte": "Arithmetic intensity: multiply-accumulates for each byte that the pruned operator reads or writes.",
 }
 """Notes by the labels of tiles, rows and headings."""

@@ -31,7 +31,7 @@ class LatencySettings(Checked):
     runtimes: Annotated[tuple[RuntimeName, ...], MinLen(1)] = ("eager",)
     """Runtimes to time in."""
     dtypes: Annotated[tuple[DtypeName, ...], MinLen(1)] = ("fp32",)
-    """Dtypes to time in."""
+    """Dtypes to time in; `int8` is that of the quantized file, in runtimes that have one."""
     memory_formats: Annotated[tuple[MemoryFormat, ...], MinLen(1)] = ("contiguous",)
     """Memory formats of the parameters and the input; runtimes that choose layouts themselves know `contiguous`
     alone."""

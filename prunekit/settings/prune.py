@@ -278,7 +278,7 @@ class Target(Checked):
     threads: PositiveInt = 1
     """CPU threads."""
     dtype: DtypeName = "fp32"
-    """Dtype of weights and activations."""
+    """Dtype of weights and activations; `int8` is that of the quantized file, in runtimes that have one."""
     memory_format: MemoryFormat = "contiguous"
     """Memory format of the parameters and the input; runtimes that choose layouts themselves know `contiguous`
     alone."""
@@ -392,6 +392,8 @@ class PruneSettings(Checked):
     is the same except for the order of sums and the numbers that dropout draws."""
 
 
+FLOATS = "'fp32', 'bf16' or 'fp16'"
+UNCOUNTED = "the memory of quantized files is not counted"
 WITH_REPAIR = "expected null, because prune.schedule prunes while training: before it, there is nothing to repair"
 
 
@@ -414,8 +416,11 @@ def schedule_contradictions(values: Mapping[str, object]) -> Iterator[tuple[str,
 
 
 def prune_contradictions(prune: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield the keys of a `PruneSettings`, as plain values, that do not fit its schedule, with what was expected."""
-    schedule, budget = prune.get("schedule"), prune.get("budget")
+    """Yield the keys of a `PruneSettings`, as plain values, that do not fit its others, with what was expected."""
+    schedule, budget, target = prune.get("schedule"), prune.get("budget"), prune.get("target")
+    quantized = isinstance(target, Mapping) and target.get("dtype") == "int8"
+    if quantized and isinstance(budget, Mapping) and budget.get("memory_mb") is not None:
+        yield ("target", "dtype"), f"expected {FLOATS}, because memory_mb is given: {UNCOUNTED}, got 'int8'"
     if not isinstance(schedule, Mapping):
         return
     yield from ((("schedule", key), text) for key, text in schedule_contradictions(schedule))

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt, MinLen
 
-from prunekit.known_names import Count, DtypeName
+from prunekit.known_names import Count, FloatName
 from prunekit.settings.validation import Checked
 
 Sharding = Literal["replicas", "full"]
@@ -175,7 +175,7 @@ class TrainSettings(Checked):
     cutmix: Annotated[float, Ge(0)] = 0.0
     """A rectangle of each image is from another, its area drawn by Beta(cutmix, cutmix) (Yun et al. 2019); 0: none is.
     With mixup too, each batch draws one of them."""
-    precision: DtypeName = "fp32"
+    precision: FloatName = "fp32"
     """Dtype of the forward pass in training: mixed precision (Micikevicius et al. 2018), with a loss scale for fp16."""
     accumulate: Annotated[int, Ge(1)] = 1
     """Number of batches whose gradients are accumulated for one optimizer step."""

@@ -11,18 +11,18 @@ from torch.nn.modules.conv import _ConvNd
 
 from prunekit.hooks.hook import not_traced
 from prunekit.hooks.owner import HookOwner
-from prunekit.known_names import DtypeName
+from prunekit.known_names import FloatName
 from prunekit.utils.tensors import map_tensors
 
-HALF: dict[DtypeName, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+HALF: dict[FloatName, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def autocast(precision: DtypeName, device: torch.device) -> AbstractContextManager[None]:
+def autocast(precision: FloatName, device: torch.device) -> AbstractContextManager[None]:
     """Run what PyTorch deems safe in half precision; nothing for `fp32`."""
     return torch.autocast(device.type, dtype=HALF.get(precision), enabled=precision in HALF)
 
 
-def loss_scaler(precision: DtypeName, device: torch.device) -> torch.amp.GradScaler | None:
+def loss_scaler(precision: FloatName, device: torch.device) -> torch.amp.GradScaler | None:
     """Return what keeps small gradients from vanishing in float16, and skips steps whose gradients overflow."""
     return torch.amp.GradScaler(device.type) if precision == "fp16" else None
 

@@ -70,7 +70,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
     try:
         with _errors_name(path, temporary):
             yield temporary
-            _set_permissions(temporary)
+            set_permissions(temporary)
             os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -92,7 +92,7 @@ def atomic_folder(path: Path, *, durable: bool = False) -> Iterator[Path]:
         with _errors_name(path, temporary):
             yield temporary
             for written in (temporary, *temporary.rglob("*")):
-                _set_permissions(written)
+                set_permissions(written)
                 if durable:
                     _sync(written)
             old = path.with_name(f".{path.name}.old-{os.getpid()}{_TEMPORARY}")
@@ -134,7 +134,7 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _set_permissions(path: Path) -> None:
+def set_permissions(path: Path) -> None:
     """Set the permissions of a normally created file: temporaries, and safetensors' files, are private."""
     mask = os.umask(0)
     os.umask(mask)

@@ -190,6 +190,12 @@ def _module_name(path: Path) -> str:
     return f"{_PREFIX}{stem}_{known}"
 
 
+def name_of_module(module: ModuleType) -> str:
+    """Return the name of a module; for a file that was run by its path, the one that its neighbors import it by."""
+    name = module.__name__
+    return unquote(name.removeprefix(_PREFIX).rpartition("_")[0]) if name.startswith(_PREFIX) else name
+
+
 class _SourceLoader(SourceFileLoader):
     """Loads files without cached bytecode, which is keyed by second and size: an edit may change neither."""
 

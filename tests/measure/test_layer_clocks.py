@@ -14,17 +14,19 @@ from torch import Tensor, nn
 from torchvision.models import MobileNetV2, ResNet, VisionTransformer
 from torchvision.models.resnet import BasicBlock
 
+from prunekit.formats.node_modules import NodeModules
 from prunekit.measure.effort import Effort, effort_of
 from prunekit.measure.latency_profile import network_timing
 from prunekit.measure.latency_profile.layer_times import LayerTimes
 from prunekit.measure.latency_profile.network_timing import Network, time_networks
-from prunekit.measure.runtimes.onnx_files import NodeModules, onnx_source
+from prunekit.measure.runtimes.onnx_files import onnx_source
 from prunekit.measure.runtimes.onnx_runtime import times_by_module
 from prunekit.measure.runtimes.openvino import undisturbed_means
 from prunekit.measure.runtimes.runtime import RUNTIMES
 from prunekit.measure.runtimes.session import Inputs, LayerClock, Setting, Source, inputs_of
 
 CLOCKS = [name for name, runtime in RUNTIMES.items() if runtime.times_layers]
+QUANTIZED = [("onnxruntime", "int8"), ("openvino", "int8")]
 IMAGES = (3, 64, 64)
 Export = Callable[[nn.Module, Inputs, Iterable[tuple[int, str]], Path], Source]
 
@@ -86,13 +88,15 @@ def layers_of(model: nn.Module) -> set[str]:
 def export(tmp_path_factory: pytest.TempPathFactory) -> Export:
     """Exports each structure once: `settled` gives it the same weights every time."""
     folder, made = tmp_path_factory.mktemp("onnx"), dict[tuple[object, ...], Source]()
+    folders = dict[tuple[str, str], Path]()
 
     def once(model: nn.Module, inputs: Inputs, keys: Iterable[tuple[int, str]], _: Path) -> Source:
         wanted = sorted(keys)
-        key = (str(model), str(inputs.described()), *wanted)
-        if key not in made:
-            made[key] = onnx_source(model, inputs, wanted, folder / str(len(made)))
-        return made[key]
+        key = (str(model), str(inputs.described()))
+        place = folders.setdefault(key, folder / str(len(folders)))
+        if (*key, *wanted) not in made:
+            made[*key, *wanted] = onnx_source(model, inputs, wanted, place)
+        return made[*key, *wanted]
 
     return once
 
@@ -105,8 +109,12 @@ def file_of(export: Export, tmp_path: Path) -> Callable[[str], Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("runtime", CLOCKS)
-def test_every_layer_of_a_network_has_its_time(runtime: str, export: Export, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("runtime", "dtype"), [*((name, "float32") for name in CLOCKS), *QUANTIZED])
+def test_every_layer_of_a_network_has_its_time(
+    runtime: str, dtype: str, export: Export, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if dtype == "int8" and runtime == "openvino":
+        pytest.importorskip("nncf")
     monkeypatch.setattr(network_timing, "onnx_source", export)
     models = {name: settled(build) for name, build in MODELS.items()}
     lines: list[str] = []
@@ -114,7 +122,7 @@ def test_every_layer_of_a_network_has_its_time(runtime: str, export: Export, mon
         found = time_networks(
             settled(partial(nn.Conv2d, 3, 2, 3)),
             [Network(name, model, partial(settled, MODELS[name])) for name, model in models.items()],
-            IMAGES, Setting(runtime, "cpu", 1, 1), repeats=5, cache=None, log=lines.append,
+            IMAGES, Setting(runtime, "cpu", 1, 1, dtype), repeats=5, cache=None, log=lines.append,
         )  # fmt: skip
         for name, times in zip(models, found, strict=True):
             require_times_of_layers(models[name], times, runtime)

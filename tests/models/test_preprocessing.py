@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 from torchvision.models import get_model_weights
 
 from prunekit.data.sources import load_splits
 from prunekit.data.user_data import load_own
 from prunekit.errors import ArtifactError, DataError, SettingsError
 from prunekit.models.preprocessing import AttachedPreprocessing, Preprocessing
-from prunekit.models.zoo_preprocessing import timm_preprocessing, torchvision_weights
-from prunekit.settings.inputs import DataSettings
+from prunekit.models.zoo_preprocessing import published, timm_preprocessing, torchvision_weights
+from prunekit.settings.inputs import DataSettings, ModelSettings
 
 SIZE = 24
 
@@ -207,3 +208,17 @@ def test_an_attached_one_is_plain_data_in_a_pickle() -> None:
     assert b"prunekit" not in pickle.dumps(attached)
     assert Preprocessing.from_dict(pickle.loads(pickle.dumps(attached)), "a pickle") == plain
     assert pickle.loads(pickle.dumps(plain)) == plain
+
+
+def test_what_a_zoo_publishes_of_a_model() -> None:
+    known = ModelSettings("resnet34", weights="IMAGENET1K_V1")
+    feed, classes = published(known, nn.Identity())
+    assert feed == Preprocessing(224, 224, 256)
+    assert (len(classes), classes[0]) == (1000, "tench")
+    for unknown in (
+        ModelSettings("resnet34"),
+        ModelSettings("resnet34", weights="mine.pt"),
+        ModelSettings("resnet8", "cifar"),
+    ):
+        assert published(unknown, nn.Identity()) == (None, ())
+    assert timm_preprocessing(nn.Identity()) is None

@@ -131,6 +131,11 @@ def original_of(cls: type) -> type:
     return cls.__bases__[0] if _places(cls) else cls
 
 
+def places_of(cls: type) -> frozenset[CodePlace]:
+    """Return the places in a class's methods that have explicit sizes; none if no method was compiled again."""
+    return _places(cls)
+
+
 def _places(cls: type) -> frozenset[CodePlace]:
     found: frozenset[CodePlace] = vars(cls).get("_prunekit_places", frozenset())
     return found
@@ -231,8 +236,10 @@ def _compiled(cls: type, name: str, places: list[CodePlace], *, kept: bool = Tru
     if exchange.left:
         raise KeyError(str(exchange.left[0]))
     node.decorator_list = []
-    around = ast.parse(f"def _({', '.join([*code.co_freevars, _ORDERED])}):\n class {base.__name__}: pass")
-    around.body[0].body[0].body = [node]  # type: ignore[attr-defined]
+    # the class is there for names that Python mangles; a global of its name, as in super(Net, self), stays a global
+    known = "pass" if base.__name__ in code.co_freevars else f"global {base.__name__}"
+    around = ast.parse(f"def _({', '.join([*code.co_freevars, _ORDERED])}):\n {known}\n class {base.__name__}: pass")
+    around.body[0].body[1].body = [node]  # type: ignore[attr-defined]
     flags = code.co_flags & __future__.annotations.compiler_flag
     whole = compile(ast.fix_missing_locations(around), code.co_filename, "exec", flags, dont_inherit=True)
     made = _code_named(whole, name)

@@ -34,7 +34,7 @@ from prunekit.utils.tensors import gather, map_tensors
 
 TensorId = tuple[int, int]
 """A tensor: the number of the operator that returned it, and the number of the result."""
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, full) for name, full in known_names.DTYPES.items()}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, full) for name, full in known_names.FLOAT_DTYPES.items()}
 
 
 @dataclass(eq=False, slots=True)

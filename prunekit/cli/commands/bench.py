@@ -96,9 +96,11 @@ def bench_command(
 ) -> None:
     """Measure the latency of one or more models, timed alternately; speedups are relative to the first.
 
-    MODEL is a recipe (its dense model), a model folder, or the name of a torchvision or CIFAR model; --model adds your
-    own as the first, or replaces a recipe's model. A latency is that of the whole batch. Without --device the CPU is
-    timed, and CUDA if there is one. Lists are combined as far as their items are compatible.
+    MODEL is a recipe (its dense model), a model folder, an exported file, or the name of a torchvision or CIFAR model;
+    --model adds your own as the first, or replaces a recipe's model. Without --runtime a file is timed in its own
+    runtime: .onnx in ONNX Runtime, .xml in OpenVINO, .pt2 by PyTorch; onnxruntime and openvino take an .onnx as it is.
+    A latency is that of the whole batch. Without --device the CPU is timed, and CUDA if there is one; files on the CPU
+    alone. Lists are combined as far as their items are compatible.
 
     Every runtime is checked against eager float32 first; if it differs, it is not timed and the exit code is 1.
     A figure that the samples do not support is marked unstable, with what would make it stable.

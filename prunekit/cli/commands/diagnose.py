@@ -63,7 +63,7 @@ def diagnose_command(
     images = job.data if job else DataSettings(source="own") if given.data else None
     training = None if job is None else first_training(job) if whole else job.finetune
     with console.running():
-        target = one_target(targets, overrides if whole else [], given)
+        target = one_target(targets, overrides if whole else [], given, needs_module="diagnose")
         found = diagnose_target(
             target,
             images,

@@ -42,9 +42,10 @@ def evaluate_command(
     """Measure top-1 accuracy with its 95 % Wilson interval, or the scores of the recipe's task, on its test split.
 
     MODEL is a recipe (its dense model, trained first where it has no weights, and tested on its own data), a model
-    folder, or the name of a torchvision or CIFAR model; instead of it, or of a recipe's model, --model gives your own.
-    KEY=VALUE changes the recipe. A model folder inside a run folder is tested on the data of that run unless --recipe
-    or --data says otherwise; anywhere else --data is enough, because the folder has its preprocessing and task.
+    folder, an exported file (.onnx, .xml, .pt2), or the name of a torchvision or CIFAR model; instead of it, or of a
+    recipe's model, --model gives your own. KEY=VALUE changes the recipe. A model folder inside a run folder is tested
+    on the data of that run unless --recipe or --data says otherwise; anywhere else --data is enough, because the folder
+    has its preprocessing and task.
     """
     targets, overrides = split_overrides(arguments)
     refuse_two_sources(targets, data_recipe, given)
@@ -89,7 +90,12 @@ def _target(targets: list[str], job: JobSettings | None, options: ModelOptions, 
 
 def _text(result: dict[str, Any]) -> str:
     from prunekit.data.datasets import describe_corrupt
-    from prunekit.utils.display import count, interval, percent
+    from prunekit.utils.display import count, interval, percent, size
+
+    def size_of(result: dict[str, Any]) -> str:
+        if "file_bytes" in result:
+            return f"a file of {size(result['file_bytes'])}"
+        return f"{count(result['params'])} parameters, {count(result['macs'])} MACs"
 
     corrupt, task = result["corrupt_images"], result["task"]
     scores = ", ".join(f"{score['label']} {percent(result[score['name']], 2)}" for score in task["scores"])
@@ -101,6 +107,5 @@ def _text(result: dict[str, Any]) -> str:
         scores += " (of"
     return (
         f"{result['model']}: {scores} {result['n_test']:,} test {task['samples']}), "
-        f"{count(result['params'])} parameters, "
-        f"{count(result['macs'])} MACs" + (f"\n{describe_corrupt(corrupt)}" if corrupt else "") + chance
+        f"{size_of(result)}" + (f"\n{describe_corrupt(corrupt)}" if corrupt else "") + chance
     )

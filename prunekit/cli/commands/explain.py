@@ -55,7 +55,7 @@ def explain_command(
     from prunekit.report.pages.explain_page import write_explanation
 
     with console.running():
-        target = one_target(names, overrides, given)
+        target = one_target(names, overrides, given, needs_module="time one by one")
         against = _dense(names[0], dense, overrides, given)
         example = target.timing_inputs.sample(batch)  # random where it can be: on zeros, activations would be zeros too
         found = explain(
@@ -71,7 +71,7 @@ def explain_command(
 
 def _dense(name: str, dense: str | None, overrides: list[str], options: ModelOptions) -> nn.Module:
     if dense is not None:
-        return one_target([dense], overrides, replace(options, weights=None)).model
+        return one_target([dense], overrides, replace(options, weights=None), needs_module="time").model
     if not Path(name).is_dir():
         raise UsageError(f"{name}: expected a model folder, which says what it was pruned from, or --dense MODEL")
     from prunekit.jobs.run.model_pair import build_dense

@@ -14,6 +14,7 @@ from prunekit.utils.display import table
 from prunekit.utils.files import write_text
 
 if TYPE_CHECKING:
+    from prunekit.formats.exported_model import ExportedModel
     from prunekit.jobs.run.model_sources import InputModel
 
 
@@ -29,19 +30,42 @@ def inspect_command(
     With --layers show instead a table of all modules, in order of execution.
 
     MODEL is a recipe (its dense model), a model folder, or the name of a torchvision or CIFAR model; instead of it, or
-    of a recipe's model, --model gives your own. KEY=VALUE changes the recipe.
+    of a recipe's model, --model gives your own. KEY=VALUE changes the recipe. Of an exported file (.onnx, .xml, .pt2)
+    inputs, outputs and sizes are shown, and how images become its input.
     """
     targets, overrides = split_overrides(arguments)
     check_recipes(targets, overrides, given)
     from prunekit.jobs.inspect import inspect as look
 
     with console.running():
-        target = one_target(targets, overrides, given)
+        target = one_target(targets, overrides, given, needs_module="show layers of" if layers else "")
+        from prunekit.formats.exported_model import ExportedModel
+
+        if isinstance(target.model, ExportedModel):
+            return _exported(target.model, output, console)
         if layers:
             return _layers(target, output, console)
         result = look(target)
     save(result, output, "inspect.json", console)
     console.result(result, _text(result))
+
+
+def _exported(model: ExportedModel, output: Path | None, console: Console) -> None:
+    """Show the interface and the size of an exported file."""
+    from prunekit.jobs.run.exported_model import inspect_exported
+    from prunekit.utils.display import listed, plural, size
+
+    result = inspect_exported(model)
+    save(result, output, "inspect.json", console)
+    known = model.interface
+    shown = [("input", str(spec)) for spec in known.inputs] + [("output", str(spec)) for spec in known.outputs]
+    shown += [("task", known.task)] if known.task else []
+    shown += [("classes", f"{len(known.classes)}: {listed(known.classes, 10)}")] if known.classes else []
+    if known.preprocessing is not None:
+        given = known.preprocessing.as_dict().items()
+        shown.append(("preprocessing", ", ".join(f"{name} {value}" for name, value in given)))
+    head = f"{model.path} ({model.form}): {size(result['bytes'])} in {plural(len(model.files), 'file')}"
+    console.result(result, f"{head}\n{table(('what', 'is'), shown, text=('is',))}")
 
 
 def _layers(target: InputModel, output: Path | None, console: Console) -> None:

@@ -15,15 +15,18 @@ import torch
 from torch import nn
 
 from prunekit.channels.cut.model_copy import copied
+from prunekit.data.loader import batches
 from prunekit.data.sources import Splits
 from prunekit.errors import UsageError
 from prunekit.formats.exported_model import ExportedModel
+from prunekit.formats.folders.run_facts import RUN, run_facts
 from prunekit.formats.format import FORMATS, ExportOptions, ExportSource, Run
+from prunekit.formats.standalone import BUILD
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.export.export_inputs import (
+    READ,
     checked_batches,
     described_interface,
-    file_batches,
     other_sizes,
     real_samples,
 )
@@ -37,6 +40,7 @@ from prunekit.settings.deployment import QuantizeSettings
 from prunekit.utils.context import on_device, set_mode
 from prunekit.utils.context import threads as with_threads
 from prunekit.utils.display import Displayed, Table, digits, factor, interval, scientific, share, size
+from prunekit.utils.files import set_permissions
 from prunekit.utils.inputs import call, is_batched, sample_count, select_samples
 
 CPU = torch.device("cpu")
@@ -228,7 +232,7 @@ def export_float(
         target: the model, with its data if there is any.
         request: what to export to.
         folder: the model folder that it is from.
-        facts: further facts for a model card.
+        facts: further facts, such as the `dense` model, or figures of the run for a model card.
         log: gets a line for each step.
 
     Raises:
@@ -241,9 +245,7 @@ def export_float(
     samples, real = real_samples(target)
     examples = list(checked_batches(samples, request.batch))
     interface = described_interface(model, examples[0], target, folder, request.dynamic, request.batch)
-    source = ExportSource(
-        copied(model), examples[0], interface, request.options, folder, {} if facts is None else facts
-    )
+    source = ExportSource(copied(model), examples[0], interface, request.options, folder, _facts(target, folder, facts))
     log(f"export: writing {path} ({kind.name})")
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(".tmp", f".{path.name}.", path.parent))
@@ -258,7 +260,7 @@ def export_float(
             notes.append("other sizes were not checked, because the model itself does not run on half of this one")
         for parity in parities:
             log(f"export: {parity.inputs}: differs from eager by {parity.max_relative_difference:.1e}")
-        scores = score_export(run, interface, target.splits, log)
+        scores = score_export(ExportedModel(written, kind.name, interface, run), target.splits, log)
         latency = tuple(time_export(partial(call, model), run, samples, request))
         bytes_written = size_of(aside)
         del run
@@ -266,6 +268,13 @@ def export_float(
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return Exported(path, kind.name, bytes_written, tuple(parities), real, scores, latency, interface, tuple(notes))
+
+
+def _facts(target: InputModel, folder: Path | None, facts: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what is known of a model: how its dense one is built, and the figures of the run that it is from."""
+    build = {} if target.build is None else {BUILD: target.build}
+    known = {**build, **(facts or {})}
+    return known if folder is None or RUN in known else {**run_facts(folder), **known}
 
 
 def one_copy(model: nn.Module) -> nn.Module:
@@ -287,15 +296,12 @@ def _runs(model: nn.Module, example: tuple[Any, ...]) -> bool:
     return True
 
 
-def score_export(run: Run, interface: ModelInterface, splits: Splits | None, log: Log) -> Scores | None:
+def score_export(model: ExportedModel, splits: Splits | None, log: Log) -> Scores | None:
     """Return the scores of a file on the test data; None without data."""
     if splits is None:
         return None
-    test = file_batches(splits.test, interface)
-    if not test.indices.numel():
-        return None
-    found = evaluate(ExportedModel(run, interface), test, splits.task, CPU)
-    log(f"export: the file itself reaches {splits.task.main.label} {next(iter(found.values.values())):.2f} %")
+    found = evaluate(model, batches(splits.test, READ, shuffle_seed=None), splits.task, CPU)
+    log(f"export: {model.path.name} itself reaches {splits.task.main.label} {next(iter(found.values.values())):.2f} %")
     return found
 
 
@@ -325,4 +331,6 @@ def move_into_place(aside: Path, path: Path) -> None:
         if final.is_dir():
             old = aside / f"{written.name}.old"
             os.replace(final, old)
+        for one in (written, *written.rglob("*")):
+            set_permissions(one)
         os.replace(written, final)

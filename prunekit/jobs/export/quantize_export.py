@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from prunekit.data.loader import batches
 from prunekit.errors import UsageError
 from prunekit.formats.exported_model import ExportedModel
 from prunekit.formats.format import FORMATS, ExportFormat, ExportSource, Run
@@ -123,7 +124,8 @@ def quantize_export(
         run = kind.open(aside / path.name, threads=request.threads)
         model = one_copy(target.model)
         samples, real = real_samples(target)
-        scores = score_export(run, exported.interface, target.splits, log)
+        module = ExportedModel(aside / path.name, kind.name, exported.interface, run)
+        scores = score_export(module, target.splits, log)
         latency = tuple(time_export(partial(call, model), run, samples, request))
         others = {"float": kind.open(exported.path, threads=request.threads)}
         if dense is not None and request.timed:
@@ -134,7 +136,7 @@ def quantize_export(
             for batch, timed in time_export(other, run, samples, request)
         ]
         bytes_written = size_of(aside)
-        del run, others
+        del run, others, module
         move_into_place(aside, path)
     figures = found.as_dict() | {"path": str(path), "speedup": beside}
     return Exported(
@@ -188,8 +190,9 @@ def _calibration(
 def _validation_score(kind: ExportFormat, interface: ModelInterface, target: InputModel, file: Path) -> float:
     """Return the main score of a file on the validation samples, in percent."""
     assert target.splits is not None
-    held_out = file_batches(target.splits.validation, interface)
-    found = evaluate(ExportedModel(kind.open(file), interface), held_out, target.splits.task, CPU)
+    held_out = batches(target.splits.validation, READ, shuffle_seed=None)
+    module = ExportedModel(file, kind.name, interface, kind.open(file))
+    found = evaluate(module, held_out, target.splits.task, CPU)
     return next(iter(found.values.values()))
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from prunekit.compaction.model_folder import folder_interface
 from prunekit.errors import UsageError
+from prunekit.formats.exported_model import ExportedModel, is_exported, open_exported
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.models.interface import ModelInterface, attached, interface_of
 from prunekit.utils.files import StrPath
@@ -43,9 +45,10 @@ def interface(model: nn.Module | StrPath, example: Any = None) -> ModelInterface
     if not isinstance(model, nn.Module):
         if not isinstance(model, (str, PathLike)):
             raise UsageError(f"expected a model, or the path of a folder or a file, got {type(model).__name__}")
-        return folder_interface(model)
+        path = Path(model)
+        return open_exported(path).interface if is_exported(path) else folder_interface(path)
     own = unwrapped(model)
-    known = attached(own)
+    known = own.interface if isinstance(own, ExportedModel) else attached(own)
     if example is None and known is not None:
         return known
     if example is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,11 +15,12 @@ from prunekit.data.preprocessed_images import is_labeled_images, labeled_images
 from prunekit.data.sources import Splits
 from prunekit.data.user_data import load_own
 from prunekit.errors import ArtifactError, ModelError, UsageError, nearest, reason_of
+from prunekit.formats.exported_model import is_exported, open_exported
 from prunekit.jobs.run.dense_model import prepare, train_baseline
-from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, example_of, job_model, job_splits, require_sources
+from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, build_of, example_of, job_model, job_splits, require_sources
 from prunekit.jobs.run.run_folder import Log
 from prunekit.measure.runtimes.session import Inputs, inputs_like, inputs_of
-from prunekit.models.interface import ModelInterface
+from prunekit.models.interface import ModelInterface, TensorSpec
 from prunekit.models.preprocessing import Preprocessing
 from prunekit.models.state_dicts import load_weights
 from prunekit.models.zoo import ZOOS, build_model, image_shape, load_factory, load_with_example, zoo_names
@@ -29,7 +30,7 @@ from prunekit.settings.job import JobSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import get_task
 from prunekit.utils.context import seeded, training_mode
-from prunekit.utils.inputs import InputSpec, call, described, zeros_of
+from prunekit.utils.inputs import MASK, InputSpec, call, described, zeros_of
 from prunekit.utils.tensors import gather
 
 MANIFEST = "prunekit.json"
@@ -47,6 +48,8 @@ class InputModel:
         trained: whether weights were loaded; the accuracy of random ones means nothing.
         inputs: an example, samples first; None for models of one image.
         interface: how it is fed, if its folder, its file or its zoo says so.
+        build: how the dense model is built, as model folders have it: name, zoo (`own` for `file.py:factory`) and
+            arguments; None if its folder says so, or nobody knows.
     """
 
     model: nn.Module
@@ -56,6 +59,12 @@ class InputModel:
     trained: bool = True
     inputs: tuple[Any, ...] | None = None
     interface: ModelInterface | None = None
+    build: Mapping[str, Any] | None = None
+
+    @property
+    def knows_inputs(self) -> bool:
+        """Whether shapes of its inputs are known: an exported file may take some of any size."""
+        return self.inputs is not None or bool(self.sample_shape)
 
     def example_inputs(self) -> tuple[Any, ...]:
         """Return the arguments of one forward pass: the inputs, or zeros of shape (1, *sample_shape)."""
@@ -79,8 +88,8 @@ def resolve(
     """Build the model that a command line names.
 
     Args:
-        target: a job (its dense model), a model folder, the name of a model in torchvision or of a CIFAR ResNet, or
-            settings with the zoo that a name is from; None: what `factory` builds.
+        target: a job (its dense model), a model folder, an exported file, the name of a model in torchvision or of a
+            CIFAR ResNet, or settings with the zoo that a name is from; None: what `factory` builds.
         factory: `file.py:factory`, the user's own code, which is run. For a job whose model is the user's own it builds
             that; for a model folder it builds the dense model, if that is not from a zoo.
         weights: of a model from a zoo or the user: a file, or a zoo's name such as `IMAGENET1K_V1`.
@@ -105,10 +114,32 @@ def resolve(
             return _from_factory(str(factory), weights, shape)
         if isinstance(target, ModelSettings):
             return _from_zoo(replace(target, weights=weights), shape)
+        if is_exported(Path(target)):
+            _forbid_weights(weights, "an exported file", "it holds its own")
+            return exported_target(Path(target), shape)
         if Path(target).exists():
             _forbid_weights(weights, "a model folder", "it holds its own")
             return _from_folder(Path(target), factory, shape)
         return _from_zoo(ModelSettings(str(target), _zoo_of(str(target)), weights=weights), shape)
+
+
+def exported_target(path: Path, shape: tuple[int, ...] | None = None) -> InputModel:
+    """Return the model in an exported file.
+
+    Args:
+        path: of the file.
+        shape: of one input without the batch, for a file of one input with axes of any size.
+
+    Raises:
+        UsageError: what its format needs is not installed.
+        ArtifactError: it is missing or damaged.
+    """
+    model = open_exported(path)
+    specs = model.interface.inputs
+    alone = len(specs) == 1 and specs[0].dtype.startswith("float")
+    sizes = shape or next((_sizes(spec) for spec in specs if _sizes(spec)), ()) or ()
+    inputs = None if alone else _example_by(specs)
+    return InputModel(model, str(path), sizes, inputs=inputs, interface=model.interface)
 
 
 def trained_model(job: JobSettings, *, log: Log, progress: bool = False, own: Own = RECIPE_ONLY) -> InputModel:
@@ -121,7 +152,8 @@ def trained_model(job: JobSettings, *, log: Log, progress: bool = False, own: Ow
     model = train_baseline(prepared, log=log, progress=progress).model
     splits = prepared.splits
     inputs, known = inputs_of_task(model, splits), interface_of_splits(splits)
-    return InputModel(model, job.name, splits.sample_shape, splits, inputs=inputs, interface=known)
+    build = _build(job, splits, own)
+    return InputModel(model, job.name, splits.sample_shape, splits, inputs=inputs, interface=known, build=build)
 
 
 def interface_of_splits(splits: Splits) -> ModelInterface:
@@ -193,6 +225,8 @@ def probe(target: InputModel) -> Any:
     try:
         with training_mode(target.model, False), torch.no_grad():
             return call(target.model, target.example_inputs())
+    except ArtifactError:  # of an exported file, which is loaded when it is first run
+        raise
     except Exception as error:  # a model's own code may raise anything
         shape = "x".join(map(str, (1, *target.sample_shape))) if target.inputs is None else described(target.inputs)
         told = target.splits is not None or target.inputs is not None
@@ -208,7 +242,16 @@ def _from_job(job: JobSettings, own: Own, shape: tuple[int, ...] | None) -> Inpu
     model = job_model(job, own, len(splits.classes))
     inputs = None if shape else inputs_of_task(model, splits)
     trained, known = job.model.weights is not None, interface_of_splits(splits)
-    return InputModel(model, job.name, shape or splits.sample_shape, splits, trained, inputs, known)
+    build = _build(job, splits, own)
+    return InputModel(model, job.name, shape or splits.sample_shape, splits, trained, inputs, known, build)
+
+
+def _build(job: JobSettings, splits: Splits, own: Own) -> dict[str, Any] | None:
+    """Return how a job's dense model is built."""
+    settings = build_of(job, splits)
+    if settings is None:
+        return None if own.model is None else _own(own.model)
+    return {"name": settings.name, "zoo": settings.zoo, "arguments": dict(settings.arguments)}
 
 
 def _from_folder(folder: Path, factory: str | None, shape: tuple[int, ...] | None) -> InputModel:
@@ -222,7 +265,8 @@ def _from_folder(folder: Path, factory: str | None, shape: tuple[int, ...] | Non
                 "--model file.py:factory"
             )
         dense = load_factory(factory)
-    return folder_model(folder, dense, shape)
+    found = folder_model(folder, dense, shape)
+    return found if dense is None else replace(found, build=_own(str(factory)))
 
 
 def folder_model(
@@ -286,7 +330,8 @@ def _from_zoo(settings: ModelSettings, shape: tuple[int, ...] | None) -> InputMo
     shape = shape or _usual_shape(settings, model)
     preprocessing, classes = published(settings, model)
     known = ModelInterface((), (), IMAGE_CLASSIFICATION.name, classes, preprocessing)
-    return InputModel(model, settings.name, shape, trained=settings.weights is not None, interface=known)
+    build = {"name": settings.name, "zoo": settings.zoo, "arguments": dict(settings.arguments)}
+    return InputModel(model, settings.name, shape, trained=settings.weights is not None, interface=known, build=build)
 
 
 def _zoo_of(name: str) -> Literal["torchvision", "cifar"]:
@@ -318,12 +363,16 @@ def _from_factory(factory: str, weights: str | None, shape: tuple[int, ...] | No
     # It counts as trained: a factory may load weights itself.
     name = factory.rpartition(":")[2]
     if shape is not None:
-        return InputModel(model, name, shape)
+        return InputModel(model, name, shape, build=_own(factory))
     assert example is not None
     first = next((tensor for tensor in gather(example) if tensor.dim()), None)
     if first is None:
         raise ModelError(f"{factory}: expected an example with a tensor of samples, got {described(example)}")
-    return InputModel(model, name, tuple(first.shape[1:]), inputs=example)
+    return InputModel(model, name, tuple(first.shape[1:]), inputs=example, build=_own(factory))
+
+
+def _own(factory: str) -> dict[str, Any]:
+    return {"name": factory, "zoo": "own", "arguments": {}}
 
 
 def _sample_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -349,3 +398,22 @@ def _usual_shape(settings: ModelSettings, model: nn.Module) -> tuple[int, ...]:
 def _forbid_weights(weights: str | None, kind: str, instead: str) -> None:
     if weights is not None:
         raise UsageError(f"--weights goes with a zoo's name or --model, and this is {kind}: {instead}")
+
+
+def _sizes(spec: TensorSpec) -> tuple[int, ...] | None:
+    """Return the shape of one sample; None if an axis is of any size."""
+    sizes = tuple(size for size in spec.shape[1:] if isinstance(size, int))
+    return sizes if len(sizes) == len(spec.shape) - 1 else None
+
+
+def _example_by(specs: Sequence[TensorSpec]) -> tuple[Any, ...] | None:
+    """Return an example of zeros by name, of ones for the mask of padding; None if some shape has an unknown size."""
+    shapes = [_sizes(spec) for spec in specs]
+    if any(shape is None for shape in shapes):
+        return None
+    named = zeros_of(
+        [InputSpec((1, *(shape or ())), spec.dtype, spec.name) for spec, shape in zip(specs, shapes, strict=True)]
+    )
+    for tensor in (value for name, value in named[-1].items() if name == MASK):
+        tensor.fill_(1)  # no position is padding
+    return named

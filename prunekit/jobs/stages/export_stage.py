@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from torch import nn
 
 from prunekit.errors import UsageError
 from prunekit.formats.format import FORMATS
+from prunekit.formats.standalone import DENSE
 from prunekit.jobs.export.export_model import Exported, ExportRequest, export_float
 from prunekit.jobs.export.quantize_export import QUANTIZERS, quantize_export
 from prunekit.jobs.run.job_inputs import Prepared
@@ -44,22 +45,20 @@ def export_models(
     *,
     attempt: Attempts,
     dense: nn.Module,
-    facts: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
     """Export a job's finished model to every format of the recipe, and return a row of figures for each file.
 
     Args:
         prepared: the job.
-        run: with the model in its folder.
+        run: with the model, and the metrics for model cards, in its folder.
         folder: of the model, in the run's.
         model: loaded from there.
         attempt: makes every export: one that fails costs a shortfall, and not the run.
         dense: the dense model, which int8 files are timed against.
-        facts: figures of the run, for model cards.
     """
     splits = prepared.splits
     target = InputModel(model, prepared.job.name, splits.sample_shape, splits, inputs=prepared.example_inputs)
-    rows = []
+    rows, facts = [], {DENSE: dense}
     for request in _requests(prepared, run.path):
         exporting = partial(export_float, target, request, folder=run.path / folder, facts=facts, log=run.log)
         found: Exported | None = attempt(f"export to {request.to}", exporting)

@@ -16,6 +16,7 @@ from torch import nn
 
 from prunekit.channels.cut.model_copy import copied
 from prunekit.errors import RunError, UsageError
+from prunekit.formats.exported_model import ExportedModel
 from prunekit.known_names import DTYPES
 from prunekit.measure.latency.machine import clock_mhz, describe_machine
 from prunekit.measure.latency.timing import doubts, median_interval, paired_ratio
@@ -28,6 +29,7 @@ from prunekit.measure.latency.timing_job import (
     run_job_apart,
 )
 from prunekit.measure.runtimes.eager import layout_of
+from prunekit.measure.runtimes.exported_files import exported_source, require_timable, runtime_of
 from prunekit.measure.runtimes.onnx_files import onnx_source
 from prunekit.measure.runtimes.runtime import RUNTIMES
 from prunekit.measure.runtimes.session import FileKey, Inputs, Setting, Source, inputs_of
@@ -120,6 +122,9 @@ def prepared_latency(
     """
     taken = inputs_of(inputs)
     chosen, notes = choose_settings(settings, devices)
+    for name, model in models.items():
+        if isinstance(model, ExportedModel):
+            require_timable(name, model, chosen)
     copies = {name: set_mode(copied(model, "cpu", torch.float32), False) for name, model in models.items()}
     with TemporaryDirectory(prefix="prunekit-") as place:
         folder, parts = Path(place), list[TimingJob | list[Outcome]]()
@@ -182,7 +187,7 @@ def choose_settings(settings: LatencySettings, devices: Sequence[torch.device]) 
 
 def _refusal(setting: Setting, kind: str) -> str:
     runtime = RUNTIMES.get(setting.runtime)
-    return runtime.refuse(setting) if kind in runtime.devices else f"it runs on {' and '.join(runtime.devices)} here"
+    return runtime.refusal(setting) if kind in runtime.devices else f"it runs on {' and '.join(runtime.devices)} here"
 
 
 def _sizes(setting: Setting, settings: LatencySettings, device: torch.device) -> Iterator[Setting]:
@@ -219,8 +224,10 @@ class _ModelSources:
     def of(self, settings: Sequence[Setting]) -> tuple[Mapping[str, Source], list[Setting], list[Outcome]]:
         """Return the sources for a runtime, the settings that they exist for, and failures for the others."""
         runtime = RUNTIMES.get(settings[0].runtime)
+        exported = {name: exported_source(m) for name, m in self.models.items() if isinstance(m, ExportedModel)}
         if runtime.carrier == "module":
-            return {name: Source(model) for name, model in self.models.items()}, list(settings), []
+            modules = {name: exported.get(name) or Source(model) for name, model in self.models.items()}
+            return modules, list(settings), []
         keys = [runtime.file_key(setting) for setting in settings]
         for key in dict.fromkeys(keys):
             self._export(key)
@@ -229,11 +236,14 @@ class _ModelSources:
         failed = [
             SettingFailure(setting, why) for setting, why in zip(settings, reasons, strict=True) if why is not None
         ]
-        return {name: Source(files=files) for name, files in self.files.items()}, able, list(failed)
+        made = {name: exported.get(name) or Source(files=self.files.get(name, {})) for name in self.models}
+        return made, able, list(failed)
 
     def _export(self, key: FileKey) -> None:
         """Export every model for a batch and dtype, unless one failed before."""
         for index, (name, model) in enumerate(self.models.items()):
+            if isinstance(model, ExportedModel):
+                continue
             files = self.files.setdefault(name, {})
             if key not in files and key not in self.errors:
                 self.log(f"latency: exporting {name}, batch {key[0]}, {key[1]}")
@@ -258,8 +268,11 @@ def _report(models: Mapping[str, nn.Module], outcomes: list[Outcome], notes: lis
 
 def _setting(models: Mapping[str, nn.Module], name: str, found: SettingTimes) -> Row:
     row = {"model": name} | asdict(found.setting)
+    model = models[name]
+    if isinstance(model, ExportedModel):
+        return row | {"runtime": runtime_of(model, found.setting.runtime)}
     if RUNTIMES.get(found.setting.runtime).carrier == "module":
-        row["memory_format"] = layout_of(models[name], found.setting.memory_format)
+        row["memory_format"] = layout_of(model, found.setting.memory_format)
     return row
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,9 @@ from prunekit.measure.latency.peak_memory import PeakMemory
 from prunekit.measure.latency.timing import Contention, Timer, Times, alternate, warm_up
 from prunekit.measure.latency.worker_process import UnpicklableError, WorkerDied, WorkerProcess
 from prunekit.measure.runtimes.runtime import Runtime
-from prunekit.measure.runtimes.session import Inputs, Session, Setting, Source
+from prunekit.measure.runtimes.session import INT8, Inputs, Sample, Session, Setting, Source
 from prunekit.measure.verification import largest_difference
+from prunekit.quantization.accuracy_limit import relative_error
 from prunekit.utils.context import on_device
 from prunekit.utils.context import threads as with_threads
 
@@ -32,6 +33,14 @@ TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}
 """Largest relative difference from the eager float32 model that counts as rounding, by the dtype computed in.
 
 Kernels of one dtype differ in the order of their sums, TF32 on CUDA included; bfloat16 keeps 8 bits, float16 11.
+"""
+FLOAT_FILE_TOLERANCE = 1e-4
+"""The same for the file in float32 that a quantized one is made from."""
+INT8_ERROR = 0.7
+"""Largest relative error of a quantized file's output: the norm of the difference over the norm of what is expected.
+
+How much int8 changes depends on the model; outputs that have nothing to do with each other differ by 1 or more. What it
+costs in accuracy is measured where a model is delivered, not where it is timed.
 """
 
 
@@ -131,22 +140,23 @@ def run_job(job: TimingJob, *, own_process: bool) -> Iterator[Outcome]:
 
 
 def _load_libraries(job: TimingJob) -> None:
-    """Build and run one session, as the memory for what a library loads on first use belongs to no model."""
+    """Build and run a session in each runtime, as what a library loads on first use belongs to no model."""
     setting = job.settings[0]
-    try:
-        with with_threads(setting.threads), on_device(setting.device), torch.inference_mode():
-            source = next(iter(job.sources.values()))
-            job.runtime.open(source, job.inputs.sample(setting.batch), setting).run()
-    except Exception:  # happens again where it is reported
-        return
+    for source in [next(iter(job.sources.values())), *(one for one in job.sources.values() if one.open is not None)]:
+        try:
+            with with_threads(setting.threads), on_device(setting.device), torch.inference_mode():
+                _session(job, source, job.inputs.sample(setting.batch), setting).run()
+        except Exception:  # happens again where it is reported
+            continue
 
 
 def _timed(job: TimingJob, setting: Setting, memory: bool) -> SettingTimes:
     sample = job.inputs.sample(setting.batch)
     sessions, taken = [], []
     for name, source in job.sources.items():
+        check_float_file(name, job.runtime, source, sample, setting, job.expected[name, setting.batch])
         peak = PeakMemory(setting.device) if memory else None
-        session = job.runtime.open(source, sample, setting)
+        session = _session(job, source, sample, setting)
         check_outputs(name, session, setting, job.expected[name, setting.batch])
         sessions.append(session)
         taken.append(peak.of(session.run) if peak is not None else None)
@@ -160,18 +170,58 @@ def _timed(job: TimingJob, setting: Setting, memory: bool) -> SettingTimes:
     return SettingTimes(setting, times, calls, tuple(taken), contention, clock)
 
 
+def _session(job: TimingJob, source: Source, sample: Sample, setting: Setting) -> Session:
+    """Return a session of the runtime, or of what the source opens itself."""
+    return job.runtime.open(source, sample, setting) if source.open is None else source.open(sample, setting)
+
+
 def weight_moves(*sessions: Session) -> list[Callable[[], object]]:
     """Return the calls that move the weights of sessions, where these can be moved, and warm them up again."""
     return [step for session in sessions if session.move is not None for step in (session.move, session.run)]
 
 
-def check_outputs(name: str, session: Session, setting: Setting, expected: list[Tensor]) -> None:
-    """Raise a VerificationError if a session's outputs are not those of the model in eager float32."""
-    difference, reason = largest_difference(expected, output_tensors(session.tensors(session.run())))
-    tolerance = TOLERANCES[setting.dtype]
+def check_float_file(
+    name: str, runtime: Runtime, source: Source, sample: Sample, setting: Setting, expected: list[Tensor]
+) -> None:
+    """Raise a VerificationError if the file that a quantized one is made from does not compute what the model does."""
+    if setting.dtype == INT8:
+        plain = replace(setting, dtype="float32")
+        check_outputs(name, runtime.open(source, sample, plain), plain, expected, FLOAT_FILE_TOLERANCE)
+
+
+def check_outputs(
+    name: str, session: Session, setting: Setting, expected: list[Tensor], tolerance: float | None = None
+) -> None:
+    """Raise a VerificationError if a session's outputs are not those of the model in eager float32.
+
+    Args:
+        name: of the model.
+        session: of it.
+        setting: that it is in.
+        expected: tensors that the model returns in eager float32.
+        tolerance: largest relative difference; None: by the dtype, for int8 `INT8_ERROR`.
+    """
+    found = output_tensors(session.tensors(session.run()))
+    if setting.dtype == INT8:
+        _check_int8_outputs(name, expected, found)
+        return
+    difference, reason = largest_difference(expected, found)
+    tolerance = TOLERANCES[setting.dtype] if tolerance is None else tolerance
     if not difference <= tolerance:
         raise VerificationError(
             f"{name} computes something else than in eager float32: {reason} value, expected at most {tolerance:g}"
+        )
+
+
+def _check_int8_outputs(name: str, expected: list[Tensor], found: list[Tensor]) -> None:
+    shapes, wanted = ([tuple(one.shape) for one in tensors] for tensors in (found, expected))
+    if shapes != wanted:
+        raise VerificationError(f"{name} returns tensors of shapes {shapes} in int8, expected {wanted}")
+    error = relative_error([one.numpy() for one in expected], [one.numpy() for one in found])
+    if not error <= INT8_ERROR:
+        raise VerificationError(
+            f"{name} computes something else in int8 than in eager float32: the relative error of the output is "
+            f"{error:.3g}, expected at most {INT8_ERROR:g}"
         )
 
 

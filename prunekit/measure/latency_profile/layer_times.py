@@ -21,7 +21,7 @@ from torch import nn
 from prunekit.errors import ArtifactError
 from prunekit.measure.latency.machine import cpu_name
 from prunekit.measure.runtimes.runtime import RUNTIMES, Runtime
-from prunekit.measure.runtimes.session import Inputs, Setting
+from prunekit.measure.runtimes.session import INT8, Inputs, Setting
 from prunekit.utils.files import read_json, write_json
 from prunekit.utils.tensors import lies_channels_last
 
@@ -90,7 +90,11 @@ LIBRARIES = ("builtins", "torch", "torchvision", "prunekit")
 def conditions(setting: Setting, inputs: Inputs, repeats: int) -> dict[str, Any]:
     """Return what every network of a profile has in common: setting, machine, versions, inputs and repeats."""
     runtime, device = RUNTIMES.get(setting.runtime), torch.device(setting.device)
-    packages = ("torch", *runtime.packages)
+    packages = (
+        "torch",
+        *runtime.packages,
+        *(("nncf",) if setting.dtype == INT8 and runtime.quantizer == "nncf" else ()),
+    )
     return asdict(setting) | {
         "way": VERSION_MOVED if runtime.moves_weights(setting) else VERSION,
         "sample_shape": inputs.described(),

@@ -26,7 +26,14 @@ from prunekit.measure.effort import current_effort
 from prunekit.measure.latency.comparison import Log
 from prunekit.measure.latency.machine import Load
 from prunekit.measure.latency.timing import Contention, Timer, Times, alternate, doubts, warm_up, warm_up_briefly
-from prunekit.measure.latency.timing_job import SettingFailure, check_outputs, error_line, output_tensors, weight_moves
+from prunekit.measure.latency.timing_job import (
+    SettingFailure,
+    check_float_file,
+    check_outputs,
+    error_line,
+    output_tensors,
+    weight_moves,
+)
 from prunekit.measure.latency.worker_process import UnpicklableError, WorkerDied, WorkerProcess
 from prunekit.measure.latency_profile.layer_times import (
     LayerTimes,
@@ -261,6 +268,7 @@ class NetworkTimer:
 
     def _open(self, network: PreparedNetwork) -> Session:
         sample = self.inputs.sample(self.setting.batch)
+        check_float_file(network.name, self.runtime, network.source, sample, self.setting, network.expected)
         session = self.runtime.open(network.source, sample, self.setting)
         check_outputs(network.name, session, self.setting, network.expected)
         return session

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prunekit.measure.runtimes.onnx_files import NodeModules
-from prunekit.measure.runtimes.runtime import register_runtime
-from prunekit.measure.runtimes.session import LayerClock, Sample, Session, Setting, Source
+from prunekit.formats.node_modules import NodeModules
+from prunekit.measure.runtimes.runtime import RUNTIMES, register_runtime
+from prunekit.measure.runtimes.session import INT8, LayerClock, Sample, Session, Setting, Source
 from prunekit.utils.tensors import gather
 
 KERNEL, FORWARD = "_kernel_time", "model_run"
@@ -23,8 +23,8 @@ ROUNDING_US = 0.5
 
 
 def _refuse(setting: Setting) -> str:
-    if setting.dtype != "float32":
-        return f"its CPU kernels compute in float32, and {setting.dtype} models run on casts"
+    if setting.dtype not in ("float32", INT8):
+        return f"its CPU kernels compute in float32 and int8, and {setting.dtype} models run on casts"
     return "" if setting.memory_format == "contiguous" else "it chooses layouts itself"
 
 
@@ -37,12 +37,13 @@ def _refuse(setting: Setting) -> str:
     install="pip install 'prunekit[export]'",
     refuse=_refuse,
     times_layers=True,
+    quantizer="onnxruntime",
 )
 def onnx_runtime(source: Source, sample: Sample, setting: Setting) -> Session:
     """Open a session that has one pool of `threads` threads."""
     import onnxruntime
 
-    file = source.files[setting.batch, "float32"]
+    file = source.files[RUNTIMES.get("onnxruntime").file_key(setting)]
     values = [onnxruntime.OrtValue.ortvalue_from_numpy(one.numpy()) for one in gather(sample)]
     run = _run_of(open_session(file, setting.threads), values)
     return Session(
@@ -75,7 +76,7 @@ def times_by_module(events: Sequence[Mapping[str, Any]], modules: NodeModules) -
     times: dict[str | None, float] = defaultdict(float)
     for event in events:
         if event["name"].endswith(KERNEL):
-            kind = event["args"]["op_name"].removeprefix("Fused")
+            kind = event["args"]["op_name"].removeprefix("Fused").removeprefix("QLinear")
             path = modules.of(event["name"].removesuffix(KERNEL), convolution=kind == "Conv")
             times[path] += (event["dur"] + ROUNDING_US) / 1000
         elif event["name"] == FORWARD:

@@ -11,14 +11,15 @@ import numpy as np
 import torch
 
 from prunekit.errors import RunError
+from prunekit.formats.node_modules import NodeModules
 from prunekit.measure.latency.timing import Times
-from prunekit.measure.runtimes.onnx_files import NodeModules
-from prunekit.measure.runtimes.runtime import register_runtime
-from prunekit.measure.runtimes.session import LayerClock, Sample, Session, Setting, Source
+from prunekit.measure.runtimes.runtime import RUNTIMES, register_runtime
+from prunekit.measure.runtimes.session import INT8, LayerClock, Sample, Session, Setting, Source
 from prunekit.utils.tensors import gather
 
-HINTS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
-CAPABILITIES = {"float32": "FP32", "bfloat16": "BF16", "float16": "FP16"}
+HINTS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", INT8: "f32"}
+"""Precisions of the kernels; in a quantized file, of those that the file does not have in int8."""
+CAPABILITIES = {"float32": "FP32", "bfloat16": "BF16", "float16": "FP16", INT8: "INT8"}
 
 ROUNDING_US = 0.5
 """Mean of the fractions of microseconds that the counters cut off."""
@@ -53,20 +54,28 @@ def _refuse(setting: Setting) -> str:
     install="pip install 'prunekit[openvino]'",
     refuse=_refuse,
     times_layers=True,
+    quantizer="nncf",
 )
 def open_vino(source: Source, sample: Sample, setting: Setting) -> Session:
     """Compile the file; the setting's dtype is the precision of the kernels."""
-    file, arrays = source.files[setting.batch, "float32"], [one.numpy() for one in gather(sample)]
-    compiled = _compile(file, setting)
+    key = (setting.batch, "float32") if setting.dtype != INT8 else RUNTIMES.get("openvino").file_key(setting)
+    file, arrays = source.files[key], [one.numpy() for one in gather(sample)]
+    exported = source.files[setting.batch, "float32"]
+    compiled = compiled_file(file, setting)
     request = compiled.create_infer_request()
     return Session(
         lambda: request.infer(arrays, share_inputs=True, share_outputs=True),
         lambda found: [torch.from_numpy(found[output].copy()) for output in compiled.outputs],
-        lambda: _LayerCounters(_compile(file, setting, PERF_COUNT=True), NodeModules(file), arrays).clock(),
+        lambda: _LayerCounters(compiled_file(file, setting, PERF_COUNT=True), NodeModules(exported), arrays).clock(),
     )
 
 
-def _compile(file: Path, setting: Setting, **others: Any) -> Any:
+def compiled_file(file: Path, setting: Setting, **others: Any) -> Any:
+    """Return a file, ONNX or OpenVINO's own, compiled for a setting, whose dtype is the precision of the kernels.
+
+    Raises:
+        RunError: its kernels compute in another precision.
+    """
     core, hint = _core(), HINTS[setting.dtype]
     options = {
         "PERFORMANCE_HINT": "LATENCY",

@@ -11,7 +11,7 @@ import torch
 
 from prunekit import known_names
 from prunekit.errors import UsageError
-from prunekit.measure.runtimes.session import FileKey, Sample, Session, Setting, Source
+from prunekit.measure.runtimes.session import INT8, FileKey, Sample, Session, Setting, Source
 from prunekit.utils.registry import Registry
 
 RUNTIMES: Registry[Runtime] = known_names.RUNTIMES
@@ -57,10 +57,24 @@ class Runtime:
     measures_memory: bool = True
     typed_files: bool = False
     forget: Callable[[], object] = _keeps_nothing
+    quantizer: Literal["", "onnxruntime", "nncf"] = ""
 
     def file_key(self, setting: Setting) -> FileKey:
         """Return the key of the file that a session in this setting is made from."""
+        if setting.dtype == INT8:
+            return setting.batch, f"{INT8} by {self.quantizer}"
         return setting.batch, setting.dtype if self.typed_files else "float32"
+
+    def refusal(self, setting: Setting) -> str:
+        """Return why it cannot run a setting on its devices, and what can; empty if it can."""
+        if setting.dtype != INT8:
+            return self.refuse(setting)
+        if not self.quantizer:
+            able = [name for name, runtime in RUNTIMES.items() if runtime.quantizer]
+            return f"it runs no quantized files; {' and '.join(able)} do"
+        if self.quantizer == "nncf" and find_spec("nncf") is None:
+            return "int8 needs nncf, not installed here: pip install 'prunekit[int8]'"
+        return self.refuse(setting)
 
     def missing(self) -> str:
         """Return which of its packages are not installed, and how to install them; empty if all are."""
@@ -90,6 +104,7 @@ def register_runtime(
     measures_memory: bool = True,
     typed_files: bool = False,
     forget: Callable[[], object] = _keeps_nothing,
+    quantizer: Literal["", "onnxruntime", "nncf"] = "",
 ) -> Callable[[Open], Open]:
     """Register a runtime: something that runs models and is timed, by `bench`, in recipes and as the target of plans.
 
@@ -110,6 +125,8 @@ def register_runtime(
         measures_memory: whether the growth of the process is the model's memory: not if building leaves more behind.
         typed_files: whether it computes in the dtype of its file; the others take files in float32.
         forget: called once a setting is done, to drop what is cached of its sessions.
+        quantizer: what makes its files in int8, "onnxruntime" (ONNX files) or "nncf" (OpenVINO's); empty if it runs
+            none, and is never asked for int8.
 
     Returns:
         A decorator that returns the function unchanged.
@@ -133,7 +150,7 @@ def register_runtime(
 
     def register(function: Open) -> Open:
         how = (carrier, devices, packages, install, refuse, times_layers, moves_weights, measures_memory, typed_files)
-        RUNTIMES.add(name, Runtime(name, function, about, *how, forget), function)
+        RUNTIMES.add(name, Runtime(name, function, about, *how, forget, quantizer), function)
         return function
 
     return register

@@ -25,7 +25,8 @@ class Setting:
     Attributes:
         device: "cpu", "cuda" or "cuda:n".
         threads: of the CPU.
-        dtype: of the model's computations, by torch's name: "float32", "bfloat16" or "float16".
+        dtype: of the model's computations, by torch's name: "float32", "bfloat16", "float16", or "int8" for a file that
+            was quantized, whose inputs and outputs are in float32.
         memory_format: "contiguous" or "channels_last".
     """
 
@@ -122,15 +123,24 @@ def inputs_like(example: tuple[Any, ...]) -> Inputs:
 
 
 FileKey = tuple[int, str]
-"""Batch, and the dtype of `Setting`."""
+"""Batch, and the dtype of `Setting`; after "int8" comes the quantizer, as in "int8 by nncf"."""
+INT8 = "int8"
+"""The dtype of settings whose files are quantized."""
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A model in the form that a runtime takes: the module itself, or ONNX files by batch and dtype."""
+    """A model in the form that a runtime takes: the module itself, or files by batch and dtype.
+
+    Beside a quantized file there is always the ONNX file in float32 that it was made from.
+
+    Attributes:
+        open: opens a session of a model that was exported before, in place of the runtime's own function.
+    """
 
     module: nn.Module | None = None
     files: Mapping[FileKey, Path] = field(default_factory=dict)
+    open: Callable[[Sample, Setting], Session] | None = None
 
 
 @dataclass(frozen=True)

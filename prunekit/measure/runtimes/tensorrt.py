@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from prunekit.errors import RunError
+from prunekit.formats.tensorrt import built_engine, dtype_of, engine_logger, said
 from prunekit.measure.runtimes.runtime import register_runtime
 from prunekit.measure.runtimes.session import Sample, Session, Setting, Source, in_dtype
 from prunekit.utils.tensors import gather
@@ -45,32 +45,16 @@ class _Engine:
     """An engine with the tensors that it reads and writes, and the objects that must live as long as it does."""
 
     def __init__(self, file: Path, device: torch.device) -> None:
+        import onnx
         import tensorrt
 
-        class Logger(tensorrt.ILogger):  # type: ignore[misc]
-            """Collects errors for the message: a process of its own has no terminal."""
-
-            def __init__(self) -> None:
-                tensorrt.ILogger.__init__(self)
-                self.said: list[str] = []
-
-            def log(self, severity: Any, message: str) -> None:
-                if severity in (tensorrt.ILogger.ERROR, tensorrt.ILogger.INTERNAL_ERROR):
-                    self.said.append(message)
-
-        self.logger = logger = Logger()
-        builder = tensorrt.Builder(logger)
-        network = builder.create_network(1 << int(tensorrt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-        parser = tensorrt.OnnxParser(network, logger)
-        if not parser.parse_from_file(str(file)):
-            raise RunError(f"tensorrt: cannot read the exported model: {parser.get_error(0).desc()}")
-        built = builder.build_serialized_network(network, builder.create_builder_config())
-        if built is None:
-            raise RunError(f"tensorrt: no engine could be built: {'; '.join(logger.said) or 'it does not say why'}")
-        self.input_names = [network.get_input(index).name for index in range(network.num_inputs)]
-        names = [network.get_output(index).name for index in range(network.num_outputs)]
-        self.runtime = tensorrt.Runtime(logger)
+        self.logger = engine_logger()
+        built = built_engine(file, self.logger)
+        self.runtime = tensorrt.Runtime(self.logger)
         self.engine = self.runtime.deserialize_cuda_engine(built)
+        graph = onnx.load(file, load_external_data=False).graph
+        self.input_names = [entry.name for entry in graph.input]
+        names = [entry.name for entry in graph.output]
         self.context = self.engine.create_execution_context()
         self.outputs = [self._empty(name, device) for name in names]
         for name, output in zip(names, self.outputs, strict=True):
@@ -79,20 +63,8 @@ class _Engine:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def _empty(self, name: str, device: torch.device) -> Tensor:
-        import tensorrt
-
-        dtypes: dict[Any, torch.dtype] = {
-            tensorrt.float32: torch.float32,
-            tensorrt.float16: torch.float16,
-            tensorrt.bfloat16: torch.bfloat16,
-            tensorrt.int64: torch.int64,
-            tensorrt.int32: torch.int32,
-            tensorrt.int8: torch.int8,
-            tensorrt.uint8: torch.uint8,
-            tensorrt.bool: torch.bool,
-        }
         shape = tuple(self.engine.get_tensor_shape(name))
-        return torch.empty(shape, dtype=dtypes[self.engine.get_tensor_dtype(name)], device=device)
+        return torch.empty(shape, dtype=dtype_of(self.engine, name), device=device)
 
     def bind(self, inputs: list[Tensor]) -> None:
         """Make the engine read these tensors."""
@@ -105,5 +77,5 @@ class _Engine:
         around = torch.cuda.current_stream(self.stream.device)
         self.stream.wait_stream(around)
         if not self.context.execute_async_v3(self.stream.cuda_stream):
-            raise RunError(f"tensorrt: a forward failed: {'; '.join(self.logger.said) or 'it does not say why'}")
+            raise RunError(f"tensorrt: a forward failed: {said(self.logger)}")
         around.wait_stream(self.stream)

@@ -10,6 +10,7 @@ from prunekit.channels.tracing.memory_table import memory_table
 from prunekit.errors import PlanError
 from prunekit.planning.budgets.budget import Countable, register_budget
 from prunekit.planning.costs import Term, entries
+from prunekit.settings.prune import FLOATS, UNCOUNTED
 
 
 @register_budget(
@@ -81,11 +82,13 @@ def memory_mb(countable: Countable) -> list[list[Term]]:
 
     Raises:
         ModelError: the model does not run on that batch and dtype.
-        PlanError: the map was read from a file.
+        PlanError: the map was read from a file, or the target runs quantized files.
     """
     chart, target = countable.channel_map, countable.target
     if chart.source is None:
         raise PlanError("budget memory_mb: expected a map of a traced model, got one read from a file; trace it again")
+    if target.dtype == "int8":
+        raise PlanError(f"budget memory_mb: target.dtype: expected {FLOATS}, got 'int8': {UNCOUNTED}")
     table, final = memory_table(chart.traced.trace, target.batch, target.dtype), chart.traced.final
     products = [tuple(final[factor] for factor in factors) for factors in table.factors]
     return [[Term(float(row[index]), products[index]) for index in np.flatnonzero(row)] for row in table.bytes]

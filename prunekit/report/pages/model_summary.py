@@ -13,13 +13,13 @@ from torch import nn
 from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.errors import ModelError
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.known_names import DTYPES
+from prunekit.known_names import FLOAT_DTYPES
 from prunekit.measure.model_size import ModuleRow, Shapes, count_bytes, count_memory, module_table
 from prunekit.utils.display import Displayed, Table, count, share, size
 from prunekit.utils.files import StrPath, write_csv
 from prunekit.utils.inputs import as_example, to_device
 
-NAMES = {getattr(torch, torch_name): name for name, torch_name in DTYPES.items()}
+NAMES = {getattr(torch, torch_name): name for name, torch_name in FLOAT_DTYPES.items()}
 
 
 @dataclass(frozen=True, repr=False)

@@ -14,7 +14,7 @@ from prunekit.report.pages.explain_page import explained
 from prunekit.report.rendering import rendered
 from prunekit.report.run_data import Run, records
 from prunekit.report.sections.section import register_section
-from prunekit.utils.display import factor, interval, percent, scientific, size
+from prunekit.utils.display import factor, interval, percent, scientific, share, size
 
 
 @register_section("result", about="scores and sizes of the models, and budgets", order=10)
@@ -89,6 +89,8 @@ def _export_row(row: Mapping[str, Any], score: str, folder: Path) -> dict[str, A
     scores, quantized = row.get("scores") or {}, row.get("quantized")
     inputs = "real inputs" if row.get("real_inputs") else "random inputs"
     agrees = f"differs from eager by {scientific(row.get('max_relative_difference'))} on {inputs}"
+    if quantized:
+        agrees = f"int8, output error {share(quantized.get('error'), 1)} on calibration data"
     return {
         "path": row.get("path"),
         "format": row.get("format"),
@@ -97,11 +99,21 @@ def _export_row(row: Mapping[str, Any], score: str, folder: Path) -> dict[str, A
         "low": scores.get("low"),
         "high": scores.get("high"),
         "agrees": agrees,
-        "latency": row.get("latency") or [],
+        "times": [
+            *({**one, "over": "the model in eager", "other_ms": one["eager_ms"]} for one in row.get("latency") or []),
+            *({**one, "over": f"the {one['over']} file"} for one in (quantized or {}).get("speedup") or []),
+        ],
         "notes": row.get("notes") or [],
         "quantized": quantized,
-        "command": shlex.join(["prunekit", "predict", str(folder / str(row.get("path"))), "image.jpg"]),
+        "command": shlex.join(_command(folder / str(row.get("path")), str(row.get("format")))),
     }
+
+
+def _command(path: Path, kind: str) -> list[str]:
+    """Return the command that runs an export on an image file."""
+    if kind in ("standalone", "hub"):
+        return ["python", str(path / "model.py"), "image.jpg"]
+    return ["prunekit", "predict", str(path), "image.jpg"]
 
 
 @register_section("explanation", about="what keeps the pruned model from its ideal speed", order=30)

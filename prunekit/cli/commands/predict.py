@@ -1,0 +1,73 @@
+"""`prunekit predict`: what a model says about images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from prunekit.cli.models import ModelOptions, job_to_read, model_command, one_target, refuse_idle_overrides
+from prunekit.cli.options import is_recipe
+from prunekit.cli.output import Console, save
+from prunekit.errors import UsageError
+from prunekit.utils.display import text_of
+
+if TYPE_CHECKING:
+    from prunekit.jobs.run.model_sources import InputModel
+
+
+@click.command("predict", short_help="Show what a model says about images.")
+@click.argument("model")
+@click.argument("inputs", nargs=-1, metavar="IMAGE...", type=click.Path(path_type=Path))
+@click.option("--top", default=5, show_default=True, type=click.IntRange(min=1), help="Classes shown for each image.")
+@click.option("--batch", default=32, show_default=True, type=click.IntRange(min=1), help="Images run at once.")
+@model_command("predict.json, and outputs.safetensors with all scores or outputs.")
+def predict_command(
+    console: Console,
+    given: ModelOptions,
+    model: str,
+    inputs: tuple[Path, ...],
+    top: int,
+    batch: int,
+    device: str | None,
+    output: Path | None,
+) -> None:
+    """Show the most probable classes of images, by the preprocessing that is in the model's folder or file.
+
+    MODEL is a model folder, an exported file, a recipe (its dense model), or the name of a model with --weights; for a
+    folder whose model is of your own code, --model builds the dense one. IMAGE is an image file or a folder of images;
+    or a file of inputs that are ready, .npy, .npz or .safetensors, samples first, named as the model's inputs.
+    Of tasks other than classification the output's values are shown; --output has them all.
+    """
+    if not inputs:
+        raise UsageError(f"expected images: prunekit predict {model} photo.jpg, or a folder of images")
+    refuse_idle_overrides([], [model], given.data)
+    from prunekit.jobs.predict import predict_target
+    from prunekit.utils.context import resolve_device
+
+    with console.running():
+        target = _target(model, given, console)
+        found = predict_target(target, list(inputs), top=top, batch=batch, device=resolve_device(device or "auto"))
+    payload = found.figures()
+    save(payload, output, "predict.json", console)
+    if output is not None:
+        console.log(f"wrote {found.save(output / 'outputs.safetensors')}")
+    console.result(payload, text_of(found))
+
+
+def _target(model: str, given: ModelOptions, console: Console) -> InputModel:
+    from dataclasses import replace
+
+    if is_recipe(model):
+        from prunekit.jobs.run.job_inputs import Own
+        from prunekit.jobs.run.model_sources import trained_model
+
+        code = {"factory": given.factory, "data": given.data, "task": given.task}
+        job = job_to_read(model, [], given, **code, seed=given.seed)
+        own = Own(given.factory, given.data)
+        return trained_model(job, log=console.log, progress=console.progress, own=own)
+    target = one_target([model], [], given)
+    if given.task is None or target.interface is None:
+        return target
+    return replace(target, interface=replace(target.interface, task=given.task))

@@ -1,0 +1,205 @@
+"""Source of functions and classes bundled into one file, with what they use of prunekit, and imports of the rest."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from prunekit.utils.user_code import name_of_module
+
+OWN = "prunekit"
+_MARK = re.compile(r" *# (type: ignore|noqa|fmt:|pragma:)[^\n]*")
+
+
+class Bundle:
+    """Imports and definitions of a Python file that is being written, each once, in an order in which they run.
+
+    Attributes:
+        imports: statement by the name that it binds.
+        definitions: source by the name that it defines.
+    """
+
+    def __init__(self) -> None:
+        self.imports: dict[str, str] = {}
+        self.definitions: dict[str, str] = {}
+        self._taken: set[str] = set()
+
+    def take_name(self, wanted: str) -> str:
+        """Return a name that nothing else in the file has, and take it."""
+        name, number = wanted, 1
+        while name in self._taken or name in self.imports or name in self.definitions:
+            number += 1
+            name = f"{wanted}_{number}"
+        self._taken.add(name)
+        return name
+
+    def module(self, name: str) -> str:
+        """Import a module by its whole name, and return that."""
+        top = name.partition(".")[0]
+        already = self.imports.get(top, "")
+        statements = {*already.splitlines(), f"import {name}"}
+        self.imports[top] = "\n".join(sorted(statements))
+        return name
+
+    def bind(self, name: str, statement: Callable[[str], str]) -> str:
+        """Add an import, and return the name that it binds: another one if the name means something else already.
+
+        Args:
+            name: wanted.
+            statement: returns the import that binds a name.
+        """
+        plain, number = name, 1
+        while self._taken_otherwise(name, statement(name)):
+            number += 1
+            name = f"{plain}_{number}"
+        self.imports[name] = statement(name)
+        return name
+
+    def _taken_otherwise(self, name: str, statement: str) -> bool:
+        if name in self._taken or name in self.definitions:
+            return True
+        there = self.imports.get(name)
+        return there is not None and statement not in there.splitlines()
+
+    def define(self, name: str, text: str) -> None:
+        """Add a definition whose name was taken before."""
+        self.definitions[name] = text.rstrip() + "\n"
+
+    def include(self, module: str, name: str, edit: Callable[[ast.stmt, str], str] | None = None) -> str:
+        """Include what a module of prunekit binds to a name, with all that it uses, and return the name.
+
+        Args:
+            module: full name.
+            name: of a function, a class, a constant, or something that is imported there.
+            edit: returns the text of a statement of the module, in place of `text_of`.
+        """
+        statement = _statements(module)[name]
+        if isinstance(statement, (ast.Import, ast.ImportFrom)):
+            return self._include_imported(statement, name, edit)
+        if name not in self.definitions:
+            text = (edit or text_of)(statement, _source(module))
+            self.definitions[name] = ""  # one that refers to itself is there already
+            for used in _names(ast.parse(text)):
+                if used in _statements(module) and used != name:
+                    self.include(module, used, edit)
+            del self.definitions[name]
+            self.definitions[name] = text
+        return name
+
+    def _include_imported(
+        self, statement: ast.Import | ast.ImportFrom, name: str, edit: Callable[[ast.stmt, str], str] | None
+    ) -> str:
+        alias = next(one for one in statement.names if (one.asname or one.name.partition(".")[0]) == name)
+        if isinstance(statement, ast.ImportFrom) and (statement.module or "").partition(".")[0] == OWN:
+            return self.include(statement.module or "", alias.name, edit)
+        alone: ast.stmt = ast.Import([alias])
+        if isinstance(statement, ast.ImportFrom):
+            alone = ast.ImportFrom(statement.module, [alias], 0)
+        there = self.imports.get(name, "").splitlines()
+        self.imports[name] = "\n".join(sorted({*there, ast.unparse(alone)}))
+        return name
+
+    def class_in_library(self, cls: type) -> str:
+        """Import the module of a class by its whole name, and return an expression for the class.
+
+        Raises:
+            LookupError: no importable module has it.
+        """
+        return f"{self.module(importable_module(cls))}.{cls.__qualname__}"
+
+    def text(self) -> str:
+        """Return the imports, and behind them the definitions."""
+        lines = {line for statement in self.imports.values() for line in statement.splitlines()}
+        plain = {line for line in lines if line.startswith("import ")}
+        named: dict[str, set[str]] = {}
+        for line in lines - plain:
+            place, _, bound = line.partition(" import ")
+            named.setdefault(place, set()).add(bound)
+        joined = [f"{place} import {', '.join(sorted(bound))}" for place, bound in named.items()]
+        statements = [*sorted(plain), *sorted(joined)]
+        library = [line for line in statements if re.split(r"[ .]", line)[1] in sys.stdlib_module_names]
+        others = [line for line in statements if line not in library]
+        return "\n".join([*library, "", *others]) + "\n\n\n" + "\n\n".join(self.definitions.values())
+
+
+def importable_module(thing: Any) -> str:
+    """Return the name of the module that a class or function is imported from, where prunekit is not installed.
+
+    Raises:
+        LookupError: it is defined inside a function, in `__main__` or a notebook, or is not under its name there.
+    """
+    name = getattr(thing, "__module__", None) or ""
+    where = f"{name}.{getattr(thing, '__qualname__', thing)}"
+    found: Any = import_module(name) if name else None
+    for part in thing.__qualname__.split("."):
+        found = getattr(found, part, None)
+    if found is not thing or name == "__main__":
+        raise LookupError(f"{where} cannot be imported by its name")
+    return name_of_module(import_module(name))
+
+
+def text_of(statement: ast.stmt, source: str) -> str:
+    """Return the source of a statement, decorators included, without marks for linters and type checkers."""
+    decorators = getattr(statement, "decorator_list", [])
+    first = min([statement.lineno, *(decorator.lineno for decorator in decorators)])
+    lines = source.splitlines(keepends=True)[first - 1 : statement.end_lineno]
+    return _MARK.sub("", "".join(lines)).rstrip() + "\n"
+
+
+def without(statement: ast.stmt, source: str, members: Sequence[str], *, decorators: bool = True) -> str:
+    """Return the source of a class without some members, what only type checkers read, and if asked decorators."""
+    lines = source.splitlines(keepends=True)
+    gone: set[int] = set()
+    for node in getattr(statement, "body", []):
+        names = [node.name] if isinstance(node, ast.FunctionDef) else [ast.unparse(one) for one in _targets(node)]
+        only_for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if {*names} & {*members} or only_for_types:
+            gone |= {*range(node.lineno, (node.end_lineno or 0) + 1)}
+            after = (node.end_lineno or 0) + 1
+            if after <= len(lines) and not lines[after - 1].strip():
+                gone.add(after)
+    for decorator in getattr(statement, "decorator_list", []) if not decorators else ():
+        gone |= {*range(decorator.lineno, (decorator.end_lineno or 0) + 1)}
+    kept = [line for number, line in enumerate(lines, 1) if number not in gone]
+    moved = sum(number < statement.lineno for number in gone)
+    start = statement.lineno - 1 - moved
+    length = (statement.end_lineno or 0) - statement.lineno + 1 - sum(number >= statement.lineno for number in gone)
+    return _MARK.sub("", "".join(kept[start : start + length])).rstrip() + "\n"
+
+
+def _targets(node: ast.stmt) -> list[ast.expr]:
+    if isinstance(node, ast.AnnAssign):
+        return [node.target]
+    return node.targets if isinstance(node, ast.Assign) else []
+
+
+@cache
+def _source(module: str) -> str:
+    return Path(import_module(module).__file__ or "").read_text(encoding="utf-8")
+
+
+@cache
+def _statements(module: str) -> dict[str, ast.stmt]:
+    """Return the statements at the top of a module by the names that they bind."""
+    return {name: node for node in ast.parse(_source(module)).body for name in _bound(node)}
+
+
+def _bound(node: ast.stmt) -> Iterator[str]:
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        yield node.name
+    elif isinstance(node, (ast.Import, ast.ImportFrom)):
+        yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+    else:
+        yield from (target.id for target in _targets(node) if isinstance(target, ast.Name))
+
+
+def _names(tree: ast.AST) -> list[str]:
+    """Return the names that code reads, in order."""
+    found = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    return list(dict.fromkeys(found))

@@ -1,0 +1,89 @@
+"""Export of a model as a program of `torch.export`, and such files in PyTorch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prunekit.errors import RunError, UsageError, reason_of
+from prunekit.formats.format import ExportFormat, ExportSource, Run, register_format
+from prunekit.formats.onnx import interface_of_json
+from prunekit.formats.program import arguments, as_exported, program_of, tracing
+from prunekit.formats.pt2_archive import PROGRAM, Archive
+from prunekit.models.interface import ModelInterface
+from prunekit.utils.context import threads as threads_of
+from prunekit.utils.tensors import gather, map_tensors
+
+EXTRA = "prunekit.json"
+"""Name of the extra file with the interface."""
+
+
+@register_format(
+    "pt2",
+    about="program of torch.export, which PyTorch runs without the model's code",
+    suffix=".pt2",
+)
+class Pt2Format(ExportFormat):
+    """Files of `torch.export.save`."""
+
+    def write(self, source: ExportSource, path: Path) -> list[str]:
+        """Write a program that takes the model's own arguments; its examples are zeros, and no data of the user."""
+        if source.options.half:
+            raise UsageError("half: a pt2 program stores weights in the dtype of its model; use onnx or openvino")
+        program = program_of(source, flat=False)
+        exported = program.exported
+        for graph in (part for part in exported.graph_module.modules() if isinstance(part, torch.fx.GraphModule)):
+            for node in graph.graph.nodes:
+                node.meta.pop("stack_trace", None)  # paths of this machine
+        positional, named = exported.example_inputs
+        exported.example_inputs = map_tensors((positional, named), lambda one: one.new_zeros(()).expand(one.shape))
+        with tracing():
+            try:
+                torch.export.save(exported, path, extra_files={EXTRA: json.dumps(program.interface.as_dict())})
+            except Exception as error:  # of the serializer
+                raise RunError(
+                    f"{type(source.model).__name__} cannot be saved as a pt2 program: {reason_of(error)}; use another "
+                    "format, such as onnx"
+                ) from error
+        return program.notes
+
+    def open(self, path: Path, *, threads: int = 1) -> Run:
+        """Return a function that runs a program; the file is looked through for code before it is loaded.
+
+        Raises:
+            ArtifactError: it is no program, or could run code when it is loaded.
+        """
+        archive = Archive(path)
+        archive.require_plain()
+        with tracing():
+            try:
+                program = torch.export.load(path)
+                module = program.module()
+            except Exception as error:  # of the deserializer
+                raise archive.damaged(reason_of(error)) from error
+
+        interface, (by_position, by_name) = self.interface(path), program.call_spec.in_spec.children()
+        names = [str(name) for name in by_name.context]
+
+        def run(example: tuple[Any, ...]) -> list[Tensor]:
+            positional, named = arguments(as_exported(example, interface, by_position.num_children, names))
+            with threads_of(threads), torch.no_grad():
+                try:
+                    return [one.clone() for one in gather(module(*positional, **named))]
+                except Exception as error:  # of its operators, or of its checks of sizes
+                    raise RunError(f"{path}: the program cannot run: {reason_of(error)}") from error
+
+        return run
+
+    def interface(self, path: Path) -> ModelInterface:
+        """Return the interface of a file; one that others made has that of its program, without a task."""
+        archive = Archive(path)
+        if (text := archive.text(f"extra/{EXTRA}")) is not None:
+            return interface_of_json(text, str(path))
+        if (text := archive.text(PROGRAM)) is None:
+            raise archive.damaged("it has no program named model")
+        return archive.interface(text)

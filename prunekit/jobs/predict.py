@@ -1,0 +1,366 @@
+"""Predictions: what a model says about image files, or about inputs that are ready."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from prunekit.data.local_files import image_files
+from prunekit.errors import DataError, ModelError, UsageError, nearest
+from prunekit.hooks.wrappers import unwrapped
+from prunekit.jobs.run.model_sources import InputModel, preprocessing_of, resolve
+from prunekit.models.interface import ModelInterface, TensorSpec, attached, named_tensors_of
+from prunekit.models.preprocessing import Pixels, Preprocessing
+from prunekit.tasks.task import Task, get_task
+from prunekit.utils.context import device_of, training_mode
+from prunekit.utils.display import Displayed, Table, digits, plural, share
+from prunekit.utils.files import StrPath, atomic_file
+from prunekit.utils.inputs import (
+    Keywords,
+    as_example,
+    call,
+    parameter_names,
+    running,
+    sample_count,
+    select_samples,
+    to_device,
+)
+
+TENSOR_FILES = (".npy", ".npz", ".safetensors")
+FEW = 10
+"""Values of an output that are shown one by one; of more, their range."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Prediction(Displayed):
+    """A prediction: what a model returns for some samples.
+
+    Attributes:
+        model: its name.
+        samples: names of the samples.
+        classes: names of the labels; empty for tasks other than classification.
+        probabilities: (samples, classes) float64, the softmax of the scores; None for other tasks.
+        outputs: tensors by name, samples first; `name_0`, `name_1`, ... if those of samples differ in shape.
+        top: number of classes that are shown for each sample.
+
+    Example:
+        >>> import numpy as np
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(288, 2))
+        >>> small = pk.prune(model, torch.randn(1, 3, 8, 8), macs=0.5)
+        >>> feed = pk.Preprocessing(height=8, width=8)
+        >>> folder = pk.save(small, "small", preprocessing=feed, classes=["cat", "dog"], task="image_classification")
+        >>> found = pk.predict(pk.load(folder, model=model), np.zeros((20, 20, 3), dtype=np.uint8), top=1)
+        >>> found.probabilities.shape
+        torch.Size([1, 2])
+        >>> found.rows()[0]["class"] in ("cat", "dog")
+        True
+    """
+
+    model: str
+    samples: tuple[str, ...]
+    classes: tuple[str, ...]
+    probabilities: Tensor | None
+    outputs: Mapping[str, Tensor]
+    top: int = 5
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the most probable classes of each sample, or the values of each output."""
+        if self.probabilities is None:
+            return [row for name, tensor in self.outputs.items() for row in self._output_rows(name, tensor)]
+        values, labels = self.probabilities.topk(min(self.top, self.probabilities.shape[1]))
+        return [
+            {
+                "sample": sample,
+                "rank": rank + 1,
+                "class": self.classes[label] if self.classes else str(label),
+                "label": label,
+                "probability": value,
+            }
+            for sample, row, chosen in zip(self.samples, values.tolist(), labels.tolist(), strict=True)
+            for rank, (value, label) in enumerate(zip(row, chosen, strict=True))
+        ]
+
+    def _output_rows(self, name: str, tensor: Tensor) -> Iterator[dict[str, Any]]:
+        of_samples = len(tensor) == len(self.samples) if tensor.dim() else False
+        parts = list(zip(self.samples, tensor, strict=True)) if of_samples else [("", tensor)]
+        for sample, part in parts:
+            row: dict[str, Any] = {"sample": sample, "output": name, "dtype": str(part.dtype).removeprefix("torch.")}
+            row |= {"shape": list(part.shape), "values": part.flatten().tolist() if part.numel() <= FEW else None}
+            numbers = part.double() if part.numel() and not part.is_complex() else torch.full((1,), torch.nan).double()
+            yield row | {"min": float(numbers.min()), "mean": float(numbers.mean()), "max": float(numbers.max())}
+
+    def figures(self) -> dict[str, Any]:
+        """Return the prediction as plain data, without large outputs."""
+        kind = "top" if self.probabilities is not None else "outputs"
+        return {"model": self.model, "samples": list(self.samples), kind: self.rows()}
+
+    def save(self, path: StrPath) -> Path:
+        """Write all outputs, and the probabilities if there are any, as a `.safetensors` file."""
+        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in self.outputs.items()}
+        if self.probabilities is not None:
+            tensors["probabilities" if "probabilities" not in tensors else "class_probabilities"] = self.probabilities
+        with atomic_file(Path(path)) as temporary:
+            save_file(tensors, temporary)
+        return Path(path)
+
+    def _headline(self) -> str:
+        rows = self.rows()
+        if self.probabilities is None or not rows:
+            return f"{self.model}: {plural(len(self.samples), 'sample')}, outputs {', '.join(self.outputs)}"
+        first = f"{rows[0]['sample']} is {rows[0]['class']}, {share(rows[0]['probability'])}"
+        return f"{self.model}: {plural(len(self.samples), 'sample')}; {first}"
+
+    def _parts(self) -> Iterator[str | Table]:
+        rows = self.rows()
+        if self.probabilities is not None:
+            shown = [
+                (row["sample"] if row["rank"] == 1 else "", row["class"], share(row["probability"], 2)) for row in rows
+            ]
+            yield Table(("sample", "class", "probability"), shown, text=("class",), most=50)
+            return
+        listed = [
+            (row["sample"], row["output"], row["dtype"], "x".join(map(str, row["shape"])) or "1", _values(row))
+            for row in rows
+        ]
+        yield Table(
+            ("sample", "output", "dtype", "shape", "values"), listed, text=("output", "dtype", "values"), most=50
+        )
+
+
+def _values(row: Mapping[str, Any]) -> str:
+    if row["values"] is not None:
+        return " ".join(digits(value) if isinstance(value, float) else str(value) for value in row["values"])
+    return f"{digits(row['min'])} to {digits(row['max'])}, mean {digits(row['mean'])}"
+
+
+def predict(
+    model: nn.Module | StrPath,
+    images: Any,
+    *,
+    top: int = 5,
+    preprocessing: Preprocessing | None = None,
+    classes: Sequence[str] = (),
+    task: str | None = None,
+    batch: int = 32,
+) -> Prediction:
+    """Return what a model says about images: the most probable classes, or the outputs of other tasks.
+
+    Args:
+        model: that `prunekit.load` returned, or any whose preprocessing is given; or the path of a model folder of a
+            known zoo, or of an exported file.
+        images: the path of an image file, of a folder of images or of a file of inputs (.npy, .npz, .safetensors),
+            a Pillow image, uint8 pixels (H, W) or (H, W, 3), or a list of these; or inputs that are ready, samples
+            first: a tensor, a tuple of positional arguments, or a mapping of arguments by name.
+        top: number of classes to show for each sample.
+        preprocessing: the way from an image to the input; None: the model's own.
+        classes: name of each label; empty: the model's own.
+        task: its name; None: the model's own.
+        batch: samples that the model is given at once.
+
+    Raises:
+        DataError: an image or a file of inputs cannot be read.
+        UsageError: the model does not say how images become its input.
+        ModelError: the model does not run on them, or has not as many scores as there are classes.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+        >>> small = pk.prune(model, torch.randn(1, 4), macs=0.5).model
+        >>> found = pk.predict(small, torch.randn(2, 4), classes=["cat", "dog", "ox"])
+        >>> [row["sample"] for row in found.rows() if row["rank"] == 1]
+        ['0', '1']
+    """
+    if isinstance(model, (str, PathLike)):
+        target = resolve(Path(model))
+    elif isinstance(model, nn.Module):
+        own = unwrapped(model)
+        target = InputModel(model, type(own).__name__, (), interface=attached(own))
+    else:
+        raise UsageError(f"expected a model, or the path of a folder or a file, got {type(model).__name__}")
+    known = target.interface or ModelInterface((), ())
+    known = replace(
+        known,
+        preprocessing=preprocessing or known.preprocessing,
+        classes=tuple(classes) or known.classes,
+        task=task or known.task,
+    )
+    return predict_target(replace(target, interface=known), images, top=top, batch=batch)
+
+
+def predict_target(
+    target: InputModel, given: Any, *, top: int = 5, batch: int = 32, device: torch.device | None = None
+) -> Prediction:
+    """Return what a model with an interface says about images or inputs; see `predict`.
+
+    With a device the model is moved there; else it runs where it is.
+
+    Raises:
+        PrunekitError: as for `predict`.
+    """
+    if top < 1 or batch < 1:
+        raise UsageError(f"top, batch: expected at least 1, got {top} and {batch}")
+    if not target.trained:
+        raise ModelError(f"{target.name}: expected trained weights, but they are random; give --weights")
+    interface = target.interface or ModelInterface((), ())
+    task = None if interface.task is None else get_task(interface.task)
+    names, parts = _samples(target, given, batch)
+    if (task is not None and task.logits is not None) or (task is None and interface.classes):
+        return _classified(target, task, names, parts, top, device or device_of(target.model))
+    outputs = _outputs(target, parts, device or device_of(target.model))
+    return Prediction(target.name, names, interface.classes, None, outputs, top)
+
+
+def _classified(
+    target: InputModel,
+    task: Task | None,
+    names: tuple[str, ...],
+    parts: Iterator[tuple[Any, ...]],
+    top: int,
+    device: torch.device,
+) -> Prediction:
+    from prunekit.models.outputs import logits
+
+    scores = []
+    for part, output in _run(target, parts, device):
+        try:
+            found = (task.logits if task is not None and task.logits is not None else logits)(output)
+        except ModelError as error:
+            raise ModelError(f"{target.name}: {error}") from error
+        if found.dim() != 2 or len(found) != sample_count(part):
+            raise ModelError(
+                f"{target.name}: expected scores of classes, (samples, classes), got shape {tuple(found.shape)}"
+            )
+        scores.append(found.detach().cpu().double())
+    every = torch.cat(scores)
+    classes = () if target.interface is None else target.interface.classes
+    if classes and len(classes) != every.shape[1]:
+        raise ModelError(
+            f"{target.name}: expected a score for each of its {len(classes)} classes, got {every.shape[1]} scores"
+        )
+    return Prediction(target.name, names, classes, every.softmax(1), {"scores": every.float()}, top)
+
+
+def _outputs(target: InputModel, parts: Iterator[tuple[Any, ...]], device: torch.device) -> dict[str, Tensor]:
+    """Return all outputs, one sample after the other, because not every model returns a batch as it was given."""
+    found: dict[str, list[Tensor]] = {}
+    singles = (select_samples(part, slice(at, at + 1)) for part in parts for at in range(sample_count(part, 1)))
+    for _, output in _run(target, singles, device):
+        for name, tensor in named_tensors_of(output, "output"):
+            found.setdefault(name, []).append(tensor.detach().cpu())
+    joined: dict[str, Tensor] = {}
+    for name, tensors in found.items():
+        if len({tensor.shape for tensor in tensors}) == 1 and tensors[0].dim() and len(tensors[0]) == 1:
+            joined[name] = torch.cat(tensors)
+        else:
+            joined |= {f"{name}_{at}" if tensors[1:] else name: tensor for at, tensor in enumerate(tensors)}
+    return joined
+
+
+def _run(
+    target: InputModel, parts: Iterator[tuple[Any, ...]], device: torch.device
+) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    model = target.model.to(device)
+    for part in parts:
+        with training_mode(model, False), torch.inference_mode(), running(model, part, called=target.name):
+            output = call(model, to_device(part, device))
+        yield part, output
+
+
+def _samples(target: InputModel, given: Any, batch: int) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
+    """Return the names of the samples, and batches of them as examples."""
+    if isinstance(given, (Tensor, tuple, Mapping)):
+        return _ready(target, as_example(target.model, given), batch, "")
+    if isinstance(given, (str, PathLike)) or not isinstance(given, Sequence):
+        given = [given]
+    files = [Path(one) for one in given if isinstance(one, (str, PathLike))]
+    inputs = [path for path in files if path.suffix in TENSOR_FILES]
+    if inputs:
+        if len(given) > 1:
+            raise UsageError(f"{inputs[0]}: expected images, or one file of inputs, got {len(given)} together")
+        return _ready(target, _read_inputs(target, inputs[0]), batch, inputs[0].name)
+    if len(files) < len(given) and any(isinstance(one, Tensor) for one in given):
+        raise UsageError("expected images, or inputs as one tensor with samples first, got a list of tensors")
+    images: list[Pixels] = []
+    names: list[str] = []
+    for at, one in enumerate(given):
+        if not isinstance(one, (str, PathLike)):
+            images, names = [*images, one], [*names, str(at)]
+            continue
+        found = image_files(Path(one)) if Path(one).is_dir() else [Path(one)]
+        images, names = [*images, *found], [*names, *map(str, found)]
+    if not images:
+        raise UsageError("expected at least one image, got none")
+    feed = preprocessing_of(target)
+    missing = next((one for one in images if isinstance(one, Path) and not one.is_file()), None)
+    if missing is not None:
+        raise DataError(f"{missing}: expected an image file, and there is none")
+    return tuple(names), ((feed(images[at : at + batch]),) for at in range(0, len(images), batch))
+
+
+def _ready(
+    target: InputModel, example: tuple[Any, ...], batch: int, where: str
+) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
+    count = sample_count(example)
+    if not count:
+        raise DataError(f"{where or target.name}: expected inputs with samples on the first axis, got none")
+    parts = (select_samples(example, slice(at, at + batch)) for at in range(0, count, batch))
+    return tuple(f"{where}[{at}]" if where else str(at) for at in range(count)), parts
+
+
+def _read_inputs(target: InputModel, path: Path) -> tuple[Any, ...]:
+    """Return the inputs in a file as an example: by the names of the model's inputs, or its only input."""
+    arrays = _tensors_in(path)
+    known = {spec.name: spec for spec in target.interface.inputs} if target.interface else {}
+    names = list(known) or parameter_names(target.model)
+    if len(arrays) == 1 and (len(known) == 1 or next(iter(arrays)) not in names):
+        (only,) = arrays.values()
+        spec = next(iter(known.values()), None) if len(known) == 1 else None
+        return (_typed(only, spec, f"{path}"),)
+    for name in arrays:
+        if name not in names:
+            raise DataError(f"{path}: the model has no input {name!r}; {nearest(name, names)}")
+    missing = [name for name in known if name not in arrays]
+    if missing:
+        raise DataError(f"{path}: expected {', '.join(map(str, known.values()))}; {', '.join(missing)} is missing")
+    named = {name: _typed(tensor, known.get(name), f"{path}: {name}") for name, tensor in arrays.items()}
+    return as_example(target.model, (Keywords(named),))
+
+
+def _tensors_in(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise DataError(f"{path}: expected a file of inputs, and there is none")
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        found = np.load(path, allow_pickle=False)
+        arrays = {"": found} if isinstance(found, np.ndarray) else {name: found[name] for name in found.files}
+        return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+    except (SafetensorError, OSError, ValueError, TypeError, EOFError, KeyError) as error:
+        raise DataError(f"{path}: expected tensors, no objects, but: {error}") from error
+
+
+def _typed(tensor: Tensor, spec: TensorSpec | None, where: str) -> Tensor:
+    """Return an input in the dtype of the model, with a batch of one sample if it has no batch."""
+    if spec is None:
+        return tensor.float() if tensor.dtype == torch.float64 else tensor
+    kind = getattr(torch, spec.dtype, tensor.dtype)
+    if kind.is_floating_point != tensor.is_floating_point():
+        raise DataError(f"{where}: expected {spec}, got {str(tensor.dtype).removeprefix('torch.')}")
+    shape = tuple(tensor.shape)
+    shape = (1, *shape) if len(shape) == len(spec.shape) - 1 else shape
+    fits = len(shape) == len(spec.shape) and all(
+        type(wanted) is str or wanted == size for wanted, size in zip(spec.shape, shape, strict=True)
+    )
+    if not fits:
+        raise DataError(f"{where}: expected {spec}, got shape {tuple(tensor.shape)}")
+    return tensor.to(kind).reshape(shape)

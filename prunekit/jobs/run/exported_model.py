@@ -1,0 +1,42 @@
+"""Exported files among the models that commands work on: what is known of them, and what needs the model itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prunekit.errors import UsageError
+from prunekit.formats.exported_model import ExportedModel
+from prunekit.jobs.run.model_sources import InputModel
+from prunekit.measure.model_size import count_macs, count_parameters
+
+
+def figures_of(target: InputModel) -> dict[str, Any]:
+    """Return `params` and `macs` (one sample) of a model; of an exported file `file_bytes`, and None for these."""
+    if isinstance(target.model, ExportedModel):
+        return {"params": None, "macs": None, "file_bytes": target.model.file_bytes}
+    return {"params": count_parameters(target.model), "macs": count_macs(target.model, target.example_inputs())}
+
+
+def require_module(target: InputModel, purpose: str) -> None:
+    """Raise if a model is an exported file, which has no modules that could be looked into.
+
+    Raises:
+        UsageError: it is; says what to give instead.
+    """
+    if isinstance(target.model, ExportedModel):
+        raise UsageError(
+            f"{target.name}: a file of {target.model.form} has no modules to {purpose}: give the model folder that it "
+            "was exported from; bench, evaluate, predict and inspect take the file"
+        )
+
+
+def inspect_exported(model: ExportedModel) -> dict[str, Any]:
+    """Return what an exported file says of itself.
+
+    Returns:
+        `model`, `format`, `files` (bytes by name), `bytes`, and the interface: `inputs`, `outputs`, `task`, `classes`
+        and `preprocessing`.
+    """
+    sizes = {file.name: file.stat().st_size for file in model.files}
+    known = {"model": str(model.path), "format": model.form, "files": sizes, "bytes": sum(sizes.values())}
+    return known | model.interface.as_dict()

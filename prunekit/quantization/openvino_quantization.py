@@ -1,0 +1,272 @@
+"""Post-training quantization of a model in OpenVINO's format to int8, by NNCF."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from prunekit.errors import ArtifactError, RunError, UsageError, reason_of
+from prunekit.formats.node_modules import NodeModules
+from prunekit.quantization.accuracy_limit import (
+    AccuracyLimit,
+    Array,
+    Batch,
+    Log,
+    Quantizer,
+    Score,
+    calibration_batches,
+    sensitivity_batches,
+)
+from prunekit.quantization.quantized import LayerError, Quantized
+from prunekit.settings.deployment import QuantizeSettings
+from prunekit.utils.cpu_features import int8_note
+from prunekit.utils.display import share
+from prunekit.utils.files import StrPath
+
+WEIGHTED = ("Convolution", "GroupConvolution", "ConvolutionBackpropData", "GroupConvolutionBackpropData", "MatMul")
+"""Operators with weights that have int8 kernels."""
+PRECISE = ("MVN", "ScaledDotProductAttention", "Softmax", "LSTMSequence", "GRUSequence", "RNNSequence")
+"""Operators that a layer is named for as they compute in float."""
+TRANSFORMER = ("MVN", "ScaledDotProductAttention")
+"""Operators by which NNCF is told that a network is a transformer."""
+SMOOTHED = ", SmoothQuant"
+"""Suffix of the way in which outliers of activations are moved into weights (Xiao et al. 2023).
+
+It is not the first, as NNCF 3.4 takes wrong channels in some attention: outputs of a block whose tokens are
+on the first axis are off by half."""
+WAYS, TRANSFORMER_WAYS = ("performance", "mixed"), ("mixed", f"mixed{SMOOTHED}")
+"""Names of NNCF's presets: symmetric ranges, and asymmetric ones of activations; in the order of trial."""
+OF_TORCH = re.compile(r"__module\.(?P<path>[^/]+)/.*")
+"""Names of operators that OpenVINO gives where it has converted a torch module itself."""
+
+
+def missing() -> str:
+    """Return which packages are not installed, and how to install them; empty if all are."""
+    absent = [name for name in ("openvino", "nncf") if find_spec(name) is None]
+    return f"needs {', '.join(absent)}, not installed here: pip install 'prunekit[int8]'" if absent else ""
+
+
+def quantize_openvino(
+    file: StrPath,
+    path: StrPath,
+    batches: Iterable[Batch],
+    *,
+    settings: QuantizeSettings | None = None,
+    score: Score | None = None,
+    modules: NodeModules | None = None,
+    log: Log = lambda text: None,
+) -> Quantized:
+    """Write a model in OpenVINO's format (`.xml` and `.bin`) quantized to int8 by `nncf.quantize`.
+
+    NNCF chooses what is quantized, for each kind of operator; weights have a scale for each channel, and biases are
+    corrected. Inputs, outputs, dynamic axes and the file's own information (`rt_info`) stay.
+
+    Args:
+        file: in float: `.xml`, or an ONNX file.
+        path: of the new `.xml`, which is replaced if it exists, with the `.bin` beside it.
+        batches: calibration data; as many are taken as `settings.images` needs.
+        settings: limit and number of calibration images.
+        score: returns the main score of a file on validation data, in percent; where it falls by more than
+            `settings.max_drop`, layers are returned to float. None: there is no limit.
+        modules: of the ONNX file that an `.xml` was made from, to name layers by; None: by the names in the file.
+        log: gets a line for each step.
+
+    Returns:
+        What was written, and which layers compute in float.
+
+    Raises:
+        UsageError: NNCF is not installed, or the path is no `.xml`.
+        ArtifactError: OpenVINO cannot read the file.
+        DataError: calibration data do not fit the file's inputs.
+        RunError: no layer can be quantized, or int8 costs more than allowed; names the layers.
+    """
+    file, path, chosen = Path(file), Path(path), settings or QuantizeSettings()
+    if reason := missing():
+        raise UsageError(f"int8 for OpenVINO {reason}")
+    if path.suffix != ".xml":
+        raise UsageError(f"{path}: expected a path that ends with .xml, as OpenVINO's files do")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent) as place:
+        quantizer = OpenvinoQuantizer(file, Path(place), batches, chosen.images, modules)
+        if not quantizer.layers:
+            raise RunError(f"{file.name}: expected layers that can be quantized, and it has none; stay in float")
+        found = AccuracyLimit(quantizer, chosen, score, log).choose()
+        layers, floats = quantizer.described(found.file, found.restored)
+        for suffix in (".bin", ".xml"):  # the .xml last: with it the model is there
+            os.replace(found.file.with_suffix(suffix), path.with_suffix(suffix))
+    return Quantized(
+        path, layers, floats, found.error, found.sensitivity, found.float_score, found.score, tuple(quantizer.notes)
+    )
+
+
+class OpenvinoQuantizer(Quantizer):
+    """Quantizes a model in OpenVINO's format.
+
+    Args:
+        file: in float.
+        folder: for files, which are left there.
+        batches: calibration data.
+        images: number of samples to take of them.
+        modules: names of layers; None: those in the file.
+        correct_biases: whether biases are corrected, which changes no time.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        folder: Path,
+        batches: Iterable[Batch],
+        images: int,
+        modules: NodeModules | None = None,
+        *,
+        correct_biases: bool = True,
+    ) -> None:
+        import openvino
+
+        self.file, self._folder, self._number, self._correct = file, folder, 0, correct_biases
+        self._core = openvino.Core()
+        self._modules = NodeModules(file) if modules is None and file.suffix == ".onnx" else modules
+        self.notes = [int8_note()]
+        model = self._read(file)
+        self._nodes: dict[str, list[str]] = {}
+        weighted = set[str]()
+        for node in model.get_ordered_ops():
+            if node.get_type_name() in ("Parameter", "Constant", "Result"):
+                continue
+            layer = self._layer(node)
+            self._nodes.setdefault(layer, []).append(node.get_friendly_name())
+            if _has_weights(node):
+                weighted.add(layer)
+        self.layers = tuple(layer for layer in self._nodes if layer in weighted)
+        self._transformer = any(node.get_type_name() in TRANSFORMER for node in model.get_ops())
+        self.ways = TRANSFORMER_WAYS if self._transformer else WAYS
+        self.batches = calibration_batches(batches, _inputs(model), images, file.name)
+
+    def _read(self, file: Path) -> Any:
+        try:
+            return self._core.read_model(file)
+        except Exception as error:  # OpenVINO's own
+            raise ArtifactError(f"{file}: expected a model that OpenVINO reads, but {reason_of(error)}") from error
+
+    def _layer(self, node: Any) -> str:
+        name = str(node.get_friendly_name())
+        if self._modules is not None:
+            found, reader = self._modules.of(name), node
+            while found is None and len(readers := reader.output(0).get_target_inputs()) == 1:
+                reader = next(iter(readers)).get_node()  # of an operator that was taken apart, the last has its name
+                if not reader.get_output_size():
+                    break
+                found = self._modules.of(str(reader.get_friendly_name()))
+            return name if found is None else found
+        match = OF_TORCH.fullmatch(name)
+        return name if match is None else match["path"]
+
+    def quantize(self, way: str, layers: frozenset[str]) -> Path:
+        """Quantize some of the layers, and return the new file."""
+        with _quietly():
+            import nncf
+            import openvino
+
+            excluded = [name for layer in self.layers if layer not in layers for name in self._nodes[layer]]
+            if len(layers) < len(self.layers):  # operators without weights stay in float beside a single layer
+                others = [names for layer, names in self._nodes.items() if layer not in self.layers]
+                excluded += [name for names in others for name in names] if len(layers) == 1 else []
+            self._number += 1
+            path = self._folder / f"{self._number}.xml"
+            smoothing = nncf.AdvancedSmoothQuantParameters()
+            if not way.endswith(SMOOTHED):
+                smoothing.matmul = smoothing.convolution = -1.0  # off
+            try:
+                quantized = nncf.quantize(
+                    self._read(self.file),
+                    nncf.Dataset(self.batches),
+                    preset=nncf.QuantizationPreset(way.removesuffix(SMOOTHED)),
+                    subset_size=len(self.batches),
+                    model_type=nncf.ModelType.TRANSFORMER if self._transformer else None,
+                    ignored_scope=nncf.IgnoredScope(names=excluded, validate=False),
+                    advanced_parameters=nncf.AdvancedQuantizationParameters(
+                        disable_bias_correction=not self._correct, smooth_quant_alphas=smoothing
+                    ),
+                )
+            except Exception as error:  # operators that NNCF does not expect
+                raise RunError(
+                    f"{self.file.name}: NNCF cannot quantize it: {reason_of(error)}; stay in float"
+                ) from error
+            openvino.save_model(quantized, path, compress_to_fp16=False)
+        return path
+
+    def outputs(self, file: Path) -> list[Array]:
+        """Return what a file computes from the first calibration data."""
+        hints = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
+        compiled = self._core.compile_model(self._read(file), "CPU", hints)
+        return [
+            np.array(found) for batch in sensitivity_batches(self.batches) for found in compiled(dict(batch)).to_tuple()
+        ]
+
+    def described(self, file: Path, restored: Sequence[LayerError]) -> tuple[tuple[str, ...], dict[str, str]]:
+        """Return the layers of a file that compute in int8, and those in float with the reason."""
+        errors = {one.layer: one.error for one in restored}
+        done = dict[str, None]()
+        floats = {
+            layer: f"returned to float: alone in int8 it changes the output by {share(error)}"
+            for layer, error in errors.items()
+        }
+        for node in self._read(file).get_ordered_ops():
+            layer, kind = self._layer(node), node.get_type_name()
+            if kind in WEIGHTED and _in_bytes(node.input(1).get_source_output().get_node()):
+                done[layer] = None
+            elif layer not in floats and (_has_weights(node) or kind in PRECISE):
+                floats[layer] = f"{kind} is computed in float"
+        return tuple(done), floats
+
+
+def _has_weights(node: Any) -> bool:
+    return node.get_type_name() in WEIGHTED and _origin(node.input(1).get_source_output().get_node()) is not None
+
+
+def _origin(node: Any) -> Any:
+    """Return the constant that a tensor is computed from alone; None if it depends on an input."""
+    while node.get_type_name() in ("Convert", "Multiply", "Subtract", "Reshape", "Transpose", "FakeQuantize"):
+        node = node.input(0).get_source_output().get_node()
+    return node if node.get_type_name() == "Constant" else None
+
+
+def _in_bytes(node: Any) -> bool:
+    origin = _origin(node)
+    return origin is not None and origin.get_element_type().get_type_name() in ("i8", "u8")
+
+
+def _inputs(model: Any) -> dict[str, tuple[Any, tuple[int | None, ...]]]:
+    """Return the NumPy dtype and the shape of each input, None for an axis of any size."""
+    return {
+        entry.get_any_name(): (
+            entry.get_element_type().to_dtype(),
+            tuple(None if axis.is_dynamic else axis.get_length() for axis in entry.get_partial_shape()),
+        )
+        for entry in model.inputs
+    }
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Keep what NNCF prints, logs and warns of off the terminal."""
+    logger = logging.getLogger("nncf")
+    with redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        before = logger.level
+        logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            logger.setLevel(before)
