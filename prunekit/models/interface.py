@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from prunekit.channels.cut.model_copy import with_tensors
 from prunekit.errors import ArtifactError
 from prunekit.models.preprocessing import AttachedPreprocessing, Preprocessing
 from prunekit.utils.context import training_mode
@@ -144,8 +145,10 @@ def interface_of(
     Raises:
         Exception: whatever the model's own code raises.
     """
-    with training_mode(model, False), torch.no_grad():
-        output = call(model, example)
+    # a copy, with the same weights: the first call of a model may add to it, such as hooks that no pickle can hold
+    twin = with_tensors(model, {name: parameter.detach() for name, parameter in model.named_parameters()})
+    with training_mode(twin, False), torch.no_grad():
+        output = call(twin, example)
     batch = sample_count(example) if is_batched(example) else None
     inputs = [
         _spec(name, tensor, batch)

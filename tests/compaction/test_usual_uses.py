@@ -30,6 +30,7 @@ from prunekit.compaction.compact_model import compact
 from prunekit.compaction.folded_norms import FoldedNorm
 from prunekit.compaction.model_folder import load, save
 from prunekit.deploy.batchnorm_folding import fold_batchnorm
+from prunekit.jobs.prune.one_shot import prune
 from prunekit.utils.context import seeded
 
 
@@ -199,6 +200,26 @@ def test_copies_and_files(case: dict[str, Any]) -> None:
             tensor.data.fill_(0.5)
         other.load_state_dict(torch.load(file, weights_only=True))
         assert_same(model, other, x)
+
+
+class Hooked(nn.Module):
+    """Adds a hook at its first call, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 12), nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.a._forward_hooks:
+            self.a.register_forward_hook(lambda module, args, output: None)
+        return self.b(self.a(x).relu())
+
+
+def test_what_a_first_call_adds_is_not_in_a_model_that_was_pruned_and_saved(tmp_path: Path) -> None:
+    pruned = prune(Hooked(), sequences(2), macs=0.5)
+    save(pruned, tmp_path / "model")
+    for model in (pruned.model, load(tmp_path / "model", Hooked())):
+        assert_same(model, pickle.loads(pickle.dumps(model)), sequences(2))
 
 
 def does(use: Callable[[nn.Module], Callable[..., Any]], case: dict[str, Any], x: Tensor) -> None:
