@@ -76,8 +76,15 @@ def program_of(source: ExportSource, *, flat: bool, most: Mapping[str, int] | No
     example = fitted(source.example, interface)
     axes = [{axis: one for axis, one in enumerate(spec.shape) if isinstance(one, str)} for spec in interface.inputs]
     names = None if flat else [spec.name for spec in interface.outputs]
+    source = replace(source, interface=interface)
     exported = trace(source.model, example, axes, names=names, most=most)
-    symbols, notes = _symbols_of(exported, replace(source, interface=interface), example)
+    try:
+        symbols, notes = _symbols_of(exported, source, example)
+    except RunError:
+        if not _forgets_batch(source.model, example, interface):
+            raise
+        exported = trace(source.model, example, axes, names=names, most=most)
+        symbols, notes = _symbols_of(exported, source, example)
     values = [value for value in _values(exported, "output") if isinstance(value, Tensor)]
     if len(values) != len(interface.outputs):
         raise RunError(
@@ -89,6 +96,22 @@ def program_of(source: ExportSource, *, flat: bool, most: Mapping[str, int] | No
         for spec, value in zip(interface.outputs, values, strict=True)
     )
     return Program(exported, replace(interface, outputs=outputs), example, symbols, notes)
+
+
+def _forgets_batch(model: nn.Module, example: tuple[Any, ...], interface: ModelInterface) -> bool:
+    """Run a model on one sample, and return whether it runs.
+
+    Some models keep the shape of the last batch and compare the next one with it (anchors of detectors), which fixes
+    the batch of a trace to the last; torch.export takes a batch of any size to be of more than one sample.
+    """
+    batches = {id(one) for one, spec in zip(gather(example), interface.inputs, strict=True) if BATCH in spec.shape[:1]}
+    single = map_tensors(example, lambda one: one[:1] if id(one) in batches else one)
+    try:
+        with torch.no_grad():
+            call(model, single)
+    except Exception:  # of the model's code
+        return False
+    return bool(batches)
 
 
 def with_axes(interface: ModelInterface, options: ExportOptions) -> ModelInterface:
