@@ -150,7 +150,7 @@ def largest_sizes(source: ExportSource) -> dict[str, int]:
 
 
 def fitted(example: tuple[Any, ...], interface: ModelInterface) -> tuple[Any, ...]:
-    """Return an example with as many samples as an interface with a fixed batch says; samples are repeated if need be.
+    """Return an example with as many samples as a fixed batch has, or at least two; samples are repeated if need be.
 
     Raises:
         UsageError: the example has other tensors than the interface.
@@ -163,13 +163,22 @@ def fitted(example: tuple[Any, ...], interface: ModelInterface) -> tuple[Any, ..
 
     def fit(tensor: Tensor) -> Tensor:
         spec = next(specs)
-        if tensor.dim() and spec.shape and isinstance(spec.shape[0], int) and spec.shape[0] != tensor.shape[0]:
-            tensor = tensor[torch.arange(spec.shape[0]) % tensor.shape[0]]
+        samples = spec.shape[0] if tensor.dim() and spec.shape else None
+        if samples == BATCH and tensor.shape[0] == 1:
+            samples = 2  # of one sample, torch.export takes the batch to be one always
+        if isinstance(samples, int) and samples != tensor.shape[0]:
+            tensor = tensor[torch.arange(samples) % tensor.shape[0]]
         fits = tensor.dim() == len(spec.shape) and all(
             isinstance(size, str) or size == found for size, found in zip(spec.shape, tensor.shape, strict=True)
         )
         if not fits:
             raise UsageError(f"example: expected {spec}, got {tuple(tensor.shape)}")
+        for axis, (size, found) in enumerate(zip(spec.shape, tensor.shape, strict=True)):
+            if isinstance(size, str) and found < 2:
+                raise UsageError(
+                    f"example: {size} (axis {axis} of {spec.name}) is {found} in it; expected 2 or more, because a "
+                    "trace of a size of one is not of any size"
+                )
         return tensor.detach().clone()  # one tensor may be given for two arguments
 
     fitting: tuple[Any, ...] = map_tensors(example, fit)
