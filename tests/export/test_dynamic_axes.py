@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from exporting import source_of
 from torch import Tensor, nn
 
 from prunekit.errors import RunError
-from prunekit.export.format import FORMATS, ExportOptions
+from prunekit.export.format import ExportOptions
 from prunekit.export.program import program_of
 
 
@@ -113,22 +112,3 @@ def test_code_that_depends_on_values_is_named_with_its_line() -> None:
     message = r"Inside cannot be exported: .*data-dependent.* at inside \(test_dynamic_axes.py:\d+: .*# the line\)"
     with pytest.raises(RunError, match=message):
         program_of(source_of(Inside(on_values), (torch.randn(2, 6),)), flat=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "called"), [("onnx", "ONNX"), ("executorch", "ExecuTorch")])
-def test_an_operator_that_a_format_lacks_is_named_with_its_line(name: str, called: str, tmp_path: Path) -> None:
-    if problem := FORMATS.get(name).missing():
-        pytest.skip(problem)
-
-    class Bessel(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.special.bessel_j0(x)  # the line
-
-    model = nn.Sequential(nn.Linear(6, 6), Bessel())
-    message = (
-        rf"Sequential cannot be exported to {called}: .*bessel_j0.* at 1 \(test_dynamic_axes.py:\d+: .*# the line\)"
-    )
-    with pytest.raises(RunError, match=message):
-        FORMATS.get(name).write(source_of(model, (torch.randn(2, 6),)), tmp_path / "model")
-    assert list(tmp_path.iterdir()) == []
