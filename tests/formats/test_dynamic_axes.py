@@ -10,8 +10,8 @@ from exporting import source_of
 from torch import Tensor, nn
 
 from prunekit.errors import RunError
-from prunekit.export.format import ExportOptions
-from prunekit.export.program import program_of
+from prunekit.formats.format import ExportOptions
+from prunekit.formats.program import program_of
 
 
 class Inside(nn.Module):

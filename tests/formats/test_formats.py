@@ -12,7 +12,7 @@ from torch import nn
 
 import prunekit as pk
 from prunekit.errors import ArtifactError, RunError, UsageError
-from prunekit.export.format import FORMATS, ExportOptions
+from prunekit.formats.format import FORMATS, ExportOptions
 from prunekit.models.interface import TensorSpec, interface_of
 
 HERE = ["onnx", "openvino", "pt2", "executorch", "aoti"]
