@@ -178,6 +178,27 @@ def test_models_of_every_zoo_pass(zoo: str) -> None:
         assert {"free_parameter_share", "macs_left", "seconds", "reason"} <= row.keys()
 
 
+@pytest.mark.slow
+def test_uses_of_compact_models_beside_their_dense_ones() -> None:
+    pytest.importorskip("timm")
+    columns = ["deepcopy", "state_dict", "fx", "jit.trace"]
+    done = run("uses.py", "--zoo", "timm", "--models", "test_vit", "--uses", ",".join(columns), "--json")
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout)
+    assert [row.pop(key) for key in ("zoo", "model", "passed")] == ["timm", "test_vit", True]
+    assert row.pop("fx").startswith("dense too: TraceError")
+    assert row == dict.fromkeys(set(columns) - {"fx"}, "yes")
+
+
+@pytest.mark.slow
+def test_exports_of_a_zoo() -> None:
+    pytest.importorskip("timm")
+    done = run("export.py", "--zoo", "timm", "--models", "test_efficientnet", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"model": "test_efficientnet", "onnx": "yes", "passed": True}
+    assert done.stderr == "1 of 1 (100.0%) export to ONNX where the dense model does; 0 dense ones do not\n"
+
+
 def test_the_sentence_on_what_stays_names_the_first_lock_and_alike_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stuck(nn.Module):
         def __init__(self) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import copy
+import inspect
 import linecache
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,11 @@ import torch
 from equivalence import TOLERANCE, parity, randomized, settled_plan
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from nets_stated import CLASSES, WIDTH, Batched, Looping, Quotient, ReadOffAPart, Unscaled
+from nets_stated import CLASSES, WIDTH, Batched, Chunks, Looping, Quotient, ReadOffAPart, UnequalParts, Unscaled
 from torch import nn
 
-from prunekit.channels.rewrite.call_sites import CodePlace, attribute_read, definition, slice_of_axis
-from prunekit.channels.rewrite.source_rewriter import attribute_values, set_expressions
+from prunekit.channels.rewrite.call_sites import CodePlace, attribute_read, definition, place_of, slice_of_axis
+from prunekit.channels.rewrite.source_rewriter import attribute_values, original_of, set_expressions
 from prunekit.compaction.compact_model import compact
 from prunekit.compaction.model_folder import load, save
 from prunekit.errors import ArtifactError
@@ -135,6 +137,57 @@ def test_an_error_in_a_method_still_names_its_own_line() -> None:
         Quotient.forward.__code__.co_filename,
         Quotient.forward.__code__.co_firstlineno,
     )
+
+
+class Spread(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.reshape(-1, x.shape[1] // len(
+            x.shape
+        ) * 3, 1)  # fmt: skip
+        return y.flatten(1)
+
+
+def test_an_expression_over_several_lines_keeps_the_others_where_they_are() -> None:
+    found = definition(Spread.forward.__code__)
+    assert found is not None
+    expression = next(node for node in ast.walk(found[0]) if isinstance(node, ast.BinOp))
+    place = place_of(Spread.forward.__code__, expression)
+    module = Spread()
+    set_expressions(module, {str(place): 4})
+    lines, first = inspect.getsourcelines(type(module).forward)
+    before, there = inspect.getsourcelines(Spread.forward)
+    assert (first, len(lines), lines[-1]) == (there, len(before), before[-1])
+    assert lines[1].endswith("x.reshape(-1, self._size_forward_1_26\\\n")
+    assert module(torch.ones(2, 8)).shape == (4, 4)
+
+
+@pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls not in (UnequalParts, Chunks)])
+def test_the_source_that_python_shows_is_that_of_the_method_as_it_runs(cls: Any) -> None:
+    net = around(cls())
+    plans = (settled_plan(net, EXAMPLE, seed, 0.4) for seed in range(20))
+    small: Any = compact(
+        net, next(plan for plan in plans if any(CodePlace.named(s.name) for s in plan.channel_map.sizes))
+    )
+    recompiled = [module for module in small.modules() if original_of(type(module)) is not type(module)]
+    assert recompiled
+    for module in recompiled:
+        changed = {name: method for name, method in vars(type(module)).items() if inspect.isfunction(method)}
+        assert changed
+        for name, method in changed.items():
+            lines, first = inspect.getsourcelines(method)
+            old = inspect.unwrap(getattr(original_of(type(module)), name))
+            before = inspect.getsource(old)
+            assert (first, len(lines)) == (old.__code__.co_firstlineno, len(before.splitlines()))
+            sizes = [
+                size
+                for size in vars(module)
+                if size.startswith((f"_size_{name}_", f"_order_{name}_", f"_part_{name}_"))
+            ]
+            assert sizes
+            assert all(size in "".join(lines) and size not in before for size in sizes)
+            shown = ast.parse(textwrap.dedent("".join(lines))).body[0]
+            assert isinstance(shown, ast.FunctionDef)
+            assert shown.name == name
 
 
 def test_a_size_that_is_none_or_an_expression_that_is_not_there_is_refused(tmp_path: Path) -> None:

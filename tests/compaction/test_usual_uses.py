@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import shutil
+import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -206,6 +207,7 @@ def does(use: Callable[[nn.Module], Callable[..., Any]], case: dict[str, Any], x
         assert_same(case[which], use(case[which]), x, 1e-5)
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="TorchScript does not support this version of Python")
 def test_torchscript(case: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchScript is deprecated, and traces warn of what they fix

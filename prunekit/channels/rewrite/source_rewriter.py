@@ -266,14 +266,14 @@ def _set_text(function: FunctionType, file: str) -> None:
 
 def _written(base: type, exchange: _ExpressionReplacer, node: ast.FunctionDef, file: str) -> str:
     """Return the name of a file that exists in `linecache` alone: the method as it runs, in its own lines."""
-    lines = exchange.source.splitlines(keepends=True)[: node.end_lineno]
+    lines, indent = exchange.source.splitlines(keepends=True)[: node.end_lineno], " " * node.col_offset
     for (first, start, last, end), new in sorted(exchange.edits, reverse=True):
         before, after = lines[first - 1].encode()[:start].decode(), lines[last - 1].encode()[end:].decode()
-        lines[first - 1 : last] = [before + new + "\\\n" * (last - first) + after]
+        lines[first - 1 : last] = [before + new + f"\\\n{indent}" * (last - first) + after]
         lines = "".join(lines).splitlines(keepends=True)
     own = lines[node.lineno - 1 :]
     if not _reads_as(own, node):
-        own = textwrap.indent(ast.unparse(node), " " * node.col_offset).splitlines(keepends=True)
+        own = textwrap.indent(ast.unparse(node), indent).splitlines(keepends=True)
     lines = ["\n"] * (node.lineno - 1) + own
     text = "".join(lines)
     name = hashlib.sha256(f"{base.__qualname__} {text}".encode()).hexdigest()[:12]
