@@ -25,7 +25,8 @@ from prunekit.errors import ModelError, PrunekitError, RunError, UsageError
 from prunekit.utils.display import table
 
 COMMANDS = (
-    "finetune", "prune", "calibrate", "sensitivity", "evaluate", "predict", "profile", "bench", "explain", "diagnose", "inspect",
+    "finetune", "prune", "calibrate", "sensitivity", "evaluate", "predict", "profile", "bench", "explain", "diagnose",
+    "inspect",
 )  # fmt: skip
 VIEWS = tuple(f"visualize {kind}" for kind in ("features", "cam", "saliency", "gradients", "filters", "histograms"))
 LISTED = ["init", *COMMANDS[:-1], "visualize", "report", "inspect", "list", "recipe"]
@@ -56,7 +57,9 @@ def test_help_of_every_command_shows_its_shared_options(command: str) -> None:
         assert option in result.stdout
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["finetune", "--help"], ["--version"], ["list", "criteria"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["finetune", "--help"], ["predict", "--help"], ["--version"], ["list", "criteria"]]
+)
 def test_help_imports_neither_torch_nor_anything_as_large(arguments: list[str]) -> None:
     code = (
         "import sys, time; start = time.perf_counter()\n"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -152,12 +150,6 @@ def test_what_does_not_go_together_says_what_does(digits: Path, tmp_path: Path) 
         assert result.exit_code == 2, result.output
         assert told in result.stderr
         assert result.stdout == ""
-
-
-def test_help_needs_no_torch() -> None:
-    code = "import sys; from prunekit.cli import cli; cli(['predict', '--help'], standalone_mode=False)"
-    code += "; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
 def test_a_file_in_the_folder_of_a_run_is_of_that_run(tmp_path: Path) -> None:

@@ -245,9 +245,7 @@ def _from_folder(folder: Path, factory: str | None, shape: tuple[int, ...] | Non
     if not (folder / MANIFEST).is_file():
         inside = folder / "model"
         meant = f"; did you mean {inside}?" if (inside / MANIFEST).is_file() else ""
-        raise ModelError(
-            f"{folder}: expected a recipe (.yaml) or a model folder, which holds a {MANIFEST}{meant}"
-        )
+        raise ModelError(f"{folder}: expected a recipe (.yaml) or a model folder, which holds a {MANIFEST}{meant}")
     manifest = read_manifest(folder)
     dense = None
     if not manifest.get("build"):
