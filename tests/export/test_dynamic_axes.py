@@ -63,6 +63,27 @@ def test_a_condition_on_the_batch_is_named_with_its_line() -> None:
         program_of(source_of(Inside(branching), (torch.randn(2, 6),)), flat=False)
 
 
+def test_the_shape_of_the_last_batch_that_a_model_keeps_does_not_fix_the_next() -> None:
+    class Anchored(nn.Module):
+        """Has anchors for the last shape, as detectors have."""
+
+        shape: torch.Size | None = None
+        anchors: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.shape != x.shape:
+                self.shape, self.anchors = x.shape, torch.arange(x.shape[1])
+            return x + self.anchors
+
+    source = source_of(Anchored(), (torch.randn(2, 6),))
+    assert source.model.shape == (2, 6)
+    exported = program_of(source, flat=True).exported
+    for samples in (1, 2, 5):
+        x = torch.randn(samples, 6)
+        (found,) = exported.module()(x)
+        torch.testing.assert_close(found, x + torch.arange(6))
+
+
 def test_a_condition_on_another_axis_is_a_note() -> None:
     class Long(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

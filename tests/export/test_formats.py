@@ -152,4 +152,15 @@ def test_examples_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         FORMATS.get("pt2").write(replace(source, example=(torch.randn(2, 3, 9, 9),)), tmp_path / "model.pt2")
     with pytest.raises(UsageError, match="got 2 tensors"):
         FORMATS.get("pt2").write(replace(source, example=source.example * 2), tmp_path / "model.pt2")
+    dynamic = replace(source, options=ExportOptions(dynamic={"image": {2: "height"}}))
+    with pytest.raises(UsageError, match=r"height \(axis 2 of image\) is 1 in it; expected 2 or more"):
+        FORMATS.get("pt2").write(replace(dynamic, example=(torch.randn(2, 3, 1, 20),)), tmp_path / "model.pt2")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_one_sample_is_enough_for_a_batch_of_any_size(tmp_path: Path) -> None:
+    model, example = Convolutions().eval(), (torch.randn(2, 3, 20, 20),)
+    source = replace(source_of(model, example), example=(example[0][:1],))
+    run = FORMATS.get("pt2").open(write("pt2", source, tmp_path))
+    for samples in (1, 4):
+        require_same(model, run, of_size(example, samples))
