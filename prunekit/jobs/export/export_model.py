@@ -244,7 +244,7 @@ def export_float(
     reference = with_half_weights(model) if request.options.half else model
     samples, real = real_samples(target)
     examples = list(checked_batches(samples, request.batch))
-    interface = described_interface(model, examples[0], target, folder, request.dynamic, request.batch)
+    interface = described_interface(model, examples[0], target, request.dynamic, request.batch)
     source = ExportSource(copied(model), examples[0], interface, request.options, folder, _facts(target, folder, facts))
     log(f"export: writing {path} ({kind.name})")
     path.parent.mkdir(parents=True, exist_ok=True)
