@@ -396,3 +396,18 @@ def test_a_factory_of_the_command_line_is_imported(tmp_path: Path) -> None:
     done = CliRunner().invoke(export_command, [*command, "--model", f"{tmp_path / 'factory_file.py'}:net"])
     assert done.exit_code == 0, done.output
     assert "from factory_file import net" in (tmp_path / "out" / "model.py").read_text()
+
+
+@pytest.mark.slow
+def test_hooks_that_a_library_sets_when_a_model_runs_are_left_to_it(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    model = build_model(ModelSettings("vit", "hf", arguments={**sizes, "image_size": 32}), num_classes=3).eval()
+    x = torch.rand(2, 3, 32, 32)
+    model(x, output_hidden_states=True)
+    source = source_of(model, x)
+    rebuilt, _ = check(source, tmp_path / "out")
+    with torch.no_grad():
+        ours, theirs = (net(x, output_hidden_states=True).hidden_states for net in (rebuilt, model))
+    assert len(ours) == len(theirs) == 3
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
