@@ -146,7 +146,9 @@ def shown(block: str, folder: Path) -> JobSettings:
 
 
 def test_settings_in_yaml_are_those_of_recipes(tmp_path: Path) -> None:
-    latency, training = (block for block in blocks("yaml") if "kind: Job" not in block)
+    exports, latency, training = (block for block in blocks("yaml") if "kind: Job" not in block)
+    assert shown(exports, tmp_path).export == ("onnx", "openvino")
+    assert shown(exports, tmp_path).quantize == "int8"
     prune = shown(latency, tmp_path).prune
     assert prune.budget.measured
     assert prune.target == Target("onnxruntime")

@@ -47,7 +47,10 @@ class ExecutorchFormat(ExportFormat):
             try:
                 return [one.clone() for one in method.execute([tensor.contiguous() for tensor in given.values()])]
             except Exception as error:  # of the runtime
-                raise RunError(f"{path}: ExecuTorch cannot run it: {reason_of(error)}") from error
+                raise RunError(
+                    f"{path}: ExecuTorch cannot run it: {reason_of(error)}; inputs may be no larger "
+                    "than memory was planned for, as its export noted"
+                ) from error
 
         return run
 

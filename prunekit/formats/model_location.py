@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 LIBRARY = str(Path(torch.__file__).parent)
-OWN = str(Path(__file__).parent)
+OWN = (str(Path(__file__).parent), str(Path(__file__).parent.parent / "utils"))
 LAYERS = str(Path(LIBRARY, "nn", "modules"))
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)')
 LONGEST = 200
@@ -120,6 +120,8 @@ def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
 
 def is_of_torch(file: str) -> bool:
     """Return whether a file is of torch's machinery or of the export, and not of a model or one of torch's layers."""
+    if file == "<string>":  # code that torch made
+        return True
     if file.startswith(LAYERS):
         return file == f"{LAYERS}{os.sep}module.py"
-    return file.startswith((LIBRARY, OWN))
+    return file.startswith((LIBRARY, *OWN))

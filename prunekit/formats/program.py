@@ -76,8 +76,15 @@ def program_of(source: ExportSource, *, flat: bool, most: Mapping[str, int] | No
     example = fitted(source.example, interface)
     axes = [{axis: one for axis, one in enumerate(spec.shape) if isinstance(one, str)} for spec in interface.inputs]
     names = None if flat else [spec.name for spec in interface.outputs]
+    source = replace(source, interface=interface)
     exported = trace(source.model, example, axes, names=names, most=most)
-    symbols, notes = _symbols_of(exported, replace(source, interface=interface), example)
+    try:
+        symbols, notes = _symbols_of(exported, source, example)
+    except RunError:
+        if not _forgets_batch(source.model, example, interface):
+            raise
+        exported = trace(source.model, example, axes, names=names, most=most)
+        symbols, notes = _symbols_of(exported, source, example)
     values = [value for value in _values(exported, "output") if isinstance(value, Tensor)]
     if len(values) != len(interface.outputs):
         raise RunError(
@@ -89,6 +96,22 @@ def program_of(source: ExportSource, *, flat: bool, most: Mapping[str, int] | No
         for spec, value in zip(interface.outputs, values, strict=True)
     )
     return Program(exported, replace(interface, outputs=outputs), example, symbols, notes)
+
+
+def _forgets_batch(model: nn.Module, example: tuple[Any, ...], interface: ModelInterface) -> bool:
+    """Run a model on one sample, and return whether it runs.
+
+    Some models keep the shape of the last batch and compare the next one with it (anchors of detectors), which fixes
+    the batch of a trace to the last; torch.export takes a batch of any size to be of more than one sample.
+    """
+    batches = {id(one) for one, spec in zip(gather(example), interface.inputs, strict=True) if BATCH in spec.shape[:1]}
+    single = map_tensors(example, lambda one: one[:1] if id(one) in batches else one)
+    try:
+        with torch.no_grad():
+            call(model, single)
+    except Exception:  # of the model's code
+        return False
+    return bool(batches)
 
 
 def with_axes(interface: ModelInterface, options: ExportOptions) -> ModelInterface:
@@ -127,7 +150,7 @@ def largest_sizes(source: ExportSource) -> dict[str, int]:
 
 
 def fitted(example: tuple[Any, ...], interface: ModelInterface) -> tuple[Any, ...]:
-    """Return an example with as many samples as an interface with a fixed batch says; samples are repeated if need be.
+    """Return an example with as many samples as a fixed batch has, or at least two; samples are repeated if need be.
 
     Raises:
         UsageError: the example has other tensors than the interface.
@@ -140,13 +163,22 @@ def fitted(example: tuple[Any, ...], interface: ModelInterface) -> tuple[Any, ..
 
     def fit(tensor: Tensor) -> Tensor:
         spec = next(specs)
-        if tensor.dim() and spec.shape and isinstance(spec.shape[0], int) and spec.shape[0] != tensor.shape[0]:
-            tensor = tensor[torch.arange(spec.shape[0]) % tensor.shape[0]]
+        samples = spec.shape[0] if tensor.dim() and spec.shape else None
+        if samples == BATCH and tensor.shape[0] == 1:
+            samples = 2  # of one sample, torch.export takes the batch to be one always
+        if isinstance(samples, int) and samples != tensor.shape[0]:
+            tensor = tensor[torch.arange(samples) % tensor.shape[0]]
         fits = tensor.dim() == len(spec.shape) and all(
             isinstance(size, str) or size == found for size, found in zip(spec.shape, tensor.shape, strict=True)
         )
         if not fits:
             raise UsageError(f"example: expected {spec}, got {tuple(tensor.shape)}")
+        for axis, (size, found) in enumerate(zip(spec.shape, tensor.shape, strict=True)):
+            if isinstance(size, str) and found < 2:
+                raise UsageError(
+                    f"example: {size} (axis {axis} of {spec.name}) is {found} in it; expected 2 or more, because a "
+                    "trace of a size of one is not of any size"
+                )
         return tensor.detach().clone()  # one tensor may be given for two arguments
 
     fitting: tuple[Any, ...] = map_tensors(example, fit)

@@ -336,7 +336,13 @@ def require_same(source: ExportSource, loaded: nn.Module, file: str) -> None:
             f"rebuilds; give the code that builds the dense model as --model file.py:factory"
         )
     expected = gather(without_gradients(lambda: call(source.model, source.example)))
-    found = gather(without_gradients(lambda: call(loaded, source.example)))
+    try:
+        found = gather(without_gradients(lambda: call(loaded, source.example)))
+    except Exception as error:  # of the model's own code
+        raise RunError(
+            f"{type(source.model).__name__}: the model that {file} rebuilds does not run: {reason_of(error)}; give the "
+            "code that builds the dense model as --model file.py:factory"
+        ) from error
     if len(expected) != len(found) or not all(map(_same, expected, found)):
         outputs = _outputs(source.model, source.example)
         where = first_difference(loaded, source.example, outputs, 0.0) or "its output"

@@ -25,8 +25,8 @@ from prunekit.errors import ModelError, PrunekitError, RunError, UsageError
 from prunekit.utils.display import table
 
 COMMANDS = (
-    "finetune", "prune", "calibrate", "sensitivity", "evaluate", "predict", "profile", "bench", "explain", "diagnose",
-    "inspect", "export",
+    "finetune", "prune", "calibrate", "sensitivity", "evaluate", "predict", "profile", "bench", "explain", "export",
+    "diagnose", "inspect",
 )  # fmt: skip
 VIEWS = tuple(f"visualize {kind}" for kind in ("features", "cam", "saliency", "gradients", "filters", "histograms"))
 LISTED = ["init", *COMMANDS[:-1], "visualize", "report", "inspect", "list", "recipe"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from exporting import source_of
 from torch import Tensor, nn
 
 from prunekit.errors import RunError
-from prunekit.formats.format import FORMATS, ExportOptions
+from prunekit.formats.format import ExportOptions
 from prunekit.formats.program import program_of
 
 
@@ -63,6 +62,27 @@ def test_a_condition_on_the_batch_is_named_with_its_line() -> None:
         program_of(source_of(Inside(branching), (torch.randn(2, 6),)), flat=False)
 
 
+def test_the_shape_of_the_last_batch_that_a_model_keeps_does_not_fix_the_next() -> None:
+    class Anchored(nn.Module):
+        """Has anchors for the last shape, as detectors have."""
+
+        shape: torch.Size | None = None
+        anchors: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.shape != x.shape:
+                self.shape, self.anchors = x.shape, torch.arange(x.shape[1])
+            return x + self.anchors
+
+    source = source_of(Anchored(), (torch.randn(2, 6),))
+    assert source.model.shape == (2, 6)
+    exported = program_of(source, flat=True).exported
+    for samples in (1, 2, 5):
+        x = torch.randn(samples, 6)
+        (found,) = exported.module()(x)
+        torch.testing.assert_close(found, x + torch.arange(6))
+
+
 def test_a_condition_on_another_axis_is_a_note() -> None:
     class Long(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -92,22 +112,3 @@ def test_code_that_depends_on_values_is_named_with_its_line() -> None:
     message = r"Inside cannot be exported: .*data-dependent.* at inside \(test_dynamic_axes.py:\d+: .*# the line\)"
     with pytest.raises(RunError, match=message):
         program_of(source_of(Inside(on_values), (torch.randn(2, 6),)), flat=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "called"), [("onnx", "ONNX"), ("executorch", "ExecuTorch")])
-def test_an_operator_that_a_format_lacks_is_named_with_its_line(name: str, called: str, tmp_path: Path) -> None:
-    if problem := FORMATS.get(name).missing():
-        pytest.skip(problem)
-
-    class Bessel(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.special.bessel_j0(x)  # the line
-
-    model = nn.Sequential(nn.Linear(6, 6), Bessel())
-    message = (
-        rf"Sequential cannot be exported to {called}: .*bessel_j0.* at 1 \(test_dynamic_axes.py:\d+: .*# the line\)"
-    )
-    with pytest.raises(RunError, match=message):
-        FORMATS.get(name).write(source_of(model, (torch.randn(2, 6),)), tmp_path / "model")
-    assert list(tmp_path.iterdir()) == []

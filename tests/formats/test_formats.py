@@ -11,7 +11,7 @@ from exporting import Convolutions, Named, of_size, require_same, source_of, wri
 from torch import nn
 
 import prunekit as pk
-from prunekit.errors import ArtifactError, UsageError
+from prunekit.errors import ArtifactError, RunError, UsageError
 from prunekit.formats.format import FORMATS, ExportOptions
 from prunekit.models.interface import TensorSpec, interface_of
 
@@ -55,9 +55,14 @@ def test_axes_besides_the_batch_may_be_of_any_size(name: str, tmp_path: Path) ->
         require_same(model, run, (torch.randn(shape),))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["onnx", "pt2"])
-def test_a_transformer_with_named_inputs_takes_sequences_of_any_length(name: str, tmp_path: Path) -> None:
+def tokens(samples: int, length: int) -> tuple[pk.Keywords]:
+    mask = torch.ones(samples, length, dtype=torch.long)
+    mask[0, length // 2 :] = 0
+    return (pk.Keywords(input_ids=torch.randint(0, 40, (samples, length)), attention_mask=mask),)
+
+
+@pytest.fixture(scope="module")
+def language_model() -> nn.Module:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.BertConfig(
@@ -65,23 +70,24 @@ def test_a_transformer_with_named_inputs_takes_sequences_of_any_length(name: str
         max_position_embeddings=24,
     )  # fmt: skip
     model = transformers.BertForSequenceClassification(config).eval()
+    return pk.prune(model, tokens(2, 9), macs=0.7).model.eval()
 
-    def example(samples: int, length: int) -> tuple[pk.Keywords]:
-        mask = torch.ones(samples, length, dtype=torch.long)
-        mask[0, length // 2 :] = 0
-        return (pk.Keywords(input_ids=torch.randint(0, 40, (samples, length)), attention_mask=mask),)
 
-    pruned = pk.prune(model, example(2, 9), macs=0.7).model.eval()
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["onnx", "pt2"])
+def test_a_transformer_with_named_inputs_takes_sequences_of_any_length(
+    name: str, language_model: nn.Module, tmp_path: Path
+) -> None:
     axes = {1: "sequence"}
     options = ExportOptions(dynamic={"input_ids": axes, "attention_mask": axes})
-    file = write(usable(name), source_of(pruned, example(2, 9), options=options), tmp_path)
+    file = write(usable(name), source_of(language_model, tokens(2, 9), options=options), tmp_path)
     assert [str(spec) for spec in FORMATS.get(name).interface(file).inputs] == [
         "input_ids: int64 (batch, sequence)",
         "attention_mask: int64 (batch, sequence)",
     ]
     run = FORMATS.get(name).open(file)
     for shape in ((2, 9), (5, 9), (3, 17)):
-        require_same(pruned, run, example(*shape))
+        require_same(language_model, run, tokens(*shape))
 
 
 @pytest.mark.slow
@@ -152,4 +158,32 @@ def test_examples_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         FORMATS.get("pt2").write(replace(source, example=(torch.randn(2, 3, 9, 9),)), tmp_path / "model.pt2")
     with pytest.raises(UsageError, match="got 2 tensors"):
         FORMATS.get("pt2").write(replace(source, example=source.example * 2), tmp_path / "model.pt2")
+    dynamic = replace(source, options=ExportOptions(dynamic={"image": {2: "height"}}))
+    with pytest.raises(UsageError, match=r"height \(axis 2 of image\) is 1 in it; expected 2 or more"):
+        FORMATS.get("pt2").write(replace(dynamic, example=(torch.randn(2, 3, 1, 20),)), tmp_path / "model.pt2")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_sample_is_enough_for_a_batch_of_any_size(tmp_path: Path) -> None:
+    model, example = Convolutions().eval(), (torch.randn(2, 3, 20, 20),)
+    source = replace(source_of(model, example), example=(example[0][:1],))
+    run = FORMATS.get("pt2").open(write("pt2", source, tmp_path))
+    for samples in (1, 4):
+        require_same(model, run, of_size(example, samples))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "called"), [("onnx", "ONNX"), ("executorch", "ExecuTorch")])
+def test_an_operator_that_a_format_lacks_is_named_with_its_line(name: str, called: str, tmp_path: Path) -> None:
+    if problem := FORMATS.get(name).missing():
+        pytest.skip(problem)
+
+    class Bessel(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.special.bessel_j0(x)  # the line
+
+    model = nn.Sequential(nn.Linear(6, 6), Bessel())
+    message = rf"Sequential cannot be exported to {called}: .*bessel_j0.* at 1 \(test_formats.py:\d+: .*# the line\)"
+    with pytest.raises(RunError, match=message):
+        FORMATS.get(name).write(source_of(model, (torch.randn(2, 6),)), tmp_path / "model")
     assert list(tmp_path.iterdir()) == []

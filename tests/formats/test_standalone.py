@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from PIL import Image
 from torch import nn
 
 import prunekit as pk
 from prunekit.channels.cut.model_copy import copied
+from prunekit.cli.commands.export import export_command
 from prunekit.deploy.batchnorm_folding import fold_batchnorm
 from prunekit.errors import ArtifactError, ModelError, RunError, UsageError
 from prunekit.formats.folders.included_parts import image_input
@@ -353,3 +355,59 @@ def test_the_module_that_differs_is_named(tmp_path: Path) -> None:
     assert Standalone().parts(tmp_path / "out", source.example, outputs) == ""
     outputs["layer2.0.conv2"] = outputs["layer2.0.conv2"] * 1.01
     assert Standalone().parts(tmp_path / "out", source.example, outputs) == "layer2.0.conv2"
+
+
+def small_net() -> nn.Module:
+    """A model that a function of a module builds without arguments."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3))
+
+
+def exported(model: Any, path: Path, **given: Any) -> tuple[str, tuple[str, ...]]:
+    found = pk.export(model, torch.rand(8, 3, 2, 2), to="standalone", path=path, timed=(), log=lambda _: None, **given)
+    assert found.max_relative_difference == 0
+    return (path / "model.py").read_text(encoding="utf-8"), found.notes
+
+
+def test_the_dense_model_and_its_builder_are_named(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    result = pk.prune(small_net(), torch.rand(4, 3, 2, 2), macs=0.5)
+    text, (note,) = exported(result, tmp_path / "function", dense=small_net)
+    assert f"from {small_net.__module__} import small_net" in text
+    assert "must be importable" in note
+    text, (note,) = exported(result, tmp_path / "module", dense=small_net())
+    assert "def load(dense: nn.Module | Callable[[], nn.Module]" in text
+    assert "load(dense)" in note
+    changed = text[text.index("def change") : text.index("def load")]
+    assert [line.split(" = ")[0].strip() for line in changed.splitlines() if " = " in line] == [
+        "model[1].out_features", "model[2].num_features", "model[4].in_features",
+    ]  # fmt: skip
+    assert "def load(dense" in exported(result, tmp_path / "closure", dense=lambda: small_net())[0]
+    with pytest.raises(RunError, match="not made from the dense model that was given"):
+        exported(result, tmp_path / "other", dense=nn.Sequential(nn.Flatten(), nn.Linear(12, 3)))
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_factory_of_the_command_line_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "factory_file.py").write_text(
+        "from torch import nn, rand\n\n\ndef net():\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.Linear(8, 3)), rand(2, 3, 2, 2)\n"
+    )
+    command = ["--to", "standalone", "--output", str(tmp_path / "out"), "--no-timing"]
+    done = CliRunner().invoke(export_command, [*command, "--model", f"{tmp_path / 'factory_file.py'}:net"])
+    assert done.exit_code == 0, done.output
+    assert "from factory_file import net" in (tmp_path / "out" / "model.py").read_text()
+
+
+@pytest.mark.slow
+def test_hooks_that_a_library_sets_when_a_model_runs_are_left_to_it(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    model = build_model(ModelSettings("vit", "hf", arguments={**sizes, "image_size": 32}), num_classes=3).eval()
+    x = torch.rand(2, 3, 32, 32)
+    model(x, output_hidden_states=True)
+    source = source_of(model, x)
+    rebuilt, _ = check(source, tmp_path / "out")
+    with torch.no_grad():
+        ours, theirs = (net(x, output_hidden_states=True).hidden_states for net in (rebuilt, model))
+    assert len(ours) == len(theirs) == 3
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

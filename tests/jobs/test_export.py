@@ -132,6 +132,12 @@ def test_a_fixed_batch_is_the_only_one(twin: Any, tmp_path: Path) -> None:
     assert [row["batch"] for row in found.latency_rows()] == [3]
 
 
+def test_half_weights_are_compared_with_the_model_that_has_them(twin: Any, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="computes something else"):
+        pk.export(Two(), IMAGES, to="twin", path=tmp_path / "a.twin", half=True, timed=(), log=quiet)
+    assert not list(tmp_path.iterdir())
+
+
 class Images(nn.Module):
     """Takes a list, as torchvision's detectors do."""
 

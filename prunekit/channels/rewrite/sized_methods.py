@@ -12,9 +12,9 @@ from types import FunctionType
 from typing import Any
 
 from prunekit.channels.rewrite.call_sites import CodePlace, definition, method_of
-from prunekit.channels.rewrite.source_rewriter import _ORDERED, _ExpressionReplacer, original_of, places_of
+from prunekit.channels.rewrite.source_rewriter import ORDERED, ExpressionReplacer, original_of, places_of
 
-ORDERED = _ORDERED
+ORDERED = ORDERED
 """The name of `prunekit.channels.rewrite.taken_positions.ordered` in the source of methods."""
 
 
@@ -86,7 +86,7 @@ def sized_methods(cls: type) -> list[SizedMethod]:
 _Span = tuple[int, int, int, int]
 
 
-class _TextReplacer(_ExpressionReplacer):
+class _TextReplacer(ExpressionReplacer):
     """Replaces expressions as when the method was compiled again, and keeps the text and the span of each."""
 
     def __init__(

@@ -147,7 +147,7 @@ _KINDS: dict[type, type] = {}
 
 DECORATORS = 8
 """How many decorators a method may have."""
-_ORDERED = "_prunekit_ordered"
+ORDERED = "_prunekit_ordered"
 """The name of `ordered` in a recompiled method."""
 
 
@@ -231,20 +231,20 @@ def _compiled(cls: type, name: str, places: list[CodePlace], *, kept: bool = Tru
         raise KeyError(name)
     base, old = method
     code = old.__code__
-    exchange = _ExpressionReplacer(found[0], found[1], places)
+    exchange = ExpressionReplacer(found[0], found[1], places)
     node = exchange.visit(copy.deepcopy(found[0]))
     if exchange.left:
         raise KeyError(str(exchange.left[0]))
     node.decorator_list = []
     # the class is there for names that Python mangles; a global of its name, as in super(Net, self), stays a global
     known = "pass" if base.__name__ in code.co_freevars else f"global {base.__name__}"
-    around = ast.parse(f"def _({', '.join([*code.co_freevars, _ORDERED])}):\n {known}\n class {base.__name__}: pass")
+    around = ast.parse(f"def _({', '.join([*code.co_freevars, ORDERED])}):\n {known}\n class {base.__name__}: pass")
     around.body[0].body[1].body = [node]  # type: ignore[attr-defined]
     flags = code.co_flags & __future__.annotations.compiler_flag
     whole = compile(ast.fix_missing_locations(around), code.co_filename, "exec", flags, dont_inherit=True)
     made = _code_named(whole, name)
     cells = dict(zip(code.co_freevars, old.__closure__ or (), strict=True))
-    cells[_ORDERED] = CellType(ordered)
+    cells[ORDERED] = CellType(ordered)
     closure = tuple(cells[variable] for variable in made.co_freevars)
     new = FunctionType(made, old.__globals__, name, old.__defaults__, closure)
     new.__kwdefaults__, new.__qualname__ = old.__kwdefaults__, old.__qualname__
@@ -264,7 +264,7 @@ def _set_text(function: FunctionType, file: str) -> None:
     function.__wrapped__ = twin  # type: ignore[attr-defined]
 
 
-def _written(base: type, exchange: _ExpressionReplacer, node: ast.FunctionDef, file: str) -> str:
+def _written(base: type, exchange: ExpressionReplacer, node: ast.FunctionDef, file: str) -> str:
     """Return the name of a file that exists in `linecache` alone: the method as it runs, in its own lines."""
     lines, indent = exchange.source.splitlines(keepends=True)[: node.end_lineno], " " * node.col_offset
     for (first, start, last, end), new in sorted(exchange.edits, reverse=True):
@@ -334,7 +334,7 @@ def _code_named(code: CodeType, name: str) -> CodeType:
     raise KeyError(name)
 
 
-class _ExpressionReplacer(ast.NodeTransformer):
+class ExpressionReplacer(ast.NodeTransformer):
     """Puts an attribute of the first argument in place of some expressions."""
 
     def __init__(self, node: ast.FunctionDef, source: str, places: list[CodePlace]) -> None:
@@ -394,7 +394,7 @@ def _source_of(node: ast.expr) -> ast.expr:
 
 def _in_order(node: ast.expr, axis: int, order: ast.expr) -> ast.expr:
     """Return a tensor with the positions of one axis in a given order."""
-    return ast.Call(ast.Name(_ORDERED, ast.Load()), [node, ast.Constant(axis), order], [])
+    return ast.Call(ast.Name(ORDERED, ast.Load()), [node, ast.Constant(axis), order], [])
 
 
 def _in_parts(node: ast.Call, sizes: ast.expr) -> ast.Call:

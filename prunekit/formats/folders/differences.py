@@ -21,6 +21,12 @@ _OF_TORCH = frozenset(vars(nn.Module())) | frozenset(HOOK_TABLES)
 """Attributes that torch gives every module."""
 
 
+_SETTING_HOOKS = frozenset({"transformers"})
+"""Packages whose models set hooks on themselves when they run, as transformers' do to return hidden states."""
+_OF_HOOKS = frozenset({"_output_capturing_hooks_installed"})
+"""Remarks of such models that the hooks are there, which a model that has not run must not have."""
+
+
 class DiffersError(Exception):
     """A model has something that the dense one does not, and that source cannot say."""
 
@@ -90,7 +96,7 @@ def explicit_sizes(model: nn.Module) -> Differences:
 
 def _is_internal(name: str) -> bool:
     """Return whether an attribute is torch's own, or a remark of prunekit."""
-    return name in _OF_TORCH or name.startswith("_prunekit")
+    return name in _OF_TORCH or name in _OF_HOOKS or name.startswith("_prunekit")
 
 
 def _is_size(value: Any) -> bool:
@@ -108,7 +114,8 @@ def _compare(dense: nn.Module, model: nn.Module, path: str, found: Differences, 
     _compare_class(dense, model, path, found)
     _compare_attributes(dense, model, path, found)
     for table in HOOK_TABLES:
-        if len(getattr(model, table)) > len(getattr(dense, table)):
+        hooks = [hook for hook in getattr(model, table).values() if _package_of(hook) not in _SETTING_HOOKS]
+        if len(hooks) > len(getattr(dense, table)):
             raise DiffersError(f"{path or 'the model'} has a hook ({table}), which its constructor does not set")
     for name, child in dense._modules.items():
         where = f"{path}.{name}".lstrip(".")
@@ -122,6 +129,10 @@ def _compare(dense: nn.Module, model: nn.Module, path: str, found: Differences, 
             raise DiffersError(
                 f"{path}.{name}".lstrip(".") + f" is a {type(child).__name__}, which the dense one lacks"
             )
+
+
+def _package_of(hook: Any) -> str:
+    return str(getattr(hook, "__module__", None) or type(hook).__module__).partition(".")[0]
 
 
 def _compare_class(dense: nn.Module, model: nn.Module, path: str, found: Differences) -> None:

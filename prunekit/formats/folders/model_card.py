@@ -183,7 +183,7 @@ def _summary(facts: CardFacts) -> str:
     within = f", for a budget of {', '.join(budgets)}" if budgets else ""
     data = (run.get("data") or {}).get("name")
     on = f" on {code(data)}" if data else ""
-    return f"{subject}, pruned by prunekit{on}{taken}{within}. Removed channels are gone: nothing is sparse or masked."
+    return f"{subject}, pruned by prunekit{on}{taken}{within}. Removed channels are gone, not masked."
 
 
 def _figures_table(facts: CardFacts) -> str:

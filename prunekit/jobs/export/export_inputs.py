@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from prunekit.compaction.model_folder import read_manifest
 from prunekit.data.datasets import SampleDataset
 from prunekit.data.loader import Batches, batches
 from prunekit.errors import ModelError, UsageError, nearest, reason_of
 from prunekit.jobs.run.job_inputs import Own
-from prunekit.jobs.run.model_sources import MANIFEST, InputModel, inputs_of_task, splits_of
+from prunekit.jobs.run.model_sources import InputModel, inputs_of_task, splits_of
 from prunekit.models.interface import BATCH, ModelInterface, TensorSpec, interface_of
 from prunekit.settings.inputs import DataSettings
 from prunekit.utils.inputs import inputs_as_example, is_batched, sample_count, select_samples
@@ -110,17 +108,15 @@ def described_interface(
     model: nn.Module,
     example: tuple[Any, ...],
     target: InputModel,
-    folder: Path | None,
     dynamic: Sequence[str] = (),
     batch: int | None = None,
 ) -> ModelInterface:
-    """Return the interface of an export: that of the model folder as far as it knows, with axes as they are asked for.
+    """Return the interface of an export: what is known of the model, with axes as they are asked for.
 
     Args:
         model: in eval mode on the CPU.
         example: at least two samples, unless the batch is fixed.
         target: the same model with its data.
-        folder: the model folder that it is from.
         dynamic: axes of any size besides the batch: `image`, `sequence`, or `INPUT:AXIS`.
         batch: the only batch size; None: any.
 
@@ -134,12 +130,9 @@ def described_interface(
         raise ModelError(
             f"{target.name or type(model).__name__}: the model does not run on its example: {reason_of(error)}"
         ) from error
-    known: Mapping[str, Any] = {}
-    if folder is not None and (folder / MANIFEST).is_file():
-        known = read_manifest(folder).get("interface") or {}
-    if known:
-        noted = ModelInterface.from_dict(known, str(folder / MANIFEST if folder else ""))
-        found = replace(found, task=noted.task, classes=noted.classes, preprocessing=noted.preprocessing)
+    if target.interface is not None:
+        known = target.interface
+        found = replace(found, task=known.task, classes=known.classes, preprocessing=known.preprocessing)
     splits = target.splits
     if splits is not None:
         feed = found.preprocessing or splits.preprocessing

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from prunekit.channels.cut.model_copy import copied
+from prunekit.channels.cut.model_copy import copied, named_tensors, with_tensors
 from prunekit.data.loader import batches
 from prunekit.data.sources import Splits
 from prunekit.errors import UsageError
@@ -203,11 +203,10 @@ def require_exportable(request: ExportRequest, name: str) -> Path:
     kind = FORMATS.get(request.to)
     if missing := kind.unusable():
         raise UsageError(f"export to {kind.name} {missing}")
-    path = request.path or Path(Path(name).resolve().name if name else "model").with_suffix(kind.suffix)
-    if kind.suffix and path.suffix != kind.suffix:
-        raise UsageError(
-            f"{path}: expected a name with {kind.suffix} for {kind.name}, such as {path.stem}{kind.suffix}"
-        )
+    path = request.path or Path(f"{Path(name).resolve().name if name else 'model'}{kind.suffix}")
+    if not path.name.endswith(kind.suffix):
+        better = f"{path.name.partition('.')[0]}{kind.suffix}"
+        raise UsageError(f"{path}: expected a name with {kind.suffix} for {kind.name}, such as {better}")
     if path.exists() and not request.force:
         raise UsageError(f"{path}: exists already; name another path, or replace it with --force (force=True)")
     if path.exists() and path.is_dir() == bool(kind.suffix):
@@ -242,9 +241,10 @@ def export_float(
     """
     path, kind = require_exportable(request, target.name), FORMATS.get(request.to)
     model = one_copy(target.model)
+    reference = with_half_weights(model) if request.options.half else model
     samples, real = real_samples(target)
     examples = list(checked_batches(samples, request.batch))
-    interface = described_interface(model, examples[0], target, folder, request.dynamic, request.batch)
+    interface = described_interface(model, examples[0], target, request.dynamic, request.batch)
     source = ExportSource(copied(model), examples[0], interface, request.options, folder, _facts(target, folder, facts))
     log(f"export: writing {path} ({kind.name})")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -255,7 +255,9 @@ def export_float(
         run = kind.open(written, threads=request.threads)
         resized = other_sizes(examples[0], interface, request.dynamic)
         usable = [one for one in resized if _runs(model, one)]
-        parities = check_export(kind, written, run, model, interface, [*examples, *usable])
+        parities = check_export(kind, written, run, reference, interface, [*examples, *usable])
+        if reference is not model:
+            notes.append("compared with the model with weights rounded to float16, as the file stores them")
         if len(usable) < len(resized):
             notes.append("other sizes were not checked, because the model itself does not run on half of this one")
         for parity in parities:
@@ -280,6 +282,15 @@ def _facts(target: InputModel, folder: Path | None, facts: Mapping[str, Any] | N
 def one_copy(model: nn.Module) -> nn.Module:
     """Return a copy of a model in eval mode and float32 on the CPU."""
     return set_mode(copied(unwrapped(model), "cpu", torch.float32), False)
+
+
+def with_half_weights(model: nn.Module) -> nn.Module:
+    """Return a copy whose weights were rounded to float16, as a file that stores them so computes."""
+    rounded = {
+        name: tensor.detach().half().float() if tensor.dtype == torch.float32 else tensor
+        for name, tensor in named_tensors(model)
+    }
+    return with_tensors(model, rounded)
 
 
 def size_of(folder: Path) -> int:
