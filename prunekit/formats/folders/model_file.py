@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from prunekit.channels.cut.model_copy import named_tensors
-from prunekit.channels.rewrite.sized_methods import ORDERED, SizedMethod, sized_methods
-from prunekit.channels.rewrite.source_rewriter import original_of
+from prunekit.channels.rewrite.sized_methods import SizedMethod, sized_methods
+from prunekit.channels.rewrite.source_rewriter import ORDERED, original_of
 from prunekit.channels.rewrite.substitutes import SizedAttention
 from prunekit.errors import RunError
 from prunekit.formats.folders import included_parts
