@@ -1,18 +1,20 @@
 """int8 after pruning without training, on CIFAR-10 with trained weights: top-1, size and time of every file.
 
-A ResNet is pruned from calibration images and repaired, as `oneshot_cifar10.py` does; it and the dense model are
-exported to ONNX, and quantized by ONNX Runtime and by NNCF for OpenVINO, within `--max-drop` points of 2,000 training
-images that nothing else has seen. A row is a file in a runtime at a batch size:
-`top1` in percent of all test images, computed by that runtime from the file of batch 16; `drop` the points that it is
-below the same model's float file; `floats` the layers that were returned to float; `mb` its size with what lies beside
+A ResNet is pruned from calibration images and repaired, as `oneshot_cifar10.py` does, or loaded from the folder that
+`prunekit prune resnet56-cifar10-oneshot` wrote; it and the dense model are exported to ONNX, and quantized by ONNX
+Runtime and by NNCF for OpenVINO, within `--max-drop` points on the last 2,000 training images, which neither int8 nor
+pruning here is calibrated on. A row is a file in a runtime at a batch size: `top1` in percent of all test images,
+computed by that runtime from the file of batch 16; `drop` the points that it is below the same model's float file;
+`floats` the layers with operators that compute in float; `mb` its size with what lies beside
 it; `median_ms` of a forward pass of the batch with the 10th and 90th percentile, all four files of a runtime and a
 batch taking turns; `over_float` and `over_dense` how many times faster it is than the same model's float file, and than
 the dense model's: medians of the paired ratios with their 10th and 90th percentile. `kernels` counts the operators that
 ONNX Runtime's profiler saw, those of int8 among them. Test images are seen by the final measurement alone. DATA is an
 `.npz` of x_train, y_train, x_test and y_test; WEIGHTS fit the ResNets for 32x32 images of `--zoo cifar`.
 
-    python benchmarks/int8_cifar10.py --depth 56 --weights FILE --data FILE [--reduction 2.0] [--round-to 1] [--seed N]
-        [--images 1024] [--int8-images 256] [--max-drop 0.5] [--rounds 60] [--threads 1] [--json] [--keep]
+    python benchmarks/int8_cifar10.py --depth 56 --weights FILE --data FILE [--reduction 2.0] [--round-to 1]
+        [--pruned FOLDER] [--seed N] [--images 1024] [--int8-images 256] [--max-drop 0.5] [--rounds 60] [--threads 1]
+        [--json] [--keep]
 """
 
 from __future__ import annotations
@@ -31,13 +33,14 @@ from typing import Any
 import numpy as np
 import torch
 from common import RESULTS, as_items, as_markdown, keep, ratio, show
-from oneshot_cifar10 import drawn, measured, normalized
+from oneshot_cifar10 import drawn, normalized
 
 import prunekit
 from prunekit.data.local_files import LabeledArrays, read_npz
 from prunekit.errors import DataError, PrunekitError
 from prunekit.export.onnx import export_onnx
 from prunekit.measure.latency.timing import Timer, alternate, warm_up
+from prunekit.measure.model_size import count_macs
 from prunekit.measure.runtimes.onnx_runtime import KERNEL, open_session
 from prunekit.measure.runtimes.runtime import RUNTIMES
 from prunekit.measure.runtimes.session import Session, Setting, Source
@@ -140,14 +143,7 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if archive.test is None:
         raise DataError(f"{options.data}: expected x_test and y_test")
     rest, test = archive.rest, archive.test
-    train = replace(rest, pixels=rest.pixels[:-VALIDATION], labels=rest.labels[:-VALIDATION])
-    images, _ = drawn(train, options.images, options.seed)
-    start = time.perf_counter()
-    pruned = prunekit.prune(
-        dense, calibration=images, macs=1 / options.reduction, ignore=("conv1",), round_to=options.round_to
-    ).model
-    print(f"pruned in {time.perf_counter() - start:.0f} s; {int8_note()}", file=sys.stderr)
-    models = {"dense": dense, "pruned": pruned}
+    models = {"dense": dense, "pruned": pruned_model(dense, rest, options)}
     with tempfile.TemporaryDirectory() as place:
         for runtime in ("onnxruntime", "openvino"):
             if runtime == "openvino" and (reason := missing()):
@@ -158,21 +154,34 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             for name, model in models.items():
                 folder = Path(place) / name
                 folder.mkdir(exist_ok=True)
-                eager = measured(model, test)
+                macs = count_macs(model, (normalized(test.pixels[:1]),))
                 for batch in BATCHES:
                     file, found = quantized(model, folder, runtime, batch, rest, options)
                     files[name, "fp32", batch], files[name, "int8", batch] = file, found.path
                     if batch == SCORED:
                         scores = [top1(one, runtime, test.pixels, test.labels, options) for one in (file, found.path)]
-                        shared = {"macs": eager["macs"], "eager_top1": eager["top1"]}
-                        facts[name, "fp32"] = {**shared, "top1": scores[0], "drop": 0.0, "floats": 0}
+                        facts[name, "fp32"] = {"macs": macs, "top1": scores[0], "drop": 0.0, "floats": 0}
                         facts[name, "int8"] = {
-                            **shared, "top1": scores[1], "drop": scores[0] - scores[1],
+                            "macs": macs, "top1": scores[1], "drop": scores[0] - scores[1],
                             "floats": len(found.float_layers),
                             "validation_drop": found.drop, "output_error": found.error,
                         }  # fmt: skip
             for batch in BATCHES:
                 yield from timed(runtime, batch, files, facts, options)
+
+
+def pruned_model(dense: torch.nn.Module, rest: LabeledArrays, options: argparse.Namespace) -> torch.nn.Module:
+    """The model of a folder, or the dense one pruned and repaired here."""
+    if options.pruned is not None:
+        return prunekit.load(options.pruned).eval()
+    train = replace(rest, pixels=rest.pixels[:-VALIDATION], labels=rest.labels[:-VALIDATION])
+    images, _ = drawn(train, options.images, options.seed)
+    start = time.perf_counter()
+    done = prunekit.prune(
+        dense, calibration=images, macs=1 / options.reduction, ignore=("conv1",), round_to=options.round_to
+    )
+    print(f"pruned in {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    return done.model
 
 
 def timed(
@@ -216,6 +225,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, metavar="FILE", help="an .npz")
     parser.add_argument("--reduction", type=float, default=2.0, help="dense MACs over those left")
     parser.add_argument("--round-to", type=int, default=1, help="widths of the pruned model are multiples of this")
+    parser.add_argument("--pruned", type=Path, metavar="FOLDER", help="a model folder of the pruned model, made before")
     parser.add_argument("--seed", type=int, default=0, help="of the calibration images that prune and repair")
     parser.add_argument("--images", type=int, default=1024, metavar="N", help="to prune and repair with")
     parser.add_argument("--int8-images", type=int, default=256, metavar="N", help="to calibrate int8 on")

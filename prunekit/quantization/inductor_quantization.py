@@ -45,7 +45,7 @@ def missing() -> str:
     """Return why nothing can be quantized for Inductor here, and what would help; empty if it can."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return f"runs on x86 alone, and this is {platform.machine()}"
-    return "" if find_spec("torchao") else "needs torchao, not installed here: pip install torchao"
+    return "" if find_spec("torchao") else "needs torchao, not installed here: pip install 'prunekit[int8]'"
 
 
 def quantize_inductor(
@@ -69,8 +69,8 @@ def quantize_inductor(
         batches: calibration data, arrays by the name of the argument, in the shapes of the example.
         settings: limit and number of calibration images.
         score: returns the main score, in percent, of a program that `torch.export.load` reads: the same model,
-            quantized and not compiled. Where it falls by more than `settings.max_drop`, layers are returned to float. None: there is
-            no limit.
+            quantized and not compiled. Where it falls by more than `settings.max_drop`, layers are returned to float.
+            None: there is no limit.
         log: gets a line for each step.
 
     Returns:
@@ -117,7 +117,7 @@ class InductorQuantizer(Quantizer):
     ) -> None:
         self._model, self._folder, self._number = set_mode(copied(model), False), folder, 0
         self._example = example
-        names = list(arguments_by_name(model, example))
+        names = [str(name) for name in arguments_by_name(model, example)]
         inputs: dict[str, tuple[Any, tuple[int | None, ...]]] = {
             name: (one.numpy().dtype, tuple(one.shape)) for name, one in zip(names, gather(example), strict=True)
         }
