@@ -249,7 +249,8 @@ def main() -> None:
         show([{column: row[column] for column in COLUMNS} for row in found], as_json=False)
     if options.keep:
         names = ("depth", "reduction", "round_to", "seed", "images", "int8_images", "max_drop", "rounds", "threads")
-        setting = {name: getattr(options, name) for name in names} | {"cpu": int8_note()}
+        made = "here" if options.pruned is None else "loaded from a folder"
+        setting = {name: getattr(options, name) for name in names} | {"pruned": made, "cpu": int8_note()}
         print(keep("int8_cifar10", found, setting), file=sys.stderr)
         text = f"# int8 after pruning, without training\n\n{as_items(setting)}\n{as_markdown(found, COLUMNS)}"
         (RESULTS / "int8_cifar10.md").write_text(text, encoding="utf-8")
