@@ -224,7 +224,7 @@ class OpenvinoQuantizer(Quantizer):
         }
         for node in self._read(file).get_ordered_ops():
             layer, kind = self._layer(node), node.get_type_name()
-            if kind in WEIGHTED and _in_bytes(node.input(1).get_source_output().get_node()):
+            if _has_weights(node) and _in_bytes(node):
                 done[layer] = None
             elif layer not in floats and (_has_weights(node) or kind in PRECISE):
                 floats[layer] = f"{kind} is computed in float"
@@ -232,19 +232,22 @@ class OpenvinoQuantizer(Quantizer):
 
 
 def _has_weights(node: Any) -> bool:
-    return node.get_type_name() in WEIGHTED and _origin(node.input(1).get_source_output().get_node()) is not None
-
-
-def _origin(node: Any) -> Any:
-    """Return the constant that a tensor is computed from alone; None if it depends on an input."""
-    while node.get_type_name() in ("Convert", "Multiply", "Subtract", "Reshape", "Transpose", "FakeQuantize"):
-        node = node.input(0).get_source_output().get_node()
-    return node if node.get_type_name() == "Constant" else None
+    return node.get_type_name() in WEIGHTED and _weights(node)[-1].get_type_name() == "Constant"
 
 
 def _in_bytes(node: Any) -> bool:
-    origin = _origin(node)
-    return origin is not None and origin.get_element_type().get_type_name() in ("i8", "u8")
+    """Return whether the weights of an operator are stored in bytes, or rounded to them when the file is compiled."""
+    *steps, origin = _weights(node)
+    rounded = any(step.get_type_name() == "FakeQuantize" for step in steps)
+    return rounded or origin.get_output_element_type(0).get_type_name() in ("i8", "u8")
+
+
+def _weights(node: Any) -> list[Any]:
+    """Return the operators that the weights of an operator come through, from it on to the constant, or to an input."""
+    found = [node.input(1).get_source_output().get_node()]
+    while found[-1].get_type_name() in ("Convert", "Multiply", "Subtract", "Reshape", "Transpose", "FakeQuantize"):
+        found.append(found[-1].input(0).get_source_output().get_node())
+    return found
 
 
 def _inputs(model: Any) -> dict[str, tuple[Any, tuple[int | None, ...]]]:

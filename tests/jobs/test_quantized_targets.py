@@ -19,6 +19,7 @@ from prunekit.measure.runtimes.runtime import RUNTIMES
 from prunekit.measure.runtimes.session import INT8, Setting, Source, inputs_of
 from prunekit.settings.deployment import LatencySettings
 from prunekit.settings.prune import BudgetSettings, PruneSettings, Target, prune_contradictions
+from prunekit.utils.cpu_features import int8_note
 from prunekit.utils.files import json_values
 
 pytest.importorskip("onnxruntime")
@@ -68,6 +69,7 @@ def test_int8_is_timed_beside_float_and_refused_where_nothing_is_quantized() -> 
         ("eager", "float32"), ("onnxruntime", "float32"), ("onnxruntime", "int8"),
     }  # fmt: skip
     assert any("eager on cpu, int8, contiguous: not timed: it runs no quantized files" in one for one in report.notes)
+    assert int8_note() in report.notes
     with pytest.raises(UsageError, match="runs no quantized files; onnxruntime and openvino do; nothing was measured"):
         choose_settings(replace(settings, runtimes=("eager",), dtypes=("int8",)), [CPU])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -14,8 +15,8 @@ from quantized_nets import Array, Encoder, Residual, agreement, drawn, made
 from torch import nn
 
 from prunekit.errors import ArtifactError, DataError, NonFiniteError, RunError
-from prunekit.formats.onnx import export_onnx
-from prunekit.measure.runtimes.onnx_runtime import open_session
+from prunekit.export.onnx import export_onnx
+from prunekit.measure.runtimes.onnx_runtime import KERNEL, open_session
 from prunekit.quantization.accuracy_limit import relative_error
 from prunekit.quantization.onnx_quantization import quantize_onnx
 from prunekit.settings.deployment import QuantizeSettings
@@ -30,6 +31,16 @@ def run(file: Path, samples: Array) -> Array:
     name = session.get_inputs()[0].name
     found = [session.run(None, {name: samples[at : at + 16]})[0] for at in range(0, len(samples), 16)]
     return np.concatenate(found)
+
+
+def operators(file: Path, samples: Array) -> Counter[str]:
+    """Operators that ONNX Runtime executed, by its profiler."""
+    session = open_session(file, 1, profile=file.with_suffix(""))
+    session.run(None, {"x": samples})
+    written = Path(session.end_profiling())
+    events = json.loads(written.read_text())
+    written.unlink()
+    return Counter(event["args"]["op_name"] for event in events if event["name"].endswith(KERNEL))
 
 
 def score_of(model: nn.Module) -> Callable[[Path], float]:
@@ -70,6 +81,11 @@ def test_layers_run_in_int8_with_names_and_metadata_of_the_file(plain: Path, tmp
     per_channel = [one for name, one in weights.items() if name.endswith("weight_scale") and list(one.dims) == [8]]
     assert len(per_channel) == 3
     assert {row["computes"] for row in found.rows()} == {"int8"}
+    ran = operators(found.path, CALIBRATION[0]["x"])
+    assert ran["QLinearConv"] == 3
+    assert ran["QLinearAdd"] == 1
+    assert ran["QGemm"] == 1
+    assert not {"Conv", "FusedConv", "Gemm"} & set(ran)
 
 
 @pytest.mark.slow

@@ -75,6 +75,18 @@ def test_a_file_of_openvino_keeps_names_any_batch_and_its_information(outlier: P
 
 
 @pytest.mark.slow
+def test_layers_of_groups_are_in_int8_too(tmp_path: Path) -> None:
+    pytest.importorskip("nncf")
+    model = made(
+        lambda: torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 3, groups=8))
+    )
+    file = export_onnx(model, torch.zeros(16, *SHAPE), tmp_path / "float.onnx")
+    found = quantize_openvino(file, tmp_path / "int8.xml", [{"input": CALIBRATION[0]["x"]}])
+    assert found.layers == ("0", "2")
+    assert not found.float_layers
+
+
+@pytest.mark.slow
 def test_a_transformer_keeps_its_norms_in_float(tmp_path: Path) -> None:
     pytest.importorskip("nncf")
     model, samples = made(Encoder), drawn(16, (7, 6))

@@ -35,6 +35,7 @@ from prunekit.measure.runtimes.runtime import RUNTIMES
 from prunekit.measure.runtimes.session import FileKey, Inputs, Setting, Source, inputs_of
 from prunekit.settings.deployment import LatencySettings
 from prunekit.utils.context import set_mode
+from prunekit.utils.cpu_features import int8_note
 from prunekit.utils.display import plural
 from prunekit.utils.inputs import call
 
@@ -150,7 +151,8 @@ def prepared_latency(
             machine = describe_machine()
             found = [apart(part) if isinstance(part, TimingJob) else (part, "") for part in parts]
             not_apart = tuple(note for _, note in found if note)
-            said = [*notes, *not_apart, *_cuda_note(devices)]
+            quantized = [int8_note()] if "int8" in settings.dtypes else []
+            said = [*notes, *not_apart, *quantized, *_cuda_note(devices)]
             outcomes = [outcome for some, _ in found for outcome in some]
             report = _report(copies, outcomes, said, machine | {"clock_mhz_after": clock_mhz()})
             return replace(report, not_apart=not_apart)
