@@ -38,7 +38,7 @@ from oneshot_cifar10 import drawn, normalized
 import prunekit
 from prunekit.data.local_files import LabeledArrays, read_npz
 from prunekit.errors import DataError, PrunekitError
-from prunekit.export.onnx import export_onnx
+from prunekit.formats.onnx import export_onnx
 from prunekit.measure.latency.timing import Timer, alternate, warm_up
 from prunekit.measure.model_size import count_macs
 from prunekit.measure.runtimes.onnx_runtime import KERNEL, open_session

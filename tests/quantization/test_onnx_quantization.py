@@ -15,7 +15,7 @@ from quantized_nets import Array, Encoder, Residual, agreement, drawn, made
 from torch import nn
 
 from prunekit.errors import ArtifactError, DataError, NonFiniteError, RunError
-from prunekit.export.onnx import export_onnx
+from prunekit.formats.onnx import export_onnx
 from prunekit.measure.runtimes.onnx_runtime import KERNEL, open_session
 from prunekit.quantization.accuracy_limit import relative_error
 from prunekit.quantization.onnx_quantization import quantize_onnx
