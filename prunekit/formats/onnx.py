@@ -17,7 +17,7 @@ from prunekit.errors import ArtifactError, RunError, UsageError, reason_of
 from prunekit.formats.format import ExportFormat, ExportOptions, ExportSource, Run, register_format
 from prunekit.formats.model_location import failure
 from prunekit.formats.program import Program, fed, program_of, trace, tracing
-from prunekit.models.interface import ModelInterface, TensorSpec
+from prunekit.models.interface import ModelInterface, TensorSpec, input_specs_of
 from prunekit.utils.context import set_mode
 from prunekit.utils.files import StrPath
 from prunekit.utils.inputs import as_example
@@ -54,7 +54,9 @@ def export_onnx(model: nn.Module, sample: Any, path: StrPath) -> Path:
     example = map_tensors(as_example(model, sample), torch.detach)
     model = set_mode(copied(model), False)
     try:
-        translated(model, trace(model, example), OPSET).save(Path(path))
+        translated(model, trace(model, example), OPSET, ModelInterface(input_specs_of(model, example), ())).save(
+            Path(path)
+        )
     except RunError as error:
         raise RunError(str(error).replace("cannot be exported", "cannot be exported to ONNX", 1)) from error
     return Path(path)
@@ -69,7 +71,7 @@ def translated(
         model: that it is from, for messages.
         exported: the program, with flat inputs and outputs.
         opset: version of ONNX's operators.
-        interface: has the names of inputs and outputs; None: those of the exporter.
+        interface: has the names of inputs, and of outputs if it has any; None: those of the exporter.
 
     Raises:
         RunError: ONNX has no operator for one of the model's.
@@ -77,7 +79,8 @@ def translated(
     names: dict[str, Any] = {}
     if interface is not None:
         names["input_names"] = [spec.name for spec in interface.inputs]
-        names["output_names"] = [spec.name for spec in interface.outputs]
+        if interface.outputs:
+            names["output_names"] = [spec.name for spec in interface.outputs]
     with tracing():
         try:
             program = torch.onnx.export(exported, dynamo=True, opset_version=opset, verbose=False, **names)

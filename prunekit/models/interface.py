@@ -149,17 +149,29 @@ def interface_of(
     twin = with_tensors(model, {name: parameter.detach() for name, parameter in model.named_parameters()})
     with training_mode(twin, False), torch.no_grad():
         output = call(twin, example)
+    batch, taken = sample_count(example) if is_batched(example) else None, set[str]()
+    inputs = input_specs_of(model, example, taken)
+    outputs = [_spec(name, tensor, batch) for name, tensor in named_tensors_of(output, "output")]
+    return ModelInterface(inputs, _distinct(outputs, taken, "output"), task, tuple(classes), preprocessing)
+
+
+def input_specs_of(
+    model: nn.Module, example: tuple[Any, ...], taken: set[str] | None = None
+) -> tuple[TensorSpec, ...]:  # fmt: skip
+    """Return the inputs of a model by the names of its arguments, without running it.
+
+    Args:
+        model: whose `forward` has the names.
+        example: see `prunekit.utils.inputs.as_example`.
+        taken: names that are used already; gets those of the inputs.
+    """
     batch = sample_count(example) if is_batched(example) else None
     inputs = [
         _spec(name, tensor, batch)
         for argument, value in arguments_by_name(model, example).items()
         for name, tensor in named_tensors_of(value, _text(argument, "input"))
     ]
-    outputs = [_spec(name, tensor, batch) for name, tensor in named_tensors_of(output, "output")]
-    taken: set[str] = set()
-    return ModelInterface(
-        _distinct(inputs, taken, "input"), _distinct(outputs, taken, "output"), task, tuple(classes), preprocessing
-    )
+    return _distinct(inputs, set() if taken is None else taken, "input")
 
 
 def _distinct(specs: Sequence[TensorSpec], taken: set[str], kind: str) -> tuple[TensorSpec, ...]:

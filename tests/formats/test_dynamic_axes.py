@@ -74,7 +74,9 @@ def test_the_shape_of_the_last_batch_that_a_model_keeps_does_not_fix_the_next() 
                 self.shape, self.anchors = x.shape, torch.arange(x.shape[1])
             return x + self.anchors
 
-    source = source_of(Anchored(), (torch.randn(2, 6),))
+    model, example = Anchored(), (torch.randn(2, 6),)
+    model(*example)
+    source = source_of(model, example)
     assert source.model.shape == (2, 6)
     exported = program_of(source, flat=True).exported
     for samples in (1, 2, 5):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._inductor.config
 from exporting import Convolutions, Named, of_size, require_same, source_of, write
 from torch import nn
 
@@ -131,8 +132,8 @@ def test_what_is_needed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     for name in ("onnx", "openvino", "executorch", "tensorrt"):
         assert "pip install" in FORMATS.get(name).unusable()
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/nowhere/g++",))
-    assert "C++ compiler" in FORMATS.get("aoti").unusable()
+    with torch._inductor.config.patch({"cpp.cxx": ("/nowhere/g++",)}):
+        assert "C++ compiler" in FORMATS.get("aoti").unusable()
 
 
 @pytest.mark.parametrize("name", HERE)

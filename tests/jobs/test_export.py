@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,14 +11,14 @@ from torch import Tensor, nn
 
 import prunekit as pk
 from prunekit.errors import ModelError, RunError, UsageError
-from prunekit.formats.format import FORMATS, ExportFormat, ExportSource, Run, register_format
+from prunekit.formats.format import ExportFormat, ExportSource, Run, register_format
 from prunekit.models.interface import ModelInterface
 from prunekit.utils.inputs import call
 from prunekit.utils.tensors import gather
 
 
 @pytest.fixture
-def twin() -> Iterator[type[Any]]:
+def twin() -> type[Any]:
     """A format whose files say nothing, and that runs the model itself, wrong by a factor."""
 
     @register_format("twin", about="the model itself", suffix=".twin")
@@ -40,8 +39,7 @@ def twin() -> Iterator[type[Any]]:
         def interface(self, path: Path) -> ModelInterface:
             return self.sources[-1].interface
 
-    yield Twin
-    del FORMATS._items["twin"]
+    return Twin
 
 
 class Two(nn.Module):
