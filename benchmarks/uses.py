@@ -125,11 +125,13 @@ def rows(zoo: Zoo, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def as_markdown(found: Sequence[Mapping[str, Any]]) -> str:
     """A table with a line for each model, those first that lose something; and a sum over each use."""
-    columns = [column for column in dict.fromkeys(key for row in found for key in row) if column != "passed"]
-    columns.sort(key=lambda column: column == "problem")
+    names = ("zoo", "model")
+    uses = [column for column in dict.fromkeys(key for row in found for key in row) if column not in (*names, "passed")]
+    uses.sort(key=lambda column: column == "problem")
+    columns = [*names, *uses]
     lines = [f"# Uses: {sum(row['passed'] for row in found)} of {len(found)} compact models do all that their dense "
              "models do", "", "| use | yes | dense too | compact alone fails |", "|---|---|---|---|"]  # fmt: skip
-    for column in columns[2:]:
+    for column in uses:
         cells = [row[column] for row in found if column in row]
         own = sum(cell.startswith(OWN) for cell in cells)
         fine = sum(cell.startswith("yes") and "; dense: " not in cell for cell in cells)
