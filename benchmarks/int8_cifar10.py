@@ -212,6 +212,15 @@ def timed(
         }  # fmt: skip
 
 
+def in_words(column: str, value: Any) -> Any:
+    """Ratios and intervals for a table."""
+    if column.startswith("over_"):
+        return "{:.2f} [{:.2f}, {:.2f}]".format(*value)
+    if column == "spread_ms":
+        return "[{:.2f}, {:.2f}]".format(*value)
+    return value
+
+
 def _faster(before: Array, after: Array) -> list[float]:
     found = ratio(before.tolist(), after.tolist())
     return [round(found[name], 3) for name in ("ratio", "low", "high")]
@@ -252,7 +261,8 @@ def main() -> None:
         made = "here" if options.pruned is None else "loaded from a folder"
         setting = {name: getattr(options, name) for name in names} | {"pruned": made, "cpu": int8_note()}
         print(keep("int8_cifar10", found, setting), file=sys.stderr)
-        text = f"# int8 after pruning, without training\n\n{as_items(setting)}\n{as_markdown(found, COLUMNS)}"
+        shown = [{column: in_words(column, row[column]) for column in COLUMNS} for row in found]
+        text = f"# int8 after pruning, without training\n\n{as_items(setting)}\n{as_markdown(shown, COLUMNS)}"
         (RESULTS / "int8_cifar10.md").write_text(text, encoding="utf-8")
 
 
