@@ -14,7 +14,7 @@ from prunekit.errors import ArtifactError, RunError, UsageError, reason_of
 from prunekit.formats.format import ExportFormat, ExportSource, Run, register_format
 from prunekit.formats.model_location import failure, place_of_node
 from prunekit.formats.onnx import KEY, interface_of_json
-from prunekit.formats.program import Program, fed, largest_sizes, program_of, tracing
+from prunekit.formats.program import SAMPLES, Program, fed, largest_sizes, program_of, tracing
 from prunekit.models.interface import ModelInterface
 
 
@@ -26,6 +26,8 @@ from prunekit.models.interface import ModelInterface
 )
 class ExecutorchFormat(ExportFormat):
     """Programs of ExecuTorch; their interface is what the method `prunekit` returns, as JSON."""
+
+    most_samples = SAMPLES
 
     def write(self, source: ExportSource, path: Path) -> list[str]:
         """Write a program; memory is planned for the largest sizes, which the notes name."""

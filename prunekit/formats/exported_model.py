@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from prunekit.errors import ArtifactError, UsageError
 from prunekit.formats.format import FORMATS, ExportFormat, Run
 from prunekit.models.interface import ModelInterface
-from prunekit.utils.inputs import Keywords, concatenate, sample_count, select_samples, to_device
+from prunekit.utils.inputs import Keywords, concatenate, is_batched, sample_count, select_samples, to_device
 from prunekit.utils.tensors import gather, map_tensors
 
 
@@ -115,12 +115,14 @@ class ExportedModel(nn.Module):
         device = next((tensor.device for tensor in gather(example)), torch.device("cpu"))
         example, count, fixed = to_device(example, torch.device("cpu")), sample_count(example), self.fixed_batch
         example = map_tensors(example, lambda tensor: tensor.detach())
-        run = self.run()
-        if fixed is None or count == fixed:
-            outputs = run(example)
-        else:
+        run, most = self.run(), FORMATS.get(self.form).most_samples
+        if fixed is not None and count != fixed:
             parts = [run(_filled(example, at, fixed)) for at in range(0, count, fixed)]
             outputs = [one[:count] for one in concatenate(parts)]
+        elif fixed is None and most is not None and count > most and is_batched(example):
+            outputs = concatenate([run(select_samples(example, slice(at, at + most))) for at in range(0, count, most)])
+        else:
+            outputs = run(example)
         tensors = [tensor.to(device) for tensor in outputs]
         names = [spec.name for spec in self.interface.outputs]
         if len(tensors) == 1 and names[0].startswith("output"):

@@ -70,6 +70,7 @@ class ExportFormat(ABC):
         packages: those that it imports, besides torch.
         install: the command that installs them; by default `pip install` with their names.
         tolerance: largest relative difference of a correct file's outputs from the model's.
+        most_samples: largest batch that every file takes; None if there is no limit.
     """
 
     name: ClassVar[str]
@@ -78,6 +79,7 @@ class ExportFormat(ABC):
     packages: ClassVar[tuple[str, ...]]
     install: ClassVar[str]
     tolerance: ClassVar[float] = 1e-4
+    most_samples: ClassVar[int | None] = None
 
     @abstractmethod
     def write(self, source: ExportSource, path: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,16 @@ from torch import Tensor
 
 from prunekit.errors import ArtifactError, RunError, reason_of
 from prunekit.formats.format import ExportFormat, ExportSource, Run, register_format
+from prunekit.formats.node_modules import NodeModules
 from prunekit.formats.onnx import KEY, OPSET, interface_of_json, metadata_of, renamed_values, translated
 from prunekit.formats.program import fed, program_of
 from prunekit.models.interface import ModelInterface, TensorSpec
 
 DTYPES = {"f32": "float32", "f16": "float16", "f64": "float64", "bf16": "bfloat16", "boolean": "bool"}
 """Names of dtypes in torch by OpenVINO's; integers are `i64` and `u8` there."""
+
+MODULES = "prunekit_modules"
+"""Key of the runtime information that names the module of each operator, as JSON."""
 
 
 @register_format(
@@ -85,6 +90,7 @@ def _convert(carrier: Path, path: Path, interface: ModelInterface, source: Expor
         ) from error
     for key, value in metadata_of(interface).items():
         model.set_rt_info(value, key)
+    model.set_rt_info(json.dumps(NodeModules(carrier).of_names), MODULES)
     openvino.save_model(model, path, compress_to_fp16=source.options.half)
 
 

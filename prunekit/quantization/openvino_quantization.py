@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
 import re
@@ -17,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from prunekit.errors import ArtifactError, RunError, UsageError, reason_of
-from prunekit.formats.node_modules import NodeModules
+from prunekit.formats.node_modules import ModuleNames, NodeModules
+from prunekit.formats.openvino import MODULES
 from prunekit.quantization.accuracy_limit import (
     AccuracyLimit,
     Array,
@@ -110,6 +112,19 @@ def quantize_openvino(
     )
 
 
+def _module_names(file: Path, model: Any) -> NodeModules | ModuleNames | None:
+    """Return the names of modules that a file carries; None if it has none."""
+    if file.suffix == ".onnx":
+        return NodeModules(file)
+    if not model.has_rt_info(MODULES):
+        return None
+    try:
+        found = json.loads(str(model.get_rt_info(MODULES).value))
+    except ValueError:  # of a file that was damaged, or made by others: names are for people
+        return None
+    return ModuleNames(found) if isinstance(found, dict) else None
+
+
 class OpenvinoQuantizer(Quantizer):
     """Quantizes a model in OpenVINO's format.
 
@@ -128,7 +143,7 @@ class OpenvinoQuantizer(Quantizer):
         folder: Path,
         batches: Iterable[Batch],
         images: int,
-        modules: NodeModules | None = None,
+        modules: NodeModules | ModuleNames | None = None,
         *,
         correct_biases: bool = True,
     ) -> None:
@@ -136,9 +151,9 @@ class OpenvinoQuantizer(Quantizer):
 
         self.file, self._folder, self._number, self._correct = file, folder, 0, correct_biases
         self._core = openvino.Core()
-        self._modules = NodeModules(file) if modules is None and file.suffix == ".onnx" else modules
         self.notes = [int8_note()]
         model = self._read(file)
+        self._modules = modules or _module_names(file, model)
         self._nodes: dict[str, list[str]] = {}
         weighted = set[str]()
         for node in model.get_ordered_ops():

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import prunekit as pk
 from prunekit.errors import ModelError, RunError, UsageError
+from prunekit.formats.exported_model import ExportedModel
 from prunekit.formats.format import ExportFormat, ExportSource, Run, register_format
 from prunekit.models.interface import ModelInterface
 from prunekit.utils.inputs import call
@@ -128,6 +129,22 @@ def test_a_fixed_batch_is_the_only_one(twin: Any, tmp_path: Path) -> None:
     assert found.interface.outputs[1].shape == (3, 5)
     assert [one.batch for one in found.parities] == [3]
     assert [row["batch"] for row in found.latency_rows()] == [3]
+
+
+def test_larger_batches_than_a_format_takes_are_run_in_parts_and_not_timed(twin: Any, tmp_path: Path) -> None:
+    twin.most_samples = 5
+    model = Two().eval()
+    found = pk.export(model, IMAGES, to="twin", path=tmp_path / "a.twin", timed=(1, 16), log=quiet)
+    assert [row["batch"] for row in found.latency_rows()] == [1]
+    sizes = list[int]()
+
+    def run(example: tuple[Any, ...]) -> list[Tensor]:
+        sizes.append(len(example[0]))
+        return gather(call(model, example))
+
+    whole = ExportedModel(found.path, "twin", found.interface, run)(IMAGES)
+    assert sizes == [5, 3]
+    torch.testing.assert_close(whole["logits"], model(IMAGES)["logits"])
 
 
 def test_half_weights_are_compared_with_the_model_that_has_them(twin: Any, tmp_path: Path) -> None:

@@ -11,11 +11,13 @@ import torch
 from quantized_nets import Array, Encoder, Residual, agreement, drawn, made
 
 from prunekit.errors import ArtifactError, DataError, RunError, UsageError
+from prunekit.formats.format import FORMATS, ExportSource
 from prunekit.formats.node_modules import NodeModules
 from prunekit.formats.onnx import export_onnx
+from prunekit.models.interface import interface_of
 from prunekit.quantization import openvino_quantization
 from prunekit.quantization.accuracy_limit import relative_error
-from prunekit.quantization.openvino_quantization import quantize_openvino
+from prunekit.quantization.openvino_quantization import OpenvinoQuantizer, quantize_openvino
 from prunekit.settings.deployment import QuantizeSettings
 
 openvino = pytest.importorskip("openvino")
@@ -53,6 +55,15 @@ def test_layers_that_cost_more_than_allowed_are_returned_to_float(outlier: Path,
     assert set(found.float_layers) <= {"first", "second"}
     assert found.sensitivity[0].layer in found.float_layers
     assert sorted(one.name for one in tmp_path.iterdir()) == ["free.bin", "free.xml", "int8.bin", "int8.xml"]
+
+
+@pytest.mark.slow
+def test_layers_of_an_exported_file_have_the_names_of_modules(tmp_path: Path) -> None:
+    model, example = made(Residual), (torch.randn(2, *SHAPE),)
+    file = tmp_path / "model.xml"
+    FORMATS.get("openvino").write(ExportSource(model, example, interface_of(model, example)), file)
+    quantizer = OpenvinoQuantizer(file, tmp_path, CALIBRATION, 16)
+    assert set(quantizer.layers) == {"stem", "first", "second", "head"}
 
 
 @pytest.mark.slow

@@ -323,6 +323,8 @@ def time_export(
     count, sizes = sample_count(samples), request.timed if is_batched(samples) else ()
     if sizes and request.batch is not None:
         sizes = (request.batch,)
+    most = FORMATS.get(request.to).most_samples
+    sizes = tuple(one for one in sizes if most is None or one <= most)
     for batch in sizes:
         example = select_samples(samples, torch.arange(batch) % count)
         with with_threads(request.threads), on_device("cpu"), torch.inference_mode():
