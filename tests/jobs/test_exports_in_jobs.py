@@ -107,6 +107,30 @@ def test_a_folder_of_the_run_is_exported_on_its_test_images(finished: Any, tmp_p
 
 
 @pytest.mark.slow
+def test_int8_beside_a_folder_of_the_run_is_timed_against_its_dense_model(finished: Any, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"path": tmp_path / "a.onnx", "quantize": QuantizeSettings(images=32, max_drop=None)}
+    found = pk.export(finished.folder / "model", to="onnx", timed=(1,), log=lambda text: None, **asked)
+    assert found.int8 is not None
+    assert found.int8.path == tmp_path / "a-int8.onnx"
+    assert {row["over"] for row in found.int8.quantized["speedup"]} == {"float", "dense"}
+    assert "int8" in str(found)
+    found.path.unlink()
+    with pytest.raises(UsageError, match=r"a-int8\.onnx: exists already"):
+        pk.export(finished.folder / "model", to="onnx", log=lambda text: None, **asked)
+    assert {path.name for path in tmp_path.iterdir()} == {"a-int8.onnx"}
+
+
+def test_int8_without_data_or_in_another_format_writes_nothing(tmp_path: Path) -> None:
+    model, quantize = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)), QuantizeSettings()
+    given: dict[str, Any] = {"quantize": quantize, "log": lambda text: None}
+    with pytest.raises(UsageError, match="expected data to take the ranges"):
+        pk.export(model, torch.zeros(1, 4), path=tmp_path / "a.onnx", **given)
+    with pytest.raises(UsageError, match="expected the format onnx or openvino, got pt2"):
+        pk.export(model, torch.randn(4, 4), to="pt2", path=tmp_path / "a.pt2", **given)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
 def test_one_that_fails_is_a_shortfall_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write(*_: Any) -> None:
         raise RunError("onnx has no operator for this")

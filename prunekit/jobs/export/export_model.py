@@ -212,7 +212,15 @@ def require_exportable(request: ExportRequest, name: str) -> Path:
     if path.exists() and path.is_dir() == bool(kind.suffix):
         there = "folder" if path.is_dir() else "file"
         raise UsageError(f"{path}: a {there} of this name is there, which would be lost; choose another name")
+    beside = int8_path(path)
+    if request.quantize is not None and beside.exists() and not request.force:
+        raise UsageError(f"{beside}: exists already; name another path, or replace it with --force (force=True)")
     return path
+
+
+def int8_path(path: Path) -> Path:
+    """Return the path of the quantized file beside a file."""
+    return path.with_name(f"{path.stem}-int8{path.suffix}")
 
 
 def export_float(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from prunekit.data.loader import batches
-from prunekit.errors import UsageError
+from prunekit.errors import PrunekitError, UsageError
 from prunekit.formats.exported_model import ExportedModel
 from prunekit.formats.format import FORMATS, ExportFormat, ExportSource, Run
 from prunekit.hooks.wrappers import unwrapped
@@ -32,6 +33,7 @@ from prunekit.jobs.export.export_model import (
     Exported,
     ExportRequest,
     export_float,
+    int8_path,
     latency_row,
     move_into_place,
     one_copy,
@@ -39,12 +41,13 @@ from prunekit.jobs.export.export_model import (
     size_of,
     time_export,
 )
+from prunekit.jobs.run.model_pair import DENSE, load_model_pair
 from prunekit.jobs.run.model_sources import InputModel
 from prunekit.jobs.run.run_folder import Log
 from prunekit.measure.accuracy import evaluate
 from prunekit.models.interface import ModelInterface
 from prunekit.settings.deployment import QuantizeSettings
-from prunekit.utils.inputs import call, is_batched
+from prunekit.utils.inputs import call, inputs_as_example, is_batched
 from prunekit.utils.tensors import gather
 
 QUANTIZERS = {
@@ -77,11 +80,31 @@ def export_target(
 
     Arguments and errors are those of `export_float` and `quantize_export`.
     """
-    require_quantizable(request)
-    found = export_float(target, request, folder=folder, facts=facts, log=log)
     if request.quantize is None:
-        return found
+        return export_float(target, request, folder=folder, facts=facts, log=log)
+    require_quantizable(request)
+    require_calibration(target)
+    found = export_float(target, request, folder=folder, facts=facts, log=log)
+    if dense is None and folder is not None and request.timed:
+        with suppress(PrunekitError):  # of the user's own code, or without a run around the folder
+            dense = load_model_pair(folder).models.get(DENSE)
     return replace(found, int8=quantize_export(target, found, request, dense=dense, log=log))
+
+
+def require_calibration(target: InputModel) -> None:
+    """Raise if there is no data to take the ranges of activations from.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if target.splits is not None:
+        return
+    samples, real = real_samples(target)
+    if not real or not is_batched(samples):
+        raise UsageError(
+            "int8: expected data to take the ranges of activations from: a model folder inside its run, --recipe or "
+            "--data; in Python an example of several real samples, or recipe="
+        )
 
 
 def quantize_export(
@@ -105,13 +128,12 @@ def quantize_export(
         log: gets a line for each step.
 
     Raises:
-        UsageError: there is no data to calibrate on, or the path exists.
+        UsageError: there is no data to calibrate on.
         RunError: int8 costs more than allowed; names the layers.
     """
     kind, path, settings = FORMATS.get(exported.format), int8_path(exported.path), request.quantize
     assert settings is not None
-    if path.exists() and not request.force:
-        raise UsageError(f"{path}: exists already; name another path, or replace it with --force (force=True)")
+    require_calibration(target)
     data = list(_calibration(target, exported.interface, settings))
     place, _, name = QUANTIZERS[exported.format].rpartition(".")
     quantize: Callable[..., Any] = getattr(import_module(place), name)
@@ -153,11 +175,6 @@ def quantize_export(
     )
 
 
-def int8_path(path: Path) -> Path:
-    """Return the path of the quantized file beside a file."""
-    return path.with_name(f"{path.stem}-int8{path.suffix}")
-
-
 def _count(batch: Mapping[str, Any]) -> int:
     return max((len(array) for array in batch.values() if array.ndim), default=1)
 
@@ -165,26 +182,16 @@ def _count(batch: Mapping[str, Any]) -> int:
 def _calibration(
     target: InputModel, interface: ModelInterface, settings: QuantizeSettings
 ) -> Iterator[dict[str, np.ndarray[Any, Any]]]:
-    """Yield training samples as arrays by the names of the inputs.
-
-    Raises:
-        UsageError: there are none.
-    """
+    """Yield training samples, or those of the example, as arrays by the names of the inputs."""
     names, fixed = [one.name for one in interface.inputs], fixed_batch(interface)
     if target.splits is None:
-        samples, real = real_samples(target)
-        if not real or not is_batched(samples):
-            raise UsageError(
-                "int8: expected data to take the ranges of activations from: a model folder inside its run, --recipe "
-                "or --data; in Python an example of several real samples, or recipe="
-            )
-        chosen: Iterable[Any] = samples_in_batches(samples, fixed or READ)
+        chosen: Iterable[Any] = samples_in_batches(real_samples(target)[0], fixed or READ)
     else:
         train = target.splits.train
         order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))[: settings.images]
-        chosen = (inputs for inputs, _ in file_batches(train, interface, order))
-    for inputs in chosen:
-        yield {name: tensor.numpy() for name, tensor in zip(names, gather(inputs), strict=True)}
+        chosen = (inputs_as_example(target.model, inputs) for inputs, _ in file_batches(train, interface, order))
+    for example in chosen:
+        yield {name: tensor.numpy() for name, tensor in zip(names, gather(example), strict=True)}
 
 
 def _validation_score(kind: ExportFormat, interface: ModelInterface, target: InputModel, file: Path) -> float:
