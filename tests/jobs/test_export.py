@@ -153,6 +153,19 @@ def test_half_weights_are_compared_with_the_model_that_has_them(twin: Any, tmp_p
     assert not list(tmp_path.iterdir())
 
 
+class Threes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(3, 2, 2)
+
+
+def test_a_batch_that_the_code_fixes_is_named_with_the_way_out(twin: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.twin"
+    with pytest.raises(ModelError, match=r"runs on 3 samples and not on 2, so its code fixes the batch .*--batch 3"):
+        pk.export(Threes(), torch.randn(3, 4), to="twin", path=path, log=quiet)
+    found = pk.export(Threes(), torch.randn(3, 4), to="twin", path=path, batch=3, timed=(), log=quiet)
+    assert [one.batch for one in found.parities] == [3]
+
+
 class Images(nn.Module):
     """Takes a list, as torchvision's detectors do."""
 

@@ -16,7 +16,7 @@ from prunekit.jobs.run.job_inputs import Own
 from prunekit.jobs.run.model_sources import InputModel, inputs_of_task, splits_of
 from prunekit.models.interface import BATCH, ModelInterface, TensorSpec, interface_of
 from prunekit.settings.inputs import DataSettings
-from prunekit.utils.inputs import inputs_as_example, is_batched, sample_count, select_samples
+from prunekit.utils.inputs import call, inputs_as_example, is_batched, sample_count, select_samples
 from prunekit.utils.tensors import map_tensors
 
 SAMPLES = 32
@@ -127,9 +127,14 @@ def described_interface(
     try:
         found = interface_of(model, example)
     except Exception as error:  # a model's own code may raise anything
-        raise ModelError(
-            f"{target.name or type(model).__name__}: the model does not run on its example: {reason_of(error)}"
-        ) from error
+        name, samples = target.name or type(model).__name__, real_samples(target)[0]
+        given, tried = sample_count(samples), sample_count(example)
+        if batch is None and is_batched(samples) and given != tried and runs(model, samples):
+            raise ModelError(
+                f"{name}: the model runs on {given} samples and not on {tried}, so its code fixes the batch "
+                f"({reason_of(error)}); export it for that batch alone: --batch {given} (batch={given})"
+            ) from error
+        raise ModelError(f"{name}: the model does not run on its example: {reason_of(error)}") from error
     if target.interface is not None:
         known = target.interface
         found = replace(found, task=known.task, classes=known.classes, preprocessing=known.preprocessing)
@@ -144,6 +149,16 @@ def described_interface(
         ]
         found = replace(found, inputs=tuple(fixed[0]), outputs=tuple(fixed[1]))
     return replace(found, inputs=tuple(dynamic_inputs(found.inputs, dynamic)))
+
+
+def runs(model: nn.Module, example: tuple[Any, ...]) -> bool:
+    """Return whether a model runs on an example."""
+    try:
+        with torch.inference_mode():
+            call(model, example)
+    except Exception:  # a model's own code may raise anything
+        return False
+    return True
 
 
 def dynamic_inputs(inputs: Sequence[TensorSpec], asked: Iterable[str]) -> Iterator[TensorSpec]:

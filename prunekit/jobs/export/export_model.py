@@ -29,6 +29,7 @@ from prunekit.jobs.export.export_inputs import (
     described_interface,
     other_sizes,
     real_samples,
+    runs,
 )
 from prunekit.jobs.run.model_sources import InputModel
 from prunekit.jobs.run.run_folder import Log
@@ -262,7 +263,7 @@ def export_float(
         notes = kind.write(source, written)
         run = kind.open(written, threads=request.threads)
         resized = other_sizes(examples[0], interface, request.dynamic)
-        usable = [one for one in resized if _runs(model, one)]
+        usable = [one for one in resized if runs(model, one)]
         parities = check_export(kind, written, run, reference, interface, [*examples, *usable])
         if reference is not model:
             notes.append("compared with the model with weights rounded to float16, as the file stores them")
@@ -304,15 +305,6 @@ def with_half_weights(model: nn.Module) -> nn.Module:
 def size_of(folder: Path) -> int:
     """Return the bytes of all files in a folder."""
     return sum(one.stat().st_size for one in folder.rglob("*") if one.is_file())
-
-
-def _runs(model: nn.Module, example: tuple[Any, ...]) -> bool:
-    try:
-        with torch.inference_mode():
-            call(model, example)
-    except Exception:  # a model's own code may raise anything
-        return False
-    return True
 
 
 def score_export(model: ExportedModel, splits: Splits | None, log: Log) -> Scores | None:
