@@ -86,12 +86,12 @@ def figures_of(name: str, formats: Sequence[str]) -> Iterator[dict[str, Any]]:
     example = as_example(case.model, case.inputs(SAMPLES))
     one = select_samples(example, slice(0, 1))
     pruned = prunekit.prune(case.model, one, macs=0.5, **case.wanted)
-    for which, model in (("dense", case.model.eval()), ("pruned", pruned.model.eval())):
+    for which, model in (("dense", case.model.eval()), ("pruned", pruned)):
         for kind in formats:
             yield {f"{which} {kind}": list(_measured(model, example, kind))}
 
 
-def _measured(model: torch.nn.Module, example: tuple[Any, ...], kind: str) -> Iterator[dict[str, Any]]:
+def _measured(model: Any, example: tuple[Any, ...], kind: str) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"model{FORMATS.get(kind).suffix}"
         try:

@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import nn
 
-from prunekit.compaction.model_folder import ModelWithPlan
+from prunekit.compaction.model_folder import ModelWithPlan, save
 from prunekit.errors import UsageError
-from prunekit.formats.format import ExportOptions
+from prunekit.formats.format import FORMATS, ExportOptions
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.calibrate import CalibrationResult
 from prunekit.jobs.calibrate import calibrate as run_calibration
@@ -33,6 +34,7 @@ from prunekit.jobs.run.run_folder import Log
 from prunekit.jobs.sensitivity import SensitivityRun, analyze
 from prunekit.jobs.stages.training_stage import OnEpoch
 from prunekit.measure.effort import Effort
+from prunekit.models.interface import attached
 from prunekit.recipe.loading import load as load_recipe
 from prunekit.recipe.loading import own_overrides, with_overrides
 from prunekit.recipe.overrides import Overrides, as_texts
@@ -322,8 +324,11 @@ def export(
     if example is None:
         raise UsageError("example: expected what the model is called with, at least two samples, got none")
     module = unwrapped(model if isinstance(model, nn.Module) else model.model)
-    target = InputModel(module, "", (), inputs=as_example(module, example))
+    target = InputModel(module, "", (), inputs=as_example(module, example), interface=attached(module))
     if recipe is not None:
         job = job_of(recipe, (), own)
         target = with_data(target, job.data, own, job.task)
-    return export_target(target, request, facts=facts, log=log)
+    with TemporaryDirectory(prefix="prunekit-") as place:
+        needed = FORMATS.get(to).reads_folder and not isinstance(model, nn.Module)
+        saved = save(model, Path(place, "model")) if needed else None
+        return export_target(target, request, folder=saved, facts=facts, log=log)

@@ -71,6 +71,7 @@ class ExportFormat(ABC):
         install: the command that installs them; by default `pip install` with their names.
         tolerance: largest relative difference of a correct file's outputs from the model's.
         most_samples: largest batch that every file takes; None if there is no limit.
+        reads_folder: whether a pruned model is written from its model folder.
     """
 
     name: ClassVar[str]
@@ -80,6 +81,7 @@ class ExportFormat(ABC):
     install: ClassVar[str]
     tolerance: ClassVar[float] = 1e-4
     most_samples: ClassVar[int | None] = None
+    reads_folder: ClassVar[bool] = False
 
     @abstractmethod
     def write(self, source: ExportSource, path: Path) -> list[str]:

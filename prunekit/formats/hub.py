@@ -54,6 +54,8 @@ class Hub(ExportFormat):
     model card, with the figures of the run under `facts["run"]` of the source (`run_facts`).
     """
 
+    reads_folder = True
+
     def __init__(self) -> None:
         self._standalone = Standalone()
 

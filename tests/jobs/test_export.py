@@ -14,6 +14,8 @@ from prunekit.errors import ModelError, RunError, UsageError
 from prunekit.formats.exported_model import ExportedModel
 from prunekit.formats.format import ExportFormat, ExportSource, Run, register_format
 from prunekit.models.interface import ModelInterface
+from prunekit.models.zoo import build_model
+from prunekit.settings.inputs import ModelSettings
 from prunekit.utils.inputs import call
 from prunekit.utils.tensors import gather
 
@@ -193,3 +195,13 @@ def test_a_model_that_does_not_run_is_named(twin: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="example: expected what the model is called with"):
         pk.export(Two(), to="twin", path=tmp_path / "a.twin", log=quiet)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_pruned_model_in_memory_becomes_a_repository_that_loads_again(tmp_path: Path) -> None:
+    dense, x = build_model(ModelSettings("resnet8", "cifar"), num_classes=5).eval(), torch.randn(5, 3, 16, 16)
+    result = pk.prune(dense, x, macs=0.5)
+    found = pk.export(result, x, to="hub", path=tmp_path / "hub", timed=(), log=quiet)
+    assert found.max_relative_difference == 0
+    again = pk.load(tmp_path / "hub", model=dense)
+    assert torch.equal(again(x), result.model.eval()(x))
