@@ -17,6 +17,7 @@ from prunekit.errors import RecipeError, RunError, UsageError
 from prunekit.formats.onnx import OnnxFormat
 from prunekit.jobs.finetune import prune_job
 from prunekit.jobs.stages import export_stage
+from prunekit.quantization import openvino_quantization
 from prunekit.recipe_jobs import job_of
 from prunekit.report.pages.run_page import write_report
 from prunekit.settings.calibration import CalibrationSettings
@@ -149,6 +150,12 @@ def test_what_cannot_be_written_here_is_refused_before_the_work(
     monkeypatch.setattr(export_stage, "export_models", None)
     with pytest.raises(UsageError, match="export 'onnx' needs onnx, not installed here"):
         run(job(tmp_path))
+    assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    monkeypatch.setattr(openvino_quantization, "missing", lambda: "needs nncf, not installed here")
+    pytest.importorskip("openvino")
+    with pytest.raises(UsageError, match="int8 for openvino needs nncf, not installed here"):
+        run(job(tmp_path, export=("onnx", "openvino"), quantize="int8"))
     assert not list(tmp_path.iterdir())
 
 

@@ -46,6 +46,7 @@ from prunekit.jobs.run.model_sources import InputModel
 from prunekit.jobs.run.run_folder import Log
 from prunekit.measure.accuracy import evaluate
 from prunekit.models.interface import ModelInterface
+from prunekit.quantization import openvino_quantization
 from prunekit.settings.deployment import QuantizeSettings
 from prunekit.utils.inputs import call, inputs_as_example, is_batched
 from prunekit.utils.tensors import gather
@@ -57,14 +58,22 @@ QUANTIZERS = {
 """Functions that quantize a file, by its format."""
 
 
+def unquantizable(name: str) -> str:
+    """Return why files of a format cannot be quantized here, and what would help; empty if they can."""
+    if name not in QUANTIZERS:
+        return f"int8: expected the format {' or '.join(QUANTIZERS)}, got {name}"
+    absent = openvino_quantization.missing() if name == "openvino" else ""
+    return f"int8 for {name} {absent}" if absent else ""
+
+
 def require_quantizable(request: ExportRequest) -> None:
-    """Raise if a request asks for int8 in a format that has none.
+    """Raise if a request asks for int8 in a format that has none, or that needs a package for it.
 
     Raises:
         UsageError: it does.
     """
-    if request.quantize is not None and request.to not in QUANTIZERS:
-        raise UsageError(f"int8: expected the format {' or '.join(QUANTIZERS)}, got {request.to}")
+    if request.quantize is not None and (problem := unquantizable(request.to)):
+        raise UsageError(problem)
 
 
 def export_target(

@@ -13,7 +13,7 @@ from prunekit.errors import UsageError
 from prunekit.formats.format import FORMATS
 from prunekit.formats.standalone import DENSE
 from prunekit.jobs.export.export_model import Exported, ExportRequest, export_float
-from prunekit.jobs.export.quantize_export import QUANTIZERS, quantize_export
+from prunekit.jobs.export.quantize_export import QUANTIZERS, quantize_export, unquantizable
 from prunekit.jobs.run.job_inputs import Prepared
 from prunekit.jobs.run.model_sources import InputModel
 from prunekit.jobs.run.results import Attempts
@@ -33,6 +33,8 @@ def require_formats(prepared: Prepared) -> None:
     """
     unusable = {name: FORMATS.get(name).unusable() for name in prepared.job.export}
     problems = [f"export {name!r} {reason}" for name, reason in unusable.items() if reason]
+    if prepared.job.quantize is not None:
+        problems += [reason for name in prepared.job.export if name in QUANTIZERS and (reason := unquantizable(name))]
     if problems:
         raise UsageError("; ".join(problems))
 
