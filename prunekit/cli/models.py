@@ -179,6 +179,34 @@ def refuse_idle_overrides(overrides: Sequence[str], recipes: Iterable[str | None
         raise UsageError(f"{changes[0]} changes a recipe, and no recipe was given")
 
 
+def job_of_data(
+    recipe: str, overrides: Sequence[str], options: ModelOptions, *, whole: bool, device: str | None = None
+) -> JobSettings:
+    """Return the job of the recipe whose images a command uses; `whole`: its model is used as well."""
+    factory = options.factory if whole else None
+    code = {"factory": factory, "data": options.data, "task": options.task}
+    return job_to_read(recipe, overrides, options, **code, device=device, seed=options.seed)
+
+
+def model_or_trained(
+    targets: Sequence[str], job: JobSettings | None, options: ModelOptions, console: Console
+) -> InputModel:
+    """Return the model that a command line names; that of a recipe is trained first where it has no weights.
+
+    Raises:
+        UsageError: it names several.
+    """
+    if job is None or not any(map(is_recipe, targets)):
+        return one_target(targets, [], options)
+    if len(targets) > 1 or options.weights:
+        raise UsageError(f"{targets[0]}: a recipe names one model with its weights; leave out what else names one")
+    from prunekit.jobs.run.job_inputs import Own
+    from prunekit.jobs.run.model_sources import trained_model
+
+    own = Own(options.factory, options.data)
+    return trained_model(job, log=console.log, progress=console.progress, own=own)
+
+
 def refuse_two_sources(targets: Sequence[str], recipe: str | None, options: ModelOptions) -> None:
     """Raise UsageError if `--data` is a folder or an archive of images, and a recipe is given, which has its own."""
     named = recipe or next((target for target in targets if is_recipe(target)), None)

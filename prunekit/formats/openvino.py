@@ -53,7 +53,7 @@ class OpenVinoFormat(ExportFormat):
         """Return a function that runs a file on the CPU, computing in float32 where OpenVINO would choose bfloat16."""
         model, interface = _read(path), self.interface(path)
         options = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
-        request = _core().compile_model(model, "CPU", options).create_infer_request()
+        request = openvino_core().compile_model(model, "CPU", options).create_infer_request()
         taken = {name: entry for entry in model.inputs for name in entry.get_names()}
         ports = [_port(model, spec.name, index) for index, spec in enumerate(interface.outputs)]
 
@@ -95,8 +95,13 @@ def _convert(carrier: Path, path: Path, interface: ModelInterface, source: Expor
 
 
 @cache
-def _core() -> Any:
-    """Return OpenVINO's core, which lives until the process ends: see `prunekit.measure.runtimes.openvino`."""
+def openvino_core() -> Any:
+    """Return OpenVINO's core, which lives until the process ends.
+
+    Its CPU plug-in gives the thread that loads it a stack for signals, and frees it with the last reference: if a
+    garbage collection in another thread does that, the next signal (a worker of a data loader that ends) kills the
+    process.
+    """
     import openvino
 
     return openvino.Core()
@@ -106,7 +111,7 @@ def _read(path: Path) -> Any:
     if not path.is_file():
         raise ArtifactError(f"{path}: expected an OpenVINO .xml file, and there is none")
     try:
-        return _core().read_model(path)
+        return openvino_core().read_model(path)
     except Exception as error:  # of OpenVINO
         raise ArtifactError(
             f"{path}: expected an OpenVINO .xml file with its weights in {path.stem}.bin beside it, but "

@@ -50,18 +50,21 @@ class _Windowed(SizedAttention):
 
     def forward(self, x: Tensor) -> Tensor:
         """Shift, cut into windows, attend within each, and join them again."""
+        return self._attend(x, self.get_relative_position_bias(), self.window_size, None)
+
+    def _attend(self, x: Tensor, position_bias: Tensor, window: list[int], logit_scale: Tensor | None) -> Tensor:
         return window_attention(
             x,
             self.qkv.weight,
             self.qkv.bias,
             self.proj.weight,
             self.proj.bias,
-            self.get_relative_position_bias(),
-            self.window_size,
+            position_bias,
+            window,
             self.shift_size,
             self.num_heads,
             self.scale,
-            None,
+            logit_scale,
             self.attention_dropout,
             self.dropout,
             self.training,
@@ -206,22 +209,7 @@ class SizedWindowAttention3d(_Windowed, ShiftedWindowAttention3d):  # type: igno
     def forward(self, x: Tensor) -> Tensor:
         """Attend within windows that are no larger than the input; they read their part of the position table."""
         window = window_within(x, self.window_size)
-        return window_attention(
-            x,
-            self.qkv.weight,
-            self.qkv.bias,
-            self.proj.weight,
-            self.proj.bias,
-            self.get_relative_position_bias(window),
-            window,
-            self.shift_size,
-            self.num_heads,
-            self.scale,
-            None,
-            self.attention_dropout,
-            self.dropout,
-            self.training,
-        )
+        return self._attend(x, self.get_relative_position_bias(window), window, None)
 
 
 def window_within(x: Tensor, window: list[int]) -> list[int]:
@@ -250,22 +238,7 @@ class SizedWindowAttentionV2(_Windowed, ShiftedWindowAttentionV2):  # type: igno
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend within windows, by the angles between queries and keys."""
-        return window_attention(
-            x,
-            self.qkv.weight,
-            self.qkv.bias,
-            self.proj.weight,
-            self.proj.bias,
-            self.get_relative_position_bias(),
-            self.window_size,
-            self.shift_size,
-            self.num_heads,
-            self.scale,
-            self.logit_scale,
-            self.attention_dropout,
-            self.dropout,
-            self.training,
-        )
+        return self._attend(x, self.get_relative_position_bias(), self.window_size, self.logit_scale)
 
 
 @substitute(RelativePositionalMultiHeadAttention)

@@ -19,7 +19,7 @@ import numpy as np
 
 from prunekit.errors import ArtifactError, RunError, UsageError, reason_of
 from prunekit.formats.node_modules import ModuleNames, NodeModules
-from prunekit.formats.openvino import MODULES
+from prunekit.formats.openvino import MODULES, openvino_core
 from prunekit.quantization.accuracy_limit import (
     AccuracyLimit,
     Array,
@@ -147,10 +147,8 @@ class OpenvinoQuantizer(Quantizer):
         *,
         correct_biases: bool = True,
     ) -> None:
-        import openvino
 
         self.file, self._folder, self._number, self._correct = file, folder, 0, correct_biases
-        self._core = openvino.Core()
         self.notes = [int8_note()]
         model = self._read(file)
         self._modules = modules or _module_names(file, model)
@@ -170,7 +168,7 @@ class OpenvinoQuantizer(Quantizer):
 
     def _read(self, file: Path) -> Any:
         try:
-            return self._core.read_model(file)
+            return openvino_core().read_model(file)
         except Exception as error:  # OpenVINO's own
             raise ArtifactError(f"{file}: expected a model that OpenVINO reads, but {reason_of(error)}") from error
 
@@ -224,7 +222,7 @@ class OpenvinoQuantizer(Quantizer):
     def outputs(self, file: Path) -> list[Array]:
         """Return what a file computes from the first calibration data."""
         hints = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
-        compiled = self._core.compile_model(self._read(file), "CPU", hints)
+        compiled = openvino_core().compile_model(self._read(file), "CPU", hints)
         return [
             np.array(found) for batch in sensitivity_batches(self.batches) for found in compiled(dict(batch)).to_tuple()
         ]

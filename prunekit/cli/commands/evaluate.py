@@ -10,9 +10,9 @@ import click
 
 from prunekit.cli.models import (
     ModelOptions,
-    job_to_read,
+    job_of_data,
     model_command,
-    one_target,
+    model_or_trained,
     recipe_of_data,
     refuse_idle_overrides,
     refuse_two_sources,
@@ -20,11 +20,9 @@ from prunekit.cli.models import (
 from prunekit.cli.options import is_recipe, model_options, split_overrides
 from prunekit.cli.output import Console, check_folder, save
 from prunekit.distributed.launcher import leads
-from prunekit.errors import UsageError
 
 if TYPE_CHECKING:
-    from prunekit.jobs.run.model_sources import InputModel
-    from prunekit.settings.job import JobSettings
+    pass
 
 
 @click.command("evaluate", short_help="Measure the accuracy of a model on test images.")
@@ -52,7 +50,7 @@ def evaluate_command(
     data_recipe = None if given.labeled_images else recipe_of_data(targets, data_recipe)
     refuse_idle_overrides(overrides, [data_recipe])
     whole = any(map(is_recipe, targets))
-    job = None if data_recipe is None else _job(data_recipe, overrides, given, device, whole)
+    job = None if data_recipe is None else job_of_data(data_recipe, overrides, given, whole=whole, device=device)
     check_folder(job.output if job and whole else None)
     from prunekit.jobs.evaluate import evaluate as measure
     from prunekit.jobs.run.job_inputs import Own
@@ -60,32 +58,13 @@ def evaluate_command(
 
     images = job.data if job else None
     with console.running():
-        target = _target(targets, job, given, console)
+        target = model_or_trained(targets, job, given, console)
         where = resolve_device(device or (job.device if job else "auto"))
         own = Own(data=given.data)
         result = measure(target, images, where, own, job.task if job else given.task)
     if leads():
         save(result, output, "evaluate.json", console)
     console.result(result, _text(result))
-
-
-def _job(recipe: str, overrides: list[str], given: ModelOptions, device: str | None, whole: bool) -> JobSettings:
-    """Return the job of the recipe; `whole`: its model is evaluated, and not only its images used."""
-    factory = given.factory if whole else None
-    code = {"factory": factory, "data": given.data, "task": given.task}
-    return job_to_read(recipe, overrides, given, **code, device=device, seed=given.seed)
-
-
-def _target(targets: list[str], job: JobSettings | None, options: ModelOptions, console: Console) -> InputModel:
-    from prunekit.jobs.run.job_inputs import Own
-    from prunekit.jobs.run.model_sources import trained_model
-
-    if job is None or not any(map(is_recipe, targets)):
-        return one_target(targets, [], options)
-    if len(targets) > 1 or options.weights:
-        raise UsageError(f"{targets[0]}: a recipe names one model with its weights; leave out what else names one")
-    own = Own(options.factory, options.data)
-    return trained_model(job, log=console.log, progress=console.progress, own=own)
 
 
 def _text(result: dict[str, Any]) -> str:

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from prunekit.cli.models import ModelOptions, job_to_read, one_target, recipe_of_data, refuse_idle_overrides
+from prunekit.cli.models import (
+    ModelOptions,
+    job_of_data,
+    model_or_trained,
+    recipe_of_data,
+    refuse_idle_overrides,
+    refuse_two_sources,
+)
 from prunekit.cli.options import common_options, is_recipe, model_options, seed_option, split_overrides
 from prunekit.cli.output import Console
 from prunekit.errors import UsageError
@@ -69,7 +76,8 @@ def export_command(
     """
     console, options = Console(as_json), ModelOptions(**given)
     targets, overrides = split_overrides(arguments)
-    data_recipe = recipe_of_data(targets, data_recipe)
+    refuse_two_sources(targets, data_recipe, options)
+    data_recipe = None if options.labeled_images else recipe_of_data(targets, data_recipe)
     refuse_idle_overrides(overrides, [data_recipe])
     wanted = formats or ("onnx",)
     if output is not None and len(wanted) > 1:
@@ -77,7 +85,7 @@ def export_command(
     if max_drop is not None and not int8:
         raise UsageError("--max-drop goes with --int8")
     whole = any(map(is_recipe, targets))
-    job = None if data_recipe is None else _job(data_recipe, overrides, options, whole)
+    job = None if data_recipe is None else job_of_data(data_recipe, overrides, options, whole=whole)
     from prunekit.formats.format import ExportOptions
     from prunekit.jobs.export.export_model import ExportRequest, require_exportable
     from prunekit.jobs.export.quantize_export import export_target, require_quantizable
@@ -104,34 +112,17 @@ def export_command(
         require_quantizable(request)
         require_exportable(request, name)
     with console.running():
-        target = _with_data(_target(targets, job, options, console), job, options)
+        target = _with_data(model_or_trained(targets, job, options, console), job, options)
         folder = Path(targets[0]) if targets and Path(targets[0]).is_dir() else None
         found = [export_target(target, request, folder=folder, log=console.log) for request in requests]
     files = [file for one in found for file in (one, one.int8) if file is not None]
     console.result({"exports": [file.figures() for file in files]}, "\n\n".join(map(str, found)))
 
 
-def _job(recipe: str, overrides: list[str], options: ModelOptions, whole: bool) -> JobSettings:
-    code = {"factory": options.factory if whole else None, "data": options.data, "task": options.task}
-    return job_to_read(recipe, overrides, options, **code, seed=options.seed)
-
-
-def _target(targets: list[str], job: JobSettings | None, options: ModelOptions, console: Console) -> InputModel:
-    from prunekit.jobs.run.job_inputs import Own
-    from prunekit.jobs.run.model_sources import trained_model
-
-    if job is None or not any(map(is_recipe, targets)):
-        return one_target(targets, [], options)
-    own = Own(options.factory, options.data)
-    return trained_model(job, log=console.log, progress=console.progress, own=own)
-
-
 def _with_data(target: InputModel, job: JobSettings | None, options: ModelOptions) -> InputModel:
     """Return a model with the data of a recipe, or the user's own, if there is any."""
     from prunekit.jobs.export.export_inputs import with_data
     from prunekit.jobs.run.job_inputs import Own
-    from prunekit.settings.inputs import DataSettings
 
-    settings = job.data if job else DataSettings(source="own") if options.data else None
-    task = job.task if job else options.task or "image_classification"
-    return with_data(target, settings, Own(data=options.data), task)
+    own, task = Own(data=options.data), job.task if job else options.task
+    return with_data(target, job.data if job else None, own, task)

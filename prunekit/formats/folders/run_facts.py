@@ -19,12 +19,11 @@ _COPIED = ("name", "task", "sparsity", "latency", "speedup", "shortfalls", "fine
 _MACHINE = ("python", "platform", "cpu", "torch", "torchvision", "prunekit")
 
 
-def run_facts(folder: Path, metrics: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def run_facts(folder: Path) -> dict[str, Any]:
     """Return what is known of the run that a model is from; nothing if there is no run.
 
     Args:
         folder: of the model, inside the folder of its run; or that of the run.
-        metrics: figures of the run, where it has not written its `metrics.json` yet.
 
     Returns:
         Under `run`: `figures` of each model (scores in percent with their interval, MACs, parameters, bytes), `model`,
@@ -33,11 +32,10 @@ def run_facts(folder: Path, metrics: Mapping[str, Any] | None = None) -> dict[st
     Raises:
         ArtifactError: the files of the run are damaged.
     """
-    marker = "metrics.json" if metrics is None else "recipe.yaml"
-    home = next((place for place in (folder, folder.absolute().parent) if (place / marker).is_file()), None)
+    home = next((place for place in (folder, folder.absolute().parent) if (place / "metrics.json").is_file()), None)
     if home is None:
         return {}
-    metrics = read_json(home / marker) if metrics is None else dict(metrics)
+    metrics = read_json(home / "metrics.json")
     if not isinstance(metrics, dict) or not isinstance(metrics.get("pruned"), dict):
         raise ArtifactError(f"{home / 'metrics.json'}: expected an object with figures of the pruned model")
     figures = {

@@ -29,13 +29,13 @@ PRESETS = ("image", "sequence")
 """Names of axes of any size: height and width of images, and the length of token sequences."""
 
 
-def with_data(target: InputModel, data: DataSettings | None, own: Own, task: str) -> InputModel:
-    """Return a model with its data, whose samples files are checked and scored on; as it is without settings.
+def with_data(target: InputModel, data: DataSettings | None, own: Own, task: str | None) -> InputModel:
+    """Return a model with its data, whose samples files are checked and scored on; as it is without any.
 
     Raises:
         DataError: the data is missing or unreadable.
     """
-    if target.splits is not None or data is None:
+    if target.splits is not None or (data is None and own.data is None):
         return target
     splits = splits_of(target, data, own, "check the export on", task)
     return replace(target, splits=splits, sample_shape=splits.sample_shape, inputs=inputs_of_task(target.model, splits))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 
 from prunekit.errors import RunError
 from prunekit.formats.node_modules import NodeModules
+from prunekit.formats.openvino import openvino_core
 from prunekit.measure.latency.timing import Times
 from prunekit.measure.runtimes.runtime import RUNTIMES, register_runtime
 from prunekit.measure.runtimes.session import INT8, LayerClock, Sample, Session, Setting, Source
@@ -25,23 +25,10 @@ ROUNDING_US = 0.5
 """Mean of the fractions of microseconds that the counters cut off."""
 
 
-@cache
-def _core() -> Any:
-    """Return OpenVINO's core, which lives until the process ends.
-
-    Its CPU plug-in gives the thread that loads it a stack for signals, and frees it with the last reference: if a
-    garbage collection in another thread does that, the next signal (a worker of a data loader that ends) kills the
-    process.
-    """
-    import openvino
-
-    return openvino.Core()
-
-
 def _refuse(setting: Setting) -> str:
     if setting.memory_format != "contiguous":
         return "it chooses layouts itself"
-    able = _core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    able = openvino_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     return "" if CAPABILITIES[setting.dtype] in able else f"it has no {setting.dtype} kernels for this CPU"
 
 
@@ -76,7 +63,7 @@ def compiled_file(file: Path, setting: Setting, **others: Any) -> Any:
     Raises:
         RunError: its kernels compute in another precision.
     """
-    core, hint = _core(), HINTS[setting.dtype]
+    core, hint = openvino_core(), HINTS[setting.dtype]
     options = {
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_NUM_THREADS": setting.threads,
