@@ -57,7 +57,7 @@ class Standalone(ExportFormat):
 
     def __init__(self) -> None:
         self._dense: WeakValueDictionary[str, Any] = WeakValueDictionary()
-        """What `load` of files without a builder was given, by the checksum of the file."""
+        """Dense models that `load` of files without a builder was given, by the checksum of the file."""
 
     def write(self, source: ExportSource, path: Path) -> list[str]:
         """Write a folder, rebuild the model from it, and compare tensors and outputs, which must be the same.

@@ -150,7 +150,7 @@ def method_of(cls: type, name: str) -> tuple[type, FunctionType] | None:
 
 
 SIZED_FILE = ", with explicit sizes "
-"""What stands between the name of a file and that of the text of a method that was compiled again, in `linecache`."""
+"""Separator of the name of a file and that of the text of a method that was compiled again, in `linecache`."""
 
 
 def _has_text(function: Any) -> bool:
