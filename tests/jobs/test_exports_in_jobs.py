@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from PIL import Image
 
 import prunekit as pk
 from prunekit.cli import cli
@@ -129,6 +130,21 @@ def test_int8_without_data_or_in_another_format_writes_nothing(tmp_path: Path) -
     with pytest.raises(UsageError, match="expected the format onnx or openvino, got pt2"):
         pk.export(model, torch.randn(4, 4), to="pt2", path=tmp_path / "a.pt2", **given)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_folder_of_images_scores_a_file_and_calibrates_none(finished: Any, tmp_path: Path) -> None:
+    for name in ("0", "1"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        Image.new("L", (16, 16), 100 * int(name)).save(tmp_path / "photos" / name / "a.png")
+    given = ["export", str(finished.folder / "model"), "--data", str(tmp_path / "photos"), "--no-timing"]
+    called = CliRunner().invoke(cli, [*given, "--output", str(tmp_path / "a.onnx"), "--json"])
+    assert called.exit_code == 0, called.output
+    assert json.loads(called.stdout)["exports"][0]["scores"]["n_test"] == 2
+    refused = CliRunner().invoke(cli, [*given, "--output", str(tmp_path / "b.onnx"), "--int8"])
+    assert refused.exit_code == 2
+    assert "these are test images alone" in refused.output
+    assert not list(tmp_path.glob("b*"))
 
 
 @pytest.mark.slow

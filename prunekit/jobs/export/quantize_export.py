@@ -106,7 +106,13 @@ def require_calibration(target: InputModel) -> None:
     Raises:
         UsageError: there is none.
     """
-    if target.splits is not None:
+    splits = target.splits
+    if splits is not None and splits.train is splits.test:
+        raise UsageError(
+            "int8: expected training images to take the ranges of activations from, and these are test images alone, "
+            "which the score is of; give --recipe, or --data file.py:factory"
+        )
+    if splits is not None:
         return
     samples, real = real_samples(target)
     if not real or not is_batched(samples):
