@@ -89,7 +89,9 @@ def test_a_metric_measures_all_batches_together() -> None:
     found = evaluate(net, batches(5), TASK, CPU)
     want = 100 / (1 + float(torch.stack(errors).median()))
     assert found.values["near"] == pytest.approx(want, rel=1e-6)
-    assert found.n_test == 24 and found.counts == () and found.interval == (0.0, 100.0)
+    assert found.n_test == 24
+    assert found.counts == ()
+    assert found.interval == (0.0, 100.0)
     assert found.figures().keys() == {"near", "n_test", "low", "high"}
 
 
@@ -109,8 +111,10 @@ def test_a_model_that_computes_its_own_loss_is_trained() -> None:
     net = model()
     history = fit(net, splits, settings, device=CPU, seed=0, batch=6)
     first, last = history.rows[0], history.rows[-1]
-    assert last.train_loss < first.train_loss and history.rows[history.best_epoch - 1].validation_score > 60
-    assert first.train_score is None and first.validation_loss is None
+    assert last.train_loss < first.train_loss
+    assert history.rows[history.best_epoch - 1].validation_score > 60
+    assert first.train_score is None
+    assert first.validation_loss is None
     assert first.figures()["validation_near"] == first.validation_score
 
 
