@@ -127,6 +127,8 @@ class Task:
         loss_in_train_mode: whether models give what the loss needs in train mode alone. Where a loss or its gradients
             are wanted of a model in eval mode, it is put into train mode then, all but its norms and dropout; and
             validation measures no loss.
+        class_count: model -> the number of classes that it tells apart, as it says itself; None if it does not say. It
+            must be that of the data. None: the number of `logits` tells.
     """
 
     name: str
@@ -142,6 +144,7 @@ class Task:
     loss_inputs: Callable[[nn.Module, tuple[Any, ...], Any], tuple[Any, ...]] | None = None
     predictions: Callable[[nn.Module, tuple[Any, ...], Any], Any] | None = None
     loss_in_train_mode: bool = False
+    class_count: Callable[[nn.Module], int | None] | None = None
 
     def __post_init__(self) -> None:
         if (self.counts is None) == (self.metric is None):
