@@ -29,11 +29,12 @@ class Score:
     Attributes:
         name: its key in tables and `metrics.json`.
         label: its name in reports, as within a sentence: `mean IoU`.
-        of: counts (K,) float64 -> percent, 0 to 100; more is better.
+        of: counts (K,) float64 -> percent, 0 to 100, or what `unit` says; more is better.
         interval: of a proportion, whose hits are the first count: counts (K,) float64 -> ends of the 95 % interval, in
             percent; None for other figures.
         chance: score of a model that always answers the most frequent class: counts (K,) float64 -> percent; None if
             unknown.
+        unit: of its values, such as `dB`.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Score:
     of: Callable[[Tensor], float]
     interval: Callable[[Tensor], tuple[float, float]] | None = None
     chance: Callable[[Tensor], float] | None = None
+    unit: str = "%"
 
 
 def pair(batch: Any) -> tuple[Any, Any]:
