@@ -34,6 +34,7 @@ from prunekit.planning.plan import Plan, load_plan
 from prunekit.report.headline import comparison, models, tiles
 from prunekit.settings.job import JobSettings
 from prunekit.settings.prune import facts_of
+from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import Task
 from prunekit.utils.display import Displayed, Table
 from prunekit.utils.files import write_csv
@@ -116,7 +117,7 @@ def measure(
     log = attempt.log
     pruned = prepared.load_model(run.path / "model", dense)
     task, example = prepared.splits.task, prepared.example_inputs
-    inputs = inputs_like(example)
+    inputs = inputs_like(example, drawn=task is IMAGE_CLASSIFICATION)
     found = {"dense": dense, "control": control, "pruned": pruned, "deployed": deployed}
     models = {name: model for name, model in found.items() if model is not None}
     files = {
