@@ -201,6 +201,12 @@ class Task:
             yield
 
 
+def described_task(task: Task) -> dict[str, Any]:
+    """Return the names of a task, its samples and its scores, and the units of these, for reports."""
+    scores = [{"name": score.name, "label": score.label, "unit": score.unit} for score in task.scores]
+    return {"name": task.name, "samples": task.samples, "scores": scores}
+
+
 def training_loss(task: Task, label_smoothing: float) -> Loss:
     """Return the loss of training.
 
