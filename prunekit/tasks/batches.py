@@ -40,10 +40,10 @@ InputsAndTargets = tuple[tuple[Any, ...], Any]
 
 @dataclass(frozen=True, eq=False)
 class LabeledBatch:
-    """The inputs that a model is called with, and their labels, if there are any."""
+    """The inputs that a model is called with, and their labels or other targets, if there are any."""
 
     inputs: tuple[Any, ...]
-    labels: Tensor | None
+    labels: Any
 
     @property
     def samples(self) -> int:
