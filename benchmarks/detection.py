@@ -1,13 +1,13 @@
 """Detectors pruned to a share of their MACs: mean average precision by L2, repaired and fine-tuned, and speed.
 
-A detector is trained on drawn shapes until it knows them, from random weights: ultralytics' by ultralytics' own trainer,
+A detector is trained on drawn shapes until it knows them, from random weights: ultralytics' by its own trainer,
 torchvision's by prunekit's. Each budget is then met four ways: `l2` removes the channels of least norm; `repaired` is
 `prune_yolo` or `prune` with training images without their labels, and no training; `finetuned` trains that for a tenth
 of the epochs; `torch-pruning` is that package's group L2 norm with one ratio for all layers, found by bisection, and
 `torch-pruning finetuned` the same after as many epochs. Figures: `map` and `map50` in percent of the test images, which
 nothing else has seen, with the 95 % bootstrap interval of `map`; `of_dense` is `map` as a share of the dense model's;
-`macs` the share that is left; `speedup` that of ONNX Runtime at batch 1 on one thread over the dense model, the two taking turns: median of
-the ratios with the 95 % interval.
+`macs` the share that is left; `speedup` that of ONNX Runtime at batch 1 on one thread over the dense model, the two
+taking turns: median of the ratios with the 95 % interval.
 
 With `--data` a data set in ultralytics' form takes the place of the shapes, and with `--weights` a checkpoint that
 of the training: `--models yolo11n --weights yolo11n.pt --data coco.yaml --size 640 --epochs 100`.
@@ -26,7 +26,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -232,33 +232,41 @@ def rows_of(detector: Yolo | Torchvision) -> Iterator[dict[str, Any]]:
     """The rows of a detector; those that a run before this one made are read."""
     start = time.perf_counter()
     dense = detector.dense()
-    row = partial(figures, detector, dense)
-    yield cached(detector, "dense", lambda: row("dense", 1.0, lambda: dense, start, timed=False))
+    made = partial(figures, detector, dense)
+    yield cached(detector, "dense", lambda: made("dense", 1.0, lambda: dense, start, timed=False))
     for macs in detector.options.macs:
-        made: dict[str, Any] = {}
-        ways: dict[str, Callable[[float], Any]] = {
-            "l2": lambda macs: detector.ranked(dense, macs),
-            "repaired": lambda macs: detector.repaired(dense, macs),
-            "finetuned": lambda macs: detector.finetuned(
-                made.get("repaired") or detector.repaired(dense, macs), f"finetuned-{macs}"
-            ),
-            "torch-pruning": lambda macs: detector.by_torch_pruning(dense, macs),
-            "torch-pruning finetuned": lambda macs: detector.finetuned(
-                made.get("torch-pruning") or detector.by_torch_pruning(dense, macs), f"torch-pruning-{macs}"
-            ),
-        }
-        for method, way in ways.items():
-            begin = time.perf_counter()
-
-            def make(method: str = method, way: Callable[[float], Any] = way, macs: float = macs) -> Any:
-                made[method] = way(macs)
-                return made[method]
-
+        pruned = Pruned(detector, dense, macs)
+        for method, way in pruned.ways().items():
+            timed = method in ("repaired", "torch-pruning")
             yield cached(
-                detector,
-                f"{method} {macs}",
-                partial(row, method, macs, make, begin, timed=method in ("repaired", "torch-pruning")),
+                detector, f"{method} {macs}", partial(made, method, macs, way, time.perf_counter(), timed=timed)
             )
+
+
+class Pruned:
+    """A detector at one budget; what one method made, another may go on from."""
+
+    def __init__(self, detector: Yolo | Torchvision, dense: Any, macs: float) -> None:
+        self._detector, self._dense, self._macs = detector, dense, macs
+
+    @cached_property
+    def repaired(self) -> Any:
+        return self._detector.repaired(self._dense, self._macs)
+
+    @cached_property
+    def torch_pruning(self) -> Any:
+        return self._detector.by_torch_pruning(self._dense, self._macs)
+
+    def ways(self) -> dict[str, Callable[[], Any]]:
+        """Each method, as a function that returns the pruned detector."""
+        tune, macs = self._detector.finetuned, self._macs
+        return {
+            "l2": lambda: self._detector.ranked(self._dense, macs),
+            "repaired": lambda: self.repaired,
+            "finetuned": lambda: tune(self.repaired, f"finetuned-{macs}"),
+            "torch-pruning": lambda: self.torch_pruning,
+            "torch-pruning finetuned": lambda: tune(self.torch_pruning, f"torch-pruning-{macs}"),
+        }
 
 
 def figures(
