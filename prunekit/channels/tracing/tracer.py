@@ -496,8 +496,8 @@ def _layers_of(flow: LabelFlow, named: list[tuple[str, torch.Tensor]], trace: Tr
     }
     found: dict[str, list[str]] = {name: [] for name, _ in named}
     for name, tensor in named:
-        for field in flow.fields(tensor):
-            roots = flow.union.find(field.labels)
+        for labels in (one.labels for one in flow.fields(tensor)):
+            roots = flow.union.find(labels)
             made = [path for path, own in rows.items() if np.isin(own[own != LOCKED], roots).any()]
             found[name] += [path for path in made if path not in found[name]]
     return found
