@@ -73,14 +73,14 @@ def as_example(model: nn.Module, given: Any) -> tuple[Any, ...]:
     if isinstance(given, Mapping):
         images = images_in(model, given)
         return (_ordered_keywords(model, (), given),) if images is None else (images,)
-    if isinstance(given, (list, tuple)) and are_images(model, given) and (takes_list(model) or isinstance(given, list)):
+    if are_images(model, given) and (isinstance(given, list) or takes_list(model, given[0])):
         return from_images(model, given)
     if not isinstance(given, tuple):
         raise UsageError(f"{EXPECTED}, got {described(given)}; {_advice_instead_of(given)}")
     positional, named = split(given)
     if any(isinstance(value, np.ndarray) for value in leaves(given)) and not gather(given):
         raise UsageError(f"{EXPECTED}, got NumPy arrays {described(given)}; give torch.from_numpy(array)")
-    if positional and isinstance(positional[0], tuple) and takes_list(model) and are_images(model, positional[0]):
+    if positional and isinstance(positional[0], tuple) and are_images(model, positional[0]):
         positional = tuple([*value] if isinstance(value, tuple) else value for value in positional)  # as zip gives them
     return (*positional, _ordered_keywords(model, positional, named)) if named else positional
 
@@ -230,13 +230,32 @@ def inputs_as_example(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
     return as_example(model, inputs) if isinstance(inputs, Mapping) else (inputs,)
 
 
-def takes_list(model: nn.Module) -> bool | None:
-    """Return whether `forward` takes its samples as a list, by the annotation of its first argument; None without."""
+def takes_list(model: nn.Module, image: Tensor | None = None) -> bool:
+    """Return whether `forward` takes its samples as a list, as its first argument's annotation says.
+
+    Without an annotation the model tells: it takes lists if it runs on one, of the image (C, H, W).
+    """
     first = next(iter(_parameters(model)), None)
-    if first is None or first.annotation is inspect.Parameter.empty:
-        return None
-    text = first.annotation if isinstance(first.annotation, str) else inspect.formatannotation(first.annotation)
-    return re.search(r"\b(list|Sequence|Iterable)\[[^\]]*Tensor", text, re.IGNORECASE) is not None
+    if first is not None and first.annotation is not inspect.Parameter.empty:
+        text = first.annotation if isinstance(first.annotation, str) else inspect.formatannotation(first.annotation)
+        return re.search(r"\b(list|Sequence|Iterable)\[[^\]]*Tensor", text, re.IGNORECASE) is not None
+    if model not in _TAKING_LISTS and image is not None:
+        _TAKING_LISTS[model] = _runs_on(model, [image])
+    return _TAKING_LISTS.get(model, False)
+
+
+_TAKING_LISTS: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+"""What was found out of models without annotations."""
+
+
+def _runs_on(model: nn.Module, images: list[Tensor]) -> bool:
+    like = next(iter(model.parameters()))
+    with training_mode(model, False), torch.no_grad():
+        try:
+            model([image.to(like.device, like.dtype) for image in images])
+        except Exception:  # whatever the model's own code raises
+            return False
+    return True
 
 
 def is_image(model: nn.Module, value: Any) -> bool:
@@ -250,7 +269,7 @@ def is_image(model: nn.Module, value: Any) -> bool:
         return False
     layers = (nn.modules.conv._ConvNd, nn.Linear, nn.Embedding)
     first = next((module for module in model.modules() if isinstance(module, layers)), None)
-    return isinstance(first, nn.Conv2d) and (bool(takes_list(model)) or len(value) == first.in_channels)
+    return isinstance(first, nn.Conv2d) and (takes_list(model) or len(value) == first.in_channels)
 
 
 def are_images(model: nn.Module, values: Any) -> bool:
@@ -259,42 +278,23 @@ def are_images(model: nn.Module, values: Any) -> bool:
 
 
 def from_images(model: nn.Module, images: Sequence[Tensor], where: str = "images") -> tuple[Any, ...]:
-    """Return images (C, H, W) as the example of a model: a list, or stacked if it takes a tensor.
-
-    A model whose `forward` has no annotation gets a tensor if it runs on one.
+    """Return images (C, H, W) as the example of a model: a list if it takes one, else stacked.
 
     Raises:
         DataError: a model that takes one tensor is given images of several sizes.
     """
-    alike = len({image.shape for image in images}) == 1
-    stacks = not takes_list(model) and (_runs_on(model, images[0][None]) if takes_list(model) is None else True)
-    if stacks and not alike:
-        sizes = dict.fromkeys(" x ".join(map(str, image.shape)) for image in images)
+    if takes_list(model, images[0]):
+        return ([*images],)
+    sizes = dict.fromkeys(" x ".join(map(str, image.shape)) for image in images)
+    if len(sizes) > 1:
         raise DataError(
             f"{where}: {type(model).__name__} takes images of one size as one tensor, got {described(list(images))}, "
             f"{len(sizes)} sizes; bring all to one size, or pad them; where forward takes images of any size, annotate "
             "its first argument: list[torch.Tensor]"
         )
-    return (torch.stack([*images]),) if stacks else ([*images],)
+    return (torch.stack([*images]),)
 
 
-def _runs_on(model: nn.Module, images: Tensor) -> bool:
-    """Return whether a model runs on a tensor of images."""
-    if (known := _STACKING.get(model)) is not None:
-        return known
-    like = next(iter(model.parameters()))
-    with training_mode(model, False), torch.no_grad():
-        try:
-            model(images.to(like.device, like.dtype))
-        except Exception:  # whatever the model's own code raises
-            _STACKING[model] = False
-        else:
-            _STACKING[model] = True
-    return _STACKING[model]
-
-
-_STACKING: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-"""What was found out of models without annotations: whether they take images as one tensor."""
 IMAGE_NAMES = frozenset(
     {"img", "image", "images", "pixel_values", "jpg", "jpeg", "png", "webp", "x", "input", "inputs"}
 )
