@@ -16,9 +16,9 @@ from prunekit.jobs.run.agreement import share_model
 from prunekit.jobs.run.exported_model import figures_of
 from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own
 from prunekit.jobs.run.model_sources import InputModel, inputs_of_task, probe, splits_of
-from prunekit.jobs.run.results import described_task
 from prunekit.measure.accuracy import evaluate as measure
 from prunekit.settings.inputs import DataSettings
+from prunekit.tasks.task import described_task
 from prunekit.training.compatibility import require_class_count
 from prunekit.training.replicas import share_corrupt
 

@@ -47,10 +47,12 @@ class Score:
     Attributes:
         name: its key in tables and `metrics.json`.
         label: its name in reports, as within a sentence: `mean IoU`.
-        of: counts (K,) float64, or what the task's metric computes -> percent, 0 to 100; more is better.
+        of: counts (K,) float64, or what the task's metric computes -> percent, 0 to 100, or what `unit` says; more is
+            better.
         interval: the same -> ends of the 95 % interval, in percent; None for figures that have none. Of counts, the
             score is then a proportion, whose hits are the first count.
         chance: score of a model that always answers the most frequent class: the same -> percent; None if unknown.
+        unit: of its values, such as `dB`.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Score:
     of: Callable[[Any], float]
     interval: Callable[[Any], tuple[float, float]] | None = None
     chance: Callable[[Any], float] | None = None
+    unit: str = "%"
 
 
 def pair(batch: Any) -> tuple[Any, Any]:
@@ -199,6 +202,12 @@ class Task:
                 if self.loss_in_train_mode and isinstance(module, (_NormBase, _DropoutNd)):
                     module.training = False
             yield
+
+
+def described_task(task: Task) -> dict[str, Any]:
+    """Return the names of a task, its samples and its scores, and the units of these, for reports."""
+    scores = [{"name": score.name, "label": score.label, "unit": score.unit} for score in task.scores]
+    return {"name": task.name, "samples": task.samples, "scores": scores}
 
 
 def training_loss(task: Task, label_smoothing: float) -> Loss:

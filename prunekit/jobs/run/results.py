@@ -35,7 +35,7 @@ from prunekit.report.headline import comparison, models, tiles
 from prunekit.settings.job import JobSettings
 from prunekit.settings.prune import facts_of
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
-from prunekit.tasks.task import Task
+from prunekit.tasks.task import Task, described_task
 from prunekit.utils.display import Displayed, Table
 from prunekit.utils.files import write_csv
 
@@ -163,12 +163,6 @@ def measure(
         log(f"latency: {note}")
     explanation = explain_job(dense, pruned, inputs, settings, log)
     return Measurements(figures, accuracies, latency, explanation=explanation)
-
-
-def described_task(task: Task) -> dict[str, Any]:
-    """Return the names of a task, its samples and its scores, for reports."""
-    scores = [{"name": score.name, "label": score.label} for score in task.scores]
-    return {"name": task.name, "samples": task.samples, "scores": scores}
 
 
 def _reached(found: Scores, task: Task) -> str:
