@@ -75,7 +75,7 @@ def made_for(model: nn.Module) -> int | None:
 
 @cache
 def ultralytics_files() -> dict[str, tuple[Path, str]]:
-    """Return the file of layers of each of ultralytics' detectors, by its name, with the name that its package knows.
+    """Return the file of layers of each of ultralytics' detectors, by its name, with its scale; empty without scales.
 
     Raises:
         ModelError: the package is not installed.
@@ -88,21 +88,25 @@ def ultralytics_files() -> dict[str, tuple[Path, str]]:
             "pip install prunekit[ultralytics]"
         )
     files = sorted(file for folder in folders for file in (folder / "cfg" / "models").rglob("*.yaml"))
-    return {name: (file, f"{name}.yaml") for file in files for name in _scaled_names(file)}
+    return {name: (file, scale) for file in files for name, scale in _scaled_names(file)}
 
 
-def _scaled_names(file: Path) -> Iterator[str]:
-    """Yield the names of the models of a file, one for each of its scales: `yolov8n-p2` of `yolov8-p2.yaml`."""
-    content = YAML(typ="safe", pure=True).load(file.read_text(encoding="utf-8"))
+def _layers(file: Path) -> Any:
+    return YAML(typ="safe", pure=True).load(file.read_text(encoding="utf-8"))
+
+
+def _scaled_names(file: Path) -> Iterator[tuple[str, str]]:
+    """Yield name and scale of the models of a file, one for each of its scales: `yolov8n-p2` of `yolov8-p2.yaml`."""
+    content = _layers(file)
     head = content["head"][-1][2] if isinstance(content, Mapping) and content.get("head") else ""
     if head not in HEADS:
         return
     family = re.fullmatch(r"(yolov?\d+)(-.+)?", file.stem)
     if family is None:  # a name with its scale in it, such as yolov10n or rtdetr-l
-        yield file.stem
+        yield file.stem, ""
         return
     for scale in content.get("scales") or ("",):
-        yield f"{family[1]}{scale}{family[2] or ''}"
+        yield f"{family[1]}{scale}{family[2] or ''}", scale
 
 
 def ultralytics_names() -> tuple[str, ...]:
@@ -123,7 +127,10 @@ def ultralytics_detector(name: str) -> Callable[..., nn.Module]:
         known = set(inspect.signature(kind).parameters) - {"cfg", "nc", "verbose"}
         for argument in arguments.keys() - known:
             raise ValueError(f"there is no argument {argument!r}; expected {', '.join(sorted(known))} or num_classes")
-        model: Any = kind(ultralytics_files()[name][1], nc=num_classes, verbose=False, **arguments)
+        file, scale = ultralytics_files()[name]
+        # not by its name: the package would take a file of this name in the current folder, such as a recipe
+        layers = _layers(file) | {"scale": scale, "yaml_file": f"{name}.yaml"}
+        model: Any = kind(layers, nc=num_classes, verbose=False, **arguments)
         model.args = utils.IterableSimpleNamespace(**utils.DEFAULT_CFG_DICT)  # which its loss reads
         built: nn.Module = model
         return built
@@ -171,7 +178,9 @@ def ultralytics_state(path: Path) -> dict[str, Tensor] | None:
     found = (content.get("ema") or content.get("model")) if isinstance(content, dict) else None
     if not isinstance(found, nn.Module):
         raise ModelError(f"{path}: expected a checkpoint of ultralytics with `model`, got {type(content).__name__}")
-    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in found.state_dict().items()}
+    return {
+        name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in found.state_dict().items()
+    }
 
 
 def _allowed(name: str, path: Path) -> Any:

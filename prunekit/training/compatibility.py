@@ -84,7 +84,7 @@ def require_class_count(model: nn.Module, task: Task, classes: int) -> None:
     count = None if task.class_count is None or not classes else task.class_count(model)
     if count not in (None, classes):
         raise ModelError(
-            f"{type(model).__name__}: expected a model of {classes} classes, as the data has, and its head has {count}; "
+            f"{type(model).__name__}: expected {classes} classes, as the data has, and its head has {count}; "
             "set model.arguments.num_classes, which torchvision's detectors count with the background, and weights "
             "that were trained for these classes"
         )
