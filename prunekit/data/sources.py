@@ -38,6 +38,8 @@ from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import Task
 
 HALF = (0.5, 0.5, 0.5)
+BOXED = ("shapes", "coco", "yolo")
+"""Sources of images with boxes, for the task `detection`."""
 GET_COCO = (
     "https://cocodataset.org/#download: 2017 Train images, 2017 Val images and 2017 Train/Val annotations, unpacked "
     "into one folder"
@@ -115,6 +117,10 @@ def load_splits(settings: DataSettings) -> Splits:
     missing = missing_data(settings)
     if missing is not None:
         raise DataError(missing)
+    if settings.source in BOXED:
+        from prunekit.data.detection.detection_sources import detection_splits
+
+        return detection_splits(settings)
     return splits_of(_READERS[settings.source](settings), settings)
 
 

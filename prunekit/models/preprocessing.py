@@ -95,7 +95,7 @@ class Preprocessing(Checked):
         several: Sequence[Pixels] = images if isinstance(images, (list, tuple)) else [images]  # type: ignore[list-item]
         if not several:
             raise DataError("preprocessing: expected at least one image, got none")
-        return torch.stack([self.pixels(in_rgb(_opened(image))) for image in several])
+        return torch.stack([self.pixels(in_rgb(opened(image))) for image in several])
 
     def pixels(self, image: Image.Image) -> Tensor:
         """Return the input (channels, height, width) of a Pillow image in RGB."""
@@ -124,6 +124,13 @@ class Preprocessing(Checked):
         scale = min(self.width / width, self.height / height)
         inside = max(1, round(width * scale)), max(1, round(height * scale))
         return (self.width - inside[0]) // 2, (self.height - inside[1]) // 2, *inside
+
+    def in_image(self, boxes: Tensor, size: tuple[int, int]) -> Tensor:
+        """Return boxes (n, 4) of a padded input as they are in the image, of a size (width, height), in its pixels."""
+        left, top, width, height = self.placement(*size)
+        scale = boxes.new_tensor([size[0] / width, size[1] / height] * 2)
+        limits = boxes.new_tensor([*size, *size])
+        return ((boxes - boxes.new_tensor([left, top, left, top])) * scale).clamp_min(0).minimum(limits)
 
     def _padded(self, image: Image.Image, padding: float) -> Image.Image:
         left, top, width, height = self.placement(*image.size)
@@ -211,7 +218,12 @@ def in_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _opened(image: Pixels) -> Image.Image:
+def opened(image: Pixels) -> Image.Image:
+    """Return an image as a Pillow image, upright.
+
+    Raises:
+        DataError: a file is missing or is no image, or an array has another form.
+    """
     if isinstance(image, Image.Image):
         return image
     if isinstance(image, np.ndarray):

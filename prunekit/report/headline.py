@@ -197,8 +197,8 @@ def scores(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def capital(text: str) -> str:
-    """Return text with a capital first letter."""
-    return text[:1].upper() + text[1:]
+    """Return text with a capital first letter; an abbreviation such as `mAP` stays as it is."""
+    return text if text[1:2].isupper() else text[:1].upper() + text[1:]
 
 
 def samples(metrics: Mapping[str, Any]) -> str:

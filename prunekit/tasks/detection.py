@@ -175,6 +175,8 @@ def _with_settings(model: Any) -> None:
         given = model.args if isinstance(getattr(model, "args", None), Mapping) else {}
         utils = import_module("ultralytics.utils")
         model.args = utils.IterableSimpleNamespace(**{**utils.DEFAULT_CFG_DICT, **given})
+    if not hasattr(model, "nc"):  # which RT-DETR's loss reads
+        model.nc = model.model[-1].nc
     model.criterion = None
 
 

@@ -91,7 +91,8 @@ def _least_hits(totals: Array, recalls: Array) -> Array:
     whole = np.maximum(totals, 1)[:, None]
     least = np.ceil(recalls * whole).astype(np.int64)
     least = np.where((least > 0) & ((least - 1) / whole >= recalls), least - 1, least)  # as the division rounds
-    return np.where(least / whole < recalls, least + 1, least)
+    enough: Array = np.where(least / whole < recalls, least + 1, least)
+    return enough
 
 
 def _first_reaching(right: Array, needed: Array) -> Array:
@@ -173,7 +174,8 @@ class MeanAveragePrecision:
             kinds = [0] * len(wanted["labels"]) if crowds is None else crowds.tolist()
             for box, label, crowd in zip(_corners(wanted), wanted["labels"].tolist(), kinds, strict=True):
                 self._boxes.append(self._entry(box, label) | {"id": len(self._boxes) + 1, "iscrowd": int(crowd)})
-            for box, label, score in zip(_corners(found), found["labels"].tolist(), found["scores"].tolist(), strict=True):  # fmt: skip
+            parts = _corners(found), found["labels"].tolist(), found["scores"].tolist()
+            for box, label, score in zip(*parts, strict=True):
                 self._detections.append(self._entry(box, label) | {"id": len(self._detections) + 1, "score": score})
 
     def _entry(self, box: list[float], label: int) -> dict[str, Any]:
@@ -209,12 +211,11 @@ class MeanAveragePrecision:
             run.accumulate()
         precisions = run.eval["precision"]  # (thresholds, recalls, classes, 1, 1), -1 for a class without boxes
         at_half = precisions[np.isclose(run.params.iouThrs, 0.5)]
-        means = [100 * float(np.mean(values[values > -1])) for values in (precisions, at_half)]
+        mean, mean50 = (100 * float(np.mean(values[values > -1])) for values in (precisions, at_half))
         images, each = self._images, run.evalImgs
         matches = (_matches(each[start : start + images], images) for start in range(0, len(each), images))
-        return AveragePrecisions(
-            *means, images, tuple(one for one in matches if one is not None), np.asarray(run.params.recThrs)
-        )
+        there = tuple(one for one in matches if one is not None)
+        return AveragePrecisions(mean, mean50, images, there, np.asarray(run.params.recThrs))
 
     def _data_set(self, coco: Any, annotations: list[dict[str, Any]]) -> Any:
         made = coco()

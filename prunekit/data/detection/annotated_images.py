@@ -203,7 +203,7 @@ def checked_boxes(
     finite = np.isfinite(boxes).all(1)
     limits = np.concatenate([sizes, sizes], 1)
     clipped = np.clip(np.where(finite[:, None], boxes, 0), 0, limits)
-    stays = (clipped[:, 2:] > clipped[:, :2]).all(1)
+    stays: np.ndarray[Any, Any] = np.all(clipped[:, 2:] > clipped[:, :2], axis=1)
     beyond = int(((np.abs(clipped - np.where(finite[:, None], boxes, 0)) > 0.01 * limits).any(1) & stays).sum())
     lost, notes = int((~stays).sum()), []
     if lost:

@@ -104,9 +104,7 @@ class BoxAugmentation:
 def _moved(transform: Any, image: Any, objects: Parts) -> tuple[Any, Parts]:
     """Return an image and its objects after a transform of both."""
     size = (image.height, image.width) if isinstance(image, Image.Image) else tuple(image.shape[-2:])
-    known: dict[str, Any] = {
-        "boxes": tv_tensors.BoundingBoxes(objects["boxes"], format="XYXY", canvas_size=size)  # type: ignore[call-overload]
-    }
+    known: dict[str, Any] = {"boxes": tv_tensors.BoundingBoxes(objects["boxes"], format="XYXY", canvas_size=size)}
     if "masks" in objects:
         known["masks"] = tv_tensors.Mask(objects["masks"])
     if "keypoints" in objects:

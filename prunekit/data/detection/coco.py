@@ -1,4 +1,4 @@
-"""Data sets in the format of COCO: folders of images, and a JSON file of annotations for each part (Lin et al. 2014)."""
+"""Data sets in the format of COCO (Lin et al. 2014): folders of images, and a JSON file of annotations for each."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def read_coco(file: AnnotationFile, targets: Sequence[str], category_ids: bool) 
     categories = sorted(content["categories"], key=lambda one: one["id"])
     numbers = {one["id"]: one["id"] - 1 if category_ids else i for i, one in enumerate(categories)}
     if category_ids and min(numbers.values(), default=0) < 0:
-        raise DataError(f"{where}: expected ids of categories from 1 with data.category_ids, got {min(numbers) }")
+        raise DataError(f"{where}: expected ids of categories from 1 with data.category_ids, got {min(numbers)}")
     named = {numbers[one["id"]]: str(one.get("name", one["id"])) for one in categories}
     classes = tuple(named.get(number, "N/A") for number in range(max(named, default=-1) + 1))
     places = {one["id"]: index for index, one in enumerate(content["images"])}
@@ -251,23 +251,20 @@ def _parsed(path: Path) -> dict[str, Any]:
         "annotations": ("image_id", "category_id", "bbox"),
         "categories": ("id",),
     }
+    if isinstance(content, dict) and "images" in content and content.get("annotations") is None:
+        raise DataError(f"{path}: it has images, and no annotations, as COCO's test set; no mAP can be measured")
     for name, keys in forms.items():
         entries = content.get(name) if isinstance(content, dict) else None
-        if name == "annotations" and entries is None and isinstance(content, dict) and "images" in content:
-            raise DataError(f"{path}: it has images, and no annotations, as COCO's test set; no mAP can be measured")
-        wrong = next((i for i, one in enumerate(entries) if not _has(one, keys)), None) if _is_list(entries) else 0
-        if not _is_list(entries) or wrong is not None:
-            at = f"entry {wrong} of {name}" if _is_list(entries) else name
+        known = entries if isinstance(entries, list) else [None]
+        wrong = next((number for number, one in enumerate(known) if not _has(one, keys)), None)
+        if wrong is not None:
+            at = f"entry {wrong} of {name}" if isinstance(entries, list) else name
             raise DataError(
                 f"{path}: expected lists images (id, file_name, width, height), annotations (image_id, category_id, "
                 f"bbox) and categories (id, name), as COCO has them; {at} is another thing"
             )
     found: dict[str, Any] = content
     return found
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list)
 
 
 def _has(entry: Any, keys: Sequence[str]) -> bool:

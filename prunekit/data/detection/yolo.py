@@ -263,7 +263,9 @@ def read_yolo(
             corrupt.add(str(path), f"its labels, {file}, have another form: {error}")
             continue
         if "masks" in targets and any(polygon is None for polygon in found.polygons):
-            raise DataError(f"{file}: data.targets asks for masks, and expected polygons, but an object has a box alone")
+            raise DataError(
+                f"{file}: data.targets asks for masks, and expected polygons, but an object has a box alone"
+            )
         paths.append(path)
         labels.append(found)
     count = sum(len(one.classes) for one in labels)
@@ -304,7 +306,9 @@ def _labels(file: Path, description: YoloDescription) -> Labels:
         numbers = 4 if shape is None else 4 + shape[0] * shape[1]
         is_polygon = shape is None and len(rest) >= 6 and len(rest) % 2 == 0
         if label != int(label) or label < 0 or not np.isfinite(rest).all() or not (len(rest) == numbers or is_polygon):
-            expected = "a class and a box (x, y, width, height), or a polygon" if shape is None else f"{1 + numbers} numbers"
+            expected = (
+                "a class and a box (x, y, width, height), or a polygon" if shape is None else f"{1 + numbers} numbers"
+            )
             raise ValueError(f"line {number}: expected {expected}, got {line[:60]!r}")
         if description.classes and label >= len(description.classes):
             raise DataError(
