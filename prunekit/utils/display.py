@@ -68,7 +68,12 @@ def size(value: Any) -> str:
 
 def percent(value: Any, places: int = 1) -> str:
     """Return a number of percent, e.g. 98.6 %."""
-    return f"{value:.{places}f} %" if is_number(value) else NOTHING
+    return in_unit(value, "%", places)
+
+
+def in_unit(value: Any, unit: str, places: int = 2) -> str:
+    """Return a number with its unit, e.g. 98.60 % or 31.25 dB."""
+    return f"{value:.{places}f} {unit}" if is_number(value) else NOTHING
 
 
 def share(value: Any, places: int = 1) -> str:
