@@ -165,8 +165,8 @@ def sensitivity(
     For models of any task. The fast way needs unlabeled calibration samples: the channels of a group are removed in the
     order of an optimal brain surgeon on the inputs of the layers that read them (Hassibi & Stork 1993, by groups of
     weights). The error after each is what remains when these layers are fitted again, per output, as a share of its
-    variance. It is local, and what a repair can reach. With `measured_on` the same channels are also masked in the model without a repair, and
-    its output is compared with the dense one; see `prunekit.measure.group_sensitivity`.
+    variance. It is local, and what a repair can reach. With `measured_on` the same channels are also masked in the
+    model without a repair, and its output is compared with the dense one; see `prunekit.measure.group_sensitivity`.
 
     Args:
         model: in any mode, on any device; not changed.

@@ -213,7 +213,7 @@ def test_a_job_writes_its_curves_and_never_sees_test_images(
     assert run.folder.parent == tmp_path / "small" / "sensitivity"
     assert json.loads((run.folder / "status.json").read_text())["state"] == "finished"
     rows = pd.read_csv(run.folder / "sensitivity.csv")
-    assert list(rows.columns) == list(CURVE_COLUMNS)
+    assert list(rows.columns) == [*CURVE_COLUMNS, "top1"]
     assert set(rows["group"]) == {group.name for group in run.result.groups}
     metrics = json.loads((run.folder / "sensitivity.json").read_text())
     assert metrics == json.loads(json.dumps(run.metrics))
