@@ -52,6 +52,11 @@ def plural(number: int, word: str, ending: str = "s") -> str:
     return f"{number:,} {word}{ending if number != 1 else ''}"
 
 
+def counted(number: int, words: str) -> str:
+    """Return a number and words, which end in s if there is not one of them: `1 sample` of `samples`."""
+    return f"{number:,} {words.removesuffix('s') if number == 1 else words}"
+
+
 def listed(names: Iterable[str], most: int) -> str:
     """Return the first names, and how many more there are."""
     every = list(names)
