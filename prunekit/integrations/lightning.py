@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -10,19 +11,17 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from prunekit.errors import UsageError, nearest
+from prunekit.integrations.missing_extra import require_library
 from prunekit.integrations.prune_callback import PrunesInTrainer
 
-try:
+if find_spec("pytorch_lightning") is None or find_spec("lightning") is not None:
+    require_library("lightning", "lightning")
+
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-except ModuleNotFoundError:
-    try:
-        from pytorch_lightning import Callback, LightningModule, Trainer  # type: ignore[assignment]
-        from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint  # type: ignore[assignment]
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"prunekit.integrations.lightning needs lightning ({error}): pip install 'prunekit[lightning]'"
-        ) from error
+else:
+    from pytorch_lightning import Callback, LightningModule, Trainer  # type: ignore[assignment]
+    from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint  # type: ignore[assignment]
 
 
 class PruneCallback(PrunesInTrainer, Callback):

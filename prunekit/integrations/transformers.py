@@ -15,17 +15,15 @@ from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.compaction.model_folder import FILES, MANIFEST, ModelWithPlan, load, read_manifest, save
 from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.hooks.wrappers import unwrapped
+from prunekit.integrations.missing_extra import require_library
 from prunekit.integrations.prune_callback import PrunesInTrainer
 from prunekit.planning.plan import Plan
 from prunekit.utils.files import StrPath, atomic_file, atomic_folder, folder_at, require_replaceable
 
-try:
-    import transformers
-    from transformers import PreTrainedModel, Trainer, TrainerCallback
-except ModuleNotFoundError as error:
-    raise UsageError(
-        f"prunekit.integrations.transformers needs transformers ({error}): pip install 'prunekit[hf]'"
-    ) from error
+require_library("transformers", "hf")
+
+import transformers  # noqa: E402  # after the check, whose message says what to install
+from transformers import PreTrainedModel, Trainer, TrainerCallback  # noqa: E402
 
 STATE = "pruner.pt"
 """The pruner's state in a checkpoint."""
