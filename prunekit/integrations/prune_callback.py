@@ -1,4 +1,4 @@
-"""What the callbacks of different trainers share: the pruner that they make once the trainer has its optimizer."""
+"""The common part of callbacks for trainers: a pruner, made once the trainer has its optimizer."""
 
 from __future__ import annotations
 

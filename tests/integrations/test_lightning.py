@@ -148,7 +148,7 @@ def test_training_ends_with_the_compact_model(name: str, tmp_path: Path) -> None
     assert torch.equal(again(X.to(net.dtype)), small.eval()(X.to(net.dtype)))
     if not prune.module:
         before = [parameter.shape for parameter in small.parameters()]
-        trainer(max_epochs=1).fit(small.train(), loader())
+        trainer(max_epochs=1, **given).fit(small.train(), loader())
         assert [parameter.shape for parameter in small.parameters()] == before
 
 
