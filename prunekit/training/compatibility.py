@@ -39,6 +39,8 @@ def check_fits(model: nn.Module, splits: Splits, device: torch.device) -> None:
         DataError: a sample cannot be read.
     """
     require_class_count(model, splits.task, len(splits.classes))
+    if splits.task.metric is not None:
+        splits.task.metric()  # which may need a package that is not installed
     inputs, targets = two_samples(splits.train)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with seeded(0), training_mode(model, True), torch.no_grad():
