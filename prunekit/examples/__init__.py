@@ -1,1 +1,1 @@
-"""Examples of tasks, in a file each: a model, data and a task, to copy and to run with `python:prunekit.examples...`."""
+"""Examples of tasks, in a file each: a model, data and a task, to run as they are and to begin one's own with."""

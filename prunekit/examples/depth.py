@@ -29,7 +29,7 @@ class DepthNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return depths (B, 1, H, W), above 0, of images (B, 3, H, W)."""
-        skips = []
+        skips: list[Tensor] = []
         for down in self.down:
             skips.append(down(skips[-1] if skips else images))
         values = skips.pop()
@@ -65,4 +65,10 @@ def counts(depth: Tensor, wanted: Tensor) -> Tensor:
 
 def task() -> Task:
     """Return the task: the scale-invariant error; the percentage of pixels within a factor of 1.25, `delta < 1.25`."""
-    return Task("depth", loss, counts, (Score("delta1", "δ < 1.25", lambda sums: 100 * float(sums[0] / sums[1])),))
+    return Task(
+        "depth",
+        loss,
+        counts,
+        (Score("delta1", "δ < 1.25", lambda sums: 100 * float(sums[0] / sums[1])),),
+        samples="images",
+    )

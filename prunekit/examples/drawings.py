@@ -48,8 +48,9 @@ def draw(seed: int) -> Scene:
         color = random.uniform(0.1, 0.6, (3, 1, 1)) + 0.4 * (np.arange(3) == kind)[:, None, None]
         image = np.where(inside, color, image)
     image = np.clip(image + random.normal(0, 0.02, image.shape), 0, 1)
-    return Scene(*(torch.from_numpy(np.asarray(part)) for part in (image.astype("f4"), mask)),
-                 torch.from_numpy(depth.astype("f4"))[None], torch.from_numpy(centers.astype("f4")))  # fmt: skip
+    values = (image.astype("f4"), mask, depth.astype("f4")[None], centers.astype("f4"))
+    pixels, classes, distance, places = map(torch.from_numpy, values)
+    return Scene(pixels, classes, distance, places)
 
 
 class Scenes(Dataset[tuple[Any, Any]]):

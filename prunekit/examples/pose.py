@@ -60,4 +60,6 @@ def counts(heatmaps: Tensor, joints: Tensor) -> Tensor:
 
 def task() -> Task:
     """Return the task: the cross entropy of heatmaps; the percentage of correct keypoints (Yang & Ramanan 2013)."""
-    return Task("pose", loss, counts, (Score("pck", "PCK@0.1", lambda sums: 100 * float(sums[0] / sums[1])),))
+    return Task(
+        "pose", loss, counts, (Score("pck", "PCK@0.1", lambda sums: 100 * float(sums[0] / sums[1])),), samples="images"
+    )

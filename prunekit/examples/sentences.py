@@ -35,7 +35,8 @@ class SentenceEncoder(nn.Module):
         ids, mask = input_ids.flatten(0, -2), attention_mask.flatten(0, -2)
         states = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
         mean = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
-        return mean.unflatten(0, input_ids.shape[:-1])
+        found: Tensor = mean.unflatten(0, input_ids.shape[:-1])
+        return found
 
 
 class Pairs(Dataset[dict[str, Tensor]]):

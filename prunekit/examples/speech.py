@@ -1,4 +1,4 @@
-"""Speech to letters: wav2vec 2.0 (Baevski et al. 2020) of transformers, trained by connectionist temporal classification.
+"""Speech to letters: wav2vec 2.0 (Baevski et al. 2020) of transformers, with connectionist temporal classification.
 
 The recordings are sequences of tones, one for each letter, in noise.
 """
@@ -28,10 +28,10 @@ def model() -> Wav2Vec2ForCTC:
 
     return Wav2Vec2ForCTC(
         Wav2Vec2Config(
-            vocab_size=LETTERS + 1, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, initializer_range=0.1,
+            vocab_size=LETTERS + 1, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
             conv_dim=(32, 32, 32), conv_kernel=(10, 4, 4), conv_stride=(5, 4, 2), num_conv_pos_embeddings=8,
-            num_conv_pos_embedding_groups=4, mask_time_prob=0.0, layerdrop=0.0, hidden_dropout=0.0,
-            attention_dropout=0.0, activation_dropout=0.0, feat_proj_dropout=0.0, final_dropout=0.0,
+            num_conv_pos_embedding_groups=4, initializer_range=0.1, mask_time_prob=0.0, layerdrop=0.0,
+            hidden_dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, feat_proj_dropout=0.0, final_dropout=0.0,
         )
     )  # fmt: skip
 

@@ -64,4 +64,4 @@ def counts(images: Tensor, wanted: Tensor) -> Tensor:
 def task() -> Task:
     """Return the task: the mean absolute error; the peak signal-to-noise ratio of pixels from 0 to 1, in dB."""
     psnr = Score("psnr", "PSNR", lambda sums: float(sums[0] / sums[1]), unit="dB")
-    return Task("super_resolution", F.l1_loss, counts, (psnr,))
+    return Task("super_resolution", F.l1_loss, counts, (psnr,), samples="images")

@@ -8,6 +8,7 @@ ultralytics' own. Needs `pip install 'prunekit[ultralytics]'`; nothing else in p
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,12 @@ from ultralytics import RTDETR, YOLO  # noqa: E402  # after the check, whose mes
 from ultralytics.engine.model import Model  # noqa: E402
 
 from prunekit.integrations.yolo.calibration_images import calibration_images  # noqa: E402
-from prunekit.integrations.yolo.head_outputs import predictions  # noqa: E402
+from prunekit.integrations.yolo.head_outputs import forget_image_size, predictions  # noqa: E402
+from prunekit.integrations.yolo.prune_while_training import (  # noqa: E402
+    PruneWhileTraining as PruneWhileTraining,  # public here
+)
 from prunekit.integrations.yolo.pruned_yolo import PrunedYOLO, marked  # noqa: E402
-from prunekit.integrations.yolo.rebuild_guard import configuration, is_marked, what_is_left  # noqa: E402
+from prunekit.integrations.yolo.rebuild_guard import Left, configuration, is_marked, what_is_left  # noqa: E402
 from prunekit.integrations.yolo.suppression_time import without_suppression  # noqa: E402
 from prunekit.jobs.prune.one_shot import prune  # noqa: E402
 from prunekit.settings.prune import Target  # noqa: E402
@@ -60,8 +64,7 @@ def prune_yolo(
     prunekit is not installed. Plain `YOLO(path).train(...)` is refused there, as it would rebuild the dense model.
 
     The decoded predictions and those that losses read keep their sizes. The feature maps that heads return beside them
-    do not. Shares of MACs and channels are of the model as it is trained, with both heads of those that have two (v10,
-    26), of which `fuse` and exports keep one.
+    do not. Of models with two heads (v10, 26), the share of MACs counts the one that `fuse` and exports keep.
 
     Args:
         yolo: object of ultralytics (`YOLO`, `RTDETR`, `YOLOWorld`, `YOLOE`) or a path of one (.pt, or .yaml for random
@@ -69,9 +72,14 @@ def prune_yolo(
         data: images to calibrate on, without labels: a data set's YAML file or its dictionary, of which the training
             images are read; a folder, paths, arrays (H, W, 3) in BGR, a tensor (B, 3, H, W) in 0..1, or a loader, also
             ultralytics' own. Files and arrays are preprocessed as ultralytics' predictors do.
-        macs, channels, params, size_mb, memory_mb: as for `prunekit.prune`; at least one budget is given.
-        latency_ms, speedup: measured, of a forward pass of the model to its decoded predictions, without the
-            suppression of overlapping boxes that follows on them, unless `suppression` is set.
+        macs: share of the multiply-accumulates that may be left, above 0 and at most 1; at least one budget is given.
+        channels: share of the channels that may be left.
+        params: share of the parameters that may be left.
+        size_mb: megabytes that the weights may take in a file.
+        latency_ms: median milliseconds of a forward pass up to the decoded predictions, measured, without the
+            suppression of overlapping boxes that follows, unless `suppression` is set.
+        speedup: how many times faster than the dense model, measured in the same way.
+        memory_mb: megabytes alive at the peak of a forward pass.
         target: of budgets of time and memory; see `prunekit.Target`.
         imgsz: side of the images in pixels, or height and width; None: the size that the model was trained at.
         images: how many images are taken, at random; at least 8.
@@ -107,22 +115,24 @@ def prune_yolo(
     dense = given.model
     size = _size(dense, imgsz)
     samples = None if data is None else calibration_images(given, data, size, images, seed)
-    times = {"latency_ms": latency_ms, "speedup": speedup}
     notes: tuple[str, ...] = ()
     if suppression:
-        times, notes = without_suppression(given, samples, times, target or Target())
+        latency_ms, speedup, notes = without_suppression(given, samples, latency_ms, speedup, target or Target())
     channels_read = int(configuration(dense).get("channels", 3))
     example = torch.rand(2, channels_read, *size, generator=torch.Generator().manual_seed(seed))
+    source = deepcopy(dense).requires_grad_(True)  # files of ultralytics hold frozen models
+    forget_image_size(source)
     found = prune(
-        dense,
+        source,
         example if samples is None else None,
         calibration=samples,
         macs=macs,
         channels=channels,
         params=params,
         size_mb=size_mb,
+        latency_ms=latency_ms,
+        speedup=speedup,
         memory_mb=memory_mb,
-        **times,
         target=target,
         images=images,
         seed=seed,
@@ -131,7 +141,7 @@ def prune_yolo(
         **arguments,
     )
     before = what_is_left(dense) if is_marked(dense) else {}
-    left = {name: (before.get(name, (was,))[0], now) for name, (was, now) in found.plan.totals().items()}
+    left: Left = {name: (before.get(name, (was,))[0], now) for name, (was, now) in found.plan.totals().items()}
     made = PrunedYOLO.around(given, marked(dense, found.model, left), found)
     made.notes = notes
     return made
@@ -184,7 +194,9 @@ def _opened(yolo: Any) -> Model:
         yolo = (RTDETR if "rtdetr" in path.stem and path.suffix in {".yaml", ".yml"} else YOLO)(str(yolo))
     if not isinstance(yolo, Model):
         where = "; give the object of ultralytics, not its .model" if isinstance(yolo, nn.Module) else ""
-        raise UsageError(f"expected an object of ultralytics, such as YOLO('yolo11n.pt'), got {type(yolo).__name__}{where}")
+        raise UsageError(
+            f"expected an object of ultralytics, such as YOLO('yolo11n.pt'), got {type(yolo).__name__}{where}"
+        )
     if not isinstance(yolo.model, nn.Module):
         raise UsageError(f"expected a model in torch (.pt), got {yolo.model}; exported models cannot be pruned")
     return yolo
@@ -201,7 +213,7 @@ def _size(model: nn.Module, given: int | tuple[int, int] | None) -> tuple[int, i
     if asked is None:
         asked = (arguments if isinstance(arguments, Mapping) else vars(arguments)).get("imgsz", 640)
     height, width = asked if isinstance(asked, (tuple, list)) else (asked, asked)
-    stride = max(int(model.stride.max()), 1) if hasattr(model, "stride") else 1
+    stride = max(int(max(getattr(model, "stride", [1]))), 1)
     if not all(isinstance(side, int) and side > 0 and side % stride == 0 for side in (height, width)):
         raise UsageError(f"imgsz: expected multiples of {stride} pixels, the model's stride, got {asked!r}")
     return height, width

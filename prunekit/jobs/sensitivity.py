@@ -21,7 +21,7 @@ from prunekit.criteria.elimination import eliminations
 from prunekit.criteria.scoring import score
 from prunekit.data.datasets import describe_corrupt
 from prunekit.data.loader import Batches, batches
-from prunekit.errors import PlanError, UsageError
+from prunekit.errors import PlanError
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.calibrate import calibration_images
 from prunekit.jobs.run.dense_model import prepare, train_baseline
@@ -162,11 +162,11 @@ def sensitivity(
 ) -> Sensitivity:
     """Return the error of a model's output for each number of channels that a group keeps.
 
-    For models of any task. The fast way needs unlabeled calibration samples: the channels of a group are removed in the order of an optimal
-    brain surgeon on the inputs of the layers that read them (Hassibi & Stork 1993, by groups of weights). The error
-    after each is what remains when these layers are fitted again, per output, as a share of its variance. It is local,
-    and what a repair can reach. With `measured_on` the same channels are also masked in the model without a repair, and
-    its output is compared with the dense one; see `prunekit.measure.group_sensitivity`.
+    For models of any task. The fast way needs unlabeled calibration samples: the channels of a group are removed in the
+    order of an optimal brain surgeon on the inputs of the layers that read them (Hassibi & Stork 1993, by groups of
+    weights). The error after each is what remains when these layers are fitted again, per output, as a share of its
+    variance. It is local, and what a repair can reach. With `measured_on` the same channels are also masked in the
+    model without a repair, and its output is compared with the dense one; see `prunekit.measure.group_sensitivity`.
 
     Args:
         model: in any mode, on any device; not changed.

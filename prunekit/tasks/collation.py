@@ -31,7 +31,7 @@ def is_image_batch(model: nn.Module, batch: Any) -> bool:
 
     Two of them may be an image with one to compare with, where the model takes no list.
     """
-    return are_images(model, batch) and (bool(takes_list(model)) or len(batch) != 2)
+    return are_images(model, batch) and (len(batch) != 2 or takes_list(model, batch[0]))
 
 
 def samples_in_batches(
@@ -94,7 +94,7 @@ def together(model: nn.Module, samples: list[Any], where: str) -> Any:
     images = [_image_of(model, sample) for sample in samples]
     listed = are_images(model, images)
     try:
-        if not (listed and takes_list(model)):
+        if not (listed and takes_list(model, images[0])):
             return default_collate(samples)
     except (RuntimeError, TypeError, KeyError) as error:
         if not listed:

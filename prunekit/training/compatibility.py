@@ -107,6 +107,7 @@ def _check_task(model: nn.Module, task: Task, output: Any, targets: Any) -> None
         raise ModelError(f"task {task.name!r}: {got}: {type(error).__name__}: {error}") from error
     if not ok:
         raise ModelError(f"task {task.name!r}: expected a loss of one number and counts (K,), got {found}; {got}")
-    outside = [f"{name} {value:.4g}" for name, value in scores.items() if not 0 <= value <= 100]
+    percents = {score.name for score in task.scores if score.unit == "%"}
+    outside = [f"{name} {value:.4g}" for name, value in scores.items() if name in percents and not 0 <= value <= 100]
     if outside:
         raise ModelError(f"task {task.name!r}: expected scores in percent, 0 to 100, got {', '.join(outside)}; {got}")

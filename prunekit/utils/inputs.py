@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -73,14 +74,14 @@ def as_example(model: nn.Module, given: Any) -> tuple[Any, ...]:
     if isinstance(given, Mapping):
         images = images_in(model, given)
         return (_ordered_keywords(model, (), given),) if images is None else (images,)
-    if isinstance(given, (list, tuple)) and are_images(model, given) and (takes_list(model) or isinstance(given, list)):
+    if are_images(model, given) and (isinstance(given, list) or takes_list(model, given[0])):
         return from_images(model, given)
     if not isinstance(given, tuple):
         raise UsageError(f"{EXPECTED}, got {described(given)}; {_advice_instead_of(given)}")
     positional, named = split(given)
     if any(isinstance(value, np.ndarray) for value in leaves(given)) and not gather(given):
         raise UsageError(f"{EXPECTED}, got NumPy arrays {described(given)}; give torch.from_numpy(array)")
-    if positional and isinstance(positional[0], tuple) and takes_list(model) and are_images(model, positional[0]):
+    if positional and isinstance(positional[0], tuple) and are_images(model, positional[0]):
         positional = tuple([*value] if isinstance(value, tuple) else value for value in positional)  # as zip gives them
     return (*positional, _ordered_keywords(model, positional, named)) if named else positional
 
@@ -230,13 +231,32 @@ def inputs_as_example(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
     return as_example(model, inputs) if isinstance(inputs, Mapping) else (inputs,)
 
 
-def takes_list(model: nn.Module) -> bool | None:
-    """Return whether `forward` takes its samples as a list, by the annotation of its first argument; None without."""
+def takes_list(model: nn.Module, image: Tensor | None = None) -> bool:
+    """Return whether `forward` takes its samples as a list, as its first argument's annotation says.
+
+    Without an annotation the model tells: it takes lists if it runs on one, of the image (C, H, W).
+    """
     first = next(iter(_parameters(model)), None)
-    if first is None or first.annotation is inspect.Parameter.empty:
-        return None
-    text = first.annotation if isinstance(first.annotation, str) else inspect.formatannotation(first.annotation)
-    return re.search(r"\b(list|Sequence|Iterable)\[[^\]]*Tensor", text, re.IGNORECASE) is not None
+    if first is not None and first.annotation is not inspect.Parameter.empty:
+        text = first.annotation if isinstance(first.annotation, str) else inspect.formatannotation(first.annotation)
+        return re.search(r"\b(list|Sequence|Iterable)\[[^\]]*Tensor", text, re.IGNORECASE) is not None
+    if model not in _TAKING_LISTS and image is not None:
+        _TAKING_LISTS[model] = _runs_on(model, [image])
+    return _TAKING_LISTS.get(model, False)
+
+
+_TAKING_LISTS: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+"""What was found out of models without annotations."""
+
+
+def _runs_on(model: nn.Module, images: list[Tensor]) -> bool:
+    like = next(iter(model.parameters()))
+    with training_mode(model, False), torch.no_grad():
+        try:
+            model([image.to(like.device, like.dtype) for image in images])
+        except Exception:  # whatever the model's own code raises
+            return False
+    return True
 
 
 def is_image(model: nn.Module, value: Any) -> bool:
@@ -250,7 +270,7 @@ def is_image(model: nn.Module, value: Any) -> bool:
         return False
     layers = (nn.modules.conv._ConvNd, nn.Linear, nn.Embedding)
     first = next((module for module in model.modules() if isinstance(module, layers)), None)
-    return isinstance(first, nn.Conv2d) and (bool(takes_list(model)) or len(value) == first.in_channels)
+    return isinstance(first, nn.Conv2d) and (takes_list(model) or len(value) == first.in_channels)
 
 
 def are_images(model: nn.Module, values: Any) -> bool:
@@ -259,42 +279,23 @@ def are_images(model: nn.Module, values: Any) -> bool:
 
 
 def from_images(model: nn.Module, images: Sequence[Tensor], where: str = "images") -> tuple[Any, ...]:
-    """Return images (C, H, W) as the example of a model: a list, or stacked if it takes a tensor.
-
-    A model whose `forward` has no annotation gets a tensor if it runs on one.
+    """Return images (C, H, W) as the example of a model: a list if it takes one, else stacked.
 
     Raises:
         DataError: a model that takes one tensor is given images of several sizes.
     """
-    alike = len({image.shape for image in images}) == 1
-    stacks = not takes_list(model) and (_runs_on(model, images[0][None]) if takes_list(model) is None else True)
-    if stacks and not alike:
-        sizes = dict.fromkeys(" x ".join(map(str, image.shape)) for image in images)
+    if takes_list(model, images[0]):
+        return ([*images],)
+    sizes = dict.fromkeys(" x ".join(map(str, image.shape)) for image in images)
+    if len(sizes) > 1:
         raise DataError(
             f"{where}: {type(model).__name__} takes images of one size as one tensor, got {described(list(images))}, "
             f"{len(sizes)} sizes; bring all to one size, or pad them; where forward takes images of any size, annotate "
             "its first argument: list[torch.Tensor]"
         )
-    return (torch.stack([*images]),) if stacks else ([*images],)
+    return (torch.stack([*images]),)
 
 
-def _runs_on(model: nn.Module, images: Tensor) -> bool:
-    """Return whether a model runs on a tensor of images."""
-    if (known := _STACKING.get(model)) is not None:
-        return known
-    like = next(iter(model.parameters()))
-    with training_mode(model, False), torch.no_grad():
-        try:
-            model(images.to(like.device, like.dtype))
-        except Exception:  # whatever the model's own code raises
-            _STACKING[model] = False
-        else:
-            _STACKING[model] = True
-    return _STACKING[model]
-
-
-_STACKING: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-"""What was found out of models without annotations: whether they take images as one tensor."""
 IMAGE_NAMES = frozenset(
     {"img", "image", "images", "pixel_values", "jpg", "jpeg", "png", "webp", "x", "input", "inputs"}
 )
@@ -425,25 +426,44 @@ def concatenate(parts: Sequence[Any]) -> Any:
 
 
 def counted_positions(model: nn.Module, example: tuple[Any, ...]) -> Tensor | None:
-    """Return which positions are not padding, (B, T) bool, by the `attention_mask`; None if all count.
+    """Return which positions are not padding, (B, ..., T) bool, by the `attention_mask`; None if all count.
 
-    A mask of zeros and ones (B, T) with a one in each row is understood, as tokenizers of transformers give it.
+    A mask of zeros and ones (B, T) with a one in each row is understood, as tokenizers of transformers give it; and one
+    of several sequences for each sample, as (B, 2, T) of pairs and (B, choices, T).
     """
-    mask = arguments_by_name(model, example).get(MASK)
-    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.is_complex():
+    mask = _padding_mask(model, example)
+    if mask is None:
         return None
     counted = mask != 0
-    plain = bool(((mask == 0) | (mask == 1)).all()) and bool(counted.any(1).all())
+    plain = bool(((mask == 0) | (mask == 1)).all()) and bool(counted.any(-1).all())
     return counted if plain and not bool(counted.all()) else None
 
 
 def sequence_shape(model: nn.Module, example: tuple[Any, ...]) -> tuple[int, int] | None:
-    """Return (B, T) if samples are sequences, with an `attention_mask` or of token numbers; None otherwise."""
-    mask = arguments_by_name(model, example).get(MASK)
-    first = mask if isinstance(mask, Tensor) else next(iter(gather(example)), None)
-    if first is None or first.dim() != 2 or (first is not mask and first.is_floating_point()):
+    """Return (B, T) if samples are sequences, with an `attention_mask` or of token numbers; None otherwise.
+
+    With a mask of several sequences for each sample, (B, ..., T), those of all samples are counted.
+    """
+    mask = _padding_mask(model, example)
+    if mask is not None:
+        return prod(mask.shape[:-1]), mask.shape[-1]
+    first = next(iter(gather(example)), None)
+    if first is None or first.dim() != 2 or first.is_floating_point() or _has_mask(model, example):
         return None
     return first.shape[0], first.shape[1]
+
+
+def _has_mask(model: nn.Module, example: tuple[Any, ...]) -> bool:
+    return isinstance(arguments_by_name(model, example).get(MASK), Tensor)
+
+
+def _padding_mask(model: nn.Module, example: tuple[Any, ...]) -> Tensor | None:
+    """Return a mask with one value for each position of the first input; None of other forms, such as (B, T, T)."""
+    mask = arguments_by_name(model, example).get(MASK)
+    if not isinstance(mask, Tensor) or mask.dim() < 2 or mask.is_complex():
+        return None
+    first = next((tensor for tensor in gather(example) if tensor is not mask), mask)
+    return mask if mask.dim() == 2 or first.shape[: mask.dim()] == mask.shape else None
 
 
 def rows_of(values: Tensor, counted: Tensor | None) -> Tensor:
@@ -452,11 +472,13 @@ def rows_of(values: Tensor, counted: Tensor | None) -> Tensor:
     Args:
         values: (B, T, ..., channels), (B * T, channels), or (B, heads, T, channels) as keys and values of attention in
             a cache. Values of another shape, such as class scores (B, classes), are returned as they are.
-        counted: see `counted_positions`; None: all count.
+        counted: see `counted_positions`; None: all count. Several sequences for each sample may be on one axis of the
+            values or on axes of their own.
     """
     if counted is None:
         return values
-    if values.dim() > 2 and values.shape[:2] == counted.shape:
+    counted = fitting_positions(values.shape, counted)
+    if values.dim() > counted.dim() and values.shape[: counted.dim()] == counted.shape:
         return values[counted.to(values.device)]
     if values.dim() == 4 and (values.shape[0], values.shape[2]) == counted.shape:
         return values.transpose(1, 2)[counted.to(values.device)]
@@ -467,7 +489,20 @@ def rows_of(values: Tensor, counted: Tensor | None) -> Tensor:
 
 def blank_padding(values: Tensor, counted: Tensor | None) -> Tensor:
     """Return values (B, T, ..., channels) with zeros at padding; values of another shape as they are."""
-    if counted is None or values.dim() < 3 or values.shape[:2] != counted.shape:
+    if counted is None:
+        return values
+    counted = fitting_positions(values.shape, counted)
+    if values.dim() <= counted.dim() or values.shape[: counted.dim()] != counted.shape:
         return values
     blank = ~counted.to(values.device)
-    return values.masked_fill(blank.view(*blank.shape, *[1] * (values.dim() - 2)), 0)
+    return values.masked_fill(blank.view(*blank.shape, *[1] * (values.dim() - blank.dim())), 0)
+
+
+def fitting_positions(shape: Sequence[int], counted: Tensor) -> Tensor:
+    """Return positions (B, ..., T) of several sequences for each sample as (B * ..., T) unless values have such axes.
+
+    Args:
+        shape: of the values.
+        counted: see `counted_positions`.
+    """
+    return counted if tuple(shape[: counted.dim()]) == counted.shape else counted.flatten(0, -2)

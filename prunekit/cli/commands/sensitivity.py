@@ -56,11 +56,11 @@ def sensitivity_command(
 
 
 def _measured(metrics: dict[str, Any]) -> list[str]:
-    from prunekit.utils.display import digits, percent
+    from prunekit.utils.display import digits, in_unit
 
     if metrics["dense"] is None:
         return []
     task, dense = metrics["task"], metrics["dense"]
-    scores = ", ".join(f"{each['label']} {percent(dense[each['name']], 2)}" for each in task["scores"])
+    scores = ", ".join(f"{each['label']} {in_unit(dense[each['name']], each['unit'])}" for each in task["scores"])
     loss = f", loss {digits(dense['loss'])}" if dense["loss"] is not None else ""
     return [f"Dense model on {metrics['measured_images']} validation {task['samples']}: {scores}{loss}"]

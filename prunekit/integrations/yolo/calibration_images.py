@@ -136,7 +136,8 @@ def _read(path: str, channels: int) -> np.ndarray[Any, Any]:
     image = imread(path, flags=COLOR if channels == 3 else GRAY)
     if image is None:
         raise DataError(f"data: {path} cannot be read as an image")
-    return image if image.ndim == 3 else image[..., None]
+    found: np.ndarray[Any, Any] = image if image.ndim == 3 else image[..., None]
+    return found
 
 
 def _of_batches(data: Iterable[Any], most: int) -> Tensor:

@@ -11,7 +11,7 @@ from ultralytics.engine.model import Model
 from prunekit.errors import UsageError
 from prunekit.integrations.yolo.head_outputs import forget_image_size
 from prunekit.integrations.yolo.pruned_trainer import pruned_trainer
-from prunekit.integrations.yolo.rebuild_guard import mark, what_is_left
+from prunekit.integrations.yolo.rebuild_guard import Left, mark, what_is_left
 from prunekit.jobs.prune.one_shot import Pruned
 from prunekit.planning.plan import Plan
 from prunekit.utils.display import count, share
@@ -28,10 +28,12 @@ class PrunedYOLO(Model):  # type: ignore[misc]  # ultralytics has no types
 
     Attributes:
         pruned: what `prunekit.prune` returned; None where the model was loaded from a file.
+        plan: that it was pruned by; None where the model was loaded from a file.
         notes: remarks of the integration, besides those in `pruned`.
     """
 
     pruned: Pruned | None = None
+    plan: Plan | None = None
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -43,7 +45,8 @@ class PrunedYOLO(Model):  # type: ignore[misc]  # ultralytics has no types
             model: a pruned model, already marked; None: the one in `yolo`.
             pruned: the result that it comes from.
         """
-        kind = pruned_class(type(yolo))
+        given: Any = type(yolo)
+        kind = pruned_class(given)
         made = kind.__new__(kind)
         made.__dict__ = {**yolo.__dict__, "_modules": dict(yolo.__dict__["_modules"])}
         made.callbacks = {event: list(all_of) for event, all_of in yolo.callbacks.items()}
@@ -54,19 +57,8 @@ class PrunedYOLO(Model):  # type: ignore[misc]  # ultralytics has no types
             made.ckpt.setdefault("train_args", dict(model.args) if isinstance(model.args, dict) else vars(model.args))
             made.ckpt_path = None
         made.predictor = made.trainer = made.metrics = None
-        made.pruned = pruned
-        return made  # type: ignore[no-any-return]
-
-    @property
-    def plan(self) -> Plan:
-        """The plan that the model was pruned by.
-
-        Raises:
-            UsageError: the model was loaded from a file, which has no plan.
-        """
-        if self.pruned is None:
-            raise UsageError("plan: expected the object that prune_yolo returned; a file has the pruned model alone")
-        return self.pruned.plan
+        made.pruned, made.plan = pruned, None if pruned is None else pruned.plan
+        return made
 
     def train(self, trainer: Any = None, **arguments: Any) -> Any:
         """Train the pruned model in its structure, as ultralytics' `train` does.
@@ -92,7 +84,7 @@ class PrunedYOLO(Model):  # type: ignore[misc]  # ultralytics has no types
         left = ", ".join(f"{name} {share(kept / (dense or 1))}" for name, (dense, kept) in self._left().items())
         return f"{type(self).__name__} ({self.task}) with {left} left"
 
-    def _left(self) -> dict[str, tuple[float, float]]:
+    def _left(self) -> Left:
         return what_is_left(self.model)
 
     def __repr__(self) -> str:
@@ -107,12 +99,12 @@ class PrunedYOLO(Model):  # type: ignore[misc]  # ultralytics has no types
 
 
 @cache
-def pruned_class(base: type[Model]) -> type[PrunedYOLO]:
+def pruned_class(base: Any) -> type[PrunedYOLO]:
     """Return a class of ultralytics with `PrunedYOLO` in front."""
     return base if issubclass(base, PrunedYOLO) else type(f"Pruned{base.__name__}", (PrunedYOLO, base), {})
 
 
-def marked(dense: nn.Module, small: nn.Module, left: dict[str, tuple[float, float]]) -> nn.Module:
+def marked(dense: Any, small: Any, left: Left) -> nn.Module:
     """Return a pruned model, marked, and ready for any image size and for training.
 
     Args:
@@ -123,4 +115,5 @@ def marked(dense: nn.Module, small: nn.Module, left: dict[str, tuple[float, floa
     mark(small, left)
     forget_image_size(small)
     small.args = dict(dense.args) if isinstance(dense.args, dict) else dense.args
-    return small.eval()
+    ready: nn.Module = small.eval()
+    return ready

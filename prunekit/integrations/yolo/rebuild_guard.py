@@ -21,12 +21,16 @@ ADVICE = "from prunekit.integrations.ultralytics import load_yolo; load_yolo('fi
 SENTENCE = f"This model is pruned, and train() would rebuild it in its dense size. Train it by: {ADVICE}"
 
 
-def mark(model: nn.Module, left: dict[str, tuple[float, float]]) -> None:
+Left = dict[str, tuple[float, float]]
+"""By figure, such as MACs, that of the dense and that of the pruned model."""
+
+
+def mark(model: Any, left: Left) -> None:
     """Mark a pruned model, in place.
 
     Args:
         model: of ultralytics, with a `yaml`; it gets one of its own.
-        left: by figure, such as MACs, that of the dense and that of the pruned model.
+        left: of it.
     """
     config: dict[str, Any] = deepcopy(configuration(model))
     config["backbone"][0][2] = SENTENCE
@@ -42,8 +46,8 @@ def is_marked(model: nn.Module) -> bool:
     return KEY in configuration(model)
 
 
-def what_is_left(model: nn.Module) -> dict[str, tuple[float, float]]:
-    """Return by figure that of the dense and that of the pruned model, as `mark` noted them."""
+def what_is_left(model: nn.Module) -> Left:
+    """Return the figures that `mark` noted."""
     return {name: (both[0], both[1]) for name, both in configuration(model)[KEY].items()}
 
 
@@ -56,6 +60,7 @@ def configuration(model: nn.Module) -> dict[str, Any]:
     config = getattr(model, "yaml", None)
     if not isinstance(config, dict) or not config.get("backbone"):
         raise ModelError(
-            f"expected a model of ultralytics, with the configuration that it was built from; got {type(model).__name__}"
+            "expected a model of ultralytics, with the configuration that it was built from; got "
+            f"{type(model).__name__}"
         )
     return config

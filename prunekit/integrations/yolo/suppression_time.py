@@ -21,24 +21,25 @@ ROUNDS = 5
 
 
 def without_suppression(
-    yolo: Model, samples: Tensor | None, asked: dict[str, float | None], target: Target
-) -> tuple[dict[str, float | None], tuple[str, ...]]:
+    yolo: Model, samples: Tensor | None, latency_ms: float | None, speedup: float | None, target: Target
+) -> tuple[float | None, float | None, tuple[str, ...]]:
     """Return budgets of time for the model alone, from budgets for model and suppression together.
 
     Args:
         yolo: dense.
         samples: (B, C, H, W) images; suppression takes longer the more boxes there are in them.
-        asked: `latency_ms` and `speedup`, or None each.
+        latency_ms: of both; None: no such budget.
+        speedup: of both; None: no such budget.
         target: of the budgets.
 
     Returns:
-        The budgets, and a note with the times that they come from.
+        `latency_ms` and `speedup` of the model alone, and a note with the times that they come from.
 
     Raises:
         UsageError: there are no images, no budget of time, or the model has no suppression.
         PlanError: suppression alone takes longer than the budget.
     """
-    if asked["latency_ms"] is None and asked["speedup"] is None:
+    if latency_ms is None and speedup is None:
         raise UsageError("suppression: expected a budget of time with it, speedup=... or latency_ms=...")
     if samples is None:
         raise UsageError("suppression: expected images as data=, whose boxes are suppressed, got none")
@@ -46,11 +47,10 @@ def without_suppression(
         raise UsageError(f"suppression: {type(yolo.model).__name__} returns its boxes without one; leave it out")
     batch = samples[: target.batch].repeat(-(-target.batch // len(samples)), 1, 1, 1)[: target.batch]
     alone = suppression_ms(yolo, samples, target)
-    budgets = dict(asked)
     said = f"suppression takes {alone:.3g} ms for {target.batch} images, and is no part of the model's time"
-    if asked["latency_ms"] is not None:
-        budgets["latency_ms"] = _left_for_model(asked["latency_ms"], alone)
-    if asked["speedup"] is not None:
+    if latency_ms is not None:
+        latency_ms = _left_for_model(latency_ms, alone)
+    if speedup is not None:
         measured = bench(
             {"dense": yolo.model},
             batch,
@@ -62,9 +62,10 @@ def without_suppression(
             device=target.device,
         )
         whole = float(measured.latency[0]["ms"])
-        budgets["speedup"] = whole / _left_for_model((whole + alone) / asked["speedup"], alone)
-        said += f", {whole:.3g} ms; {budgets['speedup']:.3g}x of the model alone are {asked['speedup']:g}x of both"
-    return budgets, (said,)
+        of_model = whole / _left_for_model((whole + alone) / speedup, alone)
+        said += f", {whole:.3g} ms; {of_model:.3g}x of the model alone are {speedup:g}x of both"
+        speedup = of_model
+    return latency_ms, speedup, (said,)
 
 
 def has_suppression(yolo: Model) -> bool:

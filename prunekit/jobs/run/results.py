@@ -167,7 +167,7 @@ def measure(
 
 def _reached(found: Scores, task: Task) -> str:
     """Return the main score with its interval, and the other scores, in words."""
-    main, *others = (f"{value:.2f} %" for value in found.values.values())
+    main, *others = (f"{found.values[score.name]:.2f} {score.unit}" for score in task.scores)
     interval = "" if found.interval is None else " [{:.2f}, {:.2f}]".format(*found.interval)
     named = [f"{score.label} {value}" for score, value in zip(task.scores[1:], others, strict=True)]
     said = main if task.main.name == "top1" else f"{task.main.label} {main}"

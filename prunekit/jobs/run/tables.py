@@ -116,8 +116,8 @@ def curve_rows(
     return rows
 
 
-def _scores(point: MeasuredPoint | None) -> Mapping[str, float]:
-    return {} if point is None else point.scores
+def _scores(point: MeasuredPoint | None) -> dict[str, float]:
+    return {} if point is None else dict(point.scores)
 
 
 def lock_rows(plan: Plan) -> list[dict[str, Any]]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from prunekit.report.figures import error_curves as curves
-from prunekit.report.headline import Tile, capital, samples, scores
+from prunekit.report.headline import Tile, capital, samples, scores, unit
 from prunekit.report.run_data import Run
-from prunekit.utils.display import digits, percent
+from prunekit.utils.display import digits, in_unit, percent
 
 
 def values(run: Run) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def _tiles(run: Run) -> list[Tile]:
         loss = f"loss {digits(facts['dense']['loss'])}, " if facts["dense"]["loss"] is not None else ""
         detail = f"dense, {loss}{facts['measured_images']} validation {samples(facts)}"
         for name, label in scores(facts):
-            tiles.append(Tile(capital(label), percent(facts["dense"].get(name), 2), detail))
+            tiles.append(Tile(capital(label), in_unit(facts["dense"].get(name), unit(facts, name)), detail))
     if facts["agreement"] is not None:
         tiles.append(Tile("Fast against measured", f"{facts['agreement']:.2f}", "rank correlation over groups"))
     return tiles
