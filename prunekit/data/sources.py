@@ -33,13 +33,11 @@ from prunekit.data.library_datasets import classes_of, mapped, open_rows, open_s
 from prunekit.data.local_files import LabeledArrays, LabeledFiles, read_npz, scan_folder
 from prunekit.errors import DataError, UsageError
 from prunekit.models.preprocessing import Preprocessing
-from prunekit.settings.inputs import DataSettings
+from prunekit.settings.inputs import BOXED, DataSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import Task
 
 HALF = (0.5, 0.5, 0.5)
-BOXED = ("shapes", "coco", "yolo")
-"""Sources of images with boxes, for the task `detection`."""
 GET_COCO = (
     "COCO is at https://cocodataset.org/#download: 2017 Train images, 2017 Val images and 2017 Train/Val annotations, unpacked "
     "into one folder"

@@ -11,7 +11,7 @@ from torch.func import functional_call
 from prunekit.data.datasets import SampleDataset
 from prunekit.data.loader import batches
 from prunekit.data.sources import Splits
-from prunekit.errors import ModelError
+from prunekit.errors import DataError, ModelError
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import Task
 from prunekit.utils.context import seeded, training_mode
@@ -48,7 +48,7 @@ def check_fits(model: nn.Module, splits: Splits, device: torch.device) -> None:
             given, targets = to_device((inputs_as_example(model, inputs), targets), device)
             given = splits.task.example_for_loss(model, given, targets)
             output = functional_call(model, buffers, *split(given))
-        except ModelError:
+        except (DataError, ModelError):
             raise
         except Exception as error:  # a model's own code may raise anything
             raise ModelError(_not_taken(model, splits.task, inputs, error)) from error

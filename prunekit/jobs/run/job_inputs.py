@@ -18,13 +18,13 @@ from torch import nn
 
 from prunekit.compaction.model_folder import load, save
 from prunekit.data.loader import Batches, batches
-from prunekit.data.sources import BOXED, Splits, load_splits, missing_data
+from prunekit.data.sources import Splits, load_splits, missing_data
 from prunekit.data.user_data import load_own
 from prunekit.errors import DataError, UsageError
 from prunekit.models.state_dicts import load_weights
 from prunekit.models.zoo import build_model, is_weights_file, load_factory, missing_weights, model_arguments
 from prunekit.planning.plan import Plan
-from prunekit.settings.inputs import DataSettings, ModelSettings
+from prunekit.settings.inputs import BOXED, DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.task import get_task
