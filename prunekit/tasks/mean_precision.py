@@ -58,7 +58,8 @@ class ClassMatches:
     def precisions(self, weights: Array, recalls: Array) -> Array:
         """Return the average precision for each threshold, if every image counts as often as its weight says.
 
-        It is that of COCO's evaluation on a data set in which each image is there as often.
+        It is that of COCO's evaluation on a data set in which each image is there as often, if no two detections in an
+        image have the same score, whose order is any.
 
         Args:
             weights: (B, N) int64, how often each image counts; B of them at once.
