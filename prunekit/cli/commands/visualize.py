@@ -26,7 +26,14 @@ from prunekit.cli.models import (
     pictures_folder,
     report_of,
 )
-from prunekit.cli.options import data_option, load_job, own_model_option, recipe_options
+from prunekit.cli.options import (
+    allow_code_option,
+    data_option,
+    load_job,
+    own_model_option,
+    recipe_options,
+    task_option,
+)
 from prunekit.cli.output import Console, check_folder, plain, save
 from prunekit.report.requirements import require_report
 from prunekit.utils.display import table
@@ -239,8 +246,7 @@ def _show_maps(
 
     where = resolve_device(device or "auto")
     with console.running():
-        pair = find_model_pair(arguments, given, console)
-        pair.require_classes(click.get_current_context().info_name or "this")
+        pair = find_model_pair(arguments, given, console, of_classes=click.get_current_context().info_name or "this")
         folder = pictures_folder(pair, output, "maps")
         values, shown = pair.input(image, index)
         found = class_maps(pair, values, find(), layer=layer, target=target, device=where)
@@ -291,7 +297,7 @@ def _map_panels(pair: ModelPair, values: Any, shown: str, found: ClassMaps) -> l
 
 
 def _own_options(function: Any) -> Any:
-    return own_model_option(data_option(function))
+    return own_model_option(data_option(task_option(allow_code_option(function))))
 
 
 @visualize_group.command(

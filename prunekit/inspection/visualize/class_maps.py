@@ -83,8 +83,8 @@ def class_activation_map(
         model: returns class logits (B, classes); or (B, classes, H, W), alone or as `out` of a mapping, of which the
             mean over the pixels is explained, as Seg-Grad-CAM does (Vinogradova et al. 2020).
         images: (B, C, H, W), on the model's device; may be float64, as the model's weights.
-        layer: path of a module whose output has a height and width, or is the tokens of patches. None: the last one;
-            for models of tokens, the last one on whose patches the score depends.
+        layer: path of a module whose output has a height and width, or is the tokens of patches. None: the last one,
+            before the scores of pixels; for models of tokens, the last one on whose patches the score depends.
         method: `cam` needs a linear classifier that reads the mean of the layer over all places; `eigen_cam` depends
             on no class.
         target: the class, or one for each image; None: the class of the highest score.
@@ -117,6 +117,8 @@ def class_activation_map(
         scores = found.values
         classes = class_indices(scores, target)
         picked = scores.gather(1, classes[:, None])
+        if found.of_pixels:
+            kept.step_back(scores.shape[1])
         call = kept.backward(picked.sum()) if backward else kept.found()
         values = _values(call, method, kept.last_linear, scores, classes)
     return class_map(method, call.layer, values, found, classes)
@@ -259,6 +261,7 @@ class ClassScores:
 
     values: Tensor
     probabilities: Tensor
+    of_pixels: bool = False
 
 
 def class_scores(output: Any) -> ClassScores:
@@ -277,7 +280,7 @@ def class_scores(output: Any) -> ClassScores:
     probabilities = scores.detach().softmax(1)
     if scores.ndim == 2:
         return ClassScores(scores, probabilities)
-    return ClassScores(scores.mean((2, 3)), probabilities.mean((2, 3)))
+    return ClassScores(scores.mean((2, 3)), probabilities.mean((2, 3)), of_pixels=True)
 
 
 def class_indices(scores: Tensor, target: ClassIndex) -> Tensor:

@@ -100,20 +100,6 @@ class ModelPair:
             return self.splits.task
         return None if self.job is None else get_task(self.job.task)
 
-    def require_classes(self, purpose: str) -> None:
-        """Raise unless the models' task, as far as it is known, gives class scores of images.
-
-        Raises:
-            UsageError: it does not; names the tasks that do.
-        """
-        task = self.task
-        if task is not None and task.logits is None:
-            raise UsageError(
-                f"{self.name}: {purpose} shows where in an image a class is seen, which needs a task with class scores "
-                f"(`Task.logits`), such as image_classification or segmentation, got {task.name!r}; "
-                "features and filters are drawn for every task of images, histograms and gradients for every task"
-            )
-
     def picture(self, values: Tensor) -> Pixels:
         """Return an input (C, H, W) as an image; samples of a task's own from their least to their largest value."""
         if self.task in (None, IMAGE_CLASSIFICATION):
@@ -184,6 +170,21 @@ class ModelPair:
         """
         labels = None if self.plan is None else self.plan.channel_map.activations.get((path, "output", call))
         return self.rows.get(path) if labels is None or self.plan is None else self.plan.keep[labels]
+
+
+def require_class_scores(job: JobSettings | None, purpose: str) -> None:
+    """Raise unless the task of a job, if there is one, gives class scores.
+
+    Raises:
+        UsageError: it does not; names tasks that do, and what is drawn for others.
+    """
+    task = None if job is None else get_task(job.task)
+    if job is not None and task is not None and task.logits is None:
+        raise UsageError(
+            f"{job.name}: {purpose} shows where in an image a class is seen, and needs a task with class scores "
+            f"(`logits`), such as image_classification and segmentation, got {task.name!r}; features and filters are "
+            "drawn for every task of images, histograms and gradients for every task"
+        )
 
 
 def single_model(target: InputModel, data: DataSettings | None = None, own_data: str | None = None) -> ModelPair:
