@@ -38,6 +38,7 @@ def check_fits(model: nn.Module, splits: Splits, device: torch.device) -> None:
             counts or scores don't fit its output.
         DataError: a sample cannot be read.
     """
+    require_class_count(model, splits.task, len(splits.classes))
     inputs, targets = two_samples(splits.train)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with seeded(0), training_mode(model, True), torch.no_grad():
@@ -75,6 +76,17 @@ def _check_classes(model: nn.Module, splits: Splits, output: Any) -> None:
     if shape[-1] != classes:
         raise ModelError(
             f"{type(model).__name__}: expected {classes} scores, one for each class of the data, got {shape[-1]}"
+        )
+
+
+def require_class_count(model: nn.Module, task: Task, classes: int) -> None:
+    """Raise a `ModelError` if a model tells apart another number of classes than the data has, as far as both say."""
+    count = None if task.class_count is None or not classes else task.class_count(model)
+    if count not in (None, classes):
+        raise ModelError(
+            f"{type(model).__name__}: expected {classes} classes, as the data has, and its head has {count}; "
+            "set model.arguments.num_classes, which torchvision's detectors count with the background, and weights "
+            "that were trained for these classes"
         )
 
 

@@ -82,6 +82,8 @@ def _text(result: dict[str, Any]) -> str:
     chance = guessed if result.get("at_chance") else ""
     if "correct" in result:
         scores += f" {interval(result['low'], result['high'])} ({result['correct']:,} of"
+    elif "low" in result:
+        scores += f", the first {interval(result['low'], result['high'])} (of"
     else:
         scores += " (of"
     return (
