@@ -38,9 +38,9 @@ class PruneCallback(PrunesInTrainer, Callback):
             `example_input_array`, where the whole of it is pruned.
         module: path of the submodule that is pruned, such as `"model"`; None: the LightningModule itself, which then
             needs a `forward`. The optimizer that trains it may have no other parameters.
-        steps: of the optimizer until the budgets are met, or as a share of the training, in 0..1; None: half of the
-            training, unless the schedule has an end or is `oneshot`.
-        begin: steps, or a share of the training, before the schedule begins.
+        steps: of the optimizer until the budgets are met; a float is a share of the training, in 0..1; None: halfway
+            from `begin` to the end of the training, unless the schedule has an end or is `oneshot`.
+        begin: steps before the schedule begins; a float is a share of the training.
         arguments: further ones of `prunekit.Pruner`, such as `macs`, `criterion` and `on_change`.
 
     Raises:

@@ -46,9 +46,9 @@ class PruneCallback(PrunesInTrainer, TrainerCallback):
 
     Args:
         example: what the model is called with, as for `prunekit.Pruner`, such as what its tokenizer returns.
-        steps: of the optimizer until the budgets are met, or as a share of the training, in 0..1; None: half of the
-            training, unless the schedule has an end or is `oneshot`.
-        begin: steps, or a share of the training, before the schedule begins.
+        steps: of the optimizer until the budgets are met; a float is a share of the training, in 0..1; None: halfway
+            from `begin` to the end of the training, unless the schedule has an end or is `oneshot`.
+        begin: steps before the schedule begins; a float is a share of the training.
         arguments: further ones of `prunekit.Pruner`, such as `macs`, `criterion` and `on_change`.
 
     Raises:
