@@ -279,6 +279,11 @@ def test_folders_of_others_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"cls: expected BertForSequenceClassification, .* got BertModel"):
         from_pretrained(folder, BertModel)
     manifest = json.loads((folder / "prunekit.json").read_text())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"attn_implementation": "somebody/kernel"}))
+    manifest["transformers"]["attention"] = "somebody/kernel"
+    (folder / "prunekit.json").write_text(json.dumps(manifest))
+    assert from_pretrained(folder).config._attn_implementation == "sdpa"  # no code from elsewhere
     manifest["transformers"]["class"] = "Trainer"
     (folder / "prunekit.json").write_text(json.dumps(manifest))
     with pytest.raises(ModelError, match="is of Trainer, which is no model of transformers"):
