@@ -17,10 +17,10 @@ from prunekit.repair.tensor_lifetimes import Lifetimes
 from prunekit.statistics.layers.layer_graph import LayerGraph, calls_by_weight, find_layer_graph
 from prunekit.statistics.layers.linear_layers import FunctionCall, LayerCall
 from prunekit.statistics.layers.patches import PatchGeometry, sample_rows, with_strides_of
-from prunekit.utils.inputs import sample_count
-from prunekit.utils.tensors import map_tensors
+from prunekit.utils.tensors import gather, map_tensors
 
 Sizes = tuple[int, ...]
+Shapes = tuple[torch.Size, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,8 +88,8 @@ class LayerSample:
 class SampleGatherer:
     """Samples of one layer after another over all batches, and how far the passes over each batch have come.
 
-    Batches may make different calls, as batches of different size do if a model loops over images: a batch that does
-    not take the expected route gets one of its own.
+    Batches may make different calls, as batches of different size do if a model loops over images, or as images of
+    different sizes do: a batch that does not take the expected route gets one of its own.
 
     Args:
         run: of the model.
@@ -113,7 +113,7 @@ class SampleGatherer:
         self._run, self._batches, self._fitted = run, batches, fitted
         self._states: list[PassState | None] = [None] * len(batches)
         self._saved_at = [0] * len(batches)
-        self._cuts, self._by_size = cuts, dict[int, PassRoute]()
+        self._cuts, self._by_size = cuts, dict[Shapes, PassRoute]()
         self.route = self._route(run.survey(batches[0]) if found is None else found)
         self._routes = [self.route] * len(batches)
 
@@ -179,7 +179,7 @@ class SampleGatherer:
         return before > 0
 
     def _take_known_route(self, i: int) -> bool:
-        known = self._by_size.get(sample_count(self._batches[i].inputs))
+        known = self._by_size.get(_shapes(self._batches[i]))
         self._restart(i)
         if known is None or known is self._routes[i]:
             return False
@@ -189,7 +189,7 @@ class SampleGatherer:
     def _find_route(self, i: int) -> bool:
         self._restart(i)
         batch = self._batches[i]
-        self._routes[i] = self._by_size[sample_count(batch.inputs)] = self._route(self._run.survey(batch))
+        self._routes[i] = self._by_size[_shapes(batch)] = self._route(self._run.survey(batch))
         return True
 
 
@@ -386,6 +386,11 @@ class _CallSample:
     windows: Tensor | None = None
     places: Tensor | None = None
     shape: torch.Size = field(default_factory=torch.Size)
+
+
+def _shapes(batch: Batch) -> Shapes:
+    """Return the shapes of a batch's tensors, on which its calls may depend."""
+    return tuple(tensor.shape for tensor in gather(batch.inputs))
 
 
 def _concatenated(parts: list[Tensor]) -> Tensor:

@@ -220,7 +220,7 @@ class StatsCollector(ConsumerHooks):
 
     def run(self, batches: Iterable[Any], *, device: torch.device | str | None = None) -> ChannelStats:
         """Run the model over batches, in eval mode without gradients, and return the statistics so far."""
-        run_passes(self._model, batches, device, self)
+        run_passes(self._model, ModelBatches(self._model, batches), device, self)
         return self.stats()
 
     @property

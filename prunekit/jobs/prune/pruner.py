@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from prunekit.compaction.compact_model import compact
 from prunekit.distributed.process_group import is_main
 from prunekit.distributed.sharded_tensors import is_sharded
-from prunekit.errors import ArtifactError, ModelError, UsageError
+from prunekit.errors import ArtifactError, ModelError, PlanError, UsageError
 from prunekit.hooks.hook import OwnedHook
 from prunekit.hooks.owner import HookOwner
 from prunekit.hooks.step_hooks import optimizer_of
@@ -89,7 +89,8 @@ class Pruner(Displayed):
         loss: for these: from what the model returns and the targets to one number, the mean over the batch.
         images: how many samples of `calibration` are taken.
         task: whose `unpack` takes its batches apart, where they come in another form; itself or its name.
-        average: of the model's weights (EMA, SWA), which the loop updates; what is pruned is zero in it too.
+        average: of the model's weights (EMA, SWA), which the loop updates: an `AveragedModel`, or another module of the
+            model's structure. What is pruned is zero in it too.
         clamp_weight_grad, clamp_activation_grad: limits as for the functions of these names, in force until the end.
         scaler: what scales the loss, for `clamp_activation_grad`.
         gradient_masks: whether gradients of what is pruned are set to zero too, so that they count nowhere: not in
@@ -159,7 +160,7 @@ class Pruner(Displayed):
         loss: Loss | None = None,
         images: int = IMAGES,
         task: Task | str | None = None,
-        average: AveragedModel | None = None,
+        average: nn.Module | None = None,
         clamp_weight_grad: Clamp | None = None,
         clamp_activation_grad: Clamp | None = None,
         scaler: torch.amp.GradScaler | None = None,
@@ -226,7 +227,7 @@ class Pruner(Displayed):
         )
         self._steps = _StepCounter(self._optimizer, stages[-1].step)
         self.average = average
-        self._averaged = None if average is None else _average_masks(average, dense)
+        self._averaged = None if average is None else _average_masks(average, inner, dense)
         self._clamps: dict[str, GradientClamp] = {}
         if clamp_weight_grad is not None:
             limits, by = _limits(clamp_weight_grad)
@@ -315,7 +316,7 @@ class Pruner(Displayed):
         plan = self.plan
         small = compact(self._model, plan)
         self.verification = verify(self._model, small, plan, [self._fitting_example()], strict=True)
-        average = None if self.average is None else transfer_average(self.average, plan)
+        average = None if self.average is None else _small_average(self.average, plan)
         transfer(self._optimizer, self._model, small, plan)
         self._leave("has finished: go on with the compact model that it returned")
         self.average = average
@@ -531,13 +532,27 @@ def _own_optimizer(model: nn.Module, optimizer: Any) -> Optimizer:
     return inner
 
 
-def _average_masks(average: Any, plan: Plan) -> WeightMasks:
-    if not isinstance(average, AveragedModel):
-        raise UsageError(
-            f"average: expected a torch.optim.swa_utils.AveragedModel of the model, got {type(average).__name__}; "
-            "another copy of its weights is cut by prunekit.compact(copy, plan) once the pruner has finished"
-        )
-    return WeightMasks(unwrapped(average.module), plan, changing=True)
+def _average_masks(average: Any, model: nn.Module, plan: Plan) -> WeightMasks:
+    """Return masks of an average of weights.
+
+    Raises:
+        UsageError: it is none of this model: no module, the model itself, or one with other tensors.
+    """
+    expected = "average: expected a module of the model's structure with weights of its own, such as an AveragedModel"
+    if not isinstance(average, nn.Module):
+        raise UsageError(f"{expected}; got {type(average).__name__}")
+    inner = unwrapped(average)
+    if inner is model:
+        raise UsageError(f"{expected}; got the model itself")
+    try:
+        plan.require_model(inner)
+    except PlanError as error:
+        raise UsageError(f"{expected}; got {type(inner).__name__}: {error}") from error
+    return WeightMasks(inner, plan, changing=True)
+
+
+def _small_average(average: nn.Module, plan: Plan) -> nn.Module:
+    return transfer_average(average, plan) if isinstance(average, AveragedModel) else compact(average, plan)
 
 
 def _limits(given: Clamp) -> tuple[float | Mapping[str, float], Any]:

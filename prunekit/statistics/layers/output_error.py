@@ -79,13 +79,20 @@ class OutputComparison:
             inputs: that it is run on.
             counted: which positions of the samples are not padding, see `counted_positions`; None: all.
         """
+        return self.run(model, inputs, counted)[1]
+
+    def run(
+        self, model: nn.Module, inputs: tuple[Any, ...], counted: Tensor | None = None
+    ) -> tuple[Any, list[tuple[int | str, Tensor]]]:
+        """Return what the model returned, and its compared tensors, see `values`."""
         layers = _LayerOutputs(model, frozenset(self.weights), counted)
         with layers.intercepting():
-            tensors = plain_in(self.read.of(call(model, inputs)))
+            output = call(model, inputs)
+        tensors = plain_in(self.read.of(output))
         found: list[tuple[int | str, Tensor]] = [
             (place, rows_of(tensors[place], counted).double()) for place in self.outputs
         ]
-        return found + layers.found
+        return output, found + layers.found
 
 
 def _returned(model: nn.Module, inputs: tuple[Any, ...], finder: LayerFinder, read: ReadOutputs) -> list[Tensor]:

@@ -1,0 +1,34 @@
+"""Outputs of ultralytics' heads: what is read of them, and what the heads keep between two calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+FEATURES = "feats"
+KEPT = ("shape", "shapes", "anchors", "strides", "valid_mask")
+"""Attributes of heads that follow from the image size, and are computed again where it changes."""
+
+
+def predictions(output: Any) -> Any:
+    """Return what is read of a model's output: all but the feature maps that its head passes on.
+
+    Users read the decoded predictions, and losses the raw ones, in the train mode alone or beside the decoded ones. Of
+    the feature maps, losses read the heights and widths only, so their channels may be pruned.
+    """
+    if isinstance(output, Mapping):
+        return {key: predictions(value) for key, value in output.items() if key != FEATURES}
+    return [predictions(value) for value in output] if isinstance(output, (tuple, list)) else output
+
+
+def forget_image_size(model: nn.Module) -> None:
+    """Make the heads of a model compute their anchors and strides for the next image again.
+
+    The shape of the feature maps that they were computed for has the channels of the dense model.
+    """
+    for module in model.modules():
+        if any(hasattr(type(module), name) for name in ("anchors", "valid_mask")):
+            for name in KEPT:
+                module.__dict__.pop(name, None)
