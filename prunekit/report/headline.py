@@ -210,6 +210,12 @@ def unit(metrics: Mapping[str, Any], name: str) -> str:
     return next((score.get("unit", "%") for score in found if score["name"] == name), "%")
 
 
+def intervals(metrics: Mapping[str, Any]) -> str:
+    """Return a sentence on the intervals of the main score; empty if it has none."""
+    by = metrics.get("task", {}).get("interval", "Wilson")
+    return f"In brackets: 95 % {by} intervals." if by else ""
+
+
 def capital(text: str) -> str:
     """Return text with a capital first letter; an abbreviation such as `mAP` stays as it is."""
     return text if text[1:2].isupper() else text[:1].upper() + text[1:]

@@ -294,7 +294,7 @@ DETECTION = register_task(
         loss,
         None,
         (
-            Score("map", "mAP@50:95", partial(_read, "map"), _interval),
+            Score("map", "mAP@50:95", partial(_read, "map"), _interval, interval_by="bootstrap"),
             Score("map50", "mAP@50", partial(_read, "map50")),
         ),
         boxed_images,

@@ -53,6 +53,7 @@ class Score:
             score is then a proportion, whose hits are the first count.
         chance: score of a model that always answers the most frequent class: the same -> percent; None if unknown.
         unit: of its values, such as `dB`.
+        interval_by: what reports call the method of the interval.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Score:
     interval: Callable[[Any], tuple[float, float]] | None = None
     chance: Callable[[Any], float] | None = None
     unit: str = "%"
+    interval_by: str = "Wilson"
 
 
 def pair(batch: Any) -> tuple[Any, Any]:
@@ -205,9 +207,10 @@ class Task:
 
 
 def described_task(task: Task) -> dict[str, Any]:
-    """Return the names of a task, its samples and its scores, and the units of these, for reports."""
+    """Return the names of a task, its samples and scores, their units and the method of the interval, for reports."""
     scores = [{"name": score.name, "label": score.label, "unit": score.unit} for score in task.scores]
-    return {"name": task.name, "samples": task.samples, "scores": scores}
+    by = None if task.main.interval is None else task.main.interval_by
+    return {"name": task.name, "samples": task.samples, "scores": scores, "interval": by}
 
 
 def training_loss(task: Task, label_smoothing: float) -> Loss:

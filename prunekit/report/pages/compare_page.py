@@ -24,7 +24,7 @@ from prunekit.report.figures.pareto import (
     pareto,
     settings,
 )
-from prunekit.report.headline import PROVEN, capital, guessing, reference, unit
+from prunekit.report.headline import PROVEN, capital, guessing, intervals, reference, unit
 from prunekit.report.pages.run_page import write_report
 from prunekit.report.rendering import linked, write
 from prunekit.report.run_data import read_run
@@ -62,6 +62,7 @@ def write_comparison(folders: Sequence[Path], page: Path) -> dict[str, Any]:
         "compare.html",
         **result,
         score=score,
+        intervals=" ".join(dict.fromkeys(filter(None, (intervals(side.run.metrics) for side in found)))),
         figure=pareto(panels, score, units) if panels else None,
         fronts=[(panel[0], _fronts(panel)) for panel in panels],
         left_out=max(0, len(panels) - MAX_PANELS),

@@ -26,6 +26,7 @@ class ResultSection:
         """Return the metrics, and the lines that page and terminal share."""
         return {
             "metrics": run.metrics,
+            "intervals": headline.intervals(run.metrics),
             "models": headline.models(run.metrics),
             "compared": list(headline.compared(run.metrics)),
             "reference": headline.reference(run.metrics),
