@@ -25,7 +25,7 @@ FLOORS = {
     "training": 7, "deploy": 7, "inspection": 7, "report": 7,
     "jobs": 8,
     "recipe": 9,
-    "recipe_jobs": 10, "cli": 10,
+    "recipe_jobs": 10, "cli": 10, "integrations": 10,
     "__main__": 11,
 }  # fmt: skip
 WITHIN = {

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
 
 from prunekit.data.augmentation import Draw, drawing
 from prunekit.data.datasets import CorruptImages, SampleDataset
@@ -178,12 +177,12 @@ def _drawn(total: int, settings: DataSettings) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class TaskSamples:
-    """A map-style data set whose samples are collated by torch's `default_collate` and unpacked by the task.
+    """A map-style data set whose samples are collated and unpacked by the task.
 
     What it draws at random for a training sample depends on seed, epoch and index alone, not on workers.
 
     Args:
-        dataset: of samples of the same shapes, such as (image, mask) or a mapping of tensors.
+        dataset: of samples that the task can collate, such as (image, mask) or a mapping of tensors.
         unpacking: of a batch by the task, see `Task.unpacking`.
         where: name of the data in messages.
         indices: (N,) int64, which of the samples; None: all.
@@ -211,11 +210,11 @@ class TaskSamples:
                 begin(index)
                 samples.append(self._sample(index))
         try:
-            batch = default_collate(samples)
-        except (RuntimeError, TypeError, KeyError) as error:
+            batch = self.unpacking.collate(samples)
+        except (RuntimeError, TypeError, KeyError, ValueError) as error:
             raise DataError(
-                f"{self.where}: samples {chosen[:4]}...: expected samples of the same shapes that torch's "
-                f"default_collate makes a batch of, got {type(error).__name__}: {error}"
+                f"{self.where}: samples {chosen[:4]}...: expected samples of the same shapes that "
+                f"can be collated to a batch, got {type(error).__name__}: {error}"
             ) from error
         return self.unpacking(batch, self.where)
 

@@ -6,6 +6,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import FunctionType
 from typing import Any, Protocol
 
@@ -47,7 +48,8 @@ class OwnedHook:
     """A hook that calls a function while its owner is active, and does nothing otherwise.
 
     `copy.deepcopy(model)` and pickling copy a module's hooks; these copies are inert, so that a copied model is neither
-    masked nor counted, even if the owner is gone.
+    masked nor counted, even if the owner is gone. A pickled one is a function of Python's own that does nothing, so
+    that the file is loaded where prunekit is not installed.
     """
 
     def __init__(self, owner: Owner | None, function: Callable[..., Any], *, again: bool = True) -> None:
@@ -80,14 +82,15 @@ class OwnedHook:
         return self._owner is None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnedHook:
-        return _inert()
+        return OwnedHook(None, lambda: None)
 
-    def __reduce__(self) -> tuple[Callable[[], OwnedHook], tuple[()]]:
-        return _inert, ()
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return getattr, (nullcontext(), "__exit__")  # takes any arguments, and returns None
 
 
-def _inert() -> OwnedHook:
-    return OwnedHook(None, lambda: None)
+def is_inert(hook: object) -> bool:
+    """Return whether a hook is the copy of an owner's hook, also one that was pickled."""
+    return bool(getattr(hook, "inert", False)) or getattr(hook, "__func__", None) is nullcontext.__exit__
 
 
 def recomputing() -> bool:
@@ -192,7 +195,7 @@ def refuse_nested(tensor: Tensor, where: str) -> None:
 
 def is_ours(hook: object) -> bool:
     """Return whether a hook is this package's, so that it is not copied with its model."""
-    return str(getattr(hook, "__module__", "")).startswith("prunekit.")
+    return str(getattr(hook, "__module__", "")).startswith("prunekit.") or is_inert(hook)
 
 
 def count_hooks(model: nn.Module) -> int:
@@ -201,7 +204,7 @@ def count_hooks(model: nn.Module) -> int:
     Inert copies of another model's hooks do not count.
     """
     tables = (getattr(module, table, {}) for module in model.modules() for table in HOOK_TABLES)
-    modules = sum(not getattr(hook, "inert", False) for table in tables for hook in table.values())
+    modules = sum(not is_inert(hook) for table in tables for hook in table.values())
     return modules + sum(_count_tensor_hooks(parameter) for parameter in model.parameters())
 
 

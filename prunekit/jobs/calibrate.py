@@ -29,6 +29,7 @@ from prunekit.statistics.feature_ranks import RankCollector
 from prunekit.statistics.layers.patch_moments import PatchStats, dead_inputs, too_few_rows
 from prunekit.statistics.moments import MomentsCollector
 from prunekit.statistics.taylor_terms import TaylorTerms, collect_gradients
+from prunekit.tasks.task import pair
 from prunekit.training.replicas import share_buffers, share_corrupt
 from prunekit.utils.context import seeded, threads
 from prunekit.utils.inputs import sample_count, to_device
@@ -197,7 +198,7 @@ def merged_gradients(prepared: Prepared, model: nn.Module, images: Batches) -> T
         seen = collect_gradients(
             model,
             mine,
-            prepared.splits.task.loss,
+            task=replace(prepared.splits.task, unpack=pair),  # batches are unpacked already
             device=prepared.device,
             second_order=second,
             seed=prepared.job.seed,

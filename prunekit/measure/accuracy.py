@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from prunekit.distributed.process_group import gather_values
 from prunekit.errors import DataError
 from prunekit.tasks.batches import ModelBatches
+from prunekit.tasks.measurement import Measurement
 from prunekit.tasks.task import Task, get_task
 from prunekit.utils.context import training_mode
 from prunekit.utils.inputs import call, described, to_device
@@ -24,7 +24,8 @@ class Scores:
         values: every score by name, in percent, the main one first.
         n_test: number of samples.
         counts: (K,) sums that the scores are computed from; the first has the hits, if the main score is a proportion.
-        interval: 95 % interval of the main score, in percent; None unless it is a proportion.
+            Empty where a metric measures.
+        interval: 95 % interval of the main score, in percent; None if it has none.
         chance: main score of a model that always answers the most frequent class, in percent; None if unknown.
     """
 
@@ -43,12 +44,14 @@ class Scores:
     def figures(self) -> dict[str, Any]:
         """Return plain data: the scores by name and `n_test`.
 
-        For a proportion also `correct`, `low` and `high`; if chance is known, `chance` and `at_chance`.
+        With an interval also `low` and `high`, for a proportion `correct`; if chance is known, `chance` and
+        `at_chance`.
         """
         found: dict[str, Any] = {**self.values, "n_test": self.n_test}
         if self.interval is not None:
             low, high = self.interval
-            found |= {"correct": int(self.counts[0]), "low": low, "high": high}
+            found |= {"correct": int(self.counts[0])} if self.counts else {}
+            found |= {"low": low, "high": high}
         if self.chance is not None:
             found |= {"chance": self.chance, "at_chance": self.at_chance}
         return found
@@ -71,23 +74,19 @@ def evaluate(
         DataError: there are no samples, or no targets.
     """
     task = get_task(task)
-    sums: Tensor | None = None
-    samples = 0
+    measured = Measurement(task, together=together)
     model.to(device)
     with training_mode(model, False), torch.inference_mode():
         for pair in ModelBatches(model, batches, where="accuracy"):
             inputs, targets = to_device(pair, device)
             if targets is None:
                 raise DataError(f"accuracy: expected {task.samples} with targets, got {described(inputs)} alone")
-            counts = task.counts(call(model, inputs), targets)
-            sums = counts if sums is None else sums + counts
-            samples += len(targets)
-    mine: tuple[list[float], int] = ([] if sums is None else sums.tolist(), samples)
-    parts = [part for part in (gather_values(mine) if together else [mine]) if part[1]]
-    if not parts:
+            measured.add(task.scored(model, inputs, call(model, inputs)), targets)
+    found = measured.of_all() if together else measured
+    if not found.samples:
         raise DataError(f"accuracy: expected at least one {task.samples.removesuffix('s')}, got none")
-    found = torch.tensor([part[0] for part in parts], dtype=torch.float64).sum(0)
+    read = found.result()
     interval, chance = task.main.interval, task.main.chance
-    ends = None if interval is None else interval(found)
-    guessed = None if chance is None else chance(found)
-    return Scores(task.score(found), sum(part[1] for part in parts), tuple(found.tolist()), ends, guessed)
+    ends = None if interval is None else interval(read)
+    guessed = None if chance is None else chance(read)
+    return Scores(task.score(read), found.samples, tuple(found.counts), ends, guessed)

@@ -111,8 +111,10 @@ def collect_gradients(
         raise UsageError(
             "gradients: expected a loss, such as torch.nn.functional.cross_entropy, or a task; got neither"
         )
-    wanted = get_task(task).loss if loss is None and task is not None else loss
+    known = None if task is None else get_task(task)
+    wanted = known.loss if loss is None and known is not None else loss
     assert wanted is not None
+    mode = training_mode(model, False) if known is None else known.mode_for_loss(model)
     rows: tuple[dict[Axis, list[FloatArray]], ...] = ({}, {}, {})
     plain = plain_attention() if second_order else nullcontext()  # fused kernels have no second derivative
     report = reporting(progress, "collect_gradients")
@@ -120,13 +122,14 @@ def collect_gradients(
     wanted_kind = torch.Tensor.is_floating_point if second_order else has_gradients
     parameters = {name: weight for name, weight in model.named_parameters() if wanted_kind(weight)}
     weights = list(parameters.values())
-    with training_mode(model, False), torch.enable_grad(), plain, report, taking_gradients(weights, True):
+    with mode, torch.enable_grad(), plain, report, taking_gradients(weights, True):
         for index, pair in enumerate(tracked(ModelBatches(model, batches, task), "gradients")):
             number = 1 + dealt[0] + dealt[1] * index
             _require_targets(pair, number)
             inputs, targets = to_device(pair, place)
-            with running(model, inputs):
-                output = call(model, inputs)
+            given = inputs if known is None else known.example_for_loss(model, inputs, targets)
+            with running(model, given):
+                output = call(model, given)
             value = _checked(wanted(output, targets))
             gradients = gradients_of(value, weights, create_graph=second_order)
             found: list[Factors] = [list(zip(weights, gradients, strict=True))]

@@ -44,10 +44,10 @@ InputsAndTargets = tuple[tuple[Any, ...], Any]
 
 @dataclass(frozen=True, eq=False)
 class LabeledBatch:
-    """The inputs that a model is called with, and their labels, if there are any."""
+    """The inputs that a model is called with, and their labels or other targets, if there are any."""
 
     inputs: tuple[Any, ...]
-    labels: Tensor | None
+    labels: Any
 
     @property
     def samples(self) -> int:
@@ -186,29 +186,31 @@ Row = dict[str | int, Any]
 
 
 def _fill_in_masks(rows: list[Row]) -> None:
-    """Give batches without a mask one of ones, as long as their first input."""
+    """Give batches without a mask one of ones, as long as their first input, with as many axes as the others'."""
     known = next((row[MASK] for row in rows if isinstance(row.get(MASK), Tensor)), None)
     for row in rows:
         first = next(tensor for tensor in gather(row))
         if row.get(MASK) is None and first.dim() > 1:
-            kind = torch.int64 if known is None else known.dtype
-            row[MASK] = torch.ones(first.shape[:2], dtype=kind, device=first.device)
+            kind, axes = (torch.int64, 2) if known is None else (known.dtype, known.dim())
+            row[MASK] = torch.ones(first.shape[:axes], dtype=kind, device=first.device)
 
 
 def _pad(rows: list[Row]) -> None:
     """Pad everything that is as long as a batch's mask to the length of the longest one, on the side of padding."""
     masks: list[Any] = [row.get(MASK) for row in rows]
-    if not all(isinstance(each, Tensor) and each.dim() == 2 for each in masks):
+    if not all(isinstance(each, Tensor) and each.dim() == masks[0].dim() >= 2 for each in masks):
         return
-    longest = max(each.shape[1] for each in masks)
-    left = any(bool((each[:, 0] == 0).any()) for each in masks)
+    axis = masks[0].dim() - 1
+    longest = max(each.shape[axis] for each in masks)
+    left = any(bool((each[..., 0] == 0).any()) for each in masks)
     for name in dict.fromkeys(name for row in rows for name in row):
         fill = 0 if name == MASK else _filler([row.get(name) for row in rows], masks)
         for row, each in zip(rows, masks, strict=True):
             values = row.get(name)
-            if isinstance(values, Tensor) and values.dim() > 1 and values.shape[1] == each.shape[1]:
-                more = values.new_full((len(values), longest - each.shape[1], *values.shape[2:]), fill)
-                row[name] = torch.cat([more, values] if left else [values, more], 1)
+            if isinstance(values, Tensor) and values.dim() > axis and values.shape[axis] == each.shape[axis]:
+                size = (*values.shape[:axis], longest - each.shape[axis], *values.shape[axis + 1 :])
+                more = values.new_full(size, fill)
+                row[name] = torch.cat([more, values] if left else [values, more], axis)
 
 
 GRAY = 114 / 255

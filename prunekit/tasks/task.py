@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.data import default_collate
 
 from prunekit.errors import DataError, UsageError
 from prunekit.known_names import TASKS as _TASKS
+from prunekit.utils.context import training_mode
 from prunekit.utils.inputs import described, sample_count
 from prunekit.utils.registry import Registry
 from prunekit.utils.tensors import gather
@@ -22,25 +27,42 @@ Counts = Callable[[Any, Any], Tensor]
 """From the model's output and the targets to (K,) numbers that add up over batches."""
 
 
+class Metric(Protocol):
+    """What measures a task whose scores do not add up over batches, such as a mean average precision.
+
+    torchmetrics' metrics are such objects.
+    """
+
+    def update(self, output: Any, targets: Any, /) -> Any:
+        """Add a batch: what the model returned, or the task's `predictions`, and the targets."""
+
+    def compute(self) -> Any:
+        """Return what the task's scores are read from, of all batches so far."""
+
+
 @dataclass(frozen=True)
 class Score:
-    """A figure of merit, from counts of all samples, so that it is exact for batches of any sizes.
+    """A figure of merit, from counts of all samples or from a metric, so that it is exact for batches of any sizes.
 
     Attributes:
         name: its key in tables and `metrics.json`.
         label: its name in reports, as within a sentence: `mean IoU`.
-        of: counts (K,) float64 -> percent, 0 to 100; more is better.
-        interval: of a proportion, whose hits are the first count: counts (K,) float64 -> ends of the 95 % interval, in
-            percent; None for other figures.
-        chance: score of a model that always answers the most frequent class: counts (K,) float64 -> percent; None if
-            unknown.
+        of: counts (K,) float64, or what the task's metric computes -> percent, 0 to 100, or what `unit` says; more is
+            better.
+        interval: the same -> ends of the 95 % interval, in percent; None for figures that have none. Of counts, the
+            score is then a proportion, whose hits are the first count.
+        chance: score of a model that always answers the most frequent class: the same -> percent; None if unknown.
+        unit: of its values, such as `dB`.
+        interval_by: what reports call the method of the interval.
     """
 
     name: str
     label: str
-    of: Callable[[Tensor], float]
-    interval: Callable[[Tensor], tuple[float, float]] | None = None
-    chance: Callable[[Tensor], float] | None = None
+    of: Callable[[Any], float]
+    interval: Callable[[Any], tuple[float, float]] | None = None
+    chance: Callable[[Any], float] | None = None
+    unit: str = "%"
+    interval_by: str = "Wilson"
 
 
 def pair(batch: Any) -> tuple[Any, Any]:
@@ -52,15 +74,17 @@ def pair(batch: Any) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class BatchUnpacker:
-    """The part of a task that takes batches apart, which worker processes get instead of the whole task.
+    """The part of a task that makes batches and takes them apart, which worker processes get instead of the whole task.
 
     Attributes:
         task: its name, for messages.
         unpack: the task's.
+        collate: the task's.
     """
 
     task: str
     unpack: Callable[[Any], tuple[Any, Any]]
+    collate: Callable[[list[Any]], Any] = default_collate
 
     def __call__(self, batch: Any, where: str = "a batch") -> tuple[Any, Any]:
         """Return a batch's inputs and targets.
@@ -90,8 +114,8 @@ class Task:
         name: of the task.
         loss: of training and validation, whose gradients criteria use: output and targets -> the mean over the batch,
             one number.
-        counts: output and targets -> (K,) numbers that are summed over batches and processes.
-        scores: computed from those sums; the first one chooses the best epoch.
+        counts: output and targets -> (K,) numbers that are summed over batches and processes; None: a metric measures.
+        scores: computed from those sums, or from what the metric computes; the first one chooses the best epoch.
         unpack: a collated batch of the data set -> inputs and targets. Inputs are a tensor, a tuple of them, or a
             mapping by the names of the arguments of `forward`; targets have a length, that of the batch. It may raise
             any error about a batch of another form; the message is completed with a description of the batch.
@@ -99,16 +123,40 @@ class Task:
             compares; None: the task has none, and cannot be distilled.
         smoothed: label smoothing, 0..1 -> the loss with it; None: the task has none.
         samples: what its samples are called in messages.
+        collate: samples of a data set -> a batch, as a DataLoader's `collate_fn`.
+        metric: makes a `Metric`, a fresh one for each measurement; None: the scores come from `counts`.
+        loss_inputs: model, inputs and targets -> what the model is called with where the loss is wanted, an example as
+            of `prunekit.prune`, because models of this task compute their loss themselves or take the targets as
+            inputs; None: the inputs.
+        predictions: model, inputs and output -> what `counts` or the metric is given; None: the output.
+        loss_in_train_mode: whether models give what the loss needs in train mode alone. Where a loss or its gradients
+            are wanted of a model in eval mode, it is put into train mode then, all but its norms and dropout; and
+            validation measures no loss.
+        class_count: model -> the number of classes that it tells apart, as it says itself; None if it does not say. It
+            must be that of the data. None: the number of `logits` tells.
     """
 
     name: str
     loss: Loss
-    counts: Counts
+    counts: Counts | None
     scores: tuple[Score, ...]
     unpack: Callable[[Any], tuple[Any, Any]] = pair
     logits: Callable[[Any], Tensor] | None = None
     smoothed: Callable[[float], Loss] | None = None
     samples: str = "samples"
+    collate: Callable[[list[Any]], Any] = default_collate
+    metric: Callable[[], Metric] | None = None
+    loss_inputs: Callable[[nn.Module, tuple[Any, ...], Any], tuple[Any, ...]] | None = None
+    predictions: Callable[[nn.Module, tuple[Any, ...], Any], Any] | None = None
+    loss_in_train_mode: bool = False
+    class_count: Callable[[nn.Module], int | None] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.counts is None) == (self.metric is None):
+            raise UsageError(
+                f"task {self.name!r}: expected either counts, which add up over batches, or a metric, got "
+                + ("neither" if self.counts is None else "both")
+            )
 
     @property
     def main(self) -> Score:
@@ -117,17 +165,52 @@ class Task:
 
     @property
     def unpacking(self) -> BatchUnpacker:
-        """`unpack` alone, with its checks."""
-        return BatchUnpacker(self.name, self.unpack)
+        """`unpack` and `collate` alone, with checks."""
+        return BatchUnpacker(self.name, self.unpack, self.collate)
 
-    def score(self, counts: Any) -> dict[str, float]:
-        """Return every score of summed counts, (K,), by name, in percent."""
-        wide = torch.as_tensor(counts, dtype=torch.float64)
-        return {score.name: float(score.of(wide)) for score in self.scores}
+    @property
+    def scores_of_loss_outputs(self) -> bool:
+        """True if one forward pass gives the loss and the scores."""
+        return self.counts is not None and self.loss_inputs is None and self.predictions is None
 
-    def reached(self, counts: Any) -> float:
-        """Return the main score of summed counts, in percent."""
-        return float(self.main.of(torch.as_tensor(counts, dtype=torch.float64)))
+    def score(self, found: Any) -> dict[str, float]:
+        """Return every score by name, in percent.
+
+        Args:
+            found: summed counts, (K,), or what the metric computed.
+        """
+        return {score.name: float(score.of(self._wide(found))) for score in self.scores}
+
+    def reached(self, found: Any) -> float:
+        """Return the main score of summed counts, or of what the metric computed, in percent."""
+        return float(self.main.of(self._wide(found)))
+
+    def _wide(self, found: Any) -> Any:
+        return torch.as_tensor(found, dtype=torch.float64) if self.metric is None else found
+
+    def example_for_loss(self, model: nn.Module, example: tuple[Any, ...], targets: Any) -> tuple[Any, ...]:
+        """Return what the model is called with where the loss is wanted, see `loss_inputs`."""
+        return example if self.loss_inputs is None else self.loss_inputs(model, example, targets)
+
+    def scored(self, model: nn.Module, example: tuple[Any, ...], output: Any) -> Any:
+        """Return what `counts` or the metric is given of an output, see `predictions`."""
+        return output if self.predictions is None else self.predictions(model, example, output)
+
+    @contextmanager
+    def mode_for_loss(self, model: nn.Module) -> Iterator[None]:
+        """Put a model into the mode in which its loss is computed without changing its buffers or drawing dropout."""
+        with training_mode(model, self.loss_in_train_mode):
+            for module in model.modules():
+                if self.loss_in_train_mode and isinstance(module, (_NormBase, _DropoutNd)):
+                    module.training = False
+            yield
+
+
+def described_task(task: Task) -> dict[str, Any]:
+    """Return the names of a task, its samples and scores, their units and the method of the interval, for reports."""
+    scores = [{"name": score.name, "label": score.label, "unit": score.unit} for score in task.scores]
+    by = None if task.main.interval is None else task.main.interval_by
+    return {"name": task.name, "samples": task.samples, "scores": scores, "interval": by}
 
 
 def training_loss(task: Task, label_smoothing: float) -> Loss:

@@ -26,7 +26,8 @@ def two_samples(dataset: SampleDataset) -> tuple[Any, Any]:
     """
     inputs, targets = next(iter(batches(dataset, 2, shuffle_seed=None)))
     chosen = torch.arange(2) % sample_count(inputs)
-    return select_samples(inputs, chosen), select_samples(targets, chosen)
+    found = [targets[i] for i in chosen.tolist()] if isinstance(targets, list) else select_samples(targets, chosen)
+    return select_samples(inputs, chosen), found
 
 
 def check_fits(model: nn.Module, splits: Splits, device: torch.device) -> None:
@@ -37,17 +38,20 @@ def check_fits(model: nn.Module, splits: Splits, device: torch.device) -> None:
             counts or scores don't fit its output.
         DataError: a sample cannot be read.
     """
+    require_class_count(model, splits.task, len(splits.classes))
     inputs, targets = two_samples(splits.train)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with seeded(0), training_mode(model, True), torch.no_grad():
         try:
-            output = functional_call(model, buffers, *split(to_device(inputs_as_example(model, inputs), device)))
+            given, targets = to_device((inputs_as_example(model, inputs), targets), device)
+            given = splits.task.example_for_loss(model, given, targets)
+            output = functional_call(model, buffers, *split(given))
         except ModelError:
             raise
         except Exception as error:  # a model's own code may raise anything
             raise ModelError(_not_taken(model, splits.task, inputs, error)) from error
         _check_classes(model, splits, output)
-        _check_task(model, splits.task, output, to_device(targets, device))
+        _check_task(model, splits.task, output, targets)
 
 
 def _not_taken(model: nn.Module, task: Task, inputs: Any, error: Exception) -> str:
@@ -75,18 +79,33 @@ def _check_classes(model: nn.Module, splits: Splits, output: Any) -> None:
         )
 
 
+def require_class_count(model: nn.Module, task: Task, classes: int) -> None:
+    """Raise a `ModelError` if a model tells apart another number of classes than the data has, as far as both say."""
+    count = None if task.class_count is None or not classes else task.class_count(model)
+    if count not in (None, classes):
+        raise ModelError(
+            f"{type(model).__name__}: expected {classes} classes, as the data has, and its head has {count}; "
+            "set model.arguments.num_classes, which torchvision's detectors count with the background, and weights "
+            "that were trained for these classes"
+        )
+
+
 def _check_task(model: nn.Module, task: Task, output: Any, targets: Any) -> None:
     """Raise ModelError if the task cannot compute loss, counts and scores from the model's output."""
     got = f"{type(model).__name__} returned {described(output)}, the targets are {described(targets)}"
     try:
-        loss, counts = task.loss(output, targets), task.counts(output, targets)
-        ok = isinstance(loss, Tensor) and loss.numel() == 1 and isinstance(counts, Tensor) and counts.ndim == 1
-        found = f"{described(loss)} and {described(counts)}"
-        scores = task.score(counts.tolist()) if ok else {}
+        loss = task.loss(output, targets)
+        ok, found, scores = isinstance(loss, Tensor) and loss.numel() == 1, described(loss), dict[str, float]()
+        if task.counts is not None and task.scores_of_loss_outputs:
+            counts = task.counts(output, targets)
+            ok = ok and isinstance(counts, Tensor) and counts.ndim == 1
+            found = f"{found} and {described(counts)}"
+            scores = task.score(counts.tolist()) if ok else {}
     except Exception as error:  # a task of the user's own may raise anything
         raise ModelError(f"task {task.name!r}: {got}: {type(error).__name__}: {error}") from error
     if not ok:
         raise ModelError(f"task {task.name!r}: expected a loss of one number and counts (K,), got {found}; {got}")
-    outside = [f"{name} {value:.4g}" for name, value in scores.items() if not 0 <= value <= 100]
+    percents = {score.name for score in task.scores if score.unit == "%"}
+    outside = [f"{name} {value:.4g}" for name, value in scores.items() if name in percents and not 0 <= value <= 100]
     if outside:
         raise ModelError(f"task {task.name!r}: expected scores in percent, 0 to 100, got {', '.join(outside)}; {got}")

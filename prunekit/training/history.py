@@ -35,9 +35,10 @@ class EpochRow:
         lr: learning rate of the epoch's last step.
         train_loss: mean over the images trained on, label smoothing, auxiliary heads and distillation included.
         train_score: the task's main score, percent, in train mode and while the weights change; of a mixed image
-            (mixup, CutMix) the share of the class that is predicted counts.
+            (mixup, CutMix) the share of the class that is predicted counts. None if what the model returns for the
+            loss has no score.
         validation_loss: mean of the task's loss over the validation samples, without label smoothing, of the average of
-            weights if there is one.
+            weights if there is one; None if the task has no loss in eval mode.
         validation_score: percent.
         images_per_s: training samples per second, validation left out.
         seconds: of the whole epoch.
@@ -48,8 +49,8 @@ class EpochRow:
     epoch: int
     lr: float
     train_loss: float
-    train_score: float
-    validation_loss: float
+    train_score: float | None
+    validation_loss: float | None
     validation_score: float
     images_per_s: float
     seconds: float

@@ -28,7 +28,8 @@ from prunekit.hooks.step_hooks import inner_optimizer
 from prunekit.models.outputs import require_trainable
 from prunekit.settings.inputs import Workers
 from prunekit.settings.train import TrainSettings
-from prunekit.tasks.task import Loss, Task
+from prunekit.tasks.measurement import Measurement
+from prunekit.tasks.task import Loss, Score, Task
 from prunekit.training.callbacks.callback import Callback, CallbackList, TrainingRun
 from prunekit.training.callbacks.clamp_callback import GradientClamps
 from prunekit.training.callbacks.selection import require_callbacks, task_loss
@@ -164,7 +165,7 @@ def fit(
         settings.epochs * len(train),
         called.progress_metrics,
         wanted(progress) and is_main(),
-        splits.task.main.name,
+        splits.task.main,
     )
     exact = LongStrides(model) if settings.precision == "bf16" and device.type == "cpu" else nullcontext()
     with ExitStack() as stack:
@@ -262,15 +263,14 @@ class TrainingLoop:
         share_buffers(self.model)
         with self.state.callbacks.around_validation():
             share_buffers(self.model)  # those of averaged weights
-            validated = self._validate(f"epoch {at.epoch}")
-            reached = self.task.reached(validated.counts)
+            validation_loss, reached = self._validate(f"epoch {at.epoch}")
             self.state.best.offer(at.epoch, reached if self.state.callbacks.eligible_for_best() else -1.0)
         return EpochRow(
             epoch=at.epoch,
             lr=at.lr,
             train_loss=at.sums.mean_loss,
-            train_score=self.task.reached(at.sums.counts),
-            validation_loss=validated.mean_loss,
+            train_score=self._train_score(at),
+            validation_loss=validation_loss,
             validation_score=reached,
             images_per_s=at.sums.samples / training_s,
             seconds=time.perf_counter() - start,
@@ -374,33 +374,49 @@ class TrainingLoop:
             with kept_apart(self.replica) if left else nullcontext():
                 self._add_gradient(batch, samples, at.sums, f"epoch {at.epoch}, step {at.trained}")
             rate = size() * at.sums.samples / (time.perf_counter() - start)
-            self.bar.step(at.sums.mean_loss, lambda: self.task.reached(at.sums.counts), rate)
+            self.bar.step(at.sums.mean_loss, lambda: self._train_score(at), rate)
 
     def _add_gradient(self, batch: Batch, of: int, sums: EpochSums, when: str) -> None:
         """Add the gradient of a batch, for the mean loss over the `of` samples of all processes."""
         inputs, targets = to_device(batch, self.device)
         given = inputs_as_example(self.model, inputs)
         with autocast(self.settings.precision, self.device):
+            given = self.task.example_for_loss(self.model, given, targets)
             output = call(self.replica, given)
             loss = self.state.callbacks.total_loss(self.loss(output, targets), inputs, output, targets)
             value = self._finite(loss, given, f"the loss is {{}} in {when}")
         loss = loss * (len(targets) / of)
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
-            sums.add(value, self.task.counts(output, targets), len(targets))
+            known = self.task.counts if self.task.scores_of_loss_outputs else None
+            sums.add(value, None if known is None else known(output, targets), len(targets))
 
-    def _validate(self, when: str) -> EpochSums:
-        sums = EpochSums()
+    def _train_score(self, at: Position) -> float | None:
+        """Return the main score of the epoch's training batches so far; None if the loss's outputs have none."""
+        return self.task.reached(at.sums.counts) if self.task.scores_of_loss_outputs else None
+
+    def _validate(self, when: str) -> tuple[float | None, float]:
+        """Return the mean loss of the validation samples, None if the task has none in eval mode, and the score."""
+        sums, measured = EpochSums(), Measurement(self.task, together=True)
         with training_mode(self.model, False), torch.no_grad():
             for batch, counts in in_step(self.model, self.validation):
                 inputs, targets = to_device(batch, self.device)
                 given = inputs_as_example(self.model, inputs)
                 output = call(self.model, given)
-                loss = self.task.loss(output, targets)
-                value = self._finite(loss, given, f"the validation loss is {{}} in {when}")
+                value = self._validation_loss(output, given, targets, when)
                 if counts:
-                    sums.add(value, self.task.counts(output, targets), len(targets))
-        return sums.of_all()
+                    sums.add(value, None, len(targets))
+                    measured.add(self.task.scored(self.model, given, output), targets)
+        reached = self.task.reached(measured.of_all().result())
+        return None if self.task.loss_in_train_mode else sums.of_all().mean_loss, reached
+
+    def _validation_loss(self, output: Any, given: tuple[Any, ...], targets: Any, when: str) -> float:
+        if self.task.loss_in_train_mode:
+            return 0.0
+        if self.task.loss_inputs is not None:
+            given = self.task.example_for_loss(self.model, given, targets)
+            output = call(self.model, given)
+        return self._finite(self.task.loss(output, targets), given, f"the validation loss is {{}} in {when}")
 
 
 class _Paused(Exception):
@@ -418,7 +434,7 @@ class ProgressBar:
     """A bar on stderr with epoch, loss, score, images per second, and what `metrics` returns, called once an epoch."""
 
     def __init__(
-        self, label: str, steps: int, metrics: Callable[[], Mapping[str, Any]], shown: bool, score: str
+        self, label: str, steps: int, metrics: Callable[[], Mapping[str, Any]], shown: bool, score: Score
     ) -> None:
         self.label, self.metrics, self.score = label, metrics if shown else dict, score
         self.bar = make_bar(shown, total=steps, desc=label, unit="batch")
@@ -433,10 +449,12 @@ class ProgressBar:
         self.bar.set_description(f"{self.label} {number}/{epochs}", refresh=False)
         self.extra = self.metrics()
 
-    def step(self, loss: float, score: Callable[[], float], images_per_s: float) -> None:
+    def step(self, loss: float, score: Callable[[], float | None], images_per_s: float) -> None:
         """Count a batch, and show the figures of the epoch so far."""
         if not self.bar.disable:
-            shown = {"loss": f"{loss:.3f}", self.score: f"{score():.1f}%", "img/s": f"{images_per_s:.0f}", **self.extra}
+            reached = score()
+            scored = {} if reached is None else {self.score.name: f"{reached:.1f}{self.score.unit}"}
+            shown = {"loss": f"{loss:.3f}", **scored, "img/s": f"{images_per_s:.0f}", **self.extra}
             self.bar.set_postfix(shown, refresh=False)
         self.bar.update()
 

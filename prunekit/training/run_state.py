@@ -36,10 +36,12 @@ class EpochSums:
     samples: int = 0
     counts: list[float] = field(default_factory=list)
 
-    def add(self, loss: float, counts: Tensor, samples: int) -> None:
-        """Add a batch's mean loss, its counts (K,), and its number of samples."""
+    def add(self, loss: float, counts: Tensor | None, samples: int) -> None:
+        """Add a batch's mean loss, its counts (K,), if it has any, and its number of samples."""
         self.loss += loss * samples
         self.samples += samples
+        if counts is None:
+            return
         found = counts.tolist()
         self.counts = [a + b for a, b in zip(self.counts or [0.0] * len(found), found, strict=True)]
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -425,25 +426,44 @@ def concatenate(parts: Sequence[Any]) -> Any:
 
 
 def counted_positions(model: nn.Module, example: tuple[Any, ...]) -> Tensor | None:
-    """Return which positions are not padding, (B, T) bool, by the `attention_mask`; None if all count.
+    """Return which positions are not padding, (B, ..., T) bool, by the `attention_mask`; None if all count.
 
-    A mask of zeros and ones (B, T) with a one in each row is understood, as tokenizers of transformers give it.
+    A mask of zeros and ones (B, T) with a one in each row is understood, as tokenizers of transformers give it; and one
+    of several sequences for each sample, as (B, 2, T) of pairs and (B, choices, T).
     """
-    mask = arguments_by_name(model, example).get(MASK)
-    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.is_complex():
+    mask = _padding_mask(model, example)
+    if mask is None:
         return None
     counted = mask != 0
-    plain = bool(((mask == 0) | (mask == 1)).all()) and bool(counted.any(1).all())
+    plain = bool(((mask == 0) | (mask == 1)).all()) and bool(counted.any(-1).all())
     return counted if plain and not bool(counted.all()) else None
 
 
 def sequence_shape(model: nn.Module, example: tuple[Any, ...]) -> tuple[int, int] | None:
-    """Return (B, T) if samples are sequences, with an `attention_mask` or of token numbers; None otherwise."""
-    mask = arguments_by_name(model, example).get(MASK)
-    first = mask if isinstance(mask, Tensor) else next(iter(gather(example)), None)
-    if first is None or first.dim() != 2 or (first is not mask and first.is_floating_point()):
+    """Return (B, T) if samples are sequences, with an `attention_mask` or of token numbers; None otherwise.
+
+    With a mask of several sequences for each sample, (B, ..., T), those of all samples are counted.
+    """
+    mask = _padding_mask(model, example)
+    if mask is not None:
+        return prod(mask.shape[:-1]), mask.shape[-1]
+    first = next(iter(gather(example)), None)
+    if first is None or first.dim() != 2 or first.is_floating_point() or _has_mask(model, example):
         return None
     return first.shape[0], first.shape[1]
+
+
+def _has_mask(model: nn.Module, example: tuple[Any, ...]) -> bool:
+    return isinstance(arguments_by_name(model, example).get(MASK), Tensor)
+
+
+def _padding_mask(model: nn.Module, example: tuple[Any, ...]) -> Tensor | None:
+    """Return a mask with one value for each position of the first input; None of other forms, such as (B, T, T)."""
+    mask = arguments_by_name(model, example).get(MASK)
+    if not isinstance(mask, Tensor) or mask.dim() < 2 or mask.is_complex():
+        return None
+    first = next((tensor for tensor in gather(example) if tensor is not mask), mask)
+    return mask if mask.dim() == 2 or first.shape[: mask.dim()] == mask.shape else None
 
 
 def rows_of(values: Tensor, counted: Tensor | None) -> Tensor:
@@ -452,11 +472,13 @@ def rows_of(values: Tensor, counted: Tensor | None) -> Tensor:
     Args:
         values: (B, T, ..., channels), (B * T, channels), or (B, heads, T, channels) as keys and values of attention in
             a cache. Values of another shape, such as class scores (B, classes), are returned as they are.
-        counted: see `counted_positions`; None: all count.
+        counted: see `counted_positions`; None: all count. Several sequences for each sample may be on one axis of the
+            values or on axes of their own.
     """
     if counted is None:
         return values
-    if values.dim() > 2 and values.shape[:2] == counted.shape:
+    counted = fitting_positions(values.shape, counted)
+    if values.dim() > counted.dim() and values.shape[: counted.dim()] == counted.shape:
         return values[counted.to(values.device)]
     if values.dim() == 4 and (values.shape[0], values.shape[2]) == counted.shape:
         return values.transpose(1, 2)[counted.to(values.device)]
@@ -467,7 +489,20 @@ def rows_of(values: Tensor, counted: Tensor | None) -> Tensor:
 
 def blank_padding(values: Tensor, counted: Tensor | None) -> Tensor:
     """Return values (B, T, ..., channels) with zeros at padding; values of another shape as they are."""
-    if counted is None or values.dim() < 3 or values.shape[:2] != counted.shape:
+    if counted is None:
+        return values
+    counted = fitting_positions(values.shape, counted)
+    if values.dim() <= counted.dim() or values.shape[: counted.dim()] != counted.shape:
         return values
     blank = ~counted.to(values.device)
-    return values.masked_fill(blank.view(*blank.shape, *[1] * (values.dim() - 2)), 0)
+    return values.masked_fill(blank.view(*blank.shape, *[1] * (values.dim() - blank.dim())), 0)
+
+
+def fitting_positions(shape: Sequence[int], counted: Tensor) -> Tensor:
+    """Return positions (B, ..., T) of several sequences for each sample as (B * ..., T) unless values have such axes.
+
+    Args:
+        shape: of the values.
+        counted: see `counted_positions`.
+    """
+    return counted if tuple(shape[: counted.dim()]) == counted.shape else counted.flatten(0, -2)

@@ -153,6 +153,7 @@ def test_a_copy_carries_no_hook_that_acts() -> None:
             assert count_hooks(copied) == 0
             copied(torch.randn(1, 3, requires_grad=True)).sum().backward()
         assert order == []
+        assert b"prunekit" not in pickle.dumps(model), "a file of it is loaded where prunekit is not installed"
         model(torch.randn(1, 3))
         assert order == ["forward-pre a", "forward a"]
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from prunekit.errors import DataError, UsageError
-from prunekit.measure import accuracy as scoring
 from prunekit.measure.accuracy import evaluate
 from prunekit.settings.train import DistillSettings, TrainSettings
+from prunekit.tasks import measurement
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION, TEXT_CLASSIFICATION
 from prunekit.tasks.segmentation import SEGMENTATION
 from prunekit.tasks.task import get_task, training_loss
@@ -90,10 +90,10 @@ def test_mean_iou_is_that_of_all_pixels_however_batches_fall(
     ]
     # The same in two processes, of which the second has had the last batch.
     shares = [batches[:-1], batches[-1:]]
-    monkeypatch.setattr(scoring, "gather_values", lambda mine: [mine])
+    monkeypatch.setattr(measurement, "gather_values", lambda mine: [mine])
     parts = [evaluate(nn.Identity(), share, SEGMENTATION, CPU, together=True) for share in shares if share]
-    both = [(list(part.counts), part.n_test) for part in parts] + [([], 0)]
-    monkeypatch.setattr(scoring, "gather_values", lambda mine: both)
+    both = [(part.n_test, list(part.counts), None) for part in parts] + [(0, [], None)]
+    monkeypatch.setattr(measurement, "gather_values", lambda mine: both)
     assert evaluate(nn.Identity(), batches, SEGMENTATION, CPU, together=True) == found
 
 

@@ -97,12 +97,12 @@ def read_image(path: StrPath, transform: Transform) -> Tensor:
     try:
         with Image.open(path) as file:
             image = in_rgb(ImageOps.exif_transpose(file))
-    except UnidentifiedImageError as error:
-        reason = "it is empty" if not path.stat().st_size else "it is of no format that Pillow reads"
-        raise DataError(f"{path}: expected an image, such as a PNG or JPEG file, but {reason}") from error
     except FileNotFoundError as error:
         raise DataError(f"{path}: expected an image file, and there is none") from error
     except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, EOFError and more
+        if isinstance(error.__context__ or error, UnidentifiedImageError):  # other packages wrap Pillow's `open`
+            reason = "it is empty" if not path.stat().st_size else "it is of no format that Pillow reads"
+            raise DataError(f"{path}: expected an image, such as a PNG or JPEG file, but {reason}") from error
         reason = "it is a folder" if path.is_dir() else str(getattr(error, "strerror", None) or error)
         raise DataError(f"{path}: expected an image that can be read, but {reason}") from error
     return transform(image)

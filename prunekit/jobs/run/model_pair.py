@@ -46,7 +46,11 @@ def build_dense(folder: Path, factory: str | None = None) -> nn.Module:
     manifest = read_manifest(folder)
     with seeded(0):
         match manifest.get("build"):
-            case {"name": str(name), "zoo": "torchvision" | "cifar" | "timm" | "hf" as zoo, "arguments": dict(given)}:
+            case {
+                "name": str(name),
+                "zoo": "torchvision" | "cifar" | "timm" | "hf" | "ultralytics" as zoo,
+                "arguments": dict(given),
+            }:
                 return build_model(ModelSettings(name, zoo, arguments=given), num_classes=None)
         if factory is None:
             raise ModelError(

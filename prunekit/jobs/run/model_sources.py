@@ -72,8 +72,10 @@ class InputModel:
 
     @property
     def timing_inputs(self) -> Inputs:
-        """Random inputs to time it on."""
-        return inputs_of(self.sample_shape) if self.inputs is None else inputs_like(self.inputs)
+        """Inputs to time it on: random images, or a sample of other data."""
+        if self.inputs is None:
+            return inputs_of(self.sample_shape)
+        return inputs_like(self.inputs, drawn=self.splits is None)
 
 
 def resolve(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune as torch_prune
 
 from prunekit.channels.cut.model_copy import copied
-from prunekit.hooks.hook import HOOK_TABLES, is_ours
+from prunekit.hooks.hook import HOOK_TABLES, is_inert, is_ours
 from prunekit.measure.causes.operator_times import IsolatedLayer, Widths
 from prunekit.measure.causes.width_causes import KernelTimes, WidthTimes, relative_macs, rounded
 from prunekit.measure.latency.timing import PairedTiming, paired_ratio, time_paired, time_runs
@@ -104,7 +104,7 @@ def mask_hooks(model: nn.Module) -> int:
 
 
 def _is_mask(hook: object) -> bool:
-    return isinstance(hook, torch_prune.BasePruningMethod) or (is_ours(hook) and not getattr(hook, "inert", False))
+    return isinstance(hook, torch_prune.BasePruningMethod) or (is_ours(hook) and not is_inert(hook))
 
 
 def without_masks(model: nn.Module, inputs: tuple[Any, ...], device: torch.device) -> PairedTiming:

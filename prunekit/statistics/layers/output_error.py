@@ -85,22 +85,36 @@ class OutputComparison:
             inputs: that it is run on.
             counted: which positions of the samples are not padding, see `counted_positions`; None: all.
         """
-        shapes = tuple(tensor.shape for tensor in gather(inputs))
-        layers = _LayerOutputs(
-            model, frozenset(self.weights), counted, 0 if self.outputs else self._calls.get(shapes, 0)
-        )
-        tensors: list[Tensor] = []
+        most = 0 if self.outputs else self._calls.get(_shapes(inputs), 0)
+        return self._run(model, inputs, counted, most)[1]
+
+    def run(
+        self, model: nn.Module, inputs: tuple[Any, ...], counted: Tensor | None = None
+    ) -> tuple[Any, list[tuple[int | str, Tensor]]]:
+        """Return what the model returned, and its compared tensors, see `values`."""
+        return self._run(model, inputs, counted, 0)
+
+    def _run(
+        self, model: nn.Module, inputs: tuple[Any, ...], counted: Tensor | None, most: int
+    ) -> tuple[Any, list[tuple[int | str, Tensor]]]:
+        """Return the output, or None behind a number of calls of the layers, and the compared tensors."""
+        layers, output = _LayerOutputs(model, frozenset(self.weights), counted, most), None
         with layers.intercepting():
             try:
-                tensors = plain_in(self.read.of(call(model, inputs)))
+                output = call(model, inputs)
             except (Stopped, Exception):  # a callback from C++ may turn it into another exception
                 if not layers.stopped:
                     raise
-        self._calls.setdefault(shapes, len(layers.found))
+        self._calls.setdefault(_shapes(inputs), len(layers.found))
+        tensors = [] if layers.stopped else plain_in(self.read.of(output))
         found: list[tuple[int | str, Tensor]] = [
             (place, rows_of(tensors[place], counted).double()) for place in self.outputs
         ]
-        return found + layers.found
+        return output, found + layers.found
+
+
+def _shapes(inputs: tuple[Any, ...]) -> tuple[torch.Size, ...]:
+    return tuple(tensor.shape for tensor in gather(inputs))
 
 
 def _returned(model: nn.Module, inputs: tuple[Any, ...], finder: LayerFinder, read: ReadOutputs) -> list[Tensor]:

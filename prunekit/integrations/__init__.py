@@ -1,0 +1,1 @@
+"""Pruning inside the training loops of other libraries, in a file for each library."""

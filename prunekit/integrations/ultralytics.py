@@ -1,0 +1,221 @@
+"""Pruning of ultralytics' models: YOLO of all versions and tasks, RT-DETR, YOLO-World and YOLOE.
+
+`prune_yolo` returns an object of the same class around the pruned model, with `train`, `val`, `predict`, `save` and
+`export`. `load_yolo` loads such a model from a file to train it on. `PruneWhileTraining` prunes during a training of
+ultralytics' own. Needs `pip install 'prunekit[ultralytics]'`; nothing else in prunekit imports ultralytics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from prunekit.errors import ArtifactError, UsageError
+from prunekit.integrations.missing_extra import require_library
+
+require_library("ultralytics", "ultralytics")
+
+from ultralytics import RTDETR, YOLO  # noqa: E402  # after the check, whose message says what to install
+from ultralytics.engine.model import Model  # noqa: E402
+
+from prunekit.integrations.yolo.calibration_images import calibration_images  # noqa: E402
+from prunekit.integrations.yolo.head_outputs import forget_image_size, predictions, training_examples  # noqa: E402
+from prunekit.integrations.yolo.prune_while_training import (  # noqa: E402
+    PruneWhileTraining as PruneWhileTraining,  # public here
+)
+from prunekit.integrations.yolo.pruned_yolo import PrunedYOLO, marked  # noqa: E402
+from prunekit.integrations.yolo.rebuild_guard import Left, configuration, is_marked, what_is_left  # noqa: E402
+from prunekit.integrations.yolo.suppression_time import without_suppression  # noqa: E402
+from prunekit.jobs.prune.one_shot import prune  # noqa: E402
+from prunekit.settings.prune import Target  # noqa: E402
+from prunekit.utils.context import device_of  # noqa: E402
+
+IMAGES = 128
+"""Images for calibration; each has thousands of positions that a layer is fitted on."""
+
+
+def prune_yolo(
+    yolo: Model | str | Path,
+    data: Any = None,
+    *,
+    macs: float | None = None,
+    channels: float | None = None,
+    params: float | None = None,
+    size_mb: float | None = None,
+    latency_ms: float | None = None,
+    speedup: float | None = None,
+    memory_mb: float | None = None,
+    target: Target | None = None,
+    imgsz: int | tuple[int, int] | None = None,
+    images: int = IMAGES,
+    suppression: bool = False,
+    seed: int = 0,
+    **arguments: Any,
+) -> PrunedYOLO:
+    """Prune a model of ultralytics, and repair it from images without labels.
+
+    With `data`, channels are removed where the error is least, and the kept weights are fitted to what the dense model
+    computes, as `prunekit.prune` does with calibration data; without, filters of least norm are removed, and the model
+    needs fine-tuning. All modules keep ultralytics' classes, so what comes out is saved, loaded, exported and run where
+    prunekit is not installed. Plain `YOLO(path).train(...)` is refused there, as it would rebuild the dense model.
+
+    The decoded predictions and those that losses read keep their sizes. The feature maps that heads return beside them
+    do not. Of models with two heads (v10, 26), the share of MACs counts the one that `fuse` and exports keep.
+
+    Args:
+        yolo: object of ultralytics (`YOLO`, `RTDETR`, `YOLOWorld`, `YOLOE`) or a path of one (.pt, or .yaml for random
+            weights); not changed.
+        data: images to calibrate on, without labels: a data set's YAML file or its dictionary, of which the training
+            images are read; a folder, paths, arrays (H, W, 3) in BGR, a tensor (B, 3, H, W) in 0..1, or a loader, also
+            ultralytics' own. Files and arrays are preprocessed as ultralytics' predictors do.
+        macs: share of the multiply-accumulates that may be left, above 0 and at most 1; at least one budget is given.
+        channels: share of the channels that may be left.
+        params: share of the parameters that may be left.
+        size_mb: megabytes that the weights may take in a file.
+        latency_ms: median milliseconds of a forward pass up to the decoded predictions, measured, without the
+            suppression of overlapping boxes that follows, unless `suppression` is set.
+        speedup: how many times faster than the dense model, measured in the same way.
+        memory_mb: megabytes alive at the peak of a forward pass.
+        target: of budgets of time and memory; see `prunekit.Target`.
+        imgsz: side of the images in pixels, or height and width; None: the size that the model was trained at.
+        images: how many images are taken, at random; at least 8.
+        suppression: whether budgets of time include ultralytics' non-maximum suppression. Its time is measured on
+            `data`, in torch on the target's device with the thresholds of `val`, and taken off the budget, as pruning
+            does not change it.
+        seed: of the sample of images, and of the random criterion.
+        arguments: others of `prunekit.prune`, such as `criterion`, `scope`, `ignore`, `round_to` or `repair`.
+
+    Returns:
+        An object of a subclass of the given one's class. `print` shows what is left, and the error of the output before
+        and after the repair; `.pruned` is the result of `prunekit.prune`, with `.plan`.
+
+    Raises:
+        UsageError: no model of ultralytics, an argument that is decided here, or as `prunekit.prune`.
+        DataError: images cannot be read, are too few, or do not fit the model; a `UsageError`.
+        PlanError: the budget cannot be met, or a budget of time is less than the suppression alone takes.
+
+    Example:
+        >>> import torch
+        >>> from ultralytics import YOLO
+        >>> from prunekit.integrations.ultralytics import prune_yolo
+        >>> small = prune_yolo(YOLO("yolov8n.yaml"), torch.rand(8, 3, 64, 64), macs=0.5, imgsz=64)
+        >>> small
+        PrunedYOLO (detect) with MACs 50.0 %, parameters ...
+        >>> small.predict(torch.rand(1, 3, 96, 96), verbose=False)[0].boxes.shape[1]
+        6
+    """
+    for name in ("plain_classes", "outputs", "calibration", "example", "more_examples"):
+        if name in arguments:
+            raise UsageError(f"{name}: prune_yolo decides this itself; leave it out, and give images as data=")
+    given = _opened(yolo)
+    dense = given.model
+    size = _size(dense, imgsz)
+    samples = None if data is None else calibration_images(given, data, size, images, seed)
+    notes: tuple[str, ...] = ()
+    if suppression:
+        latency_ms, speedup, notes = without_suppression(given, samples, latency_ms, speedup, target or Target())
+    channels_read = int(configuration(dense).get("channels", 3))
+    example = torch.rand(2, channels_read, *size, generator=torch.Generator().manual_seed(seed)).to(device_of(dense))
+    source = deepcopy(dense).requires_grad_(True)  # files of ultralytics hold frozen models
+    forget_image_size(source)
+    found = prune(
+        source,
+        example if samples is None else None,
+        calibration=samples,
+        macs=macs,
+        channels=channels,
+        params=params,
+        size_mb=size_mb,
+        latency_ms=latency_ms,
+        speedup=speedup,
+        memory_mb=memory_mb,
+        target=target,
+        images=images,
+        seed=seed,
+        plain_classes=True,
+        outputs=predictions,
+        more_examples=training_examples(source, example),
+        **arguments,
+    )
+    before = what_is_left(dense) if is_marked(dense) else {}
+    left: Left = {name: (before.get(name, (was,))[0], now) for name, (was, now) in found.plan.totals().items()}
+    made = PrunedYOLO.around(given, marked(dense, found.model, left), found)
+    made.notes = notes
+    return made
+
+
+def load_yolo(path: str | Path | Model) -> PrunedYOLO:
+    """Load a pruned model from a file that ultralytics wrote, to train it on in its structure.
+
+    Args:
+        path: of `.pt`, as `save` and the trainer write it (`best.pt`, and `last.pt` for `train(resume=True)`). Or an
+            object of ultralytics whose `.model` was pruned by hand, with `prunekit.prune(yolo.model, ...)`.
+
+    Returns:
+        An object of a subclass of `YOLO`, `RTDETR`, `YOLOWorld` or `YOLOE`, with `pruned` None.
+
+    Raises:
+        UsageError: there is no such file, or it is no file of weights.
+        ArtifactError: the model in it is not pruned.
+
+    Example:
+        >>> from ultralytics import YOLO
+        >>> from prunekit.integrations.ultralytics import load_yolo, prune_yolo
+        >>> prune_yolo(YOLO("yolov8n.yaml"), macs=0.5, imgsz=64).save("small.pt")
+        >>> load_yolo("small.pt")
+        PrunedYOLO (detect) with MACs 50.0 %, parameters ...
+    """
+    yolo = _opened(path)
+    if isinstance(path, Model) and not is_marked(yolo.model):
+        config, parameters = configuration(yolo.model), sum(one.numel() for one in yolo.model.parameters())
+        built = type(yolo.model)(dict(config), verbose=False)
+        marked(yolo.model, yolo.model, {"parameters": (sum(one.numel() for one in built.parameters()), parameters)})
+    if not is_marked(yolo.model):
+        raise ArtifactError(
+            f"{path}: expected a pruned model, as prune_yolo(...).save(path) writes it, got a dense one; train it by "
+            "YOLO(path), or prune it by prune_yolo(path, ...)"
+        )
+    return PrunedYOLO.around(yolo)
+
+
+def _opened(yolo: Any) -> Model:
+    """Return the object of a path, or the given one.
+
+    Raises:
+        UsageError: it is none, or has no torch module.
+    """
+    if isinstance(yolo, (str, Path)):
+        path = Path(yolo)
+        if path.suffix == ".pt" and path.parent != Path() and not path.exists():
+            raise UsageError(f"there is no file {path}")
+        yolo = (RTDETR if "rtdetr" in path.stem and path.suffix in {".yaml", ".yml"} else YOLO)(str(yolo))
+    if not isinstance(yolo, Model):
+        where = "; give the object of ultralytics, not its .model" if isinstance(yolo, nn.Module) else ""
+        raise UsageError(
+            f"expected an object of ultralytics, such as YOLO('yolo11n.pt'), got {type(yolo).__name__}{where}"
+        )
+    if not isinstance(yolo.model, nn.Module):
+        raise UsageError(f"expected a model in torch (.pt), got {yolo.model}; exported models cannot be pruned")
+    return yolo
+
+
+def _size(model: nn.Module, given: int | tuple[int, int] | None) -> tuple[int, int]:
+    """Return height and width, as multiples of the model's stride.
+
+    Raises:
+        UsageError: they are no multiples.
+    """
+    arguments = model.args
+    asked: Any = given
+    if asked is None:
+        asked = (arguments if isinstance(arguments, Mapping) else vars(arguments)).get("imgsz", 640)
+    height, width = asked if isinstance(asked, (tuple, list)) else (asked, asked)
+    stride = max(int(max(getattr(model, "stride", [1]))), 1)
+    if not all(isinstance(side, int) and side > 0 and side % stride == 0 for side in (height, width)):
+        raise UsageError(f"imgsz: expected multiples of {stride} pixels, the model's stride, got {asked!r}")
+    return height, width

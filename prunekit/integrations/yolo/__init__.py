@@ -1,0 +1,1 @@
+"""Parts of the integration with ultralytics: calibration images, trainers, checkpoints, callbacks."""

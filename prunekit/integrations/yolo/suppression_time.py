@@ -1,0 +1,120 @@
+"""The time of non-maximum suppression, which budgets of time may include."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from ultralytics.engine.model import Model
+from ultralytics.utils.nms import non_max_suppression
+
+from prunekit.errors import PlanError, UsageError
+from prunekit.jobs.bench import bench
+from prunekit.settings.prune import Target
+from prunekit.utils.context import training_mode
+
+CONFIDENCE, OVERLAP = 0.001, 0.7
+"""Thresholds of ultralytics' `val`."""
+ROUNDS = 5
+
+
+def without_suppression(
+    yolo: Model, samples: Tensor | None, latency_ms: float | None, speedup: float | None, target: Target
+) -> tuple[float | None, float | None, tuple[str, ...]]:
+    """Return budgets of time for the model alone, from budgets for model and suppression together.
+
+    Args:
+        yolo: dense.
+        samples: (B, C, H, W) images; suppression takes longer the more boxes there are in them.
+        latency_ms: of both; None: no such budget.
+        speedup: of both; None: no such budget.
+        target: of the budgets.
+
+    Returns:
+        `latency_ms` and `speedup` of the model alone, and a note with the times that they come from.
+
+    Raises:
+        UsageError: there are no images, no budget of time, or the model has no suppression.
+        PlanError: suppression alone takes longer than the budget.
+    """
+    if latency_ms is None and speedup is None:
+        raise UsageError("suppression: expected a budget of time with it, speedup=... or latency_ms=...")
+    if samples is None:
+        raise UsageError("suppression: expected images as data=, whose boxes are suppressed, got none")
+    if not has_suppression(yolo):
+        raise UsageError(f"suppression: {type(yolo.model).__name__} returns its boxes without one; leave it out")
+    batch = samples[: target.batch].repeat(-(-target.batch // len(samples)), 1, 1, 1)[: target.batch]
+    alone = suppression_ms(yolo, samples, target)
+    said = f"suppression takes {alone:.3g} ms for {target.batch} images, and is no part of the model's time"
+    if latency_ms is not None:
+        latency_ms = _left_for_model(latency_ms, alone)
+    if speedup is not None:
+        measured = bench(
+            {"dense": yolo.model},
+            batch,
+            runtimes=target.runtime,
+            batch=target.batch,
+            threads=target.threads,
+            dtypes=target.dtype,
+            memory_formats=target.memory_format,
+            device=target.device,
+        )
+        whole = float(measured.latency[0]["median_ms"])
+        of_model = whole / _left_for_model((whole + alone) / speedup, alone)
+        said += f", {whole:.3g} ms; {of_model:.3g}x of the model alone are {speedup:g}x of both"
+        speedup = of_model
+    return latency_ms, speedup, (said,)
+
+
+def has_suppression(yolo: Model) -> bool:
+    """Return whether predictions of a model overlap, and are suppressed by those who read them."""
+    head = yolo.model.model[-1]
+    overlapping = yolo.task in {"detect", "segment", "pose", "obb"} and "RTDETR" not in type(head).__name__
+    return overlapping and not getattr(head, "end2end", False)
+
+
+def suppression_ms(yolo: Model, samples: Tensor, target: Target) -> float:
+    """Return the median milliseconds that suppression takes on the predictions for a batch of images."""
+    model, times = yolo.model, list[float]()
+    device = torch.device(target.device)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(target.threads)
+    try:
+        with training_mode(model, False), torch.no_grad():
+            for start in range(0, min(len(samples), 8 * target.batch), target.batch):
+                batch = samples[start : start + target.batch].to(next(model.parameters()).device)
+                predicted = _decoded(model(batch)).to(device)
+                times += [_timed(yolo, predicted, device) for _ in range(ROUNDS)]
+    finally:
+        torch.set_num_threads(threads)
+    return sorted(times)[len(times) // 2]
+
+
+def _timed(yolo: Model, predicted: Tensor, device: torch.device) -> float:
+    again = predicted.clone()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = perf_counter()
+    non_max_suppression(
+        again, CONFIDENCE, OVERLAP, nc=yolo.model.model[-1].nc, multi_label=True, rotated=yolo.task == "obb"
+    )
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return 1000 * (perf_counter() - begin)
+
+
+def _decoded(output: Any) -> Tensor:
+    while not isinstance(output, Tensor):
+        output = output[0]
+    return output
+
+
+def _left_for_model(both: float, alone: float) -> float:
+    if both <= alone:
+        raise PlanError(
+            f"suppression alone takes {alone:.3g} ms, and model and suppression together are to take {both:.3g} ms; "
+            "ask for less, or raise its confidence threshold where the model runs and leave out suppression=True"
+        )
+    return both - alone
