@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,10 @@ from torchvision.models.detection.ssd import SSD
 from torchvision.ops import MultiScaleRoIAlign
 
 import prunekit
+from prunekit.planning.plan import Plan
 from prunekit.repair.layer_samples import SampleWindows, cropped_windows
+from prunekit.repair.repair_model import repair
+from prunekit.settings.calibration import RepairSettings
 from prunekit.statistics.layers.output_error import OutputComparison
 from prunekit.statistics.layers.patches import PatchGeometry
 
@@ -174,3 +178,32 @@ def test_detectors_are_repaired_by_what_their_heads_compute(build: Any, heads: s
     assert result.repair is not None
     assert result.repair.kept
     assert result.repair.after < result.repair.before / 3
+
+
+class Picking(nn.Module):
+    """Looks on at positions whose score is positive, and returns as many rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.score, self.head = nn.Conv2d(3, 12, 3), nn.Conv2d(12, 1, 1), nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.stem(x).relu()
+        rows: Tensor = self.head(features.permute(0, 2, 3, 1)[self.score(features)[:, 0] > 0])
+        return rows
+
+
+def test_channels_that_are_removed_in_front_of_a_selection_are_no_error() -> None:
+    torch.manual_seed(0)
+    model = Picking().double().eval()
+    model.stem.weight.data[6:], model.stem.bias.data[6:] = model.stem.weight.data[:6], model.stem.bias.data[:6]  # type: ignore[index]
+    images = torch.randn(16, 3, 8, 8, dtype=torch.float64, generator=DRAWN)
+    chart = prunekit.trace(model, images[:2])
+    keep = np.ones(chart.n_labels, dtype=bool)
+    keep[chart.labels["stem.weight"][0][6:]] = False  # type: ignore[index]
+    judge = OutputComparison.of(model, (images[:3],))
+    assert judge.weights == ("stem.weight", "score.weight")
+    report = repair(model, Plan(chart, keep), images, RepairSettings(ridge=1e-9))[1]
+    assert report.before > 0.1
+    assert report.after < 1e-6
+    assert judge.within({"stem.weight": torch.arange(0)}).weights == ("score.weight",)
