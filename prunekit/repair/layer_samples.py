@@ -537,11 +537,15 @@ def cropped_windows(
     """
     hidden = _read(size, second)
     parts = {"before": _read(hidden, first), "there": hidden}
-    found = {name: taken[name][(..., *map(slice, sizes))] for name, sizes in parts.items() if name in taken}
+    found: dict[str, Tensor] = {}
+    for name, sizes in parts.items():
+        where: Any = (..., *map(slice, sizes))
+        if name in taken:
+            found[name] = taken[name][where]
     for name in ("window_outputs", "window_others"):
         if name in taken:
-            wide = taken[name].view(-1, *window, taken[name].shape[1])
-            found[name] = wide[(slice(None), *map(slice, size))].reshape(-1, taken[name].shape[1])
+            wide, kept = taken[name].view(-1, *window, taken[name].shape[1]), (slice(None), *map(slice, size))
+            found[name] = wide[kept].reshape(-1, taken[name].shape[1])
     return found
 
 

@@ -95,7 +95,9 @@ def repair(
         found = _surveyed(original, inputs, plan, SAMPLES)
         layers, skipped = _fitted_layers(found, plan)
         looping = bool(layers) and _is_looping(original, inputs, plan, found)
+        axes = {layer.weight: layer.axes[0] for layer in found.layers}
         judge = OutputComparison.of(original, inputs, plan.channel_map.read)
+        judge = judge.within({name: torch.from_numpy(plan.kept(name, axis)) for name, axis in axes.items()})
         with NarrowNorms(masked, plan.channel_map, plan.keep):
             walk = LayerWalk(original, masked, plan, found, layers, inputs, settings, looping=looping)
             if log is not None:

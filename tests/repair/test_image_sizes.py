@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,9 @@ from torchvision.models.detection.ssd import SSD
 from torchvision.ops import MultiScaleRoIAlign
 
 import prunekit
+from prunekit.planning.plan import Plan
 from prunekit.repair.layer_samples import SampleWindows, cropped_windows
+from prunekit.repair.repair_model import repair
 from prunekit.settings.calibration import RepairSettings
 from prunekit.statistics.layers.output_error import OutputComparison
 from prunekit.statistics.layers.patches import PatchGeometry
@@ -55,13 +58,9 @@ class Batched(nn.Module):
 
 def test_two_layers_are_fitted_together_where_every_batch_has_another_size() -> None:
     torch.manual_seed(0)
-    sizes = tuple((16 + 4 * (i % 5), 36 - 4 * (i % 4)) for i in range(20))
-    settings = RepairSettings(memory_bytes=2**20, rows=4096)  # a few images at a time
-    result = prunekit.prune(
-        Batched(), calibration=drawn(40, sizes), channels=0.8, criterion="l2", repair=settings, progress=False
-    )
+    growing = tuple((16 + i // 2, 36 - i // 4) for i in range(40))
+    result = prunekit.prune(Batched(), calibration=drawn(40, growing), channels=0.8, criterion="l2", progress=False)
     assert result.repair is not None
-    assert result.repair.memory.batch < 20
     assert any(layer.note == "together with the layer before it" for layer in result.repair.layers)
     assert result.repair.after < result.repair.before / 3
 
@@ -101,21 +100,21 @@ class Levels(nn.Module):
         return OrderedDict(fine=fine, coarse=self.coarse(fine))
 
 
-def pyramid() -> BackboneWithFPN:
+def pyramid(width: int = 16) -> BackboneWithFPN:
     body = nn.Sequential(OrderedDict(one=block(3, 12), two=block(12, 16), three=block(16, 16)))
-    return BackboneWithFPN(body, {"two": "0", "three": "1"}, [16, 16], 16)
+    return BackboneWithFPN(body, {"two": "0", "three": "1"}, [16, 16], width)
 
 
 def anchors(ratios: tuple[float, ...]) -> AnchorGenerator:
     return AnchorGenerator(tuple((8 * 2**i,) for i in range(3)), (ratios,) * 3)
 
 
-WIDTHS = (12, 16, 24)
+WIDTHS = (12, 16, 24, 32)
 SIDES: dict[str, Any] = {"min_size": 48, "max_size": 64}
 
 
 def fcos() -> nn.Module:
-    return FCOS(pyramid(), 3, anchor_generator=anchors((1.0,)), **SIDES)
+    return FCOS(pyramid(32), 3, anchor_generator=anchors((1.0,)), **SIDES)
 
 
 def retinanet() -> nn.Module:
@@ -169,7 +168,7 @@ def calibrated(build: Any, images: list[Tensor]) -> nn.Module:
     ],
 )
 def test_detectors_are_repaired_by_what_their_heads_compute(build: Any, heads: set[str]) -> None:
-    images = drawn(16)
+    images = drawn(12)
     model = calibrated(build, images)
     with torch.no_grad():
         judge = OutputComparison.of(model, (images[:3],))
@@ -179,3 +178,32 @@ def test_detectors_are_repaired_by_what_their_heads_compute(build: Any, heads: s
     assert result.repair is not None
     assert result.repair.kept
     assert result.repair.after < result.repair.before / 3
+
+
+class Picking(nn.Module):
+    """Looks on at positions whose score is positive, and returns as many rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.score, self.head = nn.Conv2d(3, 12, 3), nn.Conv2d(12, 1, 1), nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.stem(x).relu()
+        rows: Tensor = self.head(features.permute(0, 2, 3, 1)[self.score(features)[:, 0] > 0])
+        return rows
+
+
+def test_channels_that_are_removed_in_front_of_a_selection_are_no_error() -> None:
+    torch.manual_seed(0)
+    model = Picking().double().eval()
+    model.stem.weight.data[6:], model.stem.bias.data[6:] = model.stem.weight.data[:6], model.stem.bias.data[:6]  # type: ignore[index]
+    images = torch.randn(16, 3, 8, 8, dtype=torch.float64, generator=DRAWN)
+    chart = prunekit.trace(model, images[:2])
+    keep = np.ones(chart.n_labels, dtype=bool)
+    keep[chart.labels["stem.weight"][0][6:]] = False  # type: ignore[index]
+    judge = OutputComparison.of(model, (images[:3],))
+    assert judge.weights == ("stem.weight", "score.weight")
+    report = repair(model, Plan(chart, keep), images, RepairSettings(ridge=1e-9))[1]
+    assert report.before > 0.1
+    assert report.after < 1e-6
+    assert judge.within({"stem.weight": torch.arange(0)}).weights == ("score.weight",)

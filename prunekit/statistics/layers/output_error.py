@@ -38,11 +38,13 @@ class OutputComparison:
         outputs: indices among the tensors of the model's output that are read.
         weights: of layers whose outputs are compared, over all of their calls.
         read: the outputs of the model that are read.
+        channels: which output channels of these layers are compared, ascending; all of those that it does not name.
     """
 
     outputs: tuple[int, ...]
     weights: tuple[str, ...]
     read: ReadOutputs = ALL_READ
+    channels: Mapping[str, Tensor] = field(default_factory=dict)
     _calls: dict[tuple[torch.Size, ...], int] = field(default_factory=dict, repr=False, compare=False)
     """Calls of these layers that the dense model makes, by the shapes of the inputs."""
 
@@ -72,6 +74,14 @@ class OutputComparison:
         weights = dict.fromkeys(finder.chains[i].layer.weight for i in sorted(made))
         return cls(tuple(outputs), tuple(weight for weight in weights if weight not in alone), read)
 
+    def within(self, kept: Mapping[str, Tensor]) -> OutputComparison:
+        """Return the comparison of models that keep some output channels of layers: removed ones are zero or gone.
+
+        Layers that keep none are not compared.
+        """
+        weights = tuple(weight for weight in self.weights if weight not in kept or len(kept[weight]))
+        return replace(self, weights=weights, channels={weight: kept[weight] for weight in weights if weight in kept})
+
     def values(
         self, model: nn.Module, inputs: tuple[Any, ...], counted: Tensor | None = None
     ) -> list[tuple[int | str, Tensor]]:
@@ -85,34 +95,36 @@ class OutputComparison:
             inputs: that it is run on.
             counted: which positions of the samples are not padding, see `counted_positions`; None: all.
         """
-        shapes = tuple(tensor.shape for tensor in gather(inputs))
-        stop = 0 if self.outputs else self._calls.get(shapes, 0)
-        layers, tensors = _LayerOutputs(model, frozenset(self.weights), counted, stop), list[Tensor]()
-        with layers.intercepting():
-            try:
-                tensors = plain_in(self.read.of(call(model, inputs)))
-            except (Stopped, Exception):  # a callback from C++ may turn it into another exception
-                if not layers.stopped:
-                    raise
-        self._calls.setdefault(shapes, len(layers.found))
-        return self._found(tensors, layers, counted)
+        most = 0 if self.outputs else self._calls.get(_shapes(inputs), 0)
+        return self._run(model, inputs, counted, most)[1]
 
     def run(
         self, model: nn.Module, inputs: tuple[Any, ...], counted: Tensor | None = None
     ) -> tuple[Any, list[tuple[int | str, Tensor]]]:
         """Return what the model returned, and its compared tensors, see `values`."""
-        layers = _LayerOutputs(model, frozenset(self.weights), counted, 0)
-        with layers.intercepting():
-            output = call(model, inputs)
-        return output, self._found(plain_in(self.read.of(output)), layers, counted)
+        return self._run(model, inputs, counted, 0)
 
-    def _found(
-        self, tensors: list[Tensor], layers: _LayerOutputs, counted: Tensor | None
-    ) -> list[tuple[int | str, Tensor]]:
+    def _run(
+        self, model: nn.Module, inputs: tuple[Any, ...], counted: Tensor | None, most: int
+    ) -> tuple[Any, list[tuple[int | str, Tensor]]]:
+        """Return the output, or None behind a number of calls of the layers, and the compared tensors."""
+        layers, output = _LayerOutputs(model, self, counted, most), None
+        with layers.intercepting():
+            try:
+                output = call(model, inputs)
+            except (Stopped, Exception):  # a callback from C++ may turn it into another exception
+                if not layers.stopped:
+                    raise
+        self._calls.setdefault(_shapes(inputs), len(layers.found))
+        tensors = [] if layers.stopped else plain_in(self.read.of(output))
         found: list[tuple[int | str, Tensor]] = [
             (place, rows_of(tensors[place], counted).double()) for place in self.outputs
         ]
-        return found + layers.found
+        return output, found + layers.found
+
+
+def _shapes(inputs: tuple[Any, ...]) -> tuple[torch.Size, ...]:
+    return tuple(tensor.shape for tensor in gather(inputs))
 
 
 def _returned(model: nn.Module, inputs: tuple[Any, ...], finder: LayerFinder, read: ReadOutputs) -> list[Tensor]:
@@ -123,12 +135,12 @@ def _returned(model: nn.Module, inputs: tuple[Any, ...], finder: LayerFinder, re
 class _LayerOutputs(CallInterceptor):
     """Collects the outputs of some layers, and stops behind a number of their calls; 0: never."""
 
-    def __init__(self, model: nn.Module, weights: frozenset[str], counted: Tensor | None, most: int) -> None:
+    def __init__(self, model: nn.Module, judge: OutputComparison, counted: Tensor | None, most: int) -> None:
         super().__init__(model)
         self._counted, self._most = counted, most
         self.stopped = False
         self.found: list[tuple[int | str, Tensor]] = []
-        self._weights = weights
+        self._weights, self._channels = frozenset(judge.weights), judge.channels
 
     def call(self, call: FunctionCall) -> Any:
         operands = self.operands(call)
@@ -136,6 +148,8 @@ class _LayerOutputs(CallInterceptor):
         if operands is not None and operands.weight in self._weights:
             axis = 1 if call.name.startswith("conv") else -1
             values = rows_of(result.movedim(axis, -1), self._counted)
+            if (kept := self._channels.get(operands.weight)) is not None:
+                values = values[..., kept.to(values.device)]
             self.found.append((operands.weight, values.flatten(0, -2).double()))
             if len(self.found) == self._most:
                 self.stopped = True
