@@ -39,7 +39,8 @@ def check(result: Any, classes: int) -> None:
     metrics = json.loads((result.folder / "metrics.json").read_text())
     assert [score["name"] for score in metrics["task"]["scores"]] == ["map", "map50"]
     pruned = metrics["pruned"]
-    assert {"map", "map50", "low", "high", "macs"} <= pruned.keys() and 0 <= pruned["low"] <= pruned["high"] <= 100
+    interval = metrics["accuracy"]["pruned"]
+    assert {"map", "map50", "macs"} <= pruned.keys() and 0 <= interval["low"] <= interval["high"] <= 100
     page = (result.folder / "report.html").read_text()
     assert "mAP@50:95" in page and "top-1" not in page
     interface = json.loads((result.folder / "model" / "prunekit.json").read_text())["interface"]
