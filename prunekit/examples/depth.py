@@ -48,7 +48,7 @@ def model() -> DepthNet:
 
 def data() -> tuple[Scenes, Scenes]:
     """Return training and test images (3, H, W) with the depth of each pixel (1, H, W)."""
-    return scenes(lambda scene: (scene.image, scene.depth))
+    return scenes(lambda scene: (scene.normalized, scene.depth))
 
 
 def loss(depth: Tensor, wanted: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ def model() -> PoseNet:
 
 def data() -> tuple[Scenes, Scenes]:
     """Return training and test images (3, H, W) with x and y of each joint in pixels, (3, 2)."""
-    return scenes(lambda scene: (scene.image, scene.centers))
+    return scenes(lambda scene: (scene.normalized, scene.centers))
 
 
 def loss(heatmaps: Tensor, joints: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def model() -> UNet:
 
 def data() -> tuple[Scenes, Scenes]:
     """Return training and test images (3, H, W) with the class of each pixel (H, W)."""
-    return scenes(lambda scene: (scene.image, scene.mask))
+    return scenes(lambda scene: (scene.normalized, scene.mask))
 
 
 def task() -> Task:

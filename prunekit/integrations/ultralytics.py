@@ -24,7 +24,7 @@ from ultralytics import RTDETR, YOLO  # noqa: E402  # after the check, whose mes
 from ultralytics.engine.model import Model  # noqa: E402
 
 from prunekit.integrations.yolo.calibration_images import calibration_images  # noqa: E402
-from prunekit.integrations.yolo.head_outputs import forget_image_size, predictions  # noqa: E402
+from prunekit.integrations.yolo.head_outputs import forget_image_size, predictions, training_examples  # noqa: E402
 from prunekit.integrations.yolo.prune_while_training import (  # noqa: E402
     PruneWhileTraining as PruneWhileTraining,  # public here
 )
@@ -33,6 +33,7 @@ from prunekit.integrations.yolo.rebuild_guard import Left, configuration, is_mar
 from prunekit.integrations.yolo.suppression_time import without_suppression  # noqa: E402
 from prunekit.jobs.prune.one_shot import prune  # noqa: E402
 from prunekit.settings.prune import Target  # noqa: E402
+from prunekit.utils.context import device_of  # noqa: E402
 
 IMAGES = 128
 """Images for calibration; each has thousands of positions that a layer is fitted on."""
@@ -108,7 +109,7 @@ def prune_yolo(
         >>> small.predict(torch.rand(1, 3, 96, 96), verbose=False)[0].boxes.shape[1]
         6
     """
-    for name in ("plain_classes", "outputs", "calibration", "example", "model"):
+    for name in ("plain_classes", "outputs", "calibration", "example", "more_examples"):
         if name in arguments:
             raise UsageError(f"{name}: prune_yolo decides this itself; leave it out, and give images as data=")
     given = _opened(yolo)
@@ -119,7 +120,7 @@ def prune_yolo(
     if suppression:
         latency_ms, speedup, notes = without_suppression(given, samples, latency_ms, speedup, target or Target())
     channels_read = int(configuration(dense).get("channels", 3))
-    example = torch.rand(2, channels_read, *size, generator=torch.Generator().manual_seed(seed))
+    example = torch.rand(2, channels_read, *size, generator=torch.Generator().manual_seed(seed)).to(device_of(dense))
     source = deepcopy(dense).requires_grad_(True)  # files of ultralytics hold frozen models
     forget_image_size(source)
     found = prune(
@@ -138,6 +139,7 @@ def prune_yolo(
         seed=seed,
         plain_classes=True,
         outputs=predictions,
+        more_examples=training_examples(source, example),
         **arguments,
     )
     before = what_is_left(dense) if is_marked(dense) else {}

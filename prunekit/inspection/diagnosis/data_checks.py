@@ -167,11 +167,6 @@ def batches_of(pairs: Iterable[InputsAndTargets], where: str, task: Task | None 
                 f"{where}, batch {number}: expected labels in one tensor, got {described(labels)}; say what they are: "
                 "task=..."
             )
-        if labels is None and task is not None and task.loss_inputs is not None:
-            raise DataError(
-                f"{where}, batch {number}: expected (inputs, targets), got inputs alone, and models of the task "
-                f"{task.name!r} do not train without targets"
-            )
         batch = LabeledBatch(map_tensors(inputs, torch.Tensor.detach), labels)
         alone = isinstance(labels, Tensor) and not labels.ndim
         if labels is not None and (alone or len(batch.images) != len(labels)):

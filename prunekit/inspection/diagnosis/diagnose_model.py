@@ -60,8 +60,7 @@ def diagnose(
 
     Raises:
         UsageError: a name in `ignore` is no kind of fault.
-        DataError: there are no batches, or one has an unknown form; or there are no targets, and models of the task do
-            not run in train mode without them.
+        DataError: there are no batches, or one has an unknown form, such as without the targets of the task.
         ModelError: the model is compiled: hooks added after `torch.compile` are silently ignored.
 
     Example:

@@ -108,6 +108,15 @@ def read_image(path: StrPath, transform: Transform) -> Tensor:
     return transform(image)
 
 
+def stretched(values: Tensor) -> Pixels:
+    """Return any values (C, H, W) as an image from their least, black, to their largest; C other than 3 is averaged."""
+    shown = values.detach().cpu().float().nan_to_num()
+    shown = shown if len(shown) == 3 else shown.mean(0, keepdim=True)
+    low, high = shown.min(), shown.max()
+    pixels = ((shown - low) / (high - low).clamp_min(1e-12)).expand(3, -1, -1)
+    return np.ascontiguousarray((pixels * 255).round().to(torch.uint8).permute(1, 2, 0).numpy())
+
+
 def write_png(path: StrPath, pixels: Pixels) -> Path:
     """Write pixels (H, W, 3) as a PNG file, atomically."""
     path = Path(path)

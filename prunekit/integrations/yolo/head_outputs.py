@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 FEATURES = "feats"
 KEPT = ("shape", "shapes", "anchors", "strides", "valid_mask")
@@ -21,6 +22,26 @@ def predictions(output: Any) -> Any:
     if isinstance(output, Mapping):
         return {key: predictions(value) for key, value in output.items() if key != FEATURES}
     return [predictions(value) for value in output] if isinstance(output, (tuple, list)) else output
+
+
+def training_examples(model: Any, images: Tensor) -> tuple[dict[str, Any], ...]:
+    """Return examples of what training calls a model with, where it runs parts that no prediction does.
+
+    Decoders of RT-DETR learn to denoise true boxes, whose classes they embed.
+
+    Args:
+        model: of ultralytics.
+        images: (B, C, H, W), at least two.
+    """
+    if not hasattr(model.model[-1], "denoising_class_embed"):
+        return ()
+    targets = {
+        "cls": torch.tensor([0, min(1, model.model[-1].nc - 1)], device=images.device),
+        "bboxes": torch.tensor([[0.5, 0.5, 0.4, 0.4], [0.3, 0.3, 0.2, 0.2]], device=images.device),
+        "batch_idx": torch.tensor([0, 1], device=images.device),
+        "gt_groups": [1, 1],
+    }
+    return ({"x": images[:2], "batch": targets},)
 
 
 def forget_image_size(model: nn.Module) -> None:

@@ -29,12 +29,12 @@ def steps_after(trainer: Any, epochs: float) -> int:
 
 
 def schedule_of(trainer: Any, begin: float, epochs: float | None) -> tuple[int, int]:
-    """Return the steps before a schedule begins, and those that it takes.
+    """Return the steps of the optimizer before a schedule begins, and until it ends.
 
     Args:
         trainer: of ultralytics, at the start of its training.
         begin: epochs before the schedule begins.
-        epochs: that the schedule takes; None: half of those that remain.
+        epochs: that the schedule takes, 0 for one that prunes once; None: half of those that remain.
 
     Raises:
         UsageError: it does not end within the training.
@@ -47,10 +47,10 @@ def schedule_of(trainer: Any, begin: float, epochs: float | None) -> tuple[int, 
             "train for more epochs, or give a shorter schedule"
         )
     first, last = steps_after(trainer, begin), steps_after(trainer, begin + taken)
-    if last <= first:
+    if taken and last <= first:
         raise UsageError(
             f"epochs: expected at least one step of the optimizer in {taken:g} epochs of {len(trainer.train_loader)} "
             f"batches, of which {trainer.accumulate} make a step (batch=, nbs=); train for more epochs, or set nbs to "
             "the batch size"
         )
-    return first, last - first
+    return first, last

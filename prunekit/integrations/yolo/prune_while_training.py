@@ -18,7 +18,7 @@ from ultralytics.utils.torch_utils import unwrap_model
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.hooks.hook import HOOK_TABLES, OwnedHook, count_hooks
-from prunekit.integrations.yolo.head_outputs import forget_image_size, predictions
+from prunekit.integrations.yolo.head_outputs import forget_image_size, predictions, training_examples
 from prunekit.integrations.yolo.optimizer_steps import schedule_of
 from prunekit.integrations.yolo.pruned_yolo import PrunedYOLO, marked
 from prunekit.integrations.yolo.rebuild_guard import Left, configuration, is_marked, what_is_left
@@ -30,7 +30,7 @@ from prunekit.utils.files import atomic_file
 
 STATE, PLAN = "pruning.pt", "pruning_plan"
 """Names beside the checkpoints: the state that resuming needs, and the folder of the final plan."""
-DECIDED = ("model", "optimizer", "example", "average", "outputs", "plain_classes", "steps", "scaler")
+DECIDED = ("model", "optimizer", "example", "average", "outputs", "plain_classes", "steps", "scaler", "more_examples")
 """Arguments of `Pruner` that are given to it here."""
 
 
@@ -175,20 +175,21 @@ class PruneWhileTraining:
                 f"{_rebuilt(model)}"
             )
         size = trainer.args.imgsz
-        example = torch.zeros(1, int(configuration(model).get("channels", 3)), size, size, device=trainer.device)
-        first, steps = schedule_of(trainer, self._begin, 0.0 if self._schedule == "oneshot" else self._epochs)
+        example = torch.zeros(2, int(configuration(model).get("channels", 3)), size, size, device=trainer.device)
+        first, last = schedule_of(trainer, self._begin, 0.0 if self._schedule == "oneshot" else self._epochs)
         once = self._schedule == "oneshot"
         forget_image_size(model)
         self.pruner = Pruner(
             trainer.model,
             trainer.optimizer,
             example,
-            steps=None if once else steps,
+            steps=None if once else last,
             begin=first,
             schedule=self._schedule,
             average=trainer.ema.ema,
             scaler=trainer.scaler if trainer.scaler.is_enabled() else None,
             outputs=predictions,
+            more_examples=training_examples(model, example),
             plain_classes=True,
             **self._arguments,
         )

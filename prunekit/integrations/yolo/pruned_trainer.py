@@ -54,7 +54,7 @@ class PrunedTrainer(BaseTrainer):  # type: ignore[misc]  # ultralytics has no ty
         if isinstance(self, ClassificationTrainer):
             _set_dropout(model, self.args.dropout)
         else:
-            _require_classes(model, self.data)
+            _fit_classes(model, self.data)
         if isinstance(self, WorldTrainer) and on_pretrain_routine_end not in self.callbacks["on_pretrain_routine_end"]:
             self.add_callback("on_pretrain_routine_end", on_pretrain_routine_end)
         return model
@@ -79,16 +79,23 @@ def _set_dropout(model: nn.Module, rate: float) -> None:
             module.p = rate
 
 
-def _require_classes(model: nn.Module, data: dict[str, Any]) -> None:
-    """Raise if a detector's head has other classes than the data; a classifier's is changed by its trainer.
+MOST_TEXTS = 80
+"""Texts for one image in the training of an open vocabulary, as in ultralytics."""
+
+
+def _fit_classes(model: Any, data: dict[str, Any]) -> None:
+    """Give an open vocabulary the classes of the data; require of other heads that they have them.
+
+    A classifier's head is changed by its trainer.
 
     Raises:
-        ModelError: the numbers differ.
+        ModelError: the numbers of classes differ.
     """
-    head = model.model[-1]  # type: ignore[index]
-    own, theirs = getattr(head, "nc", None), data.get("nc")
-    open_vocabulary = hasattr(model, "set_classes")
-    if own is not None and own != theirs and not open_vocabulary:
+    head = model.model[-1]
+    own, theirs = getattr(head, "nc", None), data["nc"]
+    if hasattr(model, "set_classes") and not getattr(head, "is_fused", False):
+        head.nc = min(theirs, MOST_TEXTS)
+    elif own is not None and own != theirs:
         raise ModelError(
             f"train: the head of the pruned model has {own} classes, and the data has {theirs}; train the dense model "
             "on this data first, and prune it then"

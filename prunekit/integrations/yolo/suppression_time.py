@@ -61,7 +61,7 @@ def without_suppression(
             memory_formats=target.memory_format,
             device=target.device,
         )
-        whole = float(measured.latency[0]["ms"])
+        whole = float(measured.latency[0]["median_ms"])
         of_model = whole / _left_for_model((whole + alone) / speedup, alone)
         said += f", {whole:.3g} ms; {of_model:.3g}x of the model alone are {speedup:g}x of both"
         speedup = of_model
