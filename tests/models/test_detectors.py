@@ -28,16 +28,18 @@ def build(name: str, zoo: Any = "torchvision", *, classes: int | None = 3, **arg
 
 def test_torchvisions_detectors_take_images_as_they_are() -> None:
     model = build(SSD).eval()
-    assert made_for(model) == 64 and model.head.classification_head.num_columns == 4
+    assert made_for(model) == 64
+    assert model.head.classification_head.num_columns == 4
     images, _ = model.transform([torch.rand(3, 64, 64)])
     assert images.tensors.shape == (1, 3, 64, 64)
     plain = build_model(ModelSettings(SSD), num_classes=None)
-    assert made_for(plain) == 320 and plain.head.classification_head.num_columns == 91  # type: ignore[union-attr]
+    assert made_for(plain) == 320
+    assert plain.head.classification_head.num_columns == 91
     assert made_for(nn.Identity()) is None
     assert model_arguments(ModelSettings(SSD), 3, 64) == {"num_classes": 4, "image_size": 64}
     given = {"num_classes": 9, "image_size": 32}
     assert model_arguments(ModelSettings(SSD, arguments=given), 3, 64) == given
-    with pytest.raises(ModelError, match="weights_backbone: weights come from model.weights"):
+    with pytest.raises(ModelError, match=r"weights_backbone: weights come from model.weights"):
         build(SSD, weights_backbone="DEFAULT")
 
 
@@ -47,7 +49,8 @@ def test_ultralytics_models_are_named_by_family_and_scale() -> None:
     assert {"yolov8n", "yolo11x", "yolo26n", "yolov10b", "yolov9t", "rtdetr-l", "yolov8n-p2", "yolov5nu"} - set(
         names
     ) <= {"yolov5nu"}
-    assert not {"yolov8n-seg", "yolov8n-cls", "yolo11n-pose"} & set(names) and list(names) == sorted(names)
+    assert not {"yolov8n-seg", "yolov8n-cls", "yolo11n-pose"} & set(names)
+    assert list(names) == sorted(names)
 
 
 def test_a_file_of_the_same_name_is_not_taken_for_the_models(
@@ -57,8 +60,10 @@ def test_a_file_of_the_same_name_is_not_taken_for_the_models(
     Path("yolov8n.yaml").write_text("name: a recipe\n")
     small, large = build("yolov8n", "ultralytics"), build("yolov8s", "ultralytics", classes=80)
     count = [sum(parameter.numel() for parameter in model.parameters()) for model in (small, large)]
-    assert count == [3_011_433, 11_166_560] and small.model[-1].nc == 3
-    assert capsys.readouterr().out == "" and hasattr(small.args, "box")
+    assert count == [3_011_433, 11_166_560]
+    assert small.model[-1].nc == 3
+    assert capsys.readouterr().out == ""
+    assert hasattr(small.args, "box")
 
 
 def test_unknown_names_and_arguments_are_named() -> None:
@@ -82,7 +87,9 @@ def test_weights_are_read_from_every_form(tmp_path: Path) -> None:
     for name in ("a.safetensors", "b.pt", "c.pt"):
         settings = ModelSettings("yolov8n", "ultralytics", weights=str(tmp_path / name))
         found = build_model(settings, num_classes=3).state_dict()
-        assert all(torch.allclose(found[key].float(), value.float(), rtol=1e-3, atol=1e-3) for key, value in state.items())
+        assert all(
+            torch.allclose(found[key].float(), value.float(), rtol=1e-3, atol=1e-3) for key, value in state.items()
+        )
     with pytest.raises(ModelError, match="these are not the weights of this DetectionModel"):
         build_model(ModelSettings("yolov8n", "ultralytics", weights=str(tmp_path / "c.pt")), num_classes=5)
 
@@ -100,7 +107,7 @@ def test_checkpoints_with_other_classes_are_not_loaded(tmp_path: Path) -> None:
     del model.extra
     model.names = print
     torch.save({"model": model}, tmp_path / "b.pt")
-    with pytest.raises(ModelError, match="b.pt: it names builtins.print"):
+    with pytest.raises(ModelError, match=r"b.pt: it names builtins.print"):
         load_ultralytics(build("yolov8n", "ultralytics"), tmp_path / "b.pt")
     (tmp_path / "c.pt").write_bytes(b"no archive")
     with pytest.raises(ModelError, match=r"c.pt: expected a state dict of tensors, but"):

@@ -46,7 +46,8 @@ def net(name: str, zoo: Any, classes: int = 3, **arguments: Any) -> nn.Module:
 @pytest.mark.parametrize(("name", "zoo"), NETS, ids=[name for name, _ in NETS])
 def test_a_detector_computes_its_loss_and_finds_boxes(name: str, zoo: str) -> None:
     splits, model = shapes(), net(name, zoo)
-    assert detector_kind(model) == zoo and class_count(model) == 3
+    assert detector_kind(model) == zoo
+    assert class_count(model) == 3
     check_fits(model, splits, CPU)
     images, targets = splits.train.fetch(torch.arange(4))
     with DETECTION.mode_for_loss(model):
@@ -56,17 +57,21 @@ def test_a_detector_computes_its_loss_and_finds_boxes(name: str, zoo: str) -> No
             of_both = DETECTION.loss(model(*twice), targets * 2).detach()
             assert float(of_both) == pytest.approx(float(value.detach()), rel=1e-3)
     value.backward()
-    assert value.ndim == 0 and float(value.detach()) > 0
+    assert value.ndim == 0
+    assert float(value.detach()) > 0
     assert sum(bool(p.grad is not None and p.grad.abs().sum() > 0) for p in model.parameters()) > 50
     model.eval()
     with torch.no_grad():
         found = DETECTION.scored(model, (images,), model(images))
     assert len(found) == 4
     for each in found:
-        assert each["boxes"].shape == (len(each["scores"]), 4) and each["labels"].dtype == torch.int64
+        assert each["boxes"].shape == (len(each["scores"]), 4)
+        assert each["labels"].dtype == torch.int64
         if len(each["labels"]):
-            assert 0 <= each["labels"].min() and each["labels"].max() <= 2
-            assert -640 < each["boxes"].min() and 4 < each["boxes"].max() < 640
+            assert each["labels"].min() >= 0
+            assert each["labels"].max() <= 2
+            assert each["boxes"].min() > -640
+            assert 4 < each["boxes"].max() < 640
 
 
 def test_ultralytics_detections_are_decoded_in_pixels() -> None:
@@ -78,7 +83,8 @@ def test_ultralytics_detections_are_decoded_in_pixels() -> None:
     (found,) = DETECTION.scored(model, (torch.zeros(1, 3, 64, 64),), (raw, {}))
     order = found["scores"].argsort(descending=True)[:2]
     assert torch.allclose(found["boxes"][order], torch.tensor([[15.0, 20, 25, 40], [46.0, 46, 54, 54]]))
-    assert found["labels"][order].tolist() == [1, 2] and len(found["labels"]) == 3  # and the weak first class
+    assert found["labels"][order].tolist() == [1, 2]
+    assert len(found["labels"]) == 3
 
 
 def test_the_loss_of_ultralytics_is_that_of_its_own_batch() -> None:
@@ -105,7 +111,8 @@ def test_crowds_are_not_learned() -> None:
         "iscrowd": torch.tensor([0, 1]),
     }
     _, (given,) = DETECTION.loss_inputs(model, (torch.zeros(1, 3, 64, 64),), [target])  # type: ignore[misc]
-    assert given["labels"].tolist() == [3] and len(given["boxes"]) == 1
+    assert given["labels"].tolist() == [3]
+    assert len(given["boxes"]) == 1
 
 
 @pytest.mark.slow
@@ -116,22 +123,27 @@ def test_mask_and_keypoint_rcnn_learn_what_the_data_has() -> None:
         model = net(name, "torchvision", **more, rpn_post_nms_top_n_train=20)
         images, targets = everything.train.fetch(torch.arange(2))
         output = model(*DETECTION.loss_inputs(model, (images,), targets))  # type: ignore[misc]
-        assert {"loss_mask", "loss_keypoint"} & output.keys() and torch.isfinite(DETECTION.loss(output, targets))
+        assert {"loss_mask", "loss_keypoint"} & output.keys()
+        assert torch.isfinite(DETECTION.loss(output, targets))
         with pytest.raises(DataError, match=rf"RCNN learns {part}, and the targets have .*data.targets: \[{part}\]"):
             check_fits(model, shapes(), CPU)
-    with pytest.raises(ModelError, match="it knows 17 keypoints of an object, and the data has 3; set model.arguments"):
+    with pytest.raises(
+        ModelError, match=r"it knows 17 keypoints of an object, and the data has 3; set model.arguments"
+    ):
         check_fits(net("keypointrcnn_resnet50_fpn", "torchvision"), everything, CPU)
 
 
 def test_models_that_do_not_fit_are_named_before_training() -> None:
     splits = shapes()
     for zoo, name in (("torchvision", SSD[0]), ("ultralytics", "yolov8n")):
-        with pytest.raises(ModelError, match="expected 3 classes, as the data has, and its head has 2; set model.argu"):
+        with pytest.raises(
+            ModelError, match=r"expected 3 classes, as the data has, and its head has 2; set model.argu"
+        ):
             check_fits(net(name, zoo, classes=2), splits, CPU)
     with pytest.raises(ModelError, match="Linear: expected a detector of torchvision or of ultralytics"):
         check_fits(nn.Linear(2, 2), splits, CPU)
     odd = load_splits(DataSettings("shapes", image_size=72, images=20))
-    with pytest.raises(ModelError, match="height and width are multiples of 32, got 72 x 72; set data.image_size"):
+    with pytest.raises(ModelError, match=r"height and width are multiples of 32, got 72 x 72; set data.image_size"):
         check_fits(net("yolov8n", "ultralytics"), odd, CPU)
 
 
@@ -142,7 +154,8 @@ def test_data_of_ones_own_is_collated_and_checked() -> None:
     good = [sample(16, torch.tensor([index % 2])) for index in range(6)]
     splits = sample_splits({"train": good, "test": good}, "detection", classes=["a", "b"])
     images, targets = splits.test.fetch(torch.arange(4))
-    assert images.shape == (4, 3, 16, 16) and [int(t["labels"]) for t in targets] == [0, 1, 0, 1]
+    assert images.shape == (4, 3, 16, 16)
+    assert [int(t["labels"]) for t in targets] == [0, 1, 0, 1]
     assert splits.sample_shape == (3, 16, 16)
     with pytest.raises(DataError, match="bring all to one size, with their boxes"):
         sample_splits({"train": [*good, sample(20, torch.tensor([0]))], "test": good}, "detection")
@@ -167,6 +180,9 @@ def test_a_small_detector_learns_shapes() -> None:
         value.backward()
         optimizer.step()
     found = evaluate(model, [(images, targets)], "detection", CPU)
-    assert before.values["map50"] < 10 and found.values["map50"] > 60 and found.values["map"] > 30
-    assert found.interval is not None and found.interval[0] <= found.values["map"] <= found.interval[1]
+    assert before.values["map50"] < 10
+    assert found.values["map50"] > 60
+    assert found.values["map"] > 30
+    assert found.interval is not None
+    assert found.interval[0] <= found.values["map"] <= found.interval[1]
     assert found.figures().keys() == {"map", "map50", "n_test", "low", "high"}
