@@ -39,8 +39,8 @@ from prunekit.tasks.task import Task
 
 HALF = (0.5, 0.5, 0.5)
 GET_COCO = (
-    "COCO is at https://cocodataset.org/#download: 2017 Train images, 2017 Val images and 2017 Train/Val annotations, unpacked "
-    "into one folder"
+    "COCO is at https://cocodataset.org/#download: 2017 Train images, 2017 Val images and 2017 Train/Val annotations, "
+    "unpacked into one folder"
 )
 GET_YOLO = "small ones are at https://github.com/ultralytics/assets/releases, such as coco8.zip"
 

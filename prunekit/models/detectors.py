@@ -130,6 +130,7 @@ def ultralytics_detector(name: str) -> Callable[..., nn.Module]:
         file, scale = ultralytics_files()[name]
         # not by its name: the package would take a file of this name in the current folder, such as a recipe
         layers = _layers(file) | {"scale": scale, "yaml_file": f"{name}.yaml"}
+        layers |= {} if num_classes is None else {"nc": num_classes}
         model: Any = kind(layers, nc=num_classes, verbose=False, **arguments)
         model.args = utils.IterableSimpleNamespace(**utils.DEFAULT_CFG_DICT)  # which its loss reads
         built: nn.Module = model

@@ -159,8 +159,8 @@ class MeanAveragePrecision:
         >>> from prunekit.tasks.mean_precision import MeanAveragePrecision
         >>> box, label = torch.tensor([[10.0, 10.0, 50.0, 50.0]]), torch.tensor([0])
         >>> metric = MeanAveragePrecision()
-        >>> found, wanted = {"boxes": box, "scores": torch.tensor([0.9]), "labels": label}, {"boxes": box, "labels": label}
-        >>> metric.update([found], [wanted])
+        >>> wanted = {"boxes": box, "labels": label}
+        >>> metric.update([wanted | {"scores": torch.tensor([0.9])}], [wanted])
         >>> round(metric.compute().map, 6)
         100.0
     """

@@ -86,7 +86,8 @@ def coco_figures(found: Annotations, wanted: Annotations) -> np.ndarray[Any, Any
 def test_figures_are_those_of_coco(seed: int) -> None:
     found, wanted = scene(seed=seed)
     result, figures = measured(found, wanted), coco_figures(found, wanted)
-    assert 5 < result.map < 95 and result.map50 > result.map
+    assert 5 < result.map < 95
+    assert result.map50 > result.map
     assert result.map / 100 == pytest.approx(figures[0], abs=1e-12)
     assert result.map50 / 100 == pytest.approx(figures[1], abs=1e-12)
 
@@ -118,7 +119,8 @@ def test_resamples_without_any_box_are_left_out() -> None:
     found, wanted = scene(4)
     result = measured(found, wanted)
     weights = np.array([[0, 0, 0, 4], [1, 1, 1, 1]])  # the last image has no boxes
-    assert np.isnan(result.reweighted(weights)[0]) and np.isfinite(result.reweighted(weights)[1])
+    assert np.isnan(result.reweighted(weights)[0])
+    assert np.isfinite(result.reweighted(weights)[1])
 
 
 def test_perfect_and_no_detections() -> None:
@@ -127,7 +129,8 @@ def test_perfect_and_no_detections() -> None:
     exact = [{"boxes": w["boxes"], "labels": w["labels"], "scores": torch.ones(len(w["labels"]))} for w in wanted]
     assert measured(exact, wanted).map == pytest.approx(100)
     none = [{name: value[:0] for name, value in each.items()} for each in exact]
-    assert measured(none, wanted).map == 0 and measured(none, wanted).interval == (0.0, 0.0)
+    assert measured(none, wanted).map == 0
+    assert measured(none, wanted).interval == (0.0, 0.0)
 
 
 def test_without_ground_truth_there_is_no_figure() -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from prunekit.data.augmentation import Draw
-from prunekit.data.datasets import CorruptImages
+from prunekit.data.datasets import CorruptImages, decoding_reason
 from prunekit.data.detection.box_augmentation import BoxAugmentation
 from prunekit.errors import DataError
 from prunekit.models.preprocessing import Preprocessing
@@ -145,7 +145,7 @@ class BoxedImages:
         except DataError:
             raise
         except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, EOFError and more
-            self.corrupt.add(self.images.name(index), f"{type(error).__name__}: {error}")
+            self.corrupt.add(self.images.name(index), decoding_reason(error))
             return None
         if draw is None:
             return self._fitted(image, objects)

@@ -208,8 +208,8 @@ def _images(base: Path, given: Any, where: Path, key: str) -> tuple[Path, ...]:
         path = _place(base, entry) if isinstance(entry, str) else None
         if path is None:
             raise DataError(
-                f"{where}: {key}: expected a folder of images, or a text file with their paths, got {entry!r:.80}, which "
-                f"is not in {base}; {GET_YOLO}"
+                f"{where}: {key}: expected a folder of images, or a text file with their paths, got {entry!r:.80}, "
+                f"which is not in {base}; {GET_YOLO}"
             )
         if path.is_dir():
             found += [file for file in sorted(path.rglob("*")) if file.suffix.lower() in EXTENSIONS]

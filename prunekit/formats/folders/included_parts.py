@@ -89,7 +89,8 @@ def image_input(
     """Return the model's input (channels, height, width) of an image, or of the path of one.
 
     With `shorter_side`, the image is resized to that length of its shorter side and its center is cut out; with
-    `padding`, it is resized to fit, and centered on that gray; else it is resized as a whole. A pixel of the value `white` becomes 1 before mean and standard deviation are applied.
+    `padding`, it is resized to fit, and centered on that gray; else it is resized as a whole. A pixel of the value
+    `white` becomes 1 before mean and standard deviation are applied.
     """
     pixels = read_image(image)
     if shorter_side is not None and pixels.size != (width, height):

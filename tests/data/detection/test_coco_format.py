@@ -25,18 +25,22 @@ def settings(root: Path, **more: Any) -> DataSettings:
 def test_boxes_masks_and_keypoints_lie_in_the_padded_image(tmp_path: Path) -> None:
     splits = load_splits(settings(write_coco(tmp_path / "a"), targets=("masks", "keypoints"), validation_share=0.2))
     assert (len(splits.train), len(splits.validation), len(splits.test)) == (5, 1, 6)
-    assert splits.classes == CLASSES and splits.task.name == "detection" and splits.notes == ()
+    assert splits.classes == CLASSES
+    assert splits.task.name == "detection"
+    assert splits.notes == ()
     images, targets = splits.test.fetch(torch.arange(6))
     assert images.shape == (6, 3, 80, 80)
     gray = images.new_tensor(114 / 255)
-    assert torch.allclose(images[:, :, :10], gray) and torch.allclose(images[:, :, 70:], gray, atol=1e-6)
+    assert torch.allclose(images[:, :, :10], gray)
+    assert torch.allclose(images[:, :, 70:], gray, atol=1e-6)
     drawn = DrawnShapes(12, 60, ("masks", "keypoints"))
     for index, target in enumerate(targets):
         objects = drawn.read(6 + index)[1]
         assert objects.keypoints is not None
         scale, offset = torch.tensor([80 / 60, 1.0]), torch.tensor([0.0, 10.0])
         assert torch.allclose(target["boxes"], objects.boxes * scale.repeat(2) + offset.repeat(2), atol=1e-3)
-        assert torch.equal(target["labels"], objects.labels) and not target["iscrowd"].any()
+        assert torch.equal(target["labels"], objects.labels)
+        assert not target["iscrowd"].any()
         assert torch.allclose(target["keypoints"][..., :2], objects.keypoints[..., :2] * scale + offset, atol=1e-3)
         for box, mask in zip(target["boxes"], target["masks"], strict=True):
             rows, columns = torch.where(mask.bool())
@@ -50,7 +54,8 @@ def test_classes_are_numbered_in_order_or_as_their_categories(tmp_path: Path) ->
     plain, numbered = load_splits(settings(root)), load_splits(settings(root, category_ids=True))
     assert numbered.classes == ("circle", "N/A", "square", "N/A", "N/A", "N/A", "triangle")
     a, b = (torch.cat([t["labels"] for t in each.test.fetch(torch.arange(6))[1]]) for each in (plain, numbered))
-    assert torch.equal(torch.tensor([0, 2, 6])[a], b) and "masks" not in plain.test.fetch(torch.arange(1))[1][0]
+    assert torch.equal(torch.tensor([0, 2, 6])[a], b)
+    assert "masks" not in plain.test.fetch(torch.arange(1))[1][0]
     assert plain.fingerprint != numbered.fingerprint
 
 
@@ -94,7 +99,8 @@ def test_broken_images_are_counted(tmp_path: Path) -> None:
         load_splits(settings(root)).test.fetch(torch.arange(6))
     splits = load_splits(settings(root, max_corrupt=1))
     images, targets = splits.test.fetch(torch.arange(6))
-    assert len(images) == len(targets) == 5 and len(splits.corrupt) == 1
+    assert len(images) == len(targets) == 5
+    assert len(splits.corrupt) == 1
 
 
 def without_boxes(content: dict[str, Any]) -> None:
@@ -150,5 +156,9 @@ def test_a_missing_folder_says_where_to_get_coco(tmp_path: Path) -> None:
 
 def test_polygons_become_masks() -> None:
     masks = masks_of([[[2, 1, 7, 1, 7, 4, 2, 4]], [[0, 0, 3, 0, 3, 3], [8, 8, 9, 8, 9, 9, 8, 9]]], (12, 10))
-    assert masks.shape == (2, 10, 12) and masks[0, 1:5, 2:8].all() and int(masks[0].sum()) == 24
-    assert masks[1, 9, 9] and masks[1, 0, 2] and not masks[1, 5, 5]
+    assert masks.shape == (2, 10, 12)
+    assert masks[0, 1:5, 2:8].all()
+    assert int(masks[0].sum()) == 24
+    assert masks[1, 9, 9]
+    assert masks[1, 0, 2]
+    assert not masks[1, 5, 5]

@@ -25,7 +25,8 @@ def test_boxes_are_those_that_were_written(tmp_path: Path, kind: str) -> None:
     wanted = {"polygons": ("masks",), "points": ("keypoints",)}.get(kind, ())
     splits = load_splits(settings(write_yolo(tmp_path, kind=kind), targets=wanted))
     assert (len(splits.train), len(splits.validation), len(splits.test)) == (5, 1, 6)
-    assert splits.classes == CLASSES and splits.notes == ()
+    assert splits.classes == CLASSES
+    assert splits.notes == ()
     _, targets = splits.test.fetch(torch.arange(6))
     drawn = DrawnShapes(12, 60, ("keypoints",))
     scale, offset = torch.tensor([80 / 60, 1.0]), torch.tensor([0.0, 10.0])
@@ -46,7 +47,8 @@ def test_a_folder_alone_is_described_by_its_labels_or_by_ultralytics(tmp_path: P
     assert splits.classes == ("0", "1", "2")
     pytest.importorskip("ultralytics")
     splits = load_splits(settings(write_yolo(tmp_path / "coco8", description=False)))
-    assert len(splits.classes) == 80 and splits.classes[:2] == ("person", "bicycle")
+    assert len(splits.classes) == 80
+    assert splits.classes[:2] == ("person", "bicycle")
 
 
 def test_parts_may_be_lists_of_files_and_a_test_of_their_own(tmp_path: Path) -> None:
@@ -75,7 +77,8 @@ def test_faulty_labels_are_counted_as_corrupt_images(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"001.png.*001.txt, have another form: line 1: expected a class and a box"):
         load_splits(settings(root))
     splits = load_splits(settings(root, max_corrupt=1))
-    assert len(splits.train) + len(splits.validation) == 5 and len(splits.corrupt) == 1
+    assert len(splits.train) + len(splits.validation) == 5
+    assert len(splits.corrupt) == 1
 
 
 @pytest.mark.parametrize(
@@ -105,12 +108,12 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"folders images/train and images/val, found neither"):
         load_splits(settings(tmp_path))
     root = write_yolo(tmp_path / "a")
-    with pytest.raises(DataError, match="data.targets asks for keypoints, and .*data.yaml has no kpt_shape"):
+    with pytest.raises(DataError, match=r"data.targets asks for keypoints, and .*data.yaml has no kpt_shape"):
         load_splits(settings(root, targets=("keypoints",)))
-    with pytest.raises(DataError, match="data.targets asks for masks, and expected polygons, but an object has a box"):
+    with pytest.raises(DataError, match=r"data.targets asks for masks, and expected polygons, but an object has a box"):
         load_splits(settings(root, targets=("masks",)))
     (root / "data.yaml").write_text("train: images/none\nval: images/val\nnames: [a]")
-    with pytest.raises(DataError, match="train: expected a folder of images, .* got 'images/none'"):
+    with pytest.raises(DataError, match=r"train: expected a folder of images, .* got 'images/none'"):
         load_splits(settings(root))
     for path in (root / "labels").rglob("*.txt"):
         path.unlink()

@@ -45,7 +45,8 @@ def coco_content(folder: Path, images: int, first: int) -> dict[str, Any]:
         name = f"{index:03}.png"
         image.resize(SIZE).save(folder / name)
         known["images"].append({"id": 500 + index, "file_name": name, "width": SIZE[0], "height": SIZE[1]})
-        assert objects.keypoints is not None and objects.masks is not None
+        assert objects.keypoints is not None
+        assert objects.masks is not None
         for box, label, points, mask in zip(
             objects.boxes * wide.repeat(2), objects.labels, objects.keypoints, objects.masks, strict=True
         ):
