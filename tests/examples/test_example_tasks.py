@@ -60,7 +60,7 @@ def test_every_example_is_pruned_repaired_and_trained_on(name: str) -> None:
     model, task, (train, test) = example.model(), example.task(), example.data()
     few = Subset(train, range(24))
     splits = sample_splits({"train": few, "test": Subset(test, range(16))}, task)
-    fit(model, splits, TrainSettings(epochs=2, optimizer="adamw", lr=3e-3), device=CPU, seed=0, batch=8)
+    dense = fit(model, splits, TrainSettings(epochs=2, optimizer="adamw", lr=3e-3), device=CPU, seed=0, batch=8)
     model.eval()
 
     found = pk.prune(model, calibration=few, macs=0.5, task=task, repair=RepairSettings(joint_steps=0))
@@ -75,7 +75,7 @@ def test_every_example_is_pruned_repaired_and_trained_on(name: str) -> None:
 
     settings = TrainSettings(epochs=3, optimizer="adamw", lr=3e-4)
     history = fit(found.model, splits, settings, device=CPU, seed=0, batch=8)
-    assert history.rows[-1].train_loss < history.rows[0].train_loss
+    assert history.rows[-1].train_loss < dense.rows[0].train_loss
     scores = evaluate(found.model, batches(splits.test, 8, shuffle_seed=None), task, CPU)
     assert scores.values.keys() == {score.name for score in task.scores}
     assert np.isfinite(list(scores.values.values())).all()
