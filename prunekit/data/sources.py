@@ -33,15 +33,13 @@ from prunekit.data.library_datasets import classes_of, mapped, open_rows, open_s
 from prunekit.data.local_files import LabeledArrays, LabeledFiles, read_npz, scan_folder
 from prunekit.errors import DataError, UsageError
 from prunekit.models.preprocessing import Preprocessing
-from prunekit.settings.inputs import DataSettings
+from prunekit.settings.inputs import BOXED, DataSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import Task
 
 HALF = (0.5, 0.5, 0.5)
-BOXED = ("shapes", "coco", "yolo")
-"""Sources of images with boxes, for the task `detection`."""
 GET_COCO = (
-    "https://cocodataset.org/#download: 2017 Train images, 2017 Val images and 2017 Train/Val annotations, unpacked "
+    "COCO is at https://cocodataset.org/#download: 2017 Train images, 2017 Val images and 2017 Train/Val annotations, unpacked "
     "into one folder"
 )
 GET_YOLO = "small ones are at https://github.com/ultralytics/assets/releases, such as coco8.zip"
@@ -136,7 +134,8 @@ def missing_data(settings: DataSettings) -> str | None:
         raise UsageError(f"data.root: source {settings.source!r} needs the path of its data, got none")
     if settings.root.exists() or settings.download:
         return None
-    origin = f"; {settings.origin}" if settings.origin else ""
+    where = settings.origin or _ORIGINS.get(settings.source)
+    origin = f"; {where}" if where else ""
     beside = "" if settings.root.is_absolute() else ", here or beside the recipe that names it"
     expected = f"expected {_EXPECTED[settings.source]}{beside}; give its path as data.root=PATH{origin}"
     return f"data.root: {settings.root.absolute()} does not exist; {expected}"
@@ -325,6 +324,7 @@ _EXPECTED = {
     "imagefolder": "a folder with train/ and test/ or val/, or with one folder of images for each class",
     "torchvision": "the folder of torchvision's files (data.download=true makes and fills it)",
     "huggingface": "the folder that `save_to_disk` of Hugging Face's datasets wrote",
-    "coco": f"the folder of a data set in the format of COCO, with annotations/ and its images ({GET_COCO})",
-    "yolo": f"the folder of a data set of ultralytics, or its data.yaml ({GET_YOLO})",
+    "coco": "the folder of a data set in the format of COCO, with annotations/ and its images",
+    "yolo": "the folder of a data set of ultralytics, or its data.yaml",
 }
+_ORIGINS = {"coco": GET_COCO, "yolo": GET_YOLO}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,17 +15,19 @@ from prunekit.errors import UsageError, nearest
 from prunekit.integrations.missing_extra import require_library
 from prunekit.integrations.prune_callback import PrunesInTrainer
 
-if find_spec("pytorch_lightning") is None or find_spec("lightning") is not None:
+OLD_NAME = find_spec("lightning") is None if "pytorch_lightning" not in sys.modules else "lightning" not in sys.modules
+"""Whether Lightning is used as `pytorch_lightning`, its package of before."""
+if find_spec("pytorch_lightning") is None or not OLD_NAME:
     require_library("lightning", "lightning")
 
-    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch import Callback, LightningModule
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 else:
-    from pytorch_lightning import Callback, LightningModule, Trainer  # type: ignore[assignment]
-    from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint  # type: ignore[assignment]
+    from pytorch_lightning import Callback, LightningModule  # type: ignore[assignment, unused-ignore]
+    from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint  # type: ignore[assignment, unused-ignore]
 
 
-class PruneCallback(PrunesInTrainer, Callback):
+class PruneCallback(PrunesInTrainer, Callback):  # type: ignore[misc, unused-ignore]  # where Lightning is not there
     """A callback of Lightning's `Trainer` that prunes while it trains, over `prunekit.Pruner`.
 
     Automatic and manual optimization, accumulated gradients, mixed precision and DDP work as in `Pruner`. Checkpoints
@@ -38,9 +41,9 @@ class PruneCallback(PrunesInTrainer, Callback):
             `example_input_array`, where the whole of it is pruned.
         module: path of the submodule that is pruned, such as `"model"`; None: the LightningModule itself, which then
             needs a `forward`. The optimizer that trains it may have no other parameters.
-        steps: of the optimizer until the budgets are met, or as a share of the training, in 0..1; None: half of the
-            training, unless the schedule has an end or is `oneshot`.
-        begin: steps, or a share of the training, before the schedule begins.
+        steps: of the optimizer until the budgets are met; a float is a share of the training, in 0..1; None: halfway
+            from `begin` to the end of the training, unless the schedule has an end or is `oneshot`.
+        begin: steps before the schedule begins; a float is a share of the training.
         arguments: further ones of `prunekit.Pruner`, such as `macs`, `criterion` and `on_change`.
 
     Raises:
@@ -82,9 +85,10 @@ class PruneCallback(PrunesInTrainer, Callback):
     @property
     def state_key(self) -> str:
         """The key of this callback's state in checkpoints: one for each pruned module."""
-        return self._generate_state_key(module=self.module)
+        key: str = self._generate_state_key(module=self.module)
+        return key
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Check that there is something to prune, and leave the masks of a training before until weights are loaded.
 
         Raises:
@@ -95,7 +99,7 @@ class PruneCallback(PrunesInTrainer, Callback):
             if self.is_open:
                 self._pause()
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Make the pruner, once optimizers and checkpoint are there.
 
         Raises:
@@ -110,9 +114,7 @@ class PruneCallback(PrunesInTrainer, Callback):
         optimizer = _optimizer_of(model, trainer.optimizers)
         self._begin(model, optimizer, trainer.estimated_stepping_batches, example, self._average(trainer))
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Put the next plan in force if its step is reached, and log what is left."""
         if not self.is_open:
             return
@@ -128,7 +130,7 @@ class PruneCallback(PrunesInTrainer, Callback):
         """Keep the state of a checkpoint for the training that goes on from it."""
         self._saved = state_dict if "pruner" in state_dict else None
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Raise unless a checkpoint that a training goes on from has a state of this callback.
 
         Raises:
@@ -156,7 +158,7 @@ class PruneCallback(PrunesInTrainer, Callback):
         """
         return self._finish(early)
 
-    def _pruned(self, pl_module: LightningModule) -> nn.Module:
+    def _pruned(self, pl_module: Any) -> nn.Module:
         """Return the module that is pruned.
 
         Raises:
@@ -165,23 +167,24 @@ class PruneCallback(PrunesInTrainer, Callback):
         paths = [path for path, module in pl_module.named_modules() if path and any(True for _ in module.parameters())]
         tops = [path for path in paths if "." not in path]
         kind = type(pl_module).__name__
+        found: nn.Module = pl_module
         if self.module is not None:
             if self.module not in paths:
                 raise UsageError(
                     f"module: expected the path of a submodule of {kind} with parameters, got {self.module!r}; "
                     f"{nearest(self.module, paths)}"
                 )
-            return pl_module.get_submodule(self.module)
-        if type(pl_module).forward is LightningModule.forward:
+            found = pl_module.get_submodule(self.module)
+        elif type(pl_module).forward is LightningModule.forward:
             raise UsageError(
                 f"{kind} has no forward that could be traced: name the submodule that is pruned, module="
                 + " or module=".join(map(repr, tops[:3] or ["..."]))
             )
-        return pl_module
+        return found
 
-    def _average(self, trainer: Trainer) -> AveragedModel | None:
+    def _average(self, trainer: Any) -> AveragedModel | None:
         """Return the average of the pruned module that a `WeightAveraging` callback keeps."""
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for callback in trainer.callbacks:
             found = getattr(callback, "_average_model", None)
             if isinstance(found, AveragedModel):
                 if self.module is None:
@@ -212,9 +215,9 @@ def _optimizer_of(model: nn.Module, optimizers: list[Optimizer]) -> Optimizer:
     return found[0]
 
 
-def _forget_best(trainer: Trainer) -> None:
+def _forget_best(trainer: Any) -> None:
     """Make callbacks forget the best score so far: that of a model with more channels."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in trainer.callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.monitor is not None:
             callback.best_k_models = {}
             callback.best_model_score = callback.current_score = None

@@ -15,8 +15,6 @@ from prunekit.jobs.prune.pruner import Pruner
 from prunekit.planning.plan import Plan
 from prunekit.settings.prune import ScheduleSettings
 
-HALF = 0.5
-"""Share of the training after which the budgets are met, where nothing else is asked for."""
 MADE_HERE = ("model", "optimizer", "average")
 """Arguments of `Pruner` that a callback takes from its trainer."""
 
@@ -26,9 +24,9 @@ class PrunesInTrainer:
 
     Args:
         example: as for `prunekit.Pruner`; each callback says what stands in for it.
-        steps: of the optimizer until the budgets are met, or as a share of the training, in 0..1; None: half of the
-            training, unless the schedule has an end or is `oneshot`.
-        begin: steps, or a share of the training, before the schedule begins.
+        steps: of the optimizer until the budgets are met; a float is a share of the training, in 0..1; None: halfway
+            from `begin` to the end of the training, unless the schedule has an end or is `oneshot`.
+        begin: steps before the schedule begins; a float is a share of the training.
         arguments: further ones of `prunekit.Pruner`, such as `macs`, `criterion` and `on_change`.
 
     Raises:
@@ -152,31 +150,37 @@ class PrunesInTrainer:
 
     def _scheduled(self, total: float, saved: Mapping[str, Any] | None) -> dict[str, int]:
         """Return `steps` and `begin` in steps of the optimizer; shares are those of the training that began first."""
+        known = {} if saved is None else saved["scheduled"]
+
+        def counted(name: str, value: float | None, share: float) -> int:
+            if isinstance(value, int):
+                return value
+            if name in known:
+                return int(known[name])
+            if not total < math.inf:
+                raise UsageError(
+                    f"{name}: expected a whole number of optimizer steps, because nobody knows the length of this "
+                    f"training before it ends, got {'none' if value is None else f'the share {value:g}'}"
+                )
+            return round(share * total)
+
+        begin = counted("begin", self.begin, self.begin)
         schedule = self.arguments.get("schedule", "cubic")
         settled = isinstance(schedule, ScheduleSettings)
         once = (schedule.kind if settled else schedule) == "oneshot"
-        wanted = HALF if self.steps is None and not once and not (settled and schedule.end) else self.steps
-        given = {"steps": wanted, "begin": self.begin or None}
-        counted: dict[str, int] = {}
-        for name, value in given.items():
-            if isinstance(value, float) and saved is not None:
-                counted |= {name: saved["scheduled"][name]} if name in saved["scheduled"] else {}
-            elif isinstance(value, float):
-                if not total < math.inf:
-                    raise UsageError(
-                        f"{name}: expected a whole number of optimizer steps, because nobody knows the length of this "
-                        f"training before it ends, got the share {value:g}"
-                    )
-                counted[name] = max(round(value * total), int(name == "steps"))
-            elif value is not None:
-                counted[name] = value
-        return counted
+        if self.steps is None and (once or (settled and schedule.end is not None)):
+            return {"begin": begin}
+        rest = (begin / total + 1) / 2  # halfway from begin to the end of the training
+        return {
+            "begin": begin,
+            "steps": max(1, counted("steps", self.steps, rest if self.steps is None else self.steps)),
+        }
 
     def _step(self) -> bool:
-        """Put the next plan in force if its step is reached, and return whether there was one."""
+        """Put the next plan in force if its step is reached, and return whether channels were removed or came back."""
         before = len(self.pruner.changes)
         self.pruner.step()
-        return len(self.pruner.changes) > before
+        return any(change.pruned or change.regrown for change in self.pruner.changes[before:])
 
     def figures(self) -> dict[str, float]:
         """Return what a logger shows: `sparsity`, the share of weights that are zero, and the shares that are left."""

@@ -32,6 +32,8 @@ ENTRY = "transformers"
 _RUN = "prunekit"
 """Of `TrainerState.stateful_callbacks`: which run a checkpoint is of."""
 CONFIG = "config.json"
+ATTENTION = frozenset({"eager", "sdpa", "flex_attention"})
+"""Implementations of attention that come back as they were; the others are kernels, which may be fetched from a hub."""
 
 
 class PruneCallback(PrunesInTrainer, TrainerCallback):
@@ -46,9 +48,9 @@ class PruneCallback(PrunesInTrainer, TrainerCallback):
 
     Args:
         example: what the model is called with, as for `prunekit.Pruner`, such as what its tokenizer returns.
-        steps: of the optimizer until the budgets are met, or as a share of the training, in 0..1; None: half of the
-            training, unless the schedule has an end or is `oneshot`.
-        begin: steps, or a share of the training, before the schedule begins.
+        steps: of the optimizer until the budgets are met; a float is a share of the training, in 0..1; None: halfway
+            from `begin` to the end of the training, unless the schedule has an end or is `oneshot`.
+        begin: steps before the schedule begins; a float is a share of the training.
         arguments: further ones of `prunekit.Pruner`, such as `macs`, `criterion` and `on_change`.
 
     Raises:
@@ -240,8 +242,8 @@ def save_pretrained(
 def from_pretrained(folder: StrPath, cls: type[PreTrainedModel] | None = None) -> PreTrainedModel:
     """Load a model that `save_pretrained` of this module wrote, in eval mode on the CPU.
 
-    Nothing is downloaded, no pickle is read, and no code runs that the folder names, except the constructor of a class
-    of transformers.
+    No weights or kernels are downloaded, no pickle is read, and no code runs that the folder names, except the
+    constructor of a class of transformers.
 
     Args:
         folder: written by `save_pretrained`.
@@ -273,8 +275,7 @@ def from_pretrained(folder: StrPath, cls: type[PreTrainedModel] | None = None) -
         config = found.config_class.from_pretrained(path, local_files_only=True)  # type: ignore[union-attr]
     except (OSError, ValueError, AttributeError) as error:
         raise ArtifactError(f"{path / CONFIG}: expected the configuration of a {name}: {error}") from error
-    if attention is not None:
-        config._attn_implementation = attention
+    config._attn_implementation = attention if attention in ATTENTION else None  # of the configurations inside it too
     model: Any = load(path, lambda: found(config))
     if (path / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(path, local_files_only=True)

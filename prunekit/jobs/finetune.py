@@ -162,6 +162,8 @@ class FinetuneRun:
 
     def run(self) -> dict[str, Any]:
         """Run every stage and return the metrics; all processes of a group call this."""
+        for line in self.prepared.splits.notes:
+            self.log(f"data: {line}")
         dense = self.baseline()
         sparse = self.sparsify(dense)
         planned = self.plan(sparse)

@@ -154,7 +154,7 @@ def model_arguments(settings: ModelSettings, num_classes: int | None, image_size
     if settings.zoo == "torchvision" and is_detector(settings):
         known = {name: count + 1 for name, count in known.items()}
         known |= {} if image_size is None else {"image_size": image_size}
-    return known | settings.arguments
+    return {**settings.arguments, **{name: value for name, value in known.items() if name not in settings.arguments}}
 
 
 def build_model(settings: ModelSettings, *, num_classes: int | None, image_size: int | None = None) -> nn.Module:

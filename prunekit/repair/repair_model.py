@@ -191,7 +191,7 @@ class LayerWalk:
         models = [original, masked] if settings.sequential else [original]
         runs = [LayerPass(model, plan.channel_map.narrow(plan.keep)) for model in models]
         for run in runs:
-            run.learn(select_samples(inputs, slice(SAMPLES)))
+            run.learn(select_samples(inputs, slice(SAMPLES)), found.end)
         count, limit = sample_count(inputs), settings.memory_bytes * HELD / len(runs)
         device = gather(inputs)[0].device
         item = max(tensor.element_size() for tensor in original.parameters())

@@ -84,6 +84,8 @@ class AugmentSettings(Checked):
 
 
 Augment = NamedAugment | AugmentSettings
+BOXED = ("shapes", "coco", "yolo")
+"""Sources of images with boxes, for the task `detection`."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +136,8 @@ class DataSettings(Checked):
     """A data set of torchvision, such as `CIFAR10`, or of Hugging Face's hub in the place of `root`, such as
     `uoft-cs/cifar10`; files are fetched only with `download`. For coco, what follows `train` and `val` in the names of
     its files, such as `2017`; null: what is there."""
-    images: PositiveInt = 240
-    """For shapes: the number of images, each the same whatever their number."""
+    images: PositiveInt | None = None
+    """For shapes: the number of images, each the same whatever their number; null: 240."""
     targets: tuple[Literal["masks", "keypoints"], ...] = ()
     """For detection: what is read besides boxes and their classes, for models that learn it: `masks` for Mask R-CNN,
     `keypoints` for Keypoint R-CNN."""

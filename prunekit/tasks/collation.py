@@ -29,9 +29,10 @@ def is_sample_set(data: Any) -> bool:
 def is_image_batch(model: nn.Module, batch: Any) -> bool:
     """Return whether a batch is images (C, H, W) and nothing else.
 
-    Two of them may be an image with one to compare with, where the model takes no list.
+    A tuple of two is an image with one to compare with, where the model takes no list.
     """
-    return are_images(model, batch) and (len(batch) != 2 or takes_list(model, batch[0]))
+    pair = isinstance(batch, tuple) and len(batch) == 2
+    return are_images(model, batch) and (not pair or takes_list(model, batch[0]))
 
 
 def samples_in_batches(

@@ -183,6 +183,12 @@ def _with_settings(model: Any) -> None:
 def _ultralytics_batch(model: Any, images: Tensor, targets: Targets) -> dict[str, Tensor]:
     """Return a batch as ultralytics' loaders make it: boxes of all images together, as shares of the image."""
     height, width = images.shape[-2:]
+    stride = int(max(model.stride))
+    if height % stride or width % stride:
+        raise ModelError(
+            f"{type(model).__name__}: expected images whose height and width are multiples of {stride}, got {height} x "
+            f"{width}; set data.image_size"
+        )
     size = images.new_tensor([width, height, width, height])
     numbers = [torch.full((len(target["labels"]),), float(i)) for i, target in enumerate(targets)]
     boxes = torch.cat([box_convert(target["boxes"].to(images), "xyxy", "cxcywh") for target in targets]) / size

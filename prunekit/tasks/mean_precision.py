@@ -58,7 +58,8 @@ class ClassMatches:
     def precisions(self, weights: Array, recalls: Array) -> Array:
         """Return the average precision for each threshold, if every image counts as often as its weight says.
 
-        It is that of COCO's evaluation on a data set in which each image is there as often.
+        It is that of COCO's evaluation on a data set in which each image is there as often, if no two detections in an
+        image have the same score, whose order is any.
 
         Args:
             weights: (B, N) int64, how often each image counts; B of them at once.
@@ -149,9 +150,23 @@ class MeanAveragePrecision:
     """The metric of detections: the mean average precision as pycocotools computes it for COCO (Lin et al. 2014).
 
     At most 100 detections of a class in an image count. Detections in a crowd count neither as right nor as wrong.
+
+    Raises:
+        UsageError: pycocotools is not installed.
+
+    Example:
+        >>> import torch
+        >>> from prunekit.tasks.mean_precision import MeanAveragePrecision
+        >>> box, label = torch.tensor([[10.0, 10.0, 50.0, 50.0]]), torch.tensor([0])
+        >>> metric = MeanAveragePrecision()
+        >>> found, wanted = {"boxes": box, "scores": torch.tensor([0.9]), "labels": label}, {"boxes": box, "labels": label}
+        >>> metric.update([found], [wanted])
+        >>> round(metric.compute().map, 6)
+        100.0
     """
 
     def __init__(self) -> None:
+        coco_evaluation()
         self._boxes: list[dict[str, Any]] = []
         self._detections: list[dict[str, Any]] = []
         self._images = 0
@@ -193,7 +208,6 @@ class MeanAveragePrecision:
 
         Raises:
             DataError: no image has a box.
-            UsageError: pycocotools is not installed.
         """
         if not any(not box["iscrowd"] for box in self._boxes):
             raise DataError(

@@ -11,7 +11,7 @@ from torch.func import functional_call
 from prunekit.data.datasets import SampleDataset
 from prunekit.data.loader import batches
 from prunekit.data.sources import Splits
-from prunekit.errors import ModelError
+from prunekit.errors import DataError, ModelError
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import Task
 from prunekit.utils.context import seeded, training_mode
@@ -39,6 +39,8 @@ def check_fits(model: nn.Module, splits: Splits, device: torch.device) -> None:
         DataError: a sample cannot be read.
     """
     require_class_count(model, splits.task, len(splits.classes))
+    if splits.task.metric is not None:
+        splits.task.metric()  # which may need a package that is not installed
     inputs, targets = two_samples(splits.train)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with seeded(0), training_mode(model, True), torch.no_grad():
@@ -46,7 +48,7 @@ def check_fits(model: nn.Module, splits: Splits, device: torch.device) -> None:
             given, targets = to_device((inputs_as_example(model, inputs), targets), device)
             given = splits.task.example_for_loss(model, given, targets)
             output = functional_call(model, buffers, *split(given))
-        except ModelError:
+        except (DataError, ModelError):
             raise
         except Exception as error:  # a model's own code may raise anything
             raise ModelError(_not_taken(model, splits.task, inputs, error)) from error

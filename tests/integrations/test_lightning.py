@@ -128,9 +128,10 @@ KINDS: dict[str, tuple[type[Net], dict[str, Any], dict[str, Any], int]] = {
 def test_training_ends_with_the_compact_model(name: str, tmp_path: Path) -> None:
     cls, arguments, given, steps = KINDS[name]
     rows: list[dict[str, Any]] = []
-    prune = PruneCallback(**{"macs": 0.5, "steps": 0.5, "criterion": "taylor", "on_change": rows.append} | arguments)
-    running, net = trainer(prune, **given), cls()
-    running.fit(net, loader())
+    prune = PruneCallback(**{"macs": 0.5, "criterion": "taylor", "on_change": rows.append} | arguments)
+    averages = [EMAWeightAveraging(decay=0.9)] if name == "submodule" else []
+    running, net = trainer(prune, *averages, **given), cls()
+    running.fit(net, loader())  # the average takes the place of the weights at the end
     pruned = net.model if prune.module else net
     require_zeros(pruned, prune.plan)
     assert prune.pruner.step_count == steps
@@ -183,17 +184,18 @@ def test_resumed_is_uninterrupted(average: bool, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_only_models_under_the_final_plan_are_the_best(tmp_path: Path) -> None:
-    prune = PruneCallback(macs=0.5, steps=20)
+    prune = PruneCallback(macs=0.5, steps=20, schedule=pk.ScheduleSettings("linear", rounds=2))
     best = ModelCheckpoint(tmp_path, filename="{step}", monitor="score", mode="max", save_top_k=1)
     stop = EarlyStopping("score", mode="max", patience=2)
     running = trainer(prune, best, stop, max_epochs=8, enable_checkpointing=True)
     running.fit(Worse(), loader(), loader())
+    assert prune.pruner.changes[-1].pruned
     assert best.best_model_path == str(tmp_path / "step=24.ckpt")  # scores fall, and the first epoch scores best
     assert running.global_step == 40  # the third and the fifth epoch without a better one, counted from the final plan
     checkpoint = torch.load(best.best_model_path, weights_only=True)
     (state,) = (value for key, value in checkpoint["callbacks"].items() if key.startswith("PruneCallback"))
     assert state["pruner"]["masks"]["keep"].tolist() == prune.plan.keep.tolist()
-    again = PruneCallback(macs=0.6, steps=20)
+    again = PruneCallback(macs=0.6, steps=20, schedule=prune.arguments["schedule"])
     with pytest.raises(ArtifactError, match="of other settings"):
         trainer(again, max_epochs=9).fit(Net(), loader(), ckpt_path=best.best_model_path)
     prune = PruneCallback(X[:2], module="model", macs=0.5)

@@ -21,6 +21,9 @@ from prunekit.models.preprocessing import Preprocessing
 from prunekit.settings.inputs import DataSettings
 from prunekit.tasks.detection import DETECTION
 
+SHAPES = 240
+"""Number of drawn images where the settings give none."""
+
 
 @dataclass(frozen=True)
 class BoxedSource:
@@ -110,8 +113,8 @@ def _drawn(made: dict[str, BoxedImages], settings: DataSettings) -> dict[str, Bo
 
 
 def _shapes(settings: DataSettings) -> BoxedSource:
-    images = DrawnShapes(settings.images, settings.image_size, settings.targets)
-    return BoxedSource({"train": images}, CorruptImages(), (str(settings.images).encode(),))
+    images = DrawnShapes(settings.images or SHAPES, settings.image_size, settings.targets)
+    return BoxedSource({"train": images}, CorruptImages(), (str(len(images)).encode(),))
 
 
 def _coco(settings: DataSettings) -> BoxedSource:

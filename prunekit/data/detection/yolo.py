@@ -29,7 +29,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True)
 class YoloDescription:
-    """What a `data.yaml` says.
+    """The facts in a `data.yaml`.
 
     Attributes:
         where: the file, or the folder if there is none.
@@ -109,7 +109,7 @@ class YoloImages:
 
 
 def describe_yolo(root: Path) -> YoloDescription:
-    """Return what the `data.yaml` of a data set says; nothing that it may name to be downloaded or run is.
+    """Return the facts in the `data.yaml` of a data set; nothing that it names is downloaded or run.
 
     Args:
         root: the file; or a folder with it, or with `images/train` and `images/val` alone, whose classes are then those

@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 from prunekit.models.interface import ModelInterface
 from prunekit.utils.display import count, is_number, percent, size
 
-_PIPELINES = {"image_classification": "image-classification", "segmentation": "image-segmentation"}
+_PIPELINES = {"image_classification": "image-classification", "segmentation": "image-segmentation", "detection": "object-detection"}
 _RUNS = re.compile("`+")
 _MARKS = re.compile(r"([\\`*_{}\[\]()#+!|<>~$&])")
 _CLASSES = 50

@@ -48,7 +48,8 @@ class PruneWhileTraining:
         begin: epochs before it begins.
         schedule: `cubic`, `linear` or `exponential`, in 10 stages; `iterative`, in 3; or `oneshot`, all at `begin`.
         arguments: of `prunekit.Pruner`: budgets (`macs=0.5`), of which at least one is given, `criterion`, `scope`,
-            `ignore`, `calibration` and others.
+            `ignore`, `calibration` and others. `gradient_masks` is False here: with their weights, norms and readers at
+            zero, the gradients of pruned channels are zero by themselves.
 
     Attributes:
         pruner: of the training that runs; None before and after it.
@@ -84,7 +85,8 @@ class PruneWhileTraining:
                 raise UsageError(f"{name}: expected a number of epochs, at least 0, got {value!r}")
         if schedule == "oneshot" and epochs is not None:
             raise UsageError("epochs: expected none, as the schedule 'oneshot' prunes once, after `begin` epochs")
-        self._epochs, self._begin, self._schedule, self._arguments = epochs, begin, schedule, arguments
+        self._epochs, self._begin, self._schedule = epochs, begin, schedule
+        self._arguments = {"gradient_masks": False} | arguments
         self._yolo: Model | None = None
         self._structure = ""
         self._over = False

@@ -286,9 +286,7 @@ class Pruner(Displayed):
         self._steps.told = True
         due = self._masks.next
         if due is not None and self._steps.tried >= due.step:  # else this does not wait for the device
-            self._masks.reach(self._steps.made)
-        if self._averaged is not None:
-            self._averaged.zero_()
+            self._masks.reach(self._steps.made)  # and zero the average, where means of zeros stay zeros
 
     def finish(self, *, early: bool = False) -> tuple[nn.Module, Optimizer]:
         """Return the compact model and its optimizer, and remove all hooks from the given model.

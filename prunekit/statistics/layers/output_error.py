@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from prunekit.channels.cut.model_copy import named_tensors, with_tensors
 from prunekit.channels.tracing.storages import plain_in
 from prunekit.statistics.layers.layer_graph import LayerFinder
-from prunekit.statistics.layers.linear_layers import CallInterceptor, FunctionCall, LayerCall
+from prunekit.statistics.layers.linear_layers import CallInterceptor, FunctionCall, LayerCall, Stopped
 from prunekit.statistics.layers.patch_moments import LayerMoments, PatchStats
 from prunekit.utils.context import training_mode
 from prunekit.utils.inputs import call, counted_positions, inputs_as_example, rows_of, sample_count, select_samples
 from prunekit.utils.outputs import ALL_READ, ReadOutputs
 from prunekit.utils.progress import tracked
+from prunekit.utils.tensors import gather
 
 FEW = 2
 """Samples, and one more, by which outputs whose first axis holds samples are recognized."""
@@ -42,6 +43,8 @@ class OutputComparison:
     outputs: tuple[int, ...]
     weights: tuple[str, ...]
     read: ReadOutputs = ALL_READ
+    _calls: dict[tuple[torch.Size, ...], int] = field(default_factory=dict, repr=False, compare=False)
+    """Calls of these layers that the dense model makes, by the shapes of the inputs."""
 
     @classmethod
     def of(cls, model: nn.Module, inputs: tuple[Any, ...], read: ReadOutputs = ALL_READ) -> OutputComparison:
@@ -74,25 +77,42 @@ class OutputComparison:
     ) -> list[tuple[int | str, Tensor]]:
         """Return the compared tensors in float64, samples or positions first, each with its index or weight.
 
+        If only layers are compared, what the model does behind them, such as selecting boxes, is run only the first
+        time that there are inputs of these shapes.
+
         Args:
             model: the dense one, or one pruned from it.
             inputs: that it is run on.
             counted: which positions of the samples are not padding, see `counted_positions`; None: all.
         """
-        return self.run(model, inputs, counted)[1]
+        shapes = tuple(tensor.shape for tensor in gather(inputs))
+        stop = 0 if self.outputs else self._calls.get(shapes, 0)
+        layers, tensors = _LayerOutputs(model, frozenset(self.weights), counted, stop), list[Tensor]()
+        with layers.intercepting():
+            try:
+                tensors = plain_in(self.read.of(call(model, inputs)))
+            except (Stopped, Exception):  # a callback from C++ may turn it into another exception
+                if not layers.stopped:
+                    raise
+        self._calls.setdefault(shapes, len(layers.found))
+        return self._found(tensors, layers, counted)
 
     def run(
         self, model: nn.Module, inputs: tuple[Any, ...], counted: Tensor | None = None
     ) -> tuple[Any, list[tuple[int | str, Tensor]]]:
         """Return what the model returned, and its compared tensors, see `values`."""
-        layers = _LayerOutputs(model, frozenset(self.weights), counted)
+        layers = _LayerOutputs(model, frozenset(self.weights), counted, 0)
         with layers.intercepting():
             output = call(model, inputs)
-        tensors = plain_in(self.read.of(output))
+        return output, self._found(plain_in(self.read.of(output)), layers, counted)
+
+    def _found(
+        self, tensors: list[Tensor], layers: _LayerOutputs, counted: Tensor | None
+    ) -> list[tuple[int | str, Tensor]]:
         found: list[tuple[int | str, Tensor]] = [
             (place, rows_of(tensors[place], counted).double()) for place in self.outputs
         ]
-        return output, found + layers.found
+        return found + layers.found
 
 
 def _returned(model: nn.Module, inputs: tuple[Any, ...], finder: LayerFinder, read: ReadOutputs) -> list[Tensor]:
@@ -101,11 +121,12 @@ def _returned(model: nn.Module, inputs: tuple[Any, ...], finder: LayerFinder, re
 
 
 class _LayerOutputs(CallInterceptor):
-    """Collects the outputs of some layers."""
+    """Collects the outputs of some layers, and stops behind a number of their calls; 0: never."""
 
-    def __init__(self, model: nn.Module, weights: frozenset[str], counted: Tensor | None) -> None:
+    def __init__(self, model: nn.Module, weights: frozenset[str], counted: Tensor | None, most: int) -> None:
         super().__init__(model)
-        self._counted = counted
+        self._counted, self._most = counted, most
+        self.stopped = False
         self.found: list[tuple[int | str, Tensor]] = []
         self._weights = weights
 
@@ -116,6 +137,9 @@ class _LayerOutputs(CallInterceptor):
             axis = 1 if call.name.startswith("conv") else -1
             values = rows_of(result.movedim(axis, -1), self._counted)
             self.found.append((operands.weight, values.flatten(0, -2).double()))
+            if len(self.found) == self._most:
+                self.stopped = True
+                raise Stopped
         return result
 
 
