@@ -194,7 +194,7 @@ def uniformly_labeled(batches: Iterable[InputsAndTargets], loss: Loss | None) ->
 
 @dataclass(frozen=True, eq=False)
 class Quality:
-    """What is measured of outputs besides their error.
+    """The measures of outputs besides their error.
 
     Attributes:
         task: whose loss and scores are measured; None: the cross entropy and top-1 of class scores (B, classes).

@@ -67,7 +67,6 @@ def test_sensitivity_is_measured_by_the_score_of_the_task(here: Path, monkeypatc
         ("diagnose", "speech", "training recordings, loss "),
         ("visualize features", "pose", "3 maps of 16 x 16"),
         ("visualize cam --class 1", "unet", "Grad-CAM at join.0 (32 x 32), class 1"),
-        ("visualize filters", "depth", "16 filters of down.0.0"),
         ("visualize histograms", "sentences", "sentences on 16 pairs"),
         ("visualize gradients --epochs 1", "super_resolution", "|gradient| by layer"),
     ],

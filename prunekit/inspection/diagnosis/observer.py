@@ -45,7 +45,7 @@ CURVATURE_IMAGES = 32
 
 @dataclass(frozen=True)
 class Training:
-    """How models are trained.
+    """The loss that models are trained by.
 
     Attributes:
         task: how models are called for its loss; None: with the inputs.
