@@ -28,7 +28,7 @@ Counts = Callable[[Any, Any], Tensor]
 
 
 class Metric(Protocol):
-    """What measures a task whose scores do not add up over batches, such as a mean average precision.
+    """A measure of a task whose scores do not add up over batches, such as a mean average precision.
 
     torchmetrics' metrics are such objects.
     """
