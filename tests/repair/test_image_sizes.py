@@ -56,6 +56,7 @@ class Batched(nn.Module):
         return found.mean((2, 3))
 
 
+@pytest.mark.slow
 def test_two_layers_are_fitted_together_where_every_batch_has_another_size() -> None:
     torch.manual_seed(0)
     growing = tuple((16 + i // 2, 36 - i // 4) for i in range(40))
