@@ -116,7 +116,7 @@ def repair(
     done = [dropped(layer) if layer.weight in applied[count:] else layer for layer in fitter.reports]
     layers_done = _in_model_order(done, skipped, original)
     repaired = with_tensors(dense, {name: tensor.detach() for name, tensor in named_tensors(masked)})
-    return repaired, RepairReport(layers_done, before, after, count > 0, walk.memory, fitted)
+    return repaired, RepairReport(layers_done, before, after, count > 0, walk.memory, fitted, judge.selected)
 
 
 def require_images(images: Tensor | Inputs) -> Inputs:

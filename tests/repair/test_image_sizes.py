@@ -56,6 +56,7 @@ class Batched(nn.Module):
         return found.mean((2, 3))
 
 
+@pytest.mark.slow
 def test_two_layers_are_fitted_together_where_every_batch_has_another_size() -> None:
     torch.manual_seed(0)
     growing = tuple((16 + i // 2, 36 - i // 4) for i in range(40))
@@ -207,3 +208,26 @@ def test_channels_that_are_removed_in_front_of_a_selection_are_no_error() -> Non
     assert report.before > 0.1
     assert report.after < 1e-6
     assert judge.within({"stem.weight": torch.arange(0)}).weights == ("score.weight",)
+
+
+class Ranking(Picking):
+    """Returns the four positions that score best, as many for every image."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.stem(x).relu()
+        best = self.score(features).flatten(1).topk(4).indices
+        rows: Tensor = self.head(
+            features.flatten(2).transpose(1, 2).gather(1, best[..., None].expand(-1, -1, features.shape[1]))
+        )
+        return rows
+
+
+def test_a_report_says_that_the_output_is_a_selection() -> None:
+    torch.manual_seed(0)
+    images = torch.randn(24, 3, 8, 8, generator=DRAWN)
+    found = prunekit.prune(Ranking(), calibration=images, channels=0.4, criterion="l2", progress=False)
+    assert found.repair is not None
+    assert found.repair.selected
+    assert found.repair.after > found.repair.before / 3
+    assert any("select entries of the output" in note for note in found.notes)
+    assert not OutputComparison.of(Batched(), (drawn(3),)).selected

@@ -39,12 +39,14 @@ class OutputComparison:
         weights: of layers whose outputs are compared, over all of their calls.
         read: the outputs of the model that are read.
         channels: which output channels of these layers are compared, ascending; all of those that it does not name.
+        selected: whether computed values select entries of these outputs, such as the queries that score best.
     """
 
     outputs: tuple[int, ...]
     weights: tuple[str, ...]
     read: ReadOutputs = ALL_READ
     channels: Mapping[str, Tensor] = field(default_factory=dict)
+    selected: bool = False
     _calls: dict[tuple[torch.Size, ...], int] = field(default_factory=dict, repr=False, compare=False)
     """Calls of these layers that the dense model makes, by the shapes of the inputs."""
 
@@ -60,7 +62,7 @@ class OutputComparison:
         finder = LayerFinder(model, ())
         few, more = (_returned(model, select_samples(inputs, slice(count)), finder, read) for count in (FEW, FEW + 1))
         counts = [sample_count(select_samples(inputs, slice(count))) for count in (FEW, FEW + 1)]
-        outputs, made = list[int](), set(finder.boundary)
+        outputs, made, selected = list[int](), set(finder.boundary), False
         pairs = zip(few, more, strict=True) if len(few) == len(more) else ((tensor, tensor) for tensor in more)
         for place, (one, other) in enumerate(pairs):
             origin, lengths = finder.origin(other), [len(tensor) if tensor.dim() else 0 for tensor in (one, other)]
@@ -68,11 +70,13 @@ class OutputComparison:
             if by_sample and (not origin.selected or one.shape[1:] == other.shape[1:]):
                 if not any(other is more[earlier] for earlier in outputs):
                     outputs.append(place)
+                    selected = selected or origin.selected
             elif not origin.selected:
                 made |= origin.origins
         alone = {chain.layer.weight for chain in finder.chains if chain.layer.selected}
         weights = dict.fromkeys(finder.chains[i].layer.weight for i in sorted(made))
-        return cls(tuple(outputs), tuple(weight for weight in weights if weight not in alone), read)
+        compared = tuple(weight for weight in weights if weight not in alone)
+        return cls(tuple(outputs), compared, read, selected=selected)
 
     def within(self, kept: Mapping[str, Tensor]) -> OutputComparison:
         """Return the comparison of models that keep some output channels of layers: removed ones are zero or gone.
