@@ -13,9 +13,11 @@ With `--data` a data set in ultralytics' form takes the place of the shapes, and
 of the training: `--models yolo11n --weights yolo11n.pt --data coco.yaml --size 640 --epochs 100`.
 
     python benchmarks/detection.py --folder DIR [--models yolov8n ...] [--macs 0.5 0.35] [--size 160] [--epochs 40]
-        [--train 320] [--test 200] [--images 240] [--data FILE] [--weights FILE] [--threads 1] [--json] [--keep]
+        [--train 320] [--test 200] [--images 240] [--data FILE] [--weights FILE] [--threads 1] [--untimed] [--json]
+        [--keep]
 
-What is finished is kept in DIR and not done again.
+What is finished is kept in DIR and not done again. With `--untimed` nothing is timed, for a machine that is busy; the
+same command without it later times what that run has kept.
 """
 
 from __future__ import annotations
@@ -58,6 +60,7 @@ VALIDATION = 48
 BATCH = 16
 TENTH = 10
 """The part of the epochs that a pruned model is fine-tuned for."""
+TIMED = "repaired", "torch-pruning"
 
 
 def draw(folder: Path, size: int, train: int, test: int) -> Path:
@@ -139,6 +142,15 @@ class Yolo(Detector):
 
         return prune_yolo(dense, self.calibration(), macs=macs, imgsz=self.options.size)
 
+    def stored(self, key: str, made: Any) -> None:
+        """Keeps a pruned model for its timing."""
+        made.save(self.folder / f"{key}.pt")
+
+    def restored(self, key: str, dense: Any, way: Callable[[], Any]) -> Any:
+        from prunekit.integrations.ultralytics import load_yolo
+
+        return load_yolo(self.folder / f"{key}.pt")
+
     def finetuned(self, pruned: Any, where: str) -> Any:
         pruned.train(**self.arguments(max(1, self.options.epochs // TENTH), where, lr0=5e-4, warmup_epochs=0.5))
         return pruned
@@ -190,6 +202,15 @@ class Torchvision(Detector):
     def repaired(self, dense: nn.Module, macs: float) -> nn.Module:
         return pk.prune(dense, calibration=self.calibration(), macs=macs).model
 
+    def stored(self, key: str, made: nn.Module) -> None:
+        """Keeps the weights of a pruned model for its timing."""
+        save_model(made, str(self.folder / f"{key}.safetensors"))
+
+    def restored(self, key: str, dense: nn.Module, way: Callable[[], nn.Module]) -> nn.Module:
+        model = way()  # its structure is in no file
+        load_model(model, self.folder / f"{key}.safetensors")
+        return model.eval()
+
     def finetuned(self, pruned: nn.Module, where: str) -> nn.Module:
         return self.train(deepcopy(pruned), max(1, self.options.epochs // TENTH), 3e-4)
 
@@ -233,14 +254,14 @@ def rows_of(detector: Yolo | Torchvision) -> Iterator[dict[str, Any]]:
     start = time.perf_counter()
     dense = detector.dense()
     made = partial(figures, detector, dense)
-    yield cached(detector, "dense", lambda: made("dense", 1.0, lambda: dense, start, timed=False))
+    yield cached(detector, "dense", lambda: made("dense", 1.0, lambda: dense, start))
     for macs in detector.options.macs:
-        pruned = Pruned(detector, dense, macs)
-        for method, way in pruned.ways().items():
-            timed = method in ("repaired", "torch-pruning")
-            yield cached(
-                detector, f"{method} {macs}", partial(made, method, macs, way, time.perf_counter(), timed=timed)
-            )
+        for method, way in Pruned(detector, dense, macs).ways().items():
+            key = f"{method} {macs}"
+            row = cached(detector, key, partial(made, method, macs, way, time.perf_counter(), stored=key))
+            if method in TIMED and "map" in row and not detector.options.untimed:
+                row |= cached(detector, f"{key}, timed", partial(timed, detector, dense, key, way))
+            yield row
 
 
 class Pruned:
@@ -271,7 +292,7 @@ class Pruned:
 
 def figures(
     detector: Yolo | Torchvision, dense: Any, method: str, asked: float, make: Callable[[], Any], start: float,
-    *, timed: bool,
+    *, stored: str = "",
 ) -> dict[str, Any]:  # fmt: skip
     """A row; of a way that fails, why."""
     found: dict[str, Any] = {"model": detector.name, "asked": asked, "method": method}
@@ -280,15 +301,22 @@ def figures(
         seconds = time.perf_counter() - start
         whole, model = detector.module(dense), detector.module(made)
         score = detector.score(model)
+        if method in TIMED:
+            detector.stored(stored, made)
     except Exception as error:  # whatever another package's code does
         return {**found, "failed": f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"}
-    found |= {
+    return {
+        **found,
         **{name: score[name] for name in ("map", "low", "high", "map50")},
         "macs": count_macs(model, (detector.example,)) / count_macs(whole, (detector.example,)),
         "params": count_parameters(model) / count_parameters(whole),
         "seconds": seconds,
     }
-    return {**found, **(speedup(detector, whole, model) if timed else {})}
+
+
+def timed(detector: Yolo | Torchvision, dense: Any, key: str, way: Callable[[], Any]) -> dict[str, Any]:
+    """The speedup of a pruned model that was kept."""
+    return speedup(detector, detector.module(dense), detector.module(detector.restored(key, dense, way)))
 
 
 def speedup(detector: Detector, dense: nn.Module, pruned: nn.Module) -> dict[str, Any]:
@@ -311,7 +339,7 @@ def cached(detector: Detector, key: str, make: Callable[[], dict[str, Any]]) -> 
         detector.folder.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(known, indent=1))
     found: dict[str, Any] = known[key]
-    return {**found, "of_dense": found["map"] / known["dense"]["map"] if "map" in found else None}
+    return {**found, **({"of_dense": found["map"] / known["dense"]["map"]} if "map" in found else {})}
 
 
 def main() -> None:
@@ -327,6 +355,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--weights", type=Path)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--untimed", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--keep", action="store_true")
     options = parser.parse_args()

@@ -108,15 +108,6 @@ class CorruptImages:
         )
 
 
-def decoding_reason(error: Exception) -> str:
-    """Return why an image cannot be decoded, in one line.
-
-    Other packages wrap Pillow's `open`, such as ultralytics, which looks for one of its own where Pillow gives up.
-    """
-    first = error.__context__ if isinstance(error, ModuleNotFoundError) and error.__context__ is not None else error
-    return f"{type(first).__name__}: {first}"
-
-
 def describe_corrupt(found: Mapping[str, str]) -> str:
     """Return a line about skipped images, with the first few names."""
     names = ", ".join(list(found)[:3])

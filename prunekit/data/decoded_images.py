@@ -16,9 +16,9 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from prunekit.data.augmentation import Draw, drawing
-from prunekit.data.datasets import CorruptImages, ImageTransform, Indexable, decoding_reason
+from prunekit.data.datasets import CorruptImages, ImageTransform, Indexable
 from prunekit.errors import DataError
-from prunekit.models.preprocessing import in_rgb
+from prunekit.models.preprocessing import decoding_reason, in_rgb
 
 
 class _Decoded(Indexable):

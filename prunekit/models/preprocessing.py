@@ -239,4 +239,13 @@ def opened(image: Pixels) -> Image.Image:
         with Image.open(path) as file:
             return in_rgb(ImageOps.exif_transpose(file))
     except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, EOFError and more
-        raise DataError(f"{path}: expected an image, but {type(error).__name__}: {error}") from error
+        raise DataError(f"{path}: expected an image, but {decoding_reason(error)}") from error
+
+
+def decoding_reason(error: Exception) -> str:
+    """Return why an image cannot be decoded, in one line.
+
+    Other packages wrap Pillow's `open`, such as ultralytics, which looks for one of its own where Pillow gives up.
+    """
+    first = error.__context__ if isinstance(error, ModuleNotFoundError) and error.__context__ is not None else error
+    return f"{type(first).__name__}: {first}"

@@ -310,16 +310,17 @@ def images_in(model: nn.Module, batch: Mapping[Any, Any]) -> Any:
     Images of ultralytics' loaders are scaled to 0..1, as its trainers do.
 
     Returns:
-        None if `forward` takes an argument of these names, or requires more than one, or no entry is called as images
-        are.
+        None if `forward` takes an argument of these names, or requires more than one, or no entry holds images and
+        is called as they are.
     """
     names = {one.name for one in _parameters(model) if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
     if not names.isdisjoint(batch) or _required(model) > 1:
         return None
     keys = [key for key in batch if isinstance(key, str) and not IMAGE_NAMES.isdisjoint(key.split(";"))]
-    if len(keys) != 1 or not gather(batch[keys[0]]):
+    images = batch[keys[0]] if len(keys) == 1 else None
+    first = images[0] if isinstance(images, Tensor) and images.dim() == IMAGE_AXES + 1 and len(images) else images
+    if not (is_image(model, first) or are_images(model, images)):
         return None
-    images = batch[keys[0]]
     if isinstance(images, Tensor) and images.dtype == torch.uint8 and not PACKAGE_KEYS.isdisjoint(batch):
         return images.to(next((one.dtype for one in model.parameters()), torch.float32)) / 255
     return images

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from prunekit.data.augmentation import Draw
-from prunekit.data.datasets import CorruptImages, decoding_reason
+from prunekit.data.datasets import CorruptImages
 from prunekit.data.detection.box_augmentation import BoxAugmentation
 from prunekit.errors import DataError
-from prunekit.models.preprocessing import Preprocessing
+from prunekit.models.preprocessing import Preprocessing, decoding_reason
 
 GRAY = 114 / 255
 """Of the padding, as by ultralytics."""
