@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from prunekit.channels.tracing.storages import is_plain, memory_of, storage_of
 from prunekit.repair.tensor_lifetimes import Lifetimes, TensorKey
 from prunekit.statistics.layers.linear_layers import CallInterceptor, FunctionCall, Stopped
+from prunekit.utils.context import same_attributes
 from prunekit.utils.inputs import call, sample_count
 from prunekit.utils.tensors import gather, map_tensors
 
@@ -115,7 +116,7 @@ class ResumableRun(CallInterceptor):
         numbers = count()
         given = map_tensors(inputs, lambda tensor: self._input(next(numbers), tensor))
         unfused = torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
-        with self.intercepting(), _DispatchMode(self), unfused:
+        with same_attributes(self._model), self.intercepting(), _DispatchMode(self), unfused:
             try:
                 call(self._model, given)
             except (Stopped, Exception):  # a callback from C++ may turn it into another exception

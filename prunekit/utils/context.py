@@ -7,6 +7,7 @@ import random
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from typing import Any, TypeVar
 
 import numpy as np
@@ -53,6 +54,36 @@ def training_mode(model: nn.Module, training: bool) -> Iterator[None]:
     finally:
         for module, mode in before:
             module.training = mode
+
+
+_OF_ALL = vars(nn.Module()).keys() - {"_buffers"}
+"""Attributes of all modules that a forward pass does not change."""
+_CONTAINERS = (dict, list, set)
+
+
+@contextmanager
+def same_attributes(model: nn.Module) -> Iterator[None]:
+    """Run what leaves nothing in a model: afterwards its modules have the attributes that they had.
+
+    A detector, for example, keeps the anchors that belong to the size of the last images. Those of a pass that stopped
+    early, or that left out what was not needed, would be wrong later. Dictionaries, lists and sets that are attributes,
+    and the buffers, hold what they held; what was written into a tensor stays.
+    """
+    before = []
+    for module in model.modules():
+        own = {name: value for name, value in vars(module).items() if name not in _OF_ALL}
+        held = [(value, copy(value)) for value in own.values() if isinstance(value, _CONTAINERS)]
+        before.append((vars(module), own, held))
+    try:
+        yield
+    finally:
+        for attributes, own, held in before:
+            for name in attributes.keys() - own.keys() - _OF_ALL:
+                del attributes[name]
+            attributes.update(own)
+            for value, content in held:
+                value.clear()
+                value.extend(content) if isinstance(value, list) else value.update(content)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from prunekit.statistics.layers.linear_layers import CallInterceptor, FunctionCall, LayerCall, Operands
 from prunekit.statistics.layers.patches import geometry_of, with_strides_of
+from prunekit.utils.context import same_attributes
 from prunekit.utils.inputs import call
 from prunekit.utils.tensors import gather
 
@@ -329,7 +330,7 @@ def find_layer_graph(model: nn.Module, inputs: Tensor | tuple[Any, ...], norms: 
         norms: paths of modules whose inner calls do not count: those of a channel map.
     """
     finder = LayerFinder(model, norms)
-    with finder.intercepting():
+    with same_attributes(model), finder.intercepting():
         call(model, inputs if isinstance(inputs, tuple) else (inputs,))
     calls = {name: len(readers) for name, readers in finder.readers.items()}
     pairs = [(chain, chain.finished(calls[chain.layer.weight])) for chain in finder.chains]

@@ -16,7 +16,7 @@ from prunekit.channels.tracing.storages import plain_in
 from prunekit.statistics.layers.layer_graph import LayerFinder
 from prunekit.statistics.layers.linear_layers import CallInterceptor, FunctionCall, LayerCall, Stopped
 from prunekit.statistics.layers.patch_moments import LayerMoments, PatchStats
-from prunekit.utils.context import training_mode
+from prunekit.utils.context import same_attributes, training_mode
 from prunekit.utils.inputs import call, counted_positions, inputs_as_example, rows_of, sample_count, select_samples
 from prunekit.utils.outputs import ALL_READ, ReadOutputs
 from prunekit.utils.progress import tracked
@@ -113,7 +113,7 @@ class OutputComparison:
     ) -> tuple[Any, list[tuple[int | str, Tensor]]]:
         """Return the output, or None behind a number of calls of the layers, and the compared tensors."""
         layers, output = _LayerOutputs(model, self, counted, most), None
-        with layers.intercepting():
+        with same_attributes(model), layers.intercepting():
             try:
                 output = call(model, inputs)
             except (Stopped, Exception):  # a callback from C++ may turn it into another exception
