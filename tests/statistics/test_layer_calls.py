@@ -160,7 +160,7 @@ class Routed(nn.Module):
 
 def test_what_lies_as_the_samples_do_is_judged_behind_a_selection_too() -> None:
     judge = OutputComparison.of(Routed().eval(), (torch.randn(8, 6),))
-    assert judge == OutputComparison((0,), ("one.weight", "score.weight"))
+    assert judge == OutputComparison((0,), ("one.weight", "score.weight"), selected=True)
 
 
 class Several(nn.Module):
