@@ -37,8 +37,8 @@ SHORTER = (
 
 
 def blocks(language: str) -> list[str]:
-    """Those of the README first, which what is in Python goes on from; the page on sweeps has a test of its own."""
-    pages = (page for path, page in PAGES.items() if language != "python" or path.name != "sweeps.md")
+    """Those of the README first, which what is in Python goes on from; two pages have tests of their own."""
+    pages = (page for path, page in PAGES.items() if language != "python" or path.name not in {"sweeps.md", "yolo.md"})
     return [block for page in pages for block in re.findall(rf"```{language}\n(.*?)```", page, re.S)]
 
 
