@@ -25,8 +25,10 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 GUIDE = ROOT / "prunekit" / "guide"
 PAGES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted(GUIDE.glob("*.md")))}
-TESTED_ELSEWHERE = ("sweeps.md", "trainers.md")
+TESTED_ELSEWHERE = ("sweeps.md", "trainers.md", "yolo.md")
 """Pages whose Python needs other packages."""
+OF_YOLO = "ultralytics"
+"""What Python of the README needs that is tested with the page on it."""
 SHORTER = (
     ("  name: resnet34\n  arguments:\n    zero_init_residual: true", "  name: resnet8\n  zoo: cifar"),
     ("image_size: 32", "image_size: 8"),
@@ -41,7 +43,8 @@ SHORTER = (
 def blocks(language: str) -> list[str]:
     """Those of the README first, which what is in Python goes on from; some pages have tests of their own."""
     pages = (page for path, page in PAGES.items() if language != "python" or path.name not in TESTED_ELSEWHERE)
-    return [block for page in pages for block in re.findall(rf"```{language}\n(.*?)```", page, re.S)]
+    found = [block for page in pages for block in re.findall(rf"```{language}\n(.*?)```", page, re.S)]
+    return [block for block in found if language != "python" or OF_YOLO not in block]
 
 
 def commands() -> list[list[str]]:

@@ -103,7 +103,7 @@ def prune_yolo(
         >>> import torch
         >>> from ultralytics import YOLO
         >>> from prunekit.integrations.ultralytics import prune_yolo
-        >>> small = prune_yolo(YOLO("yolov8n.yaml"), torch.rand(8, 3, 64, 64), macs=0.5, imgsz=64)
+        >>> small = prune_yolo(YOLO("yolov8n.yaml"), macs=0.5, imgsz=64)  # with data="coco8.yaml" repaired too
         >>> small
         PrunedYOLO (detect) with MACs 50.0 %, parameters ...
         >>> small.predict(torch.rand(1, 3, 96, 96), verbose=False)[0].boxes.shape[1]

@@ -107,7 +107,7 @@ def pickled(path: Path) -> bytes:
 @pytest.mark.slow
 def test_a_training_that_stopped_is_resumed_with_its_schedule(data: Path, tmp_path: Path) -> None:
     def begun(yolo: Any) -> PruneWhileTraining:
-        return PruneWhileTraining(macs=0.5, epochs=2.5, criterion="taylor", begin=1).attach(yolo)
+        return PruneWhileTraining(macs=0.5, epochs=2.5, begin=1).attach(yolo)
 
     first = small_yolo(tmp_path)
     seen = watch(first, begun_first := begun(first), stop=1)
@@ -127,7 +127,7 @@ def test_a_training_that_stopped_is_resumed_with_its_schedule(data: Path, tmp_pa
     last.write_bytes(saved)
     (last.parent / "pruning.pt").write_bytes(state)
     other = YOLO(last)
-    PruneWhileTraining(macs=0.4, epochs=2.5, criterion="taylor", begin=1).attach(other)
+    PruneWhileTraining(macs=0.4, epochs=2.5, begin=1).attach(other)
     with pytest.raises(ArtifactError, match="state of a pruner: of other settings"):
         other.train(resume=True)
     (last.parent / "pruning.pt").unlink()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import doctest
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +28,7 @@ from ultralytics.utils.patches import torch_load
 
 import prunekit as pk
 from prunekit.errors import ArtifactError, DataError, ModelError, PlanError, UsageError
-from prunekit.integrations.ultralytics import load_yolo, prune_yolo
+from prunekit.integrations.ultralytics import PruneWhileTraining, load_yolo, prune_yolo
 from prunekit.integrations.yolo import suppression_time
 from prunekit.integrations.yolo.calibration_images import calibration_images
 from prunekit.integrations.yolo.head_outputs import predictions
@@ -348,6 +350,17 @@ def test_time_of_suppression_is_part_of_the_budget(data: Path, tmp_path: Path, m
     dual.model.end2end = True
     with pytest.raises(UsageError, match="returns its boxes without one"):
         prune_yolo(dual, images, speedup=1.2, imgsz=64, suppression=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("public", [prune_yolo, load_yolo, PruneWhileTraining, pruned_trainer])
+def test_examples_of_docstrings_run(public: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = inspect.getdoc(inspect.unwrap(public)) or ""
+    example, said = doctest.DocTestParser().get_doctest(text, {}, public.__name__, None, None), list[str]()
+    done = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=said.append)
+    assert done.attempted
+    assert not done.failed, "".join(said)
 
 
 @pytest.mark.slow
