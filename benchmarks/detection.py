@@ -89,10 +89,12 @@ def draw(folder: Path, size: int, train: int, test: int) -> Path:
 class Detector:
     """A kind of detector: how it is made, trained, pruned and read."""
 
+    augment: Any = "none"
+
     def __init__(self, name: str, options: argparse.Namespace, data: Path) -> None:
         self.name, self.options, self.data = name, options, data
         self.folder = options.folder / name
-        settings = pk.DataSettings("yolo", root=data, image_size=options.size, batch=BATCH)
+        settings = pk.DataSettings("yolo", root=data, image_size=options.size, batch=BATCH, augment=self.augment)
         self.splits: Splits = load_splits(settings)
         inputs, _ = next(iter(batches(self.splits.train, 1, shuffle_seed=None)))
         self.example = inputs
@@ -168,6 +170,10 @@ class Yolo(Detector):
 
 class Torchvision(Detector):
     """One of torchvision's, by prunekit's trainer, at the size of the images."""
+
+    augment = pk.AugmentSettings(
+        crop="resized", flip=0.5, color_jitter=pk.ColorJitterSettings(0.2, 0.3, 0.3, hue=0.05)
+    )
 
     def build(self) -> nn.Module:
         torch.manual_seed(0)
