@@ -174,10 +174,13 @@ def load_yolo(path: str | Path | Model) -> PrunedYOLO:
     if isinstance(path, Model) and not is_marked(yolo.model):
         config, parameters = configuration(yolo.model), sum(one.numel() for one in yolo.model.parameters())
         built = type(yolo.model)(dict(config), verbose=False)
-        marked(yolo.model, yolo.model, {"parameters": (sum(one.numel() for one in built.parameters()), parameters)})
+        whole = sum(one.numel() for one in built.parameters())
+        if parameters != whole:
+            marked(yolo.model, yolo.model, {"parameters": (whole, parameters)})
     if not is_marked(yolo.model):
+        named = f"this {type(path).__name__}" if isinstance(path, Model) else str(path)
         raise ArtifactError(
-            f"{path}: expected a pruned model, as prune_yolo(...).save(path) writes it, got a dense one; train it by "
+            f"{named}: expected a pruned model, as prune_yolo(...).save(path) writes it, got a dense one; train it by "
             "YOLO(path), or prune it by prune_yolo(path, ...)"
         )
     return PrunedYOLO.around(yolo)
