@@ -154,7 +154,7 @@ class Yolo(Detector):
         return load_yolo(self.folder / f"{key}.pt")
 
     def finetuned(self, pruned: Any, where: str) -> Any:
-        pruned.train(**self.arguments(max(1, self.options.epochs // TENTH), where, lr0=5e-4, warmup_epochs=0.5))
+        pruned.train(**self.arguments(max(1, self.options.epochs // TENTH), where, lr0=2e-4, warmup_epochs=0.0))
         return pruned
 
     def by_torch_pruning(self, dense: Any, macs: float) -> Any:
