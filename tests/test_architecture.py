@@ -23,7 +23,7 @@ FLOORS = {
     "masks": 5, "compaction": 5, "repair": 5,
     "measure": 6, "formats": 6, "quantization": 6,
     "training": 7, "deploy": 7, "inspection": 7, "report": 7,
-    "jobs": 8,
+    "jobs": 8, "examples": 8,
     "recipe": 9,
     "recipe_jobs": 10, "cli": 10, "integrations": 10,
     "__main__": 11,

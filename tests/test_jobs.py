@@ -161,16 +161,16 @@ def library(name: str, patch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def block(name: str) -> str:
+def block(name: str, what: str = "pk.finetune") -> str:
     """The guide's code for a library, with two trials for twenty."""
     blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.S)
-    (found,) = (text for text in blocks if f"import {name}\n" in text)
+    found = next(text for text in blocks if f"import {name}\n" in text and what in text)
     return re.sub(r"(n_trials|count)=20", r"\1=2", str(found))
 
 
-def executed(name: str) -> dict[str, Any]:
+def executed(name: str, what: str = "pk.finetune") -> dict[str, Any]:
     names: dict[str, Any] = {}
-    exec(compile(block(name), str(GUIDE), "exec"), names)
+    exec(compile(block(name, what), str(GUIDE), "exec"), names)
     return names
 
 
@@ -225,3 +225,13 @@ def test_a_model_in_the_place_of_a_recipe_says_where_it_goes() -> None:
     model: Any = torch.nn.Linear(2, 2)
     with pytest.raises(UsageError, match=r"recipe: expected a file, .* got Linear; .* prunekit.prune\(model, x"):
         pk.finetune(model)
+
+
+def test_stages_in_a_loop_of_ones_own_are_logged_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    mlflow = library("mlflow", monkeypatch)
+    pruner = executed("mlflow", "pk.Pruner")["pruner"]
+    assert pruner.done
+    if hasattr(mlflow, "RUNS"):
+        logged = [(step, value) for key, value, step in mlflow.RUNS[-1]["metrics"] if key == "macs_left"]
+        assert logged == [(row["step"], row["macs_left"]) for row in pruner.rows()]

@@ -25,6 +25,8 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 GUIDE = ROOT / "prunekit" / "guide"
 PAGES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted(GUIDE.glob("*.md")))}
+TESTED_ELSEWHERE = ("sweeps.md", "trainers.md", "yolo.md")
+"""Pages whose Python needs other packages."""
 SHORTER = (
     ("  name: resnet34\n  arguments:\n    zero_init_residual: true", "  name: resnet8\n  zoo: cifar"),
     ("image_size: 32", "image_size: 8"),
@@ -37,8 +39,8 @@ SHORTER = (
 
 
 def blocks(language: str) -> list[str]:
-    """Those of the README first, which what is in Python goes on from; two pages have tests of their own."""
-    pages = (page for path, page in PAGES.items() if language != "python" or path.name not in {"sweeps.md", "yolo.md"})
+    """Those of the README first, which what is in Python goes on from; some pages have tests of their own."""
+    pages = (page for path, page in PAGES.items() if language != "python" or path.name not in TESTED_ELSEWHERE)
     return [block for page in pages for block in re.findall(rf"```{language}\n(.*?)```", page, re.S)]
 
 

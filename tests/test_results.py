@@ -264,7 +264,7 @@ def test_a_diagnosis_lists_faults() -> None:
     assert "... 147 more faults; .rows() has all" in str(found)
     healthy = Diagnosis((), ("dead_channel",), {}, 32, {})
     check(healthy)
-    assert str(healthy) == "healthy: 1 check found nothing (32 training images)"
+    assert str(healthy) == "healthy: 1 check found nothing (32 training samples)"
 
 
 def test_an_explanation_has_causes_and_operators() -> None:

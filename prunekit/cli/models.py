@@ -262,26 +262,37 @@ def groups_option(function: Decorated) -> Decorated:
     )(function)
 
 
-def find_model_pair(arguments: Sequence[str], options: ModelOptions, console: Console) -> ModelPair:
+def find_model_pair(
+    arguments: Sequence[str], options: ModelOptions, console: Console, *, of_classes: str = ""
+) -> ModelPair:
     """Return the model that a command line names; for the folder of a pruned one, its dense model too.
 
+    Args:
+        arguments: the command line's.
+        options: likewise.
+        console: gets the lines of a training.
+        of_classes: what needs class scores; empty: nothing does.
+
     Raises:
-        UsageError: it names none, or several.
+        UsageError: it names none, or several; or its task has no class scores, and they are needed.
     """
     names, overrides = split_overrides(arguments)
     if any(map(is_recipe, names)):
         check_recipes(names, overrides, options)
-    from prunekit.jobs.run.model_pair import is_pruned, load_model_pair, recipe_of_run
+    from prunekit.jobs.run.model_pair import is_pruned, load_model_pair, recipe_of_run, require_class_scores
 
     folder = Path(names[0]) if len(names) == 1 else None
     if folder is None or not is_pruned(folder):
         refuse_idle_overrides(overrides, names, options.data)
-        return _single(names, overrides, options, console)
+        return _single(names, overrides, options, console, of_classes)
     if options.weights or options.input_shape or options.zoo:
         raise UsageError(f"{folder}: a folder says what its models are; leave out --weights, --input-shape and --zoo")
     recipe = recipe_of_run(folder)
     refuse_idle_overrides(overrides, [None if recipe is None else str(recipe)])
-    job = None if recipe is None else job_to_read(str(recipe), overrides, options, data=options.data)
+    given = {"data": options.data, "task": options.task}
+    job = None if recipe is None else job_to_read(str(recipe), overrides, options, **given)
+    if of_classes:
+        require_class_scores(job, of_classes)
     data = None if job is None else job.data
     found = replace(load_model_pair(folder, data, factory=options.factory, own_data=options.data), job=job)
     for note in found.notes:
@@ -307,16 +318,20 @@ def report_of(pair: ModelPair, folder: Path, name: str) -> list[Path]:
     return [write_report(pair.run)] if pair.run is not None and folder == pair.run / name else []
 
 
-def _single(names: Sequence[str], overrides: Sequence[str], options: ModelOptions, console: Console) -> ModelPair:
+def _single(
+    names: Sequence[str], overrides: Sequence[str], options: ModelOptions, console: Console, of_classes: str
+) -> ModelPair:
     from prunekit.jobs.run.job_inputs import Own
-    from prunekit.jobs.run.model_pair import single_model
+    from prunekit.jobs.run.model_pair import require_class_scores, single_model
     from prunekit.jobs.run.model_sources import trained_model
 
     if len(names) != 1 or not is_recipe(names[0]):
         found = single_model(one_target(names, overrides, options, needs_module="look into"))
     else:
-        code = {"factory": options.factory, "data": options.data}
+        code = {"factory": options.factory, "data": options.data, "task": options.task}
         job = job_to_read(names[0], overrides, options, **code, seed=options.seed)
+        if of_classes:
+            require_class_scores(job, of_classes)
         own = Own(options.factory, options.data)
         target = trained_model(job, log=console.log, progress=console.progress, own=own)
         found = replace(single_model(target, job.data, options.data), job=job)

@@ -334,7 +334,11 @@ def _construct(folder: Path, manifest: dict[str, Any], model: Callable[[], nn.Mo
         return built
     build = manifest["build"]
     match build:
-        case {"name": str(name), "zoo": "torchvision" | "cifar" | "timm" | "hf" as zoo, "arguments": dict(arguments)}:
+        case {
+            "name": str(name),
+            "zoo": "torchvision" | "cifar" | "timm" | "hf" | "ultralytics" as zoo,
+            "arguments": dict(arguments),
+        }:
             quiet = {"init_weights": False} if (zoo, name) in SLOW_TO_START else {}
         case _:
             raise ArtifactError(f"{folder / MANIFEST}: build: expected name, zoo and arguments, got {build!r}")

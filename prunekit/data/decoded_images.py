@@ -18,7 +18,7 @@ from torch import Tensor
 from prunekit.data.augmentation import Draw, drawing
 from prunekit.data.datasets import CorruptImages, ImageTransform, Indexable
 from prunekit.errors import DataError
-from prunekit.models.preprocessing import in_rgb
+from prunekit.models.preprocessing import decoding_reason, in_rgb
 
 
 class _Decoded(Indexable):
@@ -60,7 +60,7 @@ class _Decoded(Indexable):
         except DataError:
             raise
         except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, EOFError and more
-            self.corrupt.add(self._name(index), f"{type(error).__name__}: {error}")
+            self.corrupt.add(self._name(index), decoding_reason(error))
             return None
         return image if isinstance(image, Tensor) else self.transform.image(image, draw, index)
 

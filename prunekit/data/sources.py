@@ -33,11 +33,16 @@ from prunekit.data.library_datasets import classes_of, mapped, open_rows, open_s
 from prunekit.data.local_files import LabeledArrays, LabeledFiles, read_npz, scan_folder
 from prunekit.errors import DataError, UsageError
 from prunekit.models.preprocessing import Preprocessing
-from prunekit.settings.inputs import DataSettings
+from prunekit.settings.inputs import BOXED, DataSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import Task
 
 HALF = (0.5, 0.5, 0.5)
+GET_COCO = (
+    "COCO is at https://cocodataset.org/#download: 2017 Train images, 2017 Val images and 2017 Train/Val annotations, "
+    "unpacked into one folder"
+)
+GET_YOLO = "small ones are at https://github.com/ultralytics/assets/releases, such as coco8.zip"
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,7 @@ class Splits:
         fingerprint: SHA-256 of the images, their labels, their split and their transform; hexadecimal.
         task: that they are for: how they are trained on, and what is measured.
         preprocessing: the way from an image file to an input; None for other samples.
+        notes: what of the data was left out or changed, for the log.
     """
 
     train: SampleDataset
@@ -63,6 +69,7 @@ class Splits:
     fingerprint: str
     task: Task = IMAGE_CLASSIFICATION
     preprocessing: Preprocessing | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def corrupt(self) -> dict[str, str]:
@@ -94,7 +101,7 @@ class ImageSource:
 
 
 def load_splits(settings: DataSettings) -> Splits:
-    """Load images and split them: stratified, and the same for the same settings and content.
+    """Load labeled images and split them: stratified, and the same for the same settings and content.
 
     `test_share` and `validation_share` are shares of all images. If the source has separate test images, only
     validation images are drawn, as a share of its training images.
@@ -108,6 +115,10 @@ def load_splits(settings: DataSettings) -> Splits:
     missing = missing_data(settings)
     if missing is not None:
         raise DataError(missing)
+    if settings.source in BOXED:
+        from prunekit.data.detection.detection_sources import detection_splits
+
+        return detection_splits(settings)
     return splits_of(_READERS[settings.source](settings), settings)
 
 
@@ -123,7 +134,8 @@ def missing_data(settings: DataSettings) -> str | None:
         raise UsageError(f"data.root: source {settings.source!r} needs the path of its data, got none")
     if settings.root.exists() or settings.download:
         return None
-    origin = f"; {settings.origin}" if settings.origin else ""
+    where = settings.origin or _ORIGINS.get(settings.source)
+    origin = f"; {where}" if where else ""
     beside = "" if settings.root.is_absolute() else ", here or beside the recipe that names it"
     expected = f"expected {_EXPECTED[settings.source]}{beside}; give its path as data.root=PATH{origin}"
     return f"data.root: {settings.root.absolute()} does not exist; {expected}"
@@ -312,4 +324,7 @@ _EXPECTED = {
     "imagefolder": "a folder with train/ and test/ or val/, or with one folder of images for each class",
     "torchvision": "the folder of torchvision's files (data.download=true makes and fills it)",
     "huggingface": "the folder that `save_to_disk` of Hugging Face's datasets wrote",
+    "coco": "the folder of a data set in the format of COCO, with annotations/ and its images",
+    "yolo": "the folder of a data set of ultralytics, or its data.yaml",
 }
+_ORIGINS = {"coco": GET_COCO, "yolo": GET_YOLO}

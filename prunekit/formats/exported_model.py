@@ -117,10 +117,11 @@ class ExportedModel(nn.Module):
         example = map_tensors(example, lambda tensor: tensor.detach())
         run, most = self.run(), FORMATS.get(self.form).most_samples
         if fixed is not None and count != fixed:
-            parts = [run(_filled(example, at, fixed)) for at in range(0, count, fixed)]
+            parts = [tuple(run(_filled(example, at, fixed))) for at in range(0, count, fixed)]
             outputs = [one[:count] for one in concatenate(parts)]
         elif fixed is None and most is not None and count > most and is_batched(example):
-            outputs = concatenate([run(select_samples(example, slice(at, at + most))) for at in range(0, count, most)])
+            parts = [tuple(run(select_samples(example, slice(at, at + most)))) for at in range(0, count, most)]
+            outputs = [*concatenate(parts)]
         else:
             outputs = run(example)
         tensors = [tensor.to(device) for tensor in outputs]

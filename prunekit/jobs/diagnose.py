@@ -1,8 +1,9 @@
-"""The diagnosis of a model on the images that it is trained on."""
+"""The diagnosis of a model on the samples that it is trained on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,11 +21,12 @@ from prunekit.jobs.run.model_sources import InputModel, splits_of
 from prunekit.settings.inputs import DataSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.train import TrainSettings
+from prunekit.tasks.task import pair
 from prunekit.training.callbacks.scheduled_masks import steps_per_epoch
 from prunekit.training.optimizers import build_optimizer, build_schedule
 
 LOOKED_AT = 1024
-"""Images of the training split, and of the validation split, that are compared to find copies."""
+"""Samples of the training split, and of the validation split, that are compared to find copies."""
 BATCHES = 3
 
 
@@ -43,25 +45,27 @@ def diagnose_target(
     ignore: Sequence[str] = (),
     own: Own = RECIPE_ONLY,
     seed: int = 0,
+    task: str | None = None,
 ) -> Diagnosis:
-    """Diagnose a model on a fixed random choice of training images without augmentation.
+    """Diagnose a model on a fixed random choice of training samples without augmentation.
 
     Args:
-        target: the model, with its own images if it came from a job; moved to `device`.
-        data: the images if the target has none, and their batch.
+        target: the model, with its own data if it came from a job; moved to `device`.
+        data: the data if the target has none, and its batch.
         training: settings with the learning rate of the first step; None: it is not diagnosed.
         device: where the model runs.
         count: batches that the model sees.
         ignore: kinds of faults that are not diagnosed.
-        own: the user's own code, if the images are theirs.
-        seed: of the choice of images, and of random operators in the model.
+        own: the user's own code, if the data is theirs.
+        seed: of the choice of samples, and of random operators in the model.
+        task: of the user's own data; None: the model's.
 
     Raises:
-        UsageError: there are no images, or `ignore` names no kind.
-        DataError: the images are missing or unreadable.
+        UsageError: there is no data, or `ignore` names no kind.
+        DataError: the data is missing or unreadable.
     """
     require_kinds(ignore)
-    splits = splits_of(target, data, own, "run it on")
+    splits = splits_of(target, data, own, "run it on", task)
     settings = data or DataSettings()
     order = torch.randperm(len(splits.train), generator=torch.Generator().manual_seed(seed))
     seen = min(count * settings.batch, len(order))
@@ -74,7 +78,8 @@ def diagnose_target(
     )
     model = target.model.to(device)
     optimizer = None if training is None else first_step(model, training, splits, settings.batch)
-    return diagnose(model, shown, optimizer=optimizer, ignore=ignore, pool=pool, seed=seed)
+    known = replace(splits.task, unpack=pair)  # the batches are unpacked
+    return diagnose(model, shown, task=known, optimizer=optimizer, ignore=ignore, pool=pool, seed=seed)
 
 
 def first_step(model: nn.Module, training: TrainSettings, splits: Splits, batch: int) -> Optimizer | None:

@@ -11,13 +11,15 @@ from prunekit.data.loader import batches
 from prunekit.data.sources import Splits
 from prunekit.distributed.process_group import in_turn, rank, require_equal, size
 from prunekit.errors import ModelError
+from prunekit.formats.exported_model import ExportedModel
 from prunekit.jobs.run.agreement import share_model
 from prunekit.jobs.run.exported_model import figures_of
 from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own
 from prunekit.jobs.run.model_sources import InputModel, inputs_of_task, probe, splits_of
-from prunekit.jobs.run.results import described_task
 from prunekit.measure.accuracy import evaluate as measure
 from prunekit.settings.inputs import DataSettings
+from prunekit.tasks.task import described_task
+from prunekit.training.compatibility import require_class_count
 from prunekit.training.replicas import share_corrupt
 
 
@@ -67,6 +69,8 @@ def _check(target: InputModel, splits: Splits) -> None:
             f"{target.name}: expected trained weights, but they are random; give --weights, or a recipe or model folder"
         )
     output, classes = probe(target), len(splits.classes)
+    if not isinstance(target.model, ExportedModel):
+        require_class_count(target.model, splits.task, classes)
     if splits.task.logits is None or not classes:
         return
     try:

@@ -34,6 +34,7 @@ from prunekit.jobs.run.stage_cache import StageClock, cache_plan, cached_plan
 from prunekit.jobs.run.tables import CURVE_COLUMNS, coupling_rows, curve_rows, layer_rows, lock_rows, score_rows
 from prunekit.jobs.stages.activation_stage import find_thresholds, measure_masks
 from prunekit.jobs.stages.deployment_stage import FOLDER, Deployed, deploy, require_deployable
+from prunekit.jobs.stages.detection_pictures import write_detections
 from prunekit.jobs.stages.export_stage import export_models, require_formats
 from prunekit.jobs.stages.repair_stage import repair_model, repair_summary
 from prunekit.jobs.stages.schedule_stages import JobSchedule, require_schedule
@@ -161,6 +162,8 @@ class FinetuneRun:
 
     def run(self) -> dict[str, Any]:
         """Run every stage and return the metrics; all processes of a group call this."""
+        for line in self.prepared.splits.notes:
+            self.log(f"data: {line}")
         dense = self.baseline()
         sparse = self.sparsify(dense)
         planned = self.plan(sparse)
@@ -330,6 +333,8 @@ class FinetuneRun:
             models = dense, control, None if deployed is None else deployed.model
             measured = results.measure(self.prepared, folder, *models, attempt=attempt, final=final)
             masks = attempt("activation masks", lambda: self._measure_activations(small))
+            shown = {"dense": dense, "pruned": small if deployed is None else deployed.model}
+            attempt("pictures of detections", lambda: write_detections(self.prepared, shown, folder.path))
             measured = replace(measured, activations=masks, failures=tuple(attempt.failures))
         metrics = results.metrics(measured, planned, proof, share, self.prepared, self.clock.stages)
         metrics |= self._stage_metrics(deployed)

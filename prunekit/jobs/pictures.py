@@ -77,7 +77,7 @@ def write_features(
         file = f"{features.path}{f'.{features.call}' if features.call else ''}.png"
         write_png(folder / file, draw(features, settings.grid, name))
         rows.append(_row(features, file))
-    write_png(folder / INPUT, pair.preprocessing.to_image(values[0]))
+    write_png(folder / INPUT, pair.picture(values[0]))
     return {"model": pair.name, "image": name, "models": list(pair.models), "input": INPUT, "layers": rows}
 
 
@@ -223,7 +223,7 @@ class StatisticsSettings:
 def write_statistics(
     pair: ModelPair, folder: Path, device: torch.device, settings: StatisticsSettings = StatisticsSettings()
 ) -> dict[str, Any]:
-    """Run models on the calibration images of their recipe and write `histograms.csv` and `channels.csv`.
+    """Run models of any task on the calibration samples of their recipe and write `histograms.csv` and `channels.csv`.
 
     Args:
         pair: the models, with their recipe.
@@ -232,19 +232,20 @@ def write_statistics(
         settings: layers and threshold.
 
     Returns:
-        `model`, `models` (their names), `filters` (file of a picture of the first layer's, None without), `images`,
-        `threshold`, `channels` (of each model, in the layers that were looked at) and `findings`: the rows of
-        `channels.csv`.
+        `model`, `models` (their names), `filters` (file of a picture of the first layer's, None without), `images` (the
+        number of samples), `samples` (what they are called), `threshold`, `channels` (of each model, in the layers that
+        were looked at) and `findings`: the rows of `channels.csv`.
 
     Raises:
         UsageError: there is no recipe, a glob matches nothing, or the threshold is invalid.
     """
     if pair.job is None:
         raise UsageError(
-            f"{pair.name}: expected a run's folder or a recipe, whose calibration images the models can be shown; "
+            f"{pair.name}: expected a run's folder or a recipe, whose calibration samples the models can be shown; "
             "a picture of weights alone: prunekit visualize filters"
         )
-    images = chosen_batches(pair.job, pair.splits or _splits(pair, pair.job))
+    splits = pair.splits or _splits(pair, pair.job)
+    images = chosen_batches(pair.job, splits)
     histograms: list[Row] = []
     findings: list[Row] = []
     channels = {}
@@ -264,6 +265,7 @@ def write_statistics(
         "models": list(pair.models),
         "filters": _filters(pair, folder),
         "images": images.images,
+        "samples": splits.task.samples,
         "threshold": settings.threshold,
         "channels": channels,
         "findings": findings,

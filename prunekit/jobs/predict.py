@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from prunekit.data.local_files import image_files
 from prunekit.errors import DataError, ModelError, UsageError, nearest
+from prunekit.formats.exported_model import ExportedModel
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.run.model_sources import InputModel, preprocessing_of, resolve
 from prunekit.models.interface import ModelInterface, TensorSpec, attached, named_tensors_of
-from prunekit.models.preprocessing import Pixels, Preprocessing
+from prunekit.models.preprocessing import Pixels, Preprocessing, opened
 from prunekit.tasks.task import Task, get_task
 from prunekit.utils.context import device_of, training_mode
 from prunekit.utils.display import Displayed, Table, digits, plural, share
@@ -50,7 +51,9 @@ class Prediction(Displayed):
         classes: names of the labels; empty for tasks other than classification.
         probabilities: (samples, classes) float64, the softmax of the scores; None for other tasks.
         outputs: tensors by name, samples first; `name_0`, `name_1`, ... if those of samples differ in shape.
-        top: number of classes that are shown for each sample.
+        top: number of classes, or of detections, that are shown for each sample.
+        detections: of a detector, for each sample `boxes` (n, 4), `scores` and `labels`, the most confident first;
+            left, top, right and bottom in pixels of the image, or of an input that is ready; None for other tasks.
 
     Example:
         >>> import numpy as np
@@ -72,9 +75,12 @@ class Prediction(Displayed):
     probabilities: Tensor | None
     outputs: Mapping[str, Tensor]
     top: int = 5
+    detections: tuple[Mapping[str, Tensor], ...] | None = None
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the most probable classes of each sample, or the values of each output."""
+        """Return the most probable classes or detections of each sample, or the values of each output."""
+        if self.detections is not None:
+            return [row for pair in zip(self.samples, self.detections, strict=True) for row in self._boxes(*pair)]
         if self.probabilities is None:
             return [row for name, tensor in self.outputs.items() for row in self._output_rows(name, tensor)]
         values, labels = self.probabilities.topk(min(self.top, self.probabilities.shape[1]))
@@ -90,6 +96,12 @@ class Prediction(Displayed):
             for rank, (value, label) in enumerate(zip(row, chosen, strict=True))
         ]
 
+    def _boxes(self, sample: str, found: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:
+        parts = (found[name][: self.top].tolist() for name in ("labels", "scores", "boxes"))
+        for rank, (label, score, box) in enumerate(zip(*parts, strict=True), 1):
+            known = self.classes[label] if label < len(self.classes) else str(label)
+            yield {"sample": sample, "rank": rank, "class": known, "label": label, "score": score, "box": box}
+
     def _output_rows(self, name: str, tensor: Tensor) -> Iterator[dict[str, Any]]:
         of_samples = len(tensor) == len(self.samples) if tensor.dim() else False
         parts = list(zip(self.samples, tensor, strict=True)) if of_samples else [("", tensor)]
@@ -102,6 +114,7 @@ class Prediction(Displayed):
     def figures(self) -> dict[str, Any]:
         """Return the prediction as plain data, without large outputs."""
         kind = "top" if self.probabilities is not None else "outputs"
+        kind = "detections" if self.detections is not None else kind
         return {"model": self.model, "samples": list(self.samples), kind: self.rows()}
 
     def save(self, path: StrPath) -> Path:
@@ -115,6 +128,9 @@ class Prediction(Displayed):
 
     def _headline(self) -> str:
         rows = self.rows()
+        if self.detections is not None:
+            count = sum(len(found["labels"]) for found in self.detections)
+            return f"{self.model}: {plural(len(self.samples), 'sample')}, {plural(count, 'detection')}"
         if self.probabilities is None or not rows:
             return f"{self.model}: {plural(len(self.samples), 'sample')}, outputs {', '.join(self.outputs)}"
         first = f"{rows[0]['sample']} is {rows[0]['class']}, {share(rows[0]['probability'])}"
@@ -122,6 +138,19 @@ class Prediction(Displayed):
 
     def _parts(self) -> Iterator[str | Table]:
         rows = self.rows()
+        if self.detections is not None:
+            boxes = [
+                (
+                    row["sample"] if row["rank"] == 1 else "",
+                    row["class"],
+                    share(row["score"], 2),
+                    " ".join(f"{side:.1f}" for side in row["box"]),
+                )
+                for row in rows
+            ]
+            header = ("sample", "class", "score", "left, top, right, bottom")
+            yield Table(header, boxes, text=("class", "left, top, right, bottom"), most=50)
+            return
         if self.probabilities is not None:
             shown = [
                 (row["sample"] if row["rank"] == 1 else "", row["class"], share(row["probability"], 2)) for row in rows
@@ -213,11 +242,40 @@ def predict_target(
         raise ModelError(f"{target.name}: expected trained weights, but they are random; give --weights")
     interface = target.interface or ModelInterface((), ())
     task = None if interface.task is None else get_task(interface.task)
-    names, parts = _samples(target, given, batch)
+    sizes: list[tuple[int, int]] = []
+    names, parts = _samples(target, given, batch, sizes)
     if (task is not None and task.logits is not None) or (task is None and interface.classes):
         return _classified(target, task, names, parts, top, device or device_of(target.model))
-    outputs = _outputs(target, parts, device or device_of(target.model))
-    return Prediction(target.name, names, interface.classes, None, outputs, top)
+    place = device or device_of(target.model)
+    if task is not None and task.predictions is not None and not isinstance(target.model, ExportedModel):
+        found = _detected(target, task, names, parts, top, place)
+        feed = interface.preprocessing
+        if feed is None or feed.padding is None or not sizes:
+            return found
+        pairs = zip(found.detections or (), sizes, strict=True)
+        return replace(
+            found, detections=tuple({**one, "boxes": feed.in_image(one["boxes"], size)} for one, size in pairs)
+        )
+    return Prediction(target.name, names, interface.classes, None, _outputs(target, parts, place), top)
+
+
+def _detected(
+    target: InputModel,
+    task: Task,
+    names: tuple[str, ...],
+    parts: Iterator[tuple[Any, ...]],
+    top: int,
+    device: torch.device,
+) -> Prediction:
+    """Return what a detector finds, with boxes in pixels of its input."""
+    found: list[Mapping[str, Tensor]] = []
+    for part, output in _run(target, parts, device):
+        for each in task.scored(target.model, to_device(part, device), output):
+            order = each["scores"].argsort(descending=True, stable=True)
+            found.append({name: each[name][order].detach().cpu() for name in ("boxes", "scores", "labels")})
+    outputs = {f"{key}_{at}": tensor for at, each in enumerate(found) for key, tensor in each.items()}
+    classes = () if target.interface is None else target.interface.classes
+    return Prediction(target.name, names, classes, None, outputs, top, tuple(found))
 
 
 def _classified(
@@ -276,8 +334,17 @@ def _run(
         yield part, output
 
 
-def _samples(target: InputModel, given: Any, batch: int) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
-    """Return the names of the samples, and batches of them as examples."""
+def _samples(
+    target: InputModel, given: Any, batch: int, sizes: list[tuple[int, int]]
+) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
+    """Return the names of the samples, and batches of them as examples.
+
+    Args:
+        target: the model.
+        given: images, or inputs that are ready.
+        batch: samples of a batch.
+        sizes: gets the width and height of each image as it is read.
+    """
     if isinstance(given, (Tensor, tuple, Mapping)):
         return _ready(target, as_example(target.model, given), batch, "")
     if isinstance(given, (str, PathLike)) or not isinstance(given, Sequence):
@@ -304,7 +371,16 @@ def _samples(target: InputModel, given: Any, batch: int) -> tuple[tuple[str, ...
     missing = next((one for one in images if isinstance(one, Path) and not one.is_file()), None)
     if missing is not None:
         raise DataError(f"{missing}: expected an image file, and there is none")
-    return tuple(names), ((feed(images[at : at + batch]),) for at in range(0, len(images), batch))
+    return tuple(names), _read_images(feed, images, batch, sizes)
+
+
+def _read_images(
+    feed: Preprocessing, images: Sequence[Pixels], batch: int, sizes: list[tuple[int, int]]
+) -> Iterator[tuple[Any, ...]]:
+    for at in range(0, len(images), batch):
+        read = [opened(image) for image in images[at : at + batch]]
+        sizes += [image.size for image in read]
+        yield (feed(read),)
 
 
 def _ready(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from prunekit.criteria.elimination import eliminations
 from prunekit.criteria.scoring import score
 from prunekit.data.datasets import describe_corrupt
 from prunekit.data.loader import Batches, batches
-from prunekit.errors import PlanError, UsageError
+from prunekit.errors import PlanError
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.calibrate import calibration_images
 from prunekit.jobs.run.dense_model import prepare, train_baseline
@@ -41,8 +41,7 @@ from prunekit.planning.sensitivity_curves import (
 )
 from prunekit.report.requirements import require_report
 from prunekit.settings.job import JobSettings
-from prunekit.tasks.classification import IMAGE_CLASSIFICATION
-from prunekit.tasks.task import Loss, Task
+from prunekit.tasks.task import Loss, Task, described_task, pair
 from prunekit.utils.context import paused_garbage_collection, threads
 from prunekit.utils.display import Displayed, Table, count, digits, plural, share
 from prunekit.utils.files import write_csv, write_json
@@ -163,11 +162,11 @@ def sensitivity(
 ) -> Sensitivity:
     """Return the error of a model's output for each number of channels that a group keeps.
 
-    The fast way needs unlabeled calibration images: the channels of a group are removed in the order of an optimal
-    brain surgeon on the inputs of the layers that read them (Hassibi & Stork 1993, by groups of weights). The error
-    after each is what remains when these layers are fitted again, per output, as a share of its variance. It is local,
-    and what a repair can reach. With `measured_on` the same channels are also masked in the model without a repair, and
-    its output is compared with the dense one; see `prunekit.measure.group_sensitivity`.
+    For models of any task. The fast way needs unlabeled calibration samples: the channels of a group are removed in the
+    order of an optimal brain surgeon on the inputs of the layers that read them (Hassibi & Stork 1993, by groups of
+    weights). The error after each is what remains when these layers are fitted again, per output, as a share of its
+    variance. It is local, and what a repair can reach. With `measured_on` the same channels are also masked in the
+    model without a repair, and its output is compared with the dense one; see `prunekit.measure.group_sensitivity`.
 
     Args:
         model: in any mode, on any device; not changed.
@@ -175,10 +174,10 @@ def sensitivity(
             images (B, ...), a loader of them...; labels are not used.
         measured_on: samples in the same forms, with or without labels; None: nothing is measured.
         groups: globs over the names of channel groups, which are module paths; none: all.
-        loss: for `measured_on` with labels, of what the model returns and the labels; None: the cross entropy of class
-            scores.
+        loss: for `measured_on` with targets, of what the model returns and the targets; None: the task's.
         more_examples: further examples for the trace, for branches of the model that the batches do not take.
-        task: unpacks batches that come in another form; itself or its name.
+        task: unpacks batches that come in another form, and has the loss and the scores that are measured; itself or
+            its name. None: the cross entropy and top-1 of class scores.
         log: gets a line for each step, and before measuring one on the number of forward passes.
         progress: whether to show bars on stderr; None: on a terminal and in a notebook.
 
@@ -214,9 +213,13 @@ def analyze_sensitivity(
     task: Task | str | None = None,
     log: Log = stage,
     *,
+    measured_as: Task | str | None = None,
     progress: bool = False,
 ) -> Sensitivity:
-    """Return the same as `sensitivity`, without bars but those of the measurement."""
+    """Return the same as `sensitivity`, without bars but those of the measurement.
+
+    `measured_as` is the task of `measured_on`; None: that of all.
+    """
     calibration = joined_samples(model, images, sys.maxsize, task)
     first = next(model.parameters(), gather(calibration)[0])
     calibration = to_device(calibration, first.device)
@@ -241,6 +244,7 @@ def analyze_sensitivity(
     if measured_on is None:
         return Sensitivity(chart, chosen, curves, {})
     log(f"sensitivity: measuring takes {forward_passes(orders)} forward passes over the samples, one as the model is")
+    task = measured_as or task
     measured = measure_sensitivity(model, chart, orders, measured_on, loss=loss, task=task, progress=progress)
     return Sensitivity(chart, chosen, curves, measured)
 
@@ -306,7 +310,8 @@ def analyze(
 
     Args:
         job: the settings.
-        measured: whether to measure too, on as many validation images as the job calibrates on.
+        measured: whether to measure too, by the loss and the scores of the job's task, on as many validation samples as
+            the job calibrates on.
         groups: globs over names of channel groups; none: all.
         log: gets a line for each stage.
         progress: whether to show bars on stderr; None: on a terminal and in a notebook.
@@ -321,15 +326,17 @@ def analyze(
     text, shown = run_recipe(job, own), wanted(progress)
     prepared = prepare(job, own)
     task = prepared.splits.task
-    if task is not IMAGE_CLASSIFICATION:
-        raise UsageError(f"sensitivity: expected classifiers of images, got the task {task.name!r}; leave this out")
     chosen_groups(trace(prepared.model, prepared.example_inputs), groups)
     images, labeled = calibration_images(prepared), _validation(prepared) if measured else None
     with run_folder(job.output / job.name, "sensitivity", log, text, finish) as run, threads(job.threads):
         model = train_baseline(prepared, log=run.log, progress=shown).model.to(prepared.device)
         start = time.perf_counter()
-        result = analyze_sensitivity(model, images, labeled, groups, log=run.log, progress=shown)
-        metrics = _metrics(job.name, len(images), result, labeled) | {"seconds": time.perf_counter() - start}
+        measured_as = replace(task, unpack=pair)  # the batches of a job are unpacked
+        result = analyze_sensitivity(
+            model, images, labeled, groups, log=run.log, measured_as=measured_as, progress=shown
+        )
+        metrics = _metrics(prepared, sample_count(images), result, labeled)
+        metrics |= {"seconds": time.perf_counter() - start}
         write_csv(run.path / "sensitivity.csv", result.points(), CURVE_COLUMNS)
         write_json(run.path / "sensitivity.json", metrics)
         if prepared.splits.corrupt:
@@ -338,7 +345,7 @@ def analyze(
 
 
 def _validation(prepared: Prepared) -> Batches:
-    """Return batches over a fixed random choice of validation images, never of test images."""
+    """Return batches over a fixed random choice of validation samples, never of test samples."""
     job, total = prepared.job, len(prepared.splits.validation)
     order = torch.randperm(total, generator=torch.Generator().manual_seed(job.seed))
     chosen = order[: job.calibration.images].sort().values
@@ -346,21 +353,22 @@ def _validation(prepared: Prepared) -> Batches:
     return batches(data, job.data.batch, shuffle_seed=None, workers=job.data.reading, indices=chosen)
 
 
-def _metrics(name: str, images: int, result: Sensitivity, labeled: Batches | None) -> dict[str, Any]:
+def _metrics(prepared: Prepared, images: int, result: Sensitivity, labeled: Batches | None) -> dict[str, Any]:
     """Return what `sensitivity.json` holds."""
     points = next(iter(result.measured.values()), ())
     return {
-        "name": name,
+        "name": prepared.job.name,
+        "task": described_task(prepared.splits.task),
         "macs": result.channel_map.macs(),
         "images": images,
         "measured_images": None if labeled is None else labeled.images,
-        "dense": {"loss": points[0].loss, "top1": points[0].top1} if points else None,
+        "dense": {"loss": points[0].loss, **points[0].scores} if points else None,
         "agreement": result.agreement,
         "groups": result.rows(),
         "fast": {
             name: {"errors": [curve.share_at(kept) for kept in range(curve.labels.size, 0, -1)]}
             for name, curve in result.curves.items()
         },
-        "measured": {name: [asdict(point) for point in found] for name, found in result.measured.items()},
+        "measured": {name: [point.row() for point in found] for name, found in result.measured.items()},
         "environment": environment(),
     }

@@ -64,7 +64,7 @@ def evaluate(
 
     Args:
         model: is moved to `device`; its train/eval mode is restored.
-        batches: inputs and targets, as `prunekit.prune` takes them, or in a form that the task's `unpack` takes.
+        batches: pairs of inputs and targets, as `prunekit.prune` takes them.
         task: a task or its name.
         device: where the model runs.
         together: whether all processes of a group call this, each with its share of the batches, to count all samples;

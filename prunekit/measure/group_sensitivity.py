@@ -21,12 +21,15 @@ from prunekit.measure.partial_forward import DensePrefix
 from prunekit.planning.plan import Plan
 from prunekit.planning.sensitivity_curves import MeasuredPoint, keep_in_group, kept_counts
 from prunekit.statistics.calibration import calibrate
+from prunekit.statistics.layers.output_error import OutputComparison, RelativeError
 from prunekit.tasks.batches import InputsAndTargets, LabeledBatch, ModelBatches
-from prunekit.tasks.task import Loss, Task
+from prunekit.tasks.classification import IMAGE_CLASSIFICATION
+from prunekit.tasks.measurement import Measurement
+from prunekit.tasks.task import Loss, Task, get_task
 from prunekit.utils.context import same_draws, training_mode
 from prunekit.utils.inputs import blank_padding, counted_positions, sample_count, select_samples, to_device
 from prunekit.utils.progress import reporting, tracked
-from prunekit.utils.tensors import accumulation_dtype, gather
+from prunekit.utils.tensors import accumulation_dtype, gather, map_tensors
 
 
 def forward_passes(orders: Mapping[str, Labels]) -> int:
@@ -53,23 +56,25 @@ def measure_sensitivity(
         model: the dense model; its tensors and modes are restored.
         channel_map: of that model, after a trial.
         orders: by a group's name its labels in the order in which they are removed.
-        batches: as `prunekit.prune` takes them, with labels or without; moved to the model's device.
-        loss: of the model's output and the labels, mean over the batch; None for the cross entropy, if there are labels
-            and class scores.
-        task: a task or its name, which unpacks batches of other forms.
+        batches: as `prunekit.prune` takes them, with targets or without; moved to the model's device.
+        loss: of the model's output and the targets, mean over the batch; None for the task's. Where models of the task
+            compute their loss themselves there is none.
+        task: a task or its name, which unpacks the batches, and whose loss and scores are measured. None: the cross
+            entropy and top-1, if there are labels and class scores.
         progress: whether to show a bar on stderr; None: on a terminal and in a notebook.
 
     Returns:
         By a group's name its points, from all labels kept to one. With all of them the model is the dense one.
 
     Raises:
-        DataError: there are no batches, or not all or none of them have labels.
-        UsageError: a loss is given, and there are no labels.
+        DataError: there are no batches, or not all or none of them have targets.
+        UsageError: a loss is given, and there are no targets.
         ModelError: the model returns no tensor of floating-point numbers with a row for each sample, or its shapes
             change under masks.
         NonFiniteError: an output is NaN or Inf; the message names the first layer with one.
     """
-    sensitivity = _SensitivityPass(model, channel_map, orders, loss)
+    task = None if task is None else get_task(task)
+    sensitivity = _SensitivityPass(model, channel_map, orders, Quality(task, loss))
     pairs = ModelBatches(model, batches, task, "sensitivity")
     total = operator.length_hint(pairs) * forward_passes(orders) or None
     passes = (each for batch in uniformly_labeled(pairs, loss) for each in sensitivity.passes(batch))
@@ -83,46 +88,47 @@ class _SensitivityPass:
     """The errors of all points over the batches so far; arguments as for `measure_sensitivity`."""
 
     def __init__(
-        self, model: nn.Module, channel_map: ChannelMap, orders: Mapping[str, Labels], loss: Loss | None
+        self, model: nn.Module, channel_map: ChannelMap, orders: Mapping[str, Labels], quality: Quality
     ) -> None:
-        self._model, self._orders, self._loss = model, orders, loss
+        self._model, self._orders, self._quality = model, orders, quality
         points = [(name, kept) for name, labels in orders.items() for kept in kept_counts(labels.size)[1:]]
         self._plans = {
             point: Plan(channel_map, keep_in_group(channel_map, orders[point[0]], point[1])) for point in points
         }
-        self._sums = {point: OutputErrors() for point in points}
-        self._dense, self._variance = OutputErrors(), OutputVariance()
-        self._prefix: DensePrefix | None = None
+        self._sums = {point: OutputErrors(quality) for point in points}
+        self._dense, self._variance = OutputErrors(quality), OutputVariance()
+        self._runs: _PartialRuns | _WholeRuns | None = None
 
     def passes(self, batch: LabeledBatch) -> Iterator[None]:
         """Run the dense model and all masked ones on a batch; yield after each."""
         inputs = to_device(batch.inputs, next(self._model.parameters()).device)
-        prefix = self._prefix = self._prefix or self._prefix_for(inputs)
+        runs = self._runs = self._runs or self._runs_for(inputs)
         with same_draws(self._model):
-            output = prefix.record(inputs)
-        wanted = comparable_output(self._model, inputs, output, "the dense model")
+            wanted = runs.dense(inputs)
         self._variance.add(wanted)
-        self._dense.add(wanted, wanted, batch, self._loss)
+        self._dense.add(wanted, wanted, self._model, inputs, batch)
         yield
         for (name, kept), plan in self._plans.items():
             where = f"group {name} masked to {kept} of {self._orders[name].size} channels"
             with same_draws(self._model), WeightMasks(self._model, plan, restore=True):
-                found = comparable_output(self._model, inputs, prefix.run(name, inputs), where)
+                found = runs.masked(name, inputs, where)
             require_same_shapes(wanted, found, where)
-            self._sums[name, kept].add(found, wanted, batch, self._loss)
+            self._sums[name, kept].add(found, wanted, self._model, inputs, batch)
             yield
 
-    def _prefix_for(self, inputs: tuple[Any, ...]) -> DensePrefix:
-        """Return the calls that the dense and all masked models share, tried with the fewest channels of each group."""
+    def _runs_for(self, inputs: tuple[Any, ...]) -> _PartialRuns | _WholeRuns:
+        if self._quality.selects:
+            return _WholeRuns(self._model, inputs)
         last = {name: plan for (name, _), plan in self._plans.items()}
         tensors = {name: list(plan.kept_indices) for name, plan in last.items()}
-        return DensePrefix(
+        prefix = DensePrefix(
             self._model,
             select_samples(inputs, slice(2)),
             tensors,
             lambda name: WeightMasks(self._model, last[name], restore=True),
             batch=sample_count(inputs),
         )
+        return _PartialRuns(self._model, prefix, self._quality)
 
     def curves(self) -> dict[str, tuple[MeasuredPoint, ...]]:
         """Return the points of each group, the dense model first."""
@@ -136,31 +142,130 @@ class _SensitivityPass:
         }
 
 
+@dataclass(frozen=True, eq=False)
+class _PartialRuns:
+    """Runs whose outputs are compared as they are; calls before the first masked tensor are shared."""
+
+    model: nn.Module
+    prefix: DensePrefix
+    quality: Quality
+
+    def dense(self, inputs: tuple[Any, ...]) -> ModelOutput:
+        output = self.prefix.record(inputs)
+        return comparable_output(self.model, inputs, output, "the dense model", self.quality)
+
+    def masked(self, name: str, inputs: tuple[Any, ...], where: str) -> ModelOutput:
+        return comparable_output(self.model, inputs, self.prefix.run(name, inputs), where, self.quality)
+
+
+class _WholeRuns:
+    """Runs of a model that selects what it returns, as a detector its boxes: layers before that are compared."""
+
+    def __init__(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self._model, self._judge = model, OutputComparison.of(model, inputs)
+
+    def dense(self, inputs: tuple[Any, ...]) -> ModelOutput:
+        return self.masked("", inputs, "the dense model")
+
+    def masked(self, name: str, inputs: tuple[Any, ...], where: str) -> ModelOutput:
+        counted = counted_positions(self._model, inputs)
+        output, values = self._judge.run(self._model, map_tensors(inputs, torch.clone), counted)
+        if not values:
+            raise ModelError(f"sensitivity: expected a model that returns a tensor to compare, got none from {where}")
+        if not all(bool(value.isfinite().all()) for _, value in values):
+            raise _not_finite(self._model, inputs, where)
+        return ModelOutput(output, (), None, tuple(values))
+
+
 def uniformly_labeled(batches: Iterable[InputsAndTargets], loss: Loss | None) -> Iterator[LabeledBatch]:
-    """Yield the batches, all with labels or all without."""
+    """Yield the batches, all with targets or all without."""
     first: LabeledBatch | None = None
     for inputs, labels in batches:
         batch = LabeledBatch(inputs, labels)
         first = first or batch
         if (batch.labels is None) != (first.labels is None):
-            raise DataError("sensitivity: expected labels with every batch or with none, got some of each")
+            raise DataError("sensitivity: expected targets with every batch or with none, got some of each")
         if batch.labels is None and loss is not None:
-            raise UsageError("sensitivity: a loss needs labels: expected batches (inputs, labels), got inputs alone")
+            raise UsageError("sensitivity: a loss needs targets: expected batches (inputs, targets), got inputs alone")
         yield batch
     if first is None:
         raise DataError("sensitivity: expected at least one batch of samples to measure on, got none")
 
 
 @dataclass(frozen=True, eq=False)
+class Quality:
+    """The measures of outputs besides their error.
+
+    Attributes:
+        task: whose loss and scores are measured; None: the cross entropy and top-1 of class scores (B, classes).
+        loss: in place of the task's; None: that.
+    """
+
+    task: Task | None = None
+    loss: Loss | None = None
+
+    @property
+    def selects(self) -> bool:
+        """Whether outputs are what a model selected, so that those of another have no counterpart."""
+        return self.task is not None and (self.task.metric is not None or self.task.predictions is not None)
+
+    def class_scores(self, output: Any, samples: int) -> Tensor | None:
+        """Return class scores (N, classes) in float64 on the CPU; None if there are none."""
+        if self.task is not None:
+            found: Any = None if self.task.logits is None else self.task.logits(output)
+        else:  # a matrix, or an object with one in `.logits`
+            found = getattr(output, "logits", output)
+            of_samples = isinstance(found, Tensor) and len(found.shape) == 2 and len(found) == samples
+            found = found if of_samples and found.is_floating_point() else None
+        return None if found is None else found.detach().cpu().double()
+
+    def task_for(self, found: ModelOutput, targets: Any) -> Task | None:
+        """Return the task by which an output is scored; None without one."""
+        if targets is None or self.task is not None:
+            return None if targets is None else self.task
+        if found.scores is None or not isinstance(targets, Tensor) or targets.dim() != 1 or targets.is_floating_point():
+            return None
+        classes = found.scores.shape[1]
+        if int(targets.min()) < 0 or int(targets.max()) >= classes:
+            raise DataError(
+                f"sensitivity: expected labels from 0 to {classes - 1}, as many as the model gives scores for"
+            )
+        return IMAGE_CLASSIFICATION
+
+    def loss_of(self, task: Task | None, found: ModelOutput, targets: Any, device: torch.device) -> float | None:
+        """Return the loss, mean over a batch; None without targets, or where models compute it themselves."""
+        if targets is None:
+            return None
+        if self.loss is not None:
+            return float(self.loss(found.output, to_device(targets, device)))
+        if task is None or task.loss_inputs is not None or task.loss_in_train_mode:
+            return None
+        if self.task is None:
+            assert found.scores is not None
+            return float(F.cross_entropy(found.scores, targets.cpu()))
+        return float(task.loss(found.output, to_device(targets, device)))
+
+
+@dataclass(frozen=True, eq=False)
 class ModelOutput:
-    """An output of a model: its tensors with a row for each sample, (B, values) in float64, and its class scores."""
+    """An output of a model, and what of it is compared.
+
+    Attributes:
+        output: as the model returned it.
+        tensors: those with a row for each sample, (B, values) in float64.
+        scores: class scores (N, classes) in float64; None if there are none.
+        selected: in place of the tensors, those of `OutputComparison` with their keys.
+    """
 
     output: Any
     tensors: tuple[Tensor, ...]
     scores: Tensor | None
+    selected: tuple[tuple[int | str, Tensor], ...] = ()
 
 
-def comparable_output(model: nn.Module, inputs: tuple[Any, ...], output: Any, where: str) -> ModelOutput:
+def comparable_output(
+    model: nn.Module, inputs: tuple[Any, ...], output: Any, where: str, quality: Quality
+) -> ModelOutput:
     """Return the parts of an output that can be compared.
 
     Args:
@@ -168,6 +273,7 @@ def comparable_output(model: nn.Module, inputs: tuple[Any, ...], output: Any, wh
         inputs: the samples that it ran on.
         output: what it returned.
         where: the model's name in messages.
+        quality: what else is measured of it.
 
     Raises:
         ModelError: there is no tensor to compare.
@@ -185,16 +291,15 @@ def comparable_output(model: nn.Module, inputs: tuple[Any, ...], output: Any, wh
     counted = counted_positions(model, inputs)
     tensors = tuple(blank_padding(tensor.detach(), counted).reshape(samples, -1).to(wide) for tensor in rows)
     if not all(bool(tensor.isfinite().all()) for tensor in tensors):
-        calibrate(model, [(inputs,)], device=device, fused=False, progress=False).require_finite()
-        raise NonFiniteError(f"sensitivity: the output of {where} is NaN or Inf, and no layer's is before it")
-    return ModelOutput(output, tensors, _class_scores(output, samples))
+        raise _not_finite(model, inputs, where)
+    return ModelOutput(output, tensors, quality.class_scores(output, samples))
 
 
-def _class_scores(output: Any, samples: int) -> Tensor | None:
-    """Return (B, classes) in float64 if a model returns class scores: a matrix, or an object with one in `.logits`."""
-    found = getattr(output, "logits", output)
-    is_matrix = isinstance(found, Tensor) and found.dim() == 2 and len(found) == samples and found.is_floating_point()
-    return found.detach().cpu().double() if is_matrix else None
+def _not_finite(model: nn.Module, inputs: tuple[Any, ...], where: str) -> NonFiniteError:
+    """Return the error of outputs that are NaN or Inf; raise that of the first layer with one, if it is known."""
+    device = gather(inputs)[0].device
+    calibrate(model, [(inputs,)], device=device, fused=False, progress=False).require_finite()
+    return NonFiniteError(f"sensitivity: the output of {where} is NaN or Inf, and no layer's is before it")
 
 
 def require_same_shapes(wanted: ModelOutput, found: ModelOutput, where: str) -> None:
@@ -228,6 +333,8 @@ class OutputVariance:
         Raises:
             ModelError: their size is not that of earlier ones.
         """
+        if not output.tensors:
+            return
         new = len(output.tensors[0])
         parts = [(tensor.mean(0), (tensor - tensor.mean(0)).square().sum(0)) for tensor in output.tensors]
         if self.count and [mean.shape for mean, _ in parts] != [mean.shape for mean in self.means]:
@@ -251,65 +358,73 @@ class OutputVariance:
             for mean, square in zip(self.means, self.squares, strict=True)
         ]
         variances = [variance if variance > FLAT * level else 0.0 for variance, level in found]
-        if not any(variances):
-            raise DataError(
-                f"sensitivity: the dense model's output is the same for all {self.count} samples, so there is no "
-                "variance to compare errors with; take more, and different, samples"
-            )
+        if variances and not any(variances):
+            raise same_output_error(self.count)
         return variances
 
 
-@dataclass
+def same_output_error(samples: int) -> DataError:
+    """Return the error of a dense model whose outputs do not vary."""
+    return DataError(
+        f"sensitivity: the dense model's output is the same for all {samples} samples, so there is no "
+        "variance to compare errors with; take more, and different, samples"
+    )
+
+
 class OutputErrors:
     """The errors of one masked model's outputs, summed over the samples, and how good they are."""
 
-    samples: int = 0
-    squares: list[float] = field(default_factory=list)
-    kl: float | None = 0.0
-    loss: float | None = 0.0
-    correct: int | None = 0
+    def __init__(self, quality: Quality) -> None:
+        self._quality = quality
+        self._samples, self._squares = 0, list[float]()
+        self._kl: float | None = 0.0
+        self._loss: float | None = 0.0
+        self._measured: tuple[Task, Measurement] | None = None
+        self._selected, self._other = RelativeError(), set[int | str]()
 
-    def add(self, found: ModelOutput, wanted: ModelOutput, batch: LabeledBatch, loss: Loss | None) -> None:
+    def add(
+        self, found: ModelOutput, wanted: ModelOutput, model: nn.Module, inputs: tuple[Any, ...], batch: LabeledBatch
+    ) -> None:
         """Add the masked model's outputs on one batch, on which the dense one returned `wanted`."""
         pairs = zip(found.tensors, wanted.tensors, strict=True)
         squares = [float((got - want).square().mean(1).sum()) for got, want in pairs]
-        self.squares = [a + b for a, b in zip(self.squares or [0.0] * len(squares), squares, strict=True)]
-        self.samples += batch.samples
-        self.kl = _plus(self.kl, _divergence(found.scores, wanted.scores))
-        right = None
-        if batch.labels is not None and found.scores is not None and batch.labels.dim() == 1:
-            right = int((found.scores.argmax(1) == batch.labels.cpu()).sum())
-        self.correct = None if right is None or self.correct is None else self.correct + right
-        self.loss = _plus(self.loss, _loss(found, batch, loss))
+        self._squares = [a + b for a, b in zip(self._squares or [0.0] * len(squares), squares, strict=True)]
+        self._select(found, wanted)
+        self._samples += batch.samples
+        self._kl = _plus(self._kl, _divergence(found.scores, wanted.scores), batch.samples)
+        task, device = self._quality.task_for(found, batch.labels), gather(inputs)[0].device
+        self._loss = _plus(self._loss, self._quality.loss_of(task, found, batch.labels, device), batch.samples)
+        if task is not None:
+            self._measured = self._measured or (task, Measurement(task))
+            self._measured[1].add(task.scored(model, inputs, found.output), to_device(batch.labels, device))
+
+    def _select(self, found: ModelOutput, wanted: ModelOutput) -> None:
+        """Add tensors by key, without layers that are called differently under masks."""
+        for key in dict.fromkeys(key for key, _ in wanted.selected):
+            got, want = ([value for each, value in side.selected if each == key] for side in (found, wanted))
+            if [value.shape for value in got] != [value.shape for value in want]:
+                self._other.add(key)
+            for one, other in zip(got, want, strict=False):
+                if key not in self._other:
+                    self._selected.add(key, other, one)
 
     def point(self, kept: int, variances: list[float]) -> MeasuredPoint:
         """Return the means over the samples; the error is the mean over output tensors that vary at all."""
-        shares = [square / self.samples / v for square, v in zip(self.squares, variances, strict=True) if v]
-        kl, loss = (None if value is None else value / self.samples for value in (self.kl, self.loss))
-        top1 = None if self.correct is None else 100 * self.correct / self.samples
-        return MeasuredPoint(kept, math.fsum(shares) / len(shares), kl, loss, top1)
+        shares = [square / self._samples / v for square, v in zip(self._squares, variances, strict=True) if v]
+        shares += self._selected.shares(FLAT)
+        if not shares:
+            raise same_output_error(self._samples)
+        kl, loss = (None if value is None else value / self._samples for value in (self._kl, self._loss))
+        scores = {} if self._measured is None else self._measured[0].score(self._measured[1].result())
+        return MeasuredPoint(kept, math.fsum(shares) / len(shares), kl, loss, scores)
 
 
-def _plus(total: float | None, more: float | None) -> float | None:
-    return None if total is None or more is None else total + more
+def _plus(total: float | None, mean: float | None, samples: int) -> float | None:
+    return None if total is None or mean is None else total + mean * samples
 
 
 def _divergence(found: Tensor | None, wanted: Tensor | None) -> float | None:
+    """Return the mean over rows of the Kullback-Leibler divergence."""
     if found is None or wanted is None:
         return None
-    return float(F.kl_div(found.log_softmax(1), wanted.log_softmax(1), reduction="sum", log_target=True))
-
-
-def _loss(found: ModelOutput, batch: LabeledBatch, loss: Loss | None) -> float | None:
-    """Return the loss, summed over the samples of a batch."""
-    labels = batch.labels
-    if labels is None:
-        return None
-    if loss is not None:
-        return float(loss(found.output, labels.to(found.tensors[0].device))) * len(labels)
-    if found.scores is None or labels.dim() != 1:
-        return None
-    classes = found.scores.shape[1]
-    if int(labels.min()) < 0 or int(labels.max()) >= classes:
-        raise DataError(f"sensitivity: expected labels from 0 to {classes - 1}, as many as the model gives scores for")
-    return float(F.cross_entropy(found.scores, labels.cpu(), reduction="sum"))
+    return float(F.kl_div(found.log_softmax(1), wanted.log_softmax(1), reduction="batchmean", log_target=True))

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from annotated_types import Gt, MinLen
+from annotated_types import Ge, Gt, Le, MinLen
 from PIL import Image, ImageOps
 from torch import Tensor
 from torch.nn import functional as F
@@ -60,6 +60,9 @@ class Preprocessing(Checked):
     """Value of a pixel of 8 bits that becomes 1 before mean and deviation."""
     channel_order: Literal["rgb", "bgr"] = "rgb"
     """Order of the channels of the input."""
+    padding: Annotated[float, Ge(0), Le(1)] | None = None
+    """For detectors: an image is resized, with its proportions, to fit into height and width, and centered; the rest
+    gets this gray, 0 black and 1 white. Null: no padding, see `shorter_side`."""
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -71,6 +74,11 @@ class Preprocessing(Checked):
         if len(self.mean) != len(self.std) or len(self.mean) not in (1, 3):
             got = f"{len(self.mean)} and {len(self.std)}"
             raise SettingsError(f"Preprocessing: mean, std: expected one number each, or three each, got {got}")
+        if self.padding is not None and self.shorter_side is not None:
+            raise SettingsError(
+                f"Preprocessing: expected padding or shorter_side, got {self.padding} and {self.shorter_side}: an "
+                "image that is padded is not cropped"
+            )
 
     def __call__(self, images: Pixels | Sequence[Pixels]) -> Tensor:
         """Return the input of one image, or of several in one batch.
@@ -87,7 +95,7 @@ class Preprocessing(Checked):
         several: Sequence[Pixels] = images if isinstance(images, (list, tuple)) else [images]  # type: ignore[list-item]
         if not several:
             raise DataError("preprocessing: expected at least one image, got none")
-        return torch.stack([self.pixels(in_rgb(_opened(image))) for image in several])
+        return torch.stack([self.pixels(in_rgb(opened(image))) for image in several])
 
     def pixels(self, image: Image.Image) -> Tensor:
         """Return the input (channels, height, width) of a Pillow image in RGB."""
@@ -98,11 +106,37 @@ class Preprocessing(Checked):
         return self.normalized(values)
 
     def cropped(self, image: Image.Image) -> Image.Image:
-        """Return an image with its shorter side resized, and its center cut out; as it is if its size fits."""
-        if image.size == (self.width, self.height) or self.shorter_side is None:
+        """Return an image with its shorter side resized, and its center cut out, or resized to fit and padded.
+
+        It stays as it is if its size fits, or if it is resized as a whole.
+        """
+        if image.size == (self.width, self.height):
+            return image
+        if self.padding is not None:
+            return self._padded(image, self.padding)
+        if self.shorter_side is None:
             return image
         smaller = resize(image, [self.shorter_side], InterpolationMode(self.interpolation))
         return center_crop(smaller, [self.height, self.width])  # type: ignore[no-any-return]
+
+    def placement(self, width: int, height: int) -> tuple[int, int, int, int]:
+        """Return where an image of a size lies in a padded input: its left and top edge, width and height there."""
+        scale = min(self.width / width, self.height / height)
+        inside = max(1, round(width * scale)), max(1, round(height * scale))
+        return (self.width - inside[0]) // 2, (self.height - inside[1]) // 2, *inside
+
+    def in_image(self, boxes: Tensor, size: tuple[int, int]) -> Tensor:
+        """Return boxes (n, 4) of a padded input as they are in the image, of a size (width, height), in its pixels."""
+        left, top, width, height = self.placement(*size)
+        scale = boxes.new_tensor([size[0] / width, size[1] / height] * 2)
+        limits = boxes.new_tensor([*size, *size])
+        return ((boxes - boxes.new_tensor([left, top, left, top])) * scale).clamp_min(0).minimum(limits)
+
+    def _padded(self, image: Image.Image, padding: float) -> Image.Image:
+        left, top, width, height = self.placement(*image.size)
+        canvas = Image.new("RGB", (self.width, self.height), (round(255 * padding),) * 3)
+        canvas.paste(resize(image, [height, width], InterpolationMode(self.interpolation)), (left, top))
+        return canvas
 
     def resized(self, images: Tensor) -> Tensor:
         """Return images (B, C, H, W) of floating-point values resized as a whole."""
@@ -184,7 +218,12 @@ def in_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _opened(image: Pixels) -> Image.Image:
+def opened(image: Pixels) -> Image.Image:
+    """Return an image as a Pillow image, upright.
+
+    Raises:
+        DataError: a file is missing or is no image, or an array has another form.
+    """
     if isinstance(image, Image.Image):
         return image
     if isinstance(image, np.ndarray):
@@ -200,4 +239,13 @@ def _opened(image: Pixels) -> Image.Image:
         with Image.open(path) as file:
             return in_rgb(ImageOps.exif_transpose(file))
     except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, EOFError and more
-        raise DataError(f"{path}: expected an image, but {type(error).__name__}: {error}") from error
+        raise DataError(f"{path}: expected an image, but {decoding_reason(error)}") from error
+
+
+def decoding_reason(error: Exception) -> str:
+    """Return why an image cannot be decoded, in one line.
+
+    Other packages wrap Pillow's `open`, such as ultralytics, which looks for one of its own where Pillow gives up.
+    """
+    first = error.__context__ if isinstance(error, ModuleNotFoundError) and error.__context__ is not None else error
+    return f"{type(first).__name__}: {first}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,16 @@ def load_weights(model: nn.Module, path: StrPath) -> None:
         ModelError: the file is missing or unreadable, or its names and shapes are not the model's; all are listed.
     """
     path = Path(path)
-    state = _strip(_unwrap(_read(path), path))
+    load_state(model, _unwrap(_read(path), path), path)
+
+
+def load_state(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
+    """Load a state dict that was read from a file into a model, in place, see `load_weights`.
+
+    Raises:
+        ModelError: its names and shapes are not the model's; all are listed.
+    """
+    state = _strip(dict(state))
     own = model.state_dict()
     # Files written before BatchNorm counted its batches lack this number; torch itself fills it in as well.
     missing = [name for name in own if name not in state and not name.endswith("num_batches_tracked")]

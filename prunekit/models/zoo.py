@@ -1,4 +1,4 @@
-"""Models by name from torchvision, timm, transformers and the CIFAR ResNets, or from a factory in the user's file.
+"""Models by name from torchvision, timm, transformers, ultralytics and the CIFAR ResNets, or from a user's factory.
 
 Of timm and transformers nothing is downloaded; transformers' image classifiers are named by their model type.
 """
@@ -19,14 +19,21 @@ from torch import nn
 
 from prunekit.errors import ModelError, UsageError, nearest
 from prunekit.models.cifar import DEPTHS, CifarResNet
+from prunekit.models.detectors import (
+    load_ultralytics,
+    torchvision_detector,
+    torchvision_detectors,
+    ultralytics_detector,
+    ultralytics_names,
+)
 from prunekit.models.state_dicts import SUFFIXES, load_weights
 from prunekit.settings.inputs import ModelSettings
 from prunekit.utils.inputs import as_example
 from prunekit.utils.user_code import run_factory
 
-OptionalZoo = Literal["timm", "hf"]
+OptionalZoo = Literal["timm", "hf", "ultralytics"]
 OPTIONAL_ZOOS: tuple[OptionalZoo, ...] = get_args(OptionalZoo)
-PACKAGES: dict[str, str] = {"timm": "timm", "hf": "transformers"}
+PACKAGES: dict[str, str] = {"timm": "timm", "hf": "transformers", "ultralytics": "ultralytics"}
 OF_WEIGHTS = frozenset({"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"})
 """Arguments by which timm would fetch or unpickle weights, which come from `model.weights` alone."""
 
@@ -46,11 +53,13 @@ def package(zoo: str) -> Any:
 
 
 def optional_names(zoo: str) -> tuple[str, ...]:
-    """Return the names of timm's models; of transformers, the model types that have an image classifier.
+    """Return the names of timm's models, or ultralytics' detectors; of transformers, model types with a classifier.
 
     Raises:
         ModelError: the package is not installed.
     """
+    if zoo == "ultralytics":
+        return ultralytics_names()
     if zoo == "timm":
         return tuple(sorted(package(zoo).list_models()))
     package(zoo)
@@ -60,6 +69,8 @@ def optional_names(zoo: str) -> tuple[str, ...]:
 
 def optional_builder(zoo: str, name: str) -> Callable[..., nn.Module]:
     """Return the builder of a model of an optional zoo with random weights; the name is one of `optional_names`."""
+    if zoo == "ultralytics":
+        return ultralytics_detector(name)
     return _timm(name) if zoo == "timm" else _hf(name)
 
 
@@ -96,6 +107,8 @@ def _hf(name: str) -> Callable[..., nn.Module]:
 
 def image_shape(model: nn.Module) -> tuple[int, ...] | None:
     """Return the shape (channels, height, width) of images that a model of these zoos is made for; None if unknown."""
+    if isinstance(getattr(model, "yaml", None), dict):  # of ultralytics, whose detectors take any multiple of 32
+        return (model.yaml.get("channels", 3), 640, 640)  # type: ignore[operator,union-attr]
     made_for = getattr(model, "pretrained_cfg", None)
     if isinstance(made_for, dict) and "input_size" in made_for:
         return tuple(made_for["input_size"])
@@ -110,7 +123,7 @@ WITH_INIT_WEIGHTS = (torchvision.models.googlenet, torchvision.models.inception_
 
 
 def zoo_names(zoo: str = "torchvision") -> tuple[str, ...]:
-    """Return the names of the classification models of a zoo, sorted.
+    """Return the names of the models of a zoo, sorted; of torchvision, its classifiers and then its detectors.
 
     Raises:
         ModelError: the zoo's package is not installed.
@@ -119,28 +132,50 @@ def zoo_names(zoo: str = "torchvision") -> tuple[str, ...]:
         return optional_names(zoo)
     if zoo == "cifar":
         return tuple(sorted(DEPTHS))
-    return tuple(torchvision.models.list_models(module=torchvision.models))
+    return (*torchvision.models.list_models(module=torchvision.models), *torchvision_detectors())
 
 
-def build_model(settings: ModelSettings, *, num_classes: int | None) -> nn.Module:
+def is_detector(settings: ModelSettings) -> bool:
+    """Return whether settings name a detector of torchvision or ultralytics."""
+    return settings.zoo == "ultralytics" or (settings.zoo == "torchvision" and settings.name in torchvision_detectors())
+
+
+def model_arguments(settings: ModelSettings, num_classes: int | None, image_size: int | None = None) -> dict[str, Any]:
+    """Return the arguments of a model's constructor, with what the data fills in where they are silent.
+
+    torchvision's detectors count the background as a class, and are told the size of images.
+
+    Args:
+        settings: zoo, name, constructor arguments.
+        num_classes: classes of the data; None: unknown.
+        image_size: height and width of the images; None: unknown.
+    """
+    known: dict[str, Any] = {} if num_classes is None else {"num_classes": num_classes}
+    if settings.zoo == "torchvision" and is_detector(settings):
+        known = {name: count + 1 for name, count in known.items()}
+        known |= {} if image_size is None else {"image_size": image_size}
+    return {**settings.arguments, **{name: value for name, value in known.items() if name not in settings.arguments}}
+
+
+def build_model(settings: ModelSettings, *, num_classes: int | None, image_size: int | None = None) -> nn.Module:
     """Build a model, in train mode on the CPU, with its weights, or random ones from torch's global seed.
 
     Args:
         settings: zoo, name, constructor arguments, weights.
         num_classes: classes of the data, used where `settings.arguments` has no `num_classes`; None leaves the
             constructor's own number (1000 as a rule, and 10 for CIFAR).
+        image_size: height and width of the data's images, for torchvision's detectors; None leaves their own size.
 
     Raises:
         ModelError: unknown name, arguments that the constructor rejects, unknown weights, or weights that do not fit.
     """
     builder = _builder(settings)
-    arguments = dict(settings.arguments)
-    if num_classes is not None:
-        arguments.setdefault("num_classes", num_classes)
+    arguments = model_arguments(settings, num_classes, image_size)
     if settings.weights is None or is_weights_file(settings):
         model = _construct(settings, builder, arguments)
         if settings.weights is not None:
-            load_weights(model, Path(settings.weights))
+            load = load_ultralytics if settings.zoo == "ultralytics" else load_weights
+            load(model, Path(settings.weights))
         return model
     return _pretrained(settings, builder, arguments)
 
@@ -194,6 +229,8 @@ def _builder(settings: ModelSettings) -> Callable[..., nn.Module]:
         return partial(CifarResNet, DEPTHS[name])
     if zoo in OPTIONAL_ZOOS:
         return optional_builder(zoo, name)
+    if is_detector(settings):
+        return torchvision_detector(name)
     return cast(Callable[..., nn.Module], torchvision.models.get_model_builder(name))
 
 

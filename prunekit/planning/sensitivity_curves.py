@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,17 +45,21 @@ class MeasuredPoint:
     Attributes:
         kept: number of labels of the group that are left.
         error: mean squared difference of the output from the dense one's, as a share of that one's variance.
-        kl: Kullback-Leibler divergence of the class probabilities from the dense ones, in nats, mean over images; None
-            if the model gives no class scores.
-        loss: mean over images; None without labels.
-        top1: in percent; None without labels or class scores.
+        kl: Kullback-Leibler divergence of the class probabilities from the dense ones, in nats, mean over what is
+            classified; None if the model gives no class scores.
+        loss: mean over samples; None without targets, or where models of the task compute it themselves.
+        scores: every score of the task by name, such as `top1` in percent; empty without targets.
     """
 
     kept: int
     error: float
     kl: float | None = None
     loss: float | None = None
-    top1: float | None = None
+    scores: Mapping[str, float] = field(default_factory=dict)
+
+    def row(self) -> dict[str, Any]:
+        """Return the values as plain data: `kept`, `error`, `kl`, `loss` and the scores by name."""
+        return {"kept": self.kept, "error": self.error, "kl": self.kl, "loss": self.loss, **self.scores}
 
 
 POINTS = 8

@@ -11,7 +11,7 @@ from prunekit.known_names import CRITERIA, RUNTIMES
 from prunekit.recipe.keys import show
 from prunekit.recipe.yaml_positions import KeyPath
 from prunekit.settings.calibration import FEWEST_IMAGES
-from prunekit.settings.inputs import DataSettings
+from prunekit.settings.inputs import BOXED, DataSettings
 from prunekit.settings.prune import WITH_REPAIR, budget_names, facts_without_code, other_budgets, prune_contradictions
 from prunekit.settings.train import TrainSettings
 
@@ -21,11 +21,16 @@ ROOTS = {
     "imagefolder": "a folder of images",
     "npz": "an .npz file",
     "torchvision": "the folder of torchvision's data sets",
+    "coco": "the folder of a data set in the format of COCO",
+    "yolo": "the folder of a data set of ultralytics",
 }
 GOES_WITH = {
-    "name": ("torchvision", "huggingface"),
+    "name": ("torchvision", "huggingface", "coco"),
     "download": ("torchvision", "huggingface"),
     "columns": ("huggingface",),
+    "images": ("shapes",),
+    "targets": BOXED,
+    "category_ids": ("coco",),
 }
 ROOTLESS = {"digits": "come with the package", "own": "are given as --data file.py:factory"}
 QUANTIZED = {"onnx", "openvino"}
@@ -64,6 +69,17 @@ def _root(data: Mapping[str, Any], source: Any) -> Iterator[Finding]:
         if source not in sources and data.get(key):
             text = f"expected nothing, {because}, got {show(data[key])}"
             yield ("data", key), f"{text}; it goes with data.source {' or '.join(map(repr, sources))}"
+
+
+def _task(values: Mapping[str, Any]) -> Iterator[Finding]:
+    """Check that images with boxes come with the task that they are for, and the other way round."""
+    task, data = values.get("task", "image_classification"), _section(values, "data") or {}
+    source = data.get("source", "digits")
+    if source in BOXED and task != "detection":
+        yield ("task",), f"expected 'detection', because data.source is {source!r}, which has boxes, got {show(task)}"
+    elif task == "detection" and source not in (*BOXED, "own") and source in ("huggingface", *ROOTS, *ROOTLESS):
+        text = f"expected {', '.join(map(repr, BOXED))} or 'own', because task is 'detection', got {show(source)}"
+        yield ("data", "source"), text
 
 
 def _augment(augment: Any) -> Iterator[Finding]:
@@ -238,4 +254,17 @@ def _quantize(values: Mapping[str, Any]) -> Iterator[Finding]:
         yield ("quantize",), f"{text} with export {show(list(formats))}"
 
 
-CHECKS = (_names, _budget, _activations, _baseline, _training, _sharding, _data, _images, _deploy, _schedule, _quantize)
+CHECKS = (
+    _names,
+    _task,
+    _budget,
+    _activations,
+    _baseline,
+    _training,
+    _sharding,
+    _data,
+    _images,
+    _deploy,
+    _schedule,
+    _quantize,
+)

@@ -57,6 +57,7 @@ EXAMPLES: dict[str, Any] = {
     "ModelSettings.origin": "ask the team of the first floor",
     "DataSettings.root": "photos",
     "DataSettings.name": "CIFAR10",
+    "DataSettings.images": 1000,
     "DataSettings.columns": ["image", "label"],
     "DataSettings.image_size": 224,
     "DataSettings.mean": [0.485, 0.456, 0.406],

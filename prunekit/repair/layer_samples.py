@@ -17,10 +17,10 @@ from prunekit.repair.tensor_lifetimes import Lifetimes
 from prunekit.statistics.layers.layer_graph import LayerGraph, calls_by_weight, find_layer_graph
 from prunekit.statistics.layers.linear_layers import FunctionCall, LayerCall
 from prunekit.statistics.layers.patches import PatchGeometry, sample_rows, with_strides_of
-from prunekit.utils.inputs import sample_count
-from prunekit.utils.tensors import map_tensors
+from prunekit.utils.tensors import gather, map_tensors
 
 Sizes = tuple[int, ...]
+Shapes = tuple[torch.Size, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,8 +88,8 @@ class LayerSample:
 class SampleGatherer:
     """Samples of one layer after another over all batches, and how far the passes over each batch have come.
 
-    Batches may make different calls, as batches of different size do if a model loops over images: a batch that does
-    not take the expected route gets one of its own.
+    Batches may make different calls, as batches of different size do if a model loops over images, or as images of
+    different sizes do: a batch that does not take the expected route gets one of its own.
 
     Args:
         run: of the model.
@@ -113,7 +113,7 @@ class SampleGatherer:
         self._run, self._batches, self._fitted = run, batches, fitted
         self._states: list[PassState | None] = [None] * len(batches)
         self._saved_at = [0] * len(batches)
-        self._cuts, self._by_size = cuts, dict[int, PassRoute]()
+        self._cuts, self._by_size = cuts, dict[Shapes, PassRoute]()
         self.route = self._route(run.survey(batches[0]) if found is None else found)
         self._routes = [self.route] * len(batches)
 
@@ -131,14 +131,21 @@ class SampleGatherer:
         """
         parts: list[dict[str, Tensor]] = []
         totals: list[tuple[int, ...]] = []
+        windows: list[Sizes] = []
         for i in range(len(self._batches)):
             if not self._run_batch(i, request, step, ahead=ahead):
                 return None
             parts.append(self._run.taken)
             totals.append(self._run.totals)
+            windows.append(self._run.window)
         names = next((list(part) for part in parts if part), [])
         if not names or any(part and list(part) != names for part in parts):
             return None
+        if (
+            request.source is not None
+            and len({window for window, part in zip(windows, parts, strict=True) if part}) > 1
+        ):
+            _crop_windows(parts, windows, request.source.layer.geometry, request.layer.geometry)
         fitting = [part for part in parts[: self._fitted] if part]
         counts = {name: sum(len(part[name]) for part in fitting) for name in names}
         rows = next(counts[name] for name in ("inputs", "outputs", "centers") if name in counts)
@@ -179,7 +186,7 @@ class SampleGatherer:
         return before > 0
 
     def _take_known_route(self, i: int) -> bool:
-        known = self._by_size.get(sample_count(self._batches[i].inputs))
+        known = self._by_size.get(_shapes(self._batches[i]))
         self._restart(i)
         if known is None or known is self._routes[i]:
             return False
@@ -189,7 +196,7 @@ class SampleGatherer:
     def _find_route(self, i: int) -> bool:
         self._restart(i)
         batch = self._batches[i]
-        self._routes[i] = self._by_size[sample_count(batch.inputs)] = self._route(self._run.survey(batch))
+        self._routes[i] = self._by_size[_shapes(batch)] = self._route(self._run.survey(batch))
         return True
 
 
@@ -228,12 +235,14 @@ class LayerPass(ResumableRun):
     Attributes:
         taken: tensors of the last pass by their names in `LayerSample`, call after call; empty if it made none.
         totals: rows of each call.
+        window: positions of the layer's output in a window, along each axis; none if no windows were sampled.
     """
 
     def __init__(self, model: nn.Module, norms: Iterable[str] = ()) -> None:
         super().__init__(model, norms)
         self.taken: dict[str, Tensor] = {}
         self.totals: tuple[int, ...] = ()
+        self.window: Sizes = ()
         self._norm_paths = tuple(norms)
         self._request: SampleRequest | None = None
         self._batch: Batch | None = None
@@ -241,8 +250,9 @@ class LayerPass(ResumableRun):
 
     def survey(self, batch: Batch) -> LayerGraph:
         """Return the calls of a pass over a batch, and learn the lifetimes of its tensors."""
-        self.learn(batch.inputs)
-        return find_layer_graph(self._model, map_tensors(batch.inputs, torch.clone), self._norm_paths)
+        found = find_layer_graph(self._model, map_tensors(batch.inputs, torch.clone), self._norm_paths)
+        self.learn(batch.inputs, found.end)
+        return found
 
     def take(
         self, request: SampleRequest, batch: Batch, kept: PassState | None, keep_at: int, stop_at: int
@@ -257,7 +267,7 @@ class LayerPass(ResumableRun):
         self._samples = [
             _CallSample(call, i, call.rows / total if len(calls) > 1 else 1.0) for i, call in enumerate(calls)
         ]
-        self._request, self._batch, self.taken = request, batch, {}
+        self._request, self._batch, self.taken, self.window = request, batch, {}, ()
         try:
             found = self.run(batch.inputs, kept, keep_at, stop_at)
             self.totals = tuple(sample.total for sample in self._samples)
@@ -319,7 +329,7 @@ class LayerPass(ResumableRun):
         first, counted = source.layer.geometry, self._batch.counted
         among = None if first.kernel else first.counted(first.positions_of(inputs), counted)
         windows = SampleWindows.drawn(first, sample.layer.geometry, inputs, source.each, self._seed(sample), among)
-        sample.windows = windows.rows()
+        sample.windows, self.window = windows.rows(), windows.size
         if source.channels is not None:
             values = source.layer.geometry.channels(self.real(inputs), source.channels)
             sample.taken |= {"before": windows.inputs(values), "there": windows.there()}
@@ -386,6 +396,23 @@ class _CallSample:
     windows: Tensor | None = None
     places: Tensor | None = None
     shape: torch.Size = field(default_factory=torch.Size)
+
+
+def _shapes(batch: Batch) -> Shapes:
+    """Return the shapes of a batch's tensors, on which its calls may depend."""
+    return tuple(tensor.shape for tensor in gather(batch.inputs))
+
+
+def _crop_windows(
+    parts: list[dict[str, Tensor]], windows: list[Sizes], first: PatchGeometry, second: PatchGeometry
+) -> None:
+    """Crop samples in windows to the smallest one along each axis: images of several sizes have several windows."""
+    found = [(part, window) for part, window in zip(parts, windows, strict=True) if part]
+    if len({window for _, window in found}) < 2:
+        return
+    least = tuple(map(min, zip(*(window for _, window in found), strict=True)))
+    for part, window in found:
+        part |= cropped_windows(part, window, least, first, second)
 
 
 def _concatenated(parts: list[Tensor]) -> Tensor:
@@ -471,8 +498,7 @@ class SampleWindows:
         padded = F.pad(inputs, [pad for pad in reversed(pads) for _ in range(2)]) if any(pads) else inputs
         first, second = self.first, self.second
         where: list[Any] = [self.samples.view(-1, *[1] * len(self.size)), slice(None)]
-        for i, size in enumerate(self._hidden()):
-            span = (size - 1) * first.stride[i] + first.dilation[i] * (first.kernel[i] - 1) + 1
+        for i, span in enumerate(_read(self._hidden(), first)):
             where.append(self._along(i, self.starts[:, i] * second.stride[i] * first.stride[i], span))
         return padded[tuple(where)].movedim(-1, 1)
 
@@ -487,9 +513,7 @@ class SampleWindows:
 
     def _hidden(self) -> Sizes:
         """Return the spatial sizes of the second layer's input in a window."""
-        second = self.second
-        axes = zip(self.size, second.kernel, second.stride, second.dilation, strict=True)
-        return tuple((m - 1) * step + wide * (k - 1) + 1 for m, k, step, wide in axes)
+        return _read(self.size, self.second)
 
     def _along(self, axis: int, starts: Tensor, size: int) -> Tensor:
         """Return positions along an axis, (N, 1.., size, ..1)."""
@@ -497,6 +521,38 @@ class SampleWindows:
         shape[axis] = size
         positions = torch.arange(size, device=starts.device)
         return starts.view(-1, *[1] * len(self.size)) + positions.view(shape)
+
+
+def cropped_windows(
+    taken: Mapping[str, Tensor], window: Sizes, size: Sizes, first: PatchGeometry, second: PatchGeometry
+) -> dict[str, Tensor]:
+    """Return what was sampled in windows with their first positions alone.
+
+    Args:
+        taken: tensors by their names in `LayerSample`.
+        window: positions of the second layer's output in a window, along each axis.
+        size: how many are left.
+        first: how the first layer reads its input.
+        second: how the second layer reads the first's output.
+    """
+    hidden = _read(size, second)
+    parts = {"before": _read(hidden, first), "there": hidden}
+    found: dict[str, Tensor] = {}
+    for name, sizes in parts.items():
+        where: Any = (..., *map(slice, sizes))
+        if name in taken:
+            found[name] = taken[name][where]
+    for name in ("window_outputs", "window_others"):
+        if name in taken:
+            wide, kept = taken[name].view(-1, *window, taken[name].shape[1]), (slice(None), *map(slice, size))
+            found[name] = wide[kept].reshape(-1, taken[name].shape[1])
+    return found
+
+
+def _read(sizes: Sizes, reading: PatchGeometry) -> Sizes:
+    """Return the spatial sizes of what a layer without padding reads for an output."""
+    axes = zip(sizes, reading.kernel, reading.stride, reading.dilation, strict=True)
+    return tuple((size - 1) * step + wide * (kernel - 1) + 1 for size, kernel, step, wide in axes)
 
 
 def convolving(reading: PatchGeometry) -> PatchGeometry:

@@ -42,13 +42,14 @@ from prunekit.statistics.layers.output_error import OutputComparison
 from prunekit.utils.context import training_mode
 from prunekit.utils.inputs import as_example, counted_positions, sample_count, sample_noun, select_samples, split
 from prunekit.utils.progress import reporting, tracked
+from prunekit.utils.sample_lists import has_sample_lists, holds_samples
 from prunekit.utils.tensors import gather
 
 
 def repair(
     dense: nn.Module,
     plan: Plan,
-    images: Tensor | Inputs | Mapping[str, Any],
+    images: Tensor | list[Tensor] | Inputs | Mapping[str, Any],
     settings: RepairSettings | None = None,
     *,
     log: Callable[[str], None] | None = None,
@@ -64,8 +65,9 @@ def repair(
     Args:
         dense: the dense model; only read.
         plan: which channels are kept.
-        images: (B, ...) inputs without labels, on the model's device, or all of them as a tuple by position or as a
-            mapping by name; the last `settings.held_out` of them are held out.
+        images: (B, ...) inputs without labels, on the model's device, or a list of images (C, H, W) of any sizes as
+            detectors take them, or all inputs as a tuple by position or as a mapping by name; the last
+            `settings.held_out` of them are held out.
         settings: of the fit.
         log: gets a line on the memory that the repair will take, before it starts.
         progress: whether to show bars on stderr; None: on a terminal and in a notebook.
@@ -82,7 +84,7 @@ def repair(
     """
     settings = settings or RepairSettings()
     require_plan(plan, dense)
-    if isinstance(images, (tuple, Mapping)):
+    if isinstance(images, (tuple, list, Mapping)):
         images = as_example(dense, images)
     inputs = require_images(images)
     plan.channel_map.require_plain_forward("repair")
@@ -93,7 +95,9 @@ def repair(
         found = _surveyed(original, inputs, plan, SAMPLES)
         layers, skipped = _fitted_layers(found, plan)
         looping = bool(layers) and _is_looping(original, inputs, plan, found)
+        axes = {layer.weight: layer.axes[0] for layer in found.layers}
         judge = OutputComparison.of(original, inputs, plan.channel_map.read)
+        judge = judge.within({name: torch.from_numpy(plan.kept(name, axis)) for name, axis in axes.items()})
         with NarrowNorms(masked, plan.channel_map, plan.keep):
             walk = LayerWalk(original, masked, plan, found, layers, inputs, settings, looping=looping)
             if log is not None:
@@ -112,7 +116,7 @@ def repair(
     done = [dropped(layer) if layer.weight in applied[count:] else layer for layer in fitter.reports]
     layers_done = _in_model_order(done, skipped, original)
     repaired = with_tensors(dense, {name: tensor.detach() for name, tensor in named_tensors(masked)})
-    return repaired, RepairReport(layers_done, before, after, count > 0, walk.memory, fitted)
+    return repaired, RepairReport(layers_done, before, after, count > 0, walk.memory, fitted, judge.selected)
 
 
 def require_images(images: Tensor | Inputs) -> Inputs:
@@ -123,28 +127,40 @@ def require_images(images: Tensor | Inputs) -> Inputs:
     """
     inputs = images if isinstance(images, tuple) else (images,)
     positional, named = split(inputs)
-    tensors = (*positional, *named.values())
-    for tensor in tensors:
-        if not isinstance(tensor, Tensor):
+    values, samples = (*positional, *named.values()), sample_count(inputs)
+    for value in values:
+        if not isinstance(value, Tensor) and not holds_samples(value, samples):
             raise DataError(
-                f"calibration: expected samples as one tensor (B, ...), or a tuple of them; got {type(tensor).__name__}"
-                + ('; a datasets.Dataset gives tensors after .with_format("torch")' if isinstance(tensor, list) else "")
+                "calibration: expected samples as one tensor (B, ...), a list of images (C, H, W), or a tuple of such; "
+                f"got {type(value).__name__}"
+                + ('; a datasets.Dataset gives tensors after .with_format("torch")' if isinstance(value, list) else "")
             )
-    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-    few = any(not tensor.dim() or len(tensor) < FEWEST_IMAGES for tensor in tensors)
-    if few or all(tensor.dim() < 2 for tensor in tensors):
+    shapes = ", ".join(_shape(value) for value in values)
+    few = any((isinstance(value, Tensor) and not value.dim()) or len(value) < FEWEST_IMAGES for value in values)
+    if few or all(isinstance(value, Tensor) and value.dim() < 2 for value in values):
         raise DataError(
             f"calibration: expected at least {FEWEST_IMAGES} {sample_noun(inputs)} (B, ...), some of which only judge; "
-            f"got a tensor of shape {shapes}; "
+            f"got {shapes if has_sample_lists(inputs) else f'a tensor of shape {shapes}'}; "
             "to prune without samples, an example is given by itself, prune(model, x, macs=0.5)"
         )
-    if len({len(tensor) for tensor in tensors}) > 1:
+    if len({len(value) for value in values}) > 1:
         raise DataError(f"calibration: expected as many samples of each input, got tensors of shape {shapes}")
-    for tensor in tensors:
-        if not bool(torch.isfinite(tensor).all()):
-            first = int((~torch.isfinite(tensor)).reshape(len(tensor), -1).any(1).nonzero()[0])
+    for value in values:
+        if (first := _first_not_finite(value)) is not None:
             raise DataError(f"calibration: sample {first} holds NaN or Inf; expected finite numbers")
     return inputs
+
+
+def _shape(value: Any) -> str:
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else f"a list of {len(value)}"
+
+
+def _first_not_finite(value: Any) -> int | None:
+    """Return the index of the first sample with NaN or Inf in it; None if there is none."""
+    if not isinstance(value, Tensor):
+        return next((i for i, one in enumerate(value) if not all(bool(t.isfinite().all()) for t in gather(one))), None)
+    wrong = (~torch.isfinite(value)).reshape(len(value), -1).any(1)
+    return int(wrong.nonzero()[0]) if bool(wrong.any()) else None
 
 
 class LayerWalk:
@@ -177,12 +193,13 @@ class LayerWalk:
         models = [original, masked] if settings.sequential else [original]
         runs = [LayerPass(model, plan.channel_map.narrow(plan.keep)) for model in models]
         for run in runs:
-            run.learn(select_samples(inputs, slice(SAMPLES)))
+            run.learn(select_samples(inputs, slice(SAMPLES)), found.end)
         count, limit = sample_count(inputs), settings.memory_bytes * HELD / len(runs)
+        device = gather(inputs)[0].device
         item = max(tensor.element_size() for tensor in original.parameters())
         sizes = [fit_size(layer, plan, count, item, settings) for layer in self._layers]
         rows = [size.rows(settings) for size in sizes]
-        sources = [self._source(layer, plan, item, gather(inputs)[0]) for layer in self._layers]
+        sources = [self._source(layer, plan, item, count, device) for layer in self._layers]
         weights = [layer.weight for layer in self._layers]
         early = [one if source is None else source.layer.weight for one, source in zip(weights, sources, strict=True)]
         size = 1 if looping else batch_size([run.lifetimes for run in runs], count, settings)
@@ -200,7 +217,6 @@ class LayerWalk:
             max((one.bytes(number, settings) for one, number in zip(sizes, rows, strict=True)), default=0),
             (min(rows, default=0), max(rows, default=0)),
         )
-        device = gather(inputs)[0].device
         self._requests = [
             SampleRequest(
                 layer,
@@ -212,12 +228,14 @@ class LayerWalk:
             for layer, number, source in zip(self._layers, rows, sources, strict=True)
         ]
 
-    def _source(self, layer: LayerCall, plan: Plan, item: int, images: Tensor) -> SourceRequest | None:
+    def _source(
+        self, layer: LayerCall, plan: Plan, item: int, images: int, device: torch.device
+    ) -> SourceRequest | None:
         """Return the request for the layer before, if both are fitted together."""
-        rows = pair_size(layer, plan, item, layer.rows * len(images) // SAMPLES, self._settings).rows
+        rows = pair_size(layer, plan, item, layer.rows * images // SAMPLES, self._settings).rows
         if layer.source is None or not rows or layer.source.weight not in {each.weight for each in self._layers}:
             return None
-        return SourceRequest(layer.source, rows / len(images), kept_channels(layer.source, plan).to(images.device))
+        return SourceRequest(layer.source, rows / images, kept_channels(layer.source, plan).to(device))
 
     def run(self) -> LayerFitter:
         """Refit all layers, and return the fitter with their reports."""

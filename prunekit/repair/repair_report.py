@@ -13,6 +13,12 @@ from prunekit.utils.display import NOTHING, Displayed, Table, listed, plural, sh
 NO_BETTER = "with all layers fitted the model's output is no better on held-out images"
 """Why a layer's fit was dropped."""
 SAME = "computes what the dense layer does"
+MUCH = 3
+"""By what factor the error of an output falls where a repair does what it can."""
+SELECTED = (
+    "repair: computed values select entries of the output, such as the queries that score best; the pruned model takes "
+    "others, or in another order, which counts as an error that no fit removes: judge by a score on labeled data"
+)
 GONE = "nothing of it is left"
 NAMED = 8
 """The most layers that a sentence names."""
@@ -92,6 +98,7 @@ class RepairReport(Displayed):
         memory: as planned before the repair started.
         fitted: the same difference with all layers fitted; if it is no less than `before`, only the first layers are
             kept, or none.
+        selected: whether computed values select entries of the compared outputs, such as the queries that score best.
 
     Example:
         >>> import prunekit as pk, torch
@@ -110,6 +117,7 @@ class RepairReport(Displayed):
     kept: bool
     memory: RepairMemory
     fitted: float = 0.0
+    selected: bool = False
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for every layer, in the order in which they run; see `LayerRepair`."""
@@ -157,12 +165,13 @@ class RepairReport(Displayed):
 
     @property
     def _left(self) -> tuple[str, ...]:
-        """Sentences on layers that could not be fitted, and why."""
+        """Sentences on a selection that hides what was reached, and on layers that could not be fitted, and why."""
         found: dict[str, list[str]] = {}
         for layer in self.layers:
             if layer.note and not layer.applied and not layer.before and layer.note not in {SAME, GONE}:
                 found.setdefault(layer.note, []).append(layer.weight.removesuffix(".weight"))
-        return tuple(f"repair: {listed(names, NAMED)} not refitted: {note}" for note, names in found.items())
+        left = tuple(f"repair: {listed(names, NAMED)} not refitted: {note}" for note, names in found.items())
+        return (SELECTED, *left) if self.selected and self.after > self.before / MUCH else left
 
 
 def reasons_of(layers: Iterable[LayerRepair]) -> list[str]:

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from prunekit.channels.tracing.storages import is_plain, memory_of, storage_of
 from prunekit.repair.tensor_lifetimes import Lifetimes, TensorKey
-from prunekit.statistics.layers.linear_layers import CallInterceptor, FunctionCall
+from prunekit.statistics.layers.linear_layers import CallInterceptor, FunctionCall, Stopped
 from prunekit.utils.inputs import call, sample_count
 from prunekit.utils.tensors import gather, map_tensors
 
@@ -76,11 +76,11 @@ class ResumableRun(CallInterceptor):
     def after(self, call: FunctionCall, result: Any) -> None:
         """Act after a call; subclasses override it."""
 
-    def learn(self, inputs: tuple[Any, ...]) -> None:
-        """Run the model on a few samples to learn the lifetime and size of each result."""
+    def learn(self, inputs: tuple[Any, ...], stop_at: int = 0) -> None:
+        """Run the model on a few samples to learn the lifetime and size of each result, up to a call (0: of all)."""
         self._learning, self.lifetimes, self.expected = True, Lifetimes(samples=sample_count(inputs)), None
         try:
-            self._run(inputs, None, 0, 0)
+            self._run(inputs, None, 0, stop_at)
         finally:
             self._learning = False
 
@@ -118,7 +118,7 @@ class ResumableRun(CallInterceptor):
         with self.intercepting(), _DispatchMode(self), unfused:
             try:
                 call(self._model, given)
-            except (_Stopped, Exception):  # a callback from C++ may turn it into another exception
+            except (Stopped, Exception):  # a callback from C++ may turn it into another exception
                 if not self._stopped:
                     raise
             finally:
@@ -185,7 +185,7 @@ class ResumableRun(CallInterceptor):
         self.before(call)
         if call.number == self._stop_at:
             self._stopped = True
-            raise _Stopped
+            raise Stopped
         result = call.run()
         self.after(call, result)
         return result
@@ -423,10 +423,6 @@ class Blank(NamedTuple):
 
 class DivergedError(BaseException):
     """A pass made other calls than the one before it, or needs a tensor that was not saved."""
-
-
-class _Stopped(BaseException):
-    """Ends a forward pass; no `except Exception` of a model catches it."""
 
 
 class _TensorMark(NamedTuple):

@@ -55,7 +55,8 @@ def _parts(metrics: Mapping[str, Any]) -> Iterator[str]:
     name, label = scores(metrics)[0]
     if numbers.is_number(pruned.get(name)) and numbers.is_number(against.get(name)):
         chance = " (at chance, so that it says nothing)" if guessing(metrics) else ""
-        yield f"{label} {numbers.percent(pruned[name], 2)} against {numbers.percent(against[name], 2)}{chance}"
+        reached, wanted = (numbers.in_unit(side[name], unit(metrics, name)) for side in (pruned, against))
+        yield f"{label} {reached} against {wanted}{chance}"
     before, after = dense.get("params"), pruned.get("params")
     if numbers.is_number(before) and numbers.is_number(after) and before:
         yield f"{numbers.share(abs(1 - after / before))} {'fewer' if after <= before else 'more'} parameters"
@@ -92,10 +93,11 @@ def _accuracy_tile(metrics: Mapping[str, Any]) -> Iterator[Tile]:
     against = reference(metrics)
     before = model(metrics, against).get(name)
     if guessing(metrics):
-        known = " against ".join(numbers.percent(value, 2) for value in (pruned, before))
+        known = " against ".join(numbers.in_unit(value, unit(metrics, name)) for value in (pruned, before))
         yield Tile(capital(label), "at chance", f"{known}: no better than one answer for all", doubtful=True)
     elif numbers.is_number(pruned) and numbers.is_number(before):
-        detail = f"points against the {'dense control' if against == 'control' else 'dense model'}"
+        than = "dense control" if against == "control" else "dense model"
+        detail = f"{_difference_unit(unit(metrics, name))} against the {than}"
         yield Tile(capital(label), numbers.difference(before, pruned), detail)
 
 
@@ -119,11 +121,13 @@ def compared(metrics: Mapping[str, Any]) -> Iterator[Row]:
 
     what, (main, title) = samples(metrics), scores(metrics)[0]
     for name, label in scores(metrics):
-        cells = tuple(_accuracy(model, name, interval=name == main) for model in found)
-        change = "says nothing: at chance" if guessing(metrics) else _points(before, pruned, name)
+        said = unit(metrics, name)
+        cells = tuple(_accuracy(model, name, said, interval=name == main) for model in found)
+        change = "says nothing: at chance" if guessing(metrics) else _points(before, pruned, name, said)
         yield Row(f"{capital(label)} on the test {what}", cells, change)
     if masks := metrics.get("activations"):
-        cell, points = _accuracy(masks, main), _points(before, masks, main)
+        said = unit(metrics, main)
+        cell, points = _accuracy(masks, main, said), _points(before, masks, main, said)
         yield Row(f"{capital(title)} under the activation masks", of_pruned(cell), points)
     yield Row(f"Test {what}", tuple((_whole(model.get("n_test")), "") for model in found), "")
     for label, key, form in (
@@ -143,14 +147,18 @@ def compared(metrics: Mapping[str, Any]) -> Iterator[Row]:
             yield Row(label, of_pruned((numbers.share(sparsity[key]), "")), "")
 
 
-def _accuracy(model: Mapping[str, Any], name: str, *, interval: bool = True) -> tuple[str, str]:
+def _accuracy(model: Mapping[str, Any], name: str, said: str, *, interval: bool = True) -> tuple[str, str]:
     ends = numbers.interval(model.get("low"), model.get("high")) if interval else ""
-    return numbers.percent(model.get(name), 2), ends
+    return numbers.in_unit(model.get(name), said), ends
 
 
-def _points(before: Mapping[str, Any], pruned: Mapping[str, Any], name: str) -> str:
+def _points(before: Mapping[str, Any], pruned: Mapping[str, Any], name: str, said: str) -> str:
     difference = numbers.difference(before.get(name), pruned.get(name))
-    return difference if difference == numbers.NOTHING else f"{difference} points"
+    return difference if difference == numbers.NOTHING else f"{difference} {_difference_unit(said)}"
+
+
+def _difference_unit(said: str) -> str:
+    return "points" if said == "%" else said
 
 
 def _whole(value: Any) -> str:
@@ -196,9 +204,21 @@ def scores(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(score["name"], score["label"]) for score in found]
 
 
+def unit(metrics: Mapping[str, Any], name: str) -> str:
+    """Return the unit of a score of the run's task."""
+    found = metrics.get("task", {}).get("scores") or ()
+    return next((score.get("unit", "%") for score in found if score["name"] == name), "%")
+
+
+def intervals(metrics: Mapping[str, Any]) -> str:
+    """Return a sentence on the intervals of the main score; empty if it has none."""
+    by = metrics.get("task", {}).get("interval", "Wilson")
+    return f"In brackets: 95 % {by} intervals." if by else ""
+
+
 def capital(text: str) -> str:
-    """Return text with a capital first letter."""
-    return text[:1].upper() + text[1:]
+    """Return text with a capital first letter; an abbreviation such as `mAP` stays as it is."""
+    return text if text[1:2].isupper() else text[:1].upper() + text[1:]
 
 
 def samples(metrics: Mapping[str, Any]) -> str:
@@ -262,7 +282,7 @@ def masked(metrics: Mapping[str, Any]) -> Iterator[str]:
     if found:
         target = f" (target {numbers.share(found['target'])})" if numbers.is_number(found.get("target")) else ""
         name, label = scores(metrics)[0]
-        reached = " ".join((label, *_accuracy(found, name)))
+        reached = " ".join((label, *_accuracy(found, name, unit(metrics, name))))
         yield f"{numbers.share(found.get('sparsity'))} of the activations are zero{target}, {reached}".rstrip()
 
 

@@ -28,7 +28,13 @@ _ERROR = (
     "Mean squared error of the layer's output against the dense model's on held-out images, as a share of the dense "
     "output's variance"
 )
+_PRECISION = (
+    "Mean over classes of the area under precision against recall, as COCO's evaluation computes it (Lin et al. 2014), "
+    "{}; in brackets the 95 % percentile bootstrap interval over test images (Efron 1979)."
+)
 METHODS = {
+    "mAP@50:95": _PRECISION.format("averaged over thresholds of the intersection over union from 0.5 to 0.95"),
+    "mAP@50": _PRECISION.split(";")[0].format("at an intersection over union of 0.5") + ".",
     "Top-1": _SCORE,
     "top-1": _SCORE,
     "MACs": _MACS,

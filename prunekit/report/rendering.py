@@ -26,6 +26,7 @@ FILTERS = (
     "digits",
     "duration",
     "factor",
+    "in_unit",
     "interval",
     "moment",
     "percent",

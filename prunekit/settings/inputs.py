@@ -84,6 +84,8 @@ class AugmentSettings(Checked):
 
 
 Augment = NamedAugment | AugmentSettings
+BOXED = ("shapes", "coco", "yolo")
+"""Sources of images with boxes, for the task `detection`."""
 
 
 @dataclass(frozen=True)
@@ -118,23 +120,38 @@ class DataSettings(Checked):
         prunekit.errors.SettingsError: DataSettings: source: expected one of 'digits', ... did you mean 'imagefolder'?
     """
 
-    source: Literal["digits", "imagefolder", "npz", "torchvision", "huggingface", "own"] = "digits"
+    source: Literal[
+        "digits", "imagefolder", "npz", "torchvision", "huggingface", "shapes", "coco", "yolo", "own"
+    ] = "digits"  # fmt: skip
     """Where the images are from: the handwritten digits that come with the package, a folder with one folder of images
     for each class, an .npz file, a data set of torchvision or of Hugging Face, or `own`: what `--data file.py:factory`
-    returns."""
+    returns. For the task `detection`: `shapes` (drawn circles, squares and triangles with their boxes), `coco` (a
+    data set in the format of COCO) or `yolo` (one in that of ultralytics)."""
     root: Path | None = None
     """Folder (imagefolder: `train/` and `test/` or `val/`, or classes alone, which are split; torchvision: where its
-    files are; huggingface: what `save_to_disk` wrote) or file (npz)."""
+    files are; huggingface: what `save_to_disk` wrote; coco: `annotations/instances_train2017.json` and
+    `instances_val2017.json` with `train2017/` and `val2017/`, or `train/_annotations.coco.json` with `valid/`; yolo:
+    `images/`, `labels/` and a `data.yaml`) or file (npz; yolo: a `data.yaml`)."""
     name: str | None = None
     """A data set of torchvision, such as `CIFAR10`, or of Hugging Face's hub in the place of `root`, such as
-    `uoft-cs/cifar10`; files are fetched only with `download`."""
+    `uoft-cs/cifar10`; files are fetched only with `download`. For coco, what follows `train` and `val` in the names of
+    its files, such as `2017`; null: what is there."""
+    images: PositiveInt | None = None
+    """For shapes: the number of images, each the same whatever their number; null: 240."""
+    targets: tuple[Literal["masks", "keypoints"], ...] = ()
+    """For detection: what is read besides boxes and their classes, for models that learn it: `masks` for Mask R-CNN,
+    `keypoints` for Keypoint R-CNN."""
+    category_ids: bool = False
+    """For coco: whether a class's number is that of its category, as in torchvision's weights for COCO, which have 91
+    classes with the background, of which 80 occur; else classes are numbered in their order, as by ultralytics."""
     columns: Columns | None = None
     """For huggingface: the columns of images and labels; null: the only ones of their kind."""
     download: bool = False
     """Whether files of the named data set may be fetched from the network."""
     image_size: PositiveInt = 32
     """Height and width of an input. An image file of another size is resized to 8/7 of it by its shorter side and its
-    center taken; the digits and the arrays of an npz are resized to it as a whole."""
+    center taken; the digits and the arrays of an npz are resized to it as a whole; images with boxes are resized by
+    their longer side and padded."""
     mean: Mean | None = None
     """Mean of a pixel in 0..1 for each of three channels, which is subtracted; null: ImageNet's, and 0.5 for the
     digits."""
@@ -188,16 +205,18 @@ class ModelSettings(Checked):
 
     name: str
     """Name of the model in its zoo; for your own code the factory, `file.py:factory`."""
-    zoo: Literal["torchvision", "cifar", "timm", "hf", "own"] = "torchvision"
-    """Where the model is from: torchvision, the package's own ResNets, timm, transformers, or your own code. `cifar`:
-    ResNets for 32x32 images, `resnet8` to `resnet110`. `timm`: any of its models (extra `timm`). `hf`: the
-    image classifier of a transformers model type such as `vit`, in its default configuration (extra `hf`). `own`: what
-    `--model file.py:factory` builds."""
+    zoo: Literal["torchvision", "cifar", "timm", "hf", "ultralytics", "own"] = "torchvision"
+    """Where the model is from: torchvision, the package's own ResNets, timm, transformers, ultralytics, or your own
+    code. `torchvision`: its classifiers and detectors. `cifar`: ResNets for 32x32 images, `resnet8` to `resnet110`.
+    `timm`: any of its models (extra `timm`). `hf`: the image classifier of a transformers model type such as `vit`, in
+    its default configuration (extra `hf`). `ultralytics`: a detector such as `yolo11n` or `rtdetr-l` (extra
+    `ultralytics`). `own`: what `--model file.py:factory` builds."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the constructor, for `hf` of the configuration; `num_classes` is filled in from the data
-    when not given."""
+    when not given, of torchvision's detectors with one more for the background, and so is their `image_size`."""
     weights: str | None = None
     """A torchvision weights name such as `IMAGENET1K_V1`, or a path to a `.safetensors` or `.pt`/`.pth`/`.th` state
-    dict (the latter read with `weights_only=True`). None: random, to be trained by `baseline`."""
+    dict (the latter read with `weights_only=True`); for `ultralytics` also its own `.pt`. None: random, to be trained
+    by `baseline`."""
     origin: str | None = None
     """Where to get weights for this recipe; shown if their file is missing."""

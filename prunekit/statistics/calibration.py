@@ -60,7 +60,7 @@ def calibrate(
         model: every module is afterwards in the mode it had.
         batches: as `prunekit.prune` takes them: tensors, or mappings of them by the names of the model's arguments; or
             tuples and lists whose first entry is that or a tuple of all arguments, such as (images, labels). Or all
-            samples as one tensor or one mapping of tensors, or a data set of them.
+            samples as one tensor, one list of images (C, H, W), or one mapping of tensors, or a data set of them.
         device: of the batches; None: that of the model's parameters.
         modules: as for `StatsCollector`.
         inputs: as for `StatsCollector`.
@@ -220,7 +220,7 @@ class StatsCollector(ConsumerHooks):
 
     def run(self, batches: Iterable[Any], *, device: torch.device | str | None = None) -> ChannelStats:
         """Run the model over batches, in eval mode without gradients, and return the statistics so far."""
-        run_passes(self._model, batches, device, self)
+        run_passes(self._model, ModelBatches(self._model, batches), device, self)
         return self.stats()
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import length_hint
 from typing import Any
@@ -11,18 +11,21 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.nn import functional as F
 
 from prunekit.errors import DataError
 from prunekit.tasks.classification import LABELS
+from prunekit.tasks.collation import IMAGES, batches_among, is_image_batch, is_sample_set, samples_in_batches
 from prunekit.tasks.task import Task, get_task
 from prunekit.utils.inputs import (
     MASK,
     Keywords,
+    are_images,
     arguments_by_name,
     as_example,
     concatenate,
     described,
+    images_in,
     inputs_as_example,
     parameter_names,
     sample_count,
@@ -30,6 +33,7 @@ from prunekit.utils.inputs import (
     select_samples,
     split,
 )
+from prunekit.utils.sample_lists import IMAGE_AXES, sample_parts
 from prunekit.utils.tensors import gather, leaves
 
 BATCH = 128
@@ -40,10 +44,10 @@ InputsAndTargets = tuple[tuple[Any, ...], Any]
 
 @dataclass(frozen=True, eq=False)
 class LabeledBatch:
-    """The inputs that a model is called with, and their labels, if there are any."""
+    """The inputs that a model is called with, and their labels or other targets, if there are any."""
 
     inputs: tuple[Any, ...]
-    labels: Tensor | None
+    labels: Any
 
     @property
     def samples(self) -> int:
@@ -52,8 +56,18 @@ class LabeledBatch:
 
     @property
     def images(self) -> Tensor:
-        """The first of the inputs, (B, ...)."""
-        return gather(self.inputs)[0]
+        """The first of the inputs, (B, ...); images of one size in a list are stacked.
+
+        Raises:
+            DataError: they have several sizes.
+        """
+        first = sample_parts(self.inputs)[0]
+        if isinstance(first, Tensor):
+            return first
+        tensors = [gather(sample)[0] for sample in first]
+        if len({tensor.shape for tensor in tensors}) > 1:
+            raise DataError(f"batches: expected images of one size, got {described(first)}; bring all to one size")
+        return torch.stack(tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,11 +78,14 @@ class ModelBatches:
 
     Attributes:
         model: whose `forward` names the inputs.
-        data: all samples, as a tensor (N, ...) or a mapping of tensors by the names of the arguments of `forward`; or
-            a map-style data set of samples, torch's or a `datasets.Dataset`; or any iterable of batches, such as a
-            DataLoader. A batch is a tensor, such a mapping, or a tuple or list whose first entry is one of these or a
-            tuple of all inputs, and whose second, if there is one, holds the targets. Of a mapping that comes without
-            a task, `labels` or `label` are the targets, and what `forward` does not take is left out.
+        data: all samples, as a tensor (N, ...), a list of images (C, H, W), or a mapping of tensors by the names of
+            the arguments of `forward`; or a map-style data set of samples, torch's or a `datasets.Dataset`; or any
+            iterable of batches, such as a DataLoader or a generator; or an iterable data set, of batches or samples. A
+            batch is a tensor, such a mapping, or a tuple or list whose first entry is one of these or a tuple of all
+            inputs, and whose second, if there is one, holds the targets. Images (C, H, W), of any sizes where the model
+            takes a list of them, may come as a list or a tuple, alone or with their targets, or one at a time. Of a
+            mapping that comes without a task, `labels` or `label` are the targets, and what `forward` does not take is
+            left out; if that is all of it, as in a batch of ultralytics, the entry with the images is the input.
         task: takes batches apart that come in another form; itself or its name.
         where: purpose of the data, for messages.
         size: samples of a batch, of data that is not in batches.
@@ -89,19 +106,25 @@ class ModelBatches:
 
     def __length_hint__(self) -> int:
         data = self.data
-        if isinstance(data, Tensor) or _holds_samples(data):
+        if isinstance(data, Tensor) or is_sample_set(data):
             return -(-len(data) // self.size)
+        if are_images(self.model, data):
+            return -(-len(data) // IMAGES)
         return 1 if isinstance(data, Mapping) else length_hint(data)
 
     def _batches(self, task: Task | None) -> Iterable[Any]:
-        data = self.data
+        data, model = self.data, self.model
         if isinstance(data, Tensor) and data.dim():
             return list(torch.split(data, self.size))
-        if isinstance(data, Mapping):
+        if isinstance(data, Mapping) and images_in(model, data) is None:
             return _split(data, self.where, self.size)
-        if _holds_samples(data):
-            names = None if task is not None else {*inspect.signature(self.model.forward).parameters, *LABELS}
-            return _collated(data, names, self.where, self.size, self.count)
+        if isinstance(data, Mapping):
+            return [data]
+        if are_images(model, data):
+            return [([*data[at : at + IMAGES]],) for at in range(0, len(data), IMAGES)]
+        if is_sample_set(data):
+            names = None if task is not None else {*inspect.signature(model.forward).parameters, *LABELS}
+            return samples_in_batches(model, data, names, self.where, self.size, self.count)
         if isinstance(data, (Tensor, str, nn.Module)) or not (
             hasattr(data, "__iter__") or hasattr(data, "__getitem__")
         ):
@@ -109,16 +132,18 @@ class ModelBatches:
                 f"{self.where}: expected a tensor or a mapping of tensors with all samples, a data set, or batches, "
                 f"such as a DataLoader; got {described(data)}"
             )
-        return data  # type: ignore[no-any-return]
+        return data if task is not None else batches_among(model, data, self.where, self.size)
 
 
 def joined_inputs(model: nn.Module, batches: Sequence[tuple[Any, ...]], where: str = "calibration") -> tuple[Any, ...]:
     """Return the inputs of all batches together; shorter ones are padded if the model takes an `attention_mask`.
 
-    The mask then leaves the padding out; batches without one get ones.
+    The mask then leaves the padding out; batches without one get ones. Lists of samples become one list. Images of
+    ultralytics' loaders, of another size in each batch, are padded as those loaders pad images of one batch.
 
     Raises:
-        DataError: samples have several sizes, and no mask marks the padding; or batches have different inputs.
+        DataError: samples of tensors have several sizes, and no mask marks the padding; or batches have different
+            inputs.
     """
     rows = [arguments_by_name(model, inputs) for inputs in batches]
     masked = MASK in parameter_names(model)
@@ -126,16 +151,18 @@ def joined_inputs(model: nn.Module, batches: Sequence[tuple[Any, ...]], where: s
     if masked and (uneven or any(MASK in row for row in rows)):
         _fill_in_masks(rows)
         _pad(rows)
+    if uneven and type(model).__module__.startswith("ultralytics."):
+        _pad_images(rows)
     wanted = {name: type(item) for name, item in rows[0].items()}
-    count = len(gather(rows[0]))
+    count = len(sample_parts(rows[0]))
     for number, row in enumerate(rows, 1):
-        if {name: type(item) for name, item in row.items()} != wanted or len(gather(row)) != count:
+        if {name: type(item) for name, item in row.items()} != wanted or len(sample_parts(row)) != count:
             raise DataError(
                 f"{where}, batch {number}: expected the same inputs as in the first one, {described(batches[0])}, got "
                 f"{described(batches[number - 1])}; let every batch hold the same"
             )
     rows = [{name: row[name] for name in wanted} for row in rows]
-    shapes = [tuple(tuple(tensor.shape[1:]) for tensor in gather(row)) for row in rows]
+    shapes = [tuple(tuple(part.shape[1:]) for part in sample_parts(row) if isinstance(part, Tensor)) for row in rows]
     for shape in shapes:
         if shape != shapes[0]:
             first, second = (" with ".join(map(str, each)) for each in (shapes[0], shape))
@@ -159,29 +186,45 @@ Row = dict[str | int, Any]
 
 
 def _fill_in_masks(rows: list[Row]) -> None:
-    """Give batches without a mask one of ones, as long as their first input."""
+    """Give batches without a mask one of ones, as long as their first input, with as many axes as the others'."""
     known = next((row[MASK] for row in rows if isinstance(row.get(MASK), Tensor)), None)
     for row in rows:
         first = next(tensor for tensor in gather(row))
         if row.get(MASK) is None and first.dim() > 1:
-            kind = torch.int64 if known is None else known.dtype
-            row[MASK] = torch.ones(first.shape[:2], dtype=kind, device=first.device)
+            kind, axes = (torch.int64, 2) if known is None else (known.dtype, known.dim())
+            row[MASK] = torch.ones(first.shape[:axes], dtype=kind, device=first.device)
 
 
 def _pad(rows: list[Row]) -> None:
     """Pad everything that is as long as a batch's mask to the length of the longest one, on the side of padding."""
     masks: list[Any] = [row.get(MASK) for row in rows]
-    if not all(isinstance(each, Tensor) and each.dim() == 2 for each in masks):
+    if not all(isinstance(each, Tensor) and each.dim() == masks[0].dim() >= 2 for each in masks):
         return
-    longest = max(each.shape[1] for each in masks)
-    left = any(bool((each[:, 0] == 0).any()) for each in masks)
+    axis = masks[0].dim() - 1
+    longest = max(each.shape[axis] for each in masks)
+    left = any(bool((each[..., 0] == 0).any()) for each in masks)
     for name in dict.fromkeys(name for row in rows for name in row):
         fill = 0 if name == MASK else _filler([row.get(name) for row in rows], masks)
         for row, each in zip(rows, masks, strict=True):
             values = row.get(name)
-            if isinstance(values, Tensor) and values.dim() > 1 and values.shape[1] == each.shape[1]:
-                more = values.new_full((len(values), longest - each.shape[1], *values.shape[2:]), fill)
-                row[name] = torch.cat([more, values] if left else [values, more], 1)
+            if isinstance(values, Tensor) and values.dim() > axis and values.shape[axis] == each.shape[axis]:
+                size = (*values.shape[:axis], longest - each.shape[axis], *values.shape[axis + 1 :])
+                more = values.new_full(size, fill)
+                row[name] = torch.cat([more, values] if left else [values, more], axis)
+
+
+GRAY = 114 / 255
+"""What ultralytics' loaders put around images, at the right and below."""
+
+
+def _pad_images(rows: list[Row]) -> None:
+    """Pad images of several sizes to the largest height and width."""
+    names = [name for name, value in rows[0].items() if isinstance(value, Tensor) and value.dim() == 1 + IMAGE_AXES]
+    for name in names:
+        sizes = [row[name].shape[2:] for row in rows]
+        height, width = (max(size[axis] for size in sizes) for axis in (0, 1))
+        for row, size in zip(rows, sizes, strict=True):
+            row[name] = F.pad(row[name], (0, width - size[1], 0, height - size[0]), value=GRAY)
 
 
 def _filler(columns: Sequence[Any], masks: Sequence[Any]) -> Any:
@@ -190,13 +233,6 @@ def _filler(columns: Sequence[Any], masks: Sequence[Any]) -> Any:
         if isinstance(values, Tensor) and values.shape == mask.shape and bool((mask == 0).any()):
             return values[mask == 0][0].item()
     return 0
-
-
-def _holds_samples(data: Any) -> bool:
-    """Return whether data is a map-style data set of samples: torch's, or one with its protocol."""
-    if isinstance(data, Dataset):
-        return not isinstance(data, IterableDataset) and hasattr(data, "__len__")
-    return hasattr(data, "__getitems__") and hasattr(data, "__len__")
 
 
 def _split(data: Mapping[str, Any], where: str, size: int) -> Iterator[Any]:
@@ -211,54 +247,39 @@ def _split(data: Mapping[str, Any], where: str, size: int) -> Iterator[Any]:
         yield select_samples(tensors, slice(start, start + size))
 
 
-def _collated(data: Any, names: Set[str] | None, where: str, size: int, count: int | None) -> Iterator[Any]:
-    """Yield batches of samples; of mappings, the entries of these names alone (None: all)."""
-    total = len(data)
-    chosen = torch.linspace(0, total - 1, min(total, count or total)).round().long().tolist() if total else []
-    for start in range(0, len(chosen), size):
-        samples = [_named(data[index], names, where) for index in chosen[start : start + size]]
-        try:
-            yield default_collate(samples)
-        except (RuntimeError, TypeError, KeyError) as error:
-            raise DataError(
-                f"{where}: expected samples of the same shapes, of which torch's default_collate makes a batch, got "
-                f"such as {described(samples[0])}: {error}; give a DataLoader with a collate_fn, for texts "
-                "transformers.DataCollatorWithPadding"
-            ) from error
-
-
-def _named(sample: Any, names: Set[str] | None, where: str) -> Any:
-    if names is None or not isinstance(sample, Mapping) or names.isdisjoint(sample):
-        return sample
-    found = {name: item for name, item in sample.items() if name in names}
-    plain = next((name for name, item in found.items() if isinstance(item, list)), None)
-    if plain is not None:
-        raise DataError(
-            f"{where}: expected samples of tensors, got a list in {plain!r}; a datasets.Dataset gives tensors after "
-            f'.with_format("torch")'
-        )
-    return found
-
-
 def _apart(model: nn.Module, batch: Any, task: Task | None, where: str) -> InputsAndTargets:
     targets = None
     if task is not None:
         inputs, targets = task.unpacking(batch, where)
-    elif isinstance(batch, (tuple, list)) and batch:
+    elif isinstance(batch, (tuple, list)) and batch and not is_image_batch(model, batch):
         inputs, targets = batch[0], batch[1] if len(batch) > 1 else None
     else:
         inputs = batch
-    if isinstance(inputs, Mapping):
+    if are_images(model, inputs):
+        inputs = [*inputs]  # tuple(zip(*samples)) gives tuples
+    if isinstance(inputs, Mapping) and (images := images_in(model, inputs)) is not None:
+        found = next((inputs[name] for name in LABELS if name in inputs), None)
+        inputs, targets = images, found if targets is None else targets
+    elif isinstance(inputs, Mapping):
         inputs, labels = _by_name(model, inputs, where)
         targets = labels if targets is None else targets
     if not gather(inputs):
-        arrays = any(isinstance(value, np.ndarray) for value in leaves(inputs))
         raise DataError(
             f"{where}: expected batches of tensors, (inputs, targets), or mappings by the names of the model's "
-            f"arguments, got {described(batch)}; "
-            + ("give tensors: torch.from_numpy(array)" if arrays else "say how it comes apart: task=...")
+            f"arguments, got {described(batch)}; {_advice(inputs)}"
         )
     return inputs_as_example(model, inputs), targets
+
+
+def _advice(inputs: Any) -> str:
+    """Return what to do about inputs that are no tensors."""
+    found = inputs.values() if isinstance(inputs, Mapping) else leaves(inputs)
+    for value in found:
+        if isinstance(value, np.ndarray):
+            return "give tensors: torch.from_numpy(array)"
+        if type(value).__module__.partition(".")[0] == "PIL":
+            return "give tensors, such as torchvision.transforms.v2.functional.pil_to_tensor(image) / 255"
+    return "say how it comes apart: task=..."
 
 
 def _by_name(model: nn.Module, batch: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], Any]:

@@ -28,7 +28,7 @@ Counts = Callable[[Any, Any], Tensor]
 
 
 class Metric(Protocol):
-    """What measures a task whose scores do not add up over batches, such as a mean average precision.
+    """A measure of a task whose scores do not add up over batches, such as a mean average precision.
 
     torchmetrics' metrics are such objects.
     """
@@ -47,10 +47,13 @@ class Score:
     Attributes:
         name: its key in tables and `metrics.json`.
         label: its name in reports, as within a sentence: `mean IoU`.
-        of: counts (K,) float64, or what the task's metric computes -> percent, 0 to 100; more is better.
+        of: counts (K,) float64, or what the task's metric computes -> percent, 0 to 100, or what `unit` says; more is
+            better.
         interval: the same -> ends of the 95 % interval, in percent; None for figures that have none. Of counts, the
             score is then a proportion, whose hits are the first count.
         chance: score of a model that always answers the most frequent class: the same -> percent; None if unknown.
+        unit: of its values, such as `dB`.
+        interval_by: what reports call the method of the interval.
     """
 
     name: str
@@ -58,6 +61,8 @@ class Score:
     of: Callable[[Any], float]
     interval: Callable[[Any], tuple[float, float]] | None = None
     chance: Callable[[Any], float] | None = None
+    unit: str = "%"
+    interval_by: str = "Wilson"
 
 
 def pair(batch: Any) -> tuple[Any, Any]:
@@ -127,6 +132,8 @@ class Task:
         loss_in_train_mode: whether models give what the loss needs in train mode alone. Where a loss or its gradients
             are wanted of a model in eval mode, it is put into train mode then, all but its norms and dropout; and
             validation measures no loss.
+        class_count: model -> the number of classes that it tells apart, as it says itself; None if it does not say. It
+            must be that of the data. None: the number of `logits` tells.
     """
 
     name: str
@@ -142,6 +149,7 @@ class Task:
     loss_inputs: Callable[[nn.Module, tuple[Any, ...], Any], tuple[Any, ...]] | None = None
     predictions: Callable[[nn.Module, tuple[Any, ...], Any], Any] | None = None
     loss_in_train_mode: bool = False
+    class_count: Callable[[nn.Module], int | None] | None = None
 
     def __post_init__(self) -> None:
         if (self.counts is None) == (self.metric is None):
@@ -196,6 +204,13 @@ class Task:
                 if self.loss_in_train_mode and isinstance(module, (_NormBase, _DropoutNd)):
                     module.training = False
             yield
+
+
+def described_task(task: Task) -> dict[str, Any]:
+    """Return the names of a task, its samples and scores, their units and the method of the interval, for reports."""
+    scores = [{"name": score.name, "label": score.label, "unit": score.unit} for score in task.scores]
+    by = None if task.main.interval is None else task.main.interval_by
+    return {"name": task.name, "samples": task.samples, "scores": scores, "interval": by}
 
 
 def training_loss(task: Task, label_smoothing: float) -> Loss:

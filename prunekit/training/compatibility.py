@@ -11,7 +11,7 @@ from torch.func import functional_call
 from prunekit.data.datasets import SampleDataset
 from prunekit.data.loader import batches
 from prunekit.data.sources import Splits
-from prunekit.errors import ModelError
+from prunekit.errors import DataError, ModelError
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import Task
 from prunekit.utils.context import seeded, training_mode
@@ -38,6 +38,9 @@ def check_fits(model: nn.Module, splits: Splits, device: torch.device) -> None:
             counts or scores don't fit its output.
         DataError: a sample cannot be read.
     """
+    require_class_count(model, splits.task, len(splits.classes))
+    if splits.task.metric is not None:
+        splits.task.metric()  # which may need a package that is not installed
     inputs, targets = two_samples(splits.train)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with seeded(0), training_mode(model, True), torch.no_grad():
@@ -45,7 +48,7 @@ def check_fits(model: nn.Module, splits: Splits, device: torch.device) -> None:
             given, targets = to_device((inputs_as_example(model, inputs), targets), device)
             given = splits.task.example_for_loss(model, given, targets)
             output = functional_call(model, buffers, *split(given))
-        except ModelError:
+        except (DataError, ModelError):
             raise
         except Exception as error:  # a model's own code may raise anything
             raise ModelError(_not_taken(model, splits.task, inputs, error)) from error
@@ -78,6 +81,17 @@ def _check_classes(model: nn.Module, splits: Splits, output: Any) -> None:
         )
 
 
+def require_class_count(model: nn.Module, task: Task, classes: int) -> None:
+    """Raise a `ModelError` if a model tells apart another number of classes than the data has, as far as both say."""
+    count = None if task.class_count is None or not classes else task.class_count(model)
+    if count not in (None, classes):
+        raise ModelError(
+            f"{type(model).__name__}: expected {classes} classes, as the data has, and its head has {count}; "
+            "set model.arguments.num_classes, which torchvision's detectors count with the background, and weights "
+            "that were trained for these classes"
+        )
+
+
 def _check_task(model: nn.Module, task: Task, output: Any, targets: Any) -> None:
     """Raise ModelError if the task cannot compute loss, counts and scores from the model's output."""
     got = f"{type(model).__name__} returned {described(output)}, the targets are {described(targets)}"
@@ -93,6 +107,7 @@ def _check_task(model: nn.Module, task: Task, output: Any, targets: Any) -> None
         raise ModelError(f"task {task.name!r}: {got}: {type(error).__name__}: {error}") from error
     if not ok:
         raise ModelError(f"task {task.name!r}: expected a loss of one number and counts (K,), got {found}; {got}")
-    outside = [f"{name} {value:.4g}" for name, value in scores.items() if not 0 <= value <= 100]
+    percents = {score.name for score in task.scores if score.unit == "%"}
+    outside = [f"{name} {value:.4g}" for name, value in scores.items() if name in percents and not 0 <= value <= 100]
     if outside:
         raise ModelError(f"task {task.name!r}: expected scores in percent, 0 to 100, got {', '.join(outside)}; {got}")

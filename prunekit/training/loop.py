@@ -29,7 +29,7 @@ from prunekit.models.outputs import require_trainable
 from prunekit.settings.inputs import Workers
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.measurement import Measurement
-from prunekit.tasks.task import Loss, Task
+from prunekit.tasks.task import Loss, Score, Task
 from prunekit.training.callbacks.callback import Callback, CallbackList, TrainingRun
 from prunekit.training.callbacks.clamp_callback import GradientClamps
 from prunekit.training.callbacks.selection import require_callbacks, task_loss
@@ -165,7 +165,7 @@ def fit(
         settings.epochs * len(train),
         called.progress_metrics,
         wanted(progress) and is_main(),
-        splits.task.main.name,
+        splits.task.main,
     )
     exact = LongStrides(model) if settings.precision == "bf16" and device.type == "cpu" else nullcontext()
     with ExitStack() as stack:
@@ -434,7 +434,7 @@ class ProgressBar:
     """A bar on stderr with epoch, loss, score, images per second, and what `metrics` returns, called once an epoch."""
 
     def __init__(
-        self, label: str, steps: int, metrics: Callable[[], Mapping[str, Any]], shown: bool, score: str
+        self, label: str, steps: int, metrics: Callable[[], Mapping[str, Any]], shown: bool, score: Score
     ) -> None:
         self.label, self.metrics, self.score = label, metrics if shown else dict, score
         self.bar = make_bar(shown, total=steps, desc=label, unit="batch")
@@ -453,7 +453,7 @@ class ProgressBar:
         """Count a batch, and show the figures of the epoch so far."""
         if not self.bar.disable:
             reached = score()
-            scored = {} if reached is None else {self.score: f"{reached:.1f}%"}
+            scored = {} if reached is None else {self.score.name: f"{reached:.1f}{self.score.unit}"}
             shown = {"loss": f"{loss:.3f}", **scored, "img/s": f"{images_per_s:.0f}", **self.extra}
             self.bar.set_postfix(shown, refresh=False)
         self.bar.update()

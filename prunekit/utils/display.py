@@ -52,6 +52,11 @@ def plural(number: int, word: str, ending: str = "s") -> str:
     return f"{number:,} {word}{ending if number != 1 else ''}"
 
 
+def counted(number: int, words: str) -> str:
+    """Return a number and words, which end in s if there is not one of them: `1 sample` of `samples`."""
+    return f"{number:,} {words.removesuffix('s') if number == 1 else words}"
+
+
 def listed(names: Iterable[str], most: int) -> str:
     """Return the first names, and how many more there are."""
     every = list(names)
@@ -68,7 +73,12 @@ def size(value: Any) -> str:
 
 def percent(value: Any, places: int = 1) -> str:
     """Return a number of percent, e.g. 98.6 %."""
-    return f"{value:.{places}f} %" if is_number(value) else NOTHING
+    return in_unit(value, "%", places)
+
+
+def in_unit(value: Any, unit: str, places: int = 2) -> str:
+    """Return a number with its unit, e.g. 98.60 % or 31.25 dB."""
+    return f"{value:.{places}f} {unit}" if is_number(value) else NOTHING
 
 
 def share(value: Any, places: int = 1) -> str:

@@ -2,23 +2,30 @@
 
 An *example* is the one form of them that the package works with, a tuple of positional arguments with `Keywords` at its
 end if there are any: `as_example` makes it of what a user gave, and `call` calls a model with it. Inputs of a batch are
-any nesting of tensors with samples on their first axis: they are counted, selected, concatenated and described here.
+any nesting of tensors with samples on their first axis, or of lists of samples (`prunekit.utils.sample_lists`): they
+are counted, selected, concatenated and described here.
 In sequences, padding is found by the `attention_mask`. Nested tensors in general are in `prunekit.utils.tensors`.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
+from math import prod
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prunekit.errors import ModelError, PrunekitError, UsageError, reason_of
+from prunekit.errors import DataError, ModelError, PrunekitError, UsageError, reason_of
+from prunekit.utils.context import training_mode
+from prunekit.utils.sample_lists import IMAGE_AXES, count_samples, map_samples, sample_parts
 from prunekit.utils.tensors import gather, leaves, map_tensors
 
 MASK = "attention_mask"
@@ -54,7 +61,9 @@ def as_example(model: nn.Module, given: Any) -> tuple[Any, ...]:
     Args:
         model: that will be called with it.
         given: a tensor, the only positional argument; a tuple of positional arguments; or a mapping of arguments by
-            name. An example stays as it is.
+            name. An example stays as it is. Also a list of images (C, H, W), which is the first argument if `forward`
+            takes a list, as torchvision's detectors do, and is stacked if not; and a mapping that is a batch of
+            images and not arguments by name, as ultralytics' loaders make them.
 
     Raises:
         UsageError: it is none of these.
@@ -63,18 +72,24 @@ def as_example(model: nn.Module, given: Any) -> tuple[Any, ...]:
     if isinstance(given, Tensor):
         return (given,)
     if isinstance(given, Mapping):
-        return (_ordered_keywords(model, (), given),)
+        images = images_in(model, given)
+        return (_ordered_keywords(model, (), given),) if images is None else (images,)
+    if are_images(model, given) and (isinstance(given, list) or takes_list(model, given[0])):
+        return from_images(model, given)
     if not isinstance(given, tuple):
         raise UsageError(f"{EXPECTED}, got {described(given)}; {_advice_instead_of(given)}")
     positional, named = split(given)
     if any(isinstance(value, np.ndarray) for value in leaves(given)) and not gather(given):
         raise UsageError(f"{EXPECTED}, got NumPy arrays {described(given)}; give torch.from_numpy(array)")
+    if positional and isinstance(positional[0], tuple) and are_images(model, positional[0]):
+        positional = tuple([*value] if isinstance(value, tuple) else value for value in positional)  # as zip gives them
     return (*positional, _ordered_keywords(model, positional, named)) if named else positional
 
 
 def as_examples(model: nn.Module, given: Any) -> Iterator[tuple[Any, ...]]:
     """Yield one example, or each of a list or another iterable of several, in the form of `as_example`."""
     single = isinstance(given, (Tensor, tuple, Mapping, np.ndarray)) or not isinstance(given, Iterable)
+    single = single or (isinstance(given, list) and are_images(model, given))
     return (as_example(model, one) for one in ([given] if single else given))
 
 
@@ -203,12 +218,118 @@ def inputs_in(batch: Any) -> Any:
 def inputs_as_example(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
     """Return the inputs of a batch as an example: a list becomes a tuple, any other object is the only argument.
 
+    Images (C, H, W) in a list are not arguments unless `forward` requires as many.
+
     Raises:
         ModelError: as in `as_example`.
+        DataError: see `from_images`.
     """
+    if isinstance(inputs, list) and are_images(model, inputs) and not 1 < len(inputs) == _required(model):
+        return from_images(model, inputs)
     if isinstance(inputs, (tuple, list)):
         return as_example(model, tuple(inputs))
     return as_example(model, inputs) if isinstance(inputs, Mapping) else (inputs,)
+
+
+def takes_list(model: nn.Module, image: Tensor | None = None) -> bool:
+    """Return whether `forward` takes its samples as a list, as its first argument's annotation says.
+
+    Without an annotation the model tells: it takes lists if it runs on one, of the image (C, H, W).
+    """
+    first = next(iter(_parameters(model)), None)
+    if first is not None and first.annotation is not inspect.Parameter.empty:
+        text = first.annotation if isinstance(first.annotation, str) else inspect.formatannotation(first.annotation)
+        return re.search(r"\b(list|Sequence|Iterable)\[[^\]]*Tensor", text, re.IGNORECASE) is not None
+    if model not in _TAKING_LISTS and image is not None:
+        _TAKING_LISTS[model] = _runs_on(model, [image])
+    return _TAKING_LISTS.get(model, False)
+
+
+_TAKING_LISTS: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+"""What was found out of models without annotations."""
+
+
+def _runs_on(model: nn.Module, images: list[Tensor]) -> bool:
+    like = next(iter(model.parameters()))
+    with training_mode(model, False), torch.no_grad():
+        try:
+            model([image.to(like.device, like.dtype) for image in images])
+        except Exception:  # whatever the model's own code raises
+            return False
+    return True
+
+
+def is_image(model: nn.Module, value: Any) -> bool:
+    """Return whether a value is one image (C, H, W), with as many channels as the model's first layer, a Conv2d, reads.
+
+    Models that take a list of samples may read other images too, and get their channels right by themselves.
+    """
+    if not isinstance(value, Tensor) or value.dim() != IMAGE_AXES:
+        return False
+    if not (value.is_floating_point() or value.dtype == torch.uint8):
+        return False
+    layers = (nn.modules.conv._ConvNd, nn.Linear, nn.Embedding)
+    first = next((module for module in model.modules() if isinstance(module, layers)), None)
+    return isinstance(first, nn.Conv2d) and (takes_list(model) or len(value) == first.in_channels)
+
+
+def are_images(model: nn.Module, values: Any) -> bool:
+    """Return whether values are images, see `is_image`, and at least one."""
+    return isinstance(values, (list, tuple)) and len(values) > 0 and all(is_image(model, value) for value in values)
+
+
+def from_images(model: nn.Module, images: Sequence[Tensor], where: str = "images") -> tuple[Any, ...]:
+    """Return images (C, H, W) as the example of a model: a list if it takes one, else stacked.
+
+    Raises:
+        DataError: a model that takes one tensor is given images of several sizes.
+    """
+    if takes_list(model, images[0]):
+        return ([*images],)
+    sizes = dict.fromkeys(" x ".join(map(str, image.shape)) for image in images)
+    if len(sizes) > 1:
+        raise DataError(
+            f"{where}: {type(model).__name__} takes images of one size as one tensor, got {described(list(images))}, "
+            f"{len(sizes)} sizes; bring all to one size, or pad them; where forward takes images of any size, annotate "
+            "its first argument: list[torch.Tensor]"
+        )
+    return (torch.stack([*images]),)
+
+
+IMAGE_NAMES = frozenset(
+    {"img", "image", "images", "pixel_values", "jpg", "jpeg", "png", "webp", "x", "input", "inputs"}
+)
+"""Names of images in batches and samples: of ultralytics, datasets, transformers, webdataset."""
+PACKAGE_KEYS = {"batch_idx", "im_file", "bboxes", "ori_shape"}
+"""Entries that mark a batch, or a sample, of ultralytics, whose uint8 images its trainers scale to 0..1."""
+
+
+def images_in(model: nn.Module, batch: Mapping[Any, Any]) -> Any:
+    """Return the images of a batch or sample whose names are not those of the arguments of `forward`.
+
+    Images of ultralytics' loaders are scaled to 0..1, as its trainers do.
+
+    Returns:
+        None if `forward` takes an argument of these names, or requires more than one, or no entry holds images and
+        is called as they are.
+    """
+    names = {one.name for one in _parameters(model) if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
+    if not names.isdisjoint(batch) or _required(model) > 1:
+        return None
+    keys = [key for key in batch if isinstance(key, str) and not IMAGE_NAMES.isdisjoint(key.split(";"))]
+    images = batch[keys[0]] if len(keys) == 1 else None
+    first = images[0] if isinstance(images, Tensor) and images.dim() == IMAGE_AXES + 1 and len(images) else images
+    if not (is_image(model, first) or are_images(model, images)):
+        return None
+    if isinstance(images, Tensor) and images.dtype == torch.uint8 and not PACKAGE_KEYS.isdisjoint(batch):
+        return images.to(next((one.dtype for one in model.parameters()), torch.float32)) / 255
+    return images
+
+
+def _required(model: nn.Module) -> int:
+    """Return the number of arguments that `forward` requires."""
+    kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return sum(one.default is one.empty and one.kind not in kinds for one in _parameters(model))
 
 
 @contextmanager
@@ -272,8 +393,9 @@ def to_device(values: Any, device: torch.device) -> Any:
 
 
 def sample_count(inputs: Any, default: int = 0) -> int:
-    """Return the number of samples: the size of the first axis of the first tensor that has one; else the default."""
-    return next((tensor.shape[0] for tensor in gather(inputs) if tensor.dim()), default)
+    """Return the number of samples: entries of the first list of them, or the first axis of the first tensor."""
+    count = count_samples(inputs)
+    return default if count is None else count
 
 
 def is_batched(example: tuple[Any, ...]) -> bool:
@@ -290,36 +412,59 @@ def sample_noun(inputs: Any) -> str:
 
 
 def select_samples(inputs: Any, index: slice | Tensor) -> Any:
-    """Return the same nesting with some of the samples, which are on the first axis of every tensor."""
-    return map_tensors(inputs, lambda tensor: tensor[index])
+    """Return the same nesting with some of the samples: of the first axis of each tensor, or of lists of samples."""
+
+    def some(samples: list[Any]) -> list[Any]:
+        return samples[index] if isinstance(index, slice) else [samples[number] for number in index.tolist()]
+
+    return map_samples(inputs, lambda tensor: tensor[index], some)
 
 
 def concatenate(parts: Sequence[Any]) -> Any:
-    """Return inputs of the same nesting, concatenated along their first axes."""
-    tensors = iter(zip(*map(gather, parts), strict=True))
-    return map_tensors(parts[0], lambda _: torch.cat(next(tensors)))
+    """Return inputs of the same nesting, concatenated along their first axes; lists of samples become one list."""
+    found = iter(zip(*map(sample_parts, parts), strict=True))
+    return map_samples(parts[0], lambda _: torch.cat(next(found)), lambda _: [*chain.from_iterable(next(found))])
 
 
 def counted_positions(model: nn.Module, example: tuple[Any, ...]) -> Tensor | None:
-    """Return which positions are not padding, (B, T) bool, by the `attention_mask`; None if all count.
+    """Return which positions are not padding, (B, ..., T) bool, by the `attention_mask`; None if all count.
 
-    A mask of zeros and ones (B, T) with a one in each row is understood, as tokenizers of transformers give it.
+    A mask of zeros and ones (B, T) with a one in each row is understood, as tokenizers of transformers give it; and one
+    of several sequences for each sample, as (B, 2, T) of pairs and (B, choices, T).
     """
-    mask = arguments_by_name(model, example).get(MASK)
-    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.is_complex():
+    mask = _padding_mask(model, example)
+    if mask is None:
         return None
     counted = mask != 0
-    plain = bool(((mask == 0) | (mask == 1)).all()) and bool(counted.any(1).all())
+    plain = bool(((mask == 0) | (mask == 1)).all()) and bool(counted.any(-1).all())
     return counted if plain and not bool(counted.all()) else None
 
 
 def sequence_shape(model: nn.Module, example: tuple[Any, ...]) -> tuple[int, int] | None:
-    """Return (B, T) if samples are sequences, with an `attention_mask` or of token numbers; None otherwise."""
-    mask = arguments_by_name(model, example).get(MASK)
-    first = mask if isinstance(mask, Tensor) else next(iter(gather(example)), None)
-    if first is None or first.dim() != 2 or (first is not mask and first.is_floating_point()):
+    """Return (B, T) if samples are sequences, with an `attention_mask` or of token numbers; None otherwise.
+
+    With a mask of several sequences for each sample, (B, ..., T), those of all samples are counted.
+    """
+    mask = _padding_mask(model, example)
+    if mask is not None:
+        return prod(mask.shape[:-1]), mask.shape[-1]
+    first = next(iter(gather(example)), None)
+    if first is None or first.dim() != 2 or first.is_floating_point() or _has_mask(model, example):
         return None
     return first.shape[0], first.shape[1]
+
+
+def _has_mask(model: nn.Module, example: tuple[Any, ...]) -> bool:
+    return isinstance(arguments_by_name(model, example).get(MASK), Tensor)
+
+
+def _padding_mask(model: nn.Module, example: tuple[Any, ...]) -> Tensor | None:
+    """Return a mask with one value for each position of the first input; None of other forms, such as (B, T, T)."""
+    mask = arguments_by_name(model, example).get(MASK)
+    if not isinstance(mask, Tensor) or mask.dim() < 2 or mask.is_complex():
+        return None
+    first = next((tensor for tensor in gather(example) if tensor is not mask), mask)
+    return mask if mask.dim() == 2 or first.shape[: mask.dim()] == mask.shape else None
 
 
 def rows_of(values: Tensor, counted: Tensor | None) -> Tensor:
@@ -328,11 +473,13 @@ def rows_of(values: Tensor, counted: Tensor | None) -> Tensor:
     Args:
         values: (B, T, ..., channels), (B * T, channels), or (B, heads, T, channels) as keys and values of attention in
             a cache. Values of another shape, such as class scores (B, classes), are returned as they are.
-        counted: see `counted_positions`; None: all count.
+        counted: see `counted_positions`; None: all count. Several sequences for each sample may be on one axis of the
+            values or on axes of their own.
     """
     if counted is None:
         return values
-    if values.dim() > 2 and values.shape[:2] == counted.shape:
+    counted = fitting_positions(values.shape, counted)
+    if values.dim() > counted.dim() and values.shape[: counted.dim()] == counted.shape:
         return values[counted.to(values.device)]
     if values.dim() == 4 and (values.shape[0], values.shape[2]) == counted.shape:
         return values.transpose(1, 2)[counted.to(values.device)]
@@ -343,7 +490,20 @@ def rows_of(values: Tensor, counted: Tensor | None) -> Tensor:
 
 def blank_padding(values: Tensor, counted: Tensor | None) -> Tensor:
     """Return values (B, T, ..., channels) with zeros at padding; values of another shape as they are."""
-    if counted is None or values.dim() < 3 or values.shape[:2] != counted.shape:
+    if counted is None:
+        return values
+    counted = fitting_positions(values.shape, counted)
+    if values.dim() <= counted.dim() or values.shape[: counted.dim()] != counted.shape:
         return values
     blank = ~counted.to(values.device)
-    return values.masked_fill(blank.view(*blank.shape, *[1] * (values.dim() - 2)), 0)
+    return values.masked_fill(blank.view(*blank.shape, *[1] * (values.dim() - blank.dim())), 0)
+
+
+def fitting_positions(shape: Sequence[int], counted: Tensor) -> Tensor:
+    """Return positions (B, ..., T) of several sequences for each sample as (B * ..., T) unless values have such axes.
+
+    Args:
+        shape: of the values.
+        counted: see `counted_positions`.
+    """
+    return counted if tuple(shape[: counted.dim()]) == counted.shape else counted.flatten(0, -2)

@@ -10,26 +10,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+Whole = Callable[[Any], bool]
+"""Whether a list or another nesting of tensors is taken as one thing."""
+
 
 def gather(value: Any) -> list[torch.Tensor]:
     """Return every tensor in nested tuples, lists, dicts, and attributes of dataclasses and other plain objects."""
-    return _gather(value, [])
+    return gather_parts(value, None)
 
 
-def _gather(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
+def gather_parts(value: Any, whole: Whole | None) -> list[Any]:
+    """Return every tensor that `gather` finds, and in their place the nestings of them that count as one thing."""
+    return _gather(value, [], whole)
+
+
+def _gather(value: Any, found: list[Any], whole: Whole | None) -> list[Any]:
+    if isinstance(value, torch.Tensor) or (whole is not None and whole(value)):
         found.append(value)
     elif value is None or isinstance(value, (int, float, str, type, nn.Module)):
         pass
     elif isinstance(value, Mapping):
         for item in value.values():
-            _gather(item, found)
+            _gather(item, found, whole)
     elif isinstance(value, (tuple, list)):
         for item in value:
-            _gather(item, found)
+            _gather(item, found, whole)
     else:
         for item in _attributes(value).values():
-            _gather(item, found)
+            _gather(item, found, whole)
     return found
 
 
@@ -45,10 +53,15 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return the same nesting with a function applied to every tensor that `gather` finds."""
-    if isinstance(value, torch.Tensor):
+    return map_parts(value, function, None)
+
+
+def map_parts(value: Any, function: Callable[[Any], Any], whole: Whole | None) -> Any:
+    """Return the same nesting with a function applied to everything that `gather_parts` finds."""
+    if isinstance(value, torch.Tensor) or (whole is not None and whole(value)):
         return function(value)
     if isinstance(value, Mapping):
-        items = {key: map_tensors(item, function) for key, item in value.items()}
+        items = {key: map_parts(item, function, whole) for key, item in value.items()}
         if type(value) is dict or not isinstance(value, MutableMapping):
             return items
         outputs = copy.copy(value)  # an OrderedDict, or what is read by attribute as well
@@ -56,12 +69,12 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
             outputs[key] = item
         return outputs
     if isinstance(value, (tuple, list)):
-        parts = [map_tensors(item, function) for item in value]
+        parts = [map_parts(item, function, whole) for item in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if gather(value):  # an object with tensors among its attributes
         twin = copy.copy(value)
         for name, item in _attributes(value).items():
-            object.__setattr__(twin, name, map_tensors(item, function))
+            object.__setattr__(twin, name, map_parts(item, function, whole))
         return twin
     return value
 

@@ -173,7 +173,8 @@ def test_outputs_that_are_not_read_shrink(outputs: Any, tmp_path: Path) -> None:
 
 def test_locks_name_the_outputs_that_need_them() -> None:
     reasons = {lock.reason.partition(";")[0] for lock in pk.trace(Detector(), IMAGES).locks}
-    assert {f"output of the model, {name!r}" for name in ("0", "1.boxes", "1.features")} <= reasons
+    named = {"0": "head", "1.features": "a, b"}
+    assert {f"output of the model, {name!r}, made by {layers}" for name, layers in named.items()} <= reasons
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_fast_curves_as_a_table_and_as_files(here: Path) -> None:
         "status.json",
     ]
     header = (folder / "sensitivity.csv").read_text().splitlines()[0]
-    assert header == "group,module,kept,channels,macs_saved,error_fast,error_total,error_measured,kl,loss,top1"
+    assert header == "group,module,kept,channels,macs_saved,error_fast,error_total,error_measured,kl,loss"
     assert "2 channel groups, 48 samples; Gram matrices of" in (folder / "log.txt").read_text()
 
 

@@ -104,7 +104,7 @@ def test_histograms_of_a_run_with_its_redundant_channels(folder: Path) -> None:
         (("filters", "{run}", "--layer", "linear"), "layer 'linear', a Linear, has no filters that are images"),
         (("histograms", "{run}", "--layers", "layr*"), "layers: 'layr*' matches no module path"),
         (("histograms", "{run}", "--threshold", "0"), "0.0 is not in the range"),
-        (("histograms", "squeezenet1_1"), "expected a run's folder or a recipe, whose calibration images"),
+        (("histograms", "squeezenet1_1"), "expected a run's folder or a recipe, whose calibration samples"),
     ],
 )
 def test_bad_input_is_one_message(folder: Path, arguments: tuple[str, ...], message: str) -> None:

@@ -76,7 +76,7 @@ def test_the_api_measures_where_it_is_told_and_leaves_the_model_alone() -> None:
     found = prunekit.sensitivity(model, x.split(64), measured_on=[(x[:50], labels[:50])], log=messages.append)
     assert messages[-1] == "sensitivity: measuring takes 7 forward passes over the samples, one as the model is"
     rows = pd.DataFrame(found.points())
-    assert list(rows.columns) == list(CURVE_COLUMNS)
+    assert list(rows.columns) == [*CURVE_COLUMNS, "top1"]
     assert list(rows["kept"]) == [7, 6, 5, 4, 3, 2, 1]
     assert list(rows["macs_saved"]) == [8 * gone for gone in range(7)]
     assert rows.notna().all(axis=None)
@@ -213,7 +213,7 @@ def test_a_job_writes_its_curves_and_never_sees_test_images(
     assert run.folder.parent == tmp_path / "small" / "sensitivity"
     assert json.loads((run.folder / "status.json").read_text())["state"] == "finished"
     rows = pd.read_csv(run.folder / "sensitivity.csv")
-    assert list(rows.columns) == list(CURVE_COLUMNS)
+    assert list(rows.columns) == [*CURVE_COLUMNS, "top1"]
     assert set(rows["group"]) == {group.name for group in run.result.groups}
     metrics = json.loads((run.folder / "sensitivity.json").read_text())
     assert metrics == json.loads(json.dumps(run.metrics))

@@ -245,7 +245,8 @@ def test_a_task_of_the_users_own_from_the_command_line(run: Callable[..., Any]) 
     assert done.exit_code in (0, 1), done.output  # 1: a net as small as this may be no faster
     found = json.loads(done.stdout)
     assert found["task"] == {
-        "name": "regression", "samples": "samples", "scores": [{"name": "r2", "label": "explained variance"}],
+        "name": "regression", "samples": "samples", "interval": None,
+        "scores": [{"name": "r2", "label": "explained variance", "unit": "%"}],
     }  # fmt: skip
     folder = Path(found["folder"])
     assert f"task: {FILE}:regression" in (folder / "recipe.yaml").read_text()

@@ -241,7 +241,9 @@ def test_another_budget_that_cannot_be_met_is_refused_before_anything_is_timed(m
         PlanSearch(model, (EXAMPLE,), whole, channel_map).with_profile()
 
 
-@pytest.mark.parametrize("other", [[torch.zeros(1, 2)], torch.zeros(3, 2), torch.tensor(1.0)], ids=repr)
+@pytest.mark.parametrize(
+    "other", [[torch.zeros(1, 2)] * 3, torch.zeros(3, 2), torch.tensor(1.0), nn.Identity()], ids=repr
+)
 def test_what_no_batches_can_be_made_of_cannot_be_timed(other: Any) -> None:
     model, channel_map, _ = net()
     wanted = PruneSettings(BudgetSettings(speedup=2.0))
@@ -275,7 +277,7 @@ def test_a_model_of_several_inputs_is_timed(runtime: Any, monkeypatch: pytest.Mo
     found = prunekit.prune(TwoInputs().eval(), example, speedup=1.3, target=target)
     assert found.delivered is not None
     asked = found.delivered.target
-    assert asked.inputs.shapes == ((3, 32, 32), (), (48,))
+    assert [tuple(one.shape) for one in asked.inputs.one] == [(1, 3, 32, 32), (1,), (1, 48)]
     assert {layer["module"] for layer in asked.profile.rows()} >= {"images", "mixed", "head"}
     assert found.delivered.final.ms > 0
     assert found.model(*example).shape == (1, 5)

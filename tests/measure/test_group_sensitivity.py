@@ -71,7 +71,7 @@ def test_each_point_is_what_the_compact_model_computes() -> None:
                 assert point.error == pytest.approx(float(error), rel=1e-9, abs=1e-20)
                 assert point.kl == pytest.approx(float(kl), rel=1e-8, abs=1e-14)
                 assert point.loss == pytest.approx(float(F.cross_entropy(got, labels)), rel=1e-9)
-                assert point.top1 == pytest.approx(100 * float((got.argmax(1) == labels).double().mean()))
+                assert point.scores.get("top1") == pytest.approx(100 * float((got.argmax(1) == labels).double().mean()))
             assert found[name][0].error == 0
             assert all(point.error > 1e-4 for point in found[name][1:])
 
@@ -96,7 +96,7 @@ def test_labels_decide_what_is_measured_and_a_loss_may_be_given() -> None:
     model, x, labels = net(), images(8), torch.arange(8) % 4
     chart, orders = mapped(model)
     point = measure_sensitivity(model, chart, orders, [x])["first"][-1]
-    assert (point.loss, point.top1) == (None, None)
+    assert (point.loss, point.scores) == (None, {})
     assert point.kl is not None
     weighted = measure_sensitivity(
         model, chart, orders, [(x, labels)], loss=lambda output, labels: output[:, 0].mean() + labels[0]
@@ -117,7 +117,7 @@ def test_every_output_tensor_counts_the_same() -> None:
     chart, orders = mapped(model)
     x = images(8)
     point = measure_sensitivity(model, chart, orders, [x.float().double()])["stem"][-1]
-    assert (point.kl, point.loss, point.top1) == (None, None, None)
+    assert (point.kl, point.loss, point.scores) == (None, None, {})
     with torch.no_grad():
         want, got = (
             model(x.float().double()),
@@ -175,8 +175,8 @@ def test_outputs_that_cannot_be_compared(function: Callable[..., Any], error: ty
     ("batches", "loss", "error", "message"),
     [
         ([], None, DataError, "expected at least one batch of samples to measure on, got none"),
-        ([images(4), (images(4), torch.zeros(4).long())], None, DataError, "labels with every batch or with none"),
-        ([images(4)], lambda output, labels: output.sum(), UsageError, "a loss needs labels"),
+        ([images(4), (images(4), torch.zeros(4).long())], None, DataError, "targets with every batch or with none"),
+        ([images(4)], lambda output, labels: output.sum(), UsageError, "a loss needs targets"),
         ([(images(4), torch.full((4,), 9))], None, DataError, "expected labels from 0 to 3"),
     ],
 )

@@ -260,13 +260,23 @@ def test_models_of_several_inputs(runtime: str) -> None:
     assert [row["batch"] for row in found.rows] == [3, 3]
 
 
-def test_what_cannot_be_drawn_at_random_is_repeated() -> None:
-    inputs = inputs_like((torch.zeros(2, 4), torch.tensor([2, 1]), torch.ones(2, 3)))
+def test_several_inputs_are_repeated_and_one_is_drawn() -> None:
+    inputs = inputs_like((torch.randn(2, 4), torch.tensor([2, 1]), torch.ones(2, 3)))
     x, index, more = inputs.sample(3)
     assert (x.shape, more.shape, index.tolist()) == ((3, 4), (3, 3), [2, 2, 2])
-    assert not torch.equal(x[:, :3], more)
-    assert all(torch.equal(one, other) for one, other in zip(inputs.sample(3), (x, index, more), strict=True))
-    assert torch.equal(inputs_of((4,)).sample(3)[0], x)  # as it is for a model of one input
-    assert inputs_of((4,)).described() == [4] != inputs.described()
-    other = Inputs(inputs.shapes, (None, torch.tensor([1]), None))
-    assert other.described() != inputs.described()
+    assert torch.equal(x, x[:1].expand(3, 4))
+    random = inputs_like((torch.zeros(2, 4),))
+    assert torch.equal(inputs_of((4,)).sample(3)[0], random.sample(3)[0])
+    assert random.sample(3)[0].count_nonzero() == 12
+    assert inputs_of((4,)).described() == random.described() == [4] != inputs.described()
+    assert Inputs((*inputs.one[:2], torch.zeros(1, 3))).described() != inputs.described()
+    assert inputs_like((torch.ones(2, 4),), drawn=False).sample(2)[0].unique().tolist() == [1.0]
+
+
+def test_targets_that_forward_takes_stay_those_of_their_images() -> None:
+    images = [torch.rand(3, 8, 6), torch.rand(3, 5, 9)]
+    targets = [{"boxes": torch.tensor([[1.0, 1, 4, 5]])}, {"boxes": torch.zeros(0, 4)}]
+    first, second, flag = inputs_like((images, targets, True)).sample(3)
+    assert [torch.equal(one, images[0]) for one in first] == [True] * 3
+    assert [one["boxes"].tolist() for one in second] == [[[1.0, 1, 4, 5]]] * 3
+    assert flag is True

@@ -1,4 +1,4 @@
-"""torchvision's classifiers by name."""
+"""torchvision's classifiers and detectors by name."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from prunekit.models.zoo import build_model, missing_weights, zoo_names
 from prunekit.settings.inputs import ModelSettings
 
 
-def test_names_are_torchvisions_classifiers() -> None:
+def test_names_are_torchvisions_classifiers_and_detectors() -> None:
     names = zoo_names()
     assert {"resnet34", "googlenet", "inception_v3", "vit_b_16", "regnet_y_400mf"} <= set(names)
-    assert "fasterrcnn_resnet50_fpn" not in names
-    assert list(names) == sorted(names)
+    assert {"fasterrcnn_resnet50_fpn", "ssdlite320_mobilenet_v3_large"} <= set(names)
+    assert "fcn_resnet50" not in names
+    detectors = torchvision.models.list_models(module=torchvision.models.detection)
+    assert names[-len(detectors) :] == tuple(detectors)
+    assert list(names[: -len(detectors)]) == sorted(names[: -len(detectors)])
 
 
 def test_the_architecture_is_torchvisions_own() -> None:

@@ -390,7 +390,9 @@ def _replicated() -> tuple[Any, ...]:
     rank = torch.distributed.get_rank()
     model = DistributedDataParallel(Net(rank))  # which gives all the first one's weights
     optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
-    pruner = Pruner(model, optimizer, X[:2], macs=0.4, steps=4, criterion="taylor", scope="global")
+    told: list[dict[str, Any]] = []
+    arguments: dict[str, Any] = {"criterion": "taylor", "scope": "global", "on_change": told.append}
+    pruner = Pruner(model, optimizer, X[:2], macs=0.4, steps=4, **arguments)
     for number in range(6):
         step(model, optimizer, 10 * number + rank)
         pruner.step()
@@ -400,6 +402,7 @@ def _replicated() -> tuple[Any, ...]:
         [change.step for change in pruner.changes],
         [*small.parameters()],
         count_all(model, optimizer),
+        [row["step"] for row in told],
     )
 
 
@@ -411,6 +414,7 @@ def test_processes_follow_one_plan(tmp_path: Path) -> None:
     assert first[1] == second[1]
     assert all(torch.equal(one, other) for one, other in zip(first[2], second[2], strict=True))
     assert first[3] == second[3] == 0
+    assert (first[4], second[4]) == (first[1], [])  # a logger needs to be told once
 
 
 @pytest.mark.parametrize(

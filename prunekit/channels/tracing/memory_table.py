@@ -30,6 +30,7 @@ from prunekit.channels.tracing.tracer import Trace
 from prunekit.errors import ModelError, reason_of
 from prunekit.utils.context import paused_garbage_collection, seeded, training_mode
 from prunekit.utils.inputs import call, sample_count
+from prunekit.utils.sample_lists import map_samples
 from prunekit.utils.tensors import gather, map_tensors
 
 TensorId = tuple[int, int]
@@ -210,7 +211,8 @@ def _recorded(model: nn.Module, example: tuple[Any, ...], wanted: _BatchSettings
 
     clone = with_tensors(model, {name: stand_in(tensor) for name, tensor in named_tensors(model)})
     wanted.prepare(clone)
-    inputs = map_tensors(map_tensors(example, of_batch), stand_in)
+    batch = map_samples(example, of_batch, lambda some: [some[i % first] for i in range(wanted.batch)])
+    inputs = map_tensors(batch, stand_in)
     own, taken = [tensor for _, tensor in named_tensors(clone)], gather(inputs)
     recording = Recording(_bytes([*own, *taken]), _bytes(taken))
     stack = ModuleStack(clone)

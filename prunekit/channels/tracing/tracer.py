@@ -19,7 +19,7 @@ from torch import nn
 
 from prunekit.channels.constraints import FixedPositions, LockRecord
 from prunekit.channels.cut.model_copy import has_gradients, named_tensors, owners, with_tensors
-from prunekit.channels.labels import Field, Labels, along
+from prunekit.channels.labels import LOCKED, Field, Labels, along
 from prunekit.channels.rewrite.call_sites import Site, caller_here, site_here, takes_sizes
 from prunekit.channels.rewrite.substitutes import substitute_all
 from prunekit.channels.rewrite.taken_positions import MEETING, PICKING, RunningExpression
@@ -42,11 +42,14 @@ from prunekit.channels.tracing.storages import Storages, inner_of
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun, is_counted, signature
 from prunekit.errors import ModelError, PrunekitError, reason_of
 from prunekit.utils.context import same_draws, seeded, takes_gradients
+from prunekit.utils.display import listed
 from prunekit.utils.inputs import InputSpec, example_advice, input_specs, sample_count
 from prunekit.utils.outputs import ALL_READ, ReadOutputs
 from prunekit.utils.tensors import gather, map_tensors
 
 OUTPUT = "output of the model"
+LAYERS_NAMED = 4
+"""How many layers behind an output the reason of a lock names."""
 GIVEN = "input {}: if that is a state, let forward make it where none is given, and give none in the example"
 WIDEST = 8
 """Bytes of the widest integers."""
@@ -464,7 +467,7 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: TracedRun, trace: Trac
     with same_draws(clone), stack, torch.set_grad_enabled(run.gradients), plain_attention(), mode:
         for output in run.calls.outputs(clone, example):
             flow.operator, flow.call = "", None
-            _lock_outputs(flow, run.calls, output)
+            _lock_outputs(flow, run.calls, output, trace)
             flow.count_macs = False  # of the first call alone
     trace.calls.update({path: max(count, trace.calls.get(path, 0)) for path, count in stack.counts.items()})
     trace.ran |= stack.ran
@@ -472,10 +475,29 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: TracedRun, trace: Trac
     trace.runs.append(run)
 
 
-def _lock_outputs(flow: LabelFlow, calls: ModelCalls, output: Any) -> None:
-    """Lock the labels of the outputs that are read; the reasons name them where there are several."""
+def _lock_outputs(flow: LabelFlow, calls: ModelCalls, output: Any, trace: Trace) -> None:
+    """Lock the labels of the outputs that are read; the reasons name them, and their layers, if there are several."""
     named = list(calls.read.tensors(output))
     several = len({name for name, _ in named}) > 1
+    layers = _layers_of(flow, named, trace) if several else {}
     for name, tensor in named:
         flow.read(tensor)
-        flow.lock(flow.fields(tensor), f"{OUTPUT}, {name!r}{calls.advice_on(name)}" if several else OUTPUT)
+        made = listed(layers[name], LAYERS_NAMED) if several else ""
+        which = f", {name!r}{f', made by {made}' if made else ''}{calls.advice_on(name)}" if several else ""
+        flow.lock(flow.fields(tensor), OUTPUT + which)
+
+
+def _layers_of(flow: LabelFlow, named: list[tuple[str, torch.Tensor]], trace: Trace) -> dict[str, list[str]]:
+    """Return by the name of an output the paths of the layers whose output channels it has, where they are free yet."""
+    rows = {
+        name.rpartition(".")[0]: flow.union.find(axes[0])
+        for name, axes in trace.labels.items()
+        if len(axes) > 1 and axes[0] is not None
+    }
+    found: dict[str, list[str]] = {name: [] for name, _ in named}
+    for name, tensor in named:
+        for labels in (one.labels for one in flow.fields(tensor)):
+            roots = flow.union.find(labels)
+            made = [path for path, own in rows.items() if np.isin(own[own != LOCKED], roots).any()]
+            found[name] += [path for path in made if path not in found[name]]
+    return found

@@ -48,7 +48,7 @@ from prunekit.channels.trial.comparison import Divergence, OperatorKey, watch_op
 from prunekit.channels.trial.float64 import Float64WhileRunning, float64_inputs, to_double
 from prunekit.errors import ModelError
 from prunekit.utils.inputs import sample_count
-from prunekit.utils.tensors import map_tensors
+from prunekit.utils.sample_lists import map_samples
 
 
 class BatchAxes:
@@ -106,7 +106,7 @@ def with_doubled_batch(example: tuple[Any, ...]) -> Any:
     def larger(tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([tensor, tensor]) if tensor.dim() and tensor.shape[0] == batch else tensor
 
-    return map_tensors(example, larger)
+    return map_samples(example, larger, lambda samples: samples + samples)
 
 
 Numbers = dict[tuple[str, CodePlace], int]

@@ -21,7 +21,7 @@ from prunekit.utils.display import text_of
 
 @click.command("diagnose", short_help="Find what is wrong with a model and its data.")
 @click.argument("arguments", nargs=-1, metavar="[MODEL] [KEY=VALUE]...")
-@click.option("--recipe", "data_recipe", metavar="RECIPE", help="Whose images and training to use.")
+@click.option("--recipe", "data_recipe", metavar="RECIPE", help="Whose data and training to use.")
 @click.option("--batches", "count", default=3, show_default=True, type=click.IntRange(min=1), help="Training batches.")
 @click.option("--ignore", multiple=True, metavar="KIND", help="A kind that is not searched for; may be repeated.")
 @model_command("diagnose.json.")
@@ -39,8 +39,9 @@ def diagnose_command(
 
     Detected, by module and in order of execution, are: shape mismatches with the way of the tensor, NaN and Inf where
     they begin, exploding and vanishing gradients, dead ReLUs, saturated sigmoids, constant channels, BatchNorm in the
-    wrong mode or without variance, unused and frozen parameters; copies among the images, labels out of range, inputs
-    unlike normalized ones; and a learning rate too high for the curvature of the loss.
+    wrong mode or without variance, unused and frozen parameters; copies among the samples, labels out of range, inputs
+    unlike normalized ones; and a learning rate too high for the curvature of the loss. For every task: gradients are
+    those of its loss.
 
     MODEL is a recipe (its dense model as training would begin: with the weights it names, else random ones), a model
     folder, or the name of a torchvision or CIFAR model; instead of it, or of a recipe's model, --model gives your own.
@@ -52,7 +53,7 @@ def diagnose_command(
     data_recipe = recipe_of_data(targets, data_recipe)
     refuse_idle_overrides(overrides, [data_recipe])
     whole = any(map(is_recipe, targets))
-    code = {"factory": given.factory if whole else None, "data": given.data}
+    code = {"factory": given.factory if whole else None, "data": given.data, "task": given.task}
     where = {"device": device, "seed": given.seed}
     job = None if data_recipe is None else job_to_read(data_recipe, overrides, given, **code, **where)
     from prunekit.jobs.diagnose import diagnose_target, first_training
@@ -73,6 +74,7 @@ def diagnose_command(
             ignore=ignore,
             own=Own(data=given.data),
             seed=job.seed if job else given.seed or 0,
+            task=job.task if job else given.task,
         )
     payload = {"model": target.name, **found.as_dict()}
     save(payload, output, "diagnose.json", console)

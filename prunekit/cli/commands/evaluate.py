@@ -69,7 +69,7 @@ def evaluate_command(
 
 def _text(result: dict[str, Any]) -> str:
     from prunekit.data.datasets import describe_corrupt
-    from prunekit.utils.display import count, interval, percent, size
+    from prunekit.utils.display import count, in_unit, interval, percent, size
 
     def size_of(result: dict[str, Any]) -> str:
         if "file_bytes" in result:
@@ -77,11 +77,13 @@ def _text(result: dict[str, Any]) -> str:
         return f"{count(result['params'])} parameters, {count(result['macs'])} MACs"
 
     corrupt, task = result["corrupt_images"], result["task"]
-    scores = ", ".join(f"{score['label']} {percent(result[score['name']], 2)}" for score in task["scores"])
+    scores = ", ".join(f"{score['label']} {in_unit(result[score['name']], score['unit'])}" for score in task["scores"])
     guessed = f"\nNot shown to be better than chance, {percent(result.get('chance'), 2)}: one answer for all"
     chance = guessed if result.get("at_chance") else ""
     if "correct" in result:
         scores += f" {interval(result['low'], result['high'])} ({result['correct']:,} of"
+    elif "low" in result:
+        scores += f", the first {interval(result['low'], result['high'])} (of"
     else:
         scores += " (of"
     return (

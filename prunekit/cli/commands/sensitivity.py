@@ -33,10 +33,10 @@ def sensitivity_command(
 ) -> None:
     """Show the error against kept channels, for every channel group of a recipe's dense model.
 
-    Fast, from unlabeled calibration images: the error of the layers that read the group after their weights are fitted
-    again, as a share of their outputs' variance. With --measured, on validation images: the error of the model's
-    output, loss and top-1 when the group is masked and nothing is fitted. Curves are written as CSV and JSON, and a
-    report.
+    Fast, from unlabeled calibration samples: the error of the layers that read the group after their weights are fitted
+    again, as a share of their outputs' variance. With --measured, on validation samples: the error of the model's
+    output, and the loss and the scores of its task, when the group is masked and nothing is fitted. For every task.
+    Curves are written as CSV and JSON, and a report.
     """
     from prunekit.jobs.sensitivity import analyze
 
@@ -56,9 +56,11 @@ def sensitivity_command(
 
 
 def _measured(metrics: dict[str, Any]) -> list[str]:
-    from prunekit.utils.display import digits, percent
+    from prunekit.utils.display import digits, in_unit
 
     if metrics["dense"] is None:
         return []
-    top1, loss = percent(metrics["dense"]["top1"], 2), digits(metrics["dense"]["loss"])
-    return [f"Dense model on {metrics['measured_images']} validation images: top-1 {top1}, loss {loss}"]
+    task, dense = metrics["task"], metrics["dense"]
+    scores = ", ".join(f"{each['label']} {in_unit(dense[each['name']], each['unit'])}" for each in task["scores"])
+    loss = f", loss {digits(dense['loss'])}" if dense["loss"] is not None else ""
+    return [f"Dense model on {metrics['measured_images']} validation {task['samples']}: {scores}{loss}"]

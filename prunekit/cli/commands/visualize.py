@@ -26,7 +26,14 @@ from prunekit.cli.models import (
     pictures_folder,
     report_of,
 )
-from prunekit.cli.options import data_option, load_job, own_model_option, recipe_options
+from prunekit.cli.options import (
+    allow_code_option,
+    data_option,
+    load_job,
+    own_model_option,
+    recipe_options,
+    task_option,
+)
 from prunekit.cli.output import Console, check_folder, plain, save
 from prunekit.report.requirements import require_report
 from prunekit.utils.display import table
@@ -70,6 +77,8 @@ def features_command(
     output: Path | None,
 ) -> None:
     """Draw feature maps of layers for one image as PNG files and a page, channels numbered, pruned ones crossed out.
+
+    For every task of images.
 
     MODEL is a run's folder or a model folder, whose dense model is shown beside the pruned one where the run has kept
     it, a recipe (its dense model, trained first where it has no weights) or the name of a model. The image is a file,
@@ -173,6 +182,8 @@ def _map_options(methods: dict[str, str]) -> Callable[[Callable[..., Any]], Call
 def cam_command(console: Console, given: ModelOptions, method: str, layer: str | None, **options: Any) -> None:
     """Draw a class activation map over an image, which shows where a model sees a class.
 
+    For classifiers of images, and for segmentation, where the score of a class is its mean over the pixels.
+
     MODEL is a run's folder or a model folder, whose dense model is shown beside the pruned one with the correlation of
     the two maps, which shows whether pruning changed what the model looks at; or a recipe or the name of a model.
     Without --class and --layer the dense model's are used. Tokens of a transformer are put back in their places.
@@ -204,8 +215,7 @@ def saliency_command(
 ) -> None:
     """Draw the gradient of a class's score at every pixel; smooth_grad averages it over noisy copies.
 
-    MODEL is as for `visualize cam`. Saliency needs no layer, and works for every model of images. Pictures of a run are
-    in its report too.
+    MODEL and tasks are as for `visualize cam`. Saliency needs no layer. Pictures of a run are in its report too.
     """
 
     def find() -> FindClassMap:
@@ -236,7 +246,7 @@ def _show_maps(
 
     where = resolve_device(device or "auto")
     with console.running():
-        pair = find_model_pair(arguments, given, console)
+        pair = find_model_pair(arguments, given, console, of_classes=click.get_current_context().info_name or "this")
         folder = pictures_folder(pair, output, "maps")
         values, shown = pair.input(image, index)
         found = class_maps(pair, values, find(), layer=layer, target=target, device=where)
@@ -276,7 +286,7 @@ def _maps_title(found: ClassMaps) -> str:
 def _map_panels(pair: ModelPair, values: Any, shown: str, found: ClassMaps) -> list[Panel]:
     from prunekit.inspection.visualize.image_files import Panel, enlarged, heated, overlaid
 
-    pixels = pair.preprocessing.to_image(values[0])
+    pixels = pair.picture(values[0])
     panels = [Panel(shown, enlarged(pixels))]
     for side, one in found.maps.items():
         drawn = overlaid(pixels, one.values[0]) if one.layer else heated(one.values[0])
@@ -287,7 +297,7 @@ def _map_panels(pair: ModelPair, values: Any, shown: str, found: ClassMaps) -> l
 
 
 def _own_options(function: Any) -> Any:
-    return own_model_option(data_option(function))
+    return own_model_option(data_option(task_option(allow_code_option(function))))
 
 
 @visualize_group.command(
@@ -323,8 +333,9 @@ def histograms_command(
 
     The page has histograms of the dense model beside the pruned one, and a table of the channels; CSV files have both.
 
-    A run's folder, or a recipe (its dense model, trained first where it has no weights). Activations are those on the
-    calibration images of the recipe. The report of a run says how many channels were found, and links to the page.
+    A run's folder, or a recipe (its dense model, trained first where it has no weights), of any task. Activations are
+    those on the calibration samples of the recipe. The report of a run says how many channels were found, and links to
+    the page.
     """
     from prunekit.jobs.pictures import StatisticsSettings, write_statistics
     from prunekit.report.pages.histograms_page import write_histograms
@@ -356,9 +367,8 @@ def _histograms_text(payload: dict[str, Any]) -> str:
         for name, channels in payload["channels"].items()
     ]
     headings = ("layer", "model", "dead", "redundant")
-    return "\n".join(
-        [f"{payload['model']} on {payload['images']} images", table(headings, rows, headings), "", *totals]
-    )  # fmt: skip
+    first = f"{payload['model']} on {payload['images']} {payload['samples']}"
+    return "\n".join([first, table(headings, rows, headings), "", *totals])
 
 
 def _findings(payload: dict[str, Any], model: str, finding: str) -> int:
@@ -392,8 +402,9 @@ def gradients_command(
 ) -> None:
     """Train the dense model of a recipe and show the median and percentiles of the absolute gradients of each layer.
 
-    As the recipe's `baseline` trains it, or with weights from a file as its `finetune` does, by the plain loss; the
-    trained model is dropped. Gradients are those of weights, before `clamp_weight_grad`; exact zeros are counted apart.
+    For every task. As the recipe's `baseline` trains it, or with weights from a file as its `finetune` does, by the
+    plain loss; the trained model is dropped. Gradients are those of weights, before `clamp_weight_grad`; exact zeros
+    are counted apart.
     """
     console, folder = Console(as_json), output or Path("gradients")
     check_folder(folder)

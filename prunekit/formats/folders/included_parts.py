@@ -84,11 +84,13 @@ def image_input(
     std: Sequence[float],
     white: float,
     channel_order: str,
+    padding: float | None = None,
 ) -> Tensor:
     """Return the model's input (channels, height, width) of an image, or of the path of one.
 
-    With `shorter_side`, the image is resized to that length of its shorter side and its center is cut out; else it is
-    resized as a whole. A pixel of the value `white` becomes 1 before mean and standard deviation are applied.
+    With `shorter_side`, the image is resized to that length of its shorter side and its center is cut out; with
+    `padding`, it is resized to fit, and centered on that gray; else it is resized as a whole. A pixel of the value
+    `white` becomes 1 before mean and standard deviation are applied.
     """
     pixels = read_image(image)
     if shorter_side is not None and pixels.size != (width, height):
@@ -100,6 +102,13 @@ def image_input(
             for new, old in ((width, pixels.width), (height, pixels.height))
         )
         pixels = pixels.crop((left, top, left + width, top + height))
+    if padding is not None and pixels.size != (width, height):
+        scale = min(width / pixels.width, height / pixels.height)
+        inside = max(1, round(pixels.width * scale)), max(1, round(pixels.height * scale))
+        canvas = Image.new("RGB", (width, height), (round(255 * padding),) * 3)
+        smaller = pixels.resize(inside, Image.Resampling[interpolation.upper()])
+        canvas.paste(smaller, ((width - inside[0]) // 2, (height - inside[1]) // 2))
+        pixels = canvas
     values = torch.from_numpy(np.array(pixels)).permute(2, 0, 1).contiguous().float() / white
     if values.shape[1:] != (height, width):
         smooth: dict[str, Any] = {"align_corners": False}

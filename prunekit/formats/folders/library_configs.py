@@ -305,7 +305,7 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def processor_config(preprocessing: Preprocessing) -> dict[str, Any] | None:
     """Return the preprocessing as transformers' `AutoImageProcessor` reads it; None if it has no such steps."""
-    if preprocessing.channel_order != "rgb" or len(preprocessing.mean) != 3:
+    if preprocessing.channel_order != "rgb" or len(preprocessing.mean) != 3 or preprocessing.padding is not None:
         return None
     size = {"height": preprocessing.height, "width": preprocessing.width}
     crops = preprocessing.shorter_side is not None

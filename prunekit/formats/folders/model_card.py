@@ -13,7 +13,11 @@ from ruamel.yaml import YAML
 from prunekit.models.interface import ModelInterface
 from prunekit.utils.display import count, is_number, percent, size
 
-_PIPELINES = {"image_classification": "image-classification", "segmentation": "image-segmentation"}
+_PIPELINES = {
+    "image_classification": "image-classification",
+    "segmentation": "image-segmentation",
+    "detection": "object-detection",
+}
 _RUNS = re.compile("`+")
 _MARKS = re.compile(r"([\\`*_{}\[\]()#+!|<>~$&])")
 _CLASSES = 50
@@ -124,8 +128,12 @@ def _results(facts: CardFacts, pipeline: str) -> list[dict[str, Any]]:
     data = facts.run.get("data") or {}
     if not scores:
         return []
+    units = {name: "percent" if unit == "%" else _one_line(unit) for name, unit in _units(facts).items()}
     metrics = [
-        {"type": "accuracy" if name == "top1" else _one_line(name), "name": f"{_one_line(label)}, percent"}
+        {
+            "type": "accuracy" if name == "top1" else _one_line(name),
+            "name": f"{_one_line(label)}, {units.get(name, 'percent')}",
+        }
         | {"value": round(float(own[name]), 4)}
         for name, label in scores
     ]
@@ -146,6 +154,11 @@ def _scores(facts: CardFacts) -> list[tuple[str, str]]:
     """Return the names and labels of a task's scores, the main one first."""
     task = facts.run.get("task") or {}
     return [(str(one["name"]), str(one["label"])) for one in task.get("scores") or ()] or [("top1", "top-1")]
+
+
+def _units(facts: CardFacts) -> Mapping[str, str]:
+    task = facts.run.get("task") or {}
+    return {str(one["name"]): str(one.get("unit", "%")) for one in task.get("scores") or ()}
 
 
 def _body(facts: CardFacts) -> Iterator[str]:
@@ -187,22 +200,22 @@ def _summary(facts: CardFacts) -> str:
 
 
 def _figures_table(facts: CardFacts) -> str:
-    scores = _scores(facts)
+    scores, units = _scores(facts), _units(facts)
     headings = ["model", *(plain(label) for _, label in scores), "MACs", "parameters", "size"]
     rows = []
     for name, row in _figures(facts).items():
-        cells = [_score(row, key, index == 0) for index, (key, _) in enumerate(scores)]
+        cells = [_score(row, key, units.get(key, "%"), index == 0) for index, (key, _) in enumerate(scores)]
         shown = f"**{name}**" if name == facts.run.get("model") else name
         rows.append([shown, *cells, count(row.get("macs")), count(row.get("params")), size(row.get("size_bytes"))])
     return markdown_table(headings, rows)
 
 
-def _score(row: Mapping[str, Any], name: str, main: bool) -> str:
+def _score(row: Mapping[str, Any], name: str, unit: str, main: bool) -> str:
     if not is_number(row.get(name)):
         return "–"
     low, high = row.get("low"), row.get("high")
     within = f" ({low:.2f} to {high:.2f})" if main and is_number(low) and is_number(high) else ""
-    return f"{row[name]:.2f} %{within}"
+    return f"{row[name]:.2f} {plain(unit)}{within}"
 
 
 def _remarks(facts: CardFacts) -> Iterator[str]:

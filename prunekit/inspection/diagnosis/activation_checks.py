@@ -122,6 +122,9 @@ def _on_purpose(module: nn.Module, layer: LayerStats) -> Channels:
 
 def _passed_on(module: nn.Module, layer: LayerStats, given: LayerStats | None) -> Channels:
     """Return the channels that are constant because their inputs are."""
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):  # rows that differ, of which the same is always read
+        found: Channels = (module.weight.detach() != module.weight[:1].detach()).any(0).cpu().numpy()
+        return found
     if given is None:
         return np.zeros(layer.channels, bool)
     alone = isinstance(module, _NormBase) or (isinstance(module, _ConvNd) and module.groups == given.channels)

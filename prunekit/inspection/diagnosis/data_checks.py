@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from prunekit.errors import DataError
 from prunekit.inspection.diagnosis.findings import DATA_ORDER, Finding, check
 from prunekit.inspection.diagnosis.observation import DataSummary, Observation
+from prunekit.statistics.layer_stats import FloatArray
 from prunekit.tasks.batches import InputsAndTargets, LabeledBatch
+from prunekit.tasks.task import Task
 from prunekit.utils.inputs import described
 from prunekit.utils.tensors import map_tensors
 
@@ -33,32 +35,32 @@ IGNORED = -100
 
 @check("duplicated_data", "data")
 def duplicated_data(observation: Observation) -> Iterator[Finding]:
-    """Yield how many images equal each other, or held-out images, bit for bit."""
-    data = observation.data
+    """Yield how many samples equal each other, or held-out ones, bit for bit."""
+    data, samples = observation.data, observation.samples
     share = _share(data.copies, data.images, data.images, data.total)
     leaked = _share(data.leaked, data.held_out, data.images, data.total)
     if data.copies > 1 and share >= COPIES:
-        yield _copies(data, share)
+        yield _copies(data, share, samples)
     if data.leaked > 1 and leaked >= COPIES:
         yield Finding(
             "data",
             DATA_ORDER,
-            "held-out images that are not trained on",
-            f"{data.leaked} of {data.held_out} held-out images are among {data.images} training images",
-            "split the data again, without copies in two splits: accuracy on these says nothing",
+            f"held-out {samples} that are not trained on",
+            f"{data.leaked} of {data.held_out} held-out {samples} are among {data.images} training {samples}",
+            "split the data again, without copies in two splits: scores on these say nothing",
             {"leaked": data.leaked, "held_out": data.held_out, "share_of_the_set": leaked},
         )
 
 
-def _copies(data: DataSummary, share: float) -> Finding:
+def _copies(data: DataSummary, share: float, samples: str) -> Finding:
     conflicting = f", {data.conflicting} of them with another label" if data.conflicting else ""
     about = f", about {share:.0%} of the data set" if data.images < data.total else ""
     return Finding(
         "data",
         DATA_ORDER,
-        f"fewer than {COPIES:.0%} of the images equal to another",
+        f"fewer than {COPIES:.0%} of the {samples} equal to another",
         f"{data.copies} of {data.images} are copies of one before{conflicting}{about}",
-        "remove the copies, and look at how the images are listed and shuffled",
+        f"remove the copies, and look at how the {samples} are listed and shuffled",
         {"copies": data.copies, "images": data.images, "conflicting": data.conflicting, "share_of_the_set": share},
     )
 
@@ -92,18 +94,44 @@ def labels_out_of_range(observation: Observation) -> Iterator[Finding]:
 
 @check("input_normalization", "data")
 def input_normalization(observation: Observation) -> Iterator[Finding]:
-    """Yield the means and standard deviations of inputs that are not normalized."""
+    """Yield the means and standard deviations of inputs that are not normalized, neither here nor by the model."""
     mean, std = observation.data.mean, observation.data.std
-    off = (np.abs(mean) > OFF_CENTER) | (std < NARROW) | (std > WIDE)
-    if off.any():
+    if _is_off(mean, std) and _is_off(*_read_first(observation)):
+        scale = "scale pixels to 0..1, then subtract" if observation.samples == "images" else "subtract"
         yield Finding(
             "data",
             DATA_ORDER,
             f"channels with a mean within {OFF_CENTER:g} of 0 and a standard deviation from {NARROW:g} to {WIDE:g}",
             f"means {_numbers(mean)}, standard deviations {_numbers(std)}",
-            "scale pixels to 0..1, then subtract the mean of this data and divide by its standard deviation, once",
+            f"{scale} the mean of this data and divide by its standard deviation, once",
             {"mean": mean.tolist(), "std": std.tolist()},
         )
+
+
+def _is_off(mean: FloatArray, std: FloatArray) -> bool:
+    return bool(((np.abs(mean) > OFF_CENTER) | (std < NARROW) | (std > WIDE)).any())
+
+
+def _read_first(observation: Observation) -> tuple[FloatArray, FloatArray]:
+    """Return means and deviations of what the first layer that reads the inputs' channels reads; else of the inputs.
+
+    A model may normalize its inputs itself, as torchvision's detectors do.
+    """
+    modules, channels = dict(observation.model.named_modules()), len(observation.data.mean)
+    read = {
+        observation.place(key.module): layer
+        for key, layer in observation.stats.items()
+        if key.side == "input" and key.call == 0 and layer.channels == channels and _has_matrix(modules.get(key.module))
+    }
+    if not read:
+        return observation.data.mean, observation.data.std
+    first = read[min(read)]
+    return first.mean, np.sqrt(first.variance)
+
+
+def _has_matrix(module: nn.Module | None) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.dim() > 1
 
 
 def _numbers(values: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> str:
@@ -125,25 +153,30 @@ class Pool:
     total: int | None = None
 
 
-def batches_of(pairs: Iterable[InputsAndTargets], where: str) -> list[LabeledBatch]:
-    """Return batches of inputs and labels.
+def batches_of(pairs: Iterable[InputsAndTargets], where: str, task: Task | None = None) -> list[LabeledBatch]:
+    """Return batches of inputs and targets.
 
     Raises:
-        DataError: labels are no tensor of one label for each input, or only some batches have labels.
+        DataError: targets are no tensor of one label for each input, and no task says that they are something else; or
+            only some batches have targets.
     """
     found: list[LabeledBatch] = []
     for number, (inputs, labels) in enumerate(pairs, 1):
-        if labels is not None and not isinstance(labels, Tensor):
-            raise DataError(f"{where}, batch {number}: expected labels in one tensor, got {described(labels)}")
-        batch = LabeledBatch(map_tensors(inputs, torch.Tensor.detach), labels)
-        if labels is not None and (not labels.ndim or len(batch.images) != len(labels)):
+        if labels is not None and task is None and not isinstance(labels, Tensor):
             raise DataError(
-                f"{where}, batch {number}: expected as many labels as inputs, got {tuple(labels.shape)} for "
+                f"{where}, batch {number}: expected labels in one tensor, got {described(labels)}; say what they are: "
+                "task=..."
+            )
+        batch = LabeledBatch(map_tensors(inputs, torch.Tensor.detach), labels)
+        alone = isinstance(labels, Tensor) and not labels.ndim
+        if labels is not None and (alone or len(batch.images) != len(labels)):
+            raise DataError(
+                f"{where}, batch {number}: expected as many labels as inputs, got {described(labels)} for "
                 f"{tuple(batch.images.shape)}"
             )
         found.append(batch)
     if len({batch.labels is None for batch in found}) > 1:
-        raise DataError(f"{where}: expected labels with every batch or with none, got some of each")
+        raise DataError(f"{where}: expected targets with every batch or with none, got some of each")
     return found
 
 
@@ -162,14 +195,14 @@ class DataRecorder:
     _sums: list[np.ndarray[Any, Any]] = field(default_factory=list)
 
     def add(self, batch: LabeledBatch) -> None:
-        """Add the images and labels of a batch."""
+        """Add the inputs and labels of a batch."""
         if batch.images.is_floating_point():
             self._measure(batch.images)
         labels = batch.labels
-        if labels is not None and class_labels(labels):
+        if class_labels(labels):
             self._labels.append(labels.cpu().flatten())
         for index, key in enumerate(_digests(batch.images)):
-            label = int(labels[index]) if labels is not None and class_labels(labels) and labels.ndim == 1 else None
+            label = int(labels[index]) if class_labels(labels) and labels.ndim == 1 else None
             self._images += 1
             if key in self._first:
                 self._copies += 1
@@ -221,9 +254,9 @@ def _digests(images: Tensor) -> Sequence[bytes]:
     ]
 
 
-def class_labels(labels: Tensor) -> bool:
+def class_labels(labels: Any) -> TypeGuard[Tensor]:
     """Return whether labels are class indices: integers, (B,) or (B, H, W)."""
-    return not labels.is_floating_point() and labels.dtype != torch.bool
+    return isinstance(labels, Tensor) and not labels.is_floating_point() and labels.dtype != torch.bool
 
 
 def in_range(labels: Tensor, classes: int) -> Tensor:

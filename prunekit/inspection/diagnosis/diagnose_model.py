@@ -18,9 +18,10 @@ from prunekit.inspection.diagnosis import activation_checks, data_checks, failur
 from prunekit.inspection.diagnosis.data_checks import Pool, batches_of
 from prunekit.inspection.diagnosis.findings import CHECKS, Diagnosis, Finding
 from prunekit.inspection.diagnosis.observation import Observation, StepSize
-from prunekit.inspection.diagnosis.observer import Loss, observe
+from prunekit.inspection.diagnosis.observer import Loss, Training, observe
 from prunekit.tasks.batches import ModelBatches
 from prunekit.tasks.task import Task, get_task
+from prunekit.utils.inputs import sample_noun
 
 CHECK_FILES = (activation_checks, data_checks, failure_checks, gradient_checks)
 """Files that register their checks when they are imported."""
@@ -37,7 +38,7 @@ def diagnose(
     pool: Pool | None = None,
     seed: int = 0,
 ) -> Diagnosis:
-    """Look for faults in a model and its data: every kind in `prunekit.inspection.diagnosis.findings.CHECKS`.
+    """Look for faults in a model of any task and its data: every kind in `inspection.diagnosis.findings.CHECKS`.
 
     The model runs forward and backward on each batch in train mode, and forward on the first one in eval mode; the
     curvature of the loss is computed on the first one. Parameters, buffers, gradients, modes, hooks and the process's
@@ -46,10 +47,10 @@ def diagnose(
 
     Args:
         model: a dense, masked or compact model, with the weights, device and mode that it is trained with.
-        batches: a few batches of inputs (B, ...) and labels, as the model is trained on them, in any form that
-            `prunekit.prune` takes; without labels, gradients and learning rate are not checked. All of them are kept in
-            memory.
-        loss: a function of the model's output and the labels that returns one number, the mean over the batch; None:
+        batches: a few batches of inputs (B, ...) and targets, as the model is trained on them, in any form that
+            `prunekit.prune` takes; without targets, gradients and learning rate are not checked. All of them are kept
+            in memory.
+        loss: a function of the model's output and the targets that returns one number, the mean over the batch; None:
             the task's loss, or cross entropy of scores (B, classes) and class labels (B,).
         task: a task or its name, which splits batches of another form and has a loss.
         optimizer: SGD, Adam or AdamW before its first step; None: the learning rate is not checked.
@@ -59,7 +60,7 @@ def diagnose(
 
     Raises:
         UsageError: a name in `ignore` is no kind of fault.
-        DataError: there are no batches, or one has an unknown form.
+        DataError: there are no batches, or one has an unknown form, such as without the targets of the task.
         ModelError: the model is compiled: hooks added after `torch.compile` are silently ignored.
 
     Example:
@@ -68,7 +69,7 @@ def diagnose(
         >>> model[0].bias.data.fill_(-100)[:2]  # the ReLU behind it is always 0
         tensor([-100., -100.])
         >>> print(pk.diagnose(model, [(torch.randn(32, 4), torch.randint(2, (32,)))]))
-        1 fault (32 training images, loss ...)
+        1 fault (32 training samples, loss ...)
         ...
         1. dead_relu in 1
            expected: fewer than 50% of a ReLU's channels without any value above 0
@@ -78,14 +79,15 @@ def diagnose(
     model = unwrapped(model)
     require_kinds(ignore)
     task = None if task is None else get_task(task)
-    given = batches_of(ModelBatches(model, batches, task, "batches"), "batches")
+    given = batches_of(ModelBatches(model, batches, task, "batches"), "batches", task)
     if not given or not any(len(batch.images) for batch in given):
         raise DataError("batches: expected at least one batch with an input in it, got none")
     step = None if optimizer is None else step_size(optimizer)
     pool = pool or Pool()
     more, held_out = ModelBatches(model, pool.more, task, "more"), ModelBatches(model, pool.held_out, task, "held_out")
     pool = replace(pool, more=more, held_out=held_out)
-    observation = observe(model, given, loss or (None if task is None else task.loss), step, pool, seed)
+    samples = sample_noun(given[0].inputs) if task is None else task.samples
+    observation = observe(model, given, Training(task, loss), step, pool, seed, samples)
     wanted = [each for kind, each in CHECKS.items() if kind not in ignore]
     skipped = {each.kind: reason for each in wanted if (reason := observation.missing.get(each.needs)) is not None}
     run = [each for each in wanted if each.kind not in skipped]
@@ -95,6 +97,7 @@ def diagnose(
         checked=tuple(each.kind for each in run),
         skipped=skipped,
         images=observation.images,
+        samples=samples,
         figures=_figures(observation),
     )
 

@@ -17,7 +17,7 @@ from prunekit.utils.display import listed
 
 @check("non_finite", "data")
 def non_finite(observation: Observation) -> Iterator[Finding]:
-    """Yield the first NaN or Inf: in the images, a parameter or buffer, an activation, the loss, or a gradient."""
+    """Yield the first NaN or Inf: in the inputs, a parameter or buffer, an activation, the loss, or a gradient."""
     for place in (_images, _tensors, _activation, _loss, _gradient):
         found = place(observation)
         if found is not None:
@@ -29,8 +29,10 @@ def _images(observation: Observation) -> Finding | None:
     if not observation.data.not_finite:
         return None
     count = observation.data.not_finite
-    came = f"{count} values of the images are NaN or Inf"
-    return _finding("data", DATA_ORDER, came, "look at how images are read and normalized", {"count": count})
+    came = f"{count} values of the {observation.samples} are NaN or Inf"
+    return _finding(
+        "data", DATA_ORDER, came, f"look at how {observation.samples} are read and normalized", {"count": count}
+    )
 
 
 def _tensors(observation: Observation) -> Finding | None:

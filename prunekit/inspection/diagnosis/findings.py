@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from prunekit.inspection.diagnosis.observation import Observation
-from prunekit.utils.display import Displayed, digits, listed, plural
+from prunekit.utils.display import Displayed, counted, digits, listed, plural
 
 MAX_FAULTS = 10
 """Faults that a diagnosis prints."""
@@ -25,7 +25,7 @@ class Finding:
 
     Attributes:
         kind: a key of `CHECKS`; set by the check that found it.
-        module: path of the module; `data` for the images and labels, empty for the model as a whole.
+        module: path of the module; `data` for the inputs and targets, empty for the model as a whole.
         order: place of the module in the order of execution, from 0; `DATA_ORDER` for the data.
         expected: what a healthy model or healthy data shows.
         came: what was observed instead.
@@ -55,8 +55,9 @@ class Diagnosis(Displayed):
         findings: root causes, in order of execution; empty where nothing is wrong.
         checked: kinds of faults that were looked for.
         skipped: kinds that could not be looked for, each with the reason.
-        images: number of images that the model ran on.
+        images: number of samples that the model ran on.
         figures: numbers that were measured, such as `loss` and `sharpness`.
+        samples: what its samples are called.
 
     Example:
         >>> import prunekit as pk, torch
@@ -66,7 +67,7 @@ class Diagnosis(Displayed):
         torch.Size([16])
         >>> found = pk.diagnose(model, [(x, torch.tensor([0, 1, 1, 0]))])
         >>> found
-        <Diagnosis: 1 fault (4 training images, loss ...): dead_relu in 1>
+        <Diagnosis: 1 fault (4 training samples, loss ...): dead_relu in 1>
         >>> print(found.findings[0].came)
         16 of 16 channels behind 0 are 0 for all 4 inputs
     """
@@ -76,6 +77,7 @@ class Diagnosis(Displayed):
     skipped: Mapping[str, str]
     images: int
     figures: Mapping[str, float]
+    samples: str = "samples"
 
     @property
     def healthy(self) -> bool:
@@ -93,7 +95,7 @@ class Diagnosis(Displayed):
         checks = f"healthy: {plural(len(self.checked), 'check')} found nothing"
         said = plural(len(self.findings), "fault") if self.findings else checks
         figures = "".join(f", {key} {digits(value)}" for key, value in self.figures.items())
-        return f"{said} ({plural(self.images, 'training image')}{figures})"
+        return f"{said} ({counted(self.images, f'training {self.samples}')}{figures})"
 
     def _headline(self) -> str:
         return self.verdict + (f": {listed(map(str, self.findings), MAX_NAMES)}" if self.findings else "")

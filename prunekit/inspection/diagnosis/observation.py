@@ -21,8 +21,8 @@ class Observation:
     Attributes:
         model: the model, unchanged.
         order: place of every module that ran in the order of execution, by path.
-        data: statistics of the images and labels.
-        images: number of images that the model ran on.
+        data: statistics of the inputs and labels.
+        images: number of samples that the model ran on.
         failure: the exception that ended the observation; None if there was none.
         stats: statistics of activations in train mode.
         eval_stats: statistics of activations in eval mode.
@@ -35,6 +35,7 @@ class Observation:
         sharpness: largest eigenvalue of the loss's Hessian, or a lower bound of it; None if unknown.
         trial: losses of one batch in successive steps of the optimizer; empty if none were tried.
         missing: what checks may need and is not here, with the reason.
+        samples: what the samples are called.
     """
 
     model: nn.Module
@@ -53,6 +54,7 @@ class Observation:
     sharpness: float | None
     trial: tuple[float, ...]
     missing: Mapping[str, str]
+    samples: str = "samples"
 
     def place(self, path: str) -> int:
         """Return the place of a module in the order of execution; one that did not run comes last."""
@@ -148,17 +150,17 @@ class BatchNormModes:
 
 @dataclass(frozen=True, eq=False)
 class DataSummary:
-    """Statistics and counts of images and labels.
+    """Statistics and counts of inputs, the first of each sample, and labels.
 
     Attributes:
-        mean, std: (C,) of the images' channels; empty if the inputs are not floating-point.
+        mean, std: (C,) of the inputs' channels; empty if the inputs are not floating-point.
         not_finite: number of values that are NaN or Inf.
-        images: number of images that were compared with each other.
-        total: number of images in the data set.
-        copies: number of images that equal an earlier one, bit for bit.
-        conflicting: number of copies whose label differs from that of the earlier image.
-        held_out: number of held-out images that were compared.
-        leaked: number of held-out images that are among the images.
+        images: number of samples that were compared with each other.
+        total: number of samples in the data set.
+        copies: number of samples that equal an earlier one, bit for bit.
+        conflicting: number of copies whose label differs from that of the earlier sample.
+        held_out: number of held-out samples that were compared.
+        leaked: number of held-out samples that are among the others.
         labels: (N,) class labels, of all positions; None if labels are no classes.
         classes: number of classes that the model scores; None if unknown.
     """

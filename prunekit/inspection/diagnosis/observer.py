@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from prunekit.errors import ModelError, PrunekitError
@@ -28,23 +28,61 @@ from prunekit.inspection.diagnosis.recorders import (
     NonlinearityRecorder,
     failure_of,
 )
-from prunekit.models.outputs import auxiliary, logits
+from prunekit.models.outputs import logits
 from prunekit.statistics.calibration import StatsCollector
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.tasks.batches import LabeledBatch
+from prunekit.tasks.classification import cross_entropy
+from prunekit.tasks.task import Task
 from prunekit.utils.context import device_of, gradients_of, seeded, set_mode, training_mode
 from prunekit.utils.inputs import call, select_samples, to_device
 
-Loss = Callable[[Any, Tensor], Tensor]
-"""A function of the model's output and the labels that returns one number, the mean over the batch."""
+Loss = Callable[[Any, Any], Tensor]
+"""A function of the model's output and the targets that returns one number, the mean over the batch."""
 CURVATURE_IMAGES = 32
 """Images for the curvature, which takes up to two dozen forward and backward passes."""
 
 
+@dataclass(frozen=True)
+class Training:
+    """The loss that models are trained by.
+
+    Attributes:
+        task: how models are called for its loss; None: with the inputs.
+        given: a loss in place of the task's; None: that, or the cross entropy of a classifier.
+    """
+
+    task: Task | None = None
+    given: Loss | None = None
+
+    @property
+    def classifies(self) -> bool:
+        """Whether the loss is the cross entropy of class scores (B, classes) and labels (B,)."""
+        return self.given is None and (self.task is None or self.task.loss is cross_entropy)
+
+    @property
+    def loss(self) -> Loss:
+        """The loss."""
+        return self.given or (cross_entropy if self.task is None else self.task.loss)
+
+    def forward(self, model: nn.Module, inputs: tuple[Any, ...], targets: Any) -> Any:
+        """Return what a model in train mode returns for the loss."""
+        known = self.task is not None and targets is not None
+        return call(model, self.task.example_for_loss(model, inputs, targets) if self.task and known else inputs)
+
+
 def observe(
-    model: nn.Module, batches: Sequence[LabeledBatch], loss: Loss | None, step: StepSize | None, pool: Pool, seed: int
+    model: nn.Module,
+    batches: Sequence[LabeledBatch],
+    training: Training,
+    step: StepSize | None,
+    pool: Pool,
+    seed: int,
+    samples: str = "samples",
 ) -> Observation:
     """Observe a model: forward and backward in train mode, forward in eval mode, and the curvature of its loss.
+
+    `samples` is what they are called.
 
     Parameters, buffers, gradients, modes and the random state are afterwards what they were, even after an error.
 
@@ -53,7 +91,7 @@ def observe(
         PrunekitError: a hook raises, such as on nested tensors.
     """
     refuse_compiled(model, "diagnose")
-    data, observer = DataRecorder(pool), Observer(model, loss)
+    data, observer = DataRecorder(pool), Observer(model, training)
     for batch in batches:
         data.add(batch)
     modes, failure, stats, evaluated = batchnorm_modes(model), None, ChannelStats({}), ChannelStats({})
@@ -85,6 +123,7 @@ def observe(
         sharpness=sharpness,
         trial=losses,
         missing=_missing(observer, failure, step),
+        samples=samples,
     )
 
 
@@ -93,11 +132,11 @@ class Observer:
 
     Args:
         model: on the device that the batches are moved to, in the mode in which it would be trained.
-        loss: see `Loss`; None: the cross entropy of a classifier.
+        training: the loss, and how the model is called for it.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss | None) -> None:
-        self.model, self.loss, self.classifies = model, loss or cross_entropy, loss is None
+    def __init__(self, model: nn.Module, training: Training) -> None:
+        self.model, self.training = model, training
         self.device = device_of(model)
         self.execution = ExecutionRecorder(model)
         self.nonlinearities = NonlinearityRecorder(self.execution)
@@ -120,25 +159,25 @@ class Observer:
     def _pass(self, batch: LabeledBatch, data: DataRecorder) -> None:
         for recorder in (self.execution, self.nonlinearities, self.output_gradients):
             recorder.begin()
-        inputs = to_device(batch.inputs, self.device)
+        inputs, targets = to_device((batch.inputs, batch.labels), self.device)
         try:
             with torch.enable_grad(), self.nonlinearities:
-                output = call(self.model, inputs)
+                output = self.training.forward(self.model, inputs, targets)
         except (PrunekitError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # a model's own code may raise anything
             raise _PassFailed(failure_of(error, self.execution)) from error
         self.images += len(batch.images)
         if batch.labels is None:
-            self.missing["gradients"] = "the batches have no labels, which the loss needs"
+            self.missing["gradients"] = "the batches have no targets, which the loss needs"
             return
-        self._backward(output, batch.labels.to(self.device), data)
+        self._backward(output, targets, data)
 
-    def _backward(self, output: Any, labels: Tensor, data: DataRecorder) -> None:
-        if self.classifies and data.classes is None:
+    def _backward(self, output: Any, labels: Any, data: DataRecorder) -> None:
+        if self.training.classifies and data.classes is None:
             data.classes = _classes(output)
         try:
-            value = self.loss(*self._in_range(output, labels, data.classes))
+            value = self.training.loss(*self._in_range(output, labels, data.classes))
         except ModelError as error:
             self.missing["gradients"] = f"{error}; or give the loss"
             return
@@ -161,9 +200,9 @@ class Observer:
         for path, norm in self.output_gradients.norms.items():
             self.outputs[path] = _larger(self.outputs.get(path), norm)
 
-    def _in_range(self, output: Any, labels: Tensor, classes: int | None) -> tuple[Any, Tensor]:
+    def _in_range(self, output: Any, labels: Any, classes: int | None) -> tuple[Any, Any]:
         """Return what the loss takes: labels that are no class, which a check reports, are put into the first class."""
-        if not self.classifies or classes is None or not class_labels(labels):
+        if not self.training.classifies or classes is None or not class_labels(labels):
             return output, labels
         return output, in_range(labels, classes)
 
@@ -205,7 +244,8 @@ class Observer:
 
         def loss() -> Tensor:
             with seeded(0):  # the same dropout every time
-                return self.loss(*self._in_range(call(self.model, inputs), labels, classes))
+                output = self.training.forward(self.model, inputs, labels)
+                return self.training.loss(*self._in_range(output, labels, classes))
 
         with training_mode(self.model, True):
             sharpness = largest_eigenvalue(loss, weights, sharpness_limit(step))
@@ -219,14 +259,6 @@ class _PassFailed(Exception):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.error)
         self.failure = failure
-
-
-def cross_entropy(output: Any, labels: Tensor) -> Tensor:
-    """Return the loss of a classifier, auxiliary heads included, as `finetune` trains it."""
-    loss = F.cross_entropy(logits(output), labels)
-    for weight, head in auxiliary(output):
-        loss = loss + weight * F.cross_entropy(head, labels)
-    return loss
 
 
 def _classes(output: Any) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -36,7 +36,7 @@ class ClassMap:
         layer: path of the layer whose activations were used; None for maps of pixels.
         values: (B, h, w), float32 or float64; not negative, except for `cam`.
         classes: (B,) int64, the class of each map.
-        probabilities: (B,), softmax of these classes.
+        probabilities: (B,), softmax of these classes; of scores of pixels, its mean over pixels.
         predicted: (B,) int64, the class of the highest score.
     """
 
@@ -75,15 +75,16 @@ def class_activation_map(
 ) -> ClassMap:
     """Return where in each image a model sees a class, by one forward pass, and one backward pass to the layer.
 
-    For dense, masked and compact models, convolutional ones and those of tokens, which are put back into their places.
-    The model runs in eval mode; modes, hooks, parameters and their gradients are afterwards what they were. See
-    `prunekit.inspection.visualize.class_maps` for the methods and their papers.
+    For dense, masked and compact models of classification and of segmentation, convolutional ones and those of tokens,
+    which are put back into their places. The model runs in eval mode; modes, hooks, parameters and their gradients are
+    afterwards what they were. See `prunekit.inspection.visualize.class_maps` for the methods and their papers.
 
     Args:
-        model: returns class logits (B, classes).
+        model: returns class logits (B, classes); or (B, classes, H, W), alone or as `out` of a mapping, of which the
+            mean over the pixels is explained, as Seg-Grad-CAM does (Vinogradova et al. 2020).
         images: (B, C, H, W), on the model's device; may be float64, as the model's weights.
-        layer: path of a module whose output has a height and width, or is the tokens of patches. None: the last one;
-            for models of tokens, the last one on whose patches the score depends.
+        layer: path of a module whose output has a height and width, or is the tokens of patches. None: the last one,
+            before the scores of pixels; for models of tokens, the last one on whose patches the score depends.
         method: `cam` needs a linear classifier that reads the mean of the layer over all places; `eigen_cam` depends
             on no class.
         target: the class, or one for each image; None: the class of the highest score.
@@ -112,12 +113,15 @@ def class_activation_map(
         # The image requires a gradient in case all weights are frozen; a first layer may overwrite its input.
         with running(model, images):
             output = model(images.detach().requires_grad_(backward).clone())
-        scores = class_scores(output)
+        found = class_scores(output)
+        scores = found.values
         classes = class_indices(scores, target)
         picked = scores.gather(1, classes[:, None])
+        if found.of_pixels:
+            kept.step_back(scores.shape[1])
         call = kept.backward(picked.sum()) if backward else kept.found()
         values = _values(call, method, kept.last_linear, scores, classes)
-    return class_map(method, call.layer, values, scores, classes)
+    return class_map(method, call.layer, values, found, classes)
 
 
 def _values(call: SpatialCall, method: CamMethod, read: LinearCall | None, scores: Tensor, classes: Tensor) -> Tensor:
@@ -164,7 +168,7 @@ def saliency(
     what they were, and no hook is used.
 
     Args:
-        model: returns class logits (B, classes).
+        model: returns class logits, as for `class_activation_map`.
         images: (B, C, H, W), on the model's device.
         method: `gradient` or `smooth_grad`.
         target: the class, or one for each image; None: the class of the highest score of the image without noise.
@@ -188,25 +192,25 @@ def saliency(
     require_images(images)
     with training_mode(model, False), torch.enable_grad():
         if method == "gradient":
-            gradients, scores, classes = _gradients(model, images, target)
+            gradients, found, classes = _gradients(model, images, target)
         else:
             with torch.no_grad(), running(model, images):
                 output = model(images.clone())
-            scores = class_scores(output)
-            classes = class_indices(scores, target)
+            found = class_scores(output)
+            classes = class_indices(found.values, target)
             gradients = _smoothed(model, images, classes, smoothing or Smoothing())
-    return class_map(method, None, gradients.abs().amax(1), scores, classes)
+    return class_map(method, None, gradients.abs().amax(1), found, classes)
 
 
-def _gradients(model: nn.Module, images: Tensor, target: ClassIndex) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients (B, C, H, W), scores (B, classes) and classes (B,)."""
+def _gradients(model: nn.Module, images: Tensor, target: ClassIndex) -> tuple[Tensor, ClassScores, Tensor]:
+    """Return gradients (B, C, H, W), scores and classes (B,)."""
     leaf = images.detach().clone().requires_grad_()
     with frozen(model):
         with running(model, images):
             output = model(leaf.clone())  # a first layer may overwrite its input
-        scores = class_scores(output)
-        classes = class_indices(scores, target)
-        picked = scores.gather(1, classes[:, None]).sum()
+        found = class_scores(output)
+        classes = class_indices(found.values, target)
+        picked = found.values.gather(1, classes[:, None]).sum()
         if picked.requires_grad:
             picked.backward()  # type: ignore[no-untyped-call]  # reentrant checkpointing refuses torch.autograd.grad
     gradients = leaf.grad
@@ -215,7 +219,7 @@ def _gradients(model: nn.Module, images: Tensor, target: ClassIndex) -> tuple[Te
             f"{type(model).__name__}: the logits have no gradient with respect to the image; the model detaches "
             "something, or computes without gradients"
         )
-    return gradients, scores, classes
+    return gradients, found, classes
 
 
 def _smoothed(model: nn.Module, images: Tensor, classes: Tensor, how: Smoothing) -> Tensor:
@@ -234,11 +238,11 @@ def _smoothed(model: nn.Module, images: Tensor, classes: Tensor, how: Smoothing)
     return total / how.samples
 
 
-def class_map(method: str, layer: str | None, values: Tensor, scores: Tensor, classes: Tensor) -> ClassMap:
-    """Return a map with the probabilities of its classes (B,), from scores (B, classes)."""
-    scores = scores.detach()
-    probabilities = scores.softmax(1).gather(1, classes[:, None])[:, 0]
-    return ClassMap(method, layer, values.cpu(), classes.cpu(), probabilities.cpu(), scores.argmax(1).cpu())
+def class_map(method: str, layer: str | None, values: Tensor, scores: ClassScores, classes: Tensor) -> ClassMap:
+    """Return a map with the probabilities of its classes (B,)."""
+    probabilities = scores.probabilities.gather(1, classes[:, None])[:, 0]
+    predicted = scores.values.detach().argmax(1)
+    return ClassMap(method, layer, values.cpu(), classes.cpu(), probabilities.cpu(), predicted.cpu())
 
 
 def require_images(images: Tensor) -> None:
@@ -251,19 +255,32 @@ def require_images(images: Tensor) -> None:
         raise UsageError(f"images: expected one or more, (B, C, H, W), got a tensor of shape {tuple(images.shape)}")
 
 
-def class_scores(output: Any) -> Tensor:
-    """Return the logits (B, classes) in the output of a model.
+@dataclass(frozen=True, eq=False)
+class ClassScores:
+    """The logits of images (B, classes), with their graph, and the probabilities; of pixels, the means of both."""
+
+    values: Tensor
+    probabilities: Tensor
+    of_pixels: bool = False
+
+
+def class_scores(output: Any) -> ClassScores:
+    """Return the scores of classes in the output of a model.
 
     Raises:
         ModelError: it has none.
     """
-    scores = logits(output)
-    if scores.ndim != 2:
+    scores = logits(output["out"] if isinstance(output, Mapping) and "out" in output else output)
+    if scores.ndim not in (2, 4):
         raise ModelError(
-            f"expected a classifier, which returns logits (B, classes), got {tuple(scores.shape)}; wrap the model so "
-            "that it returns the scores to look at, one column for each"
+            "expected a model of image_classification, which returns logits (B, classes), or of segmentation, (B, "
+            f"classes, H, W), got {tuple(scores.shape)}; wrap the model so that it returns the scores to look at, one "
+            "column for each"
         )
-    return scores
+    probabilities = scores.detach().softmax(1)
+    if scores.ndim == 2:
+        return ClassScores(scores, probabilities)
+    return ClassScores(scores.mean((2, 3)), probabilities.mean((2, 3)), of_pixels=True)
 
 
 def class_indices(scores: Tensor, target: ClassIndex) -> Tensor:

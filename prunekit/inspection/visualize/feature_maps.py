@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -82,7 +82,8 @@ def feature_maps(
     Args:
         models: models by name, in eval mode; `pruned` is pruned from another, whose module paths it has.
         image: (1, C, H, W).
-        layers: layers of the first model, see `prunekit.capture`; None: its children, as far as they can be shown.
+        layers: layers of the first model, see `prunekit.capture`; None: its children, as far as they can be shown, and
+            those in lists and dictionaries of modules.
         kept: which channels are kept.
         view: how outputs are shown; None: in the view that fits.
 
@@ -91,7 +92,7 @@ def feature_maps(
         ModelError: a model does not run on the image.
     """
     first = next(iter(models.values()))
-    wanted = [path for path, _ in first.named_children()] if layers is None else layers
+    wanted = list(_children(first)) if layers is None else layers
     paths = select_layers(first, wanted, "layers").paths
     taken = {name: _taken(name, model, image, paths) for name, model in models.items()}
     found = []
@@ -105,6 +106,15 @@ def feature_maps(
         names = ", ".join(list(paths)[:3])
         raise UsageError(f"layers: none of {names} runs and returns what can be shown; choose others")
     return found
+
+
+def _children(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Yield the paths of the children that are called themselves."""
+    for name, child in module.named_children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _children(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
 
 
 def _taken(name: str, model: nn.Module, image: Tensor, paths: Iterable[str]) -> dict[tuple[str, int], Captured]:

@@ -97,15 +97,24 @@ def read_image(path: StrPath, transform: Transform) -> Tensor:
     try:
         with Image.open(path) as file:
             image = in_rgb(ImageOps.exif_transpose(file))
-    except UnidentifiedImageError as error:
-        reason = "it is empty" if not path.stat().st_size else "it is of no format that Pillow reads"
-        raise DataError(f"{path}: expected an image, such as a PNG or JPEG file, but {reason}") from error
     except FileNotFoundError as error:
         raise DataError(f"{path}: expected an image file, and there is none") from error
     except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, EOFError and more
+        if isinstance(error.__context__ or error, UnidentifiedImageError):  # other packages wrap Pillow's `open`
+            reason = "it is empty" if not path.stat().st_size else "it is of no format that Pillow reads"
+            raise DataError(f"{path}: expected an image, such as a PNG or JPEG file, but {reason}") from error
         reason = "it is a folder" if path.is_dir() else str(getattr(error, "strerror", None) or error)
         raise DataError(f"{path}: expected an image that can be read, but {reason}") from error
     return transform(image)
+
+
+def stretched(values: Tensor) -> Pixels:
+    """Return any values (C, H, W) as an image from their least, black, to their largest; C other than 3 is averaged."""
+    shown = values.detach().cpu().float().nan_to_num()
+    shown = shown if len(shown) == 3 else shown.mean(0, keepdim=True)
+    low, high = shown.min(), shown.max()
+    pixels = ((shown - low) / (high - low).clamp_min(1e-12)).expand(3, -1, -1)
+    return np.ascontiguousarray((pixels * 255).round().to(torch.uint8).permute(1, 2, 0).numpy())
 
 
 def write_png(path: StrPath, pixels: Pixels) -> Path:

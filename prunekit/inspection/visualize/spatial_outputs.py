@@ -147,6 +147,7 @@ class SpatialActivations(HookOwner):
         super().__init__()
         self._model, self._layer, self._image = model, layer, tuple(image)
         self.calls: list[SpatialCall] = []
+        self._before: SpatialCall | None = None
         self.last_linear: LinearCall | None = None
 
     def register(self) -> None:
@@ -183,9 +184,17 @@ class SpatialActivations(HookOwner):
         tokens = last is not None and last.layout.order == "tokens"
         if (tokens and not layout.fits) or (tokens and layout.order == "tokens" and isinstance(module, nn.Linear)):
             return  # heads of attention, or its projections of what the layer before returned
+        call = self._call(path, output, layout)
+        if last is not None and last.values.shape[1] != call.values.shape[1]:
+            self._before = last
         if layout.order != "tokens":
             self.calls.clear()
-        self.calls.append(self._call(path, output, layout))
+        self.calls.append(call)
+
+    def step_back(self, classes: int) -> None:
+        """Take the last call before the scores of pixels, (B, classes, h, w), if no layer is named."""
+        if self._layer is None and self._before is not None and self.calls[-1].values.shape[1] == classes:
+            self.calls = [self._before]
 
     def _call(self, path: str, output: Tensor, layout: Layout) -> SpatialCall:
         call = SpatialCall(path, output, layout, layout.maps(output.detach().clone()), output._version)

@@ -40,7 +40,7 @@ from prunekit.models.interface import ModelInterface
 from prunekit.settings.deployment import QuantizeSettings
 from prunekit.utils.context import on_device, set_mode
 from prunekit.utils.context import threads as with_threads
-from prunekit.utils.display import Displayed, Table, digits, factor, interval, scientific, share, size
+from prunekit.utils.display import Displayed, Table, digits, factor, in_unit, interval, scientific, share, size
 from prunekit.utils.files import set_permissions
 from prunekit.utils.inputs import call, is_batched, sample_count, select_samples
 
@@ -312,7 +312,8 @@ def score_export(model: ExportedModel, splits: Splits | None, log: Log) -> Score
     if splits is None:
         return None
     found = evaluate(model, batches(splits.test, READ, shuffle_seed=None), splits.task, CPU)
-    log(f"export: {model.path.name} itself reaches {splits.task.main.label} {next(iter(found.values.values())):.2f} %")
+    reached = in_unit(next(iter(found.values.values())), splits.task.main.unit)
+    log(f"export: {model.path.name} itself reaches {splits.task.main.label} {reached}")
     return found
 
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from prunekit.channels.channel_map import ChannelMap
@@ -23,7 +23,7 @@ from prunekit.statistics.taylor_terms import StepGradients, collect_gradients
 from prunekit.tasks.batches import InputsAndTargets, ModelBatches
 from prunekit.tasks.task import Loss, Task
 from prunekit.utils.context import seeded
-from prunekit.utils.inputs import to_device
+from prunekit.utils.inputs import sample_count, to_device
 
 FROM_SAMPLES = {"stats", "moments", "patches", "ranks"}
 """Needs of a criterion that are collected from samples without labels."""
@@ -149,7 +149,7 @@ def labeled_batches(model: nn.Module, data: Any, task: Task | str | None, count:
     device, found, seen = next(model.parameters()).device, list[InputsAndTargets](), 0
     for pair in ModelBatches(model, data, task, count=count):
         found.append(to_device(pair, device))
-        seen += next((len(tensor) for tensor in pair[0] if isinstance(tensor, Tensor)), 1)
+        seen += sample_count(pair[0], 1)
         if seen >= count:
             break
     return found

@@ -41,7 +41,7 @@ from prunekit.utils.tensors import map_tensors
 
 IMAGES = 1024
 Calibration = Tensor | Mapping[str, Any] | Iterable[Any]
-"""Samples: tensors that hold all of them, a data set, or a loader."""
+"""Samples: tensors that hold all of them, a list of images, a data set, a generator, or a loader."""
 
 NOTES = 10
 """Notes of a result that are shown."""
@@ -182,14 +182,17 @@ def prune(
     Args:
         model: any module that runs on the example; not changed.
         example: what the model is called with: a tensor, such as `torch.randn(1, 3, 224, 224)`, a tuple of positional
-            arguments, or a mapping of arguments by name. May be left out where `calibration` is given; with both, this
-            is what is traced.
+            arguments, a mapping of arguments by name, or a list of images (C, H, W). May be left out where
+            `calibration` is given; with both, this is what is traced.
         calibration: samples, preprocessed as the model wants them: a tensor (B, ...) or a mapping of tensors by the
             names of the arguments of `forward`; a map-style data set; or a loader, any iterable of batches, tensors or
-            such mappings or (inputs, ...) each, such as a DataLoader; the first entry, or what `task` unpacks, may be
-            several inputs: a tuple of them, or a mapping. Of a mapping, `labels` or `label` are no inputs, and what
-            `forward` does not take is left out. Where it takes an `attention_mask`, batches may differ in length, and
-            positions that the mask leaves out count for nothing.
+            such mappings or (inputs, ...) each, such as a DataLoader or a generator; the first entry, or what `task`
+            unpacks, may be several inputs: a tuple of them, or a mapping. Of a mapping, `labels` or `label` are no
+            inputs, and what `forward` does not take is left out. Where it takes an `attention_mask`, batches may differ
+            in length, and positions that the mask leaves out count for nothing. Images (C, H, W) may come one by one,
+            as a list, or in batches that are lists or tuples of them, alone or with targets; of any sizes where the
+            model takes a list, as torchvision's detectors do. Batches of ultralytics' loaders are taken as they are,
+            and their uint8 images scaled to 0..1. An iterable data set may yield samples or batches.
         macs: share of the multiply-accumulates that may be left, above 0 and at most 1.
         channels: share of the channels that may be left.
         params: share of the parameters that may be left.

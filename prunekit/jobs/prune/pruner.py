@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, replace
 from types import TracebackType
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from prunekit.compaction.compact_model import compact
+from prunekit.distributed.process_group import is_main
 from prunekit.distributed.sharded_tensors import is_sharded
 from prunekit.errors import ArtifactError, ModelError, PlanError, UsageError
 from prunekit.hooks.hook import OwnedHook
@@ -97,6 +98,8 @@ class Pruner(Displayed):
         seed: of the random criterion.
         more_examples: further examples, for branches of the model that the first does not take.
         outputs: which of the model's outputs are read, see `prunekit.prune`.
+        on_change: called after each stage, for loggers, with a dictionary of numbers: the stage's row as `rows` has it,
+            and `sparsity`, the share of weights that are zero; of several processes in the main one alone.
         progress: whether to show what happens while the pruner is made, on stderr; None: on a terminal and in a
             notebook.
 
@@ -165,6 +168,7 @@ class Pruner(Displayed):
         seed: int = 0,
         more_examples: Sequence[Any] = (),
         outputs: Outputs | None = None,
+        on_change: Callable[[dict[str, Any]], None] | None = None,
         progress: bool | None = None,
         **budgets: float,
     ) -> None:
@@ -232,7 +236,7 @@ class Pruner(Displayed):
             limits, by = _limits(clamp_activation_grad)
             self._clamps["clamp_activation_grad"] = clamp_activations(inner, limits, by=by, loss_scale=scaler)
         self.verification: Verification | None = None
-        self._over = ""
+        self._over, self._on_change = "", on_change
         with ExitStack() as entered:
             owners: tuple[AbstractContextManager[Any], ...] = (self._masks, self._steps, *self._clamps.values())
             for owner in (*owners, self._averaged or nullcontext()):
@@ -309,23 +313,26 @@ class Pruner(Displayed):
             self._masks.reach(self._masks.stages[-1].step)
         plan = self.plan
         small = compact(self._model, plan)
-        self.verification = verify(self._model, small, plan, [self._example], strict=True)
+        self.verification = verify(self._model, small, plan, [self._fitting_example()], strict=True)
         average = None if self.average is None else _small_average(self.average, plan)
         transfer(self._optimizer, self._model, small, plan)
         self._leave("has finished: go on with the compact model that it returned")
         self.average = average
         return small, self._given
 
-    def close(self) -> None:
+    def close(self, *, restore: bool = True) -> None:
         """Remove all hooks from the model, and restore the values that its pruned weights had.
 
         What was trained since is kept. Nothing happens if this is called again, or after `finish`.
+
+        Args:
+            restore: False: the weights stay as they are, for another pruner that goes on from this one's state.
         """
         if self._over:
             return
         held = [self._masks.held, *([] if self._averaged is None else [self._averaged.held])]
         self._leave("is closed")
-        for values in held:
+        for values in held if restore else ():
             values.write_back()
 
     def __enter__(self) -> Self:
@@ -410,11 +417,17 @@ class Pruner(Displayed):
             self._averaged.update(self.plan)
         if self.done:  # before anything is trained under it
             self.verification = self._verified()
+        if self._on_change is not None and is_main():
+            self._on_change(self.rows()[-1] | {"sparsity": self.sparsity.weights})
 
     @main_process_only
     def _verified(self) -> Verification:
         small = compact(self._model, self.plan)
-        return verify(self._model, small, self.plan, [self._example], strict=True)
+        return verify(self._model, small, self.plan, [self._fitting_example()], strict=True)
+
+    def _fitting_example(self) -> Any:
+        """Return the example on the model's device, which a trainer may change once it has trained."""
+        return to_device(self._example, next(self._model.parameters()).device)
 
     def _asked(self) -> str:
         """Return what a state must have in common with the pruner that loads it."""

@@ -93,7 +93,7 @@ def _prepared(job: JobSettings, own: Own) -> Prepared:
             "set model.weights to a name or file, or add `baseline: {epochs: ...}`"
         )
     splits = job_splits(job.data, own, job.task)
-    model = job_model(job, own, len(splits.classes))
+    model = job_model(job, own, splits)
     require_trainable(model)
     check_fits(model, splits, torch.device("cpu"))
     if job.activations is not None:

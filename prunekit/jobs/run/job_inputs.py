@@ -22,9 +22,9 @@ from prunekit.data.sources import Splits, load_splits, missing_data
 from prunekit.data.user_data import load_own
 from prunekit.errors import DataError, UsageError
 from prunekit.models.state_dicts import load_weights
-from prunekit.models.zoo import build_model, is_weights_file, load_factory, missing_weights
+from prunekit.models.zoo import build_model, is_weights_file, load_factory, missing_weights, model_arguments
 from prunekit.planning.plan import Plan
-from prunekit.settings.inputs import DataSettings, ModelSettings
+from prunekit.settings.inputs import BOXED, DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.task import get_task
@@ -128,15 +128,15 @@ def job_splits(data: DataSettings, own: Own, task: str = "image_classification")
     return load_splits(data) if own.data is None else load_own(own.data, data, get_task(task))
 
 
-def job_model(job: JobSettings, own: Own, classes: int) -> nn.Module:
-    """Return the dense model with the weights of the settings, or else random ones from the job's seed.
+def job_model(job: JobSettings, own: Own, splits: Splits) -> nn.Module:
+    """Return the dense model for the data, with the weights of the settings, or else random ones from the job's seed.
 
     Raises:
         ModelError: it cannot be built, or the weights do not fit.
     """
     with seeded(job.seed):
         if own.model is None:
-            return build_model(job.model, num_classes=classes)
+            return build_model(job.model, num_classes=len(splits.classes), image_size=_image_size(splits))
         model = load_factory(own.model)
     if job.model.weights is not None:
         load_weights(model, Path(job.model.weights))
@@ -167,8 +167,14 @@ def build_of(job: JobSettings, splits: Splits) -> ModelSettings | None:
     """Return the settings that build a job's dense model, with the number of classes; None for the user's own."""
     if job.model.zoo == "own":
         return None
-    classes = {"num_classes": len(splits.classes)} if splits.classes else {}
-    return replace(job.model, arguments=classes | job.model.arguments, origin=None)
+    arguments = model_arguments(job.model, len(splits.classes) or None, _image_size(splits))
+    return replace(job.model, arguments=arguments, origin=None)
+
+
+def _image_size(splits: Splits) -> int | None:
+    """Return the height and width of the data's images; None if they are not square, or no images."""
+    shape = splits.sample_shape
+    return shape[1] if len(shape) == 3 and shape[1] == shape[2] else None
 
 
 def chosen_batches(job: JobSettings, splits: Splits) -> Batches:
@@ -199,11 +205,7 @@ def require_sources(job: JobSettings, own: Own) -> None:
         if (value == "own") != (reference is not None):
             given = f"{option} was not given" if reference is None else f"{option} is {reference}"
             raise UsageError(f"{key} is {value!r} and {given}: expected 'own' together with {option} file.py:factory")
-    if job.task != "image_classification" and own.data is None:
-        raise UsageError(
-            f"task is {job.task!r} and data.source is {job.data.source!r}, which holds images with a label each: "
-            "expected 'own' together with --data file.py:factory"
-        )
+    _require_source_of_task(job, own)
     asked = [settings.optimizer for settings in training_sections(job).values()]
     if own.optimizer is not None and "own" not in asked:
         expected = "expected finetune.optimizer, or that of another section, to be 'own'"
@@ -215,6 +217,23 @@ def require_sources(job: JobSettings, own: Own) -> None:
     if data is not None or (weights is not None and is_weights_file(job.model)):
         missing = [text for text in (data, weights) if text is not None]
         raise DataError("\n  ".join([f"{len(missing)} things are missing:", *missing]) if missing[1:] else missing[0])
+
+
+def _require_source_of_task(job: JobSettings, own: Own) -> None:
+    """Raise a `UsageError` if the data is of another task than the job."""
+    if own.data is not None:
+        return
+    wanted = "detection" if job.data.source in BOXED else "image_classification"
+    if job.data.targets and wanted != "detection":
+        raise UsageError(f"data.targets: source {job.data.source!r} has no boxes; expected one of {', '.join(BOXED)}")
+    if job.task == wanted:
+        return
+    holds = "images with boxes" if wanted == "detection" else "images with a label each"
+    others = f"one of {', '.join(BOXED)}, or 'own'" if job.task == "detection" else "'own'"
+    raise UsageError(
+        f"task is {job.task!r} and data.source is {job.data.source!r}, which holds {holds}: expected data.source to be "
+        f"{others} together with --data file.py:factory; or task {wanted!r}"
+    )
 
 
 def require_optimizer(job: JobSettings, own: Own) -> None:

@@ -21,7 +21,7 @@ from prunekit.data.datasets import ImageDataset
 from prunekit.data.sources import Splits, image_transform_of
 from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.inspection.capture.layer_selection import Layers, attention_weights
-from prunekit.inspection.visualize.image_files import Preprocessing, read_image
+from prunekit.inspection.visualize.image_files import Pixels, Preprocessing, read_image, stretched
 from prunekit.jobs.run.job_inputs import Own, job_splits
 from prunekit.jobs.run.model_sources import MANIFEST, InputModel, resolve
 from prunekit.jobs.sensitivity import chosen_groups
@@ -29,7 +29,10 @@ from prunekit.models.zoo import build_model, load_factory
 from prunekit.planning.plan import Plan, load_plan
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
+from prunekit.tasks.classification import IMAGE_CLASSIFICATION
+from prunekit.tasks.task import Task, get_task
 from prunekit.utils.context import seeded, set_mode
+from prunekit.utils.inputs import described
 
 
 def build_dense(folder: Path, factory: str | None = None) -> nn.Module:
@@ -46,7 +49,11 @@ def build_dense(folder: Path, factory: str | None = None) -> nn.Module:
     manifest = read_manifest(folder)
     with seeded(0):
         match manifest.get("build"):
-            case {"name": str(name), "zoo": "torchvision" | "cifar" | "timm" | "hf" as zoo, "arguments": dict(given)}:
+            case {
+                "name": str(name),
+                "zoo": "torchvision" | "cifar" | "timm" | "hf" | "ultralytics" as zoo,
+                "arguments": dict(given),
+            }:
                 return build_model(ModelSettings(name, zoo, arguments=given), num_classes=None)
         if factory is None:
             raise ModelError(
@@ -91,6 +98,19 @@ class ModelPair:
     job: JobSettings | None = None
 
     @property
+    def task(self) -> Task | None:
+        """The task of the models; None if nothing says which."""
+        if self.splits is not None:
+            return self.splits.task
+        return None if self.job is None else get_task(self.job.task)
+
+    def picture(self, values: Tensor) -> Pixels:
+        """Return an input (C, H, W) as an image; samples of a task's own from their least to their largest value."""
+        if self.task in (None, IMAGE_CLASSIFICATION):
+            return self.preprocessing.to_image(values)
+        return stretched(values)
+
+    @property
     def preprocessing(self) -> Preprocessing:
         """The conversion of an image file into an input and back.
 
@@ -105,19 +125,27 @@ class ModelPair:
 
         Raises:
             DataError: the image cannot be read, or the data is missing.
-            UsageError: there is neither a file nor a recipe with images, or no such test image.
+            UsageError: there is neither a file nor a recipe with images, or no such test image; or the models take
+                something else.
         """
         if image is not None:
             return read_image(image, self.preprocessing)[None], image.name
         if self.data is None and self.own_data is None:
             raise UsageError(f"{self.name}: expected an image to look at, because no recipe says which: --image FILE")
-        splits = self.splits or job_splits(self.data or DataSettings(source="own"), Own(data=self.own_data))
+        name = IMAGE_CLASSIFICATION.name if self.job is None else self.job.task
+        splits = self.splits or job_splits(self.data or DataSettings(source="own"), Own(data=self.own_data), name)
         if not 0 <= index < len(splits.test):
             raise UsageError(f"expected the number of a test image, 0 to {len(splits.test) - 1}, got {index}")
-        if not isinstance(splits.test, ImageDataset):
-            raise UsageError(f"{self.name}: expected images with a label each, got the task {splits.task.name!r}")
-        values, label = splits.test[index]
-        return values[None], f"test image {index}, class {splits.classes[label]}"
+        if isinstance(splits.test, ImageDataset):
+            values, label = splits.test[index]
+            return values[None], f"test image {index}, class {splits.classes[label]}"
+        inputs, _ = splits.test.fetch(torch.tensor([index]))
+        if not isinstance(inputs, Tensor) or inputs.ndim != 4 or not inputs.is_floating_point():
+            raise UsageError(
+                f"{self.name}: expected a task whose inputs are images (C, H, W), got {splits.task.name!r} with "
+                f"{described(inputs)}; histograms and gradients are drawn for every task"
+            )
+        return inputs, f"test image {index}"
 
     def layers(self, paths: Sequence[str], groups: Sequence[str]) -> Layers | None:
         """Return the layers that globs select; None without globs.
@@ -146,6 +174,21 @@ class ModelPair:
         """
         labels = None if self.plan is None else self.plan.channel_map.activations.get((path, "output", call))
         return self.rows.get(path) if labels is None or self.plan is None else self.plan.keep[labels]
+
+
+def require_class_scores(job: JobSettings | None, purpose: str) -> None:
+    """Raise unless the task of a job, if there is one, gives class scores.
+
+    Raises:
+        UsageError: it does not; names tasks that do, and what is drawn for others.
+    """
+    task = None if job is None else get_task(job.task)
+    if job is not None and task is not None and task.logits is None:
+        raise UsageError(
+            f"{job.name}: {purpose} shows where in an image a class is seen, and needs a task with class scores "
+            f"(`logits`), such as image_classification and segmentation, got {task.name!r}; features and filters are "
+            "drawn for every task of images, histograms and gradients for every task"
+        )
 
 
 def single_model(target: InputModel, data: DataSettings | None = None, own_data: str | None = None) -> ModelPair:

@@ -20,10 +20,11 @@ from prunekit.jobs.run.dense_model import prepare, train_baseline
 from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, build_of, example_of, job_model, job_splits, require_sources
 from prunekit.jobs.run.run_folder import Log
 from prunekit.measure.runtimes.session import Inputs, inputs_like, inputs_of
+from prunekit.models.detectors import made_for
 from prunekit.models.interface import ModelInterface, TensorSpec
 from prunekit.models.preprocessing import Preprocessing
 from prunekit.models.state_dicts import load_weights
-from prunekit.models.zoo import ZOOS, build_model, image_shape, load_factory, load_with_example, zoo_names
+from prunekit.models.zoo import ZOOS, build_model, image_shape, is_detector, load_factory, load_with_example, zoo_names
 from prunekit.models.zoo_preprocessing import published
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
@@ -72,8 +73,10 @@ class InputModel:
 
     @property
     def timing_inputs(self) -> Inputs:
-        """Random inputs to time it on."""
-        return inputs_of(self.sample_shape) if self.inputs is None else inputs_like(self.inputs)
+        """Inputs to time it on: random images, or a sample of other data."""
+        if self.inputs is None:
+            return inputs_of(self.sample_shape)
+        return inputs_like(self.inputs, drawn=self.splits is None)
 
 
 def resolve(
@@ -239,7 +242,7 @@ def probe(target: InputModel) -> Any:
 def _from_job(job: JobSettings, own: Own, shape: tuple[int, ...] | None) -> InputModel:
     require_sources(job, own)
     splits = job_splits(job.data, own, job.task)
-    model = job_model(job, own, len(splits.classes))
+    model = job_model(job, own, splits)
     inputs = None if shape else inputs_of_task(model, splits)
     trained, known = job.model.weights is not None, interface_of_splits(splits)
     build = _build(job, splits, own)
@@ -329,7 +332,8 @@ def _from_zoo(settings: ModelSettings, shape: tuple[int, ...] | None) -> InputMo
     model = build_model(settings, num_classes=None)
     shape = shape or _usual_shape(settings, model)
     preprocessing, classes = published(settings, model)
-    known = ModelInterface((), (), IMAGE_CLASSIFICATION.name, classes, preprocessing)
+    task = "detection" if is_detector(settings) else IMAGE_CLASSIFICATION.name
+    known = ModelInterface((), (), task, classes, preprocessing)
     build = {"name": settings.name, "zoo": settings.zoo, "arguments": dict(settings.arguments)}
     return InputModel(model, settings.name, shape, trained=settings.weights is not None, interface=known, build=build)
 
@@ -386,6 +390,8 @@ def _usual_shape(settings: ModelSettings, model: nn.Module) -> tuple[int, ...]:
     """Return the shape of the images that a model, or torchvision's weights of it, was made for."""
     if settings.zoo == "cifar":
         return (3, 32, 32)
+    if (side := made_for(model)) is not None:
+        return (3, side, side)
     if settings.zoo != "torchvision":
         return image_shape(model) or (3, 224, 224)
     from torchvision.models import get_model_weights

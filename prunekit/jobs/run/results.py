@@ -34,7 +34,8 @@ from prunekit.planning.plan import Plan, load_plan
 from prunekit.report.headline import comparison, models, tiles
 from prunekit.settings.job import JobSettings
 from prunekit.settings.prune import facts_of
-from prunekit.tasks.task import Task
+from prunekit.tasks.classification import IMAGE_CLASSIFICATION
+from prunekit.tasks.task import Task, described_task
 from prunekit.utils.display import Displayed, Table
 from prunekit.utils.files import write_csv
 
@@ -116,7 +117,7 @@ def measure(
     log = attempt.log
     pruned = prepared.load_model(run.path / "model", dense)
     task, example = prepared.splits.task, prepared.example_inputs
-    inputs = inputs_like(example)
+    inputs = inputs_like(example, drawn=task is IMAGE_CLASSIFICATION)
     found = {"dense": dense, "control": control, "pruned": pruned, "deployed": deployed}
     models = {name: model for name, model in found.items() if model is not None}
     files = {
@@ -164,15 +165,9 @@ def measure(
     return Measurements(figures, accuracies, latency, explanation=explanation)
 
 
-def described_task(task: Task) -> dict[str, Any]:
-    """Return the names of a task, its samples and its scores, for reports."""
-    scores = [{"name": score.name, "label": score.label} for score in task.scores]
-    return {"name": task.name, "samples": task.samples, "scores": scores}
-
-
 def _reached(found: Scores, task: Task) -> str:
     """Return the main score with its interval, and the other scores, in words."""
-    main, *others = (f"{value:.2f} %" for value in found.values.values())
+    main, *others = (f"{found.values[score.name]:.2f} {score.unit}" for score in task.scores)
     interval = "" if found.interval is None else " [{:.2f}, {:.2f}]".format(*found.interval)
     named = [f"{score.label} {value}" for score, value in zip(task.scores[1:], others, strict=True)]
     said = main if task.main.name == "top1" else f"{task.main.label} {main}"

@@ -86,8 +86,8 @@ CURVE_COLUMNS = (
     "error_measured",
     "kl",
     "loss",
-    "top1",
 )
+"""Columns of `curve_rows`, which the scores of a task follow where they were measured."""
 
 
 def curve_rows(
@@ -99,7 +99,7 @@ def curve_rows(
 
     `error_fast` is the mean, and `error_total` the sum, over outputs of the layers that read the group, weighted by
     their gains, after the kept weights are fitted again. The other errors are of the masked model's output; None if
-    not measured.
+    not measured. `loss` and the scores of the task, by name, are those of the masked model.
     """
     rows, dense = [], channel_map.macs()
     for group in channel_map.groups:
@@ -112,8 +112,12 @@ def curve_rows(
             row |= {"error_fast": None if curve is None else curve.share_at(kept)}
             row |= {"error_total": None if curve is None else curve.error_at(kept)}
             row |= {"error_measured": None if point is None else point.error}
-            rows.append(row | {name: getattr(point, name, None) for name in ("kl", "loss", "top1")})
+            rows.append(row | {name: getattr(point, name, None) for name in ("kl", "loss")} | _scores(point))
     return rows
+
+
+def _scores(point: MeasuredPoint | None) -> dict[str, float]:
+    return {} if point is None else dict(point.scores)
 
 
 def lock_rows(plan: Plan) -> list[dict[str, Any]]:

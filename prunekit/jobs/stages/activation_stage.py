@@ -69,7 +69,7 @@ def measure_masks(
     sparsity = active.sparsity()
     log(
         f"test: {sparsity.overall:.1%} of the masked activations are zero; "
-        f"{task.main.label} under the masks {found.values[task.main.name]:.2f} %"
+        f"{task.main.label} under the masks {found.values[task.main.name]:.2f} {task.main.unit}"
     )
     layers = [
         {

@@ -22,8 +22,10 @@ from prunekit.statistics.layers.output_error import RIDGE, with_gains
 from prunekit.statistics.layers.patch_moments import ROWS, PatchStats, collect_patches, with_raised_ridge
 from prunekit.statistics.layers.patches import to_channels_last
 from prunekit.tasks.batches import BATCH, ModelBatches, joined_inputs
+from prunekit.tasks.collation import IMAGES
 from prunekit.tasks.task import Task
 from prunekit.utils.inputs import counted_positions, sample_count, select_samples
+from prunekit.utils.sample_lists import has_sample_lists
 from prunekit.utils.tensors import gather, map_tensors
 
 AT_ONCE = 4096
@@ -33,7 +35,7 @@ FEWEST = 8
 
 
 def joined_samples(model: nn.Module, data: Any, count: int, task: Task | str | None = None) -> Any:
-    """Return the inputs of a model as one tensor, or as a tuple if it takes several.
+    """Return the inputs of a model as one tensor, or as a tuple if it takes several, or a list of samples.
 
     Args:
         model: which the inputs are for.
@@ -54,7 +56,7 @@ def joined_samples(model: nn.Module, data: Any, count: int, task: Task | str | N
     given = given if whole else select_samples(given, slice(count))
     require_images(given)
     given = select_samples(given, padding_order(model, given))
-    return given[0] if len(given) == 1 else given
+    return given[0] if len(given) == 1 and not isinstance(given[0], list) else given
 
 
 def padding_order(model: nn.Module, inputs: tuple[Any, ...]) -> slice | Tensor:
@@ -65,13 +67,14 @@ def padding_order(model: nn.Module, inputs: tuple[Any, ...]) -> slice | Tensor:
     counted = counted_positions(model, inputs)
     if counted is None:
         return slice(None)
-    whole = counted.all(1)
+    whole = counted.flatten(1).all(1)
     number = torch.where(whole, whole.cumsum(0) - 0.5, (~whole).cumsum(0) - 1.0)
     return (number / torch.where(whole, whole.sum(), (~whole).sum())).argsort(stable=True)
 
 
 def in_batches(inputs: Any, size: int = BATCH) -> list[Any]:
     """Return inputs in batches; several tensors become the first entry of each batch."""
+    size = min(size, IMAGES) if has_sample_lists(inputs) else size
     parts = [select_samples(inputs, slice(start, start + size)) for start in range(0, sample_count(inputs), size)]
     return parts if isinstance(inputs, Tensor) else [(part,) for part in parts]
 

@@ -99,8 +99,10 @@ def _write(file: Path, *values: Any) -> None:
         with file.open("wb") as stream:
             for value in values:
                 pickle.dump(value, stream)
-    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:  # by pickle
-        raise UnpicklableError(str(error).splitlines()[0]) from error
+    except OSError:  # of the file
+        raise
+    except Exception as error:  # of pickle, or of a module that refuses, as those with parametrized weights do
+        raise UnpicklableError(reason_of(error)) from error
 
 
 START = """

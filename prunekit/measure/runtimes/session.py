@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.errors import UsageError
-from prunekit.utils.inputs import Keywords, split
-from prunekit.utils.tensors import map_tensors
+from prunekit.utils.inputs import Keywords, described, split
+from prunekit.utils.tensors import gather, map_tensors
 
 
 @dataclass(frozen=True)
@@ -56,70 +56,105 @@ def in_dtype(sample: Sample, dtype: torch.dtype) -> Sample:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """The inputs of a model: one tensor for each argument of `forward`, with the batch on its first axis.
+    """The inputs of a model, from which batches of any size are made.
 
     Attributes:
-        shapes: without the batch.
-        values: (1, ...) for each argument that is not of floating-point numbers, such as token ids, and so cannot be
-            drawn at random; None for the others.
-        names: of the last arguments, which are given by name.
+        one: an example with one sample.
+        drawn: whether its numbers are drawn at random; else the sample is repeated. Several inputs may depend on each
+            other, as targets that `forward` takes depend on their images, and whole numbers on the model's tables.
     """
 
-    shapes: tuple[tuple[int, ...], ...]
-    values: tuple[Tensor | None, ...]
-    names: tuple[str, ...] = ()
+    one: tuple[Any, ...]
+    drawn: bool = False
 
     def sample(self, batch: int) -> Sample:
-        """Return standard normal numbers, the same at each call; values that cannot be random are repeated."""
+        """Return a batch, the same at each call: standard normal numbers, or the sample repeated."""
+        if not self.drawn:
+            found: Sample = _repeated(self.one, batch)
+            return found
         generator = torch.Generator().manual_seed(0)
-        tensors = tuple(
-            torch.randn(batch, *shape, generator=generator) if value is None else value.repeat_interleave(batch, 0)
-            for shape, value in zip(self.shapes, self.values, strict=True)
-        )
-        positional = len(tensors) - len(self.names)
-        named = Keywords(zip(self.names, tensors[positional:], strict=True))
-        return (*tensors[:positional], named) if named else tensors
+        random: Sample = map_tensors(self.one, lambda one: torch.randn(batch, *one.shape[1:], generator=generator))
+        return random
 
     def described(self) -> list[Any]:
-        """Return plain data that is equal for equal inputs: a shape if there is only one, else a list for each."""
-        if self.values == (None,) and not self.names:
-            return list(self.shapes[0])
-        found: list[Any] = [
-            [list(shape), None if value is None else [str(value.dtype), sha256(value.numpy().tobytes()).hexdigest()]]
-            for shape, value in zip(self.shapes, self.values, strict=True)
-        ]
-        return [*found, list(self.names)] if self.names else found
+        """Return plain data that is equal for equal inputs: a shape for a drawn tensor, else a list for each input."""
+        positional, named = split(self.one)
+        if self.drawn and not named:
+            return list(positional[0].shape[1:])
+        return [*map(self._described, positional), {name: self._described(value) for name, value in named.items()}]
+
+    def _described(self, value: Any) -> Any:
+        tensors = gather(value)
+        if not tensors:
+            return repr(value)
+        marks = [sha256(one.contiguous().numpy().tobytes()).hexdigest() for one in tensors if not self.drawn]
+        return [described(value), *marks]
+
+
+def _repeated(value: Any, batch: int) -> Any:
+    """Return one sample repeated."""
+    if isinstance(value, Tensor):
+        return value.repeat_interleave(batch, 0)
+    if isinstance(value, Mapping):
+        return _like(value, {name: _repeated(item, batch) for name, item in value.items()})
+    if isinstance(value, list):
+        return value * batch
+    return tuple(_repeated(item, batch) for item in value) if isinstance(value, tuple) else value
+
+
+def _like(value: Mapping[str, Any], items: dict[str, Any]) -> dict[str, Any]:
+    return Keywords(items) if isinstance(value, Keywords) else items
 
 
 def inputs_of(given: Sequence[int] | Inputs) -> Inputs:
     """Return the inputs of a model with one floating-point input, from its shape without the batch, or `Inputs`."""
-    return given if isinstance(given, Inputs) else Inputs((tuple(given),), (None,))
+    return given if isinstance(given, Inputs) else Inputs((torch.empty(1, *given),), drawn=True)
 
 
-def inputs_like(example: tuple[Any, ...]) -> Inputs:
-    """Return the inputs of a model from an example.
+def inputs_like(example: tuple[Any, ...], *, drawn: bool = True) -> Inputs:
+    """Return the inputs of a model from an example, of which the first sample is taken.
 
     Args:
         example: see `prunekit.utils.inputs.as_example`.
+        drawn: whether numbers are drawn at random if the only input is a tensor of floating-point ones.
 
     Raises:
-        UsageError: not all of them are tensors with the same number of samples on their first axis.
+        UsageError: an input does not have as many samples as the first.
     """
     positional, named = split(example)
-    tensors = (*positional, *named.values())
-    kinds = [type(one).__name__ for one in tensors if not isinstance(one, Tensor)]
-    sizes = {one.shape[0] if one.dim() else None for one in tensors if isinstance(one, Tensor)}
-    if kinds or len(sizes) != 1 or None in sizes:
-        found = ", ".join(kinds) or " and ".join(str(tuple(one.shape)) for one in tensors) or "none"
+    values = (*positional, *named.values())
+    counts = [_count(value) for value in values if gather(value)]
+    odd = [type(value).__name__ for value in values if not gather(value) and not isinstance(value, CONSTANTS)]
+    if odd or len(set(counts)) != 1 or None in counts:
+        found = ", ".join(odd) or " and ".join(described(value) for value in values) or "none"
         raise UsageError(
-            "inputs that are timed: expected tensors, each with the batch on its first axis, because batches of other "
-            f"sizes are made of them; got {found}"
+            "inputs that are timed: expected tensors, each with the batch on its first axis, or lists of samples, "
+            f"because batches of other sizes are made of them; got {found}"
         )
-    return Inputs(
-        tuple(tuple(one.shape[1:]) for one in tensors),
-        tuple(None if one.is_floating_point() else one[:1].detach().cpu() for one in tensors),
-        tuple(named),
-    )
+    one = map_tensors(_first(example), lambda tensor: tensor.detach().cpu())
+    alone = len(values) == 1 and isinstance(values[0], Tensor) and values[0].is_floating_point()
+    return Inputs(one, drawn and alone)
+
+
+CONSTANTS = (bool, int, float, str, type(None))
+"""Arguments that are the same for batches of any size."""
+
+
+def _count(value: Any) -> int | None:
+    """Return the number of samples of an input with tensors; None if that is unknown."""
+    if isinstance(value, list):
+        return len(value)
+    counts = {tensor.shape[0] if tensor.dim() else None for tensor in gather(value)}
+    return counts.pop() if len(counts) == 1 else None
+
+
+def _first(value: Any) -> Any:
+    """Return the first sample, as a batch."""
+    if isinstance(value, (Tensor, list)):
+        return value[:1]
+    if isinstance(value, Mapping):
+        return _like(value, {name: _first(item) for name, item in value.items()})
+    return tuple(map(_first, value)) if isinstance(value, tuple) else value
 
 
 FileKey = tuple[int, str]

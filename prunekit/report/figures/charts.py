@@ -204,12 +204,13 @@ def coupling(slots: pd.DataFrame) -> tuple[Markup, int, int]:
         return svg(figure, "Channel groups and the modules that make or read their channels"), len(chosen), len(names)
 
 
-def curves(history: pd.DataFrame, labels: Mapping[str, str] = LABELS) -> Markup:
+def curves(history: pd.DataFrame, labels: Mapping[str, str] = LABELS, unit: str = "%") -> Markup:
     """Return loss and validation score by epoch, with a color for each training run.
 
     Args:
         history: epochs of all training runs, with the score in the column of `validation_` and its name.
         labels: labels of scores by name.
+        unit: of the score.
     """
     found = [name for name in history.columns if name.startswith("validation_") and name != "validation_loss"]
     if not found:
@@ -224,9 +225,9 @@ def curves(history: pd.DataFrame, labels: Mapping[str, str] = LABELS) -> Markup:
             loss.plot(rows["epoch"], rows["train_loss"], linestyle="--", linewidth=1.1, **style)
             loss.plot(rows["epoch"], rows["validation_loss"], **style)
             reached.plot(rows["epoch"], rows[column], label=name, **style)
-        unit = "cross entropy" if score in LABELS else "loss"
-        loss.set(title="Loss (dashed: training, solid: validation)", xlabel="epoch", ylabel=unit)
-        reached.set(title=f"Validation {label}", xlabel="epoch", ylabel="percent")
+        kind = "cross entropy" if score in LABELS else "loss"
+        loss.set(title="Loss (dashed: training, solid: validation)", xlabel="epoch", ylabel=kind)
+        reached.set(title=f"Validation {label}", xlabel="epoch", ylabel="percent" if unit == "%" else unit)
         if _wide(history[["train_loss", "validation_loss"]]):
             loss.set_yscale("log")
             # The default labels are mathematics, which an SVG that keeps its text as text shows as source.

@@ -85,7 +85,7 @@ def _side(name: str, run: Run) -> ComparedRun:
 
 @dataclass(frozen=True)
 class Point:
-    """One model: its score in percent against its cost, each with the ends of its interval if it has one.
+    """One model: its score against its cost, each with the ends of its interval if it has one.
 
     Attributes:
         label: letters of the runs, after the kind of the model unless it is pruned.
@@ -209,7 +209,7 @@ Panel = tuple[str, str, Sequence[Point]]
 """Title, name of the cost with its unit, and points."""
 
 
-def pareto(panels: Sequence[Panel], score: str) -> Markup:
+def pareto(panels: Sequence[Panel], score: str, unit: str = "%") -> Markup:
     """Return a panel for each cost, at most `MAX_PANELS`; `score` is what the scores are called."""
     panels = panels[:MAX_PANELS]
     columns = min(2, len(panels))
@@ -217,7 +217,7 @@ def pareto(panels: Sequence[Panel], score: str) -> Markup:
     with canvas(columns, rows, 3.5 * rows + 0.4, "pareto", used=len(panels)) as (figure, all_axes):
         for axes, (title, cost, points) in zip(all_axes, panels, strict=False):
             _panel(axes, points)
-            axes.set(title=title, xlabel=cost, ylabel=f"{score}, %")
+            axes.set(title=title, xlabel=cost, ylabel=f"{score}, {unit}")
         figure.legend(handles=_legend(panels), loc="outside upper right", ncols=6)
         names = ", ".join(f"{score} against {cost} ({title})" for title, cost, _ in panels)
         return svg(figure, f"{names}; all figures are in the tables")

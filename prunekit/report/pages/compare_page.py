@@ -24,7 +24,7 @@ from prunekit.report.figures.pareto import (
     pareto,
     settings,
 )
-from prunekit.report.headline import PROVEN, capital, guessing, reference
+from prunekit.report.headline import PROVEN, capital, guessing, intervals, reference, unit
 from prunekit.report.pages.run_page import write_report
 from prunekit.report.rendering import linked, write
 from prunekit.report.run_data import read_run
@@ -55,13 +55,15 @@ def write_comparison(folders: Sequence[Path], page: Path) -> dict[str, Any]:
             write_report(side.run.folder)
     result = compared(found)
     score = " or ".join(dict.fromkeys(side.score[1] for side in found))
+    units = " or ".join(dict.fromkeys(unit(side.run.metrics, side.score[0]) for side in found))
     panels = [panel for panel in _panels(found) if panel[2]]
     write(
         page,
         "compare.html",
         **result,
         score=score,
-        figure=pareto(panels, score) if panels else None,
+        intervals=" ".join(dict.fromkeys(filter(None, (intervals(side.run.metrics) for side in found)))),
+        figure=pareto(panels, score, units) if panels else None,
         fronts=[(panel[0], _fronts(panel)) for panel in panels],
         left_out=max(0, len(panels) - MAX_PANELS),
         links={side.letter: linked(side.run.folder / PAGE, page) for side in found},
@@ -107,6 +109,7 @@ def _run(side: ComparedRun) -> dict[str, Any]:
     return {
         "letter": side.letter,
         "folder": str(side.run.folder),
+        "unit": unit(metrics, name),
         "name": str(metrics.get("name") or side.run.folder.resolve().parent.name),
         "started": side.run.status.get("started"),
         "score": capital(label),

@@ -16,6 +16,8 @@ LARGEST = 1_000_000
 """Limit of bytes of feature maps in a page, which take a third more as text; other pictures are named by their file."""
 LARGEST_MAPS = 650_000
 """Limit of bytes of class activation and saliency maps in a page."""
+LARGEST_DETECTIONS = 2_500_000
+"""Limit of bytes of images with boxes in a page."""
 
 
 def write_features(folder: Path) -> Path:
@@ -53,6 +55,24 @@ def filters_data(folder: Path) -> dict[str, Any] | None:
     keys = {"layer", "models", "filters", "shape", "kept"}
     facts = read_facts(folder / "filters.json", keys, "layer, models and filters")
     return facts and {**facts, "data": as_data(read_picture(folder / "filters.png"))}
+
+
+def detections_data(folder: Path) -> dict[str, Any] | None:
+    """Return `detections.json` of a folder, with the pictures as data; None if there is none.
+
+    Raises:
+        ArtifactError: the file, or one of the pictures, is damaged or missing.
+    """
+    facts = read_facts(folder / "detections.json", {"images", "models"}, "images and models")
+    if facts is None:
+        return None
+    left, images = LARGEST_DETECTIONS, []
+    for image in facts["images"]:
+        data = read_picture(folder / image["picture"])
+        left -= len(data)
+        file = f"{folder.name}/{image['picture']}"
+        images.append({**image, "file": file, "data": as_data(data) if left >= 0 else None})
+    return {**facts, "images": images}
 
 
 def maps_data(folder: Path) -> Iterator[dict[str, Any]]:

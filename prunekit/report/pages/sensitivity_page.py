@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from prunekit.report.figures import error_curves as curves
-from prunekit.report.headline import Tile
+from prunekit.report.headline import Tile, capital, samples, scores, unit
 from prunekit.report.run_data import Run
-from prunekit.utils.display import digits, percent
+from prunekit.utils.display import digits, in_unit, percent
 
 
 def values(run: Run) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def _tiles(run: Run) -> list[Tile]:
     facts = run.analysis
     if not facts:
         return []
-    tiles = [Tile("Channel groups", str(len(facts["groups"])), f"from {facts['images']} unlabeled images")]
+    tiles = [Tile("Channel groups", str(len(facts["groups"])), f"from {facts['images']} unlabeled {samples(facts)}")]
     if facts["groups"]:
         first = facts["groups"][0]
         half = first["half_fast"] if first["half_measured"] is None else first["half_measured"]
@@ -40,8 +40,10 @@ def _tiles(run: Run) -> list[Tile]:
             )
         )
     if facts["dense"]:
-        detail = f"dense, loss {digits(facts['dense']['loss'])}, {facts['measured_images']} validation images"
-        tiles.append(Tile("Top-1", percent(facts["dense"]["top1"], 2), detail))
+        loss = f"loss {digits(facts['dense']['loss'])}, " if facts["dense"]["loss"] is not None else ""
+        detail = f"dense, {loss}{facts['measured_images']} validation {samples(facts)}"
+        for name, label in scores(facts):
+            tiles.append(Tile(capital(label), in_unit(facts["dense"].get(name), unit(facts, name)), detail))
     if facts["agreement"] is not None:
         tiles.append(Tile("Fast against measured", f"{facts['agreement']:.2f}", "rank correlation over groups"))
     return tiles

@@ -10,11 +10,12 @@ from typing import Any
 from prunekit.measure.latency import row_text
 from prunekit.report import headline
 from prunekit.report.figures import charts as figures
+from prunekit.report.headline import scores, unit
 from prunekit.report.pages.explain_page import explained
 from prunekit.report.rendering import rendered
 from prunekit.report.run_data import Run, records
 from prunekit.report.sections.section import register_section
-from prunekit.utils.display import factor, interval, percent, scientific, share, size
+from prunekit.utils.display import factor, in_unit, interval, scientific, share, size
 
 
 @register_section("result", about="scores and sizes of the models, and budgets", order=10)
@@ -25,6 +26,7 @@ class ResultSection:
         """Return the metrics, and the lines that page and terminal share."""
         return {
             "metrics": run.metrics,
+            "intervals": headline.intervals(run.metrics),
             "models": headline.models(run.metrics),
             "compared": list(headline.compared(run.metrics)),
             "reference": headline.reference(run.metrics),
@@ -74,13 +76,14 @@ class ExportsSection:
         rows = run.metrics.get("exports")
         if not rows:
             return None
-        main = (run.metrics.get("task") or {}).get("scores") or [{"name": "top1", "label": "top-1"}]
-        return {"files": [_export_row(row, main[0]["name"], run.folder) for row in rows], "score": main[0]["label"]}
+        name, label = scores(run.metrics)[0]
+        files = [_export_row(row, name, run.folder) for row in rows]
+        return {"files": files, "score": label, "unit": unit(run.metrics, name)}
 
     def text(self, data: dict[str, Any]) -> Iterator[str]:
         """Yield a line for each file."""
         for row in data["files"]:
-            score = "" if row["score"] is None else f", {data['score']} {percent(row['score'], 2)}"
+            score = "" if row["score"] is None else f", {data['score']} {in_unit(row['score'], data['unit'])}"
             yield f"Exported: {row['path']}: {size(row['size_bytes'])}{score}; {row['agrees']}"
 
 

@@ -1,13 +1,23 @@
-"""Sections that show what `prunekit visualize` has written into the folder of a run."""
+"""Sections that show pictures in the folder of a run: detections, and what `prunekit visualize` has written."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from prunekit.report.pages.histograms_page import histogram_counts
-from prunekit.report.pages.images_page import features_data, filters_data, maps_data
+from prunekit.report.pages.images_page import detections_data, features_data, filters_data, maps_data
 from prunekit.report.run_data import Run
 from prunekit.report.sections.section import register_section
+
+
+@register_section("detections", about="test images with boxes, dense beside pruned", order=95)
+class DetectionsSection:
+    """Boxes in test images: as labeled, and as the models find them."""
+
+    def read(self, run: Run) -> dict[str, Any] | None:
+        """Return the pictures in the folder."""
+        detections = detections_data(run.folder / "detections")
+        return None if detections is None else {"detections": detections}
 
 
 @register_section("maps", about="class activation and saliency maps", order=100)

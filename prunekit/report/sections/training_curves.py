@@ -30,9 +30,10 @@ class CurvesSection:
     def html(self, run: Run) -> Markup:
         """Render curves, notes on steps, and gradients by layer."""
         labels = dict(headline.scores(run.metrics))
+        unit = headline.unit(run.metrics, next(iter(labels)))
         return rendered(
             "sections/curves.html",
-            curves=figures.figure_or_none(partial(figures.curves, labels=labels), run.history),
+            curves=figures.figure_or_none(partial(figures.curves, labels=labels, unit=unit), run.history),
             gradients=flow_figures(run.gradients),
             skipped=_skipped(run.history),
             compiled=list(headline.compiled(run.metrics)),

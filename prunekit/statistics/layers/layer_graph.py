@@ -311,6 +311,14 @@ class LayerGraph(NamedTuple):
     readers: dict[str, list[str]]
     calls: tuple[str, ...]
 
+    @property
+    def end(self) -> int:
+        """Number of a call by which the targets of all layers are there: what follows, as a selection of boxes, is not.
+
+        It may be beyond the last call.
+        """
+        return max((layer.ready for layer in self.layers), default=0) + 2
+
 
 def find_layer_graph(model: nn.Module, inputs: Tensor | tuple[Any, ...], norms: Iterable[str] = ()) -> LayerGraph:
     """Run a model in eval mode, and find its layers and the functions that read its parameters.

@@ -164,6 +164,10 @@ class Operands(NamedTuple):
     transposed: bool
 
 
+class Stopped(BaseException):
+    """Ends a forward pass; no `except Exception` of a model catches it."""
+
+
 class CallInterceptor(TorchFunctionMode):
     """Intercepts and numbers the calls of torch's functions in forward passes; each module of `norms` counts as one.
 

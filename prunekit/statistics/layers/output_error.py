@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from prunekit.channels.cut.model_copy import named_tensors, with_tensors
 from prunekit.channels.tracing.storages import plain_in
 from prunekit.statistics.layers.layer_graph import LayerFinder
-from prunekit.statistics.layers.linear_layers import CallInterceptor, FunctionCall, LayerCall
+from prunekit.statistics.layers.linear_layers import CallInterceptor, FunctionCall, LayerCall, Stopped
 from prunekit.statistics.layers.patch_moments import LayerMoments, PatchStats
 from prunekit.utils.context import training_mode
 from prunekit.utils.inputs import call, counted_positions, inputs_as_example, rows_of, sample_count, select_samples
 from prunekit.utils.outputs import ALL_READ, ReadOutputs
 from prunekit.utils.progress import tracked
+from prunekit.utils.tensors import gather
 
 FEW = 2
 """Samples, and one more, by which outputs whose first axis holds samples are recognized."""
@@ -37,11 +38,17 @@ class OutputComparison:
         outputs: indices among the tensors of the model's output that are read.
         weights: of layers whose outputs are compared, over all of their calls.
         read: the outputs of the model that are read.
+        channels: which output channels of these layers are compared, ascending; all of those that it does not name.
+        selected: whether computed values select entries of these outputs, such as the queries that score best.
     """
 
     outputs: tuple[int, ...]
     weights: tuple[str, ...]
     read: ReadOutputs = ALL_READ
+    channels: Mapping[str, Tensor] = field(default_factory=dict)
+    selected: bool = False
+    _calls: dict[tuple[torch.Size, ...], int] = field(default_factory=dict, repr=False, compare=False)
+    """Calls of these layers that the dense model makes, by the shapes of the inputs."""
 
     @classmethod
     def of(cls, model: nn.Module, inputs: tuple[Any, ...], read: ReadOutputs = ALL_READ) -> OutputComparison:
@@ -55,7 +62,7 @@ class OutputComparison:
         finder = LayerFinder(model, ())
         few, more = (_returned(model, select_samples(inputs, slice(count)), finder, read) for count in (FEW, FEW + 1))
         counts = [sample_count(select_samples(inputs, slice(count))) for count in (FEW, FEW + 1)]
-        outputs, made = list[int](), set(finder.boundary)
+        outputs, made, selected = list[int](), set(finder.boundary), False
         pairs = zip(few, more, strict=True) if len(few) == len(more) else ((tensor, tensor) for tensor in more)
         for place, (one, other) in enumerate(pairs):
             origin, lengths = finder.origin(other), [len(tensor) if tensor.dim() else 0 for tensor in (one, other)]
@@ -63,29 +70,65 @@ class OutputComparison:
             if by_sample and (not origin.selected or one.shape[1:] == other.shape[1:]):
                 if not any(other is more[earlier] for earlier in outputs):
                     outputs.append(place)
+                    selected = selected or origin.selected
             elif not origin.selected:
                 made |= origin.origins
         alone = {chain.layer.weight for chain in finder.chains if chain.layer.selected}
         weights = dict.fromkeys(finder.chains[i].layer.weight for i in sorted(made))
-        return cls(tuple(outputs), tuple(weight for weight in weights if weight not in alone), read)
+        compared = tuple(weight for weight in weights if weight not in alone)
+        return cls(tuple(outputs), compared, read, selected=selected)
+
+    def within(self, kept: Mapping[str, Tensor]) -> OutputComparison:
+        """Return the comparison of models that keep some output channels of layers: removed ones are zero or gone.
+
+        Layers that keep none are not compared.
+        """
+        weights = tuple(weight for weight in self.weights if weight not in kept or len(kept[weight]))
+        return replace(self, weights=weights, channels={weight: kept[weight] for weight in weights if weight in kept})
 
     def values(
         self, model: nn.Module, inputs: tuple[Any, ...], counted: Tensor | None = None
     ) -> list[tuple[int | str, Tensor]]:
         """Return the compared tensors in float64, samples or positions first, each with its index or weight.
 
+        If only layers are compared, what the model does behind them, such as selecting boxes, is run only the first
+        time that there are inputs of these shapes.
+
         Args:
             model: the dense one, or one pruned from it.
             inputs: that it is run on.
             counted: which positions of the samples are not padding, see `counted_positions`; None: all.
         """
-        layers = _LayerOutputs(model, frozenset(self.weights), counted)
+        most = 0 if self.outputs else self._calls.get(_shapes(inputs), 0)
+        return self._run(model, inputs, counted, most)[1]
+
+    def run(
+        self, model: nn.Module, inputs: tuple[Any, ...], counted: Tensor | None = None
+    ) -> tuple[Any, list[tuple[int | str, Tensor]]]:
+        """Return what the model returned, and its compared tensors, see `values`."""
+        return self._run(model, inputs, counted, 0)
+
+    def _run(
+        self, model: nn.Module, inputs: tuple[Any, ...], counted: Tensor | None, most: int
+    ) -> tuple[Any, list[tuple[int | str, Tensor]]]:
+        """Return the output, or None behind a number of calls of the layers, and the compared tensors."""
+        layers, output = _LayerOutputs(model, self, counted, most), None
         with layers.intercepting():
-            tensors = plain_in(self.read.of(call(model, inputs)))
+            try:
+                output = call(model, inputs)
+            except (Stopped, Exception):  # a callback from C++ may turn it into another exception
+                if not layers.stopped:
+                    raise
+        self._calls.setdefault(_shapes(inputs), len(layers.found))
+        tensors = [] if layers.stopped else plain_in(self.read.of(output))
         found: list[tuple[int | str, Tensor]] = [
             (place, rows_of(tensors[place], counted).double()) for place in self.outputs
         ]
-        return found + layers.found
+        return output, found + layers.found
+
+
+def _shapes(inputs: tuple[Any, ...]) -> tuple[torch.Size, ...]:
+    return tuple(tensor.shape for tensor in gather(inputs))
 
 
 def _returned(model: nn.Module, inputs: tuple[Any, ...], finder: LayerFinder, read: ReadOutputs) -> list[Tensor]:
@@ -94,13 +137,14 @@ def _returned(model: nn.Module, inputs: tuple[Any, ...], finder: LayerFinder, re
 
 
 class _LayerOutputs(CallInterceptor):
-    """Collects the outputs of some layers."""
+    """Collects the outputs of some layers, and stops behind a number of their calls; 0: never."""
 
-    def __init__(self, model: nn.Module, weights: frozenset[str], counted: Tensor | None) -> None:
+    def __init__(self, model: nn.Module, judge: OutputComparison, counted: Tensor | None, most: int) -> None:
         super().__init__(model)
-        self._counted = counted
+        self._counted, self._most = counted, most
+        self.stopped = False
         self.found: list[tuple[int | str, Tensor]] = []
-        self._weights = weights
+        self._weights, self._channels = frozenset(judge.weights), judge.channels
 
     def call(self, call: FunctionCall) -> Any:
         operands = self.operands(call)
@@ -108,7 +152,12 @@ class _LayerOutputs(CallInterceptor):
         if operands is not None and operands.weight in self._weights:
             axis = 1 if call.name.startswith("conv") else -1
             values = rows_of(result.movedim(axis, -1), self._counted)
+            if (kept := self._channels.get(operands.weight)) is not None:
+                values = values[..., kept.to(values.device)]
             self.found.append((operands.weight, values.flatten(0, -2).double()))
+            if len(self.found) == self._most:
+                self.stopped = True
+                raise Stopped
         return result
 
 

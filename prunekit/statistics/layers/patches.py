@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from prunekit.utils.inputs import fitting_positions
+
 CONVOLUTIONS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
 BLOCK = 4096
 """Rows whose products are summed at a time."""
@@ -54,9 +56,10 @@ class PatchGeometry:
         """
         if counted is None or len(self.kernel) > 1:
             return None
+        counted = fitting_positions(positions, counted)
         flags = counted.flatten().cpu()
-        if tuple(positions[:2]) == counted.shape:
-            return flags.repeat_interleave(prod(positions[2:])).nonzero().flatten()
+        if tuple(positions[: counted.dim()]) == counted.shape:
+            return flags.repeat_interleave(prod(positions[counted.dim() :])).nonzero().flatten()
         return flags.nonzero().flatten() if tuple(positions) == (len(flags),) else None
 
     def positions(self, output: Tensor) -> tuple[int, ...]:

@@ -136,7 +136,8 @@ class TensorBoardLogger(Callback):
 
     def scalars(self, row: EpochRow, more: Mapping[str, float] | None = None) -> None:
         """Write the scalars of an epoch, and finish it."""
-        named = {_tag(name): float(value) for name, value in row.figures().items() if name != "epoch"}
+        known = {name: value for name, value in row.figures().items() if name != "epoch" and value is not None}
+        named = {_tag(name): float(value) for name, value in known.items()}
         self._events.scalars(row.epoch, {**named, **(more or {})})
         self._events.finish_epoch(row.epoch)
 

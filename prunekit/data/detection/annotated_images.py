@@ -1,0 +1,228 @@
+"""Images with the boxes of their objects: what readers of a format return, and the data set that makes inputs of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+from torchvision.transforms.v2.functional import pil_to_tensor
+
+from prunekit.data.augmentation import Draw
+from prunekit.data.datasets import CorruptImages
+from prunekit.data.detection.box_augmentation import BoxAugmentation
+from prunekit.errors import DataError
+from prunekit.models.preprocessing import Preprocessing, decoding_reason
+
+GRAY = 114 / 255
+"""Of the padding, as by ultralytics."""
+Target = dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Objects:
+    """The objects in an image.
+
+    Attributes:
+        boxes: (n, 4) float32, left, top, right and bottom in pixels.
+        labels: (n,) int64, from 0.
+        crowds: (n,) int64, 1 for a group of objects that are not told apart.
+        masks: (n, H, W) uint8, 1 within an object; None: not read.
+        keypoints: (n, K, 3) float32, x and y in pixels, and 0 for unknown, 1 for hidden, 2 for visible; None: not read.
+    """
+
+    boxes: Tensor
+    labels: Tensor
+    crowds: Tensor
+    masks: Tensor | None = None
+    keypoints: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def parts(self) -> dict[str, Tensor]:
+        """Return the tensors that are there, by name; each has the objects on its first axis."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Objects:
+        """Return the objects with a function applied to each tensor."""
+        return replace(self, **{name: change(value) for name, value in self.parts().items()})
+
+    def inside(self, width: int, height: int, least: float = 0.0) -> Objects:
+        """Return the objects with boxes clipped to an image's size, without those that are not larger than `least`.
+
+        Keypoints that are outside are unknown.
+        """
+        boxes = self.boxes.clone()
+        boxes[:, 0::2] = boxes[:, 0::2].clamp(0, width)
+        boxes[:, 1::2] = boxes[:, 1::2].clamp(0, height)
+        points = self.keypoints
+        if points is not None:
+            there = (points[..., 0] >= 0) & (points[..., 0] < width) & (points[..., 1] >= 0) & (points[..., 1] < height)
+            points = points * (there & (points[..., 2] > 0))[..., None]
+        large = ((boxes[:, 2:] - boxes[:, :2]) > least).all(1)
+        found = replace(self, boxes=boxes, keypoints=points)
+        return found if bool(large.all()) else found.changed(lambda values: values[large])
+
+    def target(self) -> Target:
+        """Return the target of a detector, see `prunekit.tasks.detection.Targets`."""
+        named = {"crowds": "iscrowd"}
+        return {named.get(name, name): value for name, value in self.parts().items()}
+
+
+class AnnotatedImages(Protocol):
+    """Images with their objects, as a reader of a format has them."""
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Name of each class."""
+
+    @property
+    def flipped_points(self) -> tuple[int, ...]:
+        """For each keypoint the one that takes its place in a mirrored image, as left and right; empty: the same."""
+
+    def __len__(self) -> int: ...
+
+    def name(self, index: int) -> str:
+        """Return the name of an image for messages."""
+
+    def read(self, index: int) -> tuple[Image.Image, Objects]:
+        """Return an image in RGB and its objects; any error but `DataError` marks a corrupt image."""
+
+
+@dataclass(frozen=True, eq=False)
+class BoxedImages:
+    """A data set of images with boxes: every image is resized to fit, and padded to one size.
+
+    Args:
+        images: with their objects.
+        preprocessing: the way from an image to an input, with padding.
+        augmentation: of training images.
+        indices: (N,) int64, which of the images.
+        corrupt: counts corrupt images.
+    """
+
+    images: AnnotatedImages
+    preprocessing: Preprocessing
+    augmentation: BoxAugmentation
+    indices: Tensor
+    corrupt: CorruptImages = field(default_factory=CorruptImages)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Target]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"image {index} of a data set of {len(self)}")
+        images, targets = self.fetch(torch.tensor([index % len(self)]))
+        if not targets:
+            raise DataError(f"image {index} cannot be read")
+        return images[0], targets[0]
+
+    def fetch(self, indices: Tensor, draw: Draw | None = None) -> tuple[Tensor, list[Target]]:
+        """Return a batch: images (B, 3, H, W) float32 of values 0..1, and their targets, without corrupt images.
+
+        Args:
+            indices: (B,) int64, which images.
+            draw: seed and epoch of random augmentation; None: no augmentation.
+
+        Raises:
+            DataError: more images than allowed are corrupt; names them.
+        """
+        read = [found for index in self.indices[indices].tolist() if (found := self._try(index, draw)) is not None]
+        if not read:
+            return torch.empty(0, 3, self.preprocessing.height, self.preprocessing.width), []
+        return torch.stack([image for image, _ in read]), [objects.target() for _, objects in read]
+
+    def _try(self, index: int, draw: Draw | None) -> tuple[Tensor, Objects] | None:
+        try:
+            image, objects = self.images.read(index)
+        except DataError:
+            raise
+        except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, EOFError and more
+            self.corrupt.add(self.images.name(index), decoding_reason(error))
+            return None
+        if draw is None:
+            return self._fitted(image, objects)
+        change = self.augmentation
+        with change.drawing(draw, index):
+            image, parts = change.of_image(image, objects.parts(), self.images.flipped_points)
+            objects = Objects(**parts).inside(*image.size, least=1.0)
+            pixels, objects = self._fitted(image, objects)
+            pixels, parts = change.of_input(pixels, objects.parts())
+        return pixels, Objects(**parts).inside(self.preprocessing.width, self.preprocessing.height, least=0.5)
+
+    def _fitted(self, image: Image.Image, objects: Objects) -> tuple[Tensor, Objects]:
+        feed = self.preprocessing
+        pixels = feed.normalized(pil_to_tensor(feed.cropped(image)).float() / feed.white)
+        return pixels, placed(objects, image.size, feed)
+
+
+def placed(objects: Objects, size: tuple[int, int], feed: Preprocessing) -> Objects:
+    """Return the objects of an image of a size (width, height) as they are in the padded input."""
+    if size == (feed.width, feed.height):
+        return objects
+    left, top, width, height = feed.placement(*size)
+    scale = torch.tensor([width / size[0], height / size[1]])
+    offset = torch.tensor([float(left), float(top)])
+    boxes = objects.boxes * scale.repeat(2) + offset.repeat(2)
+    points, masks = objects.keypoints, objects.masks
+    if points is not None:
+        points = torch.cat([points[..., :2] * scale + offset, points[..., 2:]], -1)
+        points = points * (points[..., 2:] > 0)
+    if masks is not None:
+        smaller = _resized(masks, width, height)
+        masks = F.pad(smaller, (left, feed.width - left - width, top, feed.height - top - height))
+    return replace(objects, boxes=boxes, keypoints=points, masks=masks)
+
+
+def _resized(masks: Tensor, width: int, height: int) -> Tensor:
+    if not len(masks):
+        return masks.new_zeros(0, height, width)
+    return F.interpolate(masks[None].float(), (height, width), mode="nearest-exact")[0].to(masks.dtype)
+
+
+def checked_boxes(
+    boxes: np.ndarray[Any, Any], sizes: np.ndarray[Any, Any], where: str
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], list[str]]:
+    """Clip boxes to their images, and find those without area.
+
+    Args:
+        boxes: (M, 4), left, top, right and bottom.
+        sizes: (M, 2), width and height of the image of each.
+        where: name of the data in messages.
+
+    Returns:
+        The clipped boxes, which of them stay, (M,) bool, and notes on what was changed.
+    """
+    finite = np.isfinite(boxes).all(1)
+    limits = np.concatenate([sizes, sizes], 1)
+    clipped = np.clip(np.where(finite[:, None], boxes, 0), 0, limits)
+    stays: np.ndarray[Any, Any] = np.all(clipped[:, 2:] > clipped[:, :2], axis=1)
+    beyond = int(((np.abs(clipped - np.where(finite[:, None], boxes, 0)) > 0.01 * limits).any(1) & stays).sum())
+    lost, notes = int((~stays).sum()), []
+    if lost:
+        notes.append(f"{where}: {lost} of {len(boxes)} boxes are empty or outside of their image, and left out")
+    if beyond:
+        notes.append(f"{where}: {beyond} of {len(boxes)} boxes reach beyond their image, and are clipped to it")
+    return clipped, stays, notes
+
+
+def require_boxes(count: int, images: int, where: str, hint: str) -> None:
+    """Raise a `DataError` if a data set has no box at all."""
+    if not count:
+        raise DataError(f"{where}: expected boxes, and none of {images} images has any; {hint}")
+
+
+def mirrored_points(names: Mapping[int, str] | tuple[str, ...]) -> tuple[int, ...]:
+    """Return for each keypoint, by its name, the one of the other side: `left_eye` for `right_eye`; else itself."""
+    known = list(names.values() if isinstance(names, Mapping) else names)
+    other = {
+        name: name.replace("left", "\0").replace("right", "left").replace("\0", "right") for name in known
+    }  # fmt: skip
+    return tuple(known.index(other[name]) if other[name] in known else index for index, name in enumerate(known))

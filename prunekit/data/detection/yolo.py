@@ -1,0 +1,334 @@
+"""Data sets as ultralytics has them: a `data.yaml`, folders or lists of images, and a text file of labels for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from prunekit.data.datasets import CorruptImages
+from prunekit.data.detection.annotated_images import Objects, checked_boxes, require_boxes
+from prunekit.data.detection.coco import masks_of
+from prunekit.data.local_files import EXTENSIONS
+from prunekit.data.sources import GET_YOLO
+from prunekit.errors import DataError
+from prunekit.models.preprocessing import in_rgb
+
+PARTS = {"train": "train", "validation": "val", "test": "test"}
+"""Keys of the parts in a `data.yaml`."""
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True)
+class YoloDescription:
+    """The facts in a `data.yaml`.
+
+    Attributes:
+        where: the file, or the folder if there is none.
+        classes: name of each class; empty: the numbers that occur.
+        images: files of images of each part: `train`, `validation`, `test`.
+        point_shape: number of keypoints of an object, and of numbers of each, 2 or 3; None: there are none.
+        flipped_points: see `AnnotatedImages`.
+    """
+
+    where: Path
+    classes: tuple[str, ...]
+    images: dict[str, tuple[Path, ...]]
+    point_shape: tuple[int, int] | None = None
+    flipped_points: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Labels:
+    """The labels of one image, as shares of its width and height.
+
+    Attributes:
+        classes: (n,) int64.
+        boxes: (n, 4) float32, left, top, right, bottom.
+        polygons: of each object (P, 2) float32; None where the file has a box alone.
+        keypoints: (n, K, 3) float32; None: the file has none.
+    """
+
+    classes: Array
+    boxes: Array
+    polygons: tuple[Array | None, ...]
+    keypoints: Array | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class YoloImages:
+    """The images of one part.
+
+    Attributes:
+        classes: name of each class.
+        paths: of each image.
+        labels: of each image.
+        targets: what is given besides boxes: `masks`, `keypoints`.
+        flipped_points: see `AnnotatedImages`.
+        notes: what was left out.
+    """
+
+    classes: tuple[str, ...]
+    paths: tuple[Path, ...]
+    labels: tuple[Labels, ...]
+    targets: tuple[str, ...]
+    flipped_points: tuple[int, ...]
+    notes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def name(self, index: int) -> str:
+        """Return the path of an image."""
+        return str(self.paths[index])
+
+    def read(self, index: int) -> tuple[Image.Image, Objects]:
+        """Return an image and its objects."""
+        with Image.open(self.paths[index]) as file:
+            image = in_rgb(ImageOps.exif_transpose(file))
+        known, size = self.labels[index], np.array(image.size, dtype=np.float32)
+        outlines = [[] if polygon is None else [(polygon * size).ravel()] for polygon in known.polygons]
+        points = known.keypoints
+        if points is not None:
+            points = np.concatenate([points[..., :2] * size, points[..., 2:]], -1)
+        return image, Objects(
+            torch.from_numpy(known.boxes * np.tile(size, 2)),
+            torch.from_numpy(known.classes),
+            torch.zeros(len(known.classes), dtype=torch.int64),
+            masks_of(outlines, image.size) if "masks" in self.targets else None,
+            torch.from_numpy(points) if points is not None and "keypoints" in self.targets else None,
+        )
+
+
+def describe_yolo(root: Path) -> YoloDescription:
+    """Return the facts in the `data.yaml` of a data set; nothing that it names is downloaded or run.
+
+    Args:
+        root: the file; or a folder with it, or with `images/train` and `images/val` alone, whose classes are then those
+            of ultralytics' own file for a folder of this name, if that package is installed.
+
+    Raises:
+        DataError: there is no such file, it has another form, or images are not where it says.
+    """
+    file = root if root.is_file() else _file_in(root)
+    if file is None:
+        known = _of_ultralytics(root.name)
+        content, base = (_parsed(known) if known else {}), root
+        content = {key: f"images/{key}" for key in PARTS.values() if (root / "images" / key).is_dir()} | {
+            key: content[key] for key in ("names", "kpt_shape", "flip_idx") if key in content
+        }
+    else:
+        content = _parsed(file)
+        base = _base(file, content)
+    where = file or root
+    images = {part: _images(base, content[key], where, key) for part, key in PARTS.items() if content.get(key)}
+    if "train" not in images or len(images) < 2:
+        found = ", ".join(PARTS[part] for part in images) or "neither"
+        raise DataError(
+            f"{where}: expected `train` and `val`, where the images of each are, as in ultralytics' data.yaml, or "
+            f"folders images/train and images/val, found {found}; {GET_YOLO}"
+        )
+    shape = content.get("kpt_shape")
+    flipped = tuple(content.get("flip_idx") or ())
+    if shape is not None and not (_is_numbers(shape) and len(shape) == 2 and shape[1] in (2, 3)):
+        raise DataError(f"{where}: kpt_shape: expected [keypoints, 2 or 3], got {shape!r}")
+    if flipped and (not _is_numbers(flipped) or shape is None or sorted(flipped) != list(range(shape[0]))):
+        raise DataError(f"{where}: flip_idx: expected the number of each keypoint once, got {list(flipped)!r}")
+    points = None if shape is None else (int(shape[0]), int(shape[1]))
+    return YoloDescription(where, _names(content, where), images, points, flipped)
+
+
+def _is_numbers(given: Any) -> bool:
+    return isinstance(given, (list, tuple)) and all(type(value) is int and value >= 0 for value in given)
+
+
+def _file_in(folder: Path) -> Path | None:
+    if not folder.is_dir():
+        raise DataError(f"{folder}: expected a folder with images/ and labels/, or a data.yaml; {GET_YOLO}")
+    files = sorted([*folder.glob("*.yaml"), *folder.glob("*.yml")])
+    named = [path for path in files if path.stem in ("data", "dataset", folder.name)]
+    if len(named or files) > 1:
+        found = ", ".join(path.name for path in named or files)
+        raise DataError(f"{folder}: expected one file that describes the data, found {found}; give one as data.root")
+    return next(iter(named or files), None)
+
+
+def _of_ultralytics(name: str) -> Path | None:
+    """Return ultralytics' own file for a data set of this name, without importing that package."""
+    spec = find_spec("ultralytics")
+    folders = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
+    files = [folder / "cfg" / "datasets" / f"{name}.yaml" for folder in folders]
+    return next((path for path in files if path.is_file()), None)
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    try:
+        content = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
+    except (OSError, YAMLError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: expected YAML as of ultralytics' data sets, but {error}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: expected a mapping with train, val and names, got {type(content).__name__}")
+    return content
+
+
+def _base(file: Path, content: Mapping[str, Any]) -> Path:
+    """Return the folder that the paths of a `data.yaml` are in: its `path`, from its own folder or the one above."""
+    given = content.get("path")
+    if not isinstance(given, str) or not given:
+        return file.parent
+    places = [file.parent / given, file.parent.parent / given]
+    return next((place for place in places if place.is_dir()), file.parent)
+
+
+def _names(content: Mapping[str, Any], where: Path) -> tuple[str, ...]:
+    names, count = content.get("names"), content.get("nc")
+    if names is None:
+        return tuple(map(str, range(count))) if isinstance(count, int) else ()
+    if isinstance(names, Mapping):
+        if sorted(names) != list(range(len(names))):
+            raise DataError(f"{where}: names: expected numbers 0 to {len(names) - 1}, got {list(names)[:5]}...")
+        names = [names[number] for number in range(len(names))]
+    if not isinstance(names, list) or not names or (count is not None and count != len(names)):
+        raise DataError(f"{where}: names: expected the name of each class, `nc` of them ({count}), got {names!r:.80}")
+    return tuple(map(str, names))
+
+
+def _images(base: Path, given: Any, where: Path, key: str) -> tuple[Path, ...]:
+    """Return the image files of a part: of a folder, of a list of paths in a text file, or of several of these."""
+    found: list[Path] = []
+    for entry in given if isinstance(given, list) else [given]:
+        path = _place(base, entry) if isinstance(entry, str) else None
+        if path is None:
+            raise DataError(
+                f"{where}: {key}: expected a folder of images, or a text file with their paths, got {entry!r:.80}, "
+                f"which is not in {base}; {GET_YOLO}"
+            )
+        if path.is_dir():
+            found += [file for file in sorted(path.rglob("*")) if file.suffix.lower() in EXTENSIONS]
+        else:
+            lines = path.read_text(encoding="utf-8").splitlines()
+            found += [path.parent / line.strip() for line in lines if line.strip()]
+    if not found:
+        raise DataError(f"{where}: {key}: expected images in {given!r}, found none")
+    return tuple(dict.fromkeys(found))
+
+
+def _place(base: Path, entry: str) -> Path | None:
+    # Exports of Roboflow write `../train/images` of a folder beside the file itself.
+    places = [base / entry, *([base / entry.removeprefix("../")] if entry.startswith("../") else [])]
+    return next((place for place in places if place.exists()), None)
+
+
+def label_file(image: Path) -> Path:
+    """Return the file of labels of an image: in `labels` in the place of the last `images` of its path, as `.txt`."""
+    parts = list(image.parts)
+    places = [index for index, part in enumerate(parts[:-1]) if part == "images"]
+    if places:
+        parts[places[-1]] = "labels"
+    return Path(*parts).with_suffix(".txt")
+
+
+def read_yolo(
+    description: YoloDescription, part: str, targets: Sequence[str], corrupt: CorruptImages
+) -> YoloImages:  # fmt: skip
+    """Read the labels of a part; an image without a file of labels has no objects.
+
+    Args:
+        description: of the data set.
+        part: `train`, `validation` or `test`.
+        targets: what is given besides boxes: `masks`, `keypoints`.
+        corrupt: counts images whose labels cannot be read, which are left out.
+
+    Raises:
+        DataError: there are no boxes, an unknown class, too many corrupt images, or no masks or keypoints where they
+            are wanted.
+    """
+    where = f"{description.where} {part}"
+    if "keypoints" in targets and description.point_shape is None:
+        raise DataError(f"{where}: data.targets asks for keypoints, and {description.where} has no kpt_shape")
+    paths, labels = list[Path](), list[Labels]()
+    for path in description.images[part]:
+        file = label_file(path)
+        try:
+            found = _labels(file, description)
+        except ValueError as error:
+            corrupt.add(str(path), f"its labels, {file}, have another form: {error}")
+            continue
+        if "masks" in targets and any(polygon is None for polygon in found.polygons):
+            raise DataError(
+                f"{file}: data.targets asks for masks, and expected polygons, but an object has a box alone"
+            )
+        paths.append(path)
+        labels.append(found)
+    count = sum(len(one.classes) for one in labels)
+    require_boxes(count, len(paths), where, f"expected labels such as {label_file(description.images[part][0])}")
+    boxes = np.concatenate([one.boxes for one in labels])
+    clipped, stays, notes = checked_boxes(boxes, np.ones((count, 2)), where)
+    ends = np.cumsum([len(one.classes) for one in labels])[:-1]
+    kept = [
+        _some(one, box, stay)
+        for one, box, stay in zip(labels, np.split(clipped, ends), np.split(stays, ends), strict=True)
+    ]
+    return YoloImages(
+        description.classes, tuple(paths), tuple(kept), tuple(targets), description.flipped_points, tuple(notes)
+    )
+
+
+def _some(labels: Labels, boxes: Array, stays: Array) -> Labels:
+    polygons = tuple(one for one, stay in zip(labels.polygons, stays, strict=True) if stay)
+    points = None if labels.keypoints is None else labels.keypoints[stays]
+    return Labels(labels.classes[stays], boxes[stays].astype(np.float32), polygons, points)
+
+
+def _labels(file: Path, description: YoloDescription) -> Labels:
+    """Read a file of labels: lines of a class and a box, a polygon, or a box and keypoints.
+
+    Raises:
+        ValueError: a line has another form.
+        DataError: a class is unknown.
+    """
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    shape = description.point_shape
+    classes, boxes, polygons, points = list[int](), list[list[float]](), list[Array | None](), list[Array]()
+    for number, line in enumerate(lines, 1):
+        if not line.split():
+            continue
+        values = [float(value) for value in line.split()]
+        label, rest = values[0], np.array(values[1:], dtype=np.float32)
+        numbers = 4 if shape is None else 4 + shape[0] * shape[1]
+        is_polygon = shape is None and len(rest) >= 6 and len(rest) % 2 == 0
+        if label != int(label) or label < 0 or not np.isfinite(rest).all() or not (len(rest) == numbers or is_polygon):
+            expected = (
+                "a class and a box (x, y, width, height), or a polygon" if shape is None else f"{1 + numbers} numbers"
+            )
+            raise ValueError(f"line {number}: expected {expected}, got {line[:60]!r}")
+        if description.classes and label >= len(description.classes):
+            raise DataError(
+                f"{file}: line {number}: there is no class {int(label)}; {description.where} names "
+                f"{len(description.classes)}, 0 to {len(description.classes) - 1}"
+            )
+        classes.append(int(label))
+        if is_polygon:
+            corners = rest.reshape(-1, 2)
+            boxes.append([*corners.min(0).tolist(), *corners.max(0).tolist()])
+            polygons.append(corners)
+            continue
+        x, y, width, height = rest[:4].tolist()
+        boxes.append([x - width / 2, y - height / 2, x + width / 2, y + height / 2])
+        polygons.append(None)
+        if shape is not None:
+            found = rest[4:].reshape(shape)
+            seen = found[:, 2:] if shape[1] == 3 else 2.0 * (found != 0).any(1, keepdims=True)
+            points.append(np.concatenate([found[:, :2], seen], 1))
+    known = None if shape is None else np.array(points, dtype=np.float32).reshape(-1, shape[0], 3)
+    return Labels(
+        np.array(classes, dtype=np.int64), np.array(boxes, dtype=np.float32).reshape(-1, 4), tuple(polygons), known
+    )

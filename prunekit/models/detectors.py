@@ -1,0 +1,203 @@
+"""Detectors by name: torchvision's, and ultralytics' from the files that its package has of their layers."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+import torchvision
+from ruamel.yaml import YAML
+from torch import Tensor, nn
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+from prunekit.errors import ModelError
+from prunekit.models.state_dicts import load_state, load_weights
+
+FIXED = ("weights", "weights_backbone", "progress")
+"""Arguments by which torchvision would fetch files; weights come from `model.weights` alone."""
+HEADS = ("Detect", "v10Detect", "RTDETRDecoder")
+"""Last layers of ultralytics' detectors."""
+MODULES = ("torch.nn.modules.", "ultralytics.nn.modules.", "ultralytics.nn.tasks")
+"""Where the classes are that an ultralytics checkpoint may name."""
+PLAIN = ("ultralytics.utils.IterableSimpleNamespace", "ultralytics.utils.loss.", "ultralytics.utils.tal.")
+"""Other classes of ultralytics that its checkpoints name: settings, and losses."""
+
+
+def torchvision_detectors() -> tuple[str, ...]:
+    """Return the names of torchvision's detectors, sorted."""
+    return tuple(torchvision.models.list_models(module=torchvision.models.detection))
+
+
+def torchvision_detector(name: str) -> Callable[..., nn.Module]:
+    """Return the builder of one of torchvision's detectors, which downloads nothing.
+
+    Besides torchvision's own arguments it takes `image_size`, the height and width of the images, which else would be
+    enlarged to the size that the detector was made for.
+    """
+    build = torchvision.models.get_model_builder(name)
+
+    def made(image_size: int | None = None, weights: Any = None, **arguments: Any) -> nn.Module:
+        refused = [argument for argument in FIXED if argument in arguments]
+        if refused:
+            raise ValueError(f"{refused[0]}: weights come from model.weights")
+        model: nn.Module = build(weights=weights, weights_backbone=None, **arguments)
+        if image_size is not None:
+            _resize_to(model, image_size)
+        return model
+
+    made.__name__ = name
+    return made
+
+
+def _resize_to(model: Any, size: int) -> None:
+    """Make a detector of torchvision work on images of a size as they are."""
+    transform = model.transform
+    if transform.fixed_size is not None:
+        transform.fixed_size = (size, size)
+    transform.min_size, transform.max_size = (size,), size
+
+
+def made_for(model: nn.Module) -> int | None:
+    """Return the height and width that a detector of torchvision resizes images to, or their shorter side."""
+    transform: Any = getattr(model, "transform", None)
+    if not isinstance(transform, torchvision.models.detection.transform.GeneralizedRCNNTransform):
+        return None
+    return int(transform.fixed_size[0] if transform.fixed_size is not None else transform.min_size[-1])
+
+
+@cache
+def ultralytics_files() -> dict[str, tuple[Path, str]]:
+    """Return the file of layers of each of ultralytics' detectors, by its name, with its scale; empty without scales.
+
+    Raises:
+        ModelError: the package is not installed.
+    """
+    spec = find_spec("ultralytics")
+    folders = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
+    if not folders:
+        raise ModelError(
+            "model.zoo=ultralytics needs the package ultralytics, which is not installed: "
+            "pip install prunekit[ultralytics]"
+        )
+    files = sorted(file for folder in folders for file in (folder / "cfg" / "models").rglob("*.yaml"))
+    return {name: (file, scale) for file in files for name, scale in _scaled_names(file)}
+
+
+def _layers(file: Path) -> Any:
+    return YAML(typ="safe", pure=True).load(file.read_text(encoding="utf-8"))
+
+
+def _scaled_names(file: Path) -> Iterator[tuple[str, str]]:
+    """Yield name and scale of the models of a file, one for each of its scales: `yolov8n-p2` of `yolov8-p2.yaml`."""
+    content = _layers(file)
+    head = content["head"][-1][2] if isinstance(content, Mapping) and content.get("head") else ""
+    if head not in HEADS:
+        return
+    family = re.fullmatch(r"(yolov?\d+)(-.+)?", file.stem)
+    if family is None:  # a name with its scale in it, such as yolov10n or rtdetr-l
+        yield file.stem, ""
+        return
+    for scale in content.get("scales") or ("",):
+        yield f"{family[1]}{scale}{family[2] or ''}", scale
+
+
+def ultralytics_names() -> tuple[str, ...]:
+    """Return the names of ultralytics' detectors, sorted.
+
+    Raises:
+        ModelError: the package is not installed.
+    """
+    return tuple(sorted(ultralytics_files()))
+
+
+def ultralytics_detector(name: str) -> Callable[..., nn.Module]:
+    """Return the builder of one of ultralytics' detectors, with random weights; the name is one of its names."""
+
+    def build(num_classes: int | None = None, **arguments: Any) -> nn.Module:
+        tasks, utils = import_module("ultralytics.nn.tasks"), import_module("ultralytics.utils")
+        kind = tasks.RTDETRDetectionModel if "rtdetr" in name else tasks.DetectionModel
+        known = set(inspect.signature(kind).parameters) - {"cfg", "nc", "verbose"}
+        for argument in arguments.keys() - known:
+            raise ValueError(f"there is no argument {argument!r}; expected {', '.join(sorted(known))} or num_classes")
+        file, scale = ultralytics_files()[name]
+        # not by its name: the package would take a file of this name in the current folder, such as a recipe
+        layers = _layers(file) | {"scale": scale, "yaml_file": f"{name}.yaml"}
+        layers |= {} if num_classes is None else {"nc": num_classes}
+        model: Any = kind(layers, nc=num_classes, verbose=False, **arguments)
+        model.args = utils.IterableSimpleNamespace(**utils.DEFAULT_CFG_DICT)  # which its loss reads
+        built: nn.Module = model
+        return built
+
+    build.__name__ = name
+    return build
+
+
+def load_ultralytics(model: nn.Module, path: Path) -> None:
+    """Load weights into a detector of ultralytics, in place: a state dict, or ultralytics' own checkpoint.
+
+    Of a checkpoint, the averaged weights are taken if there are any, as ultralytics does.
+
+    Raises:
+        ModelError: the file is missing or unreadable, names classes other than layers of torch and ultralytics, which
+            are never loaded, or its names and shapes are not the model's.
+    """
+    state = ultralytics_state(path)
+    if state is None:
+        load_weights(model, path)
+    else:
+        load_state(model, state, path)
+
+
+def ultralytics_state(path: Path) -> dict[str, Tensor] | None:
+    """Return the weights in ultralytics' own checkpoint; None if the file is none, but perhaps a state dict.
+
+    Raises:
+        ModelError: it names other classes than layers and losses.
+    """
+    if path.suffix not in (".pt", ".pth") or not path.is_file():
+        return None
+    try:
+        needed = get_unsafe_globals_in_checkpoint(path)
+    except (OSError, ValueError, RuntimeError):  # no archive of torch's: what reads state dicts says so
+        return None
+    if not any(name.startswith("ultralytics.") for name in needed):
+        return None
+    try:
+        with safe_globals([(_allowed(name, path), name) for name in needed]):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except (UnpicklingError, RuntimeError, EOFError, AttributeError, TypeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"{path}: expected a checkpoint of ultralytics, but {reason}") from error
+    found = (content.get("ema") or content.get("model")) if isinstance(content, dict) else None
+    if not isinstance(found, nn.Module):
+        raise ModelError(f"{path}: expected a checkpoint of ultralytics with `model`, got {type(content).__name__}")
+    return {
+        name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in found.state_dict().items()
+    }
+
+
+def _allowed(name: str, path: Path) -> Any:
+    """Return the class of a name in a checkpoint.
+
+    Raises:
+        ModelError: it is no layer of torch or ultralytics, nor what such a checkpoint has beside them.
+    """
+    module, _, kind = name.rpartition(".")
+    found: Any = None
+    if name.startswith((*MODULES, *PLAIN)):
+        found = getattr(import_module(module), kind, None)
+    layer = isinstance(found, type) and issubclass(found, nn.Module)
+    if not (layer or (name.startswith(PLAIN) and isinstance(found, type) and found.__module__ == module)):
+        raise ModelError(
+            f"{path}: it names {name}, and of ultralytics' checkpoints only layers of torch and ultralytics are "
+            "loaded; save a state dict where you trust the file: torch.save(YOLO(path).model.state_dict(), 'w.pt')"
+        )
+    return found

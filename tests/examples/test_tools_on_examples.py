@@ -1,0 +1,102 @@
+"""The commands that look into models, on examples of tasks: what they say, and which tasks they refuse."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from torch.utils.data import Subset
+
+from prunekit.cli import cli
+
+RECIPE = """
+name: NAME
+task: python:prunekit.examples.NAME:task
+model: {name: own, zoo: own}
+data: {source: own, batch: 16}
+calibration: {images: 16}
+prune: {budget: {macs: 0.5}}
+baseline: {epochs: 1, optimizer: adamw, lr: 3e-3}
+device: cpu
+threads: 1
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def run(command: str, name: str, monkeypatch: pytest.MonkeyPatch) -> Result:
+    """Run a command on an example's recipe, with a few of its samples."""
+    example = importlib.import_module(f"prunekit.examples.{name}")
+    small = tuple(Subset(part, range(count)) for part, count in zip(example.data(), (32, 8), strict=True))
+    monkeypatch.setattr(example, "data", lambda: small)
+    Path("mine.yaml").write_text(RECIPE.replace("NAME", name))
+    own = [f"--{part}=python:prunekit.examples.{name}:{part}" for part in ("model", "data")]
+    return CliRunner().invoke(cli, [*command.split(), "mine.yaml", *own, "--allow-code"])
+
+
+@pytest.mark.slow
+def test_sensitivity_is_measured_by_the_score_of_the_task(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = run("sensitivity --measured --groups 0", "pose", monkeypatch)
+    assert done.exit_code == 0, done.output
+    assert "Dense model on 3 validation images: PCK@0.1 " in done.stdout
+    (folder,) = (here / "runs" / "pose" / "sensitivity").glob("2*")
+    facts = json.loads((folder / "sensitivity.json").read_text())
+    assert facts["images"] == 16
+    assert facts["dense"].keys() == {"loss", "pck"}
+    assert facts["measured"]["0"][0].keys() == {"kept", "error", "kl", "loss", "pck"}
+    page = (folder / "report.html").read_text()
+    assert "PCK@0.1" in page
+    assert "top-1" not in page.lower()
+    assert (folder / "sensitivity.csv").read_text().splitlines()[0].endswith(",kl,loss,pck")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "name", "says"),
+    [
+        ("sensitivity", "sentences", "most sensitive group first"),
+        ("diagnose", "depth", "depth: healthy: "),
+        ("diagnose", "speech", "training recordings, loss "),
+        ("visualize features", "pose", "3 maps of 16 x 16"),
+        ("visualize cam --class 1", "unet", "Grad-CAM at join.0 (32 x 32), class 1"),
+        ("visualize histograms", "sentences", "sentences on 16 pairs"),
+        ("visualize gradients --epochs 1", "super_resolution", "|gradient| by layer"),
+    ],
+)
+@pytest.mark.usefixtures("here")
+def test_what_tools_say_of_other_tasks(command: str, name: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = run(command, name, monkeypatch)
+    assert done.exit_code == 0, done.output
+    assert says in done.stdout
+    assert "top-1" not in done.output.lower()
+    assert "images" not in done.output or name not in ("speech", "sentences")
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "says"),
+    [
+        ("visualize cam", "pose", "such as image_classification and segmentation, got 'pose'"),
+        ("visualize saliency", "speech", "histograms and gradients for every task"),
+        (
+            "visualize features",
+            "speech",
+            "expected a task whose inputs are images (C, H, W), got 'speech' with float32",
+        ),
+    ],
+)
+def test_tools_refuse_tasks_that_they_do_not_know(
+    command: str, name: str, says: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = run(command, name, monkeypatch)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert says in " ".join(done.stderr.split())
+    trains = "features" in command  # whether inputs are images is known from the data alone
+    assert trains or not (here / "runs").exists()
