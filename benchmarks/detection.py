@@ -171,9 +171,7 @@ class Yolo(Detector):
 class Torchvision(Detector):
     """One of torchvision's, by prunekit's trainer, at the size of the images."""
 
-    augment = pk.AugmentSettings(
-        crop="resized", flip=0.5, color_jitter=pk.ColorJitterSettings(0.2, 0.3, 0.3, hue=0.05)
-    )
+    augment = pk.AugmentSettings(crop="resized", flip=0.5, color_jitter=pk.ColorJitterSettings(0.2, 0.3, 0.3, hue=0.05))
 
     def build(self) -> nn.Module:
         torch.manual_seed(0)

@@ -355,6 +355,7 @@ def test_only_what_later_calls_read_is_kept() -> None:
 
 def test_a_pass_that_takes_another_path_says_so() -> None:
     passes: list[int] = []  # not of the model: what a pass leaves in it is taken out
+
     class Fickle(nn.Module):
         def __init__(self) -> None:
             super().__init__()
