@@ -37,7 +37,7 @@ os.environ.setdefault("YOLO_AUTOINSTALL", "false")
 os.environ.setdefault("YOLO_VERBOSE", "false")
 
 import torch
-from common import keep, show
+from common import RESULTS, as_items, as_markdown, keep, show
 from safetensors.torch import load_model, save_model
 from torch import nn
 from torchvision.models import get_model
@@ -61,6 +61,10 @@ BATCH = 16
 TENTH = 10
 """The part of the epochs that a pruned model is fine-tuned for."""
 TIMED = "repaired", "torch-pruning"
+COLUMNS = (
+    "model", "asked", "method", "macs", "params", "map", "low", "high", "of_dense", "map50", "seconds", "speedup",
+    "speedup_low", "speedup_high", "failed",
+)  # fmt: skip
 
 
 def draw(folder: Path, size: int, train: int, test: int) -> Path:
@@ -382,6 +386,8 @@ def main() -> None:
             except PackageNotFoundError:
                 setting[package] = None
         keep("detection", found, setting)
+        text = f"# Detectors at a share of their MACs\n\n{as_items(setting)}\n{as_markdown(found, COLUMNS)}"
+        (RESULTS / "detection.md").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

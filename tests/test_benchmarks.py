@@ -20,6 +20,8 @@ from equivalence import randomized
 from torch import nn
 
 import prunekit
+import prunekit.data.detection.shapes
+import prunekit.data.sources
 from prunekit.models.cifar import CifarResNet
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
@@ -390,3 +392,17 @@ def test_plans_of_another_tool_are_brought_to_a_latency(
         assert 0 < row["kept_elimination"] <= 1
         assert 0 < row["kept_l2"] < 1
         assert "top1_repaired" in row
+
+
+def test_drawn_shapes_are_read_as_they_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    detection = runpy.run_path(str(FOLDER / "detection.py"))
+    shapes, data = prunekit.data.detection.shapes, detection["draw"](tmp_path, 64, 6, 3)
+    splits = prunekit.data.sources.load_splits(prunekit.DataSettings("yolo", root=data, image_size=64))
+    assert splits.classes == shapes.CLASSES
+    assert [len(part) for part in (splits.train, splits.validation, splits.test)] == [6, detection["VALIDATION"], 3]
+    for index in range(6):
+        _, objects = shapes.DrawnShapes(100, 64).read(index)
+        _, (target,) = splits.train.fetch(torch.tensor([index]))
+        torch.testing.assert_close(target["boxes"], objects.boxes, atol=1e-3, rtol=0)
+        assert torch.equal(target["labels"], objects.labels)
