@@ -87,20 +87,28 @@ def collate(samples: Sequence[tuple[Tensor, dict[str, Tensor]]]) -> tuple[Tensor
     return torch.stack(images), [target for _, target in samples]
 
 
-def boxed_images(batch: Any) -> tuple[Tensor, Targets]:
+def boxed_images(batch: Any) -> tuple[Tensor | list[Tensor], Targets]:
     """Return images (B, 3, H, W) floating point, and for each a mapping with `boxes` (n, 4) and `labels` (n,).
 
     Args:
-        batch: such a pair.
+        batch: such a pair; for torchvision's detectors the images may be a list of (3, H, W) of any sizes.
     """
-    if isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[0], Tensor):
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
         images, targets = batch
-        if images.ndim == 4 and images.is_floating_point() and all(map(_is_target, targets)):
-            return images, [dict(target) for target in targets]
+        if _are_images(images) and all(map(_is_target, targets)):
+            return [*images] if isinstance(images, tuple) else images, [dict(target) for target in targets]
     raise DataError(
         "expected images (B, 3, H, W) floating point, with values 0 to 1, and a list with a mapping for each: `boxes` "
         "(n, 4) as left, top, right, bottom in pixels, and `labels` (n,) of whole numbers from 0"
     )
+
+
+def _are_images(given: Any) -> bool:
+    if isinstance(given, Tensor):
+        return given.ndim == 4 and given.is_floating_point()
+    if not isinstance(given, (tuple, list)) or not given:
+        return False
+    return all(isinstance(one, Tensor) and one.ndim == 3 and one.is_floating_point() for one in given)
 
 
 def _is_target(given: Any) -> bool:

@@ -56,6 +56,15 @@ def test_ssdlite_on_shapes_and_the_commands_on_its_folder(tmp_path: Path) -> Non
     more = ["model.weights=null", "data.category_ids=false", "baseline.lr=0.002", "repair=null"]
     result, lines = run("ssdlite-coco", tmp_path, *ON_SHAPES, *more)
     check(result, 3)
+    shown = json.loads((result.folder / "detections" / "detections.json").read_text())
+    assert shown["models"] == ["dense", "pruned"]
+    assert all(image["boxes"]["labeled"] and "pruned" in image["boxes"] for image in shown["images"])
+    assert {image["picture"] for image in shown["images"]} == {
+        path.name for path in (result.folder / "detections").glob("*.png")
+    }
+    page = (result.folder / "report.html").read_text()
+    assert page.count('alt="Test image') == len(shown["images"]) > 0
+    assert "95 % bootstrap intervals" in page
     assert any("pruned mAP@50:95" in line and "mAP@50 " in line for line in lines)
     folder, photo = str(result.folder / "model"), tmp_path / "photo.png"
     DrawnShapes(1, 64).read(0)[0].resize((200, 100)).save(photo)

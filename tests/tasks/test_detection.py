@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import prunekit as pk
 from prunekit.data.sources import Splits, load_splits
 from prunekit.data.user_data import sample_splits
 from prunekit.errors import DataError, ModelError
@@ -186,3 +187,17 @@ def test_a_small_detector_learns_shapes() -> None:
     assert found.interval is not None
     assert found.interval[0] <= found.values["map"] <= found.interval[1]
     assert found.figures().keys() == {"map", "map50", "n_test", "low", "high"}
+
+
+@pytest.mark.slow
+def test_torchvisions_detectors_take_lists_of_images_of_several_sizes() -> None:
+    model = net("ssdlite320_mobilenet_v3_large", "torchvision").eval()
+    images = [torch.rand(3, 64, 48), torch.rand(3, 40, 64)]
+    targets = [{"boxes": torch.tensor([[4.0, 4, 30, 30]]), "labels": torch.tensor([label])} for label in (0, 2)]
+    batches = [(images, targets), (tuple(images[::-1]), tuple(targets[::-1]))]
+    found = evaluate(model, batches, DETECTION, CPU)
+    assert found.n_test == 4
+    terms = pk.collect_gradients(model, batches, task="detection").terms["backbone.features.0.0.0.weight", 0]
+    assert terms.shape == (2, 16)
+    assert terms.any()
+    assert not any(module.training for module in model.modules())
