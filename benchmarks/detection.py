@@ -175,6 +175,8 @@ class Yolo(Detector):
 class Torchvision(Detector):
     """One of torchvision's, by prunekit's trainer, at the size of the images."""
 
+    longer = 1.5
+    """Of random weights it needs more epochs than ultralytics' do."""
     augment = pk.AugmentSettings(crop="resized", flip=0.5, color_jitter=pk.ColorJitterSettings(0.2, 0.3, 0.3, hue=0.05))
 
     def build(self) -> nn.Module:
@@ -196,7 +198,7 @@ class Torchvision(Detector):
         if path.exists():
             load_model(model, path)
             return model.eval()
-        self.train(model, self.options.epochs, 1e-3)
+        self.train(model, round(self.longer * self.options.epochs), 1e-3)
         self.folder.mkdir(parents=True, exist_ok=True)
         save_model(model, str(path))
         return model
@@ -220,7 +222,7 @@ class Torchvision(Detector):
         return model.eval()
 
     def finetuned(self, pruned: nn.Module, where: str) -> nn.Module:
-        return self.train(deepcopy(pruned), max(1, self.options.epochs // TENTH), 3e-4)
+        return self.train(deepcopy(pruned), max(1, round(self.longer * self.options.epochs / TENTH)), 3e-4)
 
     def by_torch_pruning(self, dense: nn.Module, macs: float) -> nn.Module:
         return torch_pruned(deepcopy(dense), self.example, macs, heads=[])
