@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -60,6 +61,8 @@ VALIDATION = 48
 BATCH = 16
 TENTH = 10
 """The part of the epochs that a pruned model is fine-tuned for."""
+LIMIT_S = 180
+"""Seconds that torch-pruning may take."""
 TIMED = "repaired", "torch-pruning"
 COLUMNS = (
     "model", "asked", "method", "macs", "params", "map", "low", "high", "of_dense", "map50", "seconds", "speedup",
@@ -232,6 +235,11 @@ def torch_pruned(model: nn.Module, example: torch.Tensor, macs: float, heads: li
     """The model with the channels that torch-pruning removes at the ratio that leaves this share of the MACs."""
     import torch_pruning
 
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"stopped after {LIMIT_S} s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(LIMIT_S)
     whole, low, high, found = count_macs(model, (example,)), 0.0, 0.95, None
     for _ in range(7):
         ratio = (low + high) / 2
@@ -254,6 +262,7 @@ def torch_pruned(model: nn.Module, example: torch.Tensor, macs: float, heads: li
             low = ratio
         else:
             high, found = ratio, small
+    signal.alarm(0)
     if found is None:
         raise RuntimeError(f"no ratio up to 0.95 leaves {macs:.0%} of the MACs")
     return found
