@@ -275,6 +275,7 @@ def rows_of(detector: Yolo | Torchvision) -> Iterator[dict[str, Any]]:
     made = partial(figures, detector, dense)
     yield cached(detector, "dense", lambda: made("dense", 1.0, lambda: dense, start))
     for macs in detector.options.macs:
+        row: dict[str, Any] = {}
         for method, way in Pruned(detector, dense, macs).ways().items():
             key = f"{method} {macs}"
             if method == "torch-pruning finetuned" and "failed" in row:
