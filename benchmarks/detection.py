@@ -61,7 +61,7 @@ VALIDATION = 48
 BATCH = 16
 TENTH = 10
 """The part of the epochs that a pruned model is fine-tuned for."""
-LIMIT_S = 180
+LIMIT_S = 60
 """Seconds that torch-pruning may take."""
 TIMED = "repaired", "torch-pruning"
 COLUMNS = (
