@@ -65,7 +65,7 @@ LIMIT_S = 60
 """Seconds that torch-pruning may take."""
 TIMED = "repaired", "torch-pruning"
 COLUMNS = (
-    "model", "asked", "method", "macs", "params", "map", "low", "high", "of_dense", "map50", "seconds", "speedup",
+    "model", "asked", "method", "macs", "params", "map", "low", "high", "of_dense", "map50", "speedup",
     "speedup_low", "speedup_high", "failed",
 )  # fmt: skip
 
