@@ -16,7 +16,7 @@ from prunekit.integrations.missing_extra import require_library
 from prunekit.integrations.prune_callback import PrunesInTrainer
 
 OLD_NAME = find_spec("lightning") is None if "pytorch_lightning" not in sys.modules else "lightning" not in sys.modules
-"""Whether Lightning is used as `pytorch_lightning`, its package of before."""
+"""True if Lightning is used as `pytorch_lightning`, its package of before."""
 if find_spec("pytorch_lightning") is None or not OLD_NAME:
     require_library("lightning", "lightning")
 

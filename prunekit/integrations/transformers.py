@@ -28,9 +28,9 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback  # noqa: E402
 STATE = "pruner.pt"
 """The pruner's state in a checkpoint."""
 ENTRY = "transformers"
-"""Of a model folder's manifest: what the files beside the model say."""
+"""Key in a model folder's manifest: what the files beside the model say."""
 _RUN = "prunekit"
-"""Of `TrainerState.stateful_callbacks`: which run a checkpoint is of."""
+"""Key in `TrainerState.stateful_callbacks`: which run a checkpoint is of."""
 CONFIG = "config.json"
 ATTENTION = frozenset({"eager", "sdpa", "flex_attention"})
 """Implementations of attention that come back as they were; the others are kernels, which may be fetched from a hub."""

@@ -206,7 +206,7 @@ class Quality:
 
     @property
     def selects(self) -> bool:
-        """Whether outputs are what a model selected, so that those of another have no counterpart."""
+        """True if outputs are what a model selected, so that those of another have no counterpart."""
         return self.task is not None and (self.task.metric is not None or self.task.predictions is not None)
 
     def class_scores(self, output: Any, samples: int) -> Tensor | None:

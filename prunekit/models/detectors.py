@@ -26,7 +26,7 @@ FIXED = ("weights", "weights_backbone", "progress")
 HEADS = ("Detect", "v10Detect", "RTDETRDecoder")
 """Last layers of ultralytics' detectors."""
 MODULES = ("torch.nn.modules.", "ultralytics.nn.modules.", "ultralytics.nn.tasks")
-"""Where the classes are that an ultralytics checkpoint may name."""
+"""Packages with the classes that an ultralytics checkpoint may name."""
 PLAIN = ("ultralytics.utils.IterableSimpleNamespace", "ultralytics.utils.loss.", "ultralytics.utils.tal.")
 """Other classes of ultralytics that its checkpoints name: settings, and losses."""
 

@@ -242,10 +242,15 @@ def opened(image: Pixels) -> Image.Image:
         raise DataError(f"{path}: expected an image, but {decoding_reason(error)}") from error
 
 
-def decoding_reason(error: Exception) -> str:
-    """Return why an image cannot be decoded, in one line.
+def decoding_error(error: Exception) -> BaseException:
+    """Return the error by which an image could not be decoded.
 
     Other packages wrap Pillow's `open`, such as ultralytics, which looks for one of its own where Pillow gives up.
     """
-    first = error.__context__ if isinstance(error, ModuleNotFoundError) and error.__context__ is not None else error
+    return error.__context__ if isinstance(error, ModuleNotFoundError) and error.__context__ is not None else error
+
+
+def decoding_reason(error: Exception) -> str:
+    """Return why an image cannot be decoded, in one line."""
+    first = decoding_error(error)
     return f"{type(first).__name__}: {first}"

@@ -214,7 +214,7 @@ def _pad(rows: list[Row]) -> None:
 
 
 GRAY = 114 / 255
-"""What ultralytics' loaders put around images, at the right and below."""
+"""Padding that ultralytics' loaders put around images, at the right and below."""
 
 
 def _pad_images(rows: list[Row]) -> None:

@@ -18,7 +18,7 @@ from prunekit.errors import DataError, UsageError
 REPLICATES = 1000
 """Bootstrap samples that an interval is read from."""
 SEED = 0
-"""Of the bootstrap samples, so that an interval is the same each time."""
+"""Seed of the bootstrap samples, so that an interval is the same each time."""
 AT_ONCE = 4_000_000
 """The most numbers in an array of the bootstrap: replicates times detections of a class."""
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -11,6 +11,11 @@ from prunekit.tasks.task import Task
 from prunekit.utils.inputs import to_device
 
 
+def added(counts: list[float], more: list[float]) -> list[float]:
+    """Return sums of counts, (K,) each; either may be empty, as before the first batch."""
+    return [a + b for a, b in zip(counts, more, strict=True)] if counts and more else counts or more
+
+
 class Measurement:
     """The samples of a task that were measured so far.
 
@@ -37,7 +42,7 @@ class Measurement:
         if self._metric is None:
             assert self._task.counts is not None
             found = self._task.counts(output, targets).tolist()
-            self.counts = [a + b for a, b in zip(self.counts or [0.0] * len(found), found, strict=True)]
+            self.counts = added(self.counts, found)
         elif self._kept is None:
             self._metric.update(output, targets)
         else:
@@ -50,8 +55,7 @@ class Measurement:
         found = Measurement(self._task)
         for samples, counts, kept in gather_values((self.samples, self.counts, self._kept)):
             found.samples += samples
-            if counts:
-                found.counts = [a + b for a, b in zip(found.counts or [0.0] * len(counts), counts, strict=True)]
+            found.counts = added(found.counts, counts)
             for output, targets in kept or ():
                 assert found._metric is not None
                 found._metric.update(output, targets)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import reduce
 from importlib.metadata import version
 from typing import Any
 
@@ -18,6 +19,7 @@ from prunekit.distributed.process_group import from_main, gather_values, is_main
 from prunekit.distributed.sharded_tensors import full_tensor, is_shard, is_sharded, shard_like
 from prunekit.errors import NonFiniteError, ResumeError
 from prunekit.settings.train import TrainSettings
+from prunekit.tasks.measurement import added
 from prunekit.training.callbacks.callback import CallbackList
 from prunekit.training.callbacks.clamp_callback import GradientClamps
 from prunekit.training.checkpoints import BestWeights, Checkpoints
@@ -40,15 +42,12 @@ class EpochSums:
         """Add a batch's mean loss, its counts (K,), if it has any, and its number of samples."""
         self.loss += loss * samples
         self.samples += samples
-        if counts is None:
-            return
-        found = counts.tolist()
-        self.counts = [a + b for a, b in zip(self.counts or [0.0] * len(found), found, strict=True)]
+        self.counts = added(self.counts, [] if counts is None else counts.tolist())
 
     def of_all(self) -> EpochSums:
         """Return the sums over all processes, some of which may have had no batch."""
         each = gather_values(self)
-        counts = [sum(one) for one in zip(*(sums.counts for sums in each if sums.counts), strict=True)]
+        counts = reduce(added, (sums.counts for sums in each))
         return EpochSums(sum(sums.loss for sums in each), sum(sums.samples for sums in each), counts)
 
     @property

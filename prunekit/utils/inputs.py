@@ -246,7 +246,7 @@ def takes_list(model: nn.Module, image: Tensor | None = None) -> bool:
 
 
 _TAKING_LISTS: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-"""What was found out of models without annotations."""
+"""Findings about models without annotations."""
 
 
 def _runs_on(model: nn.Module, images: list[Tensor]) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 Whole = Callable[[Any], bool]
-"""Whether a list or another nesting of tensors is taken as one thing."""
+"""Function that tells whether a list or another nesting of tensors is taken as one thing."""
 
 
 def gather(value: Any) -> list[torch.Tensor]:

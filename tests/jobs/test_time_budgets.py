@@ -242,7 +242,7 @@ def test_another_budget_that_cannot_be_met_is_refused_before_anything_is_timed(m
 
 
 @pytest.mark.parametrize(
-    "other", [[torch.zeros(1, 2)] * 3, torch.zeros(3, 2), torch.tensor(1.0), nn.Identity()], ids=repr
+    "other", [[torch.zeros(3, 2)] * 2, torch.zeros(3, 2), torch.tensor(1.0), nn.Identity()], ids=repr
 )
 def test_what_no_batches_can_be_made_of_cannot_be_timed(other: Any) -> None:
     model, channel_map, _ = net()

@@ -273,6 +273,13 @@ def test_several_inputs_are_repeated_and_one_is_drawn() -> None:
     assert inputs_like((torch.ones(2, 4),), drawn=False).sample(2)[0].unique().tolist() == [1.0]
 
 
+def test_levels_with_the_batch_first_are_no_list_of_samples() -> None:
+    levels = [torch.rand(2, 4, 8, 8), torch.rand(2, 8, 4, 4)]
+    first, second = inputs_like((torch.rand(2, 3, 8, 8), levels)).sample(3)[1]
+    assert torch.equal(first, levels[0][:1].expand(3, -1, -1, -1))
+    assert torch.equal(second, levels[1][:1].expand(3, -1, -1, -1))
+
+
 def test_targets_that_forward_takes_stay_those_of_their_images() -> None:
     images = [torch.rand(3, 8, 6), torch.rand(3, 5, 9)]
     targets = [{"boxes": torch.tensor([[1.0, 1, 4, 5]])}, {"boxes": torch.zeros(0, 4)}]

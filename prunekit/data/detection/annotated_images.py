@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +21,7 @@ from prunekit.errors import DataError
 from prunekit.models.preprocessing import Preprocessing, decoding_reason
 
 GRAY = 114 / 255
-"""Of the padding, as by ultralytics."""
+"""Gray value of the padding, as by ultralytics."""
 Target = dict[str, Tensor]
 
 
@@ -93,6 +94,19 @@ class AnnotatedImages(Protocol):
 
     def read(self, index: int) -> tuple[Image.Image, Objects]:
         """Return an image in RGB and its objects; any error but `DataError` marks a corrupt image."""
+
+
+class ImageFiles:
+    """Base of annotated images that are files."""
+
+    paths: tuple[Path, ...]
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def name(self, index: int) -> str:
+        """Return the path of an image."""
+        return str(self.paths[index])
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ import torch
 from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
 
-from prunekit.data.detection.annotated_images import Objects, checked_boxes, mirrored_points, require_boxes
+from prunekit.data.detection.annotated_images import ImageFiles, Objects, checked_boxes, mirrored_points, require_boxes
 from prunekit.data.sources import GET_COCO
 from prunekit.errors import DataError, UsageError
 from prunekit.models.preprocessing import in_rgb
@@ -27,7 +27,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True, eq=False)
-class CocoImages:
+class CocoImages(ImageFiles):
     """The images of one annotation file.
 
     Attributes:
@@ -55,13 +55,6 @@ class CocoImages:
     keypoints: Array | None
     flipped_points: tuple[int, ...]
     notes: tuple[str, ...]
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def name(self, index: int) -> str:
-        """Return the path of an image."""
-        return str(self.paths[index])
 
     def read(self, index: int) -> tuple[Image.Image, Objects]:
         """Return an image and its objects.

@@ -16,7 +16,7 @@ from prunekit.data.detection.annotated_images import Objects, mirrored_points
 
 CLASSES = ("circle", "square", "triangle")
 KEYPOINTS = ("center", "left", "right")
-"""Of each shape: its center, and the middles of its leftmost and rightmost columns."""
+"""Keypoints of each shape: its center, and the middles of its leftmost and rightmost columns."""
 MOST = 4
 """The most shapes in an image."""
 SEED = 1998

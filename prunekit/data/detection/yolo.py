@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from prunekit.data.datasets import CorruptImages
-from prunekit.data.detection.annotated_images import Objects, checked_boxes, require_boxes
+from prunekit.data.detection.annotated_images import ImageFiles, Objects, checked_boxes, require_boxes
 from prunekit.data.detection.coco import masks_of
 from prunekit.data.local_files import EXTENSIONS
 from prunekit.data.sources import GET_YOLO
@@ -64,7 +64,7 @@ class Labels:
 
 
 @dataclass(frozen=True, eq=False)
-class YoloImages:
+class YoloImages(ImageFiles):
     """The images of one part.
 
     Attributes:
@@ -82,13 +82,6 @@ class YoloImages:
     targets: tuple[str, ...]
     flipped_points: tuple[int, ...]
     notes: tuple[str, ...]
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def name(self, index: int) -> str:
-        """Return the path of an image."""
-        return str(self.paths[index])
 
     def read(self, index: int) -> tuple[Image.Image, Objects]:
         """Return an image and its objects."""

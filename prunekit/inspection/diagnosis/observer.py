@@ -57,7 +57,7 @@ class Training:
 
     @property
     def classifies(self) -> bool:
-        """Whether the loss is the cross entropy of class scores (B, classes) and labels (B,)."""
+        """True if the loss is the cross entropy of class scores (B, classes) and labels (B,)."""
         return self.given is None and (self.task is None or self.task.loss is cross_entropy)
 
     @property

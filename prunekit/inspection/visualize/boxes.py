@@ -16,7 +16,7 @@ from prunekit.inspection.visualize.image_grids import page
 CONFIDENCE = 0.25
 """Boxes of a lower score are not drawn, as by the commands of ultralytics."""
 COLORS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-"""Of classes, in turn; the color-blind tell them apart (Okabe & Ito 2008)."""
+"""Colors of classes, in turn; the color-blind tell them apart (Okabe & Ito 2008)."""
 SIDE = 320
 """Pixels of the longer side, at least; smaller images are enlarged."""
 Boxes = Mapping[str, Tensor]

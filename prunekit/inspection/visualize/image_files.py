@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torchvision.transforms.v2.functional import center_crop, pil_to_tensor, resize
 
 from prunekit.errors import DataError, UsageError
-from prunekit.models.preprocessing import in_rgb
+from prunekit.models.preprocessing import decoding_error, in_rgb
 from prunekit.utils.files import StrPath, atomic_file
 
 Pixels = NDArray[np.uint8]
@@ -100,7 +100,7 @@ def read_image(path: StrPath, transform: Transform) -> Tensor:
     except FileNotFoundError as error:
         raise DataError(f"{path}: expected an image file, and there is none") from error
     except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, EOFError and more
-        if isinstance(error.__context__ or error, UnidentifiedImageError):  # other packages wrap Pillow's `open`
+        if isinstance(decoding_error(error), UnidentifiedImageError):
             reason = "it is empty" if not path.stat().st_size else "it is of no format that Pillow reads"
             raise DataError(f"{path}: expected an image, such as a PNG or JPEG file, but {reason}") from error
         reason = "it is a folder" if path.is_dir() else str(getattr(error, "strerror", None) or error)

@@ -13,7 +13,7 @@ from ultralytics.utils.nms import non_max_suppression
 from prunekit.errors import PlanError, UsageError
 from prunekit.jobs.bench import bench
 from prunekit.settings.prune import Target
-from prunekit.utils.context import training_mode
+from prunekit.utils.context import threads, training_mode
 
 CONFIDENCE, OVERLAP = 0.001, 0.7
 """Thresholds of ultralytics' `val`."""
@@ -79,16 +79,11 @@ def suppression_ms(yolo: Model, samples: Tensor, target: Target) -> float:
     """Return the median milliseconds that suppression takes on the predictions for a batch of images."""
     model, times = yolo.model, list[float]()
     device = torch.device(target.device)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(target.threads)
-    try:
-        with training_mode(model, False), torch.no_grad():
-            for start in range(0, min(len(samples), 8 * target.batch), target.batch):
-                batch = samples[start : start + target.batch].to(next(model.parameters()).device)
-                predicted = _decoded(model(batch)).to(device)
-                times += [_timed(yolo, predicted, device) for _ in range(ROUNDS)]
-    finally:
-        torch.set_num_threads(threads)
+    with threads(target.threads), training_mode(model, False), torch.no_grad():
+        for start in range(0, min(len(samples), 8 * target.batch), target.batch):
+            batch = samples[start : start + target.batch].to(next(model.parameters()).device)
+            predicted = _decoded(model(batch)).to(device)
+            times += [_timed(yolo, predicted, device) for _ in range(ROUNDS)]
     return sorted(times)[len(times) // 2]
 
 

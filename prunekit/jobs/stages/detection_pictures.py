@@ -19,8 +19,9 @@ from prunekit.utils.inputs import call, inputs_as_example
 
 FOLDER = "detections"
 SHOWN = 6
-"""Images that are shown, the first that have boxes of a larger number, evenly spread over the test images."""
+"""The most images that are shown."""
 LOOKED_AT = 24
+"""Test images, evenly spread, of which the first with boxes are shown."""
 
 
 def write_detections(prepared: Prepared, models: Mapping[str, nn.Module], run: Path) -> list[str]:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.errors import UsageError
-from prunekit.utils.inputs import Keywords, described, split
+from prunekit.utils.inputs import described, select_samples, split
+from prunekit.utils.sample_lists import map_samples, sample_parts
 from prunekit.utils.tensors import gather, map_tensors
 
 
@@ -70,8 +71,10 @@ class Inputs:
     def sample(self, batch: int) -> Sample:
         """Return a batch, the same at each call: standard normal numbers, or the sample repeated."""
         if not self.drawn:
-            found: Sample = _repeated(self.one, batch)
-            return found
+            repeated: Sample = map_samples(
+                self.one, lambda one: one.repeat_interleave(batch, 0), lambda samples: samples * batch
+            )
+            return repeated
         generator = torch.Generator().manual_seed(0)
         random: Sample = map_tensors(self.one, lambda one: torch.randn(batch, *one.shape[1:], generator=generator))
         return random
@@ -91,21 +94,6 @@ class Inputs:
         return [described(value), *marks]
 
 
-def _repeated(value: Any, batch: int) -> Any:
-    """Return one sample repeated."""
-    if isinstance(value, Tensor):
-        return value.repeat_interleave(batch, 0)
-    if isinstance(value, Mapping):
-        return _like(value, {name: _repeated(item, batch) for name, item in value.items()})
-    if isinstance(value, list):
-        return value * batch
-    return tuple(_repeated(item, batch) for item in value) if isinstance(value, tuple) else value
-
-
-def _like(value: Mapping[str, Any], items: dict[str, Any]) -> dict[str, Any]:
-    return Keywords(items) if isinstance(value, Keywords) else items
-
-
 def inputs_of(given: Sequence[int] | Inputs) -> Inputs:
     """Return the inputs of a model with one floating-point input, from its shape without the batch, or `Inputs`."""
     return given if isinstance(given, Inputs) else Inputs((torch.empty(1, *given),), drawn=True)
@@ -123,38 +111,21 @@ def inputs_like(example: tuple[Any, ...], *, drawn: bool = True) -> Inputs:
     """
     positional, named = split(example)
     values = (*positional, *named.values())
-    counts = [_count(value) for value in values if gather(value)]
+    counts = {len(part) if isinstance(part, list) or part.dim() else None for part in sample_parts(example)}
     odd = [type(value).__name__ for value in values if not gather(value) and not isinstance(value, CONSTANTS)]
-    if odd or len(set(counts)) != 1 or None in counts:
+    if odd or len(counts) != 1 or None in counts:
         found = ", ".join(odd) or " and ".join(described(value) for value in values) or "none"
         raise UsageError(
             "inputs that are timed: expected tensors, each with the batch on its first axis, or lists of samples, "
             f"because batches of other sizes are made of them; got {found}"
         )
-    one = map_tensors(_first(example), lambda tensor: tensor.detach().cpu())
+    one = map_tensors(select_samples(example, slice(1)), lambda tensor: tensor.detach().cpu())
     alone = len(values) == 1 and isinstance(values[0], Tensor) and values[0].is_floating_point()
     return Inputs(one, drawn and alone)
 
 
 CONSTANTS = (bool, int, float, str, type(None))
 """Arguments that are the same for batches of any size."""
-
-
-def _count(value: Any) -> int | None:
-    """Return the number of samples of an input with tensors; None if that is unknown."""
-    if isinstance(value, list):
-        return len(value)
-    counts = {tensor.shape[0] if tensor.dim() else None for tensor in gather(value)}
-    return counts.pop() if len(counts) == 1 else None
-
-
-def _first(value: Any) -> Any:
-    """Return the first sample, as a batch."""
-    if isinstance(value, (Tensor, list)):
-        return value[:1]
-    if isinstance(value, Mapping):
-        return _like(value, {name: _first(item) for name, item in value.items()})
-    return tuple(map(_first, value)) if isinstance(value, tuple) else value
 
 
 FileKey = tuple[int, str]
