@@ -82,6 +82,7 @@ class LayerChain:
         rectified: the stage that a ReLU reads.
         source: the layer whose rectified end this one reads.
         index: position of each value of the output at the last stage, once it was moved.
+        first: whether its input was made without any layer.
     """
 
     layer: LayerCall
@@ -91,6 +92,7 @@ class LayerChain:
     rectified: str = ""
     source: int | None = None
     index: Tensor | None = None
+    first: bool = False
 
     def places(self) -> Tensor:
         """Return the position of each value of the output at the last stage."""
@@ -203,6 +205,7 @@ class LayerFinder(CallInterceptor):
     def _through(self, chain: LayerChain, origin: TensorOrigin) -> TensorOrigin:
         """Return the origin of a layer's output, given that of its input."""
         own = 1 << self._bits.setdefault(chain.layer.weight, len(self._bits))
+        chain.first = not origin.behind
         chain.layer = replace(chain.layer, selected=origin.selected, recurrent=bool(origin.behind & own))
         return origin._replace(behind=origin.behind | own)
 
@@ -306,11 +309,15 @@ class LayerGraph(NamedTuple):
         layers: every call of a convolution or a linear layer, in order.
         readers: for each parameter and buffer the names of the functions that read it.
         calls: the names of all functions that were called.
+        first: weights of layers whose input no other layer made: they read the model's input.
+        last: weights of layers whose output no other layer reads on the way to the model's output.
     """
 
     layers: tuple[LayerCall, ...]
     readers: dict[str, list[str]]
     calls: tuple[str, ...]
+    first: frozenset[str] = frozenset()
+    last: frozenset[str] = frozenset()
 
     @property
     def end(self) -> int:
@@ -331,14 +338,17 @@ def find_layer_graph(model: nn.Module, inputs: Tensor | tuple[Any, ...], norms: 
     """
     finder = LayerFinder(model, norms)
     with same_attributes(model), finder.intercepting():
-        call(model, inputs if isinstance(inputs, tuple) else (inputs,))
+        output = call(model, inputs if isinstance(inputs, tuple) else (inputs,))
+    made = frozenset[int]().union(*(finder.origin(tensor).origins for tensor in gather(output)))
     calls = {name: len(readers) for name, readers in finder.readers.items()}
     pairs = [(chain, chain.finished(calls[chain.layer.weight])) for chain in finder.chains]
     plain = [layer.rectified and layer.total is None and layer.calls == 1 for _, layer in pairs]
     alone = [of if plain[i] and chain.reads[RECTIFIED] == 1 else None for i, (chain, of) in enumerate(pairs)]
     sources = [None if chain.source is None or of.calls > 1 else alone[chain.source] for chain, of in pairs]
     layers = tuple(replace(layer, source=of) for (_, layer), of in zip(pairs, sources, strict=True))
-    return LayerGraph(layers, finder.readers, tuple(finder.calls))
+    first = frozenset(chain.layer.weight for chain in finder.chains if chain.first)
+    last = frozenset(finder.chains[i].layer.weight for i in made)
+    return LayerGraph(layers, finder.readers, tuple(finder.calls), first, last)
 
 
 def find_layers(model: nn.Module, inputs: Tensor | tuple[Any, ...], norms: Iterable[str] = ()) -> tuple[LayerCall, ...]:

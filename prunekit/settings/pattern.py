@@ -1,0 +1,106 @@
+"""Settings of zeros among single weights: which pattern they have, how many there are, and how they are chosen."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Lt, MaxLen, MinLen
+
+from prunekit.errors import SettingsError
+from prunekit.known_names import PositiveInt
+from prunekit.settings.validation import Checked
+
+Zeros = Annotated[float, Gt(0), Lt(1)]
+"""A share of zeros."""
+PatternMethod = Literal["obs", "sparsegpt", "wanda", "magnitude"]
+PatternScope = Literal["error", "global", "uniform"]
+UNSTRUCTURED, BLOCK, KERNEL = "unstructured", "block", "kernel"
+KINDS = (UNSTRUCTURED, "2:4", "N:M", BLOCK, KERNEL)
+N_OF_M = re.compile(r"(\d+):(\d+)")
+
+
+@dataclass(frozen=True)
+class PatternSettings(Checked):
+    """Zeros among single weights, beside the channels that a plan removes.
+
+    Example:
+        >>> import prunekit as pk
+        >>> pk.PatternSettings("2:4").zeros
+        0.5
+        >>> pk.PatternSettings("block", block=(4, 1), sparsity=0.5).block
+        (4, 1)
+        >>> pk.PatternSettings("5:4")
+        Traceback (most recent call last):
+        prunekit.errors.SettingsError: PatternSettings: kind: expected N:M with 0 < N < M, such as 2:4, got '5:4'
+    """
+
+    kind: str = UNSTRUCTURED
+    """Which weights are zero together: each by itself (`unstructured`); at most N of M neighbors along the inputs of a
+    layer are not (`2:4`, `4:8`, any `N:M`), at each position of a kernel; whole blocks of outputs and inputs (`block`);
+    or whole kernels of convolutions (`kernel`)."""
+    sparsity: Zeros | None = None
+    """Share of zeros among all weights of convolutions and linear layers, those that are left out included; null for
+    `N:M`, which says it."""
+    block: Annotated[tuple[PositiveInt, ...], MinLen(2), MaxLen(2)] | None = None
+    """Outputs and inputs of a block, such as [4, 1], [1, 4] or [16, 16]; for `block` alone."""
+    method: PatternMethod = "obs"
+    """How weights are chosen, and what is done with the others. `obs`: one after another by the error that is left once
+    the others have taken over (Hassibi & Stork 1993; Frantar & Alistarh 2022, Optimal Brain Compression), and all kept
+    weights are fitted to the dense outputs. `sparsegpt`: by the same error, column by column (Frantar & Alistarh 2023).
+    `wanda`: by weight times the norm of its input (Sun et al. 2023). `magnitude`: by size. Without calibration data,
+    and in schedules, `magnitude`."""
+    scope: PatternScope = "error"
+    """How zeros are spread over layers: where they add least to the error of the output, as measured (`error`); by one
+    threshold on the scores of all layers (`global`); or the same share in each (`uniform`). N:M has the same in each."""
+    layers: dict[str, Annotated[float, Ge(0), Lt(1)]] = field(default_factory=dict)
+    """Globs over module paths, each with the share of zeros in these layers; 0 leaves them dense."""
+    ignore: tuple[str, ...] = ()
+    """Globs over module paths whose weights stay dense."""
+    first_and_last: bool = False
+    """Whether the layers that read the model's input, or whose outputs are the model's, get zeros too."""
+    permute: bool = True
+    """Whether channels change places first, where that changes nothing but their order, so that N:M and blocks keep
+    more of the weights (Pool & Yu 2021)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if problems := list(self.problems()):
+            raise SettingsError(f"PatternSettings: {'; '.join(problems)}")
+
+    def problems(self) -> list[str]:
+        """Return what does not fit together, a sentence each."""
+        found = N_OF_M.fullmatch(self.kind)
+        if self.kind not in (UNSTRUCTURED, BLOCK, KERNEL) and found is None:
+            return [f"kind: expected one of {', '.join(KINDS)}, got {self.kind!r}"]
+        wrong = []
+        if found is not None and not 0 < int(found[1]) < int(found[2]):
+            wrong.append(f"kind: expected N:M with 0 < N < M, such as 2:4, got {self.kind!r}")
+        elif found is not None and self.sparsity is not None and abs(self.sparsity - self.zeros) > 1e-9:
+            wrong.append(f"sparsity: expected null, because {self.kind} says it, got {self.sparsity}")
+        elif found is None and self.sparsity is None:
+            wrong.append(f"sparsity: expected a share of zeros, such as 0.8, because {self.kind!r} has any, got null")
+        if (self.block is None) == (self.kind == BLOCK):
+            wanted = "outputs and inputs, such as [4, 1]" if self.kind == BLOCK else "null, because kind is not 'block'"
+            wrong.append(f"block: expected {wanted}, got {self.block}")
+        return wrong
+
+    @property
+    def kept_of(self) -> tuple[int, int] | None:
+        """N and M of an N:M pattern; None of others."""
+        found = N_OF_M.fullmatch(self.kind)
+        return None if found is None else (int(found[1]), int(found[2]))
+
+    @property
+    def zeros(self) -> float:
+        """The share of zeros that is asked for; of N:M in each layer."""
+        if self.kept_of is not None:
+            return 1 - self.kept_of[0] / self.kept_of[1]
+        assert self.sparsity is not None
+        return self.sparsity
+
+    @property
+    def in_words(self) -> str:
+        """The pattern's name, such as `2:4` or `block 4x1`."""
+        return f"block {self.block[0]}x{self.block[1]}" if self.block is not None else self.kind
