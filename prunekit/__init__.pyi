@@ -88,6 +88,7 @@ from prunekit.settings.inputs import (
     RandAugmentSettings as RandAugmentSettings,
 )
 from prunekit.settings.job import JobSettings as JobSettings
+from prunekit.settings.pattern import PatternSettings as PatternSettings
 from prunekit.settings.prune import (
     BudgetSettings as BudgetSettings,
 )

@@ -30,9 +30,11 @@ def require_budget(settings: PruneSettings) -> None:
     Raises:
         UsageError: there is none.
     """
-    if not settings.budget.given:
+    if not settings.budget.given and settings.pattern is None:
         names = ", ".join(budget_names())
-        raise UsageError(f"budget: expected at least one of {names}, each the most that may be left; got none")
+        raise UsageError(
+            f"budget: expected at least one of {names}, each the most that may be left, or a pattern; got none"
+        )
 
 
 def require_free_parts(

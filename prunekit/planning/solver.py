@@ -6,9 +6,10 @@ cost, and `capacity` chooses widths alone. The last two start from several choic
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from importlib.metadata import version
+from typing import Any
 
 import numpy as np
 import torch
@@ -77,6 +78,9 @@ def make_plan(
     """
     require_budget(settings)
     _check_scores(channel_map, scores)
+    if settings.channels_stay:
+        keep = np.ones(channel_map.n_labels, dtype=bool)
+        return Plan(channel_map, keep, _origin(settings, seed, {"budgets": {}, "binding": None}))
     parts = require_free_parts(channel_map, scores, settings, bounds)
     budgets = budgets_of(channel_map, parts, settings, latency)
     require_met(channel_map, scores, parts, budgets, settings, latency)
@@ -84,8 +88,13 @@ def make_plan(
     keep = keep_of(channel_map, parts, counts)
     if keep.all() and bounds.most is None:
         raise PlanError(calls_no_own_module(channel_map) or _removes_nothing(budgets, settings))
+    return Plan(channel_map, keep, _origin(settings, seed, budgets.found(counts)))
+
+
+def _origin(settings: PruneSettings, seed: int, budgets: Mapping[str, Any]) -> Any:
+    """Return where a plan comes from, as JSON values."""
     origin = {"prune": asdict(settings), "seed": seed, "prunekit": version("prunekit"), "torch": torch.__version__}
-    return Plan(channel_map, keep, json_values(origin | budgets.found(counts)))
+    return json_values(origin | budgets)
 
 
 def feasible_plan(channel_map: ChannelMap, settings: PruneSettings, latency: LatencyTable | None = None) -> Plan:

@@ -12,6 +12,7 @@ from prunekit.recipe.keys import show
 from prunekit.recipe.yaml_positions import KeyPath
 from prunekit.settings.calibration import FEWEST_IMAGES
 from prunekit.settings.inputs import BOXED, DataSettings
+from prunekit.settings.pattern import pattern_problems
 from prunekit.settings.prune import WITH_REPAIR, budget_names, facts_without_code, other_budgets, prune_contradictions
 from prunekit.settings.train import TrainSettings
 
@@ -121,11 +122,17 @@ def _budget(values: Mapping[str, Any]) -> Iterator[Finding]:
         return
     names = budget_names()
     others = other_budgets(budget)
-    if not others and all(budget.get(name) is None for name in names):
+    if not others and prune.get("pattern") is None and all(budget.get(name) is None for name in names):
         yield ("prune", "budget"), f"expected at least one of {', '.join(map(repr, names))}, got none"
     for name, value in others.items():
         if (problem := facts_without_code(name).problem(value)) is not None:
             yield ("prune", "budget", name), problem
+
+
+def _pattern(values: Mapping[str, Any]) -> Iterator[Finding]:
+    pattern = (_section(values, "prune") or {}).get("pattern")
+    if isinstance(pattern, Mapping):
+        yield from ((("prune", "pattern", *key), text) for key, text in pattern_problems(pattern))
 
 
 def _activations(values: Mapping[str, Any]) -> Iterator[Finding]:
@@ -258,6 +265,7 @@ CHECKS = (
     _names,
     _task,
     _budget,
+    _pattern,
     _activations,
     _baseline,
     _training,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt, MaxLen, MinLen
 
@@ -53,7 +55,7 @@ class PatternSettings(Checked):
     and in schedules, `magnitude`."""
     scope: PatternScope = "error"
     """How zeros are spread over layers: where they add least to the error of the output, as measured (`error`); by one
-    threshold on the scores of all layers (`global`); or the same share in each (`uniform`). N:M has the same in each."""
+    threshold on the scores of all layers (`global`); or the same share in each (`uniform`), as N:M always has."""
     layers: dict[str, Annotated[float, Ge(0), Lt(1)]] = field(default_factory=dict)
     """Globs over module paths, each with the share of zeros in these layers; 0 leaves them dense."""
     ignore: tuple[str, ...] = ()
@@ -66,31 +68,13 @@ class PatternSettings(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if problems := list(self.problems()):
+        if problems := [f"{'.'.join(key)}: {text}" for key, text in pattern_problems(asdict(self))]:
             raise SettingsError(f"PatternSettings: {'; '.join(problems)}")
-
-    def problems(self) -> list[str]:
-        """Return what does not fit together, a sentence each."""
-        found = N_OF_M.fullmatch(self.kind)
-        if self.kind not in (UNSTRUCTURED, BLOCK, KERNEL) and found is None:
-            return [f"kind: expected one of {', '.join(KINDS)}, got {self.kind!r}"]
-        wrong = []
-        if found is not None and not 0 < int(found[1]) < int(found[2]):
-            wrong.append(f"kind: expected N:M with 0 < N < M, such as 2:4, got {self.kind!r}")
-        elif found is not None and self.sparsity is not None and abs(self.sparsity - self.zeros) > 1e-9:
-            wrong.append(f"sparsity: expected null, because {self.kind} says it, got {self.sparsity}")
-        elif found is None and self.sparsity is None:
-            wrong.append(f"sparsity: expected a share of zeros, such as 0.8, because {self.kind!r} has any, got null")
-        if (self.block is None) == (self.kind == BLOCK):
-            wanted = "outputs and inputs, such as [4, 1]" if self.kind == BLOCK else "null, because kind is not 'block'"
-            wrong.append(f"block: expected {wanted}, got {self.block}")
-        return wrong
 
     @property
     def kept_of(self) -> tuple[int, int] | None:
         """N and M of an N:M pattern; None of others."""
-        found = N_OF_M.fullmatch(self.kind)
-        return None if found is None else (int(found[1]), int(found[2]))
+        return _kept_of(self.kind)
 
     @property
     def zeros(self) -> float:
@@ -101,6 +85,38 @@ class PatternSettings(Checked):
         return self.sparsity
 
     @property
+    def multiple(self) -> int:
+        """What numbers of channels are multiples of, so that the pattern fits along outputs and inputs."""
+        return self.kept_of[1] if self.kept_of is not None else math.lcm(*(self.block or (1,)))
+
+    @property
     def in_words(self) -> str:
         """The pattern's name, such as `2:4` or `block 4x1`."""
         return f"block {self.block[0]}x{self.block[1]}" if self.block is not None else self.kind
+
+
+def pattern_problems(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the keys of a `PatternSettings`, as plain values, that do not fit each other, with what was expected."""
+    kind, sparsity, block = (values.get(key, default) for key, default in _DEFAULTS.items())
+    found = _kept_of(kind)
+    if kind not in (UNSTRUCTURED, BLOCK, KERNEL) and found is None:
+        yield ("kind",), f"expected one of {', '.join(KINDS)}, got {kind!r}"
+        return
+    if found is not None and not 0 < found[0] < found[1]:
+        yield ("kind",), f"expected N:M with 0 < N < M, such as 2:4, got {kind!r}"
+    elif found is not None and sparsity is not None and abs(sparsity - 1 + found[0] / found[1]) > 1e-9:
+        yield ("sparsity",), f"expected nothing, because {kind} says how many zeros there are, got {sparsity}"
+    elif found is None and sparsity is None:
+        yield ("sparsity",), f"expected a share of zeros, such as 0.8, because {kind!r} has any, got none"
+    if kind == BLOCK and block is None:
+        yield ("block",), "expected outputs and inputs, such as [4, 1], because kind is 'block', got none"
+    if kind != BLOCK and block is not None:
+        yield ("block",), f"expected nothing, because kind is {kind!r} and only 'block' has one, got {list(block)}"
+
+
+_DEFAULTS: dict[str, Any] = {"kind": UNSTRUCTURED, "sparsity": None, "block": None}
+
+
+def _kept_of(kind: object) -> tuple[int, int] | None:
+    found = N_OF_M.fullmatch(kind) if isinstance(kind, str) else None
+    return None if found is None else (int(found[1]), int(found[2]))

@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge, Gt, Le
 
 from prunekit.errors import UsageError
 from prunekit.known_names import BUDGETS, CRITERIA, DtypeName, MemoryFormat, PositiveInt, RuntimeName
+from prunekit.settings.pattern import PatternSettings
 from prunekit.settings.validation import Checked
 from prunekit.utils import display as numbers
 from prunekit.utils.registry import Registered, RegisteredKeys
@@ -346,6 +348,12 @@ class ScheduleSettings(Checked):
     """Whether the learning-rate schedule restarts in each round of `iterative` (Renda et al. 2020)."""
 
 
+@cache
+def default_budget() -> BudgetSettings:
+    """Return the budget if none is given, and no pattern either: always the same object, to be known by."""
+    return BudgetSettings(macs=0.5)
+
+
 @dataclass(frozen=True)
 class PruneSettings(Checked):
     """The channels that are removed, and how many.
@@ -362,8 +370,9 @@ class PruneSettings(Checked):
         prunekit.errors.SettingsError: PruneSettings: criterion: expected the name of ... did you mean 'l2' or 'l1'?
     """
 
-    budget: BudgetSettings = field(default_factory=lambda: BudgetSettings(macs=0.5))
-    """What may be left of the model; at least one is given, and a plan meets all of them."""
+    budget: BudgetSettings = field(default_factory=default_budget)
+    """What may be left of the model by removing channels; a plan meets all that are given. At least one is, unless a
+    `pattern` is: then without one all channels stay."""
     criterion: CriterionName = "l2"
     """Importance score by which channels are removed; `prunekit list criteria` shows what each measures and needs."""
     scope: Scope = "uniform"
@@ -372,7 +381,8 @@ class PruneSettings(Checked):
     chooses widths alone, so that layers keep as much of their MACs as the budget allows, and scores only decide which
     channels of a group are removed."""
     round_to: PositiveInt = 1
-    """Channel counts of every pruned axis are multiples of this if the axis allows it."""
+    """Channel counts of every pruned axis are multiples of this, and of what a `pattern` needs, if the axis allows
+    it."""
     min_channels: PositiveInt = 1
     """The fewest channels that a group keeps."""
     ignore: tuple[str, ...] = ()
@@ -385,11 +395,25 @@ class PruneSettings(Checked):
     """Whether all modules keep their classes, so that a pickled model loads without prunekit. Else some modules are
     recompiled with explicit sizes in their Python, or replaced by attention with explicit sizes, if channels could not
     be removed otherwise."""
+    pattern: PatternSettings | None = None
+    """Zeros among single weights of what the channels leave; null: none."""
     schedule: ScheduleSettings | None = None
-    """When channels are removed during fine-tuning; null: all of them before it."""
+    """When channels are removed and weights set to zero during fine-tuning; null: all of them before it."""
     compact_early: bool = False
     """Whether fine-tuning continues with the compact model as soon as the plan is final: it is faster, and the result
     is the same except for the order of sums and the numbers that dropout draws."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pattern is not None and self.budget is default_budget():
+            object.__setattr__(self, "budget", BudgetSettings())
+        if self.pattern is not None and self.budget.given:
+            object.__setattr__(self, "round_to", math.lcm(self.round_to, self.pattern.multiple))
+
+    @property
+    def channels_stay(self) -> bool:
+        """True if only single weights are set to zero."""
+        return self.pattern is not None and not self.budget.given
 
 
 FLOATS = "'fp32', 'bf16' or 'fp16'"

@@ -7,7 +7,6 @@ linear layer has one tap.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
 
 import torch
 from torch import Tensor
@@ -44,14 +43,8 @@ class Pattern:
         outputs, inputs = settings.block or (1, 1)
         return cls(settings.in_words, outputs, inputs, settings.kind == KERNEL, settings.kept_of)
 
-    @property
-    def multiple(self) -> int:
-        """What numbers of channels are multiples of, so that the pattern fits along outputs and inputs."""
-        along = self.inputs if self.kept_of is None else self.kept_of[1]
-        return along * self.outputs // gcd(along, self.outputs)
-
     def problem(self, shape: tuple[int, int, int]) -> str | None:
-        """Return why a weight (outputs, inputs, taps) cannot have the pattern, and what it would need; None if it can."""
+        """Return why a weight (outputs, inputs, taps) cannot have the pattern; None if it can."""
         outputs, inputs, _ = shape
         along = self.inputs if self.kept_of is None else self.kept_of[1]
         wrong = [

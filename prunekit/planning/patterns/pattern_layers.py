@@ -111,8 +111,8 @@ class PatternLayers(NamedTuple):
             return
         if wanted < fixed:
             raise PlanError(
-                f"pattern.sparsity: {share(settings.zeros)} of {self.size:,} weights were asked for, but pattern.layers "
-                f"makes {share(fixed / self.size)} zero already; raise the one or lower the others"
+                f"pattern.sparsity: {share(settings.zeros)} of {self.size:,} weights were asked for, but "
+                f"pattern.layers makes {share(fixed / self.size)} zero already; raise the one or lower the others"
             )
         held = sorted(self.dense, key=lambda one: -one[1])[:NAMED]
         names = ", ".join(f"{weight.removesuffix('.weight')} ({share(size / self.size)})" for weight, size, _ in held)
@@ -157,10 +157,11 @@ def pattern_layers(graph: LayerGraph, plan: Plan, settings: PatternSettings) -> 
         else:
             layers.append(layer)
     if unfit:
-        raise _unfit_error(pattern, unfit)
+        raise _unfit_error(settings, unfit)
     if not layers:
         raise PlanError(
-            "pattern: no layer is left to have zeros: " + ("; ".join(f"{w}: {r}" for w, _, r in dense) or "there is none")
+            "pattern: no layer is left to have zeros: "
+            + ("; ".join(f"{w}: {r}" for w, _, r in dense) or "there is none")
         )
     found = PatternLayers(tuple(layers), tuple(dense))
     found.require_zeros(settings)
@@ -200,11 +201,11 @@ def _reason(
     return ""
 
 
-def _unfit_error(pattern: Pattern, unfit: Mapping[str, str]) -> PlanError:
+def _unfit_error(settings: PatternSettings, unfit: Mapping[str, str]) -> PlanError:
     named = "; ".join(f"{path} has {problem}" for path, problem in list(unfit.items())[:NAMED])
     more = f"; and {len(unfit) - NAMED} more" if len(unfit) > NAMED else ""
     return PlanError(
-        f"pattern: {pattern.name} doesn't fit {len(unfit)} of the layers: {named}{more}. Leave them out with "
+        f"pattern: {settings.in_words} doesn't fit {len(unfit)} of the layers: {named}{more}. Leave them out with "
         f"pattern.ignore={list(unfit)}, take 'unstructured', or, where channels are pruned too, round_to="
-        f"{pattern.multiple}"
+        f"{settings.multiple}"
     )
