@@ -51,7 +51,7 @@ class FitProblem:
 
     def error(self) -> float:
         """Return the mean squared error of the next layers' input over held-out rows."""
-        return _error(self.now[self.fitted :], self.wanted[self.fitted :], rectified=self.rectified)
+        return mean_squared_error(self.now[self.fitted :], self.wanted[self.fitted :], rectified=self.rectified)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +68,7 @@ class WeightChange:
         """Return the error after the change, see `FitProblem.error`."""
         judging = slice(problem.fitted, None)
         end = problem.now[judging] + problem.scale * (apply_weight(problem.inputs[judging], self.weight.T) + self.bias)
-        return _error(end, problem.wanted[judging], rectified=problem.rectified)
+        return mean_squared_error(end, problem.wanted[judging], rectified=problem.rectified)
 
 
 def best_of(problem: FitProblem, change: WeightChange) -> tuple[WeightChange | None, float, float]:
@@ -139,7 +139,7 @@ def least_squares(problem: FitProblem, ridge: float, rectified_steps: int = 0) -
         return problem.now[rows] + problem.scale * apply_weight(inputs[rows], found)
 
     def error(found: Tensor) -> float:
-        return _error(end(found, judging), problem.wanted[judging], rectified=problem.rectified)
+        return mean_squared_error(end(found, judging), problem.wanted[judging], rectified=problem.rectified)
 
     right, rank = correlations(problem.wanted[fitted]), min(problem.fitted, _rank(moments))
     solvers = (_factored(moments, ridge * factor, problem.fitted, rank, problem.biased) for factor in RIDGES)
@@ -237,6 +237,12 @@ class GroupedProblem:
     rectified: bool
     biased: bool
 
+    def columns(self) -> Tensor:
+        """Return the inputs, with a constant last where there is a bias, (g, N, d)."""
+        if not self.biased:
+            return self.inputs
+        return torch.cat([self.inputs, self.inputs.new_ones(*self.inputs.shape[:2], 1)], 2)
+
     def error(self, now: Tensor) -> Tensor:
         """Return the mean squared error of the next layers' input over held-out rows, (g,)."""
         held_out = now[:, self.fitted :], self.wanted[:, self.fitted :]
@@ -264,9 +270,7 @@ class GroupedChange:
 
 def grouped_least_squares(problem: GroupedProblem, ridge: float, rectified_steps: int = 0) -> GroupedChange:
     """Fit each group by itself as `least_squares` does, each with its own ridge and its own number of steps."""
-    inputs, scale = problem.inputs, problem.scale[:, None]
-    if problem.biased:
-        inputs = torch.cat([inputs, inputs.new_ones(*inputs.shape[:2], 1)], 2)
+    inputs, scale = problem.columns(), problem.scale[:, None]
     rows, inverse = slice(problem.fitted), torch.where(scale == 0, 0.0, 1 / scale)
     reading = inputs[:, rows].transpose(1, 2)  # (g, d, N)
     moments = (reading @ inputs[:, rows] / problem.fitted).nan_to_num(0.0, 0.0, 0.0)
@@ -333,7 +337,8 @@ def grouped_report(name: str, parts: list[GroupedChange]) -> LayerRepair:
     return LayerRepair(name, applied, float(before.sum()) / total, float(after.sum()) / total, columns, note=note)
 
 
-def _error(got: Tensor, wanted: Tensor, *, rectified: bool) -> float:
+def mean_squared_error(got: Tensor, wanted: Tensor, *, rectified: bool) -> float:
+    """Return the mean squared error, of the positive parts where a ReLU follows."""
     return float(_squared_errors(got, wanted, rectified=rectified).mean())
 
 

@@ -43,13 +43,17 @@ class Pattern:
         outputs, inputs = settings.block or (1, 1)
         return cls(settings.in_words, outputs, inputs, settings.kind == KERNEL, settings.kept_of)
 
+    @property
+    def along_inputs(self) -> int:
+        """How many neighbors along the inputs belong together."""
+        return self.inputs if self.kept_of is None else self.kept_of[1]
+
     def problem(self, shape: tuple[int, int, int]) -> str | None:
         """Return why a weight (outputs, inputs, taps) cannot have the pattern; None if it can."""
         outputs, inputs, _ = shape
-        along = self.inputs if self.kept_of is None else self.kept_of[1]
         wrong = [
             f"{size} {what}, no multiple of {unit}"
-            for what, size, unit in (("outputs", outputs, self.outputs), ("inputs", inputs, along))
+            for what, size, unit in (("outputs", outputs, self.outputs), ("inputs", inputs, self.along_inputs))
             if size % unit
         ]
         return " and ".join(wrong) or None
@@ -76,17 +80,15 @@ class Pattern:
         """
         if self.kept_of is not None:
             return self._best_of_each_group(scores)
-        units = self.units(scores)
-        keep = torch.ones(units.numel(), dtype=torch.bool, device=scores.device)
-        keep[units.flatten().argsort(stable=True)[: round(zeros * units.numel())]] = False
-        return self.spread(keep.view(units.shape), tuple(scores.shape))  # type: ignore[arg-type]
+        outputs, inputs, taps = scores.shape
+        return self.spread(highest(self.units(scores), zeros), (outputs, inputs, taps))
 
     def _best_of_each_group(self, scores: Tensor) -> Tensor:
         assert self.kept_of is not None
         kept, of = self.kept_of
         outputs, inputs, taps = scores.shape
         groups = scores.view(outputs, inputs // of, of, taps)
-        least = groups.argsort(2, stable=True)[:, :, : of - kept]
+        least = groups.argsort(dim=2, stable=True)[:, :, : of - kept]
         return torch.ones_like(groups, dtype=torch.bool).scatter_(2, least, False).view(scores.shape)
 
     def holds(self, mask: Tensor) -> bool:
@@ -97,3 +99,10 @@ class Pattern:
             return bool((counts <= kept).all())
         units = self.units(mask.double())
         return bool(((units == 0) | (units == units.max())).all()) if mask.any() else True
+
+
+def highest(scores: Tensor, zeros: float) -> Tensor:
+    """Return bool in the shape of scores, False for a share of the entries: the lowest, of equal ones the first."""
+    keep = torch.ones(scores.numel(), dtype=torch.bool, device=scores.device)
+    keep[scores.flatten().argsort(stable=True)[: round(zeros * scores.numel())]] = False
+    return keep.view(scores.shape)

@@ -195,9 +195,9 @@ def _reason(
             return "a first layer, which reads the model's input"
         if layer.weight in graph.last:
             return "a last layer, whose output is the model's"
-    of = 1 if settings.kept_of is None else settings.kept_of[1]
-    if of > 1 and layer.shape[1] == 1:
-        return f"{settings.kind} is along inputs, and it reads one, as a depthwise convolution does"
+    along = Pattern.of(settings).along_inputs
+    if along > 1 and layer.shape[1] == 1:
+        return f"{settings.in_words} is along inputs, and it reads one, as a depthwise convolution does"
     return ""
 
 

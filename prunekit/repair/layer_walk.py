@@ -1,0 +1,300 @@
+"""The walk through dense and masked model together, layer by layer, and which layers are fitted on it."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from prunekit.channels.cut.model_copy import named_tensors, with_tensors
+from prunekit.channels.cut.narrow_norms import NarrowNorms
+from prunekit.channels.rewrite.substitutes import substitute_all
+from prunekit.errors import NonFiniteError
+from prunekit.planning.plan import Plan
+from prunekit.repair.held_out_images import Inputs, batches_of, difference
+from prunekit.repair.layer_fit import LayerFitter
+from prunekit.repair.layer_samples import LayerPass, LayerSample, SampleGatherer, SampleRequest, SourceRequest
+from prunekit.repair.least_squares import NEGLIGIBLE
+from prunekit.repair.memory_budget import (
+    HELD,
+    ROOM,
+    SAMPLES,
+    batch_size,
+    cuts,
+    fit_size,
+    held_bytes,
+    kept_channels,
+    pair_size,
+    too_wide,
+)
+from prunekit.repair.repair_report import LayerRepair, RepairMemory, dropped
+from prunekit.repair.tensor_lifetimes import Lifetimes
+from prunekit.settings.calibration import RepairSettings
+from prunekit.statistics.layers.layer_graph import LayerGraph, calls_by_weight, find_layer_graph, merge_calls
+from prunekit.statistics.layers.linear_layers import LayerCall
+from prunekit.statistics.layers.output_error import OutputComparison
+from prunekit.utils.context import training_mode
+from prunekit.utils.inputs import counted_positions, sample_count, select_samples
+from prunekit.utils.progress import tracked
+from prunekit.utils.tensors import gather
+
+
+@dataclass(frozen=True, eq=False)
+class RepairSetup:
+    """Copies of a dense model, one of which is masked and fitted, and the layers that a walk through both fits.
+
+    Attributes:
+        original: as the dense model computes.
+        masked: removed channels are zero.
+        plan: which channels are kept.
+        inputs: calibration images.
+        found: all layers.
+        layers: those that can be fitted.
+        skipped: a report of each of the others, with the reason.
+        looping: whether the model loops over samples.
+        judge: compares outputs.
+    """
+
+    original: nn.Module
+    masked: nn.Module
+    plan: Plan
+    inputs: Inputs
+    found: LayerGraph
+    layers: list[LayerCall]
+    skipped: list[LayerRepair]
+    looping: bool
+    judge: OutputComparison
+
+    @classmethod
+    @contextmanager
+    def entered(cls, dense: nn.Module, plan: Plan, inputs: Inputs) -> Iterator[Self]:
+        """Yield the setup, with both copies in eval mode, without gradients, and with norms over kept channels."""
+        original, masked = _copy(dense), _copy(dense)
+        plan.zero(masked)
+        with training_mode(original, False), training_mode(masked, False), torch.no_grad():
+            found = _surveyed(original, inputs, plan, SAMPLES)
+            layers, skipped = _fitted_layers(found, plan)
+            looping = bool(layers) and _is_looping(original, inputs, plan, found)
+            axes = {layer.weight: layer.axes[0] for layer in found.layers}
+            judge = OutputComparison.of(original, inputs, plan.channel_map.read)
+            judge = judge.within({name: torch.from_numpy(plan.kept(name, axis)) for name, axis in axes.items()})
+            with NarrowNorms(masked, plan.channel_map, plan.keep):
+                yield cls(original, masked, plan, inputs, found, layers, skipped, looping, judge)
+
+    def walk(self, settings: RepairSettings, fitter: LayerFitter) -> LayerWalk:
+        """Return the walk that fits the layers."""
+        models = self.original, self.masked, self.plan
+        return LayerWalk(*models, self.found, self.layers, self.inputs, settings, fitter, looping=self.looping)
+
+    def difference(self, walk: LayerWalk, model: nn.Module | None = None) -> float:
+        """Return the error of the masked model's output, or another's, on held-out images."""
+        return difference(self.original, model or self.masked, walk.judging, self.judge)
+
+    def keep_what_helps(
+        self, walk: LayerWalk, fitter: LayerFitter, plan: Plan, before: float
+    ) -> tuple[float, float, tuple[LayerRepair, ...]]:
+        """Undo fits, the last half of them each time, until the model's output is nearer to the dense one's.
+
+        Args:
+            walk: that was run.
+            fitter: with the reports of the layers.
+            plan: whose entries are zero in the masked model.
+            before: error without any fit.
+
+        Returns:
+            The error with all fits, with those that are kept, and the reports of all layers in the model's order.
+        """
+        plan.zero(self.masked)
+        fitted = after = self.difference(walk)
+        applied = [layer.weight for layer in fitter.reports if layer.applied]
+        count = len(applied)
+        while count and not (after < before or after <= NEGLIGIBLE):  # nothing of the output may depend on it
+            count //= 2
+            walk.undo(applied[count:])
+            plan.zero(self.masked)
+            after = self.difference(walk) if count else before
+        done = [dropped(layer) if layer.weight in applied[count:] else layer for layer in fitter.reports]
+        return fitted, after, self._in_model_order(done)
+
+    def _in_model_order(self, done: list[LayerRepair]) -> tuple[LayerRepair, ...]:
+        order = Counter({name: -i for i, (name, _) in enumerate(named_tensors(self.original))})
+        return tuple(sorted([*done, *self.skipped], key=lambda layer: -order[layer.weight]))
+
+
+class LayerWalk:
+    """A walk through dense and masked model together, so that later layers correct the errors of earlier ones.
+
+    Layers come in the order in which their targets are computed. A layer that is added to a shortcut is refitted to
+    *dense branch + dense shortcut - this model's shortcut*. If the shortcut is computed later than the branch, the
+    layer is refitted when both are there, and the branch runs again. Steps are planned to fit into memory.
+
+    Attributes:
+        judging: batches of held-out images.
+        memory: that the walk takes at most.
+    """
+
+    def __init__(
+        self,
+        original: nn.Module,
+        masked: nn.Module,
+        plan: Plan,
+        found: LayerGraph,
+        layers: Sequence[LayerCall],
+        inputs: Inputs,
+        settings: RepairSettings,
+        fitter: LayerFitter,
+        *,
+        looping: bool,
+    ) -> None:
+        self._layers = sorted(layers, key=lambda layer: layer.ready)
+        self._settings, self._fitter = settings, fitter
+        self._tensors = [dict(named_tensors(model)) for model in (original, masked)]
+        models = [original, masked] if settings.sequential else [original]
+        runs = [LayerPass(model, plan.channel_map.narrow(plan.keep)) for model in models]
+        for run in runs:
+            run.learn(select_samples(inputs, slice(SAMPLES)), found.end)
+        count, limit = sample_count(inputs), settings.memory_bytes * HELD / len(runs)
+        device = gather(inputs)[0].device
+        item = max(tensor.element_size() for tensor in original.parameters())
+        sizes = [fit_size(layer, plan, count, item, settings) for layer in self._layers]
+        rows = [size.rows(settings) for size in sizes]
+        sources = [self._source(layer, plan, item, count, device) for layer in self._layers]
+        weights = [layer.weight for layer in self._layers]
+        early = [one if source is None else source.layer.weight for one, source in zip(weights, sources, strict=True)]
+        size = 1 if looping else batch_size([run.lifetimes for run in runs], count, settings)
+        batches, fitted = batches_of(inputs, settings.held_out, size, counted_positions(original, inputs))
+        self.judging = batches[fitted:]
+        gatherers = [
+            SampleGatherer(run, batches, fitted, partial(_cuts, firsts, count, limit), found)
+            for firsts, run in zip((weights, early), runs, strict=False)  # the dense one need not go back to the source
+        ]
+        self._dense, self._running = gatherers[0], gatherers[1] if settings.sequential else None
+        self.memory = RepairMemory(
+            size,
+            int(ROOM * size * max(run.lifetimes.peak_bytes() for run in runs)),
+            sum(held_bytes(each.route.cuts, each.route.lifetimes, count) for each in gatherers),
+            max((one.bytes(number, settings) for one, number in zip(sizes, rows, strict=True)), default=0),
+            (min(rows, default=0), max(rows, default=0)),
+        )
+        self._requests = [
+            SampleRequest(
+                layer,
+                number,
+                kept_channels(layer, plan).to(device),
+                centers=too_wide(layer, plan, settings),
+                source=source,
+            )
+            for layer, number, source in zip(self._layers, rows, sources, strict=True)
+        ]
+
+    def _source(
+        self, layer: LayerCall, plan: Plan, item: int, images: int, device: torch.device
+    ) -> SourceRequest | None:
+        """Return the request for the layer before, if both are fitted together."""
+        rows = pair_size(layer, plan, item, layer.rows * images // SAMPLES, self._settings).rows
+        if layer.source is None or not rows or layer.source.weight not in {each.weight for each in self._layers}:
+            return None
+        return SourceRequest(layer.source, rows / images, kept_channels(layer.source, plan).to(device))
+
+    def run(self) -> None:
+        """Refit all layers; the fitter has their reports."""
+        for layer, wanted, found in tracked(self._samples(), "repair", total=len(self._requests), unit="layer"):
+            if wanted is not None:
+                _require_finite(layer, wanted)
+            self._fitter.refit(layer, wanted, found)
+
+    def _samples(self) -> Iterator[tuple[LayerCall, LayerSample | None, LayerSample | None]]:
+        """Yield each layer with its samples in the dense and the running model; refit it before asking for the next.
+
+        If computed values select a layer's inputs, the running model has other positions than the dense one: then both
+        samples are the dense model's.
+        """
+        for i, request in enumerate(self._requests):
+            layer = request.layer
+            if self._running is None or layer.selected or layer.recurrent:
+                dense = running = self._dense_sample(i, request.channels)
+            else:
+                dense = self._dense_sample(i, None)
+                running = self._running.take(replace(request, centers=False), i)
+            if dense is None or running is None or dense.totals != running.totals:
+                dense = running = None
+            yield layer, dense, running
+
+    def _dense_sample(self, i: int, channels: Tensor | None) -> LayerSample | None:
+        """Return a sample of the dense model, which continues to where the next layer's pass will begin."""
+        request = self._requests[i]
+        source = None if request.source is None else request.source._replace(channels=None)
+        request = replace(request, channels=channels, outputs=True, source=source)
+        return self._dense.take(request, min(i + 1, len(self._requests) - 1), ahead=True)
+
+    def undo(self, weights: Collection[str]) -> None:
+        """Restore the weights that layers have in the dense model."""
+        dense, masked = self._tensors
+        for layer in (layer for layer in self._layers if layer.weight in weights):
+            norm = [] if layer.norm is None else [f"{layer.norm}.bias", f"{layer.norm}.running_mean"]
+            for name in (layer.weight, layer.bias, *norm):
+                if name in masked:
+                    masked[name].copy_(dense[name])
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """Return a copy with its own tensors, in which attention calls its projections as layers."""
+    copy = with_tensors(model, {name: tensor.detach().clone() for name, tensor in named_tensors(model)})
+    substitute_all(copy)
+    return copy
+
+
+def _surveyed(model: nn.Module, inputs: Inputs, plan: Plan, samples: int) -> LayerGraph:
+    return find_layer_graph(model, select_samples(inputs, slice(samples)), plan.channel_map.narrow(plan.keep))
+
+
+def _is_looping(model: nn.Module, inputs: Inputs, plan: Plan, found: LayerGraph) -> bool:
+    """Return whether the model loops over samples: more of them are more calls, so that one at a time is no slower."""
+    if all(layer.calls == 1 for layer in found.layers):
+        return False
+    return len(_surveyed(model, inputs, plan, SAMPLES + 1).layers) > len(found.layers)
+
+
+def _cuts(
+    firsts: Sequence[str], images: int, limit: float, layers: Mapping[str, tuple[LayerCall, ...]], lifetimes: Lifetimes
+) -> list[int]:
+    """Return `cuts` before the first call of each step's weight, where it has one."""
+    calls = [layers[weight][0].call if weight in layers else sys.maxsize for weight in firsts]
+    return cuts(calls, lifetimes, images, limit)
+
+
+def _fitted_layers(found: LayerGraph, plan: Plan) -> tuple[list[LayerCall], list[LayerRepair]]:
+    layers = calls_by_weight(found.layers)
+    reasons = {weight: _reason(calls, plan) for weight, calls in layers.items()}
+    for name, labels in plan.channel_map.labels.items():
+        if name not in reasons and name in plan.kept_indices and sum(axis is not None for axis in labels) > 1:
+            by = " and ".join(sorted(set(found.readers.get(name, ()))))
+            reasons[name] = f"read by {by}, not by a convolution or linear layer" if by else "not read on these images"
+    skipped = [LayerRepair(name, note=reason) for name, reason in reasons.items() if reason]
+    return [merge_calls(calls) for weight, calls in layers.items() if not reasons[weight]], skipped
+
+
+def _reason(calls: Sequence[LayerCall], plan: Plan) -> str:
+    first = calls[0]
+    if first.calls != len(calls):
+        return f"its weight is used {first.calls} times in a forward pass"
+    if len({(call.bias, call.transposed, call.geometry.groups) for call in calls}) > 1:
+        return f"its weight is used {first.calls} times in a forward pass, with another bias or in other groups"
+    if first.weight in plan.element_masks:
+        return "single weights of it are pruned"
+    return ""
+
+
+def _require_finite(layer: LayerCall, sample: LayerSample) -> None:
+    if sample.outputs is not None and not bool(sample.outputs.isfinite().all()):
+        raise NonFiniteError(
+            f"repair: layer {layer.weight.rpartition('.')[0]!r} of the dense model gives NaN or Inf on the images; "
+            "are they, and the weights, finite?"
+        )

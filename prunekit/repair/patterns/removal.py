@@ -1,0 +1,185 @@
+"""Removal orders: in which order the weights of each output go, if the others take over each time.
+
+Optimal brain surgeon (Hassibi & Stork 1993) for each output by itself, as in Frantar & Alistarh 2022, "Optimal Brain
+Compression", here for several weights at a time, and for blocks that several outputs share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from prunekit.planning.patterns.pattern import Pattern
+
+AT_ONCE = 24
+"""One of so many remaining units of an output is removed at a time; of short rows one by one."""
+CHUNK_BYTES = 2**27
+"""Memory of the inverses of some outputs at a time."""
+GONE = 0.1
+"""Share of the columns that may be removed before the inverses are made smaller."""
+
+
+@dataclass(frozen=True, eq=False)
+class RemovalOrder:
+    """The order in which units of weights are removed, for each row of outputs that share their zeros.
+
+    Attributes:
+        units: (r, n) which unit goes, the first first: an index of (inputs', taps') of `Pattern.units`, flattened.
+        costs: (r, n) squared error that it adds, never less than the one before.
+    """
+
+    units: Tensor
+    costs: Tensor
+
+    def scores(self, units: int) -> Tensor:
+        """Return the cost of each of that many units, (r, units); infinite for those that are never removed."""
+        whole = self.costs.new_full((len(self.costs), units), torch.inf)
+        return whole.scatter_(1, self.units, self.costs)
+
+
+def removal_order(
+    inverse: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    pattern: Pattern,
+    shape: tuple[int, int, int],
+    at_once: int = AT_ONCE,
+) -> RemovalOrder:
+    """Return the order of removal of all units, or for N:M of as many as each group of M loses.
+
+    Args:
+        inverse: (d, d) or (o, d, d) inverse of the Gram matrix of the columns, for each output if they differ; a
+            constant column may be last, and stays.
+        weight: (o, d) fitted weights, input after input, the taps of each together.
+        scale: (o,) by which errors of an output count.
+        pattern: of the zeros.
+        shape: outputs, inputs and taps.
+        at_once: one of so many remaining units is removed at a time.
+    """
+    outputs, inputs, taps = shape
+    columns = pattern_columns(pattern, inputs, taps)  # (units, columns of each)
+    rows = weight.view(outputs // pattern.outputs, pattern.outputs, -1)
+    scales = scale.view(rows.shape[:2])
+    kind = torch.float32 if weight.device.type == "cpu" else weight.dtype
+    each = max(1, CHUNK_BYTES // (inverse.shape[-1] ** 2 * 8))
+    found = []
+    for start in range(0, len(rows), each):
+        some = slice(start, start + each)
+        inverses = inverse if inverse.dim() == 2 else inverse[some]  # blocks of several outputs share one Gram matrix
+        state = _Rows(inverses.to(kind), rows[some].to(kind), scales[some].to(kind), columns)
+        found.append(state.remove_all(pattern, inputs, taps, at_once))
+    units, costs = (torch.cat([part[i] for part in found]) for i in (0, 1))
+    return RemovalOrder(units, costs.double().cummax(1).values)
+
+
+def pattern_columns(pattern: Pattern, inputs: int, taps: int) -> Tensor:
+    """Return the columns of each unit of an output's weights, (units, columns), in the order of `Pattern.units`."""
+    every = torch.arange(inputs * taps).view(inputs // pattern.inputs, pattern.inputs, taps)
+    if pattern.whole_kernels:
+        return every.flatten(1)
+    return every.transpose(1, 2).flatten(0, 1)
+
+
+class _Rows:
+    """Rows of outputs while their weights are removed.
+
+    Args:
+        inverse: (d, d) or (r, d, d).
+        weight: (r, b, d) of the b outputs that share zeros.
+        scale: (r, b).
+        columns: (units, c) of each unit.
+    """
+
+    def __init__(self, inverse: Tensor, weight: Tensor, scale: Tensor, columns: Tensor) -> None:
+        rows, width = len(weight), weight.shape[2]
+        self._inverse = inverse.expand(rows, width, width).clone()
+        self._weight = weight * scale[:, :, None]
+        self._units = torch.arange(len(columns)).expand(rows, -1)  # place -> unit
+        self._columns = columns.expand(rows, -1, -1)  # place -> where its columns are now
+        self._gone = torch.zeros(rows, len(columns), dtype=torch.bool)
+        self._constants = width - columns.numel()
+
+    def remove_all(self, pattern: Pattern, inputs: int, taps: int, at_once: int) -> tuple[Tensor, Tensor]:
+        """Return units and costs, (r, n) each."""
+        total = left = self._gone.shape[1]
+        groups, budget = None, None
+        if pattern.kept_of is not None:
+            kept, of = pattern.kept_of
+            groups = torch.arange(inputs * taps).view(inputs, taps) % taps + torch.arange(inputs)[:, None] // of * taps
+            groups = groups.flatten().expand(len(self._units), -1)
+            budget = torch.full((len(self._units), inputs // of * taps), of - kept, device=self._weight.device)
+            left = total * (of - kept) // of
+        units, costs = [], []
+        while left:
+            count = max(1, left // at_once)
+            picked = self._cheapest(count, groups, budget)
+            units.append(self._units.gather(1, picked))
+            costs.append(self._remove(picked)[:, None].expand(-1, picked.shape[1]) / picked.shape[1])
+            if budget is not None and groups is not None:
+                budget.scatter_add_(1, groups.gather(1, units[-1]), -torch.ones_like(picked))
+            left -= picked.shape[1]
+            if left and int(self._gone[0].sum()) > GONE * self._gone.shape[1]:
+                self._forget()
+        return torch.cat(units, 1), torch.cat(costs, 1)
+
+    def _cheapest(self, count: int, groups: Tensor | None, budget: Tensor | None) -> Tensor:
+        """Return the places of the units that add least error alone, (r, count): of each group one at most."""
+        costs = self._costs().masked_fill(self._gone, torch.inf)
+        if groups is None or budget is None:
+            return costs.topk(count, 1, largest=False).indices
+        of = groups.gather(1, self._units)
+        costs = costs.masked_fill(budget.gather(1, of) <= 0, torch.inf)
+        least = costs.new_full(budget.shape, torch.inf).scatter_reduce_(1, of, costs, "amin")
+        places = torch.arange(costs.shape[1]).expand_as(costs)
+        equal = places.masked_fill(costs > least.gather(1, of), costs.shape[1])
+        first = torch.full_like(budget, costs.shape[1]).scatter_reduce_(1, of, equal, "amin")
+        costs = costs.masked_fill(places != first.gather(1, of), torch.inf)
+        open_groups = int((budget > 0).sum(1).min())
+        return costs.topk(min(count, open_groups), 1, largest=False).indices
+
+    def _costs(self) -> Tensor:
+        """Return the error that each unit would add alone, (r, places)."""
+        rows, places, size = self._columns.shape
+        flat = self._columns.reshape(rows, 1, -1).expand(-1, self._weight.shape[1], -1)
+        weights = self._weight.gather(2, flat).view(rows, -1, places, size)
+        if size == 1:
+            diagonal = self._inverse.diagonal(dim1=1, dim2=2).gather(1, self._columns[:, :, 0])
+            return weights[..., 0].square().sum(1) / diagonal.clamp(min=torch.finfo(diagonal.dtype).tiny)
+        which = torch.arange(rows)[:, None, None, None]
+        blocks = self._inverse[which, self._columns[:, :, :, None], self._columns[:, :, None, :]]
+        blocks = torch.where(self._gone[:, :, None, None], torch.eye(size, dtype=blocks.dtype), blocks)
+        solved = torch.linalg.solve(blocks, weights.permute(0, 2, 3, 1))
+        return (solved * weights.permute(0, 2, 3, 1)).sum((2, 3))
+
+    def _remove(self, picked: Tensor) -> Tensor:
+        """Remove units, (r, count) places, let the others take over, and return the error that this adds, (r,)."""
+        rows, size = len(picked), self._columns.shape[2]
+        columns = self._columns.gather(1, picked[:, :, None].expand(-1, -1, size)).flatten(1)  # (r, k)
+        across = self._inverse[torch.arange(rows)[:, None], columns]  # (r, k, d)
+        block = across.gather(2, columns[:, None].expand(-1, columns.shape[1], -1))
+        weights = self._weight.gather(2, columns[:, None].expand(-1, self._weight.shape[1], -1))
+        solved = torch.linalg.solve(block, across)  # (r, k, d)
+        cost = (torch.linalg.solve(block, weights.transpose(1, 2)) * weights.transpose(1, 2)).sum((1, 2)).clamp(min=0)
+        self._weight.baddbmm_(weights, solved, alpha=-1)
+        self._inverse.baddbmm_(across.transpose(1, 2), solved, alpha=-1)
+        self._gone = self._gone.scatter(1, picked, torch.ones(rows, picked.shape[1], dtype=torch.bool))
+        return cost
+
+    def _forget(self) -> None:
+        """Drop what was removed: every row has lost as much."""
+        rows, size = len(self._gone), self._columns.shape[2]
+        places = (~self._gone).nonzero()[:, 1].view(rows, -1)
+        columns = self._columns.gather(1, places[:, :, None].expand(-1, -1, size))
+        used = torch.zeros(rows, self._inverse.shape[1], dtype=torch.bool)
+        used.scatter_(1, columns.flatten(1), True)
+        used[:, used.shape[1] - self._constants :] = True
+        kept = used.nonzero()[:, 1].view(rows, -1)
+        now = used.cumsum(1) - 1
+        self._columns = now.gather(1, columns.flatten(1)).view(columns.shape)
+        self._units, self._gone = self._units.gather(1, places), torch.zeros_like(places, dtype=torch.bool)
+        width = kept.shape[1]
+        across = self._inverse[torch.arange(rows)[:, None], kept]
+        self._inverse = across.gather(2, kept[:, None].expand(-1, width, -1))
+        self._weight = self._weight.gather(2, kept[:, None].expand(-1, self._weight.shape[1], -1))
