@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from prunekit.errors import UsageError, nearest, require_kind
 from prunekit.known_names import BUDGETS, CRITERIA
+from prunekit.settings.pattern import UNSTRUCTURED, PatternSettings
 from prunekit.settings.prune import BudgetSettings, PruneSettings, Scope, Target, budget_names
 from prunekit.utils.inputs import described
 
@@ -42,11 +43,14 @@ def prune_settings(
     ignore: Where | Iterable[Where] = (),
     ratios: Mapping[Any, float] | None = None,
     plain_classes: bool = False,
+    pattern: str | PatternSettings | None = None,
+    sparsity: float | None = None,
     **budgets: float | None,
 ) -> PruneSettings:
     """Return settings made from keyword arguments, which `prunekit.prune` explains; or the given settings.
 
-    Modules in `ignore` and `ratios` are those of `model`; `by_default` is the criterion if none is given.
+    Modules in `ignore` and `ratios` are those of `model`; `by_default` is the criterion if none is given. A budget is
+    not needed where a pattern is given.
 
     Raises:
         UsageError: a value is out of range, is none of the model's modules, or is given together with settings.
@@ -63,6 +67,7 @@ def prune_settings(
         "ignore": tuple(globs_in(model, ignore, "ignore")) or None,
         "ratios": _ratios(model, ratios) or None,
         "plain_classes": plain_classes or None,
+        "pattern": pattern_settings(pattern, sparsity),
     }
     given = {name: value for name, value in given.items() if value is not None}
     budgets = {name: value for name, value in budgets.items() if value is not None}
@@ -79,8 +84,11 @@ def prune_settings(
     if unknown is not None:
         instead = ELSEWHERE.get(unknown) or nearest(unknown, [*known, *ARGUMENTS])
         raise UsageError(f"{unknown}: there is no such argument and no such budget; {instead}")
-    if not budgets:
-        raise UsageError(f"budget: expected at least one of {', '.join(known)}, such as macs=0.5; got none")
+    if not budgets and "pattern" not in given:
+        raise UsageError(
+            f"budget: expected at least one of {', '.join(known)}, such as macs=0.5, or a pattern of zeros, such as "
+            "pattern='2:4' or sparsity=0.8; got none"
+        )
     for name in budgets:
         BUDGETS.reload(name)
     budget = BudgetSettings(**budgets)
@@ -92,6 +100,26 @@ def prune_settings(
 
 
 ARGUMENTS = [name for name, given in signature(prune_settings).parameters.items() if given.kind is given.KEYWORD_ONLY]
+
+
+def pattern_settings(pattern: str | PatternSettings | None, sparsity: float | None) -> PatternSettings | None:
+    """Return the settings of a pattern given by its name, as settings, or by a share of zeros alone; None for neither.
+
+    Raises:
+        UsageError: it is something else, or a share of zeros is given beside settings.
+        SettingsError: there is no such pattern, or the share of zeros is out of range or does not fit it.
+    """
+    if isinstance(pattern, PatternSettings):
+        if sparsity is not None:
+            raise UsageError(
+                "sparsity: expected nothing beside the settings of a pattern, which say it; give "
+                f"dataclasses.replace(pattern, sparsity={sparsity})"
+            )
+        return pattern
+    require_kind("pattern", pattern, str, "a name such as '2:4', 'unstructured' or 'kernel', or PatternSettings")
+    if pattern is None and sparsity is None:
+        return None
+    return PatternSettings(UNSTRUCTURED if pattern is None else pattern, sparsity)
 
 
 def globs_in(model: nn.Module, given: Where | Iterable[Where], key: str) -> Iterator[str]:
