@@ -86,7 +86,7 @@ class Pattern:
         kept, of = self.kept_of
         outputs, inputs, taps = scores.shape
         groups = scores.view(outputs, inputs // of, of, taps)
-        least = groups.argsort(2, stable=True)[:, :, : of - kept]
+        least = groups.argsort(dim=2, stable=True)[:, :, : of - kept]
         return torch.ones_like(groups, dtype=torch.bool).scatter_(2, least, False).view(scores.shape)
 
     def holds(self, mask: Tensor) -> bool:
