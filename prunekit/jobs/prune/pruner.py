@@ -432,7 +432,9 @@ class Pruner(Displayed):
     def _parts(self) -> Iterator[str | Table]:
         yield self._headline()
         names = list(dict.fromkeys(name for change in self.changes for name in change.shares))
-        pruned, regrown = ("weights_pruned", "weights_regrown") if self.settings.channels_stay else ("pruned", "regrown")
+        pruned, regrown = (
+            ("weights_pruned", "weights_regrown") if self.settings.channels_stay else ("pruned", "regrown")
+        )
         rows = [
             [one.step, getattr(one, pruned), getattr(one, regrown), *(f"{one.shares[name][1]:.1%}" for name in names)]
             for one in self.changes
