@@ -230,8 +230,8 @@ class Pruner(Displayed):
             pairs = labeled_batches(inner, calibration, task, images) if labeled else []
             loss = get_task(task).loss if loss is None and task is not None else loss
         statistics = LoopStatistics(self.settings, plan.channel_map, request.samples, pairs, loss, seed=seed)
-        channels = StagePlanner(self.settings, plan, planned.scores, statistics, seed=seed)
-        planner = schedule_planner(self.settings, channels, inner, self._example, plan)
+        of_channels = StagePlanner(self.settings, plan, planned.scores, statistics, seed=seed)
+        planner = schedule_planner(self.settings, of_channels, inner, self._example, plan)
         self._dense = dense = Plan(plan.channel_map, np.ones(plan.channel_map.n_labels, dtype=bool))
         self._masks = ScheduledMasks(
             inner,
@@ -313,7 +313,7 @@ class Pruner(Displayed):
 
         The given model is not changed further, with zeros for pruned channels. `average` becomes that of the compact
         model. Wrappers such as DistributedDataParallel, `torch.compile` or Accelerate's autocast have to be put around
-        the compact model again.
+        the compact model again. Zeros of a pattern are in the compact model, but nothing keeps them there in training.
 
         Args:
             early: whether to apply the final plan now if the schedule isn't over, without training under it.

@@ -54,7 +54,7 @@ def schedule_planner(
 
 
 class WeightGradients(StepHook):
-    """What the gradients of single weights say before each step: how the weights move, or where the loss would gain.
+    """A reader of single weights' gradients before each step: how the weights move, or where the loss would gain.
 
     Attributes:
         wanted: whether the next step's gradients are kept, those of masked weights too.

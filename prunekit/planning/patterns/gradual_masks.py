@@ -146,7 +146,7 @@ def _spread(
     home = home[torch.cat(scores).argsort(stable=True)]
     zeros = torch.tensor(sizes, device=home.device)[home].cumsum(0)
     taken = int((zeros <= wanted + 0.5).sum())
-    return torch.bincount(home[:taken], minlength=len(weights)).tolist()  # type: ignore[no-any-return]
+    return torch.bincount(home[:taken], minlength=len(weights)).tolist()
 
 
 def _lamp(units: Tensor) -> Tensor:
