@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from prunekit.channels.trace import trace
 from prunekit.masks.activation_masks import ActivationMasks
 from prunekit.masks.gradient_clamps import clamp_activation_grad, clamp_weight_grad
 from prunekit.masks.gradient_masks import GradientMasks
-from prunekit.masks.masked_model import masked
+from prunekit.masks.masked_model import ChangingMasks, masked
 from prunekit.masks.weight_masks import WeightMasks
 from prunekit.measure.latency.timing import alternate, warm_up
 from prunekit.planning.plan import Plan
@@ -38,11 +39,12 @@ OFTEN, RARELY = 0.01, 1.0
 
 @dataclass(frozen=True)
 class Case:
-    """Hooks to be timed, in a forward pass or in a training step."""
+    """Hooks to be timed, in a forward pass or in a training step, and the plan whose zeros both models have."""
 
     name: str
     training: bool
     hooks: Hooks
+    plan: Plan
 
 
 def random_plan(model: nn.Module) -> Plan:
@@ -50,6 +52,20 @@ def random_plan(model: nn.Module) -> Plan:
     chart = trace(model, (torch.zeros(1, 3, 64, 64),))
     scores = np.random.default_rng(0).random(chart.n_labels)
     return make_plan(chart, scores, PruneSettings(BudgetSettings(channels=0.5)))
+
+
+def single_weights(plan: Plan, kind: str) -> Plan:
+    """80 % of the weights of every convolution, or two of four, drawn at random, and all channels."""
+    generator, found = torch.Generator().manual_seed(0), dict[str, Tensor]()
+    for name, shape in plan.channel_map.shapes.items():
+        if len(shape) == 4 and shape[1] > 3:
+            scores = torch.rand(shape, generator=generator)
+            if kind == "2:4":
+                groups = scores.view(shape[0], -1, 4, *shape[2:])
+                found[name] = (groups.argsort(dim=2).argsort(dim=2) < 2).view(shape)
+            else:
+                found[name] = scores > 0.8
+    return Plan(plan.channel_map, np.ones_like(plan.keep), element_masks=found)
 
 
 def torch_prune(model: nn.Module, plan: Plan) -> None:
@@ -64,6 +80,7 @@ def torch_prune(model: nn.Module, plan: Plan) -> None:
 
 def cases(plan: Plan) -> Iterator[Case]:
     """What is timed, ours first."""
+    single, pattern = single_weights(plan, "unstructured"), single_weights(plan, "2:4")
 
     def clamps(model: nn.Module, optimizer: SGD, limit: float = OFTEN) -> AbstractContextManager[Any]:
         stack = ExitStack()
@@ -84,15 +101,25 @@ def cases(plan: Plan) -> Iterator[Case]:
         torch_prune(model, plan)
         return nullcontext()
 
-    yield Case("mask/inference", False, lambda model, optimizer: WeightMasks(model, plan))
-    yield Case("torch/prune/inference", False, by_torch)
-    yield Case("mask/activations", False, activations)
-    yield Case("mask/training-step", True, lambda model, optimizer: WeightMasks(model, plan, optimizer))
-    yield Case("gradient/masks", True, lambda model, optimizer: GradientMasks(model, plan))
-    yield Case("gradient/clamps", True, clamps)
-    yield Case("mask+gradient/training-step", True, everything)
-    yield Case("mask+gradient/rarely-clamped-step", True, lambda model, optimizer: everything(model, optimizer, RARELY))
-    yield Case("torch/prune/training-step", True, by_torch)
+    def masks_of(chosen: Plan, through: float | None = None) -> Hooks:
+        if through is None:
+            return lambda model, optimizer: masked(model, chosen, optimizer)
+        return lambda model, optimizer: ChangingMasks(model, chosen, optimizer, straight_through=through)
+
+    yield Case("mask/inference", False, lambda model, optimizer: WeightMasks(model, plan), plan)
+    yield Case("torch/prune/inference", False, by_torch, plan)
+    yield Case("mask/activations", False, activations, plan)
+    yield Case("mask/training-step", True, lambda model, optimizer: WeightMasks(model, plan, optimizer), plan)
+    yield Case("gradient/masks", True, lambda model, optimizer: GradientMasks(model, plan), plan)
+    yield Case("gradient/clamps", True, clamps, plan)
+    yield Case("mask+gradient/training-step", True, everything, plan)
+    rarely = partial(everything, limit=RARELY)
+    yield Case("mask+gradient/rarely-clamped-step", True, rarely, plan)
+    yield Case("torch/prune/training-step", True, by_torch, plan)
+    yield Case("single/channels/training-step", True, masks_of(plan), plan)
+    yield Case("single/unstructured/training-step", True, masks_of(single), single)
+    yield Case("single/2:4/training-step", True, masks_of(pattern), pattern)
+    yield Case("single/straight-through/training-step", True, masks_of(pattern, 2e-4), pattern)
 
 
 def rows(rounds: int, only: str = "") -> Iterator[dict[str, Any]]:
@@ -101,14 +128,14 @@ def rows(rounds: int, only: str = "") -> Iterator[dict[str, Any]]:
     plan = random_plan(models.resnet34())
     for case in cases(plan):
         if case.name.startswith(only):
-            yield _row(case, plan, rounds)
+            yield _row(case, rounds)
 
 
-def _row(case: Case, plan: Plan, rounds: int) -> dict[str, Any]:
+def _row(case: Case, rounds: int) -> dict[str, Any]:
     torch.manual_seed(0)
     batch, size = (16, 64) if case.training else (1, 224)
     images, labels = torch.randn(batch, 3, size, size), torch.randint(0, 1000, (batch,))
-    plain, hooked = (_model(plan, case.training) for _ in range(2))
+    plain, hooked = (_model(case.plan, case.training) for _ in range(2))
     optimizers = [SGD(model.parameters(), lr=1e-4, momentum=0.9, fused=True) for model in (plain, hooked)]
     with case.hooks(hooked, optimizers[1]):
         if case.name.startswith("torch/prune"):  # it has put other parameters in their place

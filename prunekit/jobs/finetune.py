@@ -36,8 +36,8 @@ from prunekit.jobs.stages.activation_stage import find_thresholds, measure_masks
 from prunekit.jobs.stages.deployment_stage import FOLDER, Deployed, deploy, require_deployable
 from prunekit.jobs.stages.detection_pictures import write_detections
 from prunekit.jobs.stages.export_stage import export_models, require_formats
+from prunekit.jobs.stages.job_schedule import JobSchedule, require_schedule
 from prunekit.jobs.stages.repair_stage import repair_model, repair_summary
-from prunekit.jobs.stages.schedule_stages import JobSchedule, require_schedule
 from prunekit.jobs.stages.tensorboard_log import watching, write_summary
 from prunekit.jobs.stages.training_stage import Finetuning, OnEpoch, Trainings, checkpoints_of, told
 from prunekit.masks.masked_model import sparsity

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,7 @@ class GradientMasks(HookOwner):
         self._model, self._changing = model, changing
         self._entries: Entries = {} if entries is None else entries
         self._shared = entries is not None
+        self._spared: Entries | None = None
         self._channel_masks: dict[str, _ChannelMask] = {}
         found = masked_tensors(model, plan, self._entries, buffers=False)
         self._plan, self._masked = plan, widest_masks(model, plan) if changing else found
@@ -77,8 +79,30 @@ class GradientMasks(HookOwner):
         if not self._shared:
             self._entries.clear()
         masked_tensors(self._model, plan, self._entries, buffers=False)
+        if self._spared is not None:
+            self._spared = self._of_channels()
         for path, channels in self._channel_masks.items():
             channels.use(_dropped_outputs(path, plan))
+
+    def spare_single_weights(self, spare: bool) -> None:
+        """Leave the gradients of masked single weights as they are from now on, or mask them again."""
+        if spare != (self._spared is not None):
+            self._spared = self._of_channels() if spare else None
+
+    def _of_channels(self) -> Entries:
+        """Return the entries that are pruned with their channels."""
+        found: Entries = {}
+        masked_tensors(self._model, replace(self._plan, element_masks={}), found, buffers=False)
+        return found
+
+    def zero_(self) -> None:
+        """Write exact zeros into the gradients of all pruned entries, those of single weights too."""
+        for module, masked in self._masked.values():
+            for tensor in masked:
+                pruned = self._entries.get(tensor.name)
+                gradient = tensor.of(module).grad
+                if pruned is not None and gradient is not None:
+                    pruned.zero_gradient_(gradient)
 
     def _hook(self, path: str) -> None:
         module, masked = self._masked[path]
@@ -109,7 +133,7 @@ class GradientMasks(HookOwner):
         hooked: weakref.ref[Tensor] | None = None
 
         def zero(parameter: Tensor) -> None:
-            pruned = self._entries.get(masked.name)
+            pruned = (self._entries if self._spared is None else self._spared).get(masked.name)
             if pruned is not None and parameter.grad is not None:
                 pruned.zero_gradient_(parameter.grad)
 

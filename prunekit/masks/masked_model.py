@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from prunekit.errors import UsageError
 from prunekit.hooks.hook import HookWarning
 from prunekit.hooks.owner import HookOwner
+from prunekit.hooks.step_hooks import optimizer_of
 from prunekit.hooks.wrappers import unwrapped_for_hooks
 from prunekit.masks.gradient_masks import GradientMasks
+from prunekit.masks.straight_through import StraightThrough
 from prunekit.masks.weight_masks import PrunedValues, WeightMasks
 from prunekit.models.outputs import is_frozen
 from prunekit.planning.plan import Plan, require_plan
@@ -77,6 +80,8 @@ class ChangingMasks(HookOwner):
         restore: whether leaving brings back the values of the entries that are pruned then; False: it keeps the zeros.
         gradients: whether gradients are masked too. Without that pruned weights are zero all the same, but their
             gradients count where gradients are clipped by norm, and enter the optimizer's momentum.
+        straight_through: None, or how fast masked single weights fade that learn on with the gradients of the zeros in
+            their place, see `StraightThrough`; until `end_straight_through`.
 
     Example:
         >>> import prunekit as pk, torch
@@ -98,6 +103,7 @@ class ChangingMasks(HookOwner):
         *,
         restore: bool = True,
         gradients: bool = True,
+        straight_through: float | None = None,
     ) -> None:
         super().__init__()
         self.plan = plan
@@ -105,23 +111,66 @@ class ChangingMasks(HookOwner):
         self._weights = WeightMasks(model, plan, optimizer, restore=restore, changing=True)
         entries = self._weights.entries
         self._gradients = GradientMasks(model, plan, entries=entries, changing=True) if gradients else None
+        self._learning: StraightThrough | None = None
+        if straight_through is not None:
+            if optimizer is None:
+                raise UsageError("straight_through: expected None without an optimizer, which weights learn by")
+            self._learning = StraightThrough(model, optimizer_of(model, optimizer), straight_through)
 
     def register(self) -> None:
         """Enter both kinds of masks."""
+        if self._learning is not None:
+            self.own_context(self._learning)
         self.own_context(self._weights)
         if self._gradients is not None:
             self.own_context(self._gradients)
+        if self._learning is not None:
+            self._learning.use(self.plan, self._weights.held)
+            self.spare_gradients(False)
 
-    def update(self, plan: Plan) -> None:
+    def update(self, plan: Plan, *, from_zero: bool = False) -> None:
         """Mask by another plan, between two steps; see `WeightMasks.update`."""
-        self._weights.update(plan)
+        if self._learning is not None:
+            self._learning.write_to(self._weights.held)
+        self._weights.update(plan, from_zero=from_zero)
         if self._gradients is not None:
             self._gradients.update(plan)
         self.plan = plan
+        if self._learning is not None:
+            self._learning.use(plan, self._weights.held)
+
+    def spare_gradients(self, spare: bool) -> None:
+        """Leave the gradients of masked single weights to the optimizer's step, or mask them as soon as they are there.
+
+        Whoever reads them there calls `mask_gradients` then, so that the step doesn't.
+        """
+        if self._gradients is not None:
+            self._gradients.spare_single_weights(spare or self._learning is not None)
+
+    def mask_gradients(self) -> None:
+        """Mask all gradients now, unless masked weights learn by them."""
+        if self._gradients is not None and self._learning is None:
+            self._gradients.zero_()
+
+    def end_straight_through(self) -> None:
+        """Let masked weights rest from now on."""
+        if self._learning is not None:
+            self._learning.write_to(self._weights.held)
+            self._learning.remove()
+            self._learning = None
+            self.spare_gradients(False)
+
+    def load_held(self, values: Mapping[str, Tensor]) -> None:
+        """Hold other values of the same pruned entries, as a run that is resumed does; see `PrunedValues.load`."""
+        self._weights.held.load(values)
+        if self._learning is not None:
+            self._learning.use(self.plan, self._weights.held)
 
     @property
     def held(self) -> PrunedValues:
-        """The values that pruned entries had when they were pruned."""
+        """The values that pruned entries had when they were pruned; or have now, if they learn on."""
+        if self._learning is not None:
+            self._learning.write_to(self._weights.held)
         return self._weights.held
 
 

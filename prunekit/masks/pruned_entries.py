@@ -174,7 +174,7 @@ def masked_tensors(
             name = canonical[id(tensor)]
             if name not in entries:
                 keep = plan.mask(name)
-                entries[name] = None if keep is None else PrunedEntries(keep)
+                entries[name] = None if keep is None or bool(keep.all()) else PrunedEntries(keep)
             if (pruned := entries[name]) is not None:
                 masked.append(MaskedTensor(name, attribute, pruned))
         if masked:

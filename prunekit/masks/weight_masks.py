@@ -117,7 +117,7 @@ class WeightMasks(HookOwner):
         self.own(register_optimizer_step_post_hook(OwnedHook(self, self._after_other_step)))
         self.zero_()
 
-    def update(self, plan: Plan) -> None:
+    def update(self, plan: Plan, *, from_zero: bool = False) -> None:
         """Mask by another plan, between two steps; the hooks stay where they are.
 
         Entries that the plan before pruned and this one keeps come back with the values that they had when they were
@@ -125,6 +125,7 @@ class WeightMasks(HookOwner):
 
         Args:
             plan: of the same channel map.
+            from_zero: whether masked single weights that come back begin at zero instead (Evci et al. 2020).
 
         Raises:
             RuntimeError: the masks are not active, or were not made to change.
@@ -134,6 +135,8 @@ class WeightMasks(HookOwner):
             raise RuntimeError(f"{type(self).__name__}.update: expected active masks that were made with changing=True")
         require_plan(plan)
         self._held.write_back()
+        if from_zero:
+            self._zero_returning(plan)
         self._plan = plan
         self.entries.clear()
         found = masked_tensors(self._model, plan, self.entries, buffers=True)
@@ -144,6 +147,13 @@ class WeightMasks(HookOwner):
         self.own_context(self._norms)
         self._held = PrunedValues(self._model, plan)
         self.zero_()
+
+    @torch.no_grad()
+    def _zero_returning(self, plan: Plan) -> None:
+        for name, before in self._plan.element_masks.items():
+            parameter = self._model.get_parameter(name)
+            returning = ~before if name not in plan.element_masks else ~before & plan.element_masks[name]
+            parameter.masked_fill_(returning.to(parameter.device), 0)
 
     @property
     def held(self) -> PrunedValues:
@@ -303,6 +313,27 @@ class PrunedValues:
             for name, (module, tensor) in self._tensors.items():
                 whole = tensor.of(module).detach()
                 whole[tensor.entries.dropped(whole)] = self.values[name].to(whole.device, whole.dtype)
+
+    def whole(self, name: str) -> Tensor | None:
+        """Return the values of a tensor in its shape, zero at entries that are not pruned; None if none are."""
+        if name not in self._tensors:
+            return None
+        module, tensor = self._tensors[name]
+        whole = torch.zeros_like(tensor.of(module).detach())
+        whole[tensor.entries.dropped(whole)] = self.values[name].to(whole.device, whole.dtype)
+        return whole
+
+    def replace(self, name: str, whole: Tensor, where: Tensor) -> None:
+        """Hold other values of some of a tensor's pruned entries.
+
+        Args:
+            name: of the tensor.
+            whole: in its shape, the values.
+            where: bool in its shape, the entries.
+        """
+        module, tensor = self._tensors[name]
+        pruned = tensor.entries.dropped(tensor.of(module).detach())
+        self.values[name] = torch.where(where[pruned], whole[pruned], self.values[name])
 
     def load(self, values: Mapping[str, Tensor]) -> None:
         """Hold other values of the same entries, as a run that is resumed does.

@@ -57,10 +57,12 @@ class Stage:
     Attributes:
         step: number of training steps before it.
         progress: 0..1, see `share_kept`.
+        elapsed: 0..1, the share of the steps from the schedule's begin to its last stage that are over.
     """
 
     step: int
     progress: float
+    elapsed: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -223,7 +225,8 @@ def _stages(settings: ScheduleSettings, begin: int, end: int, last: int, unit: i
         step = round(place)
         found[step] = index / len(places) if settings.kind in FROM_BEGIN else (step - begin) / (end - begin)
     found |= dict.fromkeys(after, 1.0)
-    yield from (Stage(step, progress) for step, progress in sorted(found.items()))
+    for step, progress in sorted(found.items()):
+        yield Stage(step, progress, (step - begin) / (last - begin) if last > begin else 1.0)
 
 
 def _places(settings: ScheduleSettings, begin: int, end: int, unit: int) -> list[float]:

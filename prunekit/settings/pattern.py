@@ -55,7 +55,9 @@ class PatternSettings(Checked):
     and in schedules, `magnitude`."""
     scope: PatternScope = "error"
     """How zeros are spread over layers: where they add least to the error of the output, as measured (`error`); by one
-    threshold on the scores of all layers (`global`); or the same share in each (`uniform`), as N:M always has."""
+    threshold on the scores of all layers (`global`); or the same share in each (`uniform`), as N:M always has. In
+    schedules `error` is that of each layer for itself, by its weights alone: the size of a weight over that of all that
+    are left in its layer (LAMP, Lee et al. 2021)."""
     layers: dict[str, Annotated[float, Ge(0), Lt(1)]] = field(default_factory=dict)
     """Globs over module paths, each with the share of zeros in these layers; 0 leaves them dense."""
     ignore: tuple[str, ...] = ()
@@ -64,7 +66,7 @@ class PatternSettings(Checked):
     """Whether the layers that read the model's input, or whose outputs are the model's, get zeros too."""
     permute: bool = True
     """Whether channels change places first, where that changes nothing but their order, so that N:M and blocks keep
-    more of the weights (Pool & Yu 2021)."""
+    more of the weights (Pool & Yu 2021); not in schedules, where their neighbors are trained together."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

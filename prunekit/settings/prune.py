@@ -292,6 +292,9 @@ class Target(Checked):
 ScheduleKind = Literal["oneshot", "iterative", "linear", "exponential", "cubic"]
 ScheduleUnit = Literal["epoch", "step"]
 ScheduleScore = Literal["criterion", "movement"]
+ScheduleGradients = Literal["masked", "straight_through"]
+MASKED_DECAY = 2e-4
+"""Decay of masked weights by default, as in Zhou et al. 2021."""
 
 
 @dataclass(frozen=True)
@@ -338,14 +341,25 @@ class ScheduleSettings(Checked):
     score: ScheduleScore = "criterion"
     """How channels are scored again each time: by the criterion on the current weights, or by how far training has
     moved their weights away from zero (Sanh et al. 2020, Movement pruning). The plan that is tried before the training
-    is always the criterion's."""
+    is always the criterion's. Single weights of a `pattern` are scored by their size, or by movement too; with `regrow`
+    those that are zero move on by straight-through gradients, as in the paper."""
     regrow: bool = False
-    """Whether pruned channels may come back, with the values that they had when they were pruned."""
+    """Whether pruned channels may come back, with the values that they had when they were pruned. Single weights of a
+    `pattern` come back where the loss has the largest gradient, in place of the smallest, and begin at zero (RigL, Evci
+    et al. 2020): at each stage 30 % of those that are left, falling to none at the last along a cosine. Scored by
+    `movement`, or with `straight_through` gradients, they come back by their scores, with their values."""
     freeze: Annotated[float, Gt(0)] | None = None
     """With `regrow`: until when masks of the same budget are chosen again, after `end`; null: they are final at
     `end`."""
     rewind_lr: bool = False
     """Whether the learning-rate schedule restarts in each round of `iterative` (Renda et al. 2020)."""
+    gradients: ScheduleGradients = "masked"
+    """Whether weights that a `pattern` masks rest, or learn on until the masks are final: the forward pass sees zeros,
+    and the gradients go straight through to the values behind them, which the next stage chooses from (SR-STE, Zhou et
+    al. 2021)."""
+    masked_decay: Annotated[float, Ge(0)] | None = None
+    """With `straight_through`: how much of the values behind the zeros is added to their gradients, so that what stays
+    masked fades; null: 0.0002, as in the paper."""
 
 
 @cache
@@ -435,6 +449,13 @@ def schedule_contradictions(values: Mapping[str, object]) -> Iterator[tuple[str,
         yield ("every", text.format("freeze")) if "every" in given else ("freeze", text.format("every"))
     if "freeze" in given and "regrow" not in given:
         yield "freeze", "expected nothing, because regrow is false: masks that only grow are final at end"
+    through = values.get("gradients") == "straight_through"
+    if through and "regrow" not in given:
+        yield "gradients", "expected 'masked', because regrow is false: what masked weights learn would be lost"
+    if through and values.get("score") == "movement":
+        yield "gradients", "expected 'masked', because score is 'movement', whose scores already learn straight-through"
+    if values.get("masked_decay") is not None and not through:
+        yield "masked_decay", "expected nothing, because gradients are masked, so masked weights do not change"
     if "rewind_lr" in given and kind != "iterative" and kind in get_args(ScheduleKind):
         yield "rewind_lr", f"expected false, because kind is {kind!r} and only 'iterative' has rounds to recover in"
 
@@ -445,8 +466,14 @@ def prune_contradictions(prune: Mapping[str, object]) -> Iterator[tuple[tuple[st
     quantized = isinstance(target, Mapping) and target.get("dtype") == "int8"
     if quantized and isinstance(budget, Mapping) and budget.get("memory_mb") is not None:
         yield ("target", "dtype"), f"expected {FLOATS}, because memory_mb is given: {UNCOUNTED}, got 'int8'"
+    if prune.get("pattern") is not None and prune.get("compact_early") is True:
+        text = "expected false, because a pattern is given: masks keep its zeros while the dense model is trained"
+        yield ("compact_early",), text
     if not isinstance(schedule, Mapping):
         return
+    if prune.get("pattern") is None and schedule.get("gradients") == "straight_through":
+        text = "expected 'masked', because there is no pattern: only single weights learn behind their masks"
+        yield ("schedule", "gradients"), text
     yield from ((("schedule", key), text) for key, text in schedule_contradictions(schedule))
     timed = _timed(budget) if isinstance(budget, Mapping) else []
     if timed and schedule.get("regrow") is True:

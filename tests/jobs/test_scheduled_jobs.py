@@ -22,6 +22,7 @@ from prunekit.settings.calibration import CalibrationSettings, RepairSettings
 from prunekit.settings.deployment import LatencySettings
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
+from prunekit.settings.pattern import PatternSettings
 from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import TrainSettings
 
@@ -126,9 +127,39 @@ def test_channels_are_scored_anew_and_come_back_until_they_freeze(criterion: Any
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("through", ["masked", "straight_through"])
+def test_single_weights_go_while_training_alone_and_with_channels(through: Any, output: Path) -> None:
+    """By gradients in all channels; behind the masks in those that a budget leaves."""
+    alone = through == "masked"
+    budget = BudgetSettings() if alone else BudgetSettings(macs=0.6)
+    pattern = PatternSettings(sparsity=0.8) if alone else PatternSettings("2:4")
+    schedule = ScheduleSettings("cubic", begin=0.25, end=1, every=0.25, regrow=True, freeze=2, gradients=through)
+    prune = PruneSettings(budget, pattern=pattern, schedule=schedule)
+    folder, metrics, log = run(output, prune, control=False)
+    table = pd.read_csv(folder / "schedule.csv")
+    assert set(table["resource"]) == ({"weights"} if alone else {"macs", "weights"})
+    weights = table[table["resource"] == "weights"]
+    assert weights["regrown"].sum() > 0
+    assert metrics["schedule"]["final"]["weights"] == pytest.approx(1 - pattern.zeros)
+    assert metrics["parity"]["max_relative_difference"] <= 1e-9
+    model = prunekit.load(folder / "model")
+    masked = set(prunekit.load_plan(folder).element_masks)
+    kept = {name: float((weight != 0).float().mean()) for name, weight in model.named_parameters() if name in masked}
+    assert kept
+    if alone:
+        assert weights["actual"].iloc[-1] == pytest.approx(0.2, abs=0.001)
+        assert "weights pruned" in " ".join(log)
+        assert "Weights at each change of the plan" in (folder / "report.html").read_text()
+    else:
+        assert all(share <= 0.5 for share in kept.values())
+        assert metrics["pruned"]["macs"] <= 0.6 * metrics["dense"]["macs"]
+    assert dry_run(job(output, prune))["schedule"]["stages"][-1]["weights"] == pytest.approx(1 - pattern.zeros)
+
+
+@pytest.mark.slow
 def test_rounds_rewind_the_learning_rate_of_the_model_and_of_its_control(output: Path) -> None:
     schedule = ScheduleSettings("iterative", rounds=3, rewind_lr=True)
-    prune = PruneSettings(BudgetSettings(channels=0.5), schedule=schedule)
+    prune = PruneSettings(BudgetSettings(channels=0.5), pattern=PatternSettings("2:4"), schedule=schedule)
     folder, metrics, _ = run(output, prune, finetune=TrainSettings(epochs=3, lr=0.05, warmup=0.0))
     history = pd.read_csv(folder / "history.csv").set_index("run")["lr"]
     assert history["pruned"].to_list() == history["control"].to_list()

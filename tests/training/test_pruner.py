@@ -33,6 +33,7 @@ from prunekit.jobs.prune.plan_search import Planned, PlanSearch
 from prunekit.jobs.prune.pruner import Pruner
 from prunekit.jobs.stages.schedule_stages import StagePlanner, StageStatistics
 from prunekit.planning.plan import Plan
+from prunekit.settings.pattern import PatternSettings
 from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings, Target
 from prunekit.settings.train import ClampSettings, TrainSettings
 from prunekit.statistics.taylor_terms import STEPS, StepGradients, collect_gradients
@@ -215,6 +216,24 @@ RESUMED: dict[str, dict[str, Any]] = {
         "criterion": "taylor",
     },
     "elimination": {"calibration": X.double(), "steps": 6},
+    "grown by gradients": {
+        "sparsity": 0.7,
+        "schedule": ScheduleSettings("cubic", unit="step", every=2, regrow=True, freeze=10),
+        "steps": 6,
+        "macs": None,
+    },
+    "behind the masks": {
+        "pattern": "2:4",
+        "schedule": ScheduleSettings("linear", unit="step", every=2, regrow=True, gradients="straight_through"),
+        "steps": 10,
+        "macs": 0.6,
+    },
+    "moving weights": {
+        "pattern": PatternSettings("kernel", 0.6, scope="global"),
+        "schedule": ScheduleSettings("linear", unit="step", every=2, regrow=True, score="movement", freeze=10),
+        "steps": 6,
+        "macs": 0.7,
+    },
 }
 
 
@@ -245,6 +264,8 @@ def test_resumed_is_uninterrupted(name: str) -> None:
     assert whole[3].done
     if name == "regrown":
         assert sum(change.regrown for change in whole[3].changes)
+    if whole[3].settings.pattern is not None:
+        assert sum(change.weights_regrown for change in whole[3].changes)
     for at in (0, 3, 4, 8, 11):
         again = begun(7)
         for each, state in zip(again, torch.load(io.BytesIO(saved[at]), weights_only=True), strict=True):

@@ -15,7 +15,7 @@ from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own
 from prunekit.jobs.run.run_folder import Log
 from prunekit.jobs.run.tables import layer_rows
 from prunekit.jobs.stages.deployment_stage import require_deployable
-from prunekit.jobs.stages.schedule_stages import require_schedule, schedule_rows
+from prunekit.jobs.stages.job_schedule import require_schedule, schedule_rows
 from prunekit.measure.effort import current_effort
 from prunekit.settings.deployment import DeploySettings
 from prunekit.settings.job import JobSettings

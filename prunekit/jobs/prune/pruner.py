@@ -26,6 +26,7 @@ from prunekit.hooks.wrappers import require_values, unwrapped, unwrapped_for_hoo
 from prunekit.jobs.prune.loop_statistics import LoopStatistics, check_calibration, labeled_batches
 from prunekit.jobs.prune.one_shot import IMAGES, Calibration, Request
 from prunekit.jobs.run.agreement import main_process_only, share_plan
+from prunekit.jobs.stages.pattern_stages import schedule_planner
 from prunekit.jobs.stages.schedule_stages import StagePlanner, rescored
 from prunekit.masks.gradient_clamps import GradientClamp
 from prunekit.masks.gradient_clamps import clamp_activation_grad as clamp_activations
@@ -36,10 +37,11 @@ from prunekit.measure.verification import Verification, verify
 from prunekit.planning.keywords import Where, prune_settings
 from prunekit.planning.plan import Plan
 from prunekit.planning.schedules import schedule_in_steps
+from prunekit.settings.pattern import PatternSettings
 from prunekit.settings.prune import PruneSettings, ScheduleKind, ScheduleSettings, Scope, Target
 from prunekit.settings.train import ClampSettings
 from prunekit.tasks.task import Loss, Task, get_task
-from prunekit.training.callbacks.scheduled_masks import PlanChange, ScheduledMasks
+from prunekit.training.callbacks.scheduled_masks import PlanChange, ScheduledMasks, straight_through
 from prunekit.training.optimizers import transfer, transfer_average
 from prunekit.utils.display import Displayed, Table
 from prunekit.utils.inputs import to_device
@@ -75,9 +77,13 @@ class Pruner(Displayed):
         example: what the model is called with: a tensor, a tuple of positional arguments, or a mapping of arguments by
             name. May be left out where `calibration` is given.
         macs, channels, params, size_mb, latency_ms, speedup, memory_mb, budgets: as for `prunekit.prune`, at least one
-            is given. A budget of time is measured when the pruner is made, for the final plan; the stages before
-            it have budgets of MACs.
+            is given, or a pattern. A budget of time is measured when the pruner is made, for the final plan; the stages
+            before it have budgets of MACs.
         target, scope, round_to, min_channels, ignore, ratios, plain_classes, settings: as for `prunekit.prune`.
+        pattern, sparsity: zeros among single weights, in what the channels of each stage leave: `2:4`, `unstructured`
+            or another name, or `PatternSettings`; and the share of zeros, which alone stands for `unstructured`. They
+            stay exactly zero until `finish`, whose compact model has them too. See `ScheduleSettings` for how they come
+            back (`regrow`), and how they learn meanwhile (`gradients`).
         criterion: as `prunekit list criteria` shows them; `l2`, or where `calibration` is given `elimination`.
         schedule: how the model gets there: `cubic`, `linear` or `exponential`, in 10 stages; `iterative`, in 3; or
             `oneshot`, all at `begin`. Or `ScheduleSettings`, which also say in how many stages (`rounds`, `every`),
@@ -152,6 +158,8 @@ class Pruner(Displayed):
         ignore: Where | Iterable[Where] = (),
         ratios: Mapping[Any, float] | None = None,
         plain_classes: bool = False,
+        pattern: str | PatternSettings | None = None,
+        sparsity: float | None = None,
         settings: PruneSettings | None = None,
         schedule: ScheduleKind | ScheduleSettings = "cubic",
         steps: int | None = None,
@@ -200,6 +208,8 @@ class Pruner(Displayed):
             ignore=ignore,
             ratios=ratios,
             plain_classes=plain_classes,
+            pattern=pattern,
+            sparsity=sparsity,
             **budgets,
         )
         if asked.schedule is not None:
@@ -220,10 +230,18 @@ class Pruner(Displayed):
             pairs = labeled_batches(inner, calibration, task, images) if labeled else []
             loss = get_task(task).loss if loss is None and task is not None else loss
         statistics = LoopStatistics(self.settings, plan.channel_map, request.samples, pairs, loss, seed=seed)
-        planner = StagePlanner(self.settings, plan, planned.scores, statistics, seed=seed)
+        of_channels = StagePlanner(self.settings, plan, planned.scores, statistics, seed=seed)
+        planner = schedule_planner(self.settings, of_channels, inner, self._example, plan)
         self._dense = dense = Plan(plan.channel_map, np.ones(plan.channel_map.n_labels, dtype=bool))
         self._masks = ScheduledMasks(
-            inner, self._optimizer, stages, dense, planner, self._changed, gradients=gradient_masks
+            inner,
+            self._optimizer,
+            stages,
+            dense,
+            planner,
+            self._changed,
+            gradients=gradient_masks,
+            straight_through=straight_through(laid),
         )
         self._steps = _StepCounter(self._optimizer, stages[-1].step)
         self.average = average
@@ -287,13 +305,15 @@ class Pruner(Displayed):
         due = self._masks.next
         if due is not None and self._steps.tried >= due.step:  # else this does not wait for the device
             self._masks.reach(self._steps.made)  # and zero the average, where means of zeros stay zeros
+        else:
+            self._masks.get_ready(self._steps.tried)
 
     def finish(self, *, early: bool = False) -> tuple[nn.Module, Optimizer]:
         """Return the compact model and its optimizer, and remove all hooks from the given model.
 
         The given model is not changed further, with zeros for pruned channels. `average` becomes that of the compact
         model. Wrappers such as DistributedDataParallel, `torch.compile` or Accelerate's autocast have to be put around
-        the compact model again.
+        the compact model again. Zeros of a pattern are in the compact model, but nothing keeps them there in training.
 
         Args:
             early: whether to apply the final plan now if the schedule isn't over, without training under it.
@@ -382,6 +402,7 @@ class Pruner(Displayed):
                 "one of the same model with the same arguments"
             )
         self._masks.load_state_dict(state["masks"])
+        self._masks.get_ready(int(state["steps"]))
         if self._averaged is not None:
             self._averaged.update(self.plan)
             self._averaged.held.load(state["average"])
@@ -390,12 +411,17 @@ class Pruner(Displayed):
         self._steps.begin_at(int(state["steps"]))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row for each stage so far: step, channels pruned and regrown, and the shares that are left."""
-        return [
-            {"step": change.step, "pruned": change.pruned, "regrown": change.regrown}
-            | {f"{name}_left": left for name, (_, left) in change.shares.items()}
-            for change in self.changes
-        ]
+        """Return a row for each stage so far: step, channels pruned and regrown, and the shares that are left.
+
+        With a pattern also the single weights that were masked and came back.
+        """
+        rows = []
+        for change in self.changes:
+            row: dict[str, Any] = {"step": change.step, "pruned": change.pruned, "regrown": change.regrown}
+            if self.settings.pattern is not None:
+                row |= {"weights_pruned": change.weights_pruned, "weights_regrown": change.weights_regrown}
+            rows.append(row | {f"{name}_left": left for name, (_, left) in change.shares.items()})
+        return rows
 
     def _headline(self) -> str:
         at = "final plan" if self.done else f"step {self.step_count} of {self._masks.stages[-1].step}"
@@ -406,15 +432,18 @@ class Pruner(Displayed):
     def _parts(self) -> Iterator[str | Table]:
         yield self._headline()
         names = list(dict.fromkeys(name for change in self.changes for name in change.shares))
+        pruned, regrown = (
+            ("weights_pruned", "weights_regrown") if self.settings.channels_stay else ("pruned", "regrown")
+        )
         rows = [
-            [change.step, change.pruned, change.regrown, *(f"{change.shares[name][1]:.1%}" for name in names)]
-            for change in self.changes
+            [one.step, getattr(one, pruned), getattr(one, regrown), *(f"{one.shares[name][1]:.1%}" for name in names)]
+            for one in self.changes
         ]
         yield Table(["step", "pruned", "came back", *(f"{name} left" for name in names)], rows, title="stages so far")
 
     def _changed(self) -> None:
         if self._averaged is not None:
-            self._averaged.update(self.plan)
+            self._averaged.update(self.plan, from_zero=self._masks.planner.from_zero)
         if self.done:  # before anything is trained under it
             self.verification = self._verified()
         if self._on_change is not None and is_main():

@@ -13,27 +13,19 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from prunekit.channels.channel_map import ChannelMap
-from prunekit.compaction.compact_model import compact
 from prunekit.criteria.criterion import get_criterion
 from prunekit.criteria.gradient import Movement
-from prunekit.errors import UsageError
-from prunekit.jobs.calibrate import calibrate_again
 from prunekit.jobs.profile import in_blocks
-from prunekit.jobs.prune.plan_search import CriterionInputs, Planned, ranked, raw_importance
-from prunekit.jobs.run.agreement import computed_by_main, share_stage
-from prunekit.jobs.run.job_inputs import Prepared
-from prunekit.jobs.run.run_folder import Log, RunFolder
-from prunekit.measure.verification import verify
+from prunekit.jobs.prune.plan_search import CriterionInputs, ranked, raw_importance
+from prunekit.jobs.run.agreement import share_stage
 from prunekit.planning.candidates import PlanBounds, Scores
 from prunekit.planning.plan import Plan
-from prunekit.planning.schedules import Stage, Timeline, settings_at_stage, share_kept, timeline
+from prunekit.planning.schedules import Stage, settings_at_stage, share_kept
 from prunekit.planning.solver import make_plan
-from prunekit.settings.prune import WITH_REPAIR, BudgetSettings, PruneSettings, facts_from, prune_contradictions
+from prunekit.settings.prune import BudgetSettings, PruneSettings, facts_from
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.taylor_terms import TaylorTerms
-from prunekit.training.callbacks.scheduled_masks import PlanChange, Planner, PruningSchedule, steps_per_epoch
-from prunekit.utils.files import write_csv
+from prunekit.training.callbacks.scheduled_masks import Planner
 
 StageInputs = tuple[ChannelStats | None, TaylorTerms | None]
 
@@ -196,117 +188,3 @@ class StagePlanner(Planner):
 def rescored(settings: PruneSettings) -> bool:
     """Return whether a criterion scores the model again at each stage, as those of Gram matrices do not."""
     return not {"moments", "patches"} & set(get_criterion(settings.criterion).needs)
-
-
-COLUMNS = ("step", "epoch", "resource", "planned", "actual", "pruned", "regrown")
-
-
-def require_schedule(prepared: Prepared, *, training: bool) -> Timeline | None:
-    """Return the timeline of a job's schedule, None without one, before anything is written.
-
-    Raises:
-        UsageError: the schedule does not fit the rest of the job, or nothing is trained.
-    """
-    job = prepared.job
-    settings = job.prune.schedule
-    if settings is None:
-        return None
-    if not training:
-        raise UsageError(
-            "prune.schedule prunes while the model is fine-tuned, which this command does not do: "
-            "run `prunekit finetune`, or set prune.schedule=null"
-        )
-    if job.repair is not None:
-        raise UsageError(f"repair: {WITH_REPAIR}")
-    problems = [f"{'.'.join(('prune', *path))}: {text}" for path, text in prune_contradictions(asdict(job.prune))]
-    if problems:
-        raise UsageError("; ".join(problems))
-    steps = steps_per_epoch(job.finetune, len(prepared.splits.train), job.data.batch)
-    return timeline(settings, epochs=job.finetune.epochs, steps=steps)
-
-
-class JobStatistics(StageStatistics):
-    """The statistics of a job's calibration images, collected again at each stage."""
-
-    def __init__(self, prepared: Prepared) -> None:
-        self._prepared = prepared
-
-    def collect(self, model: nn.Module) -> StageInputs:
-        """Return statistics and Taylor terms of the model as it is now, if the criterion needs them."""
-        return calibrate_again(self._prepared, model)
-
-
-class JobSchedule:
-    """A job's schedule as a callback of its fine-tuning, which writes `schedule.csv`.
-
-    Args:
-        prepared: the job.
-        plan: of the dense model; the final one if a budget is one of time.
-        scores: of that plan; None outside the main process.
-        run: where the schedule is logged.
-    """
-
-    def __init__(self, prepared: Prepared, plan: Plan, scores: Scores | None, run: RunFolder) -> None:
-        self._prepared, self._run = prepared, run
-        settings = prepared.job.prune.schedule
-        assert settings is not None
-        self.settings = settings
-        chart: ChannelMap = plan.channel_map
-        statistics, seed = JobStatistics(prepared), prepared.job.seed
-        self.planner = StagePlanner(prepared.job.prune, plan, scores, statistics, seed=seed)
-        self.start = Plan(chart, np.ones(chart.n_labels, dtype=bool))
-        self.part = PruningSchedule(settings, self.start, self.planner, self._changed)
-
-    def in_force(self) -> Plan:
-        """Return the plan that masks the model now."""
-        return self.part.plan
-
-    @computed_by_main
-    def _changed(self, part: PruningSchedule) -> None:
-        """Log a change of the plan, and verify final masks before anything is trained under them."""
-        steps = part.timeline.steps
-        rows = [row for change in part.changes for row in change_rows(change, steps)]
-        write_csv(self._run.path / "schedule.csv", rows, COLUMNS)
-        _log_change(part.changes[-1], steps, self._run.log)
-        if part.masks.is_final:
-            small = compact(part.model, part.plan)
-            proof = verify(part.model, small, part.plan, [self._prepared.example_inputs], strict=True)
-            self._run.log(f"schedule: final masks; masked == compact to {proof.max_relative_difference:.1e}")
-
-    def finished(self, planned: Planned) -> Planned:
-        """Return the search's result with the plan that training ended with."""
-        return replace(planned, plan=self.part.plan, scores=self.planner.scores)
-
-    def summary(self) -> dict[str, Any]:
-        """Return what `metrics.json` holds of the schedule."""
-        line = self.part.timeline
-        return {
-            "settings": asdict(self.settings),
-            "steps_per_epoch": line.steps,
-            "epochs": line.epochs,
-            "final": self.planner.final,
-            "changes": len(self.part.changes),
-        }
-
-
-def change_rows(change: PlanChange, steps: int) -> Iterator[dict[str, Any]]:
-    """Yield a row for each resource."""
-    for resource, (planned, actual) in change.shares.items():
-        row = {"step": change.step, "epoch": change.step / steps, "resource": resource, "planned": planned}
-        yield row | {"actual": actual, "pruned": change.pruned, "regrown": change.regrown}
-
-
-def _log_change(change: PlanChange, steps: int, log: Log) -> None:
-    left = ", ".join(f"{actual:.1%} of {name}" for name, (_, actual) in change.shares.items())
-    back = f", {change.regrown} came back" if change.regrown else ""
-    log(f"schedule: epoch {change.step / steps:.2f}: {left} left; {change.pruned} channels pruned{back}")
-
-
-def schedule_rows(settings: PruneSettings, line: Timeline, plan: Plan) -> dict[str, Any]:
-    """Return the stages of a schedule for a dry run, with the shares of the dense model that they leave."""
-    assert settings.schedule is not None
-    return {
-        "kind": settings.schedule.kind,
-        "steps_per_epoch": line.steps,
-        "stages": list(line.rows(final_shares(plan))),
-    }

@@ -23,7 +23,7 @@ from prunekit.jobs.run.job_inputs import Prepared
 from prunekit.jobs.run.run_folder import RunFolder, StoppedByCaller
 from prunekit.jobs.run.tables import clamp_rows, clamp_summary, history_rows
 from prunekit.jobs.stages.activation_stage import find_thresholds, masks
-from prunekit.jobs.stages.schedule_stages import JobSchedule
+from prunekit.jobs.stages.job_schedule import JobSchedule
 from prunekit.jobs.stages.tensorboard_log import watched_before, watching
 from prunekit.masks.masked_model import masked, sparsity
 from prunekit.masks.thresholds import ActivationThresholds

@@ -16,7 +16,7 @@ from prunekit.settings.pattern import KERNEL, PatternSettings
 
 @dataclass(frozen=True)
 class Pattern:
-    """Which weights of a layer are zero together.
+    """A pattern: the weights of a layer that are zero together.
 
     Attributes:
         name: as settings have it.

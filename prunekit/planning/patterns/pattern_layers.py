@@ -124,13 +124,17 @@ class PatternLayers(NamedTuple):
         )
 
 
-def pattern_layers(graph: LayerGraph, plan: Plan, settings: PatternSettings) -> PatternLayers:
+def pattern_layers(
+    graph: LayerGraph, plan: Plan, settings: PatternSettings, *, unfinished: bool = False
+) -> PatternLayers:
     """Return the layers that get zeros, and those that stay dense with the reason.
 
     Args:
         graph: of the model's layers.
         plan: which channels are left of them.
         settings: of the pattern.
+        unfinished: whether more channels will go, so that layers which the pattern doesn't fit yet stay dense, and the
+            budget need not be within reach.
 
     Raises:
         PlanError: a glob matches no layer, the pattern doesn't fit the width of some layers (names them, and what
@@ -152,12 +156,16 @@ def pattern_layers(graph: LayerGraph, plan: Plan, settings: PatternSettings) -> 
             continue
         if reason:
             dense.append((weight, layer.size, reason))
-        elif (problem := pattern.problem(layer.shape)) is not None:
+        elif (problem := pattern.problem(layer.shape)) is not None and unfinished:
+            dense.append((weight, layer.size, problem))
+        elif problem is not None:
             unfit[layer.path] = problem
         else:
             layers.append(layer)
     if unfit:
         raise _unfit_error(settings, unfit)
+    if unfinished:
+        return PatternLayers(tuple(layers), tuple(dense))
     if not layers:
         raise PlanError(
             "pattern: no layer is left to have zeros: "

@@ -284,6 +284,8 @@ def _latency_panel(axes: Any, key: tuple[Any, ...], frame: pd.DataFrame) -> None
 def schedule(changes: pd.DataFrame, summary: Mapping[str, Any] | None) -> Markup:
     """Return the share of each resource over epochs, planned and actual, and the channels of each change.
 
+    Where a pattern alone is pruned, it is the single weights of each change.
+
     Args:
         changes: rows of `schedule.csv`.
         summary: the schedule in `metrics.json`; None for a run that has not finished, whose curve is not drawn.
@@ -300,7 +302,9 @@ def schedule(changes: pd.DataFrame, summary: Mapping[str, Any] | None) -> Markup
             epochs, actual = [0, *rows["epoch"], last], [100.0, *(100 * rows["actual"]), 100 * rows["actual"].iloc[-1]]
             shares.step(epochs, actual, where="post", color=color, label=resource)
             shares.plot(rows["epoch"], 100 * rows["actual"], "o", color=color, markersize=3.5)
-        once = changes.drop_duplicates("step")
+        of_channels = changes[changes["resource"] != "weights"]
+        what = "weights" if of_channels.empty else "channels"
+        once = (changes if of_channels.empty else of_channels).drop_duplicates("step")
         width = 0.7 * _closest(once["epoch"])
         channels.bar(once["epoch"], once["pruned"], width, color="#e5a13d", label="pruned")
         channels.bar(once["epoch"], -once["regrown"], width, color=COLORS["pruned"], label="came back")
@@ -308,14 +312,14 @@ def schedule(changes: pd.DataFrame, summary: Mapping[str, Any] | None) -> Markup
         if line is not None:
             _frame((shares, channels), line)
         shares.set(title="Left of the dense model", xlabel="epoch", ylabel="percent", ylim=(0, 104))
-        channels.set(title="Channels at each change of the plan", xlabel="epoch", ylabel="channels")
+        channels.set(title=f"{what.capitalize()} at each change of the plan", xlabel="epoch", ylabel=what)
         channels.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{abs(value):g}"))
         for axes in (shares, channels):
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         shares.legend(loc="upper right")
         if once["regrown"].any():
             channels.legend(loc="upper right")
-        return svg(figure, "Pruning schedule: share of the dense model left, and channels pruned, by epoch")
+        return svg(figure, f"Pruning schedule: share of the dense model left, and {what} pruned, by epoch")
 
 
 def _timeline(summary: Mapping[str, Any]) -> Timeline:

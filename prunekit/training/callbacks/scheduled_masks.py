@@ -21,7 +21,7 @@ from prunekit.masks.masked_model import ChangingMasks, sparsity
 from prunekit.masks.weight_masks import PrunedValues
 from prunekit.planning.plan import Plan
 from prunekit.planning.schedules import Stage, Timeline, timeline
-from prunekit.settings.prune import ScheduleSettings
+from prunekit.settings.prune import MASKED_DECAY, ScheduleSettings
 from prunekit.settings.train import TrainSettings
 from prunekit.training.callbacks.callback import Callback, TrainingRun
 
@@ -35,11 +35,30 @@ class Planner:
     """Makes the plan of each stage of a schedule.
 
     A planner that keeps scores from stage to stage returns them from `state_dict`, as a `Callback` does.
+
+    Attributes:
+        masks: that its plans come into force in, from when they are entered.
+        from_zero: whether masked single weights that come back begin at zero, and not with the values that they had.
     """
+
+    masks: ChangingMasks
+    from_zero = False
 
     def active(self, model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[Any]:
         """Return the context in which scores are collected: entered after the masks, left once the plan is final."""
         return nullcontext()
+
+    def reads_gradients(self, step: int, stage: Stage) -> bool:
+        """Return whether the planner reads gradients of masked single weights in the step that comes next.
+
+        They are then left as they are until the optimizer's step, before which the planner has to mask them
+        (`ChangingMasks.mask_gradients`).
+
+        Args:
+            step: how many were made.
+            stage: the next.
+        """
+        return False
 
     def plan(self, model: nn.Module, stage: Stage, before: Plan) -> Plan:
         """Return the plan of a stage; in several processes all call this, and must get the same plan.
@@ -63,6 +82,13 @@ class Planner:
         """Continue from a state."""
 
 
+def straight_through(settings: ScheduleSettings) -> float | None:
+    """Return how fast masked weights fade that learn by straight-through gradients; None if masked weights rest."""
+    if settings.gradients == "masked":
+        return None
+    return MASKED_DECAY if settings.masked_decay is None else settings.masked_decay
+
+
 @dataclass(frozen=True)
 class PlanChange:
     """A stage that was carried out.
@@ -71,12 +97,16 @@ class PlanChange:
         step: steps of training before it.
         pruned, regrown: numbers of channels that were removed, and that came back.
         shares: see `Planner.shares`.
+        weights_pruned, weights_regrown: numbers of single weights that were masked, and that came back, in channels
+            that both plans keep.
     """
 
     step: int
     pruned: int
     regrown: int
     shares: Mapping[str, tuple[float, float]]
+    weights_pruned: int = 0
+    weights_regrown: int = 0
 
 
 class ScheduledMasks:
@@ -93,6 +123,7 @@ class ScheduledMasks:
         planner: makes the plans of the stages, with the same channel map.
         on_change: called after each change, once the masks are in force.
         gradients: as for `ChangingMasks`.
+        straight_through: as for `ChangingMasks`, until the plan is final.
     """
 
     def __init__(
@@ -105,17 +136,21 @@ class ScheduledMasks:
         on_change: Callable[[], None] = lambda: None,
         *,
         gradients: bool = True,
+        straight_through: float | None = None,
     ) -> None:
         self.model, self.plan, self.planner = model, start, planner
         self.stages, self.changes = tuple(stages), list[PlanChange]()
         self._optimizer, self._on_change = optimizer, on_change
-        self._masks = ChangingMasks(model, start, optimizer, restore=False, gradients=gradients)
+        self._masks = ChangingMasks(
+            model, start, optimizer, restore=False, gradients=gradients, straight_through=straight_through
+        )
         self._entered, self._planning = ExitStack(), ExitStack()
         self._done = 0
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             stack.enter_context(self._masks)
+            self.planner.masks = self._masks
             self._planning = stack.enter_context(ExitStack())
             self._planning.enter_context(self.planner.active(self.model, self._optimizer))
             self._entered = stack.pop_all()
@@ -142,23 +177,36 @@ class ScheduledMasks:
         return self._masks.held
 
     def reach(self, step: int) -> None:
-        """Carry out the last of the stages that are due after this number of steps."""
+        """Carry out the last of the stages that are due after this number of steps, and get ready for the next step."""
         due = [stage for stage in self.stages[self._done :] if stage.step <= step]
-        if not due:
-            return
+        if due:
+            self._change(step, due)
+        self.get_ready(step)
+
+    def get_ready(self, step: int) -> None:
+        """Leave the planner the gradients of masked weights in the next step, if it reads them then."""
+        stage = self.next
+        self._masks.spare_gradients(stage is not None and self.planner.reads_gradients(step, stage))
+
+    def _change(self, step: int, due: Sequence[Stage]) -> None:
         before = self.plan
         self._use(self.planner.plan(self.model, due[-1], before))
         self._done += len(due)
         changed = before.keep & ~self.plan.keep, self.plan.keep & ~before.keep
         pruned, regrown = (_channels(self.plan, labels) for labels in changed)
-        self.changes.append(PlanChange(step, pruned, regrown, dict(self.planner.shares(due[-1], self.plan))))
-        if self.is_final:
-            self._planning.close()
+        shares = dict(self.planner.shares(due[-1], self.plan))
+        self.changes.append(PlanChange(step, pruned, regrown, shares, *_single_weights(before, self.plan)))
+        self._end_if_final()
         self._on_change()
 
     def _use(self, plan: Plan) -> None:
-        self._masks.update(plan)
+        self._masks.update(plan, from_zero=self.planner.from_zero)
         self.plan = plan
+
+    def _end_if_final(self) -> None:
+        if self.is_final:
+            self._planning.close()
+            self._masks.end_straight_through()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the stage, the plan, the values of pruned entries, and the planner's scores."""
@@ -166,7 +214,7 @@ class ScheduledMasks:
             "done": self._done,
             "keep": torch.from_numpy(self.plan.keep.copy()),
             "element_masks": {name: mask.clone() for name, mask in self.plan.element_masks.items()},
-            "held": {name: values.clone() for name, values in self._masks.held.values.items()},
+            "held": {name: values.clone() for name, values in self.held.values.items()},
             "provenance": json.dumps(dict(self.plan.provenance)),
             "changes": [
                 {**asdict(change), "shares": {name: list(both) for name, both in change.shares.items()}}
@@ -186,19 +234,31 @@ class ScheduledMasks:
             raise ArtifactError("state of a pruning schedule: it belongs to another model or schedule; train again")
         self._done = int(state["done"])
         self._use(Plan(self.plan.channel_map, keep, json.loads(state["provenance"]), dict(state["element_masks"])))
-        self._masks.held.load(state["held"])
+        self._masks.load_held(state["held"])
         self.planner.load_state_dict(state["planner"])
         self.changes = [
             PlanChange(**{**row, "shares": {name: (both[0], both[1]) for name, both in row["shares"].items()}})
             for row in state["changes"]
         ]
-        if self.is_final:
-            self._planning.close()
+        self._end_if_final()
 
 
 def _channels(plan: Plan, labels: Keep) -> int:
     """Return how many of these labels are in channel groups; joint labels follow from others, and don't count."""
     return sum(int(np.count_nonzero(labels[group.labels])) for group in plan.channel_map.groups)
+
+
+def _single_weights(before: Plan, after: Plan) -> tuple[int, int]:
+    """Return how many single weights a plan masks that the one before doesn't, and the other way around."""
+    pruned = regrown = 0
+    for name in {*before.element_masks, *after.element_masks}:
+        both = before.mask(name), after.mask(name)
+        single = before.element_masks.get(name), after.element_masks.get(name)
+        kept = [torch.ones((), dtype=torch.bool) if mask is None else mask for mask in both]
+        was, now = (torch.ones((), dtype=torch.bool) if mask is None else mask for mask in single)
+        pruned += int((kept[0] & ~now).sum())
+        regrown += int((~was & kept[1]).sum())
+    return pruned, regrown
 
 
 class PruningSchedule(Callback):
@@ -240,6 +300,7 @@ class PruningSchedule(Callback):
             self.start,
             self.planner,
             lambda: self._on_change(self),
+            straight_through=straight_through(self.settings),
         )
         with self._masks:
             self._masks.reach(0)
@@ -295,6 +356,7 @@ class PruningSchedule(Callback):
         """Continue from a state, see `ScheduledMasks.load_state_dict`."""
         self._step = int(state["step"])
         self.masks.load_state_dict(state)
+        self.masks.get_ready(self._step)
 
 
 class LearningRateRewinding(Callback):
