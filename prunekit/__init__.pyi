@@ -27,10 +27,10 @@ from prunekit.jobs.export.export_model import Exported as Exported
 from prunekit.jobs.predict import Prediction as Prediction
 from prunekit.jobs.predict import predict as predict
 from prunekit.jobs.profile import profile as profile
-from prunekit.jobs.prune.one_shot import Pruned as Pruned
 from prunekit.jobs.prune.one_shot import plan as plan
 from prunekit.jobs.prune.one_shot import prune as prune
 from prunekit.jobs.prune.profile_result import Profile as Profile
+from prunekit.jobs.prune.pruned import Pruned as Pruned
 from prunekit.jobs.prune.pruner import Pruner as Pruner
 from prunekit.jobs.run.interface import interface as interface
 from prunekit.jobs.run.job_inputs import Own as Own

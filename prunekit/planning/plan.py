@@ -166,6 +166,19 @@ class Plan(Displayed):
         """Number of labels in groups that are removed."""
         return sum(dense - kept for kept, dense in self.widths().values())
 
+    @cached_property
+    def zeros(self) -> int:
+        """Number of single weights that are zero in what the channels leave."""
+        return sum(self._kept_part(name, ~mask) for name, mask in self.element_masks.items())
+
+    def _kept_part(self, name: str, chosen: torch.Tensor) -> int:
+        """Return the number of entries that are chosen and in kept channels; bool, broadcastable to the tensor."""
+        chosen = chosen.expand(self.channel_map.shapes[name])
+        for axis, index in enumerate(self.kept_indices.get(name, ())):
+            if index is not None:
+                chosen = chosen.index_select(axis, torch.from_numpy(index))
+        return int(chosen.sum())
+
     def widths(self) -> dict[str, tuple[int, int]]:
         """Return the kept and the dense number of labels of each channel group, by its name."""
         return {
@@ -192,14 +205,18 @@ class Plan(Displayed):
         return rows
 
     def totals(self) -> dict[str, tuple[int, int]]:
-        """Return MACs for one sample, parameters, and channels of the groups, dense and kept."""
+        """Return MACs for one sample, parameters, and channels of the groups, dense and kept.
+
+        Also parameters that are not zero, if single weights are masked.
+        """
         chart = self.channel_map
         parameters = [name for name, stored in chart.stored.items() if stored.parameter]
         held = sum(prod(chart.shapes[name]) for name in parameters)
-        channels = sum(group.labels.size for group in chart.groups)
+        channels, kept = sum(group.labels.size for group in chart.groups), chart.parameters_kept(self.keep, parameters)
         return {
             "MACs": (chart.macs(), chart.macs(self.keep)),
-            "parameters": (held, chart.parameters_kept(self.keep, parameters)),
+            "parameters": (held, kept),
+            **({"nonzero": (held, kept - self.zeros)} if self.element_masks else {}),
             "channels": (channels, channels - self.removed),
         }
 

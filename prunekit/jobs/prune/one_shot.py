@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -10,22 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.cut.model_copy import named_tensors, with_tensors
 from prunekit.channels.tracing.tracer import HALF
 from prunekit.compaction.compact_model import compact, remarks
 from prunekit.criteria.criterion import get_criterion
 from prunekit.deploy.subnormals import FlushedModel, without_subnormals
 from prunekit.errors import DataError, ModelError, UsageError, require_kind
 from prunekit.hooks.wrappers import require_values, unwrapped
-from prunekit.jobs.prune.latency_target import LatencyResult
+from prunekit.jobs.prune.pattern_stage import zeros_by_size, zeros_from_samples
 from prunekit.jobs.prune.plan_search import CriterionInputs, Planned, PlanSearch
+from prunekit.jobs.prune.pruned import Pruned
 from prunekit.jobs.stages.sample_statistics import activation_statistics, joined_samples, patch_statistics
 from prunekit.measure.verification import verify
-from prunekit.planning.candidates import Scores
 from prunekit.planning.keywords import Where, prune_settings
 from prunekit.planning.plan import Plan
 from prunekit.repair.repair_model import repair as repair_masked
-from prunekit.repair.repair_report import RepairReport
 from prunekit.settings.calibration import RepairSettings
+from prunekit.settings.pattern import PatternSettings
 from prunekit.settings.prune import PruneSettings, Scope, Target
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.layers.patch_moments import dead_inputs, too_few_rows
@@ -33,7 +34,6 @@ from prunekit.statistics.layers.patches import to_channels_last
 from prunekit.statistics.taylor_terms import TaylorTerms
 from prunekit.tasks.task import Task
 from prunekit.utils.context import device_of, training_mode
-from prunekit.utils.display import Displayed, Table, count, factor, plural, scientific, share
 from prunekit.utils.inputs import as_example, call, inputs_as_example, sample_count, select_samples, to_device
 from prunekit.utils.outputs import Outputs
 from prunekit.utils.progress import reporting, stage
@@ -42,100 +42,6 @@ from prunekit.utils.tensors import map_tensors
 IMAGES = 1024
 Calibration = Tensor | Mapping[str, Any] | Iterable[Any]
 """Samples: tensors that hold all of them, a list of images, a data set, a generator, or a loader."""
-
-NOTES = 10
-"""Notes of a result that are shown."""
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Pruned(Displayed):
-    """The result of `prune`.
-
-    Attributes:
-        model: the compact model, a new one of the same class.
-        masked: the repaired model in its dense size, with zeros for removed channels; None without repair.
-        plan: which channels are kept, and why.
-        scores: (n_labels,) importance of every label.
-        max_relative_difference: between the masked and the compact model in float64: over all operators in the trial,
-            and of the outputs where it was repaired.
-        repair: the report of the repair; None without.
-        notes: in sentences, what the calibration was short of, channels that are always zero, what a repair could not
-            fit or did not keep, subnormal numbers that were set to 0, classes that are not the model's own any more,
-            methods that no example runs and that may need other sizes, whether all of the model is frozen, and
-            budgets of time that were missed.
-        delivered: the measured result of a budget of time; None without one.
-
-    Example:
-        >>> import prunekit as pk, torch
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
-        >>> x = torch.randn(4, 8)
-        >>> result = pk.prune(model, x, macs=0.5)
-        >>> print(result)
-        Pruned: Sequential with MACs 50.0 %, parameters 50.6 %, channels 50.0 % left
-        <BLANKLINE>
-                      dense  pruned    left
-          MACs          160      80  50.0 %
-          parameters    178      90  50.6 %
-          channels       16       8  50.0 %
-        <BLANKLINE>
-          budget     dense  asked for     left
-          macs    100.00 %    50.00 %  50.00 %  binds
-        <BLANKLINE>
-        masked against compact: relative difference ... at most
-        <BLANKLINE>
-        The layers are in .plan.
-        >>> result.model(x).shape
-        torch.Size([4, 2])
-    """
-
-    model: nn.Module
-    plan: Plan
-    scores: Scores
-    max_relative_difference: float
-    masked: nn.Module | None = None
-    repair: RepairReport | None = None
-    notes: tuple[str, ...] = ()
-    delivered: LatencyResult | None = None
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Return figures of the dense and the pruned model, and the share that is left.
-
-        MACs for one sample, parameters and channels; with a budget of time also milliseconds of a forward pass on the
-        target.
-        """
-        found: dict[str, tuple[float, float]] = dict(self.plan.totals())
-        if self.delivered is not None:
-            found["latency_ms"] = self.delivered.final.ms * self.delivered.final.speedup, self.delivered.final.ms
-        return [
-            {"figure": name, "dense": dense, "pruned": kept, "left": kept / (dense or 1)}
-            for name, (dense, kept) in found.items()
-        ]
-
-    def _headline(self) -> str:
-        left = ", ".join(f"{row['figure']} {share(row['left'])}" for row in self.rows())
-        fast = "" if self.delivered is None else f", {factor(self.delivered.final.speedup)} as fast"
-        how = "; repaired" if self.repair is not None and self.repair.kept else ""
-        return f"{type(self.model).__name__} with {left} left{fast}{how}"
-
-    def _parts(self) -> Iterator[str | Table]:
-        yield f"Pruned: {self._headline()}"
-        cells = [
-            (row["figure"], *(count(row[side]) for side in ("dense", "pruned")), share(row["left"]))
-            for row in self.rows()
-        ]
-        yield Table(("", "dense", "pruned", "left"), cells)
-        yield from self.plan.budgets()
-        said = [f"masked against compact: relative difference {scientific(self.max_relative_difference)} at most"]
-        if self.delivered is not None:
-            said.append(f"time: {self.delivered.target.in_words} asked for, {self.delivered.final} measured")
-        if self.repair is not None:
-            errors = f"{share(self.repair.before, 2)} -> {share(self.repair.after, 2)}"
-            said.append(f"repair: error of the output on held-out samples {errors} of its variance")
-        said += self.notes[:NOTES]
-        if len(self.notes) > NOTES:
-            said.append(f"... {plural(len(self.notes) - NOTES, 'more note')}; .notes has all")
-        yield "\n".join(said)
-        yield "The layers are in .plan."
 
 
 def prune(
@@ -150,6 +56,8 @@ def prune(
     latency_ms: float | None = None,
     speedup: float | None = None,
     memory_mb: float | None = None,
+    pattern: str | PatternSettings | None = None,
+    sparsity: float | None = None,
     target: Target | None = None,
     criterion: str | None = None,
     scope: Scope | None = None,
@@ -199,8 +107,13 @@ def prune(
         size_mb: megabytes (10^6 bytes) that parameters and buffers may take in a file.
         latency_ms: median milliseconds of one forward pass of the batch that the target names, measured.
         speedup: how many times faster than the dense model it is to be on the target, measured.
-        memory_mb: megabytes alive at the peak of a forward pass, see `BudgetSettings`. At least one budget is given,
-            and all that are hold; `plan.provenance` says what is left of each, and which of them binds.
+        memory_mb: megabytes alive at the peak of a forward pass, see `BudgetSettings`. At least one budget or a
+            pattern is given, and all that are hold; `plan.provenance` says what is left of each, and which binds.
+        pattern: of zeros among single weights, in what the budgets leave; without a budget all channels stay.
+            `unstructured`, `2:4` or another `N:M`, `kernel`, or `PatternSettings`, which also say how zeros are chosen
+            and which layers have them. With calibration data they are chosen where they add the least error, and the
+            kept weights are fitted; without, the smallest weights go.
+        sparsity: share of zeros, for patterns that do not say it; alone it stands for `unstructured`.
         target: runtime, device, batch, threads, dtype and memory format for budgets of time and memory; None: float32
             in eager on one CPU thread. The model is profiled there, and plans are made and measured until the time is
             within 3 % of the budget; the final model is measured last, see `delivered`.
@@ -261,6 +174,8 @@ def prune(
         latency_ms=latency_ms,
         speedup=speedup,
         memory_mb=memory_mb,
+        pattern=pattern,
+        sparsity=sparsity,
         target=target,
         criterion=criterion,
         scope=scope,
@@ -280,6 +195,9 @@ def prune(
     request = Request(model, example, calibration, wanted, images, stats, gradients, seed, more_examples, task, outputs)
     with reporting(progress, "prune"):
         planned = request.find_plan(None if calibration is None else repair or RepairSettings())
+        if wanted.pattern is not None:
+            fitting = None if repair is False else repair or RepairSettings()
+            return _timed(request, planned, _with_zeros(request, planned, wanted.pattern, fitting))
         if calibration is None or repair is False:
             return _timed(request, planned, _as_planned(request, planned))
         return _timed(request, planned, _repaired(request, planned, repair or RepairSettings()))
@@ -297,6 +215,8 @@ def plan(
     latency_ms: float | None = None,
     speedup: float | None = None,
     memory_mb: float | None = None,
+    pattern: str | PatternSettings | None = None,
+    sparsity: float | None = None,
     target: Target | None = None,
     criterion: str | None = None,
     scope: Scope | None = None,
@@ -333,7 +253,9 @@ def plan(
         size_mb: megabytes of a file.
         latency_ms: milliseconds on the target.
         speedup: on the target.
-        memory_mb: megabytes at the peak. At least one budget is given.
+        memory_mb: megabytes at the peak. At least one budget or a pattern is given.
+        pattern: of zeros among single weights, with masks in `Plan.element_masks`.
+        sparsity: share of zeros.
         target: of budgets of time and memory.
         criterion: by name.
         scope: by name.
@@ -381,6 +303,8 @@ def plan(
         latency_ms=latency_ms,
         speedup=speedup,
         memory_mb=memory_mb,
+        pattern=pattern,
+        sparsity=sparsity,
         target=target,
         criterion=criterion,
         scope=scope,
@@ -393,7 +317,8 @@ def plan(
     )
     request = Request(model, example, calibration, wanted, images, stats, gradients, seed, more_examples, task, outputs)
     with reporting(progress, "plan"):
-        return request.find_plan(channel_map=channel_map).plan
+        found = request.find_plan(channel_map=channel_map).plan
+        return found if wanted.pattern is None else _masked_plan(request, found, wanted.pattern)
 
 
 @dataclass(eq=False)
@@ -481,7 +406,7 @@ class Request:
     def _criterion_inputs(self, channel_map: ChannelMap, repair: RepairSettings | None) -> CriterionInputs:
         """Collect what the criterion needs from the samples, and note what they are short of."""
         model, samples, settings = self.model, self.samples, self.settings
-        if samples is None:
+        if samples is None or settings.channels_stay:
             return CriterionInputs(self.stats, self.gradients, None, self.seed)
         needs, patches, short = get_criterion(settings.criterion).needs, None, list[str]()
         if "patches" in needs:
@@ -513,6 +438,38 @@ def _repaired(request: Request, planned: Planned, repairing: RepairSettings) -> 
     difference = max(planned.max_relative_difference, proof.max_relative_difference, flushed.max_relative_difference)
     notes = request.notes + planned.unseen + report.notes + _said(flushed)
     return Pruned(flushed.model, planned.plan, planned.scores, difference, masked, report, notes)
+
+
+def _with_zeros(
+    request: Request, planned: Planned, pattern: PatternSettings, repairing: RepairSettings | None
+) -> Pruned:
+    """Return the result with zeros among the weights that the plan's channels leave, and fitted where asked for."""
+    model, report = request.model, None
+    if request.samples is None:
+        stage(f"pattern {pattern.in_words}: the smallest weights")
+        plan, layers = zeros_by_size(model, planned.plan, request.search.examples[0], pattern)
+        masked = with_tensors(model, {name: tensor.detach().clone() for name, tensor in named_tensors(model)})
+        plan.zero(masked)
+    else:
+        stage(f"pattern {pattern.in_words}: from {sample_count(request.samples)} samples")
+        found = zeros_from_samples(model, planned.plan, request.samples, pattern, repairing, log=stage)
+        masked, plan, layers, report = found.model, found.plan, found.layers, found.report
+    stage("verify: the masked model and the compact one")
+    small = compact(masked, plan)
+    few = request.search.examples[0] if request.samples is None else request.first_samples(8)
+    proof = verify(masked, small, plan, [few], strict=True)
+    flushed = without_subnormals(small, request.search.examples[0])
+    difference = max(planned.max_relative_difference, proof.max_relative_difference, flushed.max_relative_difference)
+    said = () if report is None else report.notes
+    notes = (*request.notes, *planned.unseen, *layers.notes(), *said, *_said(flushed))
+    return Pruned(flushed.model, plan, planned.scores, difference, masked, report, notes)
+
+
+def _masked_plan(request: Request, plan: Plan, pattern: PatternSettings) -> Plan:
+    """Return a plan with masks of single weights."""
+    if request.samples is None:
+        return zeros_by_size(request.model, plan, request.search.examples[0], pattern)[0]
+    return zeros_from_samples(request.model, plan, request.samples, pattern, RepairSettings(), log=stage).plan
 
 
 def _require_running(model: nn.Module, example: tuple[Any, ...]) -> None:

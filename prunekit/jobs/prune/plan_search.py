@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
+import numpy as np
 from torch import nn
 
 from prunekit.channels.channel_map import ChannelMap, Keep
@@ -278,7 +279,8 @@ class PlanSearch:
         table, made = None if self.latency is None else self.latency.table, list[tuple[Plan, Scores]]()
 
         def choose(chart: ChannelMap) -> Keep:
-            scores = importance(self.model, chart, settings, inputs)
+            stay = settings.channels_stay
+            scores = np.zeros(chart.n_labels) if stay else importance(self.model, chart, settings, inputs)
             made.append((make_plan(chart, scores, settings, seed=inputs.seed, latency=table), scores))
             return made[-1][0].keep
 

@@ -23,8 +23,8 @@ from prunekit.settings.calibration import RepairSettings
 from prunekit.settings.pattern import PatternMethod
 from prunekit.statistics.layers.linear_layers import LayerCall
 
-EXACT = 4e8
-"""Entries of the inverses of all outputs up to which each output has an order of its own: about a minute of a core."""
+EXACT = 2e8
+"""Entries of the inverses of all outputs up to which each output has an order of its own: half a minute of a core."""
 
 
 @dataclass(frozen=True, eq=False)
