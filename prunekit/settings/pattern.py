@@ -65,8 +65,8 @@ class PatternSettings(Checked):
     first_and_last: bool = False
     """Whether the layers that read the model's input, or whose outputs are the model's, get zeros too."""
     permute: bool = True
-    """Whether channels change places first, where that changes nothing but their order, so that N:M and blocks keep
-    more of the weights (Pool & Yu 2021); not in schedules, where their neighbors are trained together."""
+    """Whether channels change places first, in all layers that make and read them, so that N:M keeps more of the
+    weights (Pool & Yu 2021): a model that computes the same. Not in `plan`, and not in schedules."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

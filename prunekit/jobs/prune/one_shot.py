@@ -17,7 +17,7 @@ from prunekit.criteria.criterion import get_criterion
 from prunekit.deploy.subnormals import FlushedModel, without_subnormals
 from prunekit.errors import DataError, ModelError, UsageError, require_kind
 from prunekit.hooks.wrappers import require_values, unwrapped
-from prunekit.jobs.prune.pattern_stage import zeros_by_size, zeros_from_samples
+from prunekit.jobs.prune.pattern_stage import with_best_order, zeros_by_size, zeros_from_samples
 from prunekit.jobs.prune.plan_search import CriterionInputs, Planned, PlanSearch
 from prunekit.jobs.prune.pruned import Pruned
 from prunekit.jobs.stages.sample_statistics import activation_statistics, joined_samples, patch_statistics
@@ -444,7 +444,9 @@ def _with_zeros(
     request: Request, planned: Planned, pattern: PatternSettings, repairing: RepairSettings | None
 ) -> Pruned:
     """Return the result with zeros among the weights that the plan's channels leave, and fitted where asked for."""
-    model, report = request.model, None
+    report = None
+    few = request.search.examples[0] if request.samples is None else request.first_samples(8)
+    model, order = with_best_order(request.model, planned.plan, few, pattern)
     if request.samples is None:
         stage(f"pattern {pattern.in_words}: the smallest weights")
         plan, layers = zeros_by_size(model, planned.plan, request.search.examples[0], pattern)
@@ -456,11 +458,10 @@ def _with_zeros(
         masked, plan, layers, report = found.model, found.plan, found.layers, found.report
     stage("verify: the masked model and the compact one")
     small = compact(masked, plan)
-    few = request.search.examples[0] if request.samples is None else request.first_samples(8)
     proof = verify(masked, small, plan, [few], strict=True)
     flushed = without_subnormals(small, request.search.examples[0])
     difference = max(planned.max_relative_difference, proof.max_relative_difference, flushed.max_relative_difference)
-    said = () if report is None else report.notes
+    said = ([order] if order else []) + list(() if report is None else report.notes)
     notes = (*request.notes, *planned.unseen, *layers.notes(), *said, *_said(flushed))
     return Pruned(flushed.model, plan, planned.scores, difference, masked, report, notes)
 
