@@ -37,7 +37,7 @@ from prunekit.jobs.stages.deployment_stage import FOLDER, Deployed, deploy, requ
 from prunekit.jobs.stages.detection_pictures import write_detections
 from prunekit.jobs.stages.export_stage import export_models, require_formats
 from prunekit.jobs.stages.job_schedule import JobSchedule, require_schedule
-from prunekit.jobs.stages.repair_stage import repair_model, repair_summary
+from prunekit.jobs.stages.repair_stage import repair_model, repair_summary, zero_weights
 from prunekit.jobs.stages.tensorboard_log import watching, write_summary
 from prunekit.jobs.stages.training_stage import Finetuning, OnEpoch, Trainings, checkpoints_of, told
 from prunekit.masks.masked_model import sparsity
@@ -169,7 +169,7 @@ class FinetuneRun:
         planned = self.plan(sparse)
         plan = share_plan(None if planned is None else planned.plan)
         sparse = self.sparsify(sparse, plan)
-        pruned = self.repair(sparse, planned, plan)
+        pruned, plan = self.repair(sparse, planned, plan)
         pruned = self.finetune(pruned, plan)
         planned, plan = self.final_plan(planned, plan)
         compacted = self.compact(pruned, dense, plan)
@@ -252,15 +252,23 @@ class FinetuneRun:
         for text in planned.unseen:
             self.log(f"plan: {text}")
 
-    def repair(self, dense: nn.Module, planned: Planned | None, plan: Plan) -> nn.Module:
-        """Return the masked model, repaired as the job says; under a schedule a copy that nothing is masked in yet."""
+    def repair(self, dense: nn.Module, planned: Planned | None, plan: Plan) -> tuple[nn.Module, Plan]:
+        """Return the masked model, repaired as the job says, and the plan, with masks of single weights if asked for.
+
+        Under a schedule the model is a copy that nothing is masked in yet.
+        """
         if self.job.prune.schedule is not None:
             scores = None if planned is None else planned.scores
             self.schedule = JobSchedule(self.prepared, plan, scores, self.folder)
-            return copied(dense)
+            return copied(dense), plan
         with self.clock.stage("repair"):
-            masked, self.repaired = repair_model(self.prepared, dense, plan, self.folder, training=self.training)
-        return masked
+            if self.job.prune.pattern is not None:
+                masked, self.repaired, plan = zero_weights(
+                    self.prepared, dense, plan, self.folder, training=self.training
+                )
+            else:
+                masked, self.repaired = repair_model(self.prepared, dense, plan, self.folder, training=self.training)
+        return masked, plan
 
     def finetune(self, pruned: nn.Module, plan: Plan) -> nn.Module:
         """Return the masked model after its fine-tuning, if there is any."""
@@ -278,6 +286,9 @@ class FinetuneRun:
             if planned is not None:
                 planned = self.schedule.finished(planned)
                 self._write_plan(planned)
+        elif planned is not None and plan.element_masks:
+            planned = replace(planned, plan=plan)
+            self._write_plan(planned)
         require_same_plan(plan, "after training")
         return planned, plan
 

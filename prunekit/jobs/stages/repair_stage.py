@@ -10,12 +10,13 @@ from torch import nn
 
 from prunekit.channels.cut.model_copy import copied
 from prunekit.jobs.calibrate import calibration_batches, calibration_images
-from prunekit.jobs.run.agreement import main_process_only, share_model
+from prunekit.jobs.prune.pattern_stage import with_best_order, zeros_by_size, zeros_from_samples
+from prunekit.jobs.run.agreement import main_process_only, share_model, share_plan
 from prunekit.jobs.run.job_inputs import Prepared
 from prunekit.jobs.run.run_folder import RunFolder
 from prunekit.jobs.run.stage_cache import cache_repair, cached_repair
 from prunekit.masks.masked_model import masked
-from prunekit.planning.plan import Plan
+from prunekit.planning.plan import Plan, load_plan
 from prunekit.repair.repair_model import repair
 from prunekit.repair.repair_report import LayerRepair, RepairReport, reasons_of
 from prunekit.training.batchnorm_statistics import recalibrate_batchnorm
@@ -71,10 +72,75 @@ def _repaired(
     )
     model, report = repair(dense.to(prepared.device), plan, images, settings, log=run.log, progress=False)
     dense.cpu()
+    _write_report(run, report)
+    return model.cpu(), report
+
+
+def zero_weights(
+    prepared: Prepared, dense: nn.Module, plan: Plan, run: RunFolder, *, training: bool
+) -> tuple[nn.Module, RepairReport | None, Plan]:
+    """Return the masked model with zeros among single weights, the report of its fit, and the plan with their masks.
+
+    The main process chooses them once in a run, and shares weights and masks. Kept weights are fitted to the dense
+    model if the job has a `repair`.
+
+    Raises:
+        DataError: fewer than 8 calibration images.
+        NonFiniteError: a layer computes NaN or Inf; names the layer.
+        PlanError: the pattern doesn't fit the model.
+    """
+    model, report, made = _zeros_once(prepared, dense, plan, run, training) or (copied(dense), None, None)
+    share_model(model, "the masked model")
+    return model, report, share_plan(made)
+
+
+@main_process_only
+def _zeros_once(
+    prepared: Prepared, dense: nn.Module, plan: Plan, run: RunFolder, training: bool
+) -> tuple[nn.Module, RepairReport | None, Plan]:
+    kept, folder = cached_repair(run, dense), run.resume / "pattern"
+    if kept is not None:
+        return (*kept, load_plan(folder))
+    model, report, made = _with_zeros(prepared, dense, plan, run, training)
+    made.save(folder)
+    cache_repair(run, model, report)
+    return model, report, made
+
+
+def _with_zeros(
+    prepared: Prepared, dense: nn.Module, plan: Plan, run: RunFolder, training: bool
+) -> tuple[nn.Module, RepairReport | None, Plan]:
+    pattern, repairing = prepared.job.prune.pattern, prepared.job.repair
+    assert pattern is not None
+    ordered, order = with_best_order(dense, plan, prepared.example_inputs, pattern)
+    if order:
+        run.log(order)
+    if pattern.method == "magnitude" and repairing is None:
+        made, layers = zeros_by_size(ordered, plan, prepared.example_inputs, pattern)
+        for line in layers.notes():
+            run.log(line)
+        model = copied(ordered, prepared.device)
+        with masked(model, made, restore=False):
+            if training:
+                recalibrate_batchnorm(model, calibration_batches(prepared), device=prepared.device, progress=False)
+        return model.cpu(), None, made
+    images = calibration_images(prepared)
+    how = "" if repairing is None else ", kept weights fitted to the dense model"
+    run.log(
+        f"pattern: {pattern.in_words} by {pattern.method} from {sample_count(images)} training "
+        f"{prepared.splits.task.samples}{how}"
+    )
+    model = copied(ordered, prepared.device)
+    found = zeros_from_samples(model, plan, images, pattern, repairing, log=run.log)
+    _write_report(run, found.report)
+    return found.model.cpu(), found.report, found.plan
+
+
+def _write_report(run: RunFolder, report: RepairReport) -> None:
+    """Write a report's layers as a table, and log it."""
     write_csv(run.path / "repair.csv", [asdict(layer) for layer in report.layers], COLUMNS)
     for line in _lines(report):
         run.log(f"repair: {line}")
-    return model.cpu(), report
 
 
 def _lines(report: RepairReport) -> list[str]:
