@@ -10,7 +10,7 @@ from torch import Tensor
 from prunekit.planning.patterns.pattern import Pattern
 from prunekit.repair.least_squares import FitProblem, mean_squared_error
 from prunekit.repair.patterns.column_order import column_by_column
-from prunekit.repair.patterns.masked_fit import masked_least_squares, with_ridge
+from prunekit.repair.patterns.masked_fit import MaskedLeastSquares, with_ridge
 from prunekit.repair.patterns.removal import removal_order
 from prunekit.settings.calibration import RepairSettings
 from prunekit.statistics.layers.patches import apply_weight, mean_products, with_constant
@@ -107,17 +107,20 @@ class GroupProblem:
         """
         keep, rows = self._whole(mask), slice(self.fit.fitted)
         found, error = self.zeroed(mask)
-        gram, best, missing = self.gram, float("inf"), self._missing(self.fit.wanted[rows])
+        best, missing, solver = float("inf"), self._missing(self.fit.wanted[rows]), None
         for multiple in RIDGES if self.fitted else RIDGES[:1]:
             ridged = with_ridge(self.gram, self.settings.ridge * multiple, biased=self.fit.biased)
-            weight = masked_least_squares(ridged, self.present @ ridged + missing, keep, found)
+            trial = MaskedLeastSquares(ridged, keep)
+            weight = trial.solve(self.present @ ridged + missing, found)
             if (error_now := self._error(weight)) < best:
-                gram, found, error, best = ridged, weight, error_now, error_now
+                gram, solver, found, error, best = ridged, trial, weight, error_now, error_now
+        if solver is None:  # NaN or Inf
+            return found, error
         momentum, ahead = 1.0, found
         for _ in range(self.settings.rectified_steps if self.fitted and self.fit.rectified else 0):
             reached = self._end(ahead, rows).clamp(max=0)
             target = torch.where(self.fit.wanted[rows] < 0, reached, self.fit.wanted[rows])
-            again = masked_least_squares(gram, self.present @ gram + self._missing(target), keep, found)
+            again = solver.solve(self.present @ gram + self._missing(target), found)
             if (error_now := self._error(again)) >= error:
                 break
             following = (1 + (1 + 4 * momentum**2) ** 0.5) / 2

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from prunekit.planning.patterns.pattern import Pattern
 
-AT_ONCE = 24
+AT_ONCE = 16
 """One of so many remaining units of an output is removed at a time; of short rows one by one."""
 CHUNK_BYTES = 2**27
 """Memory of the inverses of some outputs at a time."""
