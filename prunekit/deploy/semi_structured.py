@@ -99,7 +99,7 @@ def usable_backend(device: torch.device) -> type[SparseSemiStructuredTensor] | N
     """Return the kernels for 2:4 that torch has on a device; None if it has none."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < CAPABILITY:
         return None
-    cusparselt = torch.backends.cusparselt.is_available()  # type: ignore[no-untyped-call]
+    cusparselt = torch.backends.cusparselt.is_available()
     return SparseSemiStructuredTensorCUSPARSELT if cusparselt else SparseSemiStructuredTensorCUTLASS
 
 
@@ -162,7 +162,7 @@ def pack(model: nn.Module, paths: tuple[str, ...], kind: type[SparseSemiStructur
         layer = model.get_submodule(path)
         weight = layer.get_parameter("weight").detach()
         packed = kind.from_dense(weight.contiguous())
-        if not torch.equal(packed.to_dense(), weight):
+        if not torch.equal(packed.to_dense(), weight):  # type: ignore[no-untyped-call]
             raise VerificationError(
                 f"{path}: the weight that {kind.BACKEND} packed is another one when unpacked; run the model dense, and "
                 "report the version of torch and the GPU"

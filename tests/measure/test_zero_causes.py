@@ -13,7 +13,7 @@ from prunekit.measure.causes import experiments
 from prunekit.measure.causes.breakdown import break_down
 from prunekit.measure.causes.zero_causes import unused_zeros
 from prunekit.measure.latency.timing import Estimate, PairedTiming
-from prunekit.measure.zero_support import unused_zeros_notes, users
+from prunekit.measure.zero_support import exported_zeros_notes, unused_zeros_notes, users
 
 
 def net(kept: float = 0.2) -> nn.Sequential:
@@ -67,6 +67,13 @@ def test_a_benchmark_has_a_note_where_a_runtime_uses_none() -> None:
     assert unused_zeros_notes({"half": halves()}, ("tensorrt",)) == []
     [note] = unused_zeros_notes({"half": halves()}, ("tensorrt", "eager"))
     assert "and eager multiplies by them" in note
+
+
+def test_an_export_has_a_note_too() -> None:
+    [note] = exported_zeros_notes(zero_patterns(net()), "onnx")
+    assert note.startswith(f"{zero_patterns(net())}, and the file computes them; nothing computes less for")
+    assert exported_zeros_notes(zero_patterns(net(1.0)), "onnx") == []
+    assert exported_zeros_notes(halves(), "tensorrt") == []
 
 
 def test_a_copy_has_numbers_in_place_of_zeros() -> None:
