@@ -9,6 +9,7 @@ from prunekit.compaction.model_folder import save as save
 from prunekit.criteria.criterion import Evidence as Evidence
 from prunekit.criteria.criterion import register_criterion as register_criterion
 from prunekit.deploy.batchnorm_folding import fold_batchnorm as fold_batchnorm
+from prunekit.deploy.semi_structured import semi_structured as semi_structured
 from prunekit.deploy.subnormals import flush_subnormals as flush_subnormals
 from prunekit.deploy.transform import channels_last as channels_last
 from prunekit.errors import PrunekitError as PrunekitError

@@ -100,6 +100,18 @@ def test_captures_beside_the_plain_forward_and_copies_beside_the_memory() -> Non
     assert copies["of_copy"] == pytest.approx(copies["added_ms"] / copies["copy_ms"])
 
 
+def test_zeros_are_timed_beside_the_dense_network() -> None:
+    done = run("sparse_runtimes.py", "--json", "--quick", "--rounds", "5", "--only", "eager")
+    assert done.returncode == 0, done.stderr
+    rows = {row["name"].rpartition("/")[2]: row for row in map(json.loads, done.stdout.splitlines())}
+    assert list(rows) == ["again", "50 %", "80 %", "90 %", "95 %", "2:4", "16x16, 90 %"]
+    assert rows["again"]["zeros"] == 0
+    assert rows["2:4"]["zeros"] == 0.5
+    for name, share in (("50 %", 0.5), ("80 %", 0.8), ("90 %", 0.9), ("95 %", 0.95), ("16x16, 90 %", 0.9)):
+        assert rows[name]["zeros"] == pytest.approx(share, abs=0.05)
+    assert all(row["low"] <= row["speedup"] <= row["high"] for row in rows.values())
+
+
 @pytest.mark.slow
 def test_time_per_operator_is_measured_for_both_nets() -> None:
     done = run("scaling.py", "--json", "--sizes", "24", "--repeats", "1")

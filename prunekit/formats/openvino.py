@@ -16,9 +16,13 @@ from prunekit.formats.node_modules import NodeModules
 from prunekit.formats.onnx import KEY, OPSET, interface_of_json, metadata_of, renamed_values, translated
 from prunekit.formats.program import fed, program_of
 from prunekit.models.interface import ModelInterface, TensorSpec
+from prunekit.utils.cpu_features import CPUINFO, int8_instructions
 
 DTYPES = {"f32": "float32", "f16": "float16", "f64": "float64", "bf16": "bfloat16", "boolean": "bool"}
 """Names of dtypes in torch by OpenVINO's; integers are `i64` and `u8` there."""
+
+SPARSE_RATE = 0.5
+"""Share of zeros from which int8 weights of fully connected layers stay packed in memory, on CPUs with AMX."""
 
 MODULES = "prunekit_modules"
 """Key of the runtime information that names the module of each operator, as JSON."""
@@ -53,7 +57,7 @@ class OpenVinoFormat(ExportFormat):
         """Return a function that runs a file on the CPU, computing in float32 where OpenVINO would choose bfloat16."""
         model, interface = _read(path), self.interface(path)
         options = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
-        request = openvino_core().compile_model(model, "CPU", options).create_infer_request()
+        request = openvino_core().compile_model(model, "CPU", options | sparse_options()).create_infer_request()
         taken = {name: entry for entry in model.inputs for name in entry.get_names()}
         ports = [_port(model, spec.name, index) for index, spec in enumerate(interface.outputs)]
 
@@ -105,6 +109,19 @@ def openvino_core() -> Any:
     import openvino
 
     return openvino.Core()
+
+
+def sparse_options(cpuinfo: Path = CPUINFO) -> dict[str, float]:
+    """Return the option of a compiled model by which int8 weights with many zeros are read packed; empty without AMX.
+
+    It is OpenVINO's sparse weights decompression: for fully connected layers in int8 on CPUs with AMX alone, and for
+    weights with at least `SPARSE_RATE` of zeros. The numbers stay the same.
+
+    Args:
+        cpuinfo: Linux's description of the processors.
+    """
+    able = "AMX" in (int8_instructions(cpuinfo) or ())
+    return {"CPU_SPARSE_WEIGHTS_DECOMPRESSION_RATE": SPARSE_RATE} if able else {}
 
 
 def _read(path: Path) -> Any:

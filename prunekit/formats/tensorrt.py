@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prunekit.compaction.zero_patterns import zero_pattern
 from prunekit.errors import ArtifactError, RunError, UsageError
 from prunekit.formats.format import ExportFormat, ExportSource, Run, register_format
 from prunekit.formats.onnx import OPSET, interface_of_json, renamed_values, translated
 from prunekit.formats.program import fed, largest_sizes, program_of
 from prunekit.models.interface import BATCH, ModelInterface
+from prunekit.utils.display import listed, plural
 from prunekit.utils.tensors import gather
 
 Sizes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -53,12 +55,14 @@ class TensorRtFormat(ExportFormat):
             file = Path(folder, "model.onnx")
             built.save(file)
             engine = built_engine(file, engine_logger(), shapes, exact=True)
+            packed = two_of_four_weights(file)
         path.write_bytes(engine)
         _beside(path).write_text(json.dumps(program.interface.as_dict()), encoding="utf-8")
         notes = [f"the engine takes a {name} of at most {size}" for name, size in most.items()]
         return [
             *program.notes,
             *notes,
+            *sparse_notes(packed),
             "the engine is for this GPU and this version of TensorRT; build it again for others",
         ]
 
@@ -154,7 +158,8 @@ def said(logger: Any) -> str:
 def built_engine(file: Path, logger: Any, shapes: Mapping[str, Sizes] | None = None, *, exact: bool = False) -> bytes:
     """Return an engine of an ONNX file.
 
-    The network is strongly typed: it computes in the dtypes of the file, as TensorRT 11 always does.
+    The network is strongly typed: it computes in the dtypes of the file, as TensorRT 11 always does. Where weights are
+    2:4, TensorRT may choose kernels of sparse tensor cores, and does where they are faster by its own timing.
 
     Args:
         file: the ONNX file.
@@ -174,6 +179,8 @@ def built_engine(file: Path, logger: Any, shapes: Mapping[str, Sizes] | None = N
         problem = parser.get_error(0).desc() if parser.num_errors else said(logger)
         raise RunError(f"tensorrt: cannot read the exported model: {problem}")
     config = builder.create_builder_config()
+    if two_of_four_weights(file):
+        config.set_flag(tensorrt.BuilderFlag.SPARSE_WEIGHTS)
     if exact:
         config.clear_flag(tensorrt.BuilderFlag.TF32)
     if shapes:
@@ -185,6 +192,47 @@ def built_engine(file: Path, logger: Any, shapes: Mapping[str, Sizes] | None = N
     if built is None:
         raise RunError(f"tensorrt: no engine could be built: {said(logger)}")
     return bytes(built)
+
+
+def two_of_four_weights(file: Path) -> tuple[str, ...]:
+    """Return the names of the weights in an ONNX file that are 2:4: what TensorRT's sparse kernels can compute.
+
+    Of convolutions, groups of 4 are along input channels at each kernel position; of products, along the inputs.
+
+    Args:
+        file: with its external data, if there is any, beside it.
+    """
+    import onnx
+
+    graph = onnx.load(file).graph
+    zeros = {one.name: torch.from_numpy(onnx.numpy_helper.to_array(one) != 0) for one in graph.initializer}
+    turned = {
+        node.output[0]: zeros[node.input[0]].t()
+        for node in graph.node
+        if node.op_type == "Transpose" and node.input[0] in zeros and zeros[node.input[0]].dim() == 2
+    }
+    values = zeros | turned
+    found = {}
+    for node in graph.node:
+        weight = values.get(node.input[1]) if len(node.input) > 1 else None
+        if weight is None or node.op_type not in ("Conv", "Gemm", "MatMul") or weight.dim() < 2:
+            continue
+        given = {attribute.name: attribute.i for attribute in node.attribute}
+        if node.op_type == "Conv":
+            found[node.input[1]] = zero_pattern(weight, groups=given.get("group", 1))
+        elif weight.dim() == 2:
+            found[node.input[1]] = zero_pattern(weight, transposed=not given.get("transB", 0))
+    return tuple(name for name, pattern in found.items() if pattern.two_of_four)
+
+
+def sparse_notes(weights: Sequence[str]) -> list[str]:
+    """Return a note that weights are 2:4, if there are any."""
+    if not weights:
+        return []
+    return [
+        f"{plural(len(weights), 'weight')} are 2:4 ({listed(weights, 3)}): the engine may use sparse tensor cores, "
+        "which TensorRT chooses where its own timing finds them faster"
+    ]
 
 
 def dtype_of(engine: Any, name: str) -> torch.dtype:

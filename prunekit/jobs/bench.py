@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from prunekit.compaction.zero_patterns import zero_patterns
 from prunekit.errors import UsageError
 from prunekit.formats.exported_model import ExportedModel
 from prunekit.hooks.wrappers import unwrapped
@@ -26,6 +27,7 @@ from prunekit.measure.latency.row_text import (
     unstable_mark,
 )
 from prunekit.measure.runtimes.runtime import RUNTIMES
+from prunekit.measure.zero_support import unused_zeros_notes
 from prunekit.settings.deployment import LatencySettings
 from prunekit.utils.context import device_of, resolve_device
 from prunekit.utils.display import Displayed, Table, digits, factor, interval, plural, size
@@ -254,7 +256,7 @@ def bench_targets(
         models=sizes,
         latency=tuple(dict(row) for row in report.rows),
         speedup=tuple(dict(row) for row in report.speedup),
-        notes=(*report.notes, *_mixed(report.rows)),
+        notes=(*report.notes, *_mixed(report.rows), *_zeros(measured, report.rows)),
         failures=tuple(dict(row) for row in report.failures),
         machine=dict(report.machine),
     )
@@ -301,6 +303,12 @@ def _mixed(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     shown = ", ".join(f"{model} in {own[model]}" for model in dict.fromkeys(row["model"] for row in rows))
     return [f"{shown}: speedups over {first} are of the runtimes too"]
+
+
+def _zeros(models: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return notes on models that were timed with zeros of single weights, in runtimes that do not use them."""
+    zeros = {name: zero_patterns(model) for name, model in models.items() if isinstance(model, nn.Module)}
+    return unused_zeros_notes(zeros, tuple(dict.fromkeys(str(row["runtime"]) for row in rows)))
 
 
 def _with_inputs(targets: Sequence[InputModel]) -> list[InputModel]:

@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from prunekit.channels.cut.model_copy import copied
+from prunekit.compaction.zero_patterns import zero_patterns
 from prunekit.deploy.batchnorm_folding import fold_batchnorm
 from prunekit.errors import PrunekitError, UsageError
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.run.run_folder import Log
-from prunekit.measure.causes import experiments, operator_causes, overhead_causes, width_causes
+from prunekit.measure.causes import experiments, operator_causes, overhead_causes, width_causes, zero_causes
 from prunekit.measure.causes.breakdown import Breakdown, OperatorFigures, OperatorRow, break_down
 from prunekit.measure.causes.cause import Cause
 from prunekit.measure.causes.operator_times import IsolatedLayer
@@ -65,8 +66,9 @@ def explain(
     """Time two models alternately and operator by operator, and try what would make the pruned one faster.
 
     Every cause was measured on this machine: a layer at rounded widths, the model with another memory format, a larger
-    batch, without its masks, with subnormal numbers taken as 0, with fewer threads; or its operators' times beside
-    those of copies and of operators that do nothing. In eval mode, eager, without gradients.
+    batch, without its masks, with subnormal numbers taken as 0, with random numbers in place of its zeros, with fewer
+    threads; or its operators' times beside those of copies and of operators that do nothing. In eval mode, eager,
+    without gradients.
 
     Args:
         dense: not changed.
@@ -443,6 +445,18 @@ def _small_numbers(search: CauseSearch) -> Iterator[Cause | None]:
         yield overhead_causes.subnormal_numbers(weights, activations, flushed)
 
 
+def _single_zeros(search: CauseSearch) -> Iterator[Cause | None]:
+    zeros = zero_patterns(search.pruned)
+    if not zeros.many or experiments.mask_hooks(search.pruned):  # masks would set the numbers to zero again
+        return
+    times: dict[str, float] = {}
+    for row in search.found.rows:
+        if row.pruned is not None and row.pruned.macs:
+            times[row.module] = times.get(row.module, 0.0) + row.pruned.ms
+    filled = experiments.with_filled_zeros(search.pruned, search.inputs, search.device)
+    yield zero_causes.unused_zeros(zeros, times, filled)
+
+
 def _memory_format(search: CauseSearch) -> Iterator[Cause | None]:
     yield operator_causes.memory_format(experiments.with_channels_last(search.pruned, search.inputs, search.device))
 
@@ -464,6 +478,7 @@ _LOOKS: tuple[tuple[str, Callable[[CauseSearch], Iterator[Cause | None]]], ...] 
     ("the slowest layers at the dense model's widths", _kernels),
     ("masks and channels of zeros", _masks),
     ("subnormal numbers", _small_numbers),
+    ("zeros of single weights, beside random numbers in their place", _single_zeros),
     ("channels last", _memory_format),
     ("a larger batch", _larger_batch),
 )

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from prunekit.channels.cut.model_copy import copied, named_tensors, with_tensors
+from prunekit.compaction.zero_patterns import zero_patterns
 from prunekit.data.loader import batches
 from prunekit.data.sources import Splits
 from prunekit.errors import UsageError
@@ -36,6 +37,7 @@ from prunekit.jobs.run.run_folder import Log
 from prunekit.measure.accuracy import Scores, evaluate
 from prunekit.measure.export_check import Parity, check_export
 from prunekit.measure.latency.timing import PairedTiming, time_paired
+from prunekit.measure.zero_support import exported_zeros_notes
 from prunekit.models.interface import ModelInterface
 from prunekit.settings.deployment import QuantizeSettings
 from prunekit.utils.context import on_device, set_mode
@@ -269,6 +271,7 @@ def export_float(
             notes.append("compared with the model with weights rounded to float16, as the file stores them")
         if len(usable) < len(resized):
             notes.append("other sizes were not checked, because the model itself does not run on half of this one")
+        notes += exported_zeros_notes(zero_patterns(model), kind.name)
         for parity in parities:
             log(f"export: {parity.inputs}: differs from eager by {parity.max_relative_difference:.1e}")
         scores = score_export(ExportedModel(written, kind.name, interface, run), target.splits, log)

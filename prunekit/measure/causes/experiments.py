@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune as torch_prune
 
 from prunekit.channels.cut.model_copy import copied
+from prunekit.compaction.zero_patterns import zero_patterns
 from prunekit.hooks.hook import HOOK_TABLES, is_inert, is_ours
 from prunekit.measure.causes.operator_times import IsolatedLayer, Widths
 from prunekit.measure.causes.width_causes import KernelTimes, WidthTimes, relative_macs, rounded
@@ -133,6 +134,29 @@ def zero_channels(model: nn.Module, layers: Mapping[str, IsolatedLayer]) -> dict
             if zeros:
                 found[path] = zeros, weight.shape[0]
     return found
+
+
+def with_filled_zeros(model: nn.Module, inputs: tuple[Any, ...], device: torch.device) -> PairedTiming:
+    """Time a copy with random numbers in place of the zeros of its weights against the model; the gain is the zeros'.
+
+    The numbers are as large as the others of the weight, so that activations stay of a size.
+    """
+    filled = filled_zeros(model)
+    return time_paired(lambda: call(filled, inputs), lambda: call(model, inputs), device)
+
+
+@torch.no_grad()
+def filled_zeros(model: nn.Module) -> nn.Module:
+    """Return a copy whose weights of linear layers and convolutions have random numbers in place of zeros."""
+    result = copied(model)
+    generator = torch.Generator().manual_seed(0)
+    for name, zeros in zero_patterns(model).layers.items():
+        if zeros.zeros:
+            weight = result.get_parameter(name)
+            scale = weight.pow(2).mean().sqrt()
+            noise = torch.randn(weight.shape, generator=generator).to(weight) * scale
+            weight.copy_(torch.where(weight == 0, noise, weight))
+    return result
 
 
 STEPS = (8, 16)

@@ -11,7 +11,7 @@ import torch
 
 from prunekit.errors import RunError
 from prunekit.formats.node_modules import NodeModules
-from prunekit.formats.openvino import openvino_core
+from prunekit.formats.openvino import openvino_core, sparse_options
 from prunekit.measure.latency.timing import Times
 from prunekit.measure.runtimes.runtime import RUNTIMES, register_runtime
 from prunekit.measure.runtimes.session import INT8, LayerClock, Sample, Session, Setting, Source
@@ -69,7 +69,7 @@ def compiled_file(file: Path, setting: Setting, **others: Any) -> Any:
         "INFERENCE_NUM_THREADS": setting.threads,
         "INFERENCE_PRECISION_HINT": hint,
     }
-    compiled = core.compile_model(core.read_model(file), "CPU", options | others)
+    compiled = core.compile_model(core.read_model(file), "CPU", options | sparse_options() | others)
     used = compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
     if used != hint:  # without kernels for the hint, it silently takes another
         raise RunError(f"openvino: asked for {hint}, and its kernels compute in {used}")

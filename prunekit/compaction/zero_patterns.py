@@ -1,0 +1,204 @@
+"""Patterns of zeros in the weights of a finished model: N:M groups, whole blocks, or none."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.sparse import SparseSemiStructuredTensor
+
+from prunekit.utils.display import share
+
+GROUPS = (4, 8, 16)
+"""Sizes M of the groups of N:M patterns."""
+BLOCKS = ((4, 1), (1, 4), (16, 16))
+"""Blocks (outputs, inputs) that are looked for."""
+NEARLY = 0.95
+"""Share of a layer's zeros that must lie in blocks that are wholly zero for these to be its pattern."""
+MOSTLY = 0.75
+"""Share of a layer's zeros that groups must have by themselves for N:M to be its pattern: any layer is 15:16 or so."""
+SOME = 0.3
+"""Smallest share of zeros that is worth a word."""
+
+
+@dataclass(frozen=True)
+class ZeroPattern:
+    """Zeros of one weight.
+
+    Attributes:
+        zeros, size: how many of its numbers are 0, and how many there are.
+        in_channels: how many of the zeros are in output or input channels that hold nothing else, which compaction
+            takes out.
+        most: by size M, the most non-zeros in any group of M inputs, at each kernel position; without sizes that do
+            not divide the inputs.
+        blocks: by shape (outputs, inputs), the share of the zeros in blocks, at each kernel position, that are wholly
+            zero; without shapes that do not divide the weight.
+    """
+
+    zeros: int
+    size: int
+    in_channels: int
+    most: Mapping[int, int]
+    blocks: Mapping[tuple[int, int], float]
+
+    @property
+    def share(self) -> float:
+        """Share of the weight that is zero."""
+        return self.zeros / max(1, self.size)
+
+    @property
+    def single_share(self) -> float:
+        """Share of the weight that is zero and in no channel of zeros."""
+        return (self.zeros - self.in_channels) / max(1, self.size)
+
+    @property
+    def two_of_four(self) -> bool:
+        """True if no group of 4 inputs has more than 2 non-zeros: what sparse tensor cores compute."""
+        return self.zeros > 0 and self.most.get(4, 4) <= 2
+
+    @property
+    def name(self) -> str:
+        """The pattern: `N:M` (the sparsest), `blocks OxI` (the largest), `unstructured`, or `dense`."""
+        if not self.zeros:
+            return "dense"
+        groups = [
+            (count / size, size, count)
+            for size, count in self.most.items()
+            if 1 - count / size >= MOSTLY * self.share or (size == 4 and self.two_of_four)
+        ]
+        if groups:
+            _, size, count = min(groups)
+            return f"{count}:{size}"
+        blocks = [shape for shape, part in self.blocks.items() if part >= NEARLY]
+        if blocks:
+            rows, columns = max(blocks, key=lambda shape: shape[0] * shape[1])
+            return f"blocks {rows}x{columns}"
+        return "unstructured"
+
+
+def zero_pattern(weight: Tensor, *, groups: int = 1, transposed: bool = False) -> ZeroPattern:
+    """Return which pattern the zeros of a weight have along its reduced axis.
+
+    Groups of N:M and blocks run along input channels at each kernel position, within a group of a grouped convolution,
+    as sparse tensor cores reduce (Mishra et al., 2021).
+
+    Args:
+        weight: (outputs, inputs of a group, *kernel).
+        groups: of the convolution.
+        transposed: whether it is (inputs, outputs of a group, *kernel).
+
+    Example:
+        >>> import torch
+        >>> from prunekit.compaction.zero_patterns import zero_pattern
+        >>> weight = torch.tensor([1.0, 0.0, 0.0, 2.0]).repeat(8, 4)
+        >>> found = zero_pattern(weight)
+        >>> found.name, found.share, found.two_of_four
+        ('2:4', 0.5, True)
+    """
+    if not weight.numel():
+        return ZeroPattern(0, 0, 0, {}, {})
+    zero = _as_matrices(weight.detach(), groups, transposed) == 0  # (groups, positions, outputs, inputs)
+    zeros = int(zero.sum())
+    dead = zero.all(3, keepdim=True).all(1, keepdim=True) | zero.all(2, keepdim=True).all(1, keepdim=True)
+    in_channels = int(dead.expand_as(zero).sum())
+    outputs, inputs = zero.shape[2:]
+    sizes = [size for size in GROUPS if inputs % size == 0]
+    most = {size: int((~zero).reshape(-1, size).sum(1).max()) for size in sizes}
+    fitting = [shape for shape in BLOCKS if outputs % shape[0] == inputs % shape[1] == 0]
+    blocks = {shape: _in_blocks(zero, shape) / max(1, zeros) for shape in fitting}
+    return ZeroPattern(zeros, weight.numel(), in_channels, most, blocks)
+
+
+def _as_matrices(weight: Tensor, groups: int, transposed: bool) -> Tensor:
+    """Return a weight as (groups, kernel positions, outputs, inputs), each of one group."""
+    by_group = weight.reshape(groups, weight.shape[0] // groups, weight.shape[1], -1)
+    return by_group.permute(0, 3, 2, 1) if transposed else by_group.permute(0, 3, 1, 2)
+
+
+def _in_blocks(zero: Tensor, shape: tuple[int, int]) -> int:
+    """Return how many zeros are in blocks that are wholly zero."""
+    rows, columns = shape
+    tiles = zero.reshape(-1, zero.shape[2] // rows, rows, zero.shape[3] // columns, columns)
+    return int(tiles.all(4).all(2).sum()) * rows * columns
+
+
+@dataclass(frozen=True)
+class ModelZeros:
+    """Zeros of the weights of a model's linear layers and convolutions.
+
+    Attributes:
+        layers: by name of the weight.
+    """
+
+    layers: Mapping[str, ZeroPattern]
+
+    @property
+    def share(self) -> float:
+        """Share of all these weights that is zero."""
+        return sum(one.zeros for one in self.layers.values()) / max(1, sum(one.size for one in self.layers.values()))
+
+    @property
+    def single_share(self) -> float:
+        """Share of all these weights that is zero and in no channel of zeros."""
+        single = sum(one.zeros - one.in_channels for one in self.layers.values())
+        return single / max(1, sum(one.size for one in self.layers.values()))
+
+    @property
+    def many(self) -> bool:
+        """True if so many single weights are zero that it is worth a word."""
+        return self.single_share >= SOME
+
+    @property
+    def two_of_four(self) -> tuple[str, ...]:
+        """Names of the weights that are 2:4."""
+        return tuple(name for name, one in self.layers.items() if one.two_of_four)
+
+    @property
+    def pattern(self) -> str:
+        """The pattern that most of the zeros have, as `ZeroPattern.name` says it."""
+        counts: Counter[str] = Counter()
+        for one in self.layers.values():
+            counts[one.name] += one.zeros
+        found = [(count, name) for name, count in counts.items() if name != "dense"]
+        return max(found)[1] if found else "dense"
+
+    def __str__(self) -> str:
+        held = [one for one in self.layers.values() if one.name == self.pattern]
+        return (
+            f"{share(self.share)} of the weights are zero, {self.pattern} in {len(held)} of {len(self.layers)} layers"
+        )
+
+
+def zero_patterns(model: nn.Module) -> ModelZeros:
+    """Return which patterns the zeros of a model's linear layers and convolutions have.
+
+    Args:
+        model: compact or masked; not changed.
+
+    Example:
+        >>> import torch
+        >>> from prunekit.compaction.zero_patterns import zero_patterns
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+        >>> model[0].weight.data[:, ::2] = 0
+        >>> model[2].weight.data[:, 1::2] = 0
+        >>> print(zero_patterns(model))
+        50.0 % of the weights are zero, 2:4 in 2 of 2 layers
+    """
+    return ModelZeros(dict(_layers(model)))
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, ZeroPattern]]:
+    for path, module in model.named_modules():
+        name = "in_proj_weight" if isinstance(module, nn.MultiheadAttention) else "weight"
+        weight = module._parameters.get(name)
+        if weight is None or isinstance(weight, SparseSemiStructuredTensor):
+            continue
+        prefix = f"{path}." if path else ""
+        if isinstance(module, _ConvNd):
+            transposed = isinstance(module, _ConvTransposeNd)
+            yield f"{prefix}{name}", zero_pattern(weight, groups=module.groups, transposed=transposed)
+        elif isinstance(module, nn.Linear | nn.MultiheadAttention):
+            yield f"{prefix}{name}", zero_pattern(weight)
