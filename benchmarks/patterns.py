@@ -34,10 +34,10 @@ from prunekit.models.zoo import build_model
 from prunekit.settings.inputs import ModelSettings
 
 CASES: dict[str, dict[str, Any]] = {
-    "50 %": {"sparsity": 0.5},
-    "70 %": {"sparsity": 0.7},
-    "80 %": {"sparsity": 0.8},
-    "90 %": {"sparsity": 0.9},
+    "50 %": {"kind": "unstructured", "sparsity": 0.5},
+    "70 %": {"kind": "unstructured", "sparsity": 0.7},
+    "80 %": {"kind": "unstructured", "sparsity": 0.8},
+    "90 %": {"kind": "unstructured", "sparsity": 0.9},
     "2:4": {"kind": "2:4"},
     "4:8": {"kind": "4:8"},
     "block 4x1, 50 %": {"kind": "block", "block": (4, 1), "sparsity": 0.5},

@@ -40,6 +40,7 @@ ALL = {
 def test_all_settings_check_themselves_and_their_defaults_pass(settings: type) -> None:
     assert issubclass(settings, Checked)
     required = {"name": "a", "modules": ("a",), "limit": 1.0, "method": "bn_l1", "model": ModelSettings("resnet18")}
+    required |= {"kind": "2:4"}
     needed = [field.name for field in fields(settings) if field.default is field.default_factory is MISSING]
     made = settings(**{name: required[name] for name in needed})
     name = fields(settings)[0].name

@@ -38,7 +38,7 @@ class PatternSettings(Checked):
         prunekit.errors.SettingsError: PatternSettings: kind: expected N:M with 0 < N < M, such as 2:4, got '5:4'
     """
 
-    kind: str = UNSTRUCTURED
+    kind: str
     """Which weights are zero together: each by itself (`unstructured`); at most N of M neighbors along the inputs of a
     layer are not (`2:4`, `4:8`, any `N:M`), at each position of a kernel; whole blocks of outputs and inputs (`block`);
     or whole kernels of convolutions (`kernel`)."""
@@ -116,7 +116,7 @@ def pattern_problems(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...
         yield ("block",), f"expected nothing, because kind is {kind!r} and only 'block' has one, got {list(block)}"
 
 
-_DEFAULTS: dict[str, Any] = {"kind": UNSTRUCTURED, "sparsity": None, "block": None}
+_DEFAULTS: dict[str, Any] = {"kind": None, "sparsity": None, "block": None}
 
 
 def _kept_of(kind: object) -> tuple[int, int] | None:
