@@ -412,7 +412,7 @@ def test_a_fixed_threshold_is_used_as_it_is(finished: tuple[Path, dict[str, Any]
     ("changes", "message"),
     [
         ({"activations": ActivationSettings(("layr1",), target=0.5)}, r"activations\.modules: 'layr1' .*'layer1'"),
-        ({"activations": ActivationSettings(("layer1",))}, "exactly one of 'threshold' and 'target'"),
+        ({"activations": ActivationSettings(("layer1",))}, "exactly one of 'threshold', 'target' and 'overall'"),
         ({"finetune": TrainSettings(clamp_weight_grad=ClampSettings(1.0, modules=("cnv1",)))}, "'cnv1' .*'conv1'"),
         ({"baseline": TrainSettings(clamp_activation_grad=ClampSettings(1.0, modules=("f",)))}, "'f' matches no"),
     ],
