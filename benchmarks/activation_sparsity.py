@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +29,7 @@ from torch import nn
 
 from prunekit.data.local_files import LabeledArrays, read_npz
 from prunekit.errors import DataError, PrunekitError
-from prunekit.masks.activation_budget import spread_budget
+from prunekit.masks.activation_budget import spread_budgets
 from prunekit.masks.activation_masks import ActivationMasks
 from prunekit.masks.threshold_search import MaskedModel
 from prunekit.measure.accuracy import evaluate
@@ -51,7 +52,10 @@ def measured(
 
 def shares(text: str) -> list[float]:
     """Numbers between 0 and 1 with commas between them."""
-    values = [float(part) for part in text.split(",")]
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = [math.nan]
     if not all(0 < value < 1 for value in values):
         raise argparse.ArgumentTypeError(f"expected numbers between 0 and 1, got {text}")
     return values
@@ -67,8 +71,8 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     images, _ = drawn(archive.rest, options.images, options.seed)
     paths = tuple(path for path, module in model.named_modules() if isinstance(module, nn.Conv2d))
     masked = MaskedModel(model, paths, "input", [((part,), None) for part in images.split(128)], CPU)
-    for number, overall in enumerate(options.overall):
-        budget = spread_budget(masked, overall, "macs")
+    budgets = spread_budgets(masked, options.overall, "macs")
+    for number, (overall, budget) in enumerate(zip(options.overall, budgets, strict=True)):
         if number == 0:
             whole = measured(model, archive.test, dict.fromkeys(paths, 0.0), budget.weights)
             yield {"way": "dense", "overall": None, **whole, "error": 0.0}

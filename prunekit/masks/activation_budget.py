@@ -60,8 +60,8 @@ class SpreadThresholds:
     errors: dict[str, float]
 
 
-def spread_budget(masked: MaskedModel, overall: float, by: SavedBy) -> SpreadThresholds:
-    """Return thresholds under which the weighted mean of the layers' shares of zeros is `overall`.
+def spread_budgets(masked: MaskedModel, budgets: Iterable[float], by: SavedBy) -> Iterator[SpreadThresholds]:
+    """Yield thresholds for each budget, under which the weighted mean of the layers' shares of zeros is this budget.
 
     The error of the model's output is measured with each mask alone at several shares of zeros. The convex hulls of
     these curves are followed from all layers' cheapest step to the dearest, by error per saving, as TEAL does greedily
@@ -71,7 +71,7 @@ def spread_budget(masked: MaskedModel, overall: float, by: SavedBy) -> SpreadThr
 
     Args:
         masked: the model and its data, of which every fourth sample is held out.
-        overall: share of zeros, weighted by what they save.
+        budgets: shares of zeros, weighted by what they save.
         by: what they save.
 
     Raises:
@@ -89,18 +89,22 @@ def spread_budget(masked: MaskedModel, overall: float, by: SavedBy) -> SpreadThr
     curves = _error_curves(few, sketches, {path: zeros[path] for path in counted})
     saved, own = np.array([weights[path] for path in counted]), np.array([zeros[path] for path in counted])
     ways = {"spread": SharePath.along_errors(own, curves, saved), "uniform": SharePath.uniform(len(counted))}
-    uncounted = {path: 0.0 for path in masked.paths if path not in counted}
+    for budget in budgets:
+        found = {name: _search(fit, way, budget, dict(zip(counted, saved, strict=True))) for name, way in ways.items()}
+        errors = _output_errors(judged, [(name, each.thresholds) for name, each in found.items()])
+        yield SpreadThresholds(found, weights, errors)
 
-    def search(way: SharePath) -> FoundThresholds:
-        def shares(sketches: Sketches) -> dict[str, float]:
-            floor = np.array([sketches[path].zero_share for path in counted])
-            return uncounted | dict(zip(counted, way.within(overall, saved, floor).tolist(), strict=True))
 
-        return search_thresholds(fit, shares)
+def _search(masked: MaskedModel, way: SharePath, budget: float, weights: Mapping[str, float]) -> FoundThresholds:
+    """Search for thresholds along a path of shares; paths without a weight are not masked."""
+    saved = np.array(list(weights.values()))
 
-    found = {name: search(way) for name, way in ways.items()}
-    errors = _output_errors(judged, [(name, each.thresholds) for name, each in found.items()])
-    return SpreadThresholds(found, weights, errors)
+    def shares(sketches: Sketches) -> dict[str, float]:
+        floor = np.array([sketches[path].zero_share for path in weights])
+        found = dict(zip(weights, way.within(budget, saved, floor).tolist(), strict=True))
+        return dict.fromkeys(masked.paths, 0.0) | found
+
+    return search_thresholds(masked, shares)
 
 
 def better_way(errors: Mapping[str, float]) -> str:
@@ -153,9 +157,8 @@ class SharePath:
         """
         means = np.maximum(self.points, floor) @ weights
         after = int(np.searchsorted(means, overall))
-        if after == 0:
-            return self.points[0]
-        low, high = self.points[after - 1 : after + 1] if after < len(means) else self.points[-2:]
+        after = min(max(after, 1), len(means) - 1)
+        low, high = self.points[after - 1 : after + 1]
         start, end = 0.0, 1.0
         for _ in range(60):  # the floor bends the mean between two points, which rises all the same
             middle = (start + end) / 2

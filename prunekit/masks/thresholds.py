@@ -13,7 +13,7 @@ from torch import nn
 
 from prunekit.errors import ArtifactError, UsageError
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.masks.activation_budget import SavedBy, better_way, spread_budget
+from prunekit.masks.activation_budget import SavedBy, better_way, spread_budgets
 from prunekit.masks.activation_masks import Side
 from prunekit.masks.module_values import one_of, paths_matching
 from prunekit.masks.threshold_search import MaskedModel, search_thresholds
@@ -307,7 +307,7 @@ def calibrate_thresholds(
         if overall is None:
             found = search_thresholds(masked, lambda _: dict.fromkeys(paths, float(target or 0)))
             return ActivationThresholds(found.thresholds, found.reached, target, side, found.rounds)
-        spread = spread_budget(masked, overall, by)
+        spread = next(spread_budgets(masked, [overall], by))
     found = spread.found[better_way(spread.errors)]
     budget = ActivationBudget(overall, by, spread.weights, found.shares, spread.errors)
     return ActivationThresholds(found.thresholds, found.reached, None, side, found.rounds, budget)

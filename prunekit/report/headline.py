@@ -280,7 +280,9 @@ def masked(metrics: Mapping[str, Any]) -> Iterator[str]:
     """Yield the effect of activation masks on the test images, if the run had any, and how a budget was spread."""
     found = metrics.get("activations")
     if found:
-        asked = [f"{what} {numbers.share(found[key])}" for key, what in ASKED.items() if numbers.is_number(found.get(key))]
+        asked = [
+            f"{what} {numbers.share(found[key])}" for key, what in ASKED.items() if numbers.is_number(found.get(key))
+        ]
         target = f" ({', '.join(asked)})" if asked else ""
         name, label = scores(metrics)[0]
         reached = " ".join((label, *_accuracy(found, name, unit(metrics, name))))

@@ -112,7 +112,7 @@ def test_values_that_no_layer_reads_are_not_masked() -> None:
     assert found.budget is not None
     assert found.budget.weights == {"0": 0.0, "2": 1.0}
     assert found.reached["2"] == pytest.approx(0.4, abs=0.0015)
-    with pytest.raises(UsageError, match="by: no convolution, linear layer .* reads the outputs of 0, so zeros there"):
+    with pytest.raises(UsageError, match=r"by: no convolution, linear layer .* reads the outputs of 0, so zeros there"):
         calibrate_thresholds(model, data(256, 1), ["0"], overall=0.4)
     assert calibrate_thresholds(model, data(256, 1), ["0"], overall=0.4, by="values")["0"] > 0
 
@@ -207,7 +207,7 @@ class Counted(nn.Module):
 def test_a_budget_that_cannot_be_spread_says_why() -> None:
     x = data(64, 1)
     for both in ({}, {"target": 0.5, "overall": 0.5}):
-        with pytest.raises(UsageError, match="expected exactly one of target and overall, got (neither|both)"):
+        with pytest.raises(UsageError, match=r"expected exactly one of target and overall, got (neither|both)"):
             calibrate_thresholds(net(), x, PATHS, **both)  # type: ignore[arg-type]
     for overall in (0.0, 1.0, math.nan):
         with pytest.raises(UsageError, match="overall: expected a share of zeros above 0 and below 1"):
@@ -226,6 +226,21 @@ def test_a_budget_that_cannot_be_spread_says_why() -> None:
     with pytest.raises(NonFiniteError, match="output is NaN or Inf"):
         calibrate_thresholds(broken, x, PATHS, overall=0.5, side="input")
     assert count_hooks(broken) == 0
+
+
+@pytest.mark.slow
+def test_linear_layers_of_a_vit_share_a_budget() -> None:
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    model = timm.create_model("test_vit", pretrained=False, img_size=32, patch_size=8).eval()
+    images = torch.randn(24, 3, 32, 32)
+    found = calibrate_thresholds(
+        model, images, ["blocks.0.*qkv", "blocks.0.*proj", "blocks.0.*fc?"], overall=0.5, side="input"
+    )
+    assert found.budget is not None
+    assert found.overall == pytest.approx(0.5, abs=0.0015)
+    macs = {path: model.get_submodule(path).weight.numel() for path in found}
+    assert found.budget.weights == pytest.approx({path: count / sum(macs.values()) for path, count in macs.items()})
 
 
 def test_samples_are_held_out_and_drawn_evenly() -> None:
