@@ -8,8 +8,8 @@ share of zeros on all test images, by MACs. `error`: of the output on the held-o
 the zeros that ReLUs leave. DATA is an `.npz` of x_train, y_train, x_test and y_test; WEIGHTS fit the ResNets for 32x32
 images of `--zoo cifar`, trained with pixels / 255 and ImageNet's mean and deviation.
 
-    python benchmarks/activation_sparsity.py --depth 20 --weights FILE --data FILE [--overall 0.6,0.7] [--images N]
-        [--threads N] [--json] [--keep]
+    python benchmarks/activation_sparsity.py --depth 20 --weights FILE --data FILE [--overall 0.6,0.7] [--ignore conv1]
+        [--images N] [--threads N] [--json] [--keep]
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from prunekit.measure.accuracy import evaluate
 from prunekit.models.cifar import DEPTHS
 from prunekit.models.zoo import build_model
 from prunekit.settings.inputs import ModelSettings
+
+KEEP = "write benchmarks/results/activations_resnet<depth>.json, with `_without_<path>` where one is ignored"
 
 
 def measured(
@@ -69,7 +71,8 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if archive.test is None:
         raise DataError(f"{options.data}: expected x_test and y_test")
     images, _ = drawn(archive.rest, options.images, options.seed)
-    paths = tuple(path for path, module in model.named_modules() if isinstance(module, nn.Conv2d))
+    layers = [path for path, module in model.named_modules() if isinstance(module, nn.Conv2d)]
+    paths = tuple(path for path in layers if path != options.ignore)
     masked = MaskedModel(model, paths, "input", [((part,), None) for part in images.split(128)], CPU)
     budgets = spread_budgets(masked, options.overall, "macs")
     for number, (overall, budget) in enumerate(zip(options.overall, budgets, strict=True)):
@@ -78,8 +81,8 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield {"way": "dense", "overall": None, **whole, "error": 0.0}
         for way, found in reversed(budget.found.items()):
             figures = measured(model, archive.test, found.thresholds, budget.weights)
-            layers = {"shares": found.reached, "thresholds": found.thresholds}
-            yield {"way": way, "overall": overall, **figures, "error": budget.errors[way], **layers}
+            masks = {"shares": found.reached, "thresholds": found.thresholds}
+            yield {"way": way, "overall": overall, **figures, "error": budget.errors[way], **masks}
 
 
 def main() -> None:
@@ -89,11 +92,12 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, required=True, metavar="FILE", help="a state dict of the dense model")
     parser.add_argument("--data", type=Path, required=True, metavar="FILE", help="an .npz")
     parser.add_argument("--overall", type=shares, default="0.5,0.6,0.7", metavar="A,B", help="shares of zeros, by MACs")
+    parser.add_argument("--ignore", metavar="PATH", help="a convolution that is not masked, such as conv1")
     parser.add_argument("--images", type=int, default=1024, metavar="N", help="to calibrate on")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draw of these")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="one object a line, as soon as it is there")
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/activations_resnet<depth>.json")
+    parser.add_argument("--keep", action="store_true", help=KEEP)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     found = []
@@ -111,7 +115,8 @@ def main() -> None:
         )
     if options.keep:
         setting = {"images": options.images, "seed": options.seed, "threads": options.threads, "top1": "percent"}
-        print(keep(f"activations_resnet{options.depth}", found, setting), file=sys.stderr)
+        rest = f"_without_{options.ignore}" if options.ignore else ""
+        print(keep(f"activations_resnet{options.depth}{rest}", found, setting), file=sys.stderr)
 
 
 if __name__ == "__main__":
