@@ -288,6 +288,19 @@ def cifar(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 
 @pytest.mark.slow
+def test_activation_sparsity_is_measured_uniform_and_spread(cifar: tuple[str, ...]) -> None:
+    done = run("activation_sparsity.py", *cifar[1:], "--images", "16", "--overall", "0.8")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(row["way"], row["overall"]) for row in rows] == [("dense", None), ("uniform", 0.8), ("spread", 0.8)]
+    assert all(row["reached"] == pytest.approx(0.8, abs=0.05) for row in rows[1:])
+    assert all(len(row["thresholds"]) == 7 for row in rows[1:])
+    refused = run("activation_sparsity.py", *cifar[1:], "--overall", "1.5")
+    assert refused.returncode == 2
+    assert "expected numbers between 0 and 1, got 1.5" in refused.stderr
+
+
+@pytest.mark.slow
 def test_every_method_without_training_meets_its_reduction(cifar: tuple[str, ...]) -> None:
     methods = ["oneshot", "oneshot-stream", "oneshot-uniform", "l2-repaired", "l2-recalibrated"]
     done = run(*cifar, "--images", "16", "--reduction", "1.5", "--method", ",".join(methods))

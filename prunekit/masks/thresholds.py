@@ -4,33 +4,52 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from prunekit.channels.tracing.tracer import channel_axis
-from prunekit.errors import ArtifactError, DataError, ModelError, NonFiniteError, UsageError
-from prunekit.hooks.owner import HookOwner
+from prunekit.errors import ArtifactError, UsageError
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.masks.activation_masks import ActivationMasks, Side, change_activations
-from prunekit.masks.module_values import paths_matching
+from prunekit.masks.activation_budget import SavedBy, better_way, spread_budgets
+from prunekit.masks.activation_masks import Side
+from prunekit.masks.module_values import one_of, paths_matching
+from prunekit.masks.threshold_search import MaskedModel, search_thresholds
 from prunekit.settings.train import ActivationSettings
-from prunekit.statistics.magnitude_sketch import MagnitudeSketch
 from prunekit.tasks.batches import ModelBatches
 from prunekit.tasks.task import Task
-from prunekit.utils.context import device_of, training_mode
+from prunekit.utils.context import device_of
 from prunekit.utils.display import Displayed, Table, digits, plural, share
 from prunekit.utils.files import StrPath, read_json, write_json
-from prunekit.utils.inputs import call, running, to_device
-from prunekit.utils.progress import reporting, stage, tracked
+from prunekit.utils.progress import reporting
 
-ROUNDS = 20
-"""The most passes over the calibration data."""
-NEAR = 0.001
-"""Distance from the target, as a share of the values, at which the search for a layer ends."""
+
+@dataclass(frozen=True)
+class ActivationBudget:
+    """A budget of zeros for all masks together, and how it was spread over them.
+
+    Attributes:
+        overall: share of zeros asked for, weighted by what they save.
+        by: what that is: MACs of the layers that read the masked values, or the values themselves.
+        weights: share of all that can be saved that lies behind each mask, by module path; they add up to 1. With 0,
+            nothing that computes by MACs reads these values, and they are not masked.
+        shares: share of zeros that each mask was given; where zeros alone exceed it, the threshold is 0.
+        errors: mean squared difference of the model's output from the unmasked one's on held-out samples, as a share of
+            the latter's variance: `spread` over the layers by measured errors, and `uniform` with one share for all.
+    """
+
+    overall: float
+    by: SavedBy
+    weights: Mapping[str, float]
+    shares: Mapping[str, float]
+    errors: Mapping[str, float]
+
+    @property
+    def way(self) -> str:
+        """`spread`, or `uniform` where that does better on held-out samples."""
+        return better_way(self.errors)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -40,9 +59,10 @@ class ActivationThresholds(Displayed, Mapping[str, float]):
     Attributes:
         thresholds: by module path.
         reached: share of zeros behind the masks on the calibration data, with all masks active, by module path.
-        target: share of zeros to reach; None if the thresholds were not searched.
+        target: share of zeros to reach behind each mask; None if there is none, or a budget for all together.
         side: whether outputs or inputs are masked.
         rounds: passes over the data that the search took.
+        budget: of zeros overall; None without one.
 
     Example:
         >>> import prunekit as pk, torch
@@ -63,6 +83,7 @@ class ActivationThresholds(Displayed, Mapping[str, float]):
     target: float | None
     side: Side
     rounds: int
+    budget: ActivationBudget | None = None
 
     def __getitem__(self, path: str) -> float:
         return self.thresholds[path]
@@ -73,22 +94,52 @@ class ActivationThresholds(Displayed, Mapping[str, float]):
     def __len__(self) -> int:
         return len(self.thresholds)
 
+    @property
+    def overall(self) -> float | None:
+        """Share of zeros behind all masks that is reached, weighted by what they save; None without a budget."""
+        return None if self.budget is None else self.budget_share(self.reached)
+
+    def budget_share(self, shares: Mapping[str, float]) -> float:
+        """Return the mean of shares of zeros by module path, weighted by what they save.
+
+        Raises:
+            UsageError: there is no budget.
+        """
+        if self.budget is None:
+            raise UsageError("budget_share: these thresholds were not found for an overall budget")
+        return math.fsum(weight * shares[path] for path, weight in self.budget.weights.items() if weight)
+
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row for every module: its threshold, and the share of zeros that it reaches, None if unknown."""
+        """Return a row for every module: its threshold, and the share of zeros that it reaches, None if unknown.
+
+        With a budget, `weight` is the share of all that can be saved there.
+        """
+        weights = None if self.budget is None else self.budget.weights
         return [
             {"module": path, "threshold": float(value), "zeros": self.reached.get(path)}
+            | ({} if weights is None else {"weight": weights[path]})
             for path, value in self.thresholds.items()
         ]
 
     def _headline(self) -> str:
+        masked, passes = f"{self.side}s of {plural(len(self), 'module')}", plural(self.rounds, "pass", "es")
+        if self.budget is not None:
+            by = {"macs": "MACs", "values": "values"}[self.budget.by]
+            told = f"{share(self.overall)} of zeros overall by {by} (budget {share(self.budget.overall)})"
+            return f"{masked}, {told}, {_compared_errors(self.budget)}; {passes}"
         target = "" if self.target is None else f", target {share(self.target)} of zeros"
         off = f", {len(self.off_target())} off it" if self.off_target() else ""
-        return f"{self.side}s of {plural(len(self), 'module')}{target}{off}; {plural(self.rounds, 'pass', 'es')}"
+        return f"{masked}{target}{off}; {passes}"
 
     def _parts(self) -> Iterator[str | Table]:
         yield f"Activation thresholds: {self._headline()}"
-        cells = [(row["module"] or "(root)", digits(row["threshold"]), share(row["zeros"])) for row in self.rows()]
-        yield Table(("module", "threshold", "zeros"), cells)
+        headings = ("module", "threshold", "zeros", *(() if self.budget is None else (f"of all {self.budget.by}",)))
+        cells = [
+            (row["module"] or "(root)", digits(row["threshold"]), share(row["zeros"]))
+            + ((share(row["weight"]),) if "weight" in row else ())
+            for row in self.rows()
+        ]
+        yield Table(headings, cells)
 
     def off_target(self, tolerance: float = 0.01) -> dict[str, float]:
         """Return layers that miss the target, with the share that they reach.
@@ -100,7 +151,9 @@ class ActivationThresholds(Displayed, Mapping[str, float]):
 
     def save(self, path: StrPath) -> None:
         """Write the thresholds as JSON."""
-        write_json(Path(path), {**vars(self), "thresholds": dict(self.thresholds), "reached": dict(self.reached)})
+        budget = {} if self.budget is None else {"budget": asdict(self.budget)}
+        known = {name: getattr(self, name) for name in _VALID}
+        write_json(Path(path), {**known, "thresholds": dict(self.thresholds), "reached": dict(self.reached), **budget})
 
     @classmethod
     def load(cls, path: StrPath) -> Self:
@@ -110,12 +163,25 @@ class ActivationThresholds(Displayed, Mapping[str, float]):
             ArtifactError: the file is missing, damaged, or something else.
         """
         found = read_json(Path(path))
-        if not isinstance(found, dict) or found.keys() != _VALID.keys():
+        if not isinstance(found, dict) or found.keys() - {"budget"} != _VALID.keys():
             raise ArtifactError(f"{path}: expected activation thresholds, an object with {', '.join(_VALID)}")
-        for name, (valid, expected) in _VALID.items():
-            if not valid(found[name]):
-                raise ArtifactError(f"{path}: {name}: expected {expected}, got {found[name]!r}; the file is damaged")
-        return cls(**found)
+        budget = found.pop("budget", None)
+        _require_valid(found, _VALID, str(path))
+        if budget is None:
+            return cls(**found)
+        if not isinstance(budget, dict) or budget.keys() != _VALID_BUDGET.keys():
+            raise ArtifactError(f"{path}: budget: expected an object with {', '.join(_VALID_BUDGET)}")
+        _require_valid(budget, _VALID_BUDGET, f"{path}: budget")
+        if not budget["weights"].keys() == found["thresholds"].keys() == found["reached"].keys():
+            raise ArtifactError(f"{path}: budget: weights: expected one for each threshold; the file is damaged")
+        return cls(**found, budget=ActivationBudget(**budget))
+
+
+def _compared_errors(budget: ActivationBudget) -> str:
+    spread, uniform = (share(budget.errors[way], 2) for way in ("spread", "uniform"))
+    if budget.way == "spread":
+        return f"spread by errors: output error {spread} of its variance, {uniform} with one share for all"
+    return f"one share for all: output error {uniform} of its variance, {spread} if spread by errors"
 
 
 def _number(value: Any) -> bool:
@@ -126,23 +192,40 @@ def _numbers(value: Any) -> bool:
     return isinstance(value, dict) and all(map(_number, value.values()))
 
 
-_VALID: dict[str, tuple[Callable[[Any], bool], str]] = {
+_Valid = dict[str, tuple[Callable[[Any], bool], str]]
+_VALID: _Valid = {
     "thresholds": (_numbers, "numbers of at least 0 by module path"),
     "reached": (_numbers, "shares by module path"),
     "target": (lambda value: value is None or _number(value), "a share or null"),
     "side": (lambda value: value in ("input", "output"), "'input' or 'output'"),
     "rounds": (lambda value: type(value) is int and value >= 0, "a whole number of at least 0"),
 }
+_VALID_BUDGET: _Valid = {
+    "overall": (_number, "a share"),
+    "by": (lambda value: value in ("macs", "values"), "'macs' or 'values'"),
+    "weights": (_numbers, "shares by module path"),
+    "shares": (_numbers, "shares by module path"),
+    "errors": (
+        lambda value: _numbers(value) and value.keys() == {"spread", "uniform"},
+        "numbers of at least 0 that are named spread and uniform",
+    ),
+}
+
+
+def _require_valid(found: dict[str, Any], valid: _Valid, where: str) -> None:
+    for name, (is_valid, expected) in valid.items():
+        if not is_valid(found[name]):
+            raise ArtifactError(f"{where}: {name}: expected {expected}, got {found[name]!r}; the file is damaged")
 
 
 def chosen_paths(model: nn.Module, settings: ActivationSettings) -> list[str]:
     """Return the paths of the modules that the settings select.
 
     Raises:
-        UsageError: a glob matches nothing, or not exactly one of threshold and target is given.
+        UsageError: a glob matches nothing, or not exactly one of threshold, target and overall is given.
     """
-    if (settings.threshold is None) == (settings.target is None):
-        raise UsageError("activations: expected exactly one of 'threshold' and 'target'")
+    if sum(value is not None for value in (settings.threshold, settings.target, settings.overall)) != 1:
+        raise UsageError("activations: expected exactly one of 'threshold', 'target' and 'overall'")
     return paths_matching(model, settings.modules, "activations.modules")
 
 
@@ -151,33 +234,45 @@ def calibrate_thresholds(
     batches: Any,
     modules: Iterable[str],
     *,
-    target: float,
+    target: float | None = None,
+    overall: float | None = None,
+    by: SavedBy = "macs",
     side: Side = "output",
     device: torch.device | str | None = None,
     task: Task | str | None = None,
     progress: bool | None = None,
 ) -> ActivationThresholds:
-    """Find for each layer the threshold below which a share of its activations lies, with all masks active.
+    """Find the threshold of each layer below which a share of its activations lies, with all masks active.
 
     A mask changes the activations of later layers, so the search takes several passes over the data: each under the
-    thresholds found before, until every layer is within 0.1 points of the target. Where zeros alone, as behind a ReLU,
-    exceed the target, the threshold is 0 and `reached` gives their share.
+    thresholds found before, until every layer is within 0.1 points of its share. Where zeros alone, as behind a ReLU,
+    exceed it, the threshold is 0 and `reached` gives their share.
+
+    With `target` the share is the same for every layer. With `overall` it is the mean over all layers, weighted by what
+    their zeros save, and spread so that the model's output changes least: its error is measured with each mask alone at
+    7 shares of zeros, on at most 256 samples, and the cheapest steps are taken first, by error per saving (greedily as
+    in TEAL, Liu et al. 2024, "Training-Free Activation Sparsity in Large Language Models"). Every fourth sample is held
+    out: if one share for all layers does better there, it is used; see `ActivationThresholds.budget`.
 
     Args:
         model: run in eval mode, without gradients; moved to `device` where one is given.
-        batches: as `prunekit.calibrate` takes them; read several times.
+        batches: as `prunekit.calibrate` takes them; read several times. Labels are not used.
         modules: globs over module paths.
-        target: share of zeros behind each mask, above 0 and below 1.
+        target: share of zeros behind each mask, above 0 and below 1; either this or `overall` is given.
+        overall: share of zeros behind all masks together, above 0 and below 1.
+        by: what zeros save, of an overall share: `macs` of the convolutions, linear layers and matrix products that
+            read the masked values (values that none reads are not masked), or `values`.
         side: which activations of the modules.
         device: where it runs; None: where the model's parameters are.
         task: splits batches that come in another form; a task or its name.
         progress: whether to show bars on stderr; None: on a terminal and in a notebook.
 
     Raises:
-        UsageError: the target is out of range, a glob matches nothing, or `batches` can be read only once.
-        DataError: there are no batches, or one has an unknown form.
-        ModelError: a module does not run, or has no floating-point activation.
-        NonFiniteError: an activation is NaN or Inf; names layer, batch and channel.
+        UsageError: not exactly one share is given, it is out of range, a glob matches nothing, `batches` can be read
+            only once, or zeros save no MACs.
+        DataError: there are no batches, one has an unknown form, or there are too few or equal samples to spread by.
+        ModelError: a module does not run, has no floating-point activation, or the output's shape depends on masks.
+        NonFiniteError: an activation is NaN or Inf, and the message names layer, batch and channel; or the output is.
 
     Example:
         >>> import prunekit as pk, torch
@@ -188,10 +283,18 @@ def calibrate_thresholds(
         ...     outputs = model(data)
         >>> round(float((record["2"][0].value == 0).double().mean()), 1)  # what the last layer reads
         0.7
+        >>> spread = pk.calibrate_thresholds(model, data, ["0", "2"], overall=0.6, side="input")
+        >>> round(spread.overall, 2)  # of the MACs of both layers
+        0.6
     """
+    if (target is None) == (overall is None):
+        got = "neither" if target is None else "both"
+        raise UsageError(f"calibrate_thresholds: expected exactly one of target and overall, got {got}")
+    for name, value in (("target", target), ("overall", overall)):
+        if value is not None and not 0 < value < 1:
+            raise UsageError(f"{name}: expected a share of zeros above 0 and below 1, got {value!r}")
+    one_of(by, get_args(SavedBy), "by")
     model = unwrapped(model, offloaded=True)
-    if not 0 < target < 1:
-        raise UsageError(f"target: expected a share of zeros above 0 and below 1, got {target!r}")
     paths = paths_matching(model, modules, "modules")
     if isinstance(batches, Iterator):
         raise UsageError("batches: the search reads them several times; expected a list or a loader, got an iterator")
@@ -199,63 +302,12 @@ def calibrate_thresholds(
     place = device_of(model, device)
     if device is not None:
         model.to(place)
-    thresholds, rounds = dict.fromkeys(paths, 0.0), 0
+    masked = MaskedModel(model, tuple(paths), side, pairs, place)
     with reporting(progress, "calibrate_thresholds"):
-        while True:
-            rounds += 1
-            stage(f"threshold search: pass {rounds}, {ROUNDS} at most")
-            sketches, reached = _measure(model, pairs, place, thresholds, side)
-            # A layer that is near keeps its threshold, so that later layers can settle.
-            far = {path: sketches[path].quantile(target) for path in paths if abs(reached[path] - target) > NEAR}
-            if far.items() <= thresholds.items() or rounds == ROUNDS:
-                return ActivationThresholds(thresholds, reached, target, side, rounds)
-            thresholds = thresholds | far
-
-
-def _measure(
-    model: nn.Module, pairs: ModelBatches, device: torch.device, thresholds: Mapping[str, float], side: Side
-) -> tuple[dict[str, MagnitudeSketch], dict[str, float]]:
-    """Return sketches of the activations in front of each mask, and the share of zeros behind it."""
-    sketches, masks = _Sketches(model, thresholds, side), ActivationMasks(model, thresholds, side=side)
-    with training_mode(model, False), torch.no_grad(), sketches, masks:
-        for inputs, _ in tracked(pairs, "threshold search"):
-            sketches.batch += 1
-            with running(model, inputs):
-                call(model, to_device(inputs, device))
-    if not sketches.batch:
-        raise DataError("threshold search: expected at least one batch to calibrate on, got none")
-    silent = [path for path in thresholds if path not in sketches.found]
-    if silent:
-        raise ModelError(f"threshold search: {silent[0]} was not called in a forward pass; choose other modules")
-    return sketches.found, masks.sparsity().layers
-
-
-class _Sketches(HookOwner):
-    """Hooks that sketch activations; entered before the masks, they see values that are not masked yet."""
-
-    def __init__(self, model: nn.Module, paths: Iterable[str], side: Side) -> None:
-        super().__init__()
-        self._model, self._paths, self._side = model, paths, side
-        self.found: dict[str, MagnitudeSketch] = {}
-        self.batch = 0
-
-    def register(self) -> None:
-        for path in self._paths:
-            change_activations(self, self._model, path, self._side, self._add(path))
-
-    def _add(self, path: str) -> Callable[[Tensor], Tensor]:
-        def add(tensor: Tensor) -> Tensor:
-            if self.found.setdefault(path, MagnitudeSketch()).add(tensor).non_finite:
-                raise NonFiniteError(self._blame(path, tensor))
-            return tensor
-
-        return add
-
-    def _blame(self, path: str, tensor: Tensor) -> str:
-        axis = channel_axis(self._model.get_submodule(path), tensor.ndim)
-        first = (~torch.isfinite(tensor)).nonzero()[0].tolist()
-        channel = f", channel {first[axis]}" if first else ""
-        return (
-            f"threshold search: NaN or Inf in the {self._side} of {path}, batch {self.batch}{channel}; expected finite "
-            "activations: check the images, and the weights up to there"
-        )
+        if overall is None:
+            found = search_thresholds(masked, lambda _: dict.fromkeys(paths, float(target or 0)))
+            return ActivationThresholds(found.thresholds, found.reached, target, side, found.rounds)
+        spread = next(spread_budgets(masked, [overall], by))
+    found = spread.found[better_way(spread.errors)]
+    budget = ActivationBudget(overall, by, spread.weights, found.shares, spread.errors)
+    return ActivationThresholds(found.thresholds, found.reached, None, side, found.rounds, budget)

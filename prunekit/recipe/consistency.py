@@ -138,7 +138,7 @@ def _pattern(values: Mapping[str, Any]) -> Iterator[Finding]:
 def _activations(values: Mapping[str, Any]) -> Iterator[Finding]:
     activations = values.get("activations")
     if isinstance(activations, Mapping):
-        yield from _exactly_one(activations, ("activations",), ("threshold", "target"))
+        yield from _exactly_one(activations, ("activations",), ("threshold", "target", "overall"))
 
 
 def _images(values: Mapping[str, Any]) -> Iterator[Finding]:
@@ -180,13 +180,18 @@ def _schedule(values: Mapping[str, Any]) -> Iterator[Finding]:
         yield ("repair",), WITH_REPAIR
 
 
-def _exactly_one(section: Mapping[str, Any], path: KeyPath, keys: tuple[str, str]) -> Iterator[Finding]:
-    expected = f"expected exactly one of {keys[0]!r} and {keys[1]!r}"
+def _exactly_one(section: Mapping[str, Any], path: KeyPath, keys: tuple[str, ...]) -> Iterator[Finding]:
+    expected = f"expected exactly one of {', '.join(map(repr, keys[:-1]))} and {keys[-1]!r}"
     given = [key for key in keys if section.get(key) is not None]
     if not given:
-        yield path, f"{expected}, got neither"
+        yield path, f"{expected}, got {'neither' if len(keys) == 2 else 'none'}"
     elif len(given) > 1:
-        yield (*path, given[-1]), f"{expected}, got both; remove one or set it to null"
+        got = "both" if len(keys) == 2 else " and ".join(map(repr, given))
+        yield (*path, given[-1]), f"{expected}, got {got}; {_ONE_ALONE if len(given) == 2 else _ALL_BUT_ONE}"
+
+
+_ONE_ALONE = "remove one or set it to null"
+_ALL_BUT_ONE = "remove all but one or set them to null"
 
 
 def _baseline(values: Mapping[str, Any]) -> Iterator[Finding]:

@@ -122,6 +122,7 @@ EXAMPLES: dict[str, Any] = {
     "ActivationSettings.modules": ["layer1.*.relu"],
     "ActivationSettings.threshold": 0.05,
     "ActivationSettings.target": 0.5,
+    "ActivationSettings.overall": 0.6,
     "CheckpointSettings.every_steps": 500,
 }
 """Examples of keys whose default is a bad one; of others the default, or another choice, is the example."""

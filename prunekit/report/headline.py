@@ -277,13 +277,26 @@ def repaired(metrics: Mapping[str, Any]) -> Iterator[str]:
 
 
 def masked(metrics: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the effect of activation masks on the test images in a line, if the run had any."""
+    """Yield the effect of activation masks on the test images, if the run had any, and how a budget was spread."""
     found = metrics.get("activations")
     if found:
-        target = f" (target {numbers.share(found['target'])})" if numbers.is_number(found.get("target")) else ""
+        asked = [
+            f"{what} {numbers.share(found[key])}" for key, what in ASKED.items() if numbers.is_number(found.get(key))
+        ]
+        target = f" ({', '.join(asked)})" if asked else ""
         name, label = scores(metrics)[0]
         reached = " ".join((label, *_accuracy(found, name, unit(metrics, name))))
-        yield f"{numbers.share(found.get('sparsity'))} of the activations are zero{target}, {reached}".rstrip()
+        weighted = ", weighted by MACs" if found.get("by") == "macs" else ""
+        shown = f"{numbers.share(found.get('sparsity'))} of the activations are zero{weighted}{target}, {reached}"
+        yield shown.rstrip()
+        if errors := found.get("errors"):
+            spread, uniform = (numbers.share(errors.get(way), 2) for way in ("spread", "uniform"))
+            way = "spread over the layers by errors" if found.get("way") == "spread" else "one share for all layers"
+            yield f"{way}; output error on held-out images, of its variance: {spread} spread, {uniform} with one share"
+
+
+ASKED = {"target": "target", "overall": "overall budget"}
+"""Shares of zeros that masks may be asked for, by their keys in the metrics."""
 
 
 def taught(metrics: Mapping[str, Any]) -> Iterator[str]:

@@ -75,6 +75,7 @@ METHODS = {
     "ridge": "Added to the diagonal of the Gram matrix, as a share of its mean.",
     "zeros, calibration images": "Share of exact zeros on the images that the threshold was found on.",
     "zeros, test images": "Share of exact zeros on the test images, which the threshold has not seen.",
+    "weight in the budget": "Share of all that zeros can save, as MACs of the layers that read them, or as values.",
     "dead": "Channels of any module's output that never change on the calibration images.",
     "redundant": (
         "Channels that an earlier channel of their layer can replace: by the correlation of their outputs, or by the "

@@ -15,7 +15,9 @@ Sharding = Literal["replicas", "full"]
 
 @dataclass(frozen=True)
 class ActivationSettings(Checked):
-    """Activation masks, while fine-tuning and when the result is measured; exactly one of the last two is given.
+    """Activation masks, while fine-tuning and when the result is measured.
+
+    Exactly one of `threshold`, `target` and `overall` is given.
 
     Example:
         >>> import prunekit as pk
@@ -32,6 +34,10 @@ class ActivationSettings(Checked):
     """Activations whose absolute value is below it are set to zero."""
     target: Annotated[float, Gt(0), Lt(1)] | None = None
     """Share of zeros after each mask; thresholds for it are found on the calibration images."""
+    overall: Annotated[float, Gt(0), Lt(1)] | None = None
+    """Share of zeros after all masks together, spread over them so that the model's output changes least."""
+    by: Literal["macs", "values"] = "macs"
+    """How an overall share weighs masks: by MACs of the layers that read the masked values, or by number of values."""
 
 
 @dataclass(frozen=True)

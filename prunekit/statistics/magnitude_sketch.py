@@ -69,6 +69,11 @@ class MagnitudeSketch:
         return int(self._counts[:FINITE].sum())
 
     @property
+    def zero_share(self) -> float:
+        """Share of zeros among the finite values, 0..1; 0 if there are none."""
+        return int(self._counts[0]) / max(1, self.count)
+
+    @property
     def non_finite(self) -> int:
         """Values that are Inf or NaN."""
         return int(self._counts[FINITE:].sum())

@@ -34,6 +34,7 @@ from prunekit.jobs.prune.dry_run import dry_run
 from prunekit.jobs.run.dense_model import Baseline, prepare, train_baseline
 from prunekit.jobs.run.results import Measurements, shortfalls
 from prunekit.jobs.run.run_folder import RunFolder
+from prunekit.jobs.stages.activation_stage import missed_targets
 from prunekit.jobs.stages.training_stage import Trainings
 from prunekit.masks.masked_model import Sparsity
 from prunekit.masks.thresholds import ActivationThresholds
@@ -408,11 +409,38 @@ def test_a_fixed_threshold_is_used_as_it_is(finished: tuple[Path, dict[str, Any]
     assert metrics["clamps"] == []
 
 
+@pytest.mark.slow
+def test_an_overall_budget_is_spread_and_shown(finished: tuple[Path, dict[str, Any], list[str]]) -> None:
+    spread = ActivationSettings(("layer1.*.conv?", "layer2.*.conv?"), side="input", overall=0.75)
+    short = job(finished[0].parent.parent, name="spread", finetune=TrainSettings(epochs=0), activations=spread)
+    log: list[str] = []
+    result = finetune(short, log=log.append)
+    found = result.metrics["activations"]
+    assert found["overall"] == 0.75
+    assert found["by"] == "macs"
+    assert found["target"] is None
+    assert found["sparsity"] == pytest.approx(0.75, abs=0.02)
+    assert found["sparsity"] == pytest.approx(sum(row["weight"] * row["sparsity"] for row in found["layers"]))
+    assert found["errors"][found["way"]] == min(found["errors"].values())
+    assert any("thresholds of 8 layers for 75.0% zeros overall, passes:" in line for line in log)
+    assert any("on held-out images the output differs by" in line for line in log)
+    kept = ActivationThresholds.load(result.folder / "activation_thresholds.json")
+    assert kept.budget is not None
+    assert kept.budget.errors == found["errors"]
+    assert "The budget:" in write_report(result.folder).read_text()
+
+
+def test_an_overall_budget_that_the_test_images_miss_is_named() -> None:
+    measured = {"target": None, "overall": 0.6, "sparsity": 0.62, "layers": [{"module": "conv1", "sparsity": 0.9}]}
+    assert missed_targets(measured) == ["activations overall 60.0%: 62.0% zeros on the test images"]
+    assert missed_targets({**measured, "sparsity": 0.605}) == []
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"activations": ActivationSettings(("layr1",), target=0.5)}, r"activations\.modules: 'layr1' .*'layer1'"),
-        ({"activations": ActivationSettings(("layer1",))}, "exactly one of 'threshold' and 'target'"),
+        ({"activations": ActivationSettings(("layer1",))}, "exactly one of 'threshold', 'target' and 'overall'"),
         ({"finetune": TrainSettings(clamp_weight_grad=ClampSettings(1.0, modules=("cnv1",)))}, "'cnv1' .*'conv1'"),
         ({"baseline": TrainSettings(clamp_activation_grad=ClampSettings(1.0, modules=("f",)))}, "'f' matches no"),
     ],

@@ -236,6 +236,15 @@ def test_masks_and_clamps_are_shown_where_a_run_had_them(page: Page, tmp_path: P
     assert "relu 0 – 71.0 %" in text["activations"]
     assert "module clamp by limit pruned control" in text["clamps"]
     assert "conv1 clamp_weight_grad norm 0.500 25.00 % 12.50 %" in text["clamps"]
+    errors = {"spread": 0.0123, "uniform": 0.3}
+    found |= {"target": None, "overall": 0.65, "by": "macs", "way": "spread", "errors": errors}
+    weighted = [{**layer, "weight": 0.5} for layer in layers]
+    (run / "metrics.json").write_text(json.dumps({**metrics(), "activations": {**found, "layers": weighted}}))
+    shown = " ".join(Page(write_report(run).read_text(encoding="utf-8")).text["activations"].split())
+    assert "65.1 % of the activations are zero, weighted by MACs (overall budget 65.0 %), top-1 97.10 %" in shown
+    assert "The budget: spread over the layers by errors; output error on held-out images, of its variance: " in shown
+    assert "1.23 % spread, 30.00 % with one share" in shown
+    assert "layer1.0.relu 0.0123 60.0 % 60.5 % 50.0 %" in shown
     assert "NA clamp_weight_grad norm 0.500 0.00 % –" in text["clamps"]
 
 

@@ -115,3 +115,9 @@ def test_wrong_use() -> None:
 def test_a_device_counts_as_the_cpu_does() -> None:
     values = torch.randn(100, 1000).relu()
     assert torch.equal(MagnitudeSketch().add(values.cuda())._counts.cpu(), MagnitudeSketch().add(values)._counts)
+
+
+def test_zeros_are_a_share_of_the_finite_values() -> None:
+    assert MagnitudeSketch().zero_share == 0
+    values = torch.tensor([0.0, -0.0, 1e-42, 3.0, torch.inf])
+    assert MagnitudeSketch().add(values).zero_share == 0.5

@@ -13,7 +13,7 @@ from prunekit.jobs.calibrate import calibration_batches
 from prunekit.jobs.run.job_inputs import Prepared
 from prunekit.jobs.run.run_folder import Log
 from prunekit.masks.activation_masks import ActivationMasks
-from prunekit.masks.thresholds import ActivationThresholds, calibrate_thresholds, chosen_paths
+from prunekit.masks.thresholds import ActivationBudget, ActivationThresholds, calibrate_thresholds, chosen_paths
 from prunekit.measure.accuracy import evaluate
 
 TOLERANCE = 0.01
@@ -34,20 +34,31 @@ def find_thresholds(prepared: Prepared, compact: nn.Module, *, log: Log) -> Acti
     if settings.threshold is not None:
         paths = chosen_paths(compact, settings)
         return ActivationThresholds(dict.fromkeys(paths, settings.threshold), {}, None, settings.side, 0)
-    assert settings.target is not None
     found = calibrate_thresholds(
         compact,
         calibration_batches(prepared),
         settings.modules,
         device=prepared.device,
         target=settings.target,
+        overall=settings.overall,
+        by=settings.by,
         side=settings.side,
         progress=False,
     )
-    log(f"activations: thresholds of {len(found)} layers for {settings.target:.1%} zeros, passes: {found.rounds}")
+    asked = f"{settings.target:.1%} zeros" if found.budget is None else f"{found.budget.overall:.1%} zeros overall"
+    log(f"activations: thresholds of {len(found)} layers for {asked}, passes: {found.rounds}")
+    if found.budget is not None:
+        log(f"activations: {_spread(found.budget)}")
     for path, share in found.off_target().items():
         log(f"activations: {path} has {share:.1%} zeros at threshold {found[path]:.3g}")
     return found
+
+
+def _spread(budget: ActivationBudget) -> str:
+    spread, uniform = (f"{budget.errors[way]:.2%}" for way in ("spread", "uniform"))
+    if budget.way == "spread":
+        return f"spread by errors: on held-out images the output differs by {spread} of its variance, uniform {uniform}"
+    return f"one share for all layers: on held-out images the output differs by {uniform}, spread by errors {spread}"
 
 
 def masks(model: nn.Module, thresholds: ActivationThresholds | None) -> AbstractContextManager[Any]:
@@ -67,8 +78,11 @@ def measure_masks(
         found = evaluate(compact, test, task, prepared.device)
     compact.cpu()
     sparsity = active.sparsity()
+    budget = thresholds.budget
+    overall = sparsity.overall if budget is None else thresholds.budget_share(sparsity.layers)
+    weighted = "" if budget is None or budget.by == "values" else ", weighted by MACs"
     log(
-        f"test: {sparsity.overall:.1%} of the masked activations are zero; "
+        f"test: {overall:.1%} of the masked activations are zero{weighted}; "
         f"{task.main.label} under the masks {found.values[task.main.name]:.2f} {task.main.unit}"
     )
     layers = [
@@ -77,24 +91,29 @@ def measure_masks(
             "threshold": threshold,
             "calibrated": thresholds.reached.get(path),
             "sparsity": sparsity.layers[path],
+            **({} if budget is None else {"weight": budget.weights[path]}),
         }
         for path, threshold in thresholds.items()
     ]
-    target = {"side": thresholds.side, "target": thresholds.target}
-    return {**target, "sparsity": sparsity.overall, **found.figures(), "layers": layers}
+    asked: dict[str, Any] = {"side": thresholds.side, "target": thresholds.target}
+    if budget is not None:
+        asked |= {"overall": budget.overall, "by": budget.by, "way": budget.way, "errors": dict(budget.errors)}
+    return {**asked, "sparsity": overall, **found.figures(), "layers": layers}
 
 
 def missed_targets(measured: Mapping[str, Any] | None) -> list[str]:
-    """Return the layers whose zeros on the test images are more than a point off their target.
+    """Return what is more than a point off its target on the test images: layers, or the overall share of zeros.
 
     Args:
         measured: what `measure_masks` returned; None without masks.
     """
-    target = None if measured is None else measured["target"]
-    if measured is None or target is None:
+    if measured is None:
         return []
+    overall, target = measured.get("overall"), measured["target"]
+    if overall is not None and abs(measured["sparsity"] - overall) > TOLERANCE:
+        return [f"activations overall {overall:.1%}: {measured['sparsity']:.1%} zeros on the test images"]
     return [
         f"activations target {target:.1%}: {row['module']} has {row['sparsity']:.1%} zeros on the test images"
         for row in measured["layers"]
-        if abs(row["sparsity"] - target) > TOLERANCE
+        if target is not None and abs(row["sparsity"] - target) > TOLERANCE
     ]

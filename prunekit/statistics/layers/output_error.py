@@ -179,11 +179,18 @@ class RelativeError:
 
     def shares(self, flat: float) -> Iterator[float]:
         """Yield the relative error of each tensor that varies by more than a share `flat` of its mean square."""
+        for key, around in self.variations(flat).items():
+            yield self._squares[key] / around
+
+    def variations(self, flat: float) -> dict[int | str, float]:
+        """Return the squared deviation from the mean of each tensor that varies by more, summed over the samples."""
+        found = {}
         for key, total in self._totals.items():
             count = self._counts[key]
             around = total if count == 1 else total - self._sums[key].square() / count
             if not float(around.sum()) <= flat * float(total.sum()):  # NaN passes: its origin is found later
-                yield self._squares[key] / float(around.sum())
+                found[key] = float(around.sum())
+        return found
 
 
 RIDGE = 1e-3
