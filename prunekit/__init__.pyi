@@ -55,6 +55,7 @@ from prunekit.masks.thresholds import (
 )
 from prunekit.measure.runtimes.runtime import register_runtime as register_runtime
 from prunekit.measure.runtimes.session import Session as Session
+from prunekit.measure.stored_size import stored_sizes as stored_sizes
 from prunekit.measure.verification import Verification as Verification
 from prunekit.measure.verification import verify as verify
 from prunekit.models.preprocessing import Preprocessing as Preprocessing

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
@@ -33,12 +32,14 @@ from prunekit.models.preprocessing import Preprocessing
 from prunekit.models.zoo import build_model
 from prunekit.planning.plan import Plan, require_plan
 from prunekit.settings.inputs import ModelSettings
+from prunekit.utils.bitmask import COMPRESSION, is_compressed, read_tensors, write_tensors
 from prunekit.utils.context import seeded, set_mode
 from prunekit.utils.files import StrPath, atomic_folder, folder_at, read_json, require_replaceable, sha256, write_json
 from prunekit.utils.inputs import InputSpec
 from prunekit.utils.tensors import lies_channels_last, with_channels_last
 
-FORMAT = 1
+FORMAT, COMPRESSED_FORMAT = 1, 2
+"""Of the manifest: the second is of folders whose weights are compressed, which older versions must not read as 1."""
 SLOW_TO_START = {("torchvision", "googlenet"), ("torchvision", "inception_v3")}
 """Models whose own initialization takes seconds, for weights that are replaced at once."""
 WEIGHTS = "model.safetensors"
@@ -71,6 +72,7 @@ def save(
     classes: Sequence[str] = (),
     task: str | None = None,
     example: Any = None,
+    compress: bool = False,
 ) -> Path:
     """Write a compact model and its plan as a folder, complete or not at all.
 
@@ -89,6 +91,9 @@ def save(
         classes: name of each label.
         task: its name, as in a recipe.
         example: that names, dtypes and shapes are taken from; None: zeros like the example that the plan was made with.
+        compress: whether zeros take one bit each in `model.safetensors`, as a bitmask beside the values that are not
+            zero, in each tensor that it makes smaller. `load` gives the same tensors, bit for bit. Other programs
+            read such a file by a few lines of NumPy, which are in the guide's page on the model folder.
 
     Raises:
         UsageError: it is no compact model with its plan, or the folder has other files; the message says what to give.
@@ -101,6 +106,14 @@ def save(
         >>> folder = pk.save(result, "small")
         >>> pk.load(folder, model=model)[0].out_features
         8
+        >>> net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 2))
+        >>> result = pk.prune(net, torch.randn(1, 64), macs=0.5)
+        >>> with torch.no_grad():
+        ...     _ = result.model[0].weight[:, ::2].zero_()
+        >>> folders = pk.save(result, "plain"), pk.save(result, "zeros_as_bits", compress=True)
+        >>> plain, small = ((folder / "model.safetensors").stat().st_size for folder in folders)
+        >>> small < 0.6 * plain
+        True
     """
     model, plan = _parts(result, plan)
     folder = folder_at(folder)
@@ -114,14 +127,11 @@ def save(
     specs = plan.channel_map.inputs
     interface = saved_interface(model, specs, example=example, preprocessing=preprocessing, classes=classes, task=task)
     with atomic_folder(folder) as temporary:
-        own = {name: tensor.detach().cpu() for name, tensor in named_tensors(model)}
-        sparse = {name: tensor for name, tensor in own.items() if not is_plain(tensor)}
-        tensors = {name: tensor.contiguous() for name, tensor in own.items() if name not in sparse}
-        for name, tensor in sparse.items():
-            tensors |= {f"{name}:{i}": part.contiguous() for i, part in enumerate(parts_of(tensor))}
-        save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
+        tensors, sparse = stored_tensors(model)
+        compressed = write_tensors(tensors, temporary / WEIGHTS, compress=compress)
         manifest = {
-            "format": FORMAT,
+            "format": COMPRESSED_FORMAT if compressed else FORMAT,
+            "compression": COMPRESSION if compressed else None,
             "class": type(model).__name__,
             "build": None if build is None else {"name": build.name, "zoo": build.zoo, "arguments": build.arguments},
             "kept": kept,
@@ -130,7 +140,7 @@ def save(
             "widths_of_bare_norms": bare_widths(model, plan.channel_map, plan.keep),
             "dense_shapes": {name: list(shapes[name]) for name in kept},
             "folded_norms": folds,
-            "sparse": {name: [_layout(tensor), list(tensor.shape)] for name, tensor in sparse.items()},
+            "sparse": sparse,
             "foreign_methods": foreign_methods(model),
             "channels_last": lies_channels_last(model),
             "example": _example(plan.channel_map.inputs),
@@ -143,6 +153,16 @@ def save(
         write_json(temporary / MANIFEST, manifest)
         plan.save(temporary)
     return folder
+
+
+def stored_tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, list[Any]]]:
+    """Return the tensors that a model's weights file holds, and layout and shape of those that are in parts: sparse."""
+    own = {name: tensor.detach().cpu() for name, tensor in named_tensors(model)}
+    sparse = {name: tensor for name, tensor in own.items() if not is_plain(tensor)}
+    tensors = {name: tensor for name, tensor in own.items() if name not in sparse}
+    for name, tensor in sparse.items():
+        tensors |= {f"{name}:{i}": part for i, part in enumerate(parts_of(tensor))}
+    return tensors, {name: [_layout(tensor), list(tensor.shape)] for name, tensor in sparse.items()}
 
 
 def _parts(result: Any, plan: Any) -> tuple[nn.Module, Plan]:
@@ -193,8 +213,11 @@ def read_manifest(folder: StrPath) -> dict[str, Any]:
     wanted = {"format": int, "kept": dict, "dense_shapes": dict, "example": dict, "sha256": dict}
     if not isinstance(manifest, dict) or any(not isinstance(manifest.get(k), t) for k, t in wanted.items()):
         raise ArtifactError(f"{path}: expected an object with {', '.join(wanted)}; the manifest is damaged")
-    if manifest["format"] != FORMAT:
-        raise ArtifactError(f"{path}: format {manifest['format']}, expected {FORMAT}; use the prunekit that wrote it")
+    if manifest["format"] not in (FORMAT, COMPRESSED_FORMAT):
+        raise ArtifactError(
+            f"{path}: format {manifest['format']}, expected {FORMAT} or {COMPRESSED_FORMAT}; use the prunekit that "
+            "wrote it"
+        )
     return manifest
 
 
@@ -366,18 +389,32 @@ def _what(built: Any) -> str:
     return "None" if built is None else f"a {type(built).__name__}"
 
 
-def _weights(folder: Path, manifest: dict[str, Any]) -> dict[str, torch.Tensor]:
+def folder_tensors(folder: Path, manifest: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a folder's weights file, row-major and uncompressed, sparse ones in parts.
+
+    Raises:
+        ArtifactError: the file is missing, damaged, or not the one that the manifest describes.
+    """
     path = folder / WEIGHTS
     if not path.is_file():
         raise ArtifactError(f"{path}: missing; the model folder is incomplete")
     if sha256(path) != manifest["sha256"].get(WEIGHTS):
         raise ArtifactError(f"{path}: its checksum is not the one in {MANIFEST}; the file is damaged or was exchanged")
     try:
-        # copies: the file's own layout is not aligned, which changes the last bit of results of CPU kernels
-        copied = with_channels_last if manifest.get("channels_last") is True else torch.clone
-        tensors = {name: copied(tensor) for name, tensor in load_file(path).items()}
-    except SafetensorError as error:
+        found, noted = COMPRESSION if is_compressed(path) else None, manifest.get("compression")
+        if found != noted:
+            raise ArtifactError(
+                f"{path}: its compression is {found}, and in {MANIFEST} {noted}: they do not belong together"
+            )
+        return read_tensors(path)
+    except (SafetensorError, ValueError) as error:
         raise ArtifactError(f"{path}: {error}") from error
+
+
+def _weights(folder: Path, manifest: dict[str, Any]) -> dict[str, torch.Tensor]:
+    # copies: the file's own layout is not aligned, which changes the last bit of results of CPU kernels
+    copied = with_channels_last if manifest.get("channels_last") is True else torch.clone
+    tensors = {name: copied(tensor) for name, tensor in folder_tensors(folder, manifest).items()}
     try:
         return _with_sparse(tensors, manifest.get("sparse", {}))
     except (AttributeError, TypeError, ValueError) as error:

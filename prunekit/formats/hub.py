@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from prunekit.channels.cut.model_copy import foreign_methods, named_tensors
 from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.compaction.folded_norms import folds_of
-from prunekit.compaction.model_folder import MANIFEST, WEIGHTS, load, read_manifest
+from prunekit.compaction.model_folder import FORMAT, MANIFEST, WEIGHTS, load, read_manifest
 from prunekit.errors import ArtifactError, RunError, UsageError
 from prunekit.formats.folders.library_configs import CONFIG, LibraryLoading, library_loading, processor_config
 from prunekit.formats.folders.model_card import CardFacts, Loading, card
@@ -71,6 +71,8 @@ class Hub(ExportFormat):
         path.mkdir()
         sparse = save_tensors(source.model, path / WEIGHTS)
         manifest = _manifest(source, build)
+        # other libraries read these weights too: they are plain, also where those of the folder are compressed
+        manifest |= {"format": FORMAT, "compression": None}
         manifest |= {"sparse": sparse, "sha256": {WEIGHTS: sha256(path / WEIGHTS)}}
         write_json(path / MANIFEST, manifest)
         for name in _PLAN if source.folder is not None else ():
@@ -130,7 +132,7 @@ def _manifest(source: ExportSource, build: Mapping[str, Any] | None) -> dict[str
     _require_dense(source, build)
     specs = input_specs(source.example)
     return {
-        "format": 1,
+        "format": FORMAT,
         "class": original_of(type(model)).__name__,
         "build": None if zoo is None else {key: zoo.get(key) for key in ("name", "zoo", "arguments")},
         "kept": {},

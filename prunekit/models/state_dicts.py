@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from prunekit.errors import ModelError
+from prunekit.utils.bitmask import read_tensors
 from prunekit.utils.display import listed
 from prunekit.utils.files import StrPath
 
@@ -26,9 +26,9 @@ def load_weights(model: nn.Module, path: StrPath) -> None:
 
     Args:
         model: receives every weight.
-        path: `.safetensors`, or `.pt`/`.pth`/`.th` read with `weights_only=True`: a state dict, or a dict that holds
-            one as `state_dict`, `model_state_dict` or `model`. Prefixes of DistributedDataParallel and torch.compile
-            are removed.
+        path: `.safetensors`, compressed by `prunekit.save` or not, or `.pt`/`.pth`/`.th` read with
+            `weights_only=True`: a state dict, or a dict that holds one as `state_dict`, `model_state_dict` or `model`.
+            Prefixes of DistributedDataParallel and torch.compile are removed.
 
     Raises:
         ModelError: the file is missing or unreadable, or its names and shapes are not the model's; all are listed.
@@ -74,7 +74,7 @@ def _read(path: Path) -> Any:
         raise ModelError(f"{path}: there is no such file of weights")
     try:
         if path.suffix == ".safetensors":
-            return safetensors.torch.load_file(path)
+            return read_tensors(path)
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # UnpicklingError, RuntimeError, EOFError, SafetensorError: a file that cannot be used
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

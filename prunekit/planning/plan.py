@@ -27,12 +27,14 @@ from prunekit.channels.labels import Labels, MacTerm, Stored, WidthMultiple
 from prunekit.channels.tracing.channel_norms import Axes, ChannelNorm, NarrowBlock
 from prunekit.errors import ArtifactError, PlanError, UsageError
 from prunekit.settings.prune import facts_from
+from prunekit.utils.bitmask import pack_bits, unpack_bits
 from prunekit.utils.display import Displayed, Table, changes, count, plural, share
 from prunekit.utils.files import StrPath, atomic_file, folder_at, read_json, sha256, write_text
 from prunekit.utils.inputs import InputSpec
 from prunekit.utils.outputs import ReadOutputs
 
-FORMAT = 1
+FORMAT, PACKED_FORMAT = 1, 2
+"""The second is of plans with masks of single weights, as packed bits, which older versions would not find."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -277,11 +279,12 @@ class Plan(Displayed):
         tensors |= {f"size/{i}": np.ascontiguousarray(size.labels) for i, size in enumerate(chart.sizes)}
         tensors |= {f"multiple/{i}": np.ascontiguousarray(one.labels) for i, one in enumerate(chart.multiples)}
         tensors |= {f"order/{i}": size.order for i, size in enumerate(chart.sizes) if size.order is not None}
-        tensors |= {f"element/{name}": mask.numpy() for name, mask in self.element_masks.items()}
+        tensors |= {f"bits/{name}": pack_bits(mask.cpu().numpy()) for name, mask in self.element_masks.items()}
         with atomic_file(folder / "plan.safetensors") as temporary:
             save_file(tensors, temporary)
         text = {
-            "format": FORMAT,
+            "format": PACKED_FORMAT if self.element_masks else FORMAT,
+            "element_masks": {name: list(mask.shape) for name, mask in self.element_masks.items()},
             "provenance": dict(self.provenance),
             "widths": {name: list(width) for name, width in self.widths().items()},
             "shapes": {name: list(shape) for name, shape in chart.shapes.items()},
@@ -355,8 +358,11 @@ def load_plan(folder: StrPath) -> Plan:
             "prunekit.save(result, folder) write them; plan.json is not there"
         )
     text = read_json(folder / "plan.json")
-    if not isinstance(text, dict) or text.get("format") != FORMAT:
-        raise ArtifactError(f"{folder / 'plan.json'}: expected a plan of format {FORMAT}; was it written by prunekit?")
+    if not isinstance(text, dict) or text.get("format") not in (FORMAT, PACKED_FORMAT):
+        raise ArtifactError(
+            f"{folder / 'plan.json'}: expected a plan of format {FORMAT} or {PACKED_FORMAT}; was it written by "
+            "prunekit, and by no newer one?"
+        )
     path = folder / "plan.safetensors"
     if not path.is_file() or sha256(path) != text.get("sha256"):
         raise ArtifactError(f"{path}: missing, or not the file that plan.json was written with (checksum differs)")
@@ -364,17 +370,28 @@ def load_plan(folder: StrPath) -> Plan:
         tensors = load_file(path)
     except SafetensorError as error:
         raise ArtifactError(f"{path}: {error}") from error
-    element_masks = {
-        key.removeprefix("element/"): torch.from_numpy(value)
-        for key, value in tensors.items()
-        if key.startswith("element/")
-    }
     try:
-        return Plan(_read_map(text, tensors), tensors["keep"], dict(text["provenance"]), element_masks)
+        masks = _read_element_masks(text, tensors)
+        return Plan(_read_map(text, tensors), tensors["keep"], dict(text["provenance"]), masks)
     except (KeyError, TypeError, ValueError, AttributeError, PlanError) as error:
         raise ArtifactError(
             f"{folder / 'plan.json'}: not as prunekit writes it ({type(error).__name__}: {error}); make the plan again"
         ) from error
+
+
+def _read_element_masks(text: dict[str, Any], tensors: Mapping[str, Labels]) -> dict[str, torch.Tensor]:
+    """Return the masks of single weights: packed bits, or, in plans of format 1, one byte for each weight."""
+    if text["format"] == FORMAT:
+        prefix = "element/"
+        old = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+        return {name: torch.from_numpy(value) for name, value in old.items()}
+    masks = {}
+    for name, shape in text["element_masks"].items():
+        try:
+            masks[name] = torch.from_numpy(unpack_bits(tensors[f"bits/{name}"], shape))
+        except ValueError as error:
+            raise ValueError(f"element_masks: {name}: {error}") from error
+    return masks
 
 
 def _read_map(text: dict[str, Any], tensors: dict[str, Labels]) -> ChannelMap:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,6 +137,7 @@ def compared(metrics: Mapping[str, Any]) -> Iterator[Row]:
     ):
         cells = tuple((form(model.get(key)), "") for model in found)
         yield Row(label, cells, numbers.change(before.get(key), pruned.get(key)))
+    yield from _stored(found, before, pruned)
     if numbers.is_number(before.get("memory_bytes")):
         cells = tuple((numbers.size(model.get("memory_bytes")), "") for model in found)
         change = numbers.change(before.get("memory_bytes"), pruned.get("memory_bytes"))
@@ -145,6 +146,20 @@ def compared(metrics: Mapping[str, Any]) -> Iterator[Row]:
     for label, key in (("Channels removed", "channels"), ("Zero weights under the masks", "weights")):
         if key in sparsity:
             yield Row(label, of_pruned((numbers.share(sparsity[key]), "")), "")
+
+
+def _stored(found: Sequence[Mapping[str, Any]], before: Mapping[str, Any], pruned: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield the sizes of the weights file in other forms, for runs that measured what zeros take in files."""
+    by = pruned.get("compressor")
+    for label, key in (
+        ("Weights file, plain", "plain_bytes"),
+        (f"Weights file, plain, by {by}", "plain_compressed_bytes"),
+        ("Weights file, zeros as bits", "bitmask_bytes"),
+        (f"Weights file, zeros as bits, by {by}", "bitmask_compressed_bytes"),
+    ):
+        if numbers.is_number(pruned.get(key)):
+            cells = tuple((numbers.size(model.get(key)), "") for model in found)
+            yield Row(label, cells, numbers.change(before.get(key), pruned.get(key)))
 
 
 def _accuracy(model: Mapping[str, Any], name: str, said: str, *, interval: bool = True) -> tuple[str, str]:

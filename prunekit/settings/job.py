@@ -81,6 +81,9 @@ class JobSettings(Checked):
     """Activation masks in fine-tuning; the result is measured with and without them."""
     deploy: DeploySettings = field(default_factory=DeploySettings)
     """Changes to a second copy of the compact model, for its deployment."""
+    compress: bool = False
+    """Whether zeros take one bit each in the weights files of the run's folders `model` and `deployed`: a bitmask and
+    the other values, in each tensor that it makes smaller. Every command reads them; exports are not compressed."""
     latency: LatencySettings = field(default_factory=LatencySettings)
     """What is timed at the end of the run."""
     export: tuple[FormatName, ...] = ()

@@ -355,7 +355,7 @@ def test_saving_again_replaces_the_folder(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-@pytest.mark.parametrize("function", ["save_file", "sha256", "write_json"])
+@pytest.mark.parametrize("function", ["write_tensors", "sha256", "write_json"])
 def test_a_failed_save_leaves_the_old_folder(function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = saved(tmp_path / "model")
 

@@ -91,6 +91,7 @@ def test_metrics_hold_what_was_measured(finished: tuple[Path, dict[str, Any], li
     for name in ("dense", "control", "pruned"):
         assert set(metrics[name]) >= {"top1", "n_test", "params", "macs", "size_bytes"}
         assert metrics[name]["n_test"] >= 500
+        assert not metrics[name].keys() & {"plain_bytes", "bitmask_bytes", "compressor"}
     assert metrics["pruned"]["macs"] <= 0.45 * metrics["dense"]["macs"]
     assert metrics["pruned"]["params"] < metrics["dense"]["params"]
     assert metrics["pruned"]["size_bytes"] < metrics["dense"]["size_bytes"]

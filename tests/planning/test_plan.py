@@ -13,6 +13,7 @@ import pytest
 import torch
 import torchvision
 from equivalence import random_keep
+from safetensors.numpy import load_file, save_file
 from torch import nn
 
 from prunekit.channels.channel_map import ChannelMap
@@ -21,6 +22,7 @@ from prunekit.errors import ArtifactError, PlanError
 from prunekit.planning.plan import Plan, load_plan
 from prunekit.planning.solver import make_plan
 from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.utils.files import sha256
 
 EXAMPLE = (torch.zeros(1, 3, 32, 32),)
 
@@ -144,6 +146,37 @@ def test_saving_again_replaces_the_plan(plan: Plan, chart: ChannelMap, tmp_path:
     assert load_plan(tmp_path).element_masks == {}
 
 
+def test_masks_of_single_weights_take_a_bit_each(plan: Plan, chart: ChannelMap, tmp_path: Path) -> None:
+    masks = {
+        "fc.weight": plan.element_masks["fc.weight"],
+        "fc.bias": torch.tensor([True, False, True] * 3 + [False]),
+        "conv1.0.weight": torch.rand(24, 1, 3, 3) > 0.5,
+        "conv5.0.weight": (torch.rand(464, 1024, 1, 1) > 0.5).transpose(0, 1),
+    }
+    many = Plan(chart, plan.keep, element_masks=masks)
+    many.save(tmp_path / "masks")
+    Plan(chart, plan.keep).save(tmp_path / "none")
+    again = load_plan(tmp_path / "masks")
+    assert again.element_masks.keys() == masks.keys()
+    assert all(torch.equal(again.element_masks[name], mask) for name, mask in masks.items())
+    assert again.digest == many.digest
+    with_masks, without = ((tmp_path / name / "plan.safetensors").stat().st_size for name in ("masks", "none"))
+    bits = sum((mask.numel() + 7) // 8 for mask in masks.values())
+    assert bits <= with_masks - without < bits + 500
+    formats = {name: json.loads((tmp_path / name / "plan.json").read_text())["format"] for name in ("masks", "none")}
+    assert formats == {"masks": 2, "none": 1}  # an older prunekit would find no masks, and must not go on
+
+
+def test_masks_from_before_were_one_byte_for_each_weight(plan: Plan, tmp_path: Path) -> None:
+    plan.save(tmp_path)
+    path = tmp_path / "plan.safetensors"
+    tensors = load_file(path)
+    del tensors["bits/fc.weight"]
+    save_file({**tensors, "element/fc.weight": plan.element_masks["fc.weight"].numpy()}, path)
+    rewrite(lambda text: [text.update(format=1, sha256=sha256(path)), text.pop("element_masks")])(tmp_path)
+    assert load_plan(tmp_path).digest == plan.digest
+
+
 def test_a_plan_for_a_model_with_nothing_to_prune(tmp_path: Path) -> None:
     chart = trace(nn.Linear(4, 3, bias=False), (torch.ones(2, 4),))
     Plan(chart, np.ones(1, dtype=bool)).save(tmp_path)
@@ -179,9 +212,13 @@ DAMAGE: dict[str, Damage] = {
     "tensors cut off": lambda folder: (folder / "plan.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      "),
     "another format": rewrite(lambda text: text.update(format=99)),
     "another format's kind": rewrite(lambda text: text.update(format="1")),
+    "a mask of another shape": rewrite(lambda text: text.update(element_masks={"fc.weight": [10, 1025]})),
+    "a mask of no memory's shape": rewrite(lambda text: text.update(element_masks={"fc.weight": [0, 2**70]})),
+    "a mask that is not there": rewrite(lambda text: text.update(element_masks={"fc.bias": [10]})),
+    "no masks": rewrite(lambda text: text.pop("element_masks")),
     **{
         f"{key} {name}": rewrite(lambda text, key=key, junk=junk: text.update({key: junk}))  # type: ignore[misc]
-        for key in ("shapes", "locks", "activations", "macs", "sha256")
+        for key in ("shapes", "locks", "activations", "macs", "sha256", "element_masks")
         for name, junk in (("null", None), ("number", 5), ("list of numbers", [1]), ("object", {"a": 1}))
     },
     **{

@@ -106,6 +106,7 @@ class Prepared:
             classes=splits.classes,
             task=splits.task.name,
             example=self.example_inputs,
+            compress=self.job.compress,
         )
 
     def load_model(self, folder: Path, dense: nn.Module) -> nn.Module:

@@ -28,6 +28,7 @@ from prunekit.measure.latency.comparison import LatencyReport, measure_latency
 from prunekit.measure.latency.row_text import failure_lines, setting_text, unstable_lines, unstable_mark
 from prunekit.measure.model_size import count_bytes, count_macs, count_memory, count_parameters, size_bytes
 from prunekit.measure.runtimes.session import inputs_like
+from prunekit.measure.stored_size import stored_sizes
 from prunekit.measure.verification import Verification
 from prunekit.models.zoo import load_factory
 from prunekit.planning.plan import Plan, load_plan
@@ -127,6 +128,7 @@ def measure(
         "deployed": run.path / FOLDER / "model.safetensors",
     }
     accuracies, figures = {}, {}
+    with_zeros = prepared.job.compress or bool(load_plan(run.path / "model").element_masks)
     for name, model in models.items():
         data = prepared.job.data
         test = batches(prepared.splits.test, data.batch, shuffle_seed=None, workers=data.reading)
@@ -140,6 +142,8 @@ def measure(
             "size_bytes": size_bytes(files[name] if files[name].exists() else files["dense"]),
             "tensor_bytes": count_bytes(model),
         }
+        if with_zeros and (stored := attempt(f"files of the {name} model", partial(stored_sizes, model))):
+            figures[name] |= stored.figures()
         if prepared.job.prune.budget.memory_mb is not None:
             target = prepared.job.prune.target
             counted = partial(count_memory, model, example, target.batch, target.dtype)
