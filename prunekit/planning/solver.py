@@ -6,7 +6,7 @@ cost, and `capacity` chooses widths alone. The last two start from several choic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from typing import Any
@@ -91,7 +91,7 @@ def make_plan(
     return Plan(channel_map, keep, _origin(settings, seed, budgets.found(counts)))
 
 
-def _origin(settings: PruneSettings, seed: int, budgets: Mapping[str, Any]) -> Any:
+def _origin(settings: PruneSettings, seed: int, budgets: dict[str, Any]) -> Any:
     """Return where a plan comes from, as JSON values."""
     origin = {"prune": asdict(settings), "seed": seed, "prunekit": version("prunekit"), "torch": torch.__version__}
     return json_values(origin | budgets)

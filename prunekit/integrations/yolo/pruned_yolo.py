@@ -12,7 +12,7 @@ from prunekit.errors import UsageError
 from prunekit.integrations.yolo.head_outputs import forget_image_size
 from prunekit.integrations.yolo.pruned_trainer import pruned_trainer
 from prunekit.integrations.yolo.rebuild_guard import Left, mark, what_is_left
-from prunekit.jobs.prune.one_shot import Pruned
+from prunekit.jobs.prune.pruned import Pruned
 from prunekit.planning.plan import Plan
 from prunekit.utils.display import count, share
 

@@ -70,7 +70,7 @@ def _columns(
 def kept_size(sizes: Tensor, kept_of: tuple[int, int]) -> Tensor:
     """Return the sum of the N largest of each M neighbors in the last axis."""
     kept, of = kept_of
-    return sizes.unflatten(-1, (-1, of)).topk(kept, dim=-1).values.sum((-1, -2))
+    return _kept(sizes.view(*sizes.shape[:-1], -1, of), kept).sum(-1)
 
 
 def best_order(columns: Tensor, kept_of: tuple[int, int]) -> Tensor:
@@ -101,7 +101,7 @@ def best_order(columns: Tensor, kept_of: tuple[int, int]) -> Tensor:
 def _swap_with_later(columns: Tensor, order: Tensor, group: int, kept_of: tuple[int, int]) -> bool:
     """Swap a column of a group with the column of a later one that gains most, in place; return whether any gains."""
     kept, of = kept_of
-    now = columns[:, order].unflatten(1, (-1, of))
+    now = columns[:, order].view(len(columns), -1, of)
     own, later = now[:, group], now[:, group + 1 :]  # (rows, of), (rows, g, of)
     before = _kept(own, kept)[:, None] + _kept(later, kept)
     best, where = 1e-9 * float(columns.sum()), None
@@ -112,17 +112,18 @@ def _swap_with_later(columns: Tensor, order: Tensor, group: int, kept_of: tuple[
             theirs = later.clone()
             theirs[..., j] = own[:, i, None]
             gains = (_kept(mine, kept) + _kept(theirs, kept) - before).sum(0)
-            gain, at = gains.max(0)
-            if float(gain) > best:
-                best, where = float(gain), (i, j, int(at))
+            at = int(gains.argmax())
+            if float(gains[at]) > best:
+                best, where = float(gains[at]), (i, j, at)
     if where is None:
         return False
-    i, j, at = where
-    one, other = group * of + i, (group + 1 + at) * of + j
+    mine_at, theirs_at, later_group = where
+    one, other = group * of + mine_at, (group + 1 + later_group) * of + theirs_at
     order[[one, other]] = order[[other, one]]
     return True
 
 
 def _kept(values: Tensor, kept: int) -> Tensor:
     """Return the sum of the largest values along the last axis."""
-    return values.topk(kept, dim=-1).values.sum(-1)
+    found: Tensor = values.topk(kept, dim=-1).values.sum(-1)
+    return found

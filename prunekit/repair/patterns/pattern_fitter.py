@@ -132,7 +132,7 @@ class PatternFitter(LayerFitter):
         layer, device = target.layer, self._tensors[target.weight].device
         rows, columns = target.rows.to(device), target.columns.to(device)
         outputs = self._plan.channel_map.shapes[layer.weight][layer.axes[0]] // layer.geometry.groups
-        parts = [rows[rows // outputs == group] for group in (rows // outputs).unique()]
+        parts = [rows[rows // outputs == group] for group in torch.unique(rows // outputs)]
         problems = []
         for place, part in enumerate(parts):
             fit, usable = self._problem(layer, dense, running, part, columns, place)

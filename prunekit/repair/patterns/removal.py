@@ -59,7 +59,7 @@ def removal_order(
         at_once: one of so many remaining units is removed at a time.
     """
     outputs, inputs, taps = shape
-    columns = pattern_columns(pattern, inputs, taps)  # (units, columns of each)
+    columns = pattern_columns(pattern, inputs, taps).to(weight.device)  # (units, columns of each)
     rows = weight.view(outputs // pattern.outputs, pattern.outputs, -1)
     scales = scale.view(rows.shape[:2])
     kind = torch.float32 if weight.device.type == "cpu" else weight.dtype
@@ -96,9 +96,9 @@ class _Rows:
         rows, width = len(weight), weight.shape[2]
         self._inverse = inverse.expand(rows, width, width).clone()
         self._weight = weight * scale[:, :, None]
-        self._units = torch.arange(len(columns)).expand(rows, -1)  # place -> unit
+        self._units = torch.arange(len(columns), device=weight.device).expand(rows, -1)  # place -> unit
         self._columns = columns.expand(rows, -1, -1)  # place -> where its columns are now
-        self._gone = torch.zeros(rows, len(columns), dtype=torch.bool)
+        self._gone = torch.zeros_like(self._units, dtype=torch.bool)
         self._constants = width - columns.numel()
 
     def remove_all(self, pattern: Pattern, inputs: int, taps: int, at_once: int) -> tuple[Tensor, Tensor]:
@@ -108,7 +108,7 @@ class _Rows:
         if pattern.kept_of is not None:
             kept, of = pattern.kept_of
             groups = torch.arange(inputs * taps).view(inputs, taps) % taps + torch.arange(inputs)[:, None] // of * taps
-            groups = groups.flatten().expand(len(self._units), -1)
+            groups = groups.flatten().to(self._weight.device).expand(len(self._units), -1)
             budget = torch.full((len(self._units), inputs // of * taps), of - kept, device=self._weight.device)
             left = total * (of - kept) // of
         units, costs = [], []
@@ -132,7 +132,7 @@ class _Rows:
         of = groups.gather(1, self._units)
         costs = costs.masked_fill(budget.gather(1, of) <= 0, torch.inf)
         least = costs.new_full(budget.shape, torch.inf).scatter_reduce_(1, of, costs, "amin")
-        places = torch.arange(costs.shape[1]).expand_as(costs)
+        places = torch.arange(costs.shape[1], device=costs.device).expand_as(costs)
         equal = places.masked_fill(costs > least.gather(1, of), costs.shape[1])
         first = torch.full_like(budget, costs.shape[1]).scatter_reduce_(1, of, equal, "amin")
         costs = costs.masked_fill(places != first.gather(1, of), torch.inf)
@@ -147,24 +147,28 @@ class _Rows:
         if size == 1:
             diagonal = self._inverse.diagonal(dim1=1, dim2=2).gather(1, self._columns[:, :, 0])
             return weights[..., 0].square().sum(1) / diagonal.clamp(min=torch.finfo(diagonal.dtype).tiny)
-        which = torch.arange(rows)[:, None, None, None]
+        which = torch.arange(rows, device=self._columns.device)[:, None, None, None]
         blocks = self._inverse[which, self._columns[:, :, :, None], self._columns[:, :, None, :]]
-        blocks = torch.where(self._gone[:, :, None, None], torch.eye(size, dtype=blocks.dtype), blocks)
+        blocks = torch.where(
+            self._gone[:, :, None, None], torch.eye(size, dtype=blocks.dtype, device=blocks.device), blocks
+        )
         solved = torch.linalg.solve(blocks, weights.permute(0, 2, 3, 1))
-        return (solved * weights.permute(0, 2, 3, 1)).sum((2, 3))
+        costs: Tensor = (solved * weights.permute(0, 2, 3, 1)).sum((2, 3))
+        return costs
 
     def _remove(self, picked: Tensor) -> Tensor:
         """Remove units, (r, count) places, let the others take over, and return the error that this adds, (r,)."""
         rows, size = len(picked), self._columns.shape[2]
         columns = self._columns.gather(1, picked[:, :, None].expand(-1, -1, size)).flatten(1)  # (r, k)
-        across = self._inverse[torch.arange(rows)[:, None], columns]  # (r, k, d)
+        across = self._inverse[torch.arange(rows, device=columns.device)[:, None], columns]  # (r, k, d)
         block = across.gather(2, columns[:, None].expand(-1, columns.shape[1], -1))
         weights = self._weight.gather(2, columns[:, None].expand(-1, self._weight.shape[1], -1))
         solved = torch.linalg.solve(block, across)  # (r, k, d)
-        cost = (torch.linalg.solve(block, weights.transpose(1, 2)) * weights.transpose(1, 2)).sum((1, 2)).clamp(min=0)
+        weighted = torch.linalg.solve(block, weights.transpose(1, 2)) * weights.transpose(1, 2)
+        cost: Tensor = weighted.sum((1, 2)).clamp(min=0)
         self._weight.baddbmm_(weights, solved, alpha=-1)
         self._inverse.baddbmm_(across.transpose(1, 2), solved, alpha=-1)
-        self._gone = self._gone.scatter(1, picked, torch.ones(rows, picked.shape[1], dtype=torch.bool))
+        self._gone = self._gone.scatter(1, picked, torch.ones_like(picked, dtype=torch.bool))
         return cost
 
     def _forget(self) -> None:
@@ -172,7 +176,7 @@ class _Rows:
         rows, size = len(self._gone), self._columns.shape[2]
         places = (~self._gone).nonzero()[:, 1].view(rows, -1)
         columns = self._columns.gather(1, places[:, :, None].expand(-1, -1, size))
-        used = torch.zeros(rows, self._inverse.shape[1], dtype=torch.bool)
+        used = self._gone.new_zeros(rows, self._inverse.shape[1])
         used.scatter_(1, columns.flatten(1), True)
         used[:, used.shape[1] - self._constants :] = True
         kept = used.nonzero()[:, 1].view(rows, -1)
@@ -180,6 +184,6 @@ class _Rows:
         self._columns = now.gather(1, columns.flatten(1)).view(columns.shape)
         self._units, self._gone = self._units.gather(1, places), torch.zeros_like(places, dtype=torch.bool)
         width = kept.shape[1]
-        across = self._inverse[torch.arange(rows)[:, None], kept]
+        across = self._inverse[torch.arange(rows, device=kept.device)[:, None], kept]
         self._inverse = across.gather(2, kept[:, None].expand(-1, width, -1))
         self._weight = self._weight.gather(2, kept[:, None].expand(-1, self._weight.shape[1], -1))

@@ -110,7 +110,7 @@ def _equal_slopes(layers: PatternLayers, curves: Mapping[str, Tensor], settings:
     count = int(torch.searchsorted(sizes[order].cumsum(0), torch.tensor(wanted, dtype=sizes.dtype)))
     gone = torch.zeros(len(costs), dtype=torch.bool)
     gone[order[:count]] = True
-    parts = gone.split([len(curves[layer.weight]) for layer in known])
+    parts = torch.split(gone, [len(curves[layer.weight]) for layer in known])
     return shares | {layer.weight: float(part.double().mean()) for layer, part in zip(known, parts, strict=True)}
 
 
@@ -136,13 +136,13 @@ def _unit_costs(
     columns = _columns(layer, moments)
     aligned = pattern if pattern.outputs == 1 or groups == 1 else Pattern(pattern.name, 1, pattern.inputs)
     most = max(1, int(WORK / len(columns) ** 2))
-    for group in _evenly(of.unique(), most):
+    for group in _evenly(torch.unique(of), most):
         rows = _whole_blocks((of == group).nonzero().flatten(), max(1, most // groups), aligned.outputs)
         gram = with_ridge(moments.grams[int(group)][columns][:, columns], ridge, biased=True)
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
         own = torch.cat([matrix[rows].flatten(1), matrix.new_zeros(len(rows), 1)], 1)
         order = removal_order(inverse, own, scale[rows], aligned, (len(rows), inputs, taps), AT_ONCE)
-        found.append(order.costs.flatten())
+        found.append(order.costs.flatten().cpu())
     return torch.cat(found) / (aligned.outputs * aligned.inputs * (taps if aligned.whole_kernels else 1))
 
 
