@@ -18,6 +18,7 @@ from prunekit.cli import cli
 from prunekit.jobs.run import batch_size
 from prunekit.recipe.loading import load
 from prunekit.settings.job import JobSettings
+from prunekit.settings.pattern import PatternSettings
 from prunekit.settings.prune import Target
 from prunekit.training.callbacks.distillation import feature_paths
 
@@ -151,12 +152,14 @@ def shown(block: str, folder: Path) -> JobSettings:
 
 
 def test_settings_in_yaml_are_those_of_recipes(tmp_path: Path) -> None:
-    exports, latency, training = (block for block in blocks("yaml") if "kind: Job" not in block)
+    exports, latency, zeros, gradual, training = (block for block in blocks("yaml") if "kind: Job" not in block)
     assert shown(exports, tmp_path).export == ("onnx", "openvino")
     assert shown(exports, tmp_path).quantize == "int8"
     prune = shown(latency, tmp_path).prune
     assert prune.budget.measured
     assert prune.target == Target("onnxruntime")
+    assert shown(zeros, tmp_path).prune.pattern == PatternSettings("2:4")
+    assert shown(gradual, tmp_path).prune.pattern == PatternSettings("unstructured", 0.8)
     job = shown(training, tmp_path)
     assert job.sparsify is not None
     assert job.finetune.distill is not None

@@ -29,7 +29,7 @@ EXACT = 2e8
 
 @dataclass(frozen=True, eq=False)
 class Zeros:
-    """What zeros are chosen by.
+    """Zeros of the layers of a model: where, how many, and by what they are chosen.
 
     Attributes:
         pattern: where they may lie.
