@@ -15,7 +15,7 @@ import prunekit
 from prunekit.jobs.prune.plan_search import PlanSearch
 from prunekit.jobs.run.dense_model import Baseline, prepare
 from prunekit.jobs.run.run_folder import RunFolder
-from prunekit.jobs.stages.schedule_stages import JobSchedule
+from prunekit.jobs.stages.job_schedule import JobSchedule
 from prunekit.jobs.stages.training_stage import Finetuning, Trainings
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings

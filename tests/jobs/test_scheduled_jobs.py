@@ -132,7 +132,7 @@ def test_single_weights_go_while_training_alone_and_with_channels(through: Any, 
     """By gradients in all channels; behind the masks in those that a budget leaves."""
     alone = through == "masked"
     budget = BudgetSettings() if alone else BudgetSettings(macs=0.6)
-    pattern = PatternSettings(sparsity=0.8) if alone else PatternSettings("2:4")
+    pattern = PatternSettings("unstructured", sparsity=0.8) if alone else PatternSettings("2:4")
     schedule = ScheduleSettings("cubic", begin=0.25, end=1, every=0.25, regrow=True, freeze=2, gradients=through)
     prune = PruneSettings(budget, pattern=pattern, schedule=schedule)
     folder, metrics, log = run(output, prune, control=False)

@@ -21,9 +21,9 @@ from prunekit.settings.pattern import PatternSettings
 from prunekit.statistics.layers.layer_graph import find_layer_graph
 
 PATTERNS = {
-    "unstructured": PatternSettings(sparsity=0.7),
-    "global": PatternSettings(sparsity=0.7, scope="global"),
-    "uniform": PatternSettings(sparsity=0.7, scope="uniform"),
+    "unstructured": PatternSettings("unstructured", sparsity=0.7),
+    "global": PatternSettings("unstructured", sparsity=0.7, scope="global"),
+    "uniform": PatternSettings("unstructured", sparsity=0.7, scope="uniform"),
     "kernel": PatternSettings("kernel", 0.6),
     "block": PatternSettings("block", 0.5, block=(4, 1)),
     "2:4": PatternSettings("2:4"),
@@ -91,7 +91,7 @@ def test_error_is_that_of_lamp() -> None:
 
 
 def test_shares_of_named_layers_and_the_rest_add_up() -> None:
-    settings = PatternSettings(sparsity=0.4, layers={"2": 0.25, "4": 0.0}, first_and_last=True)
+    settings = PatternSettings("unstructured", sparsity=0.4, layers={"2": 0.25, "4": 0.0}, first_and_last=True)
     model, layers = layers_of(settings)
     masks = masks_at_stage(layers, weights_of(model, layers), settings, "linear", STAGES[-1])
     zeros = {layer.path: float((~mask).double().mean()) for layer, mask in zip(layers.layers, masks, strict=True)}
@@ -106,7 +106,7 @@ def test_fewer_weights_move_along_a_cosine(elapsed: float, share: float) -> None
 
 
 def test_the_smallest_weights_make_room_for_the_largest_gradients() -> None:
-    settings = PatternSettings(sparsity=0.7, scope="uniform")
+    settings = PatternSettings("unstructured", sparsity=0.7, scope="uniform")
     model, layers = layers_of(settings)
     masks = masks_at_stage(layers, weights_of(model, layers), settings, "cubic", STAGES[-1])
     before = weights_of(model, layers, masks)
@@ -140,7 +140,7 @@ def test_groups_take_back_the_largest_gradients_too() -> None:
 
 
 def test_scores_let_masked_weights_return() -> None:
-    settings = PatternSettings(sparsity=0.5, scope="uniform")
+    settings = PatternSettings("unstructured", sparsity=0.5, scope="uniform")
     model, layers = layers_of(settings)
     masks = masks_at_stage(layers, weights_of(model, layers), settings, "cubic", STAGES[-1])
     turned = [replace(one, score=(~one.alive).float(), returning=True) for one in weights_of(model, layers, masks)]

@@ -124,7 +124,7 @@ def test_movement_is_that_of_the_values_behind_the_zeros() -> None:
     schedule = ScheduleSettings("oneshot", unit="step", score="movement", regrow=True, every=3, freeze=7)
     model = net().double()
     optimizer = SGD(model.parameters(), lr=0.02)
-    pattern = PatternSettings(sparsity=0.5, scope="uniform")
+    pattern = PatternSettings("unstructured", sparsity=0.5, scope="uniform")
     pruner = Pruner(model, optimizer, X[:2].double(), pattern=pattern, schedule=schedule, begin=4)
     name, sums = "3.weight", torch.zeros(16, 8, 3, 3, dtype=torch.float64)
     weight = model.get_parameter(name)
@@ -157,7 +157,7 @@ def test_movement_is_that_of_the_values_behind_the_zeros() -> None:
 def test_weights_grow_again_at_zero_where_the_gradient_is_largest() -> None:
     model = net()
     optimizer = SGD(model.parameters(), lr=0.02, momentum=0.9)
-    pattern = PatternSettings(sparsity=0.7, scope="uniform")
+    pattern = PatternSettings("unstructured", sparsity=0.7, scope="uniform")
     pruner = Pruner(model, optimizer, X[:2], pattern=pattern, schedule=REGROWN, steps=4, gradient_masks=True)
     name, grown = "3.weight", 0
     for number in range(8):
