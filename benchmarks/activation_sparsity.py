@@ -15,7 +15,6 @@ images of `--zoo cifar`, trained with pixels / 255 and ImageNet's mean and devia
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Iterator
@@ -23,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import keep, show
+from common import collected, keep, show
 from oneshot_cifar10 import BATCH, CPU, drawn, normalized
 from torch import nn
 
 from prunekit.data.local_files import LabeledArrays, read_npz
-from prunekit.errors import DataError, PrunekitError
+from prunekit.errors import DataError
 from prunekit.masks.activation_budget import spread_budgets
 from prunekit.masks.activation_masks import ActivationMasks
 from prunekit.masks.threshold_search import MaskedModel
@@ -100,15 +99,7 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help=KEEP)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    found = []
-    try:
-        for row in rows(options):
-            found.append(row)
-            if options.json:
-                print(json.dumps(row), flush=True)
-    except PrunekitError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(error.exit_code) from None
+    found = collected(rows(options), as_json=options.json)
     if not options.json:
         show(
             [{key: value for key, value in row.items() if not isinstance(value, dict)} for row in found], as_json=False

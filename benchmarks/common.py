@@ -50,6 +50,36 @@ def keep(
     return path
 
 
+def rows_before(name: str, made: Iterable[dict[str, Any]], keys: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows of a file of results that were not made again, without their summary.
+
+    Args:
+        name: of the file.
+        made: rows that take the place of earlier ones.
+        keys: what tells a row from others; those of a summary lack the seed.
+    """
+    path = RESULTS / f"{name}.json"
+    before = json.loads(path.read_text())["rows"] if path.exists() else []
+    again = {tuple(row[key] for key in keys) for row in made}
+    return [row for row in before if "seed" in row and tuple(row[key] for key in keys) not in again]
+
+
+def collected(rows: Iterable[dict[str, Any]], *, as_json: bool) -> list[dict[str, Any]]:
+    """All rows, each printed as soon as it is there with `as_json`; an error of prunekit ends the script."""
+    from prunekit.errors import PrunekitError
+
+    found = []
+    try:
+        for row in rows:
+            found.append(row)
+            if as_json:
+                print(json.dumps(row), flush=True)
+    except PrunekitError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    return found
+
+
 def shown_as_made(
     rows: Iterable[dict[str, Any]], options: argparse.Namespace, parser: argparse.ArgumentParser, what: str
 ) -> list[dict[str, Any]]:

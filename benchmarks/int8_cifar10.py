@@ -32,12 +32,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import RESULTS, as_items, as_markdown, keep, ratio, show
+from common import RESULTS, as_items, as_markdown, collected, keep, ratio, show
 from oneshot_cifar10 import drawn, normalized
 
 import prunekit
 from prunekit.data.local_files import LabeledArrays, read_npz
-from prunekit.errors import DataError, PrunekitError
+from prunekit.errors import DataError
 from prunekit.formats.onnx import export_onnx
 from prunekit.measure.latency.timing import Timer, alternate, warm_up
 from prunekit.measure.model_size import count_macs
@@ -245,15 +245,7 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/int8_cifar10.json and .md")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    found = []
-    try:
-        for row in rows(options):
-            found.append(row)
-            if options.json:
-                print(json.dumps(row), flush=True)
-    except PrunekitError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(error.exit_code) from None
+    found = collected(rows(options), as_json=options.json)
     if not options.json:
         show([{column: row[column] for column in COLUMNS} for row in found], as_json=False)
     if options.keep:

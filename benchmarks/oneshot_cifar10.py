@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, keep, reductions, show
+from common import keep, reductions, rows_before, show
 from oneshot_methods import Case, Method, methods, peer_names
 from torch import Tensor
 
@@ -89,18 +89,6 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def kept_before(name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of a file of results that were not made again, without their summary."""
-    path = RESULTS / f"{name}.json"
-    before = json.loads(path.read_text())["rows"] if path.exists() else []
-    again = {_what(row) for row in rows}
-    return [row for row in before if "seed" in row and _what(row) not in again]
-
-
-def _what(row: dict[str, Any]) -> tuple[str, float, int]:
-    return row["method"], row["reduction"], row["seed"]
-
-
 def chosen(text: str) -> dict[str, Method]:
     """The methods of these names, without those whose tool is not installed."""
     known, wanted = methods(), text.split(",")
@@ -163,7 +151,7 @@ def main() -> None:
     if options.keep:
         setting = {"images": options.images, "threads": options.threads, "dtype": "float32", "top1": "percent"}
         name = f"oneshot_resnet{options.depth}"
-        rows += kept_before(name, rows)
+        rows += rows_before(name, rows, ("method", "reduction", "seed"))
         print(keep(name, [*rows, *summary(rows)], setting), file=sys.stderr)
 
 

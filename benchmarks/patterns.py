@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, keep, show
+from common import keep, rows_before, show
 from oneshot_cifar10 import drawn, measured
 from torch import nn
 
@@ -89,18 +89,6 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def rows_before(name: str, made: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of a file of results that were not made again, without their summary."""
-    path = RESULTS / f"{name}.json"
-    before = json.loads(path.read_text())["rows"] if path.exists() else []
-    again = {_what(row) for row in made}
-    return [row for row in before if "seed" in row and _what(row) not in again]
-
-
-def _what(row: dict[str, Any]) -> tuple[str, str, int]:
-    return row["pattern"], row["method"], row["seed"]
-
-
 def run(options: argparse.Namespace, name: str) -> list[dict[str, Any]]:
     """All rows; each is printed, and kept where asked for, as soon as it is there."""
     build = ModelSettings(f"resnet{options.depth}", "cifar", weights=str(options.weights))
@@ -116,7 +104,7 @@ def run(options: argparse.Namespace, name: str) -> list[dict[str, Any]]:
                 if options.json:
                     print(json.dumps(rows[-1]), flush=True)
                 if options.keep:
-                    every = [*rows_before(name, rows), *rows]
+                    every = [*rows_before(name, rows, ("pattern", "method", "seed")), *rows]
                     setting = {"images": options.images, "threads": options.threads, "top1": "percent"}
                     keep(name, [*every, *summary(every)], setting)
     return rows

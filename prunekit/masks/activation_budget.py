@@ -31,7 +31,7 @@ from prunekit.utils.progress import stage, tracked
 from prunekit.utils.tensors import map_tensors
 
 SavedBy = Literal["macs", "values"]
-"""What a layer's zeros save: MACs of the layers that read them, or the values themselves."""
+"""Units of what zeros save: MACs of the layers that read them, or the values themselves."""
 STEPS = 8
 """Equal steps from a layer's own zeros to nothing but zeros; the error is measured after each but the last."""
 SAMPLES = 256

@@ -22,7 +22,7 @@ from prunekit.utils.display import Displayed, Table, share, size
 from prunekit.utils.files import StrPath, folder_at
 
 LEVEL = 3
-"""Of zstd, its own default; higher ones gain little on weights."""
+"""The level of zstd, its own default; higher ones gain little on weights."""
 CHUNK_BYTES = 1 << 20
 
 

@@ -88,7 +88,7 @@ class PatternSettings(Checked):
 
     @property
     def multiple(self) -> int:
-        """What numbers of channels are multiples of, so that the pattern fits along outputs and inputs."""
+        """A number that widths are multiples of, so that the pattern fits along outputs and inputs."""
         return self.kept_of[1] if self.kept_of is not None else math.lcm(*(self.block or (1,)))
 
     @property

@@ -25,6 +25,7 @@ from prunekit.measure.verification import verify
 from prunekit.planning.keywords import Where, prune_settings
 from prunekit.planning.plan import Plan
 from prunekit.repair.repair_model import repair as repair_masked
+from prunekit.repair.repair_report import RepairReport
 from prunekit.settings.calibration import RepairSettings
 from prunekit.settings.pattern import PatternSettings
 from prunekit.settings.prune import PruneSettings, Scope, Target
@@ -432,12 +433,24 @@ def _repaired(request: Request, planned: Planned, repairing: RepairSettings) -> 
     """Return the result with the kept weights fitted to the outputs of the dense model on the samples."""
     masked, report = repair_masked(request.model, planned.plan, request.samples, repairing, log=stage)
     stage("verify: the repaired model and the compact one")
+    return _verified(request, planned, masked, request.first_samples(8), report, report.notes)
+
+
+def _verified(
+    request: Request,
+    planned: Planned,
+    masked: nn.Module,
+    example: tuple[Any, ...],
+    report: RepairReport | None,
+    notes: tuple[str, ...],
+) -> Pruned:
+    """Return the result of a masked model whose weights are not those of the trial: compacted, and proven again."""
     small = compact(masked, planned.plan)
-    proof = verify(masked, small, planned.plan, [request.first_samples(8)], strict=True)
+    proof = verify(masked, small, planned.plan, [example], strict=True)
     flushed = without_subnormals(small, request.search.examples[0])
     difference = max(planned.max_relative_difference, proof.max_relative_difference, flushed.max_relative_difference)
-    notes = request.notes + planned.unseen + report.notes + _said(flushed)
-    return Pruned(flushed.model, planned.plan, planned.scores, difference, masked, report, notes)
+    said = (*request.notes, *planned.unseen, *notes, *_said(flushed))
+    return Pruned(flushed.model, planned.plan, planned.scores, difference, masked, report, said)
 
 
 def _with_zeros(
@@ -457,13 +470,8 @@ def _with_zeros(
         found = zeros_from_samples(model, planned.plan, request.samples, pattern, repairing, log=stage)
         masked, plan, layers, report = found.model, found.plan, found.layers, found.report
     stage("verify: the masked model and the compact one")
-    small = compact(masked, plan)
-    proof = verify(masked, small, plan, [few], strict=True)
-    flushed = without_subnormals(small, request.search.examples[0])
-    difference = max(planned.max_relative_difference, proof.max_relative_difference, flushed.max_relative_difference)
-    said = ([order] if order else []) + list(() if report is None else report.notes)
-    notes = (*request.notes, *planned.unseen, *layers.notes(), *said, *_said(flushed))
-    return Pruned(flushed.model, plan, planned.scores, difference, masked, report, notes)
+    notes = (*layers.notes(), *filter(None, [order]), *(() if report is None else report.notes))
+    return _verified(request, replace(planned, plan=plan), masked, few, report, notes)
 
 
 def _masked_plan(request: Request, plan: Plan, pattern: PatternSettings) -> Plan:

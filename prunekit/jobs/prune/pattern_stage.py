@@ -44,20 +44,20 @@ def zeros_by_size(
         PlanError: the pattern doesn't fit the model, see `pattern_layers`.
         NonFiniteError: weights are NaN or Inf.
     """
-    with training_mode(model, False):
-        graph = find_layer_graph(model, example, plan.channel_map.norms)
-    layers = pattern_layers(graph, plan, settings)
+    layers = _layers(model, plan, example, settings)
     tensors, weights = dict(model.named_parameters()), list[StageWeights]()
     for layer in layers.layers:
         size = layer.matrix(tensors[layer.weight].detach()).double().square()
         weights.append(StageWeights(layer, size, size, torch.ones_like(size, dtype=torch.bool)))
         weights[-1].require_finite()
     masks = masks_at_stage(layers, weights, settings, "oneshot", Stage(0, 1.0))
-    found = {
-        layer.weight: layer.element_mask(mask, tensors[layer.weight].shape)
-        for layer, mask in zip(layers.layers, masks, strict=True)
-    }
-    return replace(plan, element_masks={**plan.element_masks, **found}), layers
+    return replace(plan, element_masks={**plan.element_masks, **layers.element_masks(plan, masks)}), layers
+
+
+def _layers(model: nn.Module, plan: Plan, example: tuple[Any, ...], settings: PatternSettings) -> PatternLayers:
+    """Return the layers of a model that get zeros, see `pattern_layers`."""
+    with training_mode(model, False):
+        return pattern_layers(find_layer_graph(model, example, plan.channel_map.norms), plan, settings)
 
 
 def zeros_from_samples(
@@ -89,11 +89,8 @@ def with_best_order(
     """
     if settings.kept_of is None or not settings.permute:
         return model, ""
-    with training_mode(model, False):
-        graph = find_layer_graph(model, example, plan.channel_map.norms)
-    layers = pattern_layers(graph, plan, settings).layers
-    before = dict(model.named_parameters())
-    orders = group_orders(layers, before, plan, settings.kept_of)
+    layers = _layers(model, plan, example, settings).layers
+    orders = group_orders(layers, dict(model.named_parameters()), plan, settings.kept_of)
     found, taken = _with_orders(model, plan, example, list(orders.values()))
     if not taken:
         return model, ""

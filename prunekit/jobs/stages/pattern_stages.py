@@ -148,7 +148,7 @@ class PatternPlanner(Planner):
 
     @property
     def scores(self) -> Scores:
-        """Of the channels, at the last stage."""
+        """Scores of the channels, at the last stage."""
         return self._channels.scores
 
     @property
@@ -185,14 +185,9 @@ class PatternPlanner(Planner):
     @torch.no_grad()
     def _with_masks(self, model: nn.Module, stage: Stage, plan: Plan, before: Plan) -> Plan:
         layers = pattern_layers(self._graph, plan, self._pattern, unfinished=stage.progress < 1)
-        shapes = plan.channel_map.shapes
         weights = [self._weights(model, layer, before) for layer in layers.layers]
         masks = masks_at_stage(layers, weights, self._pattern, self._schedule.kind, stage)
-        found = {
-            layer.weight: layer.element_mask(mask, shapes[layer.weight])
-            for layer, mask in zip(layers.layers, masks, strict=True)
-        }
-        return replace(plan, element_masks=found)
+        return replace(plan, element_masks=layers.element_masks(plan, masks))
 
     def _weights(self, model: nn.Module, layer: PatternLayer, before: Plan) -> StageWeights:
         weight = model.get_parameter(layer.weight).detach()

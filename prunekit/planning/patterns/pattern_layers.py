@@ -89,6 +89,14 @@ class PatternLayers(NamedTuple):
         """Number of weights of all layers, those that stay dense included."""
         return sum(layer.size for layer in self.layers) + sum(size for _, size, _ in self.dense)
 
+    def element_masks(self, plan: Plan, masks: Iterable[Tensor]) -> dict[str, Tensor]:
+        """Return the masks (o, i, taps) of all layers, by weight, see `PatternLayer.element_mask`."""
+        shapes = plan.channel_map.shapes
+        return {
+            layer.weight: layer.element_mask(mask, shapes[layer.weight])
+            for layer, mask in zip(self.layers, masks, strict=True)
+        }
+
     def notes(self) -> tuple[str, ...]:
         """Return a sentence for each reason why layers stay dense."""
         reasons: dict[str, list[str]] = {}

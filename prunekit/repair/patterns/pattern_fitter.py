@@ -50,7 +50,7 @@ class Zeros:
 
     @property
     def as_fit(self) -> str:
-        """What a report calls the fit."""
+        """The name of the fit in a report."""
         return f"zeros by {self.method}" + (", patch" if self.fitted else "")
 
     def by_scores(self, scores: Tensor, share: float) -> Tensor:

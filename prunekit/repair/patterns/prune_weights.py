@@ -95,8 +95,7 @@ def prune_weights(
         for layer in found.layers:
             if layer.weight not in fitter.masks:
                 fitter.choose_by_size(layer, "not reached on these images")
-        shapes = plan.channel_map.shapes
-        masks = {weight: by_weight[weight].element_mask(mask, shapes[weight]) for weight, mask in fitter.masks.items()}
+        masks = found.element_masks(plan, [fitter.masks[layer.weight] for layer in found.layers])
         masked_plan = replace(plan, element_masks={**plan.element_masks, **masks})
         zeroed = with_tensors(dense, {name: tensor.detach().clone() for name, tensor in named_tensors(setup.original)})
         masked_plan.zero(zeroed)
