@@ -6,15 +6,17 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from prunekit.channels.constraints import EqualParts, LockRecord
+from prunekit.channels.depth.branch import NO_BRANCHES, Branches, BranchLock
 from prunekit.channels.joint_labels import NOT_JOINT, deciders
 from prunekit.channels.labels import Field, Labels, MacTerm, Stored, WidthMultiple
 from prunekit.channels.tracing.channel_norms import ChannelNorm, NarrowBlock
+from prunekit.channels.tracing.fused_modules import is_inside
 from prunekit.channels.tracing.tracer import ActivationKey, Trace
 from prunekit.errors import ModelError
 from prunekit.utils.display import NOTHING, Displayed, Table, count, plural
@@ -23,6 +25,7 @@ from prunekit.utils.outputs import ALL_READ, ReadOutputs
 
 Keep = NDArray[np.bool_]
 Slot = tuple[str, int]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,7 @@ class ChannelMap(Displayed):
             norm, and multiplies by a factor that is zero.
         inputs: the tensors of the first example that the model was traced on.
         read: the outputs of the model that keep their sizes.
+        branches: parts of the model that may go as a whole.
 
     Example:
         >>> import prunekit as pk, torch
@@ -150,9 +154,14 @@ class ChannelMap(Displayed):
     multiples: tuple[WidthMultiple, ...] = ()
     inputs: tuple[InputSpec, ...] = ()
     read: ReadOutputs = ALL_READ
+    branches: Branches = NO_BRANCHES
 
     def completed(self, keep: Keep) -> Keep:
-        """Return a choice among the labels of the groups, bool (n_labels,), with the joint labels set to match."""
+        """Return a choice among the labels of the groups, bool (n_labels,), with the joint labels set to match.
+
+        A branch that loses all channels of a group loses those of its other groups too.
+        """
+        keep = self.branches.tied(keep)
         result = keep.copy()
         result[self.joint[:, 0]] = keep[self.joint[:, 1:]].all(axis=1)
         return result
@@ -181,15 +190,43 @@ class ChannelMap(Displayed):
             layers[term.module] = layers.get(term.module, 0.0) + self._term(term, keep)
         return {module: round(macs) for module, macs in layers.items()}
 
+    @cached_property
+    def presence(self) -> dict[str, Labels]:
+        """Labels of which one is kept as long as a module is there, by the paths of modules that may go."""
+        return {path: branch.presence for branch in self.branches.found for path in branch.modules}
+
+    def present_with(self, module: str) -> Labels | None:
+        """Return labels of which one is kept as long as a module is there; None if it stays."""
+        while module:
+            if module in self.presence:
+                return self.presence[module]
+            module = module.rpartition(".")[0]
+        return None
+
+    def gone_tensors(self, keep: Keep) -> set[str]:
+        """Return the names of tensors of modules that go under a plan."""
+        gone = self.branches.gone(keep)
+        return {name for name in self.shapes if any(branch.loses(name) for branch in gone)} if gone else set()
+
+    def without_gone(self, keep: Keep, by_path: Mapping[str, T]) -> dict[str, T]:
+        """Return entries by module path without those of modules that go, or whose code does, under a plan."""
+        left = self.branches.shortening(keep)
+        replaced = {body.module for body in left.bodies}
+        return {path: one for path, one in by_path.items() if path not in replaced and not is_inside(path, left.modules)}
+
     def _term(self, term: MacTerm, keep: Keep | None) -> float:
         value = term.constant
+        present = None if keep is None else self.present_with(term.module)
+        if keep is not None and present is not None and not keep[present].any():
+            return 0.0
         for factor in term.factors:
             value *= factor.size if keep is None else int(np.count_nonzero(keep[factor]))
         return value
 
     def parameters_kept(self, keep: Keep, names: Iterable[str]) -> int:
         """Return the number of entries of the named tensors that a plan keeps."""
-        return sum(self._kept_size(name, keep) for name in names)
+        gone = self.gone_tensors(keep)
+        return sum(self._kept_size(name, keep) for name in names if name not in gone)
 
     def _kept_size(self, name: str, keep: Keep) -> int:
         sizes = [
@@ -213,7 +250,7 @@ class ChannelMap(Displayed):
     def narrow(self, keep: Keep) -> dict[str, ChannelNorm]:
         """Return the modules that run narrow in a masked model: norms, and blocks that lose positions."""
         losing = {path: block for path, block in self.blocks.items() if not keep[block.positions].all()}
-        return {**self.norms, **losing}
+        return self.without_gone(keep, {**self.norms, **losing})
 
     @cached_property
     def least(self) -> Labels:
@@ -338,6 +375,7 @@ class MapSource:
         final: the label in the map of each label of the trace.
         all_constraints: whether no constraint may be left out.
         stated: whether some are left out, because sizes and orders are stated in a module's Python instead.
+        branches_stay: branches that a trial found to stay.
     """
 
     trace: Trace
@@ -346,6 +384,7 @@ class MapSource:
     final: Labels
     all_constraints: bool = False
     stated: bool = False
+    branches_stay: tuple[BranchLock, ...] = ()
 
 
 def group_labels(

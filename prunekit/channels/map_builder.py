@@ -24,6 +24,8 @@ from prunekit.channels.constraints import (
     Repeated,
 )
 from prunekit.channels.cut.model_copy import named_tensors
+from prunekit.channels.depth.branch import BranchLock
+from prunekit.channels.depth.branch_search import find_branches
 from prunekit.channels.joint_labels import numbered
 from prunekit.channels.labels import Labels, MacTerm, Stored, WidthMultiple
 from prunekit.channels.rewrite.call_sites import CodePlace
@@ -73,6 +75,11 @@ def with_sizes(channel_map: ChannelMap, sizes: Iterable[SizeAttribute]) -> Chann
     return replace(channel_map, sizes=known, source=replace(source, sizes=(*source.sizes, *new)))
 
 
+def with_staying(channel_map: ChannelMap, branches: Iterable[BranchLock]) -> ChannelMap:
+    """Return a new map in which some branches stay."""
+    return _rebuilt(channel_map, branches_stay=(*channel_map.traced.branches_stay, *branches))
+
+
 def _rebuilt(channel_map: ChannelMap, **changes: Any) -> ChannelMap:
     return _built(replace(channel_map.traced, **changes), channel_map.shapes, channel_map.stored)
 
@@ -89,7 +96,7 @@ def _built(source: MapSource, shapes: Mapping[str, tuple[int, ...]], stored: Map
     numbers = numbered(solutions, axes.all)
     final = numbers.final
     labels = {name: tuple(None if a is None else final[a] for a in axes) for name, axes in trace.labels.items()}
-    return ChannelMap(
+    chart = ChannelMap(
         labels=labels,
         shapes=shapes,
         n_labels=numbers.n_labels,
@@ -122,6 +129,7 @@ def _built(source: MapSource, shapes: Mapping[str, tuple[int, ...]], stored: Map
             if axis is not None and any(np.array_equal(axis, one) for one in trace.flow.divided)
         ),
     )
+    return replace(chart, branches=find_branches(chart))
 
 
 def _least_locked(

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from prunekit.channels.cut.model_copy import has_gradients, named_tensors
-from prunekit.channels.cut.slicing import blank, is_variance, narrowed
+from prunekit.channels.cut.model_copy import named_tensors
+from prunekit.channels.cut.slicing import narrowed
 from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.channels.rewrite.substitutes import SizedAttention
 from prunekit.errors import PlanError
@@ -88,6 +88,8 @@ def spread_(model: nn.Module, small: nn.Module, plan: Plan) -> None:
     compact_tensors = dict(named_tensors(small))
     places = {}
     for name, tensor in named_tensors(model):
+        if name in plan.lost:
+            continue
         axes = plan.kept_indices.get(name, (None,) * tensor.ndim)
         kept = [np.arange(size) if index is None else index for size, index in zip(tensor.shape, axes, strict=True)]
         wanted = tuple(map(len, kept))
@@ -100,9 +102,8 @@ def spread_(model: nn.Module, small: nn.Module, plan: Plan) -> None:
         places[name] = tensor, there, kept, name in plan.kept_indices
     if compact_tensors:
         raise PlanError(f"{next(iter(compact_tensors))}: in the compact model, but not in the dense one")
+    plan.zero(model)
     for name, (tensor, there, kept, shrinks) in places.items():
-        if name in plan.masked_indices and has_gradients(tensor) and not is_variance(name):
-            blank(tensor, plan.masked_indices[name])
         values = there.to(tensor.device, tensor.dtype)
         if shrinks:
             tensor[np.ix_(*kept)] = values

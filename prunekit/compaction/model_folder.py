@@ -19,9 +19,12 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from prunekit.channels.cut.model_copy import foreign_methods, named_tensors, with_tensors
 from prunekit.channels.cut.model_match import own_buffers, require_compact
 from prunekit.channels.cut.slicing import bare_widths, resize, set_bare_widths
+from prunekit.channels.depth.branch import WHOLE, Shortening
+from prunekit.channels.depth.shorter_model import shorten_
 from prunekit.channels.labels import Labels
 from prunekit.channels.rewrite.source_rewriter import attribute_values, set_attributes
 from prunekit.channels.rewrite.substitutes import Heads, heads_of, set_heads
+from prunekit.channels.tracing.fused_modules import is_inside
 from prunekit.channels.tracing.storages import from_parts, is_plain, parts_of
 from prunekit.compaction.folded_norms import folds_of, with_folded_biases, with_folds
 from prunekit.compaction.folder_interface import ENTRY, read_interface, saved_interface
@@ -121,7 +124,12 @@ def save(
     require_values(model, "a file")
     folds = folds_of(model)
     indices = with_folded_biases(plan.kept_indices, folds)
-    kept = {name: [None if index is None else index.tolist() for index in axes] for name, axes in indices.items()}
+    kept = {
+        name: [None if index is None else index.tolist() for index in axes]
+        for name, axes in indices.items()
+        if name not in plan.lost
+    }
+    shorter = plan.channel_map.branches.shortening(plan.keep)
     shapes = with_folded_biases(plan.channel_map.shapes, folds)
     require_compact(plan.channel_map, model, with_folded_biases(plan.narrow_shapes, folds))
     specs = plan.channel_map.inputs
@@ -140,6 +148,7 @@ def save(
             "widths_of_bare_norms": bare_widths(model, plan.channel_map, plan.keep),
             "dense_shapes": {name: list(shapes[name]) for name in kept},
             "folded_norms": folds,
+            **({"shorter": shorter.as_json()} if shorter else {}),
             "sparse": sparse,
             "foreign_methods": foreign_methods(model),
             "channels_last": lies_channels_last(model),
@@ -271,19 +280,29 @@ def load(folder: StrPath, model: nn.Module | Callable[[], nn.Module] | None = No
     manifest = read_manifest(folder)
     interface = read_interface(manifest, str(folder / MANIFEST))
     tensors = _weights(folder, manifest)
-    dense = _dense(folder, manifest, model, tensors.keys())
-    _check(folder, manifest, dense, tensors)
+    shorter = _shorter(folder, manifest)
+    dense = _dense(folder, manifest, model, tensors.keys(), shorter)
+    _check(folder, manifest, dense, tensors, shorter)
     loaded = with_tensors(dense, tensors)
     try:
+        shorten_(loaded, shorter)
         set_heads(loaded, _heads(manifest))
         resize(loaded)
         set_bare_widths(loaded, _widths(manifest))
         set_attributes(loaded, manifest.get("attributes", {}))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        reason = "attention_heads, widths_of_bare_norms or attributes: does not fit the model"
+        reason = "shorter, attention_heads, widths_of_bare_norms or attributes: does not fit the model"
         raise ArtifactError(f"{folder / MANIFEST}: {reason}: {error}") from error
     attach(loaded, interface)
     return set_mode(loaded, False)
+
+
+def _shorter(folder: Path, manifest: dict[str, Any]) -> Shortening:
+    """Return what the folder's model has in place of branches that are gone."""
+    try:
+        return Shortening.from_json(manifest["shorter"]) if "shorter" in manifest else WHOLE
+    except (KeyError, TypeError, ValueError) as error:
+        raise ArtifactError(f"{folder / MANIFEST}: shorter: not as prunekit writes it: {error}") from error
 
 
 def _heads(manifest: dict[str, Any]) -> Heads:
@@ -305,7 +324,11 @@ def _widths(manifest: dict[str, Any]) -> dict[str, int]:
 
 
 def _dense(
-    folder: Path, manifest: dict[str, Any], model: nn.Module | Callable[[], nn.Module] | None, names: Set[str]
+    folder: Path,
+    manifest: dict[str, Any],
+    model: nn.Module | Callable[[], nn.Module] | None,
+    names: Set[str],
+    shorter: Shortening,
 ) -> nn.Module:
     if isinstance(model, nn.Module):
         return _folded(folder, manifest, model)
@@ -317,7 +340,7 @@ def _dense(
     with seeded(0):
         with suppress(Exception), _empty_weights():
             empty = _folded(folder, manifest, _construct(folder, manifest, model))
-            if {name for name, _ in named_tensors(empty)} == names:
+            if {name for name, _ in named_tensors(empty) if name in names or not _is_gone(name, shorter)} == names:
                 return empty
         # a constructor that looks at its weights, or ties them: empty ones do not stay tied
         return _folded(folder, manifest, _construct(folder, manifest, model))
@@ -435,7 +458,14 @@ def _with_sparse(tensors: dict[str, torch.Tensor], sparse: dict[str, Any]) -> di
     return {**tensors, **made}
 
 
-def _check(folder: Path, manifest: dict[str, Any], dense: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+def _is_gone(name: str, shorter: Shortening) -> bool:
+    """Return whether a tensor may be missing, as its module is gone."""
+    return is_inside(name.rpartition(".")[0], shorter.modules)
+
+
+def _check(
+    folder: Path, manifest: dict[str, Any], dense: nn.Module, tensors: dict[str, torch.Tensor], shorter: Shortening
+) -> None:
     """Raise unless every tensor of the dense model is there, as are its replaced methods, and has the kept shape.
 
     A model's own buffers may differ where nothing of them is pruned: `forward` may make them for the size of its input.
@@ -445,7 +475,8 @@ def _check(folder: Path, manifest: dict[str, Any], dense: nn.Module, tensors: di
         for name in sorted({*manifest.get("foreign_methods", [])} - {*foreign_methods(dense)})
     ]
     remade = own_buffers(dense) - manifest["kept"].keys()
-    shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(dense)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(dense)
+              if name in tensors or not _is_gone(name, shorter)}  # fmt: skip
     for name in sorted(shapes.keys() ^ tensors.keys()):
         problems.append(f"{name} is {'missing in the folder' if name in shapes else 'not in the dense model'}")
     for name, shape in shapes.items():

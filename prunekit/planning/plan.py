@@ -22,6 +22,7 @@ from prunekit.channels.channel_map import ChannelMap, Keep, Lock, SizeAttribute,
 from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.cut.model_match import require_model
 from prunekit.channels.cut.slicing import blank, is_variance, kept_indices, masked_indices
+from prunekit.channels.depth.branch import Branch, Branches, BranchLock, ModuleBody
 from prunekit.channels.joint_labels import NOT_JOINT
 from prunekit.channels.labels import Labels, MacTerm, Stored, WidthMultiple
 from prunekit.channels.tracing.channel_norms import Axes, ChannelNorm, NarrowBlock
@@ -106,6 +107,8 @@ class Plan(Displayed):
     def mask(self, name: str) -> torch.Tensor | None:
         """Return a bool tensor that broadcasts to the parameter, False where it is pruned; None if it is not pruned."""
         result = self.element_masks.get(name)
+        if name in self.lost:
+            return torch.zeros((1,) * len(self.channel_map.shapes[name]), dtype=torch.bool)
         axes = self.kept_indices.get(name, ())
         for axis, index in enumerate(axes):
             if index is not None and (name, axis) not in self.channel_map.divided:
@@ -154,9 +157,19 @@ class Plan(Displayed):
                 raise PlanError(f"element_masks: {name!r} of shape {tuple(mask.shape)}, expected {shape}")
 
     @cached_property
+    def gone(self) -> tuple[Branch, ...]:
+        """The branches of which no channel is kept: they are not run."""
+        return self.channel_map.branches.gone(self.keep)
+
+    @cached_property
+    def lost(self) -> frozenset[str]:
+        """Names of the tensors of branches that are gone, which the compact model does not have."""
+        return frozenset(self.channel_map.gone_tensors(self.keep))
+
+    @cached_property
     def narrow_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each tensor after pruning."""
-        whole = self.channel_map.shapes
+        """The shape of each tensor after pruning, without those of branches that are gone."""
+        whole = {name: shape for name, shape in self.channel_map.shapes.items() if name not in self.lost}
         kept = {name: self.kept_indices.get(name, (None,) * len(shape)) for name, shape in whole.items()}
         return {
             name: tuple(n if index is None else len(index) for n, index in zip(whole[name], axes, strict=True))
@@ -279,6 +292,9 @@ class Plan(Displayed):
         tensors |= {f"size/{i}": np.ascontiguousarray(size.labels) for i, size in enumerate(chart.sizes)}
         tensors |= {f"multiple/{i}": np.ascontiguousarray(one.labels) for i, one in enumerate(chart.multiples)}
         tensors |= {f"order/{i}": size.order for i, size in enumerate(chart.sizes) if size.order is not None}
+        for i, branch in enumerate(chart.branches.found):
+            tensors |= {f"branch/{i}/last": branch.last}
+            tensors |= {f"branch/{i}/{j}": np.ascontiguousarray(part) for j, part in enumerate(branch.parts)}
         tensors |= {f"bits/{name}": pack_bits(mask.cpu().numpy()) for name, mask in self.element_masks.items()}
         with atomic_file(folder / "plan.safetensors") as temporary:
             save_file(tensors, temporary)
@@ -297,6 +313,9 @@ class Plan(Displayed):
             "blocks": [_written_norm(path, block) for path, block in chart.blocks.items()],
             "divided": [list(slot) for slot in sorted(chart.divided)],
             "multiples": [[one.number, one.least] for one in chart.multiples],
+            "branches": [branch.as_json() for branch in chart.branches.found],
+            "bodies": [body.as_json() for body in chart.branches.bodies.values()],
+            "branches_stay": [[lock.name, lock.reason] for lock in chart.branches.locks],
             "inputs": [[list(one.shape), one.dtype, one.name] for one in chart.inputs],
             "outputs": chart.read.as_text(),
             "sha256": sha256(folder / "plan.safetensors"),
@@ -437,7 +456,18 @@ def _read_map(text: dict[str, Any], tensors: dict[str, Labels]) -> ChannelMap:
         stored={name: Stored(size, parameter) for name, (size, parameter) in text.get("stored", {}).items()},
         inputs=tuple(InputSpec(tuple(shape), dtype, name) for shape, dtype, name in text.get("inputs", [])),
         read=ReadOutputs.from_text(text.get("outputs", {})),
+        branches=_read_branches(text, tensors),
     )
+
+
+def _read_branches(text: dict[str, Any], tensors: dict[str, Labels]) -> Branches:
+    found = []
+    for i, known in enumerate(text.get("branches", [])):
+        parts = tuple(tensors[f"branch/{i}/{j}"] for j in range(known["parts"]))
+        found.append(Branch.from_json(known, parts, tensors[f"branch/{i}/last"]))
+    bodies = [ModuleBody.from_json(known) for known in text.get("bodies", [])]
+    locks = tuple(BranchLock(name, reason) for name, reason in text.get("branches_stay", []))
+    return Branches(tuple(found), {body.module: body for body in bodies}, locks)
 
 
 def _read_axes(key: str, inputs: list[int], outputs: list[int], tensors: Mapping[str, Labels]) -> tuple[Axes, Axes]:

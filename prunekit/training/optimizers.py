@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -140,11 +140,14 @@ def transfer(optimizer: Stepper, model: nn.Module, small: nn.Module, plan: Plan)
     require_plan(plan, model)
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}  # its first, as plans
     there = dict(small.named_parameters(remove_duplicate=False))
-    dense_groups = [list(group["params"]) for group in optimizer.param_groups]
+    dense_groups = [
+        [dense for dense in group["params"] if names.get(dense) not in plan.lost] for group in optimizer.param_groups
+    ]
     groups = [[_counterpart(dense, names, there, plan) for dense in group] for group in dense_groups]
     states: dict[Tensor, Any] = {
         there[names[dense]]: {key: _cut_state(key, value, dense, names[dense], plan) for key, value in state.items()}
         for dense, state in optimizer.state.items()
+        if names[dense] not in plan.lost
     }
     gradients = {
         there[names[dense]]: cut(dense.grad, plan.kept_indices.get(names[dense], ())).clone()
@@ -208,26 +211,34 @@ def transfer_run(run: PausedRun, plan: Plan) -> PausedRun:
     training, optimizer = state["training"], state["training"]["optimizer"]
     kept = _kept_indices(training["model"] | training["buffers"], plan)
     callbacks = [
-        {"average": _cut_all(saved["average"], kept, "module.")} if kind is Average else saved
+        {"average": _cut_all(saved["average"], kept, "module.", plan.lost)} if kind is Average else saved
         for kind, saved in zip(run.callbacks, state["callbacks"], strict=True)
         if kind is not PruningSchedule
     ]
+    left = [index for index, name in enumerate(run.parameters) if name not in plan.lost]
+    number = {index: position for position, index in enumerate(left)}
     moments = {
-        index: {
+        number[index]: {
             key: _cut_state(key, value, training["model"][run.parameters[index]], run.parameters[index], plan)
             for key, value in values.items()
         }
         for index, values in optimizer["state"].items()
+        if index in number
     }
+    groups = [
+        {**group, "params": [number[index] for index in group["params"] if index in number]}
+        for group in optimizer["param_groups"]
+    ]
     carried = {
         **training,
-        "model": _cut_all(training["model"], kept),
-        "buffers": _cut_all(training["buffers"], kept),
-        "optimizer": {**optimizer, "state": moments},
+        "model": _cut_all(training["model"], kept, lost=plan.lost),
+        "buffers": _cut_all(training["buffers"], kept, lost=plan.lost),
+        "optimizer": {**optimizer, "state": moments, "param_groups": groups},
     }
-    best = {**state["best"], "weights": _cut_all(state["best"]["weights"], kept)}
+    best = {**state["best"], "weights": _cut_all(state["best"]["weights"], kept, lost=plan.lost)}
     kinds = tuple(kind for kind in run.callbacks if kind is not PruningSchedule)
-    return PausedRun({**state, "callbacks": callbacks, "training": carried, "best": best}, run.parameters, kinds)
+    parameters = type(run.parameters)(run.parameters[index] for index in left)
+    return PausedRun({**state, "callbacks": callbacks, "training": carried, "best": best}, parameters, kinds)
 
 
 Kept = Mapping[str, tuple[Labels | None, ...]]
@@ -252,8 +263,11 @@ def _kept_indices(tensors: Mapping[str, Tensor], plan: Plan) -> Kept:
     return {**plan.kept_indices, **{n: plan.kept_indices[of] for n, of in names.items() if of in plan.kept_indices}}
 
 
-def _cut_all(tensors: Mapping[str, Tensor], kept: Kept, prefix: str = "") -> dict[str, Tensor]:
-    return {name: cut(tensor, kept.get(name.removeprefix(prefix), ())).clone() for name, tensor in tensors.items()}
+def _cut_all(
+    tensors: Mapping[str, Tensor], kept: Kept, prefix: str = "", lost: Container[str] = ()
+) -> dict[str, Tensor]:
+    named = {name: name.removeprefix(prefix) for name in tensors}
+    return {name: cut(tensors[name], kept.get(own, ())).clone() for name, own in named.items() if own not in lost}
 
 
 def _counterpart(dense: Parameter, names: dict[Tensor, str], there: dict[str, Parameter], plan: Plan) -> Parameter:

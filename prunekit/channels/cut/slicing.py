@@ -13,19 +13,29 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from prunekit.channels.channel_map import ChannelMap, Keep
 from prunekit.channels.cut.model_copy import named_tensors, with_tensors
+from prunekit.channels.depth.branch import WHOLE, Shortening
+from prunekit.channels.depth.shorter_model import shorten_
 from prunekit.channels.labels import Labels
 from prunekit.channels.rewrite.source_rewriter import Values, attribute_values, set_attributes
 from prunekit.channels.rewrite.substitutes import SizedAttention, heads_left, set_heads
 from prunekit.channels.rules.convolution import whole_groups
+from prunekit.channels.tracing.fused_modules import is_inside
 from prunekit.utils.context import training_mode
 
 KeptIndices = Mapping[str, tuple[Labels | None, ...]]
 
 
 def kept_indices(channel_map: ChannelMap, keep: Keep) -> dict[str, tuple[Labels | None, ...]]:
-    """Return, for every tensor that shrinks, the kept indices of every axis; None for an axis that stays whole."""
+    """Return, for every tensor that shrinks, the kept indices of every axis; None for an axis that stays whole.
+
+    Of a tensor that goes, as it is in a branch that does, no index along the first axis is kept.
+    """
     kept: dict[str, tuple[Labels | None, ...]] = {}
+    gone = channel_map.gone_tensors(keep)
     for name, axes in channel_map.labels.items():
+        if name in gone:
+            kept[name] = tuple(None if index else np.zeros(0, dtype=np.int64) for index in range(len(axes)))
+            continue
         chosen = [None if axis is None or keep[axis].all() else np.flatnonzero(keep[axis]) for axis in axes]
         if any(axis is not None for axis in chosen):
             kept[name] = tuple(chosen)
@@ -33,10 +43,14 @@ def kept_indices(channel_map: ChannelMap, keep: Keep) -> dict[str, tuple[Labels 
 
 
 def masked_indices(channel_map: ChannelMap, keep: Keep) -> dict[str, tuple[Labels | None, ...]]:
-    """Return the kept indices in a masked model, which leaves axes alone that it divides by the norm of."""
+    """Return the kept indices in a masked model, which leaves axes alone that it divides by the norm of.
+
+    Tensors without labels, such as whole numbers, stay as they are even where they go.
+    """
     kept = {
         name: tuple(None if (name, axis) in channel_map.divided else index for axis, index in enumerate(axes))
         for name, axes in kept_indices(channel_map, keep).items()
+        if any(labels is not None for labels in channel_map.labels[name])
     }
     return {name: axes for name, axes in kept.items() if any(index is not None for index in axes)}
 
@@ -85,7 +99,7 @@ def bare_widths(model: nn.Module, channel_map: ChannelMap, keep: Keep) -> dict[s
             labels = _width_of_bare(path, module, channel_map)
             if labels is not None:
                 widths[path] = int(np.count_nonzero(keep[labels]))
-    return widths
+    return channel_map.without_gone(keep, widths)
 
 
 def _width_of_bare(path: str, norm: nn.Module, channel_map: ChannelMap) -> Labels | None:
@@ -144,6 +158,7 @@ def narrow(
     kept: KeptIndices,
     widths: Mapping[str, int] | None = None,
     attributes: Values | None = None,
+    shorter: Shortening = WHOLE,
 ) -> nn.Module:
     """Return a new model with only the kept entries; the given model is not changed.
 
@@ -154,11 +169,14 @@ def narrow(
         kept: from `kept_indices`.
         widths: from `bare_widths`.
         attributes: from `attribute_values`.
+        shorter: what is left in place of branches that go.
     """
     source = {name: tensor.detach() for name, tensor in named_tensors(model)}
     everything = {name: cut(t, kept[name]) if name in kept else t.clone() for name, t in source.items()}
     compact = with_tensors(model, everything)
-    set_heads(compact, heads_left(model, kept))
+    shorten_(compact, shorter)
+    heads = heads_left(model, kept)
+    set_heads(compact, {path: left for path, left in heads.items() if not is_inside(path, shorter.modules)})
     resize(compact)
     set_bare_widths(compact, widths or {})
     set_attributes(compact, attributes or {})
@@ -167,7 +185,8 @@ def narrow(
 
 def narrowed(model: nn.Module, channel_map: ChannelMap, keep: Keep, kept: KeptIndices) -> nn.Module:
     """Return the narrow copy of a model under a plan, with the sizes that its trial found; `kept` as for `narrow`."""
-    return narrow(model, kept, bare_widths(model, channel_map, keep), attribute_values(model, channel_map, keep))
+    widths, attributes = bare_widths(model, channel_map, keep), attribute_values(model, channel_map, keep)
+    return narrow(model, kept, widths, attributes, channel_map.branches.shortening(keep))
 
 
 Resizer = Callable[[Any], None]

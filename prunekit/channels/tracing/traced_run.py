@@ -35,6 +35,32 @@ class TracedOperator:
     constraints: tuple[Constraint, ...] = ()  # those that its rule left
     module_call: ModuleCall | None = None  # the call of its module in which it ran
     reads: tuple[int, ...] = ()  # the numbers of the operators whose results it read; -1: the model's inputs
+    tensors: tuple[str, ...] = ()  # names of the parameters and buffers that it read
+
+
+@dataclass(frozen=True, slots=True)
+class TracedCall:
+    """One call of a module in a run.
+
+    Attributes:
+        path: of the module.
+        inputs: by argument, the number of the operator that made a tensor, -1 for one of the model's inputs; None for
+            an argument that is no single tensor.
+        outputs: the numbers of the operators that made the tensors that it returned.
+        place: where the first of them is in a tuple that it returned, and how many entries that has; None if it
+            returned a tensor.
+        first: number of the first operator in it.
+        end: number behind the last operator in it.
+        plain: whether all arguments but the first are None, and none is given by name.
+    """
+
+    path: str
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int, ...]
+    place: tuple[int, int] | None
+    first: int
+    end: int
+    plain: bool
 
 
 _SAME_VALUES = frozenset(f"aten.{name}" for name in ("clone", "_to_copy", "contiguous", "_unsafe_view", "as_strided_"))
@@ -71,6 +97,8 @@ class TracedRun:
         borrowed: paths of modules that read a tensor of another module, each with the path of that owner.
         alternatives: modules that ran besides, because others like them did.
         whole: expressions whose tensors, at least once, are not to be taken at stated positions.
+        module_calls: every call of a module, in the order in which they ended.
+        returned: numbers of the operators that made the model's outputs.
     """
 
     example: int
@@ -83,3 +111,5 @@ class TracedRun:
     borrowed: set[tuple[str, str]] = field(default_factory=set)
     alternatives: Alternatives = field(default_factory=dict)
     whole: set[RunningExpression] = field(default_factory=set)
+    module_calls: list[TracedCall] = field(default_factory=list)
+    returned: set[int] = field(default_factory=set)

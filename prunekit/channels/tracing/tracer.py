@@ -39,7 +39,7 @@ from prunekit.channels.tracing.made_axes import MadeAxes
 from prunekit.channels.tracing.meta_shapes import remember_numbers, run_on_meta
 from prunekit.channels.tracing.operator_mode import OperatorMode, without_randomness
 from prunekit.channels.tracing.storages import Storages, inner_of
-from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun, is_counted, signature
+from prunekit.channels.tracing.traced_run import TracedCall, TracedOperator, TracedRun, is_counted, signature
 from prunekit.errors import ModelError, PrunekitError, reason_of
 from prunekit.utils.context import same_draws, seeded, takes_gradients
 from prunekit.utils.display import listed
@@ -115,6 +115,8 @@ class LabelMode(OperatorMode):
         self.earlier = earlier.operators if earlier is not None else []
         self.storages = Storages()
         self.owners = owners(stack.model)
+        self.names = {id(tensor): name for name, tensor in named_tensors(stack.model)}
+        self._begun: list[tuple[int, tuple[int | None, ...], bool]] = []
 
     def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator, and let labels flow through it."""
@@ -122,6 +124,26 @@ class LabelMode(OperatorMode):
         out = without_randomness(name, run_on_meta(func, name, args, kwargs))  # as in the trial
         self._note(name, args, kwargs, out, counted=is_counted(func, name))
         return out
+
+    def begin(self, inputs: Any) -> None:
+        """Note the arguments with which a call of a module begins."""
+        args, named = inputs
+        made = tuple([self.made_by.get(id(arg)) for arg in args])
+        plain = not named and all(arg is None for arg in args[1:])
+        self._begun.append((len(self.run.operators), made, plain))
+
+    def end(self, path: str, output: Any) -> None:
+        """Record the call of a module that ends."""
+        first, made, plain = self._begun.pop()
+        outputs, place = self.makers(output), None
+        if isinstance(output, tuple):
+            tensors = [index for index, value in enumerate(output) if isinstance(value, torch.Tensor)]
+            place = (tensors[0] if tensors else 0, len(output))
+        self.run.module_calls.append(TracedCall(path, made, outputs, place, first, len(self.run.operators), plain))
+
+    def makers(self, value: Any) -> tuple[int, ...]:
+        """Return the numbers of the operators that made the tensors in a value."""
+        return tuple([self.made_by[id(tensor)] for tensor in gather(value) if id(tensor) in self.made_by])
 
     def opaque(self, name: str, tensors: tuple[torch.Tensor, ...], out: Any) -> None:
         """Let labels flow through a higher-order operator as a whole."""
@@ -162,8 +184,9 @@ class LabelMode(OperatorMode):
         place = self._place((before and takes_sizes(name, args)) or name in MADE)
         constraints = tuple(flow.constraints[earlier:])
         reads = tuple(dict.fromkeys([self.made_by[id(tensor)] for tensor in inputs if id(tensor) in self.made_by]))
+        own = tuple([self.names[id(tensor)] for tensor in inputs if id(tensor) in self.names])
         operator = TracedOperator(
-            name, flow.module, fields, before, counted, call, *place, constraints, self.stack.call, reads
+            name, flow.module, fields, before, counted, call, *place, constraints, self.stack.call, reads, own
         )
         self.made_by.update(dict.fromkeys(map(id, outs), len(self.run.operators)))
         self.run.operators.append(operator)
@@ -388,7 +411,7 @@ def _trace(
         if watch.was_read and both_modes:
             try:
                 with mode_for_trace(clone, True):
-                    _run(clone, inputs, replace(run, training=True, repeats=True, operators=[], borrowed=set()), trace)
+                    _run(clone, inputs, replace(run, training=True, repeats=True, operators=[], borrowed=set(), module_calls=[], returned=set()), trace)
             except Exception as error:  # inputs too small for an auxiliary head, targets that only training needs
                 if meta:
                     raise
@@ -447,6 +470,7 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: TracedRun, trace: Trac
     def leave(path: str, module: nn.Module, inputs: Any, output: Any) -> None:
         trace.norms.leave(path, module, inputs, output)
         note(path, "output", module, output)
+        mode.end(path, output)
 
     def run_other(module: nn.Module, args: Any, named: Any, output: Any) -> None:
         counted, flow.count_macs = flow.count_macs, False
@@ -457,6 +481,7 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: TracedRun, trace: Trac
 
     def enter(path: str, module: nn.Module, inputs: Any) -> None:
         note(path, "input", module, inputs)
+        mode.begin(inputs)
 
     stack = ModuleStack(clone, enter, leave, run.alternatives, run_other)
     flow.running = lambda: stack.paths
@@ -467,6 +492,7 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: TracedRun, trace: Trac
     with same_draws(clone), stack, torch.set_grad_enabled(run.gradients), plain_attention(), mode:
         for output in run.calls.outputs(clone, example):
             flow.operator, flow.call = "", None
+            run.returned.update(mode.makers((output, [tensor for _, tensor in run.calls.read.tensors(output)])))
             _lock_outputs(flow, run.calls, output, trace)
             flow.count_macs = False  # of the first call alone
     trace.calls.update({path: max(count, trace.calls.get(path, 0)) for path, count in stack.counts.items()})

@@ -247,7 +247,14 @@ def record_reference(
         ModelError: the model does not run.
     """
     narrow = channel_map.narrow(keep)
-    operators = {key: operator for key, operator in operators_by_key(run).items() if not is_inside(key[0], narrow)}
+    gone = channel_map.branches.gone(keep)
+    small = {path for branch in gone for path in branch.small}  # whose own operators run on less, or are others
+    away = [*narrow, *(path for branch in gone for path in branch.modules)]
+    operators = {
+        key: operator
+        for key, operator in operators_by_key(run).items()
+        if key[0] not in small and not is_inside(key[0], away)
+    }
     values: dict[OperatorKey, tuple[str, list[Any]]] = {}
     decisions: dict[OperatorKey, Decision] = {}
     numbers: dict[OperatorKey, Any] = {}

@@ -15,10 +15,18 @@ from torch import nn
 from prunekit.channels.channel_map import ChannelMap, Keep
 from prunekit.channels.constraints import LockRecord, Removal
 from prunekit.channels.cut.slicing import KeptIndices, kept_indices, masked_indices, narrowed
+from prunekit.channels.depth.branch import Branch, BranchLock
 from prunekit.channels.labels import Labels
-from prunekit.channels.map_builder import with_all_constraints, with_extra, with_sizes, without_expressions
+from prunekit.channels.map_builder import (
+    with_all_constraints,
+    with_extra,
+    with_sizes,
+    with_staying,
+    without_expressions,
+)
 from prunekit.channels.rewrite.source_rewriter import attribute_values, set_attributes
 from prunekit.channels.rules.pointwise import MADE
+from prunekit.channels.tracing.fused_modules import is_inside
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
 from prunekit.channels.trial.comparison import (
     Divergence,
@@ -154,6 +162,9 @@ def _settled(
         difference, found = trial.compare(compact)
         if found is None:
             return TrialResult(channel_map, keep, compact, difference)
+        if gone := channel_map.branches.gone(keep):
+            channel_map = with_staying(channel_map, _staying(gone, found[0]))
+            continue
         search = SizeSearch(model, compact, channel_map, keep, batches, scales, partial(trial.compare, compact), plain)
         sizes = search.after(found)
         if search.equal and _known(stricter := with_extra(channel_map, search.equal)) != known:
@@ -196,8 +207,18 @@ def _with_positions(choose: Callable[[ChannelMap], Keep], channel_map: ChannelMa
 
 
 def _known(channel_map: ChannelMap) -> tuple[int, ...]:
-    """Return counts that every trial changes in one direction: free labels, classes of labels, and sizes."""
-    return int(np.count_nonzero(channel_map.traced.final)), channel_map.n_labels, len(channel_map.sizes)
+    """Return counts that every trial changes in one direction: free labels, their classes, sizes, and branches."""
+    source = channel_map.traced
+    free = int(np.count_nonzero(source.final))
+    return free, channel_map.n_labels, len(channel_map.sizes), len(source.branches_stay)
+
+
+def _staying(gone: tuple[Branch, ...], divergence: Divergence) -> list[BranchLock]:
+    """Return a lock of the branch that is gone where models differ; if none is there, of all that are gone."""
+    where = divergence.module
+    around = [branch for branch in gone if is_inside(where, [branch.name]) or is_inside(branch.name, [where])]
+    found = around if where and around else gone
+    return [BranchLock(branch.name, f"without it the models differ: {divergence.detail}") for branch in found]
 
 
 def with_untraced_sizes(

@@ -1,0 +1,287 @@
+"""Branches: parts of a model beside a stream, which compute a constant once their own channels are gone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prunekit.channels.labels import Labels
+from prunekit.channels.tracing.fused_modules import is_inside
+
+Step = tuple[Any, ...]
+"""One step of a module's own code: a kind, what it runs, and the numbers of the values that it reads.
+
+`("call", path, value)` calls a child, `("add" | "mul", value, value)` two values, `("parameter", name)` reads one of the
+module's own, and `("function", name, arguments, value)` applies a function of one tensor. `("other",)` is anything else.
+"""
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """What stands in place of a module that goes.
+
+    Attributes:
+        module: its path.
+        constant: whether it returns the constant of its branch; else it returns its input, which nothing reads.
+        bias: the name, in the module, of the tensor that is the constant; None for zeros.
+        shape: of the constant, so that it broadcasts to the module's output; -1 where its entries lie.
+        place: where the tensor is in a tuple that the module returns, and how many entries that has; None if it returns
+            the tensor itself.
+    """
+
+    module: str
+    constant: bool = False
+    bias: str | None = None
+    shape: tuple[int, ...] = ()
+    place: tuple[int, int] | None = None
+
+    def as_json(self) -> list[Any]:
+        """Return the replacement as JSON values."""
+        place = None if self.place is None else list(self.place)
+        return [self.module, self.constant, self.bias, list(self.shape), place]
+
+    @classmethod
+    def from_json(cls, found: Any) -> Replacement:
+        """Return the replacement of JSON values; raises ValueError or TypeError if they are none."""
+        module, constant, bias, shape, place = found
+        if not isinstance(bias, str | None):
+            raise TypeError(f"expected the name of a tensor, got {bias!r}")
+        place = None if place is None else (int(place[0]), int(place[1]))
+        return cls(str(module), bool(constant), bias, tuple(map(int, shape)), place)
+
+
+@dataclass(frozen=True)
+class ModuleBody:
+    """The code of a module that loses a branch of its own, as steps.
+
+    Attributes:
+        module: its path.
+        steps: value 0 is its input, value i + 1 what step i computes.
+        result: the number of the value that it returns.
+    """
+
+    module: str
+    steps: tuple[Step, ...]
+    result: int
+
+    def as_json(self) -> list[Any]:
+        """Return the code as JSON values."""
+        return [self.module, [list(step) for step in self.steps], self.result]
+
+    @classmethod
+    def from_json(cls, found: Any) -> ModuleBody:
+        """Return the code of JSON values; raises ValueError or TypeError if they are none."""
+        module, steps, result = found
+        return cls(str(module), tuple(_step(step) for step in steps), int(result))
+
+
+@dataclass(frozen=True, eq=False)
+class Branch:
+    """A part of a model whose result is added to a stream, and which may go.
+
+    It goes if all channels inside it do: its result is then a constant, one number for each channel of the stream. It
+    stays if one of them does. In a masked model all weights of a branch that is gone are zero, but for that constant.
+
+    Attributes:
+        name: the path of the module that computes it, or of the one around all of its modules.
+        labels: of all channels inside it, in the numbering of the map.
+        presence: those of one of its groups.
+        parts: the labels of each of its groups.
+        last: labels of the channels that its last layer reads.
+        replacements: for every module that goes with it.
+        layers: names of the weights of its layers.
+        body: path of the module around it whose own code is replaced too; None if that runs as it is.
+        steps: numbers of the steps of that code which go.
+        small: paths of the modules whose own code runs on the constant, which is smaller than what it stands for.
+    """
+
+    name: str
+    labels: Labels
+    presence: Labels
+    parts: tuple[Labels, ...]
+    last: Labels
+    replacements: tuple[Replacement, ...]
+    layers: tuple[str, ...] = ()
+    body: str | None = None
+    steps: tuple[int, ...] = ()
+    small: tuple[str, ...] = ()
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Paths of the modules that go."""
+        return tuple(one.module for one in self.replacements)
+
+    @property
+    def constant(self) -> str | None:
+        """The name of the tensor that stays as the constant; None if that is zero."""
+        return next((f"{one.module}.{one.bias}" for one in self.replacements if one.bias is not None), None)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all but the labels as JSON values, and the number of groups."""
+        return {
+            "name": self.name,
+            "parts": len(self.parts),
+            "replacements": [one.as_json() for one in self.replacements],
+            "layers": list(self.layers),
+            "body": self.body,
+            "steps": list(self.steps),
+            "small": list(self.small),
+        }
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any], parts: tuple[Labels, ...], last: Labels) -> Branch:
+        """Return the branch of JSON values and labels."""
+        replacements = tuple(map(Replacement.from_json, found["replacements"]))
+        rest = {key: tuple(found[key]) for key in ("layers", "steps", "small")}
+        presence = min(parts, key=len)
+        name, body = found["name"], found["body"]
+        return cls(name, np.concatenate(parts), presence, parts, last, replacements, body=body, **rest)
+
+    def loses(self, name: str) -> bool:
+        """Return whether a tensor of the model goes with it."""
+        return name != self.constant and is_inside(name.rpartition(".")[0], self.modules)
+
+
+@dataclass(frozen=True)
+class BranchLock:
+    """A branch that stays, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Shortening:
+    """What a compact model has in place of the branches that are gone.
+
+    Attributes:
+        replacements: for every module that goes.
+        bodies: for every module whose own code is replaced, the steps that are left.
+    """
+
+    replacements: tuple[Replacement, ...] = ()
+    bodies: tuple[ModuleBody, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.replacements)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Paths of the modules that go."""
+        return tuple(one.module for one in self.replacements)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the shortening as JSON values."""
+        return {
+            "replacements": [one.as_json() for one in self.replacements],
+            "bodies": [one.as_json() for one in self.bodies],
+        }
+
+    @classmethod
+    def from_json(cls, found: Any) -> Shortening:
+        """Return the shortening of JSON values.
+
+        Raises:
+            ValueError: they are none.
+            TypeError: likewise.
+        """
+        if not isinstance(found, dict):
+            raise ValueError("expected an object with replacements and bodies")
+        replacements = tuple(map(Replacement.from_json, found["replacements"]))
+        return cls(replacements, tuple(map(ModuleBody.from_json, found["bodies"])))
+
+
+WHOLE = Shortening()
+"""Of a model that keeps all branches."""
+
+
+def _step(step: Any) -> Step:
+    """Return a step of JSON values, whose lists are tuples."""
+    return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in step)
+
+
+def shortening(branches: tuple[Branch, ...], bodies: Mapping[str, ModuleBody]) -> Shortening:
+    """Return what is left in place of branches.
+
+    Args:
+        branches: that are gone.
+        bodies: by the path of the module, the whole code of those that lose branches of their own.
+    """
+    gone: dict[str, set[int]] = {}
+    for branch in branches:
+        if branch.body is not None:
+            gone.setdefault(branch.body, set()).update(branch.steps)
+    left = tuple(_without(bodies[path], steps) for path, steps in gone.items())
+    return Shortening(tuple(one for branch in branches for one in branch.replacements), left)
+
+
+def _without(body: ModuleBody, gone: set[int]) -> ModuleBody:
+    """Return the code without some steps, and without those that nothing reads then, numbered again."""
+    used = {body.result}
+    for index in reversed(range(len(body.steps))):
+        if index + 1 in used and index not in gone:
+            used.update(read_by(body.steps[index]))
+    number, steps = {0: 0}, list[Step]()
+    for index, step in enumerate(body.steps):
+        if index not in gone and index + 1 in used:
+            steps.append(_renumbered(step, number))
+            number[index + 1] = len(steps)
+    return replace(body, steps=tuple(steps), result=number[body.result])
+
+
+def read_by(step: Step) -> tuple[int, ...]:
+    """Return the numbers of the values that a step reads."""
+    kind, *rest = step
+    if kind in ("add", "mul"):
+        return tuple(rest)
+    return (rest[-1],) if kind in ("call", "function") and rest[-1] is not None else ()
+
+
+def _renumbered(step: Step, number: Mapping[int, int]) -> Step:
+    """Return a step that reads values by other numbers; a call that reads what is gone is that of a constant."""
+    kind, *rest = step
+    if kind in ("add", "mul"):
+        return (kind, *(number[value] for value in rest))
+    if kind in ("call", "function"):
+        return (kind, *rest[:-1], number.get(rest[-1]))
+    return step
+
+
+@dataclass(frozen=True, eq=False)
+class Branches:
+    """All branches of a model: those that may go, the code around them, and those that stay.
+
+    A branch goes under a plan if the plan keeps none of its channels.
+
+    Attributes:
+        found: that may go.
+        bodies: the whole code of the modules that may lose branches of their own.
+        locks: of those that stay.
+    """
+
+    found: tuple[Branch, ...] = ()
+    bodies: Mapping[str, ModuleBody] = field(default_factory=dict)
+    locks: tuple[BranchLock, ...] = ()
+
+    def gone(self, keep: NDArray[np.bool_]) -> tuple[Branch, ...]:
+        """Return the branches that go under a plan, bool (n_labels,)."""
+        return tuple(branch for branch in self.found if not keep[branch.presence].any())
+
+    def tied(self, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return a choice in which a branch without channels in one of its groups has none in the others."""
+        keep = keep.copy()
+        for branch in self.found:
+            if not all(keep[part].any() for part in branch.parts):
+                keep[branch.labels] = False
+        return keep
+
+    def shortening(self, keep: NDArray[np.bool_]) -> Shortening:
+        """Return what a compact model has in place of the branches that are gone."""
+        return shortening(self.gone(keep), self.bodies)
+
+
+NO_BRANCHES = Branches()

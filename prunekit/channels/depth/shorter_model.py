@@ -1,0 +1,198 @@
+"""Shorter models: modules that go are replaced by a constant or by nothing, and code around them by what is left of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prunekit.channels.depth.branch import ModuleBody, Replacement, Shortening, Step
+
+FUNCTIONS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "relu silu gelu hardtanh hardswish hardsigmoid leaky_relu elu sigmoid tanh mish softplus clamp clamp_min "
+        "clamp_max neg abs square sqrt"
+    ).split()
+)
+"""Functions of one tensor that may be a step."""
+OUT_OF_PLACE = frozenset({"aten.add", "aten.mul"})
+
+
+class AbsentModule(nn.Module):
+    """Stands in place of a module that is gone: returns its first argument, which nothing reads.
+
+    Args:
+        place: where a tensor is in the tuple that the module returned, and its size; None if it returned a tensor.
+    """
+
+    def __init__(self, place: tuple[int, int] | None = None) -> None:
+        super().__init__()
+        self.place = place
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        """Return the first argument, among Nones where a tuple is expected."""
+        first = args[0] if args else next(iter(named.values()), None)
+        return in_place(first, self.place)
+
+    def extra_repr(self) -> str:
+        """Return nothing to see."""
+        return ""
+
+
+class ConstantModule(nn.Module):
+    """Stands in place of a branch that is gone: returns a constant, one number for each channel.
+
+    Args:
+        shape: of the constant, which broadcasts to the result of the branch.
+        source: the path, from here, of the parameter that is the constant; None for zeros.
+        place: as for `AbsentModule`.
+    """
+
+    def __init__(
+        self, shape: Sequence[int], source: str | None = None, place: tuple[int, int] | None = None
+    ) -> None:
+        super().__init__()
+        self.shape, self.source, self.place = tuple(shape), source, place
+        if source is None:
+            self.register_buffer("zero", torch.zeros(self.shape), persistent=False)
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        """Return the constant; arguments are not read."""
+        found: Any = self
+        for name in (self.source or "zero").split("."):
+            found = getattr(found, name)
+        return in_place(found.view(self.shape), self.place)
+
+    def extra_repr(self) -> str:
+        """Return the shape and the parameter."""
+        return f"shape={self.shape}, source={self.source!r}"
+
+
+class ShorterModule(nn.Module):
+    """Stands in place of a module that lost branches of its own: runs what is left of its code, step by step.
+
+    Its children, and the parameters that it reads itself, keep their names.
+
+    Args:
+        steps: see `prunekit.channels.depth.branch.Step`.
+        result: the number of the value that it returns.
+        original: name of the class that it replaces.
+    """
+
+    def __init__(self, steps: Sequence[Step], result: int, original: str) -> None:
+        super().__init__()
+        self.steps, self.result, self.original = tuple(steps), result, original
+
+    def forward(self, x: Tensor, *_: Any) -> Tensor:
+        """Run the steps; arguments after the first were None in the original."""
+        values: list[Any] = [x]
+        for kind, *rest in self.steps:
+            if kind == "call":
+                child = self.get_submodule(rest[0])
+                values.append(child() if rest[1] is None else child(values[rest[1]]))
+            elif kind == "add":
+                values.append(values[rest[0]] + values[rest[1]])
+            elif kind == "mul":
+                values.append(values[rest[0]] * values[rest[1]])
+            elif kind == "parameter":
+                values.append(self.get_parameter(rest[0]))
+            else:
+                values.append(_function(rest[0])(values[rest[2]], *rest[1]))
+        found: Tensor = values[self.result]
+        return found
+
+    def extra_repr(self) -> str:
+        """Return the class that it replaces."""
+        return f"in place of {self.original}"
+
+
+def in_place(value: Any, place: tuple[int, int] | None) -> Any:
+    """Return a value where it is expected in a tuple; as it is if none is expected."""
+    if place is None:
+        return value
+    return tuple(value if index == place[0] else None for index in range(place[1]))
+
+
+def _function(name: str) -> Any:
+    if name not in FUNCTIONS:
+        raise ValueError(f"{name!r} is no function of a step")
+    return getattr(torch.ops.aten, name.removeprefix("aten."))
+
+
+def shorten_(model: nn.Module, wanted: Shortening) -> None:
+    """Replace the modules that go, and the code around them, in place.
+
+    The constants are tensors that the model has.
+
+    Args:
+        model: with all of its modules.
+        wanted: what is left in their place.
+
+    Raises:
+        AttributeError: the model has no such module or tensor.
+        ValueError: a step is none.
+    """
+    for one in wanted.replacements:
+        set_submodule(model, one.module, _replacement(model.get_submodule(one.module), one))
+    for body in wanted.bodies:
+        set_submodule(model, body.module, _shorter(model.get_submodule(body.module), body))
+
+
+def set_submodule(model: nn.Module, path: str, module: nn.Module) -> None:
+    """Put a module in place of another."""
+    parent, _, name = path.rpartition(".")
+    model.get_submodule(parent)._modules[name] = module
+
+
+def _replacement(module: nn.Module, one: Replacement) -> nn.Module:
+    if not one.constant:
+        made: nn.Module = AbsentModule(one.place)
+    else:
+        made = ConstantModule(one.shape, one.bias, one.place)
+        if one.bias is not None:
+            _adopt(made, one.bias, module.get_parameter(one.bias))
+        else:
+            made = made.to(_like(module))
+    return made.train(module.training)
+
+
+def _like(module: nn.Module) -> Tensor:
+    """Return a tensor whose device and type a module has."""
+    own = (tensor for tensor in module.parameters() if tensor.is_floating_point())
+    return next(own, torch.zeros(()))
+
+
+def _adopt(holder: nn.Module, path: str, parameter: nn.Parameter) -> None:
+    """Give a module a parameter at a path, with empty modules on the way."""
+    *around, name = path.split(".")
+    for part in around:
+        holder._modules[part] = inner = nn.Module()
+        holder = inner
+    holder.register_parameter(name, parameter)
+
+
+def _shorter(module: nn.Module, body: ModuleBody) -> nn.Module:
+    """Return what is left of a module, with the children and parameters that it still uses."""
+    made = ShorterModule(body.steps, body.result, type(module).__name__)
+    for kind, *rest in body.steps:
+        if kind == "call":
+            _adopt_module(made, rest[0], module.get_submodule(rest[0]))
+        elif kind == "parameter":
+            made.register_parameter(rest[0], module.get_parameter(rest[0]))
+        elif kind == "function":
+            _function(rest[0])
+        elif kind not in ("add", "mul"):
+            raise ValueError(f"{kind!r} is no step")
+    return made.train(module.training)
+
+
+def _adopt_module(holder: nn.Module, path: str, child: nn.Module) -> None:
+    *around, name = path.split(".")
+    for part in around:
+        if part not in holder._modules:
+            holder._modules[part] = nn.Module()
+        holder = holder.get_submodule(part)
+    holder._modules[name] = child
