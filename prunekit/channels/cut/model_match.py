@@ -10,6 +10,7 @@ from torch import nn
 
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.cut.model_copy import named_tensors
+from prunekit.channels.tracing.fused_modules import is_inside
 from prunekit.errors import PlanError, nearest
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -97,8 +98,10 @@ def _misfit(channel_map: ChannelMap, model: nn.Module, shapes: Shapes, what: str
         may_lack = owner is not None and not _is_torchs(owner) and _is_fixed_buffer(channel_map, name)
         if name not in found and not may_lack:
             return f"{what} knows {name!r} of shape {shape}, which this model does not have; {nearest(name, found)}"
+    gone = [branch for branch in channel_map.branches.found if not any(map(branch.loses, shapes))]
+    parts = [path for branch in gone for path in (*branch.modules, *([] if branch.body is None else [branch.body]))]
     for path in (*channel_map.norms, *channel_map.blocks, *(size.module for size in channel_map.sizes)):
-        if path not in modules:
+        if path not in modules and not is_inside(path, parts):
             return f"{what} knows a module {path!r}, which this model does not have; {nearest(path, modules)}"
     return ""
 

@@ -46,11 +46,11 @@ class _Stays(Exception):
 
 @dataclass(frozen=True, eq=False)
 class _Candidate:
-    """A summand that only one sum reads, and all that is computed for it alone.
+    """A summand that only one sum reads, and all that is computed for it alone, in all passes of a run.
 
     Attributes:
-        join: number of the sum.
-        end: number of the operator that made the summand.
+        join: number of the sum in the first pass.
+        end: number of the operator that made the summand there.
         inside: numbers of the operators whose results nothing else reads.
     """
 
@@ -113,32 +113,48 @@ class _Search:
         for number, operator in enumerate(run.operators):
             for name in operator.tensors:
                 self.uses[name].add(number)
-        self.others = {name for other in channel_map.traced.trace.runs[1:] if not other.repeats
-                       for operator in other.operators for name in operator.tensors}  # fmt: skip
+        self.others = defaultdict[str, set[str]](set)
+        for other in channel_map.traced.trace.runs[1:]:
+            for operator in () if other.repeats else other.operators:
+                for name in operator.tensors:
+                    self.others[name].add(operator.module)
+        self.passes = [call for call in run.module_calls if not call.path]
         self.calls = Counter(call.path for call in run.module_calls)
-        self.call_of = {call.path: call for call in run.module_calls}
+        self.call_of = {call.path: call for call in reversed(run.module_calls)}  # the first of each
 
     def candidates(self) -> Iterator[_Candidate]:
         """Yield the summands that layers compute for one sum alone; of two in one sum, that with more layers."""
-        found = dict[int, list[_Candidate]]()
-        for number, operator in enumerate(self.operators):
-            shapes = [value for value in operator.call[0] if _is_shape(value)]
-            if operator.name not in SUMS or len(operator.reads) != 2 or shapes[0] != shapes[-1]:
-                continue
-            for end in operator.reads:
-                if end >= 0 and end not in self.run.returned and self.consumers[end] == [number]:
-                    inside = self._cone(end)
-                    if any(self.operators[one].name in COUNTED for one in inside):
-                        found.setdefault(number, []).append(_Candidate(number, end, inside))
-        for several in found.values():
-            yield max(several, key=lambda one: self._weight(one.inside))
+        for sums in self._sums():
+            found = [_Candidate(sums[0], ends[0], self._cone(ends)) for side in range(2)
+                     if (ends := [self.operators[one].reads[side] for one in sums])
+                     and all(self._only_for(end, one) for end, one in zip(ends, sums, strict=True))]  # fmt: skip
+            found = [one for one in found if self._weight(one.inside)]
+            if found:
+                yield max(found, key=lambda one: self._weight(one.inside))
+
+    def _sums(self) -> Iterator[list[int]]:
+        """Yield the sums of two results of one shape: the same sum in every pass of the run."""
+        found = defaultdict[tuple[str, int], list[int]](list)
+        for one in self.passes:
+            counts = Counter[str]()
+            for number in range(one.first, one.end):
+                operator = self.operators[number]
+                shapes = [value for value in operator.call[0] if _is_shape(value)]
+                if operator.name in SUMS and len(operator.reads) == 2 and shapes[0] == shapes[-1]:
+                    counts[operator.module] += 1
+                    found[operator.module, counts[operator.module]].append(number)
+        return (same for same in found.values() if len(same) == len(self.passes))
+
+    def _only_for(self, end: int, number: int) -> bool:
+        """Return whether nothing but one operator reads the result of another."""
+        return end >= 0 and end not in self.run.returned and self.consumers[end] == [number]
 
     def _weight(self, inside: Iterable[int]) -> int:
         return sum(self.operators[one].name in COUNTED for one in inside)
 
-    def _cone(self, end: int) -> frozenset[int]:
-        """Return the operators whose results are read for one operator's result alone, with that operator."""
-        inside, waiting = {end}, [-read for read in self.operators[end].reads if read >= 0]
+    def _cone(self, ends: Sequence[int]) -> frozenset[int]:
+        """Return the operators whose results are read for some results alone, with those that made these."""
+        inside, waiting = set(ends), [-read for end in ends for read in self.operators[end].reads if read >= 0]
         heapq.heapify(waiting)
         while waiting:  # the last first: all that read a result come behind it
             number = -heapq.heappop(waiting)
@@ -226,7 +242,8 @@ class _BranchBuilder:
             raise _Stays("what it computes does not depend on its own channels alone")
         chain = self._chain()
         bias, tail = self._constant_of(chain)
-        body = set(self.inside) - set(tail)
+        first = self.search.passes[0]
+        body = {one for one in self.inside if first.first <= one < first.end} - set(tail)
         plain_tail = {one for one in tail if operators[one].name in VIEWS}
         gone = self._modules(body, plain_tail)
         last = next(one for one in reversed(chain) if one in body)  # the first behind what vanished
@@ -271,18 +288,15 @@ class _BranchBuilder:
                 if computed:
                     raise _Stays("its constant is a sum of several")
                 return chain
-            if len(computed) != 1:
-                chain += self._over_a_module(chain[-1])
-            else:
-                chain.append(computed[0])
+            chain = [*chain, computed[0]] if len(computed) == 1 else self._over_a_module(chain)
 
-    def _over_a_module(self, number: int) -> list[int]:
-        """Return the operator that the module read whose result an operator is, as of a norm made of several."""
+    def _over_a_module(self, chain: list[int]) -> list[int]:
+        """Return a chain that passes over the module in which it forks, as over a norm made of several operators."""
         for call in self.search.run.module_calls:
-            if call.outputs[:1] == (number,) and call.first <= number < call.end:
+            if call.first <= chain[-1] < call.end and call.outputs[:1] and call.outputs[0] in chain:
                 made = call.inputs[0] if call.inputs else None
                 if made is not None and made in self.constant and self._depends(made):
-                    return [made]
+                    return [*chain[: chain.index(call.outputs[0]) + 1], made]
         raise _Stays("its constant is computed in several ways")
 
     @cached_property
@@ -306,7 +320,7 @@ class _BranchBuilder:
             operator = self.operators[number]
             bias = next((name for name in operator.tensors if _is_bias(name)), None)
             if bias is not None and operator.name in AFFINE:
-                if self.search.uses[bias] != {number}:
+                if self._reads_in_a_pass(bias) != {number}:
                     raise _Stays("its bias is also used elsewhere")
                 return bias, tail
             if bias is None and self._may_follow(operator):
@@ -317,10 +331,15 @@ class _BranchBuilder:
             return None, [one for one in tail if self.operators[one].name in VIEWS]
         return None, [one for one in tail if self.operators[one].name in VIEWS]
 
+    def _reads_in_a_pass(self, name: str) -> set[int]:
+        """Return the operators of the first pass that read a tensor, and those of others that are not this branch's."""
+        first = self.search.passes[0]
+        return {one for one in self.search.uses[name] if one < first.end or one not in self.inside}
+
     def _may_follow(self, operator: TracedOperator) -> bool:
         """Return whether an operator may run on a constant that is as small as its channels."""
-        own = operator.tensors
-        return operator.name in VIEWS or operator.name in FUNCTIONS or (operator.name in SCALED and len(own) <= 1)
+        scaled = operator.name in SCALED and len(operator.tensors) == 1
+        return operator.name in VIEWS or scaled or _is_function(operator)
 
     def _owner(self, bias: str | None, last: int) -> str:
         return self.operators[last].module if bias is None else bias.rpartition(".")[0]
@@ -331,16 +350,20 @@ class _BranchBuilder:
         found = list[str]()
         for call in sorted(self.search.run.module_calls, key=lambda one: one.path.count(".")):
             path = call.path
-            if not path or is_inside(path, found) or self.search.calls[path] != 1 or call.first == call.end:
+            passes = len(self.search.passes)
+            if not path or is_inside(path, found) or self.search.calls[path] != passes or call.first == call.end:
+                continue
+            if call is not self.search.call_of[path]:
                 continue
             own = set(range(call.first, call.end))
             if not body & own or not own - allowed <= self._idle(own - allowed, allowed):
                 continue
             names = [name for name in chart.shapes if is_inside(name.rpartition(".")[0], [path])]
-            if names and all(self.search.uses[name] <= allowed | own and self._alone(name) for name in names):
+            read = (self._reads_in_a_pass(name) <= allowed | own for name in names)
+            users = (user for name in names for user in self.search.others[name])
+            if names and all(read) and all(is_inside(user, [path]) for user in users):
                 found.append(path)
-        order = {call.path: call.first for call in self.search.run.module_calls}
-        return sorted(found, key=lambda path: order[path])
+        return sorted(found, key=lambda path: self.search.call_of[path].first)
 
     def _idle(self, numbers: set[int], allowed: set[int]) -> set[int]:
         """Return which operators compute nothing that is read, except by those of the branch."""
@@ -350,10 +373,6 @@ class _BranchBuilder:
             if number not in self.search.run.returned and all(one in allowed or one in found for one in readers):
                 found.add(number)
         return found
-
-    def _alone(self, name: str) -> bool:
-        """Return whether the tensors' names in other runs are no concern: this run has them too."""
-        return name not in self.search.others or bool(self.search.uses[name])
 
     def _replaced(self, path: str, constant: bool, bias: str | None, chain: list[int]) -> Replacement:
         call = self.search.call_of[path]
@@ -401,7 +420,8 @@ class _BranchBuilder:
         """Return the branch with the steps that go from the code of the module around it, and all of that code."""
         path = self.search._around([*gone, self.operators[self.join].module])
         call = self.search.call_of.get(path)
-        if not path or call is None or self.search.calls[path] != 1 or not call.first <= self.join < call.end:
+        passes = len(self.search.passes)
+        if not path or call is None or self.search.calls[path] != passes or not call.first <= self.join < call.end:
             raise _Stays("the code around it cannot be written as steps")
         code = _body_of(self.search, call)
         holder = next(one.module for one in branch.replacements if one.constant)
@@ -425,7 +445,9 @@ class _BranchBuilder:
         if number.get(code.result) is None or number[code.result] in lost:
             raise _Stays("the module around it returns something else")
         whole = ModuleBody(path, tuple(steps), number[code.result])
-        return replace(branch, name=path, body=path, steps=tuple(dead), small=(*branch.small, path)), whole
+        shared = (f"{path}.{steps[index][1]}" for index in dead if steps[index][0] in ("call", "other"))
+        small = dict.fromkeys([*branch.small, path, *(one for one in shared if not is_inside(one, gone))])
+        return replace(branch, name=path, body=path, steps=tuple(dead), small=tuple(small)), whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -488,8 +510,8 @@ def _own_step(operator: TracedOperator, made: Mapping[int, int], steps: list[Ste
     if any(value is None for value in values):
         return other
     args, named, _ = operator.call
-    if name in FUNCTIONS and len(values) == 1 and not operator.tensors and not _tensors_in(args[1:]):
-        return other if named else ("function", name, tuple(args[1:]), values[0])
+    if _is_function(operator):
+        return ("function", name, tuple(args[1:]), values[0])
     if name in ("aten.add", "aten.mul") and not named and len(args) == 2:
         if len(values) == 2 and not operator.tensors:
             return (name.removeprefix("aten."), *values)
@@ -511,8 +533,11 @@ def _is_shape(value: Any) -> bool:
     return isinstance(value, torch.Size)
 
 
-def _tensors_in(values: Iterable[Any]) -> bool:
-    return any(_is_shape(value) for value in values)
+def _is_function(operator: TracedOperator) -> bool:
+    """Return whether an operator is a function of one tensor, and of numbers, that may be a step."""
+    args, named, _ = operator.call
+    known = operator.name.removesuffix("_") in FUNCTIONS and len(operator.reads) == 1 and not operator.tensors
+    return known and not named and _is_shape(args[0]) and not any(map(_is_shape, args[1:]))
 
 
 def _moved_axis(operator: TracedOperator, axis: int) -> int:

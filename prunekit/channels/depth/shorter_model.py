@@ -14,11 +14,10 @@ FUNCTIONS = frozenset(
     f"aten.{name}"
     for name in (
         "relu silu gelu hardtanh hardswish hardsigmoid leaky_relu elu sigmoid tanh mish softplus clamp clamp_min "
-        "clamp_max neg abs square sqrt"
+        "clamp_max neg abs square sqrt add sub mul div transpose permute"
     ).split()
 )
-"""Functions of one tensor that may be a step."""
-OUT_OF_PLACE = frozenset({"aten.add", "aten.mul"})
+"""Functions of one tensor, and of numbers, that may be a step."""
 
 
 class AbsentModule(nn.Module):
@@ -56,13 +55,14 @@ class ConstantModule(nn.Module):
     ) -> None:
         super().__init__()
         self.shape, self.source, self.place = tuple(shape), source, place
-        if source is None:
-            self.register_buffer("zero", torch.zeros(self.shape), persistent=False)
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        """Return the constant; arguments are not read."""
+        """Return the constant; arguments tell the type and the device of zeros."""
+        if self.source is None:
+            tensor = next(one for one in (*args, *named.values()) if isinstance(one, Tensor))
+            return in_place(tensor.new_zeros(self.shape), self.place)
         found: Any = self
-        for name in (self.source or "zero").split("."):
+        for name in self.source.split("."):
             found = getattr(found, name)
         return in_place(found.view(self.shape), self.place)
 
@@ -98,7 +98,7 @@ class ShorterModule(nn.Module):
             elif kind == "mul":
                 values.append(values[rest[0]] * values[rest[1]])
             elif kind == "parameter":
-                values.append(self.get_parameter(rest[0]))
+                values.append(getattr(self, rest[0]))
             else:
                 values.append(_function(rest[0])(values[rest[2]], *rest[1]))
         found: Tensor = values[self.result]
@@ -154,15 +154,7 @@ def _replacement(module: nn.Module, one: Replacement) -> nn.Module:
         made = ConstantModule(one.shape, one.bias, one.place)
         if one.bias is not None:
             _adopt(made, one.bias, module.get_parameter(one.bias))
-        else:
-            made = made.to(_like(module))
     return made.train(module.training)
-
-
-def _like(module: nn.Module) -> Tensor:
-    """Return a tensor whose device and type a module has."""
-    own = (tensor for tensor in module.parameters() if tensor.is_floating_point())
-    return next(own, torch.zeros(()))
 
 
 def _adopt(holder: nn.Module, path: str, parameter: nn.Parameter) -> None:
@@ -175,24 +167,21 @@ def _adopt(holder: nn.Module, path: str, parameter: nn.Parameter) -> None:
 
 
 def _shorter(module: nn.Module, body: ModuleBody) -> nn.Module:
-    """Return what is left of a module, with the children and parameters that it still uses."""
+    """Return what is left of a module, with all of its children and tensors but those that are gone."""
     made = ShorterModule(body.steps, body.result, type(module).__name__)
     for kind, *rest in body.steps:
         if kind == "call":
-            _adopt_module(made, rest[0], module.get_submodule(rest[0]))
+            module.get_submodule(rest[0])
         elif kind == "parameter":
-            made.register_parameter(rest[0], module.get_parameter(rest[0]))
+            module.get_parameter(rest[0])
         elif kind == "function":
             _function(rest[0])
         elif kind not in ("add", "mul"):
             raise ValueError(f"{kind!r} is no step")
-    return made.train(module.training)
-
-
-def _adopt_module(holder: nn.Module, path: str, child: nn.Module) -> None:
-    *around, name = path.split(".")
-    for part in around:
-        if part not in holder._modules:
-            holder._modules[part] = nn.Module()
-        holder = holder.get_submodule(part)
-    holder._modules[name] = child
+    children = {name: child for name, child in module._modules.items() if not isinstance(child, AbsentModule)}
+    made._modules.update(children)
+    made._parameters.update(module._parameters)
+    made._buffers.update(module._buffers)
+    made._non_persistent_buffers_set |= module._non_persistent_buffers_set
+    made.training = module.training
+    return made

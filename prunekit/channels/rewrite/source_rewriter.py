@@ -45,7 +45,8 @@ Values = dict[str, dict[str, Any]]
 
 def attribute_values(model: nn.Module, channel_map: ChannelMap, keep: Keep) -> Values:
     """Return the values under a plan of the sizes that its trial found; `model` is the dense one."""
-    return channel_map.without_gone(keep, values_of(model, channel_map.sizes, keep))
+    there = channel_map.without_gone(keep, {size.module: size for size in channel_map.sizes})
+    return values_of(model, [size for size in channel_map.sizes if size.module in there], keep)
 
 
 def values_of(model: nn.Module, sizes: Sequence[SizeAttribute], keep: Keep) -> Values:

@@ -492,7 +492,7 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: TracedRun, trace: Trac
     with same_draws(clone), stack, torch.set_grad_enabled(run.gradients), plain_attention(), mode:
         for output in run.calls.outputs(clone, example):
             flow.operator, flow.call = "", None
-            run.returned.update(mode.makers((output, [tensor for _, tensor in run.calls.read.tensors(output)])))
+            run.returned.update(mode.makers([tensor for _, tensor in run.calls.read.tensors(output)]))
             _lock_outputs(flow, run.calls, output, trace)
             flow.count_macs = False  # of the first call alone
     trace.calls.update({path: max(count, trace.calls.get(path, 0)) for path, count in stack.counts.items()})

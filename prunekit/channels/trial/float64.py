@@ -14,6 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from prunekit.channels.cut.model_copy import has_gradients, named_tensors, with_tensors
+from prunekit.channels.depth.shorter_model import ConstantModule
 from prunekit.channels.cut.slicing import KeptIndices, blank
 from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator
 from prunekit.channels.tracing.storages import is_plain
@@ -227,9 +228,10 @@ class Float64WhileRunning(HookOwner):
         for path in self._whole:
             used[path] = list(modules[path].modules())
         for path, owner in self._borrowed:
-            used[path].append(modules[owner])
+            if path in modules and owner in modules:  # branches that are gone are not there
+                used[path].append(modules[owner])
         for path, module in modules.items():
-            if isinstance(module, torch.jit.ScriptModule):  # its parts run without their hooks
+            if isinstance(module, (torch.jit.ScriptModule, ConstantModule)):  # its parts run without their hooks
                 used[path] = list(module.modules())
         for path, module in modules.items():
             tables = [table for one in used[path] for table in (one._parameters, one._buffers)]

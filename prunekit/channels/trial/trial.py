@@ -162,24 +162,36 @@ def _settled(
         difference, found = trial.compare(compact)
         if found is None:
             return TrialResult(channel_map, keep, compact, difference)
-        if gone := channel_map.branches.gone(keep):
-            channel_map = with_staying(channel_map, _staying(gone, found[0]))
-            continue
+        gone = channel_map.branches.gone(keep)
+        if gone:  # is it they that differ, or something else with them?
+            keep = channel_map.completed(_with_branches(keep, gone))
+            compact = narrowed(model, channel_map, keep, kept_indices(channel_map, keep))
+            trial, why = _PlanOnTrial(model, masked_indices(channel_map, keep), channel_map, keep, examples), found[0]
+            difference, found = trial.compare(compact)
+            if found is None:
+                channel_map = with_staying(channel_map, _staying(gone, why))
+                continue
         search = SizeSearch(model, compact, channel_map, keep, batches, scales, partial(trial.compare, compact), plain)
         sizes = search.after(found)
         if search.equal and _known(stricter := with_extra(channel_map, search.equal)) != known:
             channel_map = stricter
             continue
         channel_map = with_sizes(channel_map, sizes)
-        if search.difference is not None:
+        if search.difference is not None and not gone:
             set_attributes(compact, attribute_values(model, channel_map, keep))
             return TrialResult(channel_map, keep, compact, search.difference)
         if not sizes:
             difference, found = trial.compare(compact, copies=True)
+            if found is None and gone:
+                channel_map = with_staying(channel_map, _staying(gone, why))
+                continue
             if found is None:
                 return TrialResult(channel_map, keep, compact, difference)
             divergence, run = found
             elsewhere = trial.elsewhere(divergence, compact)
+            if elsewhere is not None and gone:
+                channel_map = with_staying(channel_map, _staying(gone, why))
+                continue
             if elsewhere is not None:
                 return TrialResult(channel_map, keep, compact, elsewhere)
             kind = (type(model.get_submodule(divergence.module)), *divergence.key[1:])
@@ -211,6 +223,14 @@ def _known(channel_map: ChannelMap) -> tuple[int, ...]:
     source = channel_map.traced
     free = int(np.count_nonzero(source.final))
     return free, channel_map.n_labels, len(channel_map.sizes), len(source.branches_stay)
+
+
+def _with_branches(keep: Keep, gone: tuple[Branch, ...]) -> Keep:
+    """Return a plan with all channels of some branches."""
+    keep = keep.copy()
+    for branch in gone:
+        keep[branch.labels] = True
+    return keep
 
 
 def _staying(gone: tuple[Branch, ...], divergence: Divergence) -> list[BranchLock]:
