@@ -67,7 +67,24 @@ def entries(channel_map: ChannelMap, name: str) -> Term:
     """Count the entries of a tensor of the model."""
     axes = list(zip(channel_map.shapes[name], channel_map.labels[name], strict=True))
     whole = np.prod([size for size, labels in axes if labels is None], dtype=np.float64)
-    return Term(float(whole), tuple(labels for _, labels in axes if labels is not None))
+    factors = tuple(labels for _, labels in axes if labels is not None)
+    lost = any(branch.loses(name) for branch in channel_map.branches.found)
+    present = presence(channel_map, name.rpartition(".")[0], factors) if lost else ()
+    return Term(float(whole), factors, spans=present)
+
+
+def presence(channel_map: ChannelMap, module: str, factors: Sequence[Labels] = ()) -> tuple[Span, ...]:
+    """Return the condition that a module is there, as a span of widths; none if it stays, or if a factor tells.
+
+    Args:
+        channel_map: of the model.
+        module: its path.
+        factors: of a term, in the numbering of the map: without the module one of them has no label left.
+    """
+    labels = channel_map.present_with(module)
+    if labels is None or any(np.isin(factor, labels).all() for factor in factors):
+        return ()
+    return (Span(labels, 1, np.inf),)
 
 
 def _counted(width: Any, step: Any, low: Any, high: Any, as_one: Any) -> Any:
@@ -136,8 +153,8 @@ class CostModel:
 
     @property
     def non_monotonic(self) -> bool:
-        """True if terms have spans, so that costs may fall as widths grow."""
-        return bool(self.counting[3].any())
+        """True if terms have spans that end, so that costs may fall as widths grow."""
+        return bool((self.counting[3] * np.isfinite(self.counting[2])).any())
 
     def breakpoints(self, sizes: Sequence[int]) -> list[set[int]]:
         """Return the counts of each part at which a span begins or ends, if it depends on no other part.
@@ -147,7 +164,7 @@ class CostModel:
         """
         found: list[set[int]] = [set() for _ in sizes]
         several = np.diff(np.append(self.starts, self.at.size))
-        for width in np.flatnonzero((self.counting[3] > 0) & (several == 1)):
+        for width in np.flatnonzero((self.counting[3] > 0) & (self.counting[1] > 1) & (several == 1)):
             lookup = self.starts[width]
             part = self.parts[0, lookup]
             if not self.strides[1:, lookup].any():
@@ -164,7 +181,8 @@ class CostModel:
         places = self.at + sum(flat[:, part] * stride for part, stride in zip(self.parts, self.strides, strict=True))
         kept = self.tables[places]
         widths = self.fixed + np.add.reduceat(kept, self.starts, axis=1)
-        widths = _counted(widths, *self.counting) if self.non_monotonic else round_up(widths, self.counting[0])
+        spans = self.counting[3].any()
+        widths = _counted(widths, *self.counting) if spans else round_up(widths, self.counting[0])
         widths = np.concatenate([widths, np.ones_like(widths[:, :1])], axis=1)
         products = widths[:, self.factors].prod(axis=2)
         result: Numbers = np.rint(products @ self.constants + self.base)

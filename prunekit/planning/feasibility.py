@@ -16,10 +16,11 @@ from prunekit.errors import PlanError, UsageError
 from prunekit.planning.budgets.limits import Budgets, budgets_of
 from prunekit.planning.candidates import UNBOUNDED, GroupPart, PlanBounds, Scores, free_parts
 from prunekit.planning.costs import Numbers
+from prunekit.planning.depth_search import all_that_may_go, blocks_of, without_blocks
 from prunekit.planning.latency_table import LatencyTable
 from prunekit.settings.prune import BudgetSettings, PruneSettings, budget_names, facts_of
 
-LIMITS = ("ignore", "ratios", "min_channels", "round_to")
+LIMITS = ("ignore", "ratios", "min_channels", "round_to", "min_blocks", "depth")
 SWEEPS = 4
 """Passes over all parts in the search for the fastest plan, where it need not be the narrowest."""
 
@@ -122,7 +123,7 @@ def require_unmeasured_met(channel_map: ChannelMap, settings: PruneSettings) -> 
     wanted = replace(settings, budget=_without(settings, timed))
     if wanted.budget.given:
         scores = np.zeros(channel_map.n_labels)
-        parts = require_free_parts(channel_map, scores, wanted)
+        parts = _least_parts(channel_map, scores, wanted)
         require_met(channel_map, scores, parts, budgets_of(channel_map, parts, wanted), wanted)
 
 
@@ -134,9 +135,15 @@ def least_possible(
     Raises:
         PlanError: nothing is free, or a glob matches no module.
     """
-    parts = require_free_parts(channel_map, np.zeros(channel_map.n_labels), settings)
+    parts = _least_parts(channel_map, np.zeros(channel_map.n_labels), settings)
     budgets = budgets_of(channel_map, parts, settings, latency)
     return dict(zip(budgets.names, _least_possible(parts, budgets).tolist(), strict=True))
+
+
+def _least_parts(channel_map: ChannelMap, scores: Scores, settings: PruneSettings) -> list[GroupPart]:
+    """Return the parts that a plan may prune, those of all blocks that may go without channels."""
+    parts = require_free_parts(channel_map, scores, settings)
+    return without_blocks(parts, all_that_may_go(blocks_of(channel_map, parts, scores, settings), settings))
 
 
 def _least_possible(parts: list[GroupPart], budgets: Budgets) -> Numbers:
@@ -174,7 +181,7 @@ def _conflicts(
     for limit, change in without.items():
         relaxed = replace(settings, **change)
         if relaxed != settings:
-            parts = free_parts(channel_map, scores, relaxed)
+            parts = _least_parts(channel_map, scores, relaxed)
             budgets = budgets_of(channel_map, parts, relaxed, latency)
             least = float(_least_possible(parts, budgets)[budgets.names.index(name)])
             if least <= asked:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from prunekit.errors import UsageError, nearest, require_kind
 from prunekit.known_names import BUDGETS, CRITERIA
 from prunekit.settings.pattern import UNSTRUCTURED, PatternSettings
-from prunekit.settings.prune import BudgetSettings, PruneSettings, Scope, Target, budget_names
+from prunekit.settings.prune import BudgetSettings, Depth, PruneSettings, Scope, Target, budget_names
 from prunekit.utils.inputs import described
 
 Where = str | nn.Module | type[nn.Module]
@@ -43,6 +43,8 @@ def prune_settings(
     ignore: Where | Iterable[Where] = (),
     ratios: Mapping[Any, float] | None = None,
     plain_classes: bool = False,
+    depth: Depth | None = None,
+    min_blocks: int = 0,
     pattern: str | PatternSettings | None = None,
     sparsity: float | None = None,
     **budgets: float | None,
@@ -67,6 +69,8 @@ def prune_settings(
         "ignore": tuple(globs_in(model, ignore, "ignore")) or None,
         "ratios": _ratios(model, ratios) or None,
         "plain_classes": plain_classes or None,
+        "depth": depth,
+        "min_blocks": min_blocks or None,
         "pattern": pattern_settings(pattern, sparsity),
     }
     given = {name: value for name, value in given.items() if value is not None}

@@ -105,12 +105,14 @@ class LatencyTable:
         """
         final = channel_map.traced.final
         kept = np.ones(final.size, dtype=bool) if keep is None else keep[final]
-        return self.outside + self.factor * sum(layer.at(kept) for layer in self.layers)
+        there = channel_map.without_gone(keep, {layer.module: layer for layer in self.layers}) if keep is not None else {}
+        layers = self.layers if keep is None else there.values()
+        return self.outside + self.factor * sum(layer.at(kept) for layer in layers)
 
     @property
-    def terms(self) -> Iterator[LatencyTerm]:
-        """The terms of all layers in milliseconds of the whole model, and a term without factors for the rest."""
+    def terms(self) -> Iterator[tuple[str, LatencyTerm]]:
+        """The terms of all layers in milliseconds of the whole model, with the module, and one for the rest."""
         for layer in self.layers:
-            for term in layer.terms:
-                yield replace(term, ms=self.factor * term.ms)
-        yield LatencyTerm(self.outside + self.factor * sum(layer.constant for layer in self.layers), (), ())
+            for term in (*layer.terms, LatencyTerm(layer.constant, (), ())):
+                yield layer.module, replace(term, ms=self.factor * term.ms)
+        yield "", LatencyTerm(self.outside, (), ())

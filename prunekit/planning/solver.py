@@ -21,6 +21,7 @@ from prunekit.planning.budgets.budget import Countable
 from prunekit.planning.budgets.limits import Budgets, budgets_of
 from prunekit.planning.candidates import UNBOUNDED, GroupPart, PlanBounds, Scores
 from prunekit.planning.costs import Numbers, cost_model
+from prunekit.planning.depth_search import Block, all_that_may_go, blocks_of, chosen_blocks, without_blocks
 from prunekit.planning.feasibility import (
     calls_no_own_module,
     fastest,
@@ -83,12 +84,32 @@ def make_plan(
         return Plan(channel_map, keep, _origin(settings, seed, {"budgets": {}, "binding": None}))
     parts = require_free_parts(channel_map, scores, settings, bounds)
     budgets = budgets_of(channel_map, parts, settings, latency)
-    require_met(channel_map, scores, parts, budgets, settings, latency)
-    counts = _chosen(channel_map, parts, scores, budgets, settings.scope)
+    blocks = blocks_of(channel_map, parts, scores, settings, bounds)
+    least = without_blocks(parts, all_that_may_go(blocks, settings))
+    require_met(channel_map, scores, least, budgets, settings, latency)
+    counts = _with_blocks(channel_map, parts, blocks, scores, budgets, settings)
     keep = keep_of(channel_map, parts, counts)
     if keep.all() and bounds.most is None:
         raise PlanError(calls_no_own_module(channel_map) or _removes_nothing(budgets, settings))
     return Plan(channel_map, keep, _origin(settings, seed, budgets.found(counts)))
+
+
+def _with_blocks(
+    channel_map: ChannelMap,
+    parts: list[GroupPart],
+    blocks: list[Block],
+    scores: Scores,
+    budgets: Budgets,
+    settings: PruneSettings,
+) -> Labels:
+    """Return counts within the budgets, with blocks removed where that keeps more; the fastest if there are none."""
+
+    def solve(parts: list[GroupPart]) -> Labels | None:
+        return _chosen(channel_map, parts, scores, budgets, settings.scope)
+
+    worth = KeptScores.of(parts, scores)
+    _, counts = chosen_blocks(parts, blocks, worth, budgets, settings, solve)
+    return counts if counts is not None else fastest(without_blocks(parts, all_that_may_go(blocks, settings)), budgets)
 
 
 def _origin(settings: PruneSettings, seed: int, budgets: dict[str, Any]) -> Any:
@@ -140,8 +161,10 @@ def _removes_nothing(budgets: Budgets, settings: PruneSettings) -> str:
     )
 
 
-def _chosen(channel_map: ChannelMap, parts: list[GroupPart], scores: Scores, budgets: Budgets, scope: Scope) -> Labels:
-    """Return counts within the budgets by a scope; the fastest counts if the scope finds none that are fast enough."""
+def _chosen(
+    channel_map: ChannelMap, parts: list[GroupPart], scores: Scores, budgets: Budgets, scope: Scope
+) -> Labels | None:
+    """Return counts within the budgets by a scope; if it finds none, the fastest, or None if these exceed them too."""
     if scope == "uniform":
         found = [_highest(parts, *_uniform(parts), budgets)]
     elif scope == "global":
@@ -150,8 +173,8 @@ def _chosen(channel_map: ChannelMap, parts: list[GroupPart], scores: Scores, bud
         found = _most_worth(parts, scores, budgets)
     else:
         found = _most_worth(parts, worth_of_widths(channel_map, parts), budgets)
-    fitting = [counts for counts in found if budgets.fits(counts)]
-    return fitting[0] if fitting else fastest(parts, budgets)
+    fitting = [counts for counts in [*found, fastest(parts, budgets)] if budgets.fits(counts)]
+    return fitting[0] if fitting else None
 
 
 def _most_worth(parts: list[GroupPart], scores: Scores, budgets: Budgets) -> list[Labels]:

@@ -289,6 +289,7 @@ class Target(Checked):
     and some only in whole ones."""
 
 
+Depth = bool | Literal["auto"]
 ScheduleKind = Literal["oneshot", "iterative", "linear", "exponential", "cubic"]
 ScheduleUnit = Literal["epoch", "step"]
 ScheduleScore = Literal["criterion", "movement"]
@@ -405,6 +406,12 @@ class PruneSettings(Checked):
     """Runtime and device for `latency_ms` and `speedup`; batch and dtype for these and for `memory_mb`."""
     ratios: dict[str, Share] = field(default_factory=dict)
     """Globs over module paths, each with the share of their output channels to keep."""
+    depth: Depth = "auto"
+    """Whether blocks of layers may go as a whole, beside channels: `true` chooses widths and blocks together; `auto`
+    does for budgets of time, and else only where widths alone cannot meet the budget. Blocks whose modules are in
+    `ignore` or `ratios` stay."""
+    min_blocks: Annotated[int, Ge(0)] = 0
+    """The fewest blocks of each stage that stay, of those that may go."""
     plain_classes: bool = False
     """Whether all modules keep their classes, so that a pickled model loads without prunekit. Else some modules are
     recompiled with explicit sizes in their Python, or replaced by attention with explicit sizes, if channels could not

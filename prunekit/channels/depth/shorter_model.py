@@ -169,17 +169,20 @@ def _adopt(holder: nn.Module, path: str, parameter: nn.Parameter) -> None:
 def _shorter(module: nn.Module, body: ModuleBody) -> nn.Module:
     """Return what is left of a module, with all of its children and tensors but those that are gone."""
     made = ShorterModule(body.steps, body.result, type(module).__name__)
+    called = set()
     for kind, *rest in body.steps:
         if kind == "call":
             module.get_submodule(rest[0])
+            called.add(rest[0].partition(".")[0])
         elif kind == "parameter":
             module.get_parameter(rest[0])
         elif kind == "function":
             _function(rest[0])
         elif kind not in ("add", "mul"):
             raise ValueError(f"{kind!r} is no step")
-    children = {name: child for name, child in module._modules.items() if not isinstance(child, AbsentModule)}
-    made._modules.update(children)
+    for name, child in module._modules.items():
+        if name in called or not isinstance(child, AbsentModule):
+            made._modules[name] = child
     made._parameters.update(module._parameters)
     made._buffers.update(module._buffers)
     made._non_persistent_buffers_set |= module._non_persistent_buffers_set

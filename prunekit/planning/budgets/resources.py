@@ -9,7 +9,7 @@ import numpy as np
 from prunekit.channels.tracing.memory_table import memory_table
 from prunekit.errors import PlanError
 from prunekit.planning.budgets.budget import Countable, register_budget
-from prunekit.planning.costs import Term, entries
+from prunekit.planning.costs import Term, entries, presence
 from prunekit.settings.prune import FLOATS, UNCOUNTED
 
 
@@ -36,7 +36,10 @@ def channels(countable: Countable) -> list[Term]:
 )
 def macs(countable: Countable) -> list[Term]:
     """Count the multiply-accumulates of one sample."""
-    return [Term(term.constant, term.factors) for term in countable.channel_map.mac_terms]
+    chart = countable.channel_map
+    return [
+        Term(term.constant, term.factors, spans=presence(chart, term.module, term.factors)) for term in chart.mac_terms
+    ]
 
 
 @register_budget(
@@ -104,17 +107,14 @@ def memory_mb(countable: Countable) -> list[list[Term]]:
 )
 def latency_ms(countable: Countable) -> list[Term]:
     """Count nanoseconds by the target's latency table."""
-    table, final = countable.latency, countable.channel_map.traced.final
+    chart, table = countable.channel_map, countable.latency
     assert table is not None  # a budget that is measured is not counted without
-    return [
-        Term(
-            1e6 * one.ms,
-            tuple(final[factor] for factor in one.factors),
-            one.steps,
-            tuple(replace(span, factor=final[span.factor]) for span in one.spans),
-        )
-        for one in table.terms
-    ]
+    final, found = chart.traced.final, []
+    for module, one in table.terms:
+        factors = tuple(final[factor] for factor in one.factors)
+        spans = tuple(replace(span, factor=final[span.factor]) for span in one.spans)
+        found.append(Term(1e6 * one.ms, factors, one.steps, (*spans, *presence(chart, module, factors))))
+    return found
 
 
 @register_budget(
