@@ -203,6 +203,11 @@ class ChannelMap(Displayed):
             module = module.rpartition(".")[0]
         return None
 
+    def is_present(self, module: str, keep: Keep) -> bool:
+        """Return whether a plan keeps a module."""
+        labels = self.present_with(module)
+        return labels is None or bool(keep[labels].any())
+
     def gone_tensors(self, keep: Keep) -> set[str]:
         """Return the names of tensors of modules that go under a plan."""
         gone = self.branches.gone(keep)
@@ -216,8 +221,7 @@ class ChannelMap(Displayed):
 
     def _term(self, term: MacTerm, keep: Keep | None) -> float:
         value = term.constant
-        present = None if keep is None else self.present_with(term.module)
-        if keep is not None and present is not None and not keep[present].any():
+        if keep is not None and not self.is_present(term.module, keep):
             return 0.0
         for factor in term.factors:
             value *= factor.size if keep is None else int(np.count_nonzero(keep[factor]))

@@ -41,6 +41,7 @@ from prunekit.measure.latency_profile.network_timing import (
 from prunekit.measure.latency_profile.staircase_fit import TimedNetwork, fit_latency_table
 from prunekit.measure.runtimes.session import Setting, inputs_like
 from prunekit.planning.candidates import GroupPart
+from prunekit.planning.depth_search import all_that_may_go, blocks_of
 from prunekit.planning.feasibility import require_free_parts
 from prunekit.planning.plan import Plan
 from prunekit.report.requirements import require_report
@@ -129,7 +130,8 @@ def profile(
     inputs = inputs_like(given[0])
     channel_map = _tried(model, channel_map or trace(model, *given), wanted, given)
     parts = _parts(channel_map, wanted)
-    keeps = list(sample_widths(channel_map, parts, networks or effort.networks))
+    blocks = blocks_of(channel_map, parts, np.zeros(channel_map.n_labels), wanted)
+    keeps = list(sample_widths(channel_map, parts, networks or effort.networks, blocks=blocks))
     made = _networks(model, channel_map, keeps, transform)
     kept_in = cache_folder() if cache is None else Path(cache)
     dense, rounds = transform(model), effort.network_rounds
@@ -200,8 +202,20 @@ def _tried(
     """Return the channel map with what only a trial finds: locks, and sizes in the model's Python attributes."""
 
     def choose(chart: ChannelMap) -> Keep:
-        _, narrow = sample_widths(chart, _parts(chart, wanted), 2)
-        return narrow
+        parts = _parts(chart, wanted)
+        _, narrow = sample_widths(chart, parts, 2)
+        blocks = blocks_of(chart, parts, np.zeros(chart.n_labels), wanted)
+        for block in all_that_may_go(blocks, wanted) if shallow else []:
+            for index in block.parts:
+                narrow[parts[index].labels] = False
+        return chart.completed(narrow)
+
+    shallow = False
+    with paused_garbage_collection():
+        channel_map = run_trial(model, channel_map, choose, list(examples), plain=wanted.plain_classes).channel_map
+        if wanted.depth is False or not channel_map.branches.found:
+            return channel_map
+        shallow = True  # with all blocks gone that may go
 
     with paused_garbage_collection():
         return run_trial(model, channel_map, choose, list(examples), plain=wanted.plain_classes).channel_map

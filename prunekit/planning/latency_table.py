@@ -105,9 +105,8 @@ class LatencyTable:
         """
         final = channel_map.traced.final
         kept = np.ones(final.size, dtype=bool) if keep is None else keep[final]
-        there = channel_map.without_gone(keep, {layer.module: layer for layer in self.layers}) if keep is not None else {}
-        layers = self.layers if keep is None else there.values()
-        return self.outside + self.factor * sum(layer.at(kept) for layer in layers)
+        there = [layer for layer in self.layers if keep is None or channel_map.is_present(layer.module, keep)]
+        return self.outside + self.factor * sum(layer.at(kept) for layer in there)
 
     @property
     def terms(self) -> Iterator[tuple[str, LatencyTerm]]:

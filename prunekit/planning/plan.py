@@ -167,6 +167,11 @@ class Plan(Displayed):
         return frozenset(self.channel_map.gone_tensors(self.keep))
 
     @cached_property
+    def constants(self) -> dict[str, str]:
+        """The name of the tensor that is left of each branch that is gone, by that of its last layer's weight."""
+        return {branch.layers[-1]: branch.constant for branch in self.gone if branch.constant is not None}
+
+    @cached_property
     def narrow_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each tensor after pruning, without those of branches that are gone."""
         whole = {name: shape for name, shape in self.channel_map.shapes.items() if name not in self.lost}

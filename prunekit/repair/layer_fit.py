@@ -65,6 +65,9 @@ class LayerFitter(LayerWeights):
         if not 0 < dense.fitted < sum(map(sum, dense.totals)):
             self.reports.append(LayerRepair(layer.weight, note="not read on these images"))
             return
+        if layer.weight in self._plan.lost:
+            self.reports.append(self._fit_constant(layer, dense, running))
+            return
         groups = kept_groups(layer, self._plan)
         if len(groups) > MOST_GROUPS and self._settings.fit == "patch":
             self.reports.append(self._fit_many_groups(layer, dense, running, len(groups)))
@@ -76,6 +79,28 @@ class LayerFitter(LayerWeights):
         if layer.selected and report.applied and not report.note:
             report = replace(report, note="at what values select in the dense model")
         self.reports.append(report)
+
+    def _fit_constant(self, layer: LayerCall, sample: LayerSample, running: LayerSample) -> LayerRepair:
+        """Fit the constant that is left of a block that is gone: the mean of what is missing."""
+        assert sample.outputs is not None
+        rows = self._index(layer, 0)
+        bias = self._tensors[self._plan.constants[layer.weight]]
+        gain = torch.ones(len(rows), dtype=torch.float64, device=rows.device)
+        gain = gain if layer.gain is None else layer.gain[rows]
+        scale, offset = self._affine(self._dense_modules, layer, rows)
+        wanted = scale * sample.outputs[:, rows].double() + offset
+        now = (gain * bias.detach()[rows].double()).expand_as(wanted)
+        if running.others is not None and sample.others is not None:
+            now, wanted = now + running.others[:, rows].double(), wanted + sample.others[:, rows].double()
+        problem = FitProblem(now[:, :0], now, wanted, gain, sample.fitted, layer.rectified, True)
+        change, how = least_squares(problem, self._settings.ridge, self._settings.rectified_steps), "bias"
+        chosen, before, after = best_of(problem, change)
+        spread = _variance(wanted)
+        if chosen is not None:
+            with torch.no_grad():
+                bias[rows] += chosen.bias.to(bias.dtype)
+        note = "its block is gone, and this is the constant in its place"
+        return LayerRepair(layer.weight, how if chosen is not None else "", before / spread, after / spread, note=note)
 
     def _fit_with_source(
         self, layer: LayerCall, dense: LayerSample, running: LayerSample, report: LayerRepair
@@ -237,6 +262,11 @@ class LayerFitter(LayerWeights):
         weight, bias = substitution(kept, dense, whole, columns, self._settings.ridge)
         change = weight.flatten(1) - self._weight(layer, rows, columns)
         return WeightChange(change, bias if problem.biased else torch.zeros_like(bias), len(columns), len(columns) + 1)
+
+
+def bias_names(layer: LayerCall) -> tuple[str | None, ...]:
+    """Return the names of the tensors that a layer's constant may be in: its own bias, or that of its norm."""
+    return layer.bias, None if layer.norm is None else f"{layer.norm}.bias"
 
 
 def _variance(wanted: Tensor) -> float:

@@ -19,7 +19,7 @@ from prunekit.channels.rewrite.substitutes import substitute_all
 from prunekit.errors import NonFiniteError
 from prunekit.planning.plan import Plan
 from prunekit.repair.held_out_images import Inputs, batches_of, difference
-from prunekit.repair.layer_fit import LayerFitter
+from prunekit.repair.layer_fit import LayerFitter, bias_names
 from prunekit.repair.layer_samples import LayerPass, LayerSample, SampleGatherer, SampleRequest, SourceRequest
 from prunekit.repair.least_squares import NEGLIGIBLE
 from prunekit.repair.memory_budget import (
@@ -274,7 +274,7 @@ def _fitted_layers(found: LayerGraph, plan: Plan) -> tuple[list[LayerCall], list
     layers = calls_by_weight(found.layers)
     reasons = {weight: _reason(calls, plan) for weight, calls in layers.items()}
     for name, labels in plan.channel_map.labels.items():
-        if name not in reasons and name in plan.kept_indices and sum(axis is not None for axis in labels) > 1:
+        if name not in reasons and name in plan.kept_indices and name not in plan.lost and sum(axis is not None for axis in labels) > 1:
             by = " and ".join(sorted(set(found.readers.get(name, ()))))
             reasons[name] = f"read by {by}, not by a convolution or linear layer" if by else "not read on these images"
     skipped = [LayerRepair(name, note=reason) for name, reason in reasons.items() if reason]
@@ -289,6 +289,8 @@ def _reason(calls: Sequence[LayerCall], plan: Plan) -> str:
         return f"its weight is used {first.calls} times in a forward pass, with another bias or in other groups"
     if first.weight in plan.element_masks:
         return "single weights of it are pruned"
+    if first.weight in plan.lost and plan.constants.get(first.weight, "") not in bias_names(first):
+        return "its block is gone"
     return ""
 
 

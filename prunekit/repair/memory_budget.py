@@ -52,6 +52,8 @@ def kept_channels(layer: LayerCall, plan: Plan) -> torch.Tensor:
     """Return the kept channels of a layer's input, group after group."""
     axis = layer.axes[1]
     columns, width = np.asarray(plan.kept(layer.weight, axis)), plan.channel_map.shapes[layer.weight][axis]
+    if layer.weight in plan.lost:  # what it reads is gone, but a sample has channels
+        return torch.zeros(1, dtype=torch.int64)
     parts = [columns + group * width for group in kept_groups(layer, plan)]
     return torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *parts]))
 

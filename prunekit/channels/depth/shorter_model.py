@@ -14,7 +14,7 @@ FUNCTIONS = frozenset(
     f"aten.{name}"
     for name in (
         "relu silu gelu hardtanh hardswish hardsigmoid leaky_relu elu sigmoid tanh mish softplus clamp clamp_min "
-        "clamp_max neg abs square sqrt add sub mul div transpose permute"
+        "clamp_max neg abs square sqrt add sub mul div transpose permute slice constant_pad_nd"
     ).split()
 )
 """Functions of one tensor, and of numbers, that may be a step."""
@@ -105,8 +105,8 @@ class ShorterModule(nn.Module):
         return found
 
     def extra_repr(self) -> str:
-        """Return the class that it replaces."""
-        return f"in place of {self.original}"
+        """Return the class that it replaces, and the steps."""
+        return f"in place of {self.original}, steps={self.steps}, result={self.result}"
 
 
 def in_place(value: Any, place: tuple[int, int] | None) -> Any:

@@ -47,6 +47,7 @@ from prunekit.measure.runtimes.onnx_files import onnx_source
 from prunekit.measure.runtimes.runtime import RUNTIMES, Runtime
 from prunekit.measure.runtimes.session import Inputs, Session, Setting, Source, inputs_of
 from prunekit.planning.candidates import GroupPart
+from prunekit.planning.depth_search import Block
 from prunekit.utils.context import on_device, set_mode
 from prunekit.utils.context import threads as with_threads
 from prunekit.utils.inputs import call
@@ -55,21 +56,33 @@ LEAST, SPREAD = 0.1, 0.25
 """Mean share of labels that the narrowest networks keep, and the largest difference of a part from this mean."""
 
 
-def sample_widths(channel_map: ChannelMap, parts: list[GroupPart], number: int, *, seed: int = 0) -> Iterator[Keep]:
+def sample_widths(
+    channel_map: ChannelMap, parts: list[GroupPart], number: int, *, blocks: Sequence[Block] = (), seed: int = 0
+) -> Iterator[Keep]:
     """Yield the kept labels of a number of networks to measure.
 
     The first keeps all; the others keep random shares of every part, around means that are spread evenly. Which labels
-    of a part are kept makes no difference to time.
+    of a part are kept makes no difference to time. Every other network is also without a random share of the blocks.
     """
     generator = np.random.default_rng(seed)
     means = np.linspace(LEAST + SPREAD / 2, 1.0, max(number - 1, 1))
     yield np.ones(channel_map.n_labels, dtype=bool)
-    for mean in generator.permutation(means)[: number - 1]:
+    for index, mean in enumerate(generator.permutation(means)[: number - 1]):
         keep = np.ones(channel_map.n_labels, dtype=bool)
         for part in parts:
             wanted = part.labels.size * float(np.clip(mean + generator.uniform(-SPREAD, SPREAD), LEAST, 1.0))
             keep[part.labels[part.at_most(max(wanted, 1)) :]] = False
+        if blocks and index % 2 == 0:
+            for block in blocks_drawn(blocks, generator):
+                for part_index in block.parts:
+                    keep[parts[part_index].labels] = False
         yield channel_map.completed(keep)
+
+
+def blocks_drawn(blocks: Sequence[Block], generator: np.random.Generator) -> list[Block]:
+    """Return a random share of some blocks, between none and all of them."""
+    absent = generator.uniform(size=len(blocks)) < generator.uniform(0.0, 1.0)
+    return [block for block, gone in zip(blocks, absent, strict=True) if gone]
 
 
 @dataclass(frozen=True, eq=False)

@@ -65,7 +65,7 @@ def fit_latency_table(
     whole = np.array([sample.whole_ms(dense_ms) for sample in samples])
     kept = [sample.keep[channel_map.traced.final] for sample in samples]
     features = features_of(channel_map)
-    columns = _WidthColumns(kept)
+    columns = _WidthColumns(kept, channel_map)
     took = {
         one.module: scale * np.array([sample.times.modules_ms.get(one.module, 0.0) for sample in samples])
         for one in features
@@ -73,7 +73,11 @@ def fit_latency_table(
     weights = 1 / whole
     for _ in range(ROUNDS):
         layers = _fit_modules(features, columns, took, weights)
-        sums = np.array([sum(layer.at(one) for layer in layers) for one in kept])
+        there = [columns.present(layer.module) for layer in layers]
+        sums = np.array([
+            sum(layer.at(one) for layer, present in zip(layers, there, strict=True) if present[index])
+            for index, one in enumerate(kept)
+        ])
         outside, factor = non_negative_fit(
             np.stack([np.ones_like(sums), sums], axis=1) * weights[:, None], whole * weights
         )
@@ -112,12 +116,19 @@ class _WidthColumns:
 
     Args:
         kept: the labels that each network keeps, in the numbering of the trace.
+        channel_map: of the dense model.
     """
 
-    def __init__(self, kept: Sequence[Keep]) -> None:
+    def __init__(self, kept: Sequence[Keep], channel_map: ChannelMap) -> None:
         self.kept = kept
+        self.channel_map = channel_map
         self.widths: dict[bytes, Numbers] = {}
         self.columns: dict[tuple[WidthProduct, tuple[int, ...]], Numbers] = {}
+
+    def presence(self, module: str) -> Labels | None:
+        """Return labels of which one is kept as long as a module is there, in the numbering of the trace."""
+        labels = self.channel_map.present_with(module)
+        return None if labels is None else np.flatnonzero(np.isin(self.channel_map.traced.final, labels))
 
     def width(self, factor: Any) -> Numbers:
         key = factor.tobytes()
@@ -126,8 +137,14 @@ class _WidthColumns:
         return self.widths[key]
 
     def design(self, one: ModuleFeatures, steps: _Steps) -> Numbers:
-        """Return (networks, 1 + products): ones, and every product."""
-        return np.stack([np.ones(len(self.kept)), *(self.column(product, steps) for product in one.products)], axis=1)
+        """Return (networks, 1 + products): ones, and every product; all are 0 where the module is gone."""
+        columns = [np.ones(len(self.kept)), *(self.column(product, steps) for product in one.products)]
+        return np.stack(columns, axis=1) * self.present(one.module)[:, None]
+
+    def present(self, module: str) -> Numbers:
+        """Return (networks,) 1 where a module is there, else 0."""
+        labels = self.presence(module)
+        return np.ones(len(self.kept)) if labels is None else (self.width(labels) > 0).astype(np.float64)
 
     def column(self, product: WidthProduct, steps: _Steps) -> Numbers:
         """Return (networks,) values of a product."""
@@ -201,8 +218,10 @@ def _fit_group(
                 within = tuple(span for span in spans if span.low > 0 or span.high <= span.factor.size)
                 terms += _terms(one, leaf.coefficients, constant, steps, within)
         layer, measured = LayerLatency(one.module, constant, tuple(terms)), took[one.module]
+        there = columns.present(one.module) > 0
         found = np.array([layer.at(kept) for kept in columns.kept])
-        error = float(np.median(np.abs(found / measured - 1))) if (measured > 0).all() else None
+        known = bool(there.any()) and bool((measured[there] > 0).all())
+        error = float(np.median(np.abs(found[there] / measured[there] - 1))) if known else None
         result[one.module] = replace(layer, error=error)
     return result
 
