@@ -217,7 +217,8 @@ class ChannelMap(Displayed):
         """Return entries by module path without those of modules that go, or whose code does, under a plan."""
         left = self.branches.shortening(keep)
         replaced = {body.module for body in left.bodies}
-        return {path: one for path, one in by_path.items() if path not in replaced and not is_inside(path, left.modules)}
+        stay = [path for path in by_path if path not in replaced and not is_inside(path, left.modules)]
+        return {path: by_path[path] for path in stay}
 
     def _term(self, term: MacTerm, keep: Keep | None) -> float:
         value = term.constant

@@ -175,8 +175,8 @@ class _BlockSearch:
         value, gone, counts = best
         for block in list(gone):
             others = [one for one in gone if one is not block]
-            swaps = [[]] if not others else [[], *([one] for one in self._candidates(others, counts) if one is not block)]
-            for more in swaps:
+            swaps = [[one] for one in self._candidates(others, counts) if one is not block]
+            for more in [[], *swaps]:
                 found = self.solve(without_blocks(self.parts, [*others, *more]))
                 if found is not None and (now := self.value([*others, *more], found)) > value:
                     value, gone, counts = now, [*others, *more], found

@@ -274,7 +274,8 @@ def _fitted_layers(found: LayerGraph, plan: Plan) -> tuple[list[LayerCall], list
     layers = calls_by_weight(found.layers)
     reasons = {weight: _reason(calls, plan) for weight, calls in layers.items()}
     for name, labels in plan.channel_map.labels.items():
-        if name not in reasons and name in plan.kept_indices and name not in plan.lost and sum(axis is not None for axis in labels) > 1:
+        shrinks = name in plan.kept_indices and name not in plan.lost
+        if name not in reasons and shrinks and sum(axis is not None for axis in labels) > 1:
             by = " and ".join(sorted(set(found.readers.get(name, ()))))
             reasons[name] = f"read by {by}, not by a convolution or linear layer" if by else "not read on these images"
     skipped = [LayerRepair(name, note=reason) for name, reason in reasons.items() if reason]

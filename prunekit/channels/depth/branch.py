@@ -15,8 +15,9 @@ from prunekit.channels.tracing.fused_modules import is_inside
 Step = tuple[Any, ...]
 """One step of a module's own code: a kind, what it runs, and the numbers of the values that it reads.
 
-`("call", path, value)` calls a child, `("add" | "mul", value, value)` two values, `("parameter", name)` reads one of the
-module's own, and `("function", name, arguments, value)` applies a function of one tensor. `("other",)` is anything else.
+`("call", path, value)` calls a child, `("add" | "mul", value, value)` combines two values, `("parameter", name)` reads
+one of the module's own, and `("function", name, arguments, value)` applies a function of one tensor. `("other", name)`
+is anything else.
 """
 
 

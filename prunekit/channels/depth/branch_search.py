@@ -23,10 +23,13 @@ from prunekit.channels.tracing.traced_run import TracedCall, TracedOperator, Tra
 
 SUMS = frozenset({"aten.add", "aten.add_"})
 VIEWS = frozenset(
-    f"aten.{name}"
-    for name in (
-        "view _unsafe_view reshape permute transpose t expand clone contiguous alias detach _to_copy roll slice"
-    ).split()
+    {
+        f"aten.{name}"
+        for name in (
+            *("view", "_unsafe_view", "reshape", "permute", "transpose", "t", "expand"),
+            *("clone", "contiguous", "alias", "detach", "_to_copy", "roll", "slice"),
+        )
+    }
 )
 """Operators that change no value of what is the same everywhere: the axis of the channels is followed through them."""
 AFFINE = frozenset({
@@ -265,7 +268,7 @@ class _BranchBuilder:
             last=self._read_last(chain),
             replacements=replacements,
             layers=tuple(dict.fromkeys(weights)),
-            small=tuple(dict.fromkeys(operators[one].module for one in tail if not is_inside(operators[one].module, gone))),
+            small=tuple(dict.fromkeys(user for one in tail if not is_inside(user := operators[one].module, gone))),
         )
         if not left and not self._in_place(tail):
             return branch, None

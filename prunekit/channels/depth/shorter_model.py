@@ -1,4 +1,4 @@
-"""Shorter models: modules that go are replaced by a constant or by nothing, and code around them by what is left of it."""
+"""Shorter models: a constant, or nothing, in place of modules that go, and what is left of the code around them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,35 @@ from prunekit.channels.depth.branch import ModuleBody, Replacement, Shortening, 
 
 FUNCTIONS = frozenset(
     f"aten.{name}"
-    for name in (
-        "relu silu gelu hardtanh hardswish hardsigmoid leaky_relu elu sigmoid tanh mish softplus clamp clamp_min "
-        "clamp_max neg abs square sqrt add sub mul div transpose permute slice constant_pad_nd"
-    ).split()
+    for name in [
+        "relu",
+        "silu",
+        "gelu",
+        "hardtanh",
+        "hardswish",
+        "hardsigmoid",
+        "leaky_relu",
+        "elu",
+        "sigmoid",
+        "tanh",
+        "mish",
+        "softplus",
+        "clamp",
+        "clamp_min",
+        "clamp_max",
+        "neg",
+        "abs",
+        "square",
+        "sqrt",
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "transpose",
+        "permute",
+        "slice",
+        "constant_pad_nd",
+    ]
 )
 """Functions of one tensor, and of numbers, that may be a step."""
 
@@ -50,9 +75,7 @@ class ConstantModule(nn.Module):
         place: as for `AbsentModule`.
     """
 
-    def __init__(
-        self, shape: Sequence[int], source: str | None = None, place: tuple[int, int] | None = None
-    ) -> None:
+    def __init__(self, shape: Sequence[int], source: str | None = None, place: tuple[int, int] | None = None) -> None:
         super().__init__()
         self.shape, self.source, self.place = tuple(shape), source, place
 

@@ -411,7 +411,20 @@ def _trace(
         if watch.was_read and both_modes:
             try:
                 with mode_for_trace(clone, True):
-                    _run(clone, inputs, replace(run, training=True, repeats=True, operators=[], borrowed=set(), module_calls=[], returned=set()), trace)
+                    _run(
+                        clone,
+                        inputs,
+                        replace(
+                            run,
+                            training=True,
+                            repeats=True,
+                            operators=[],
+                            borrowed=set(),
+                            module_calls=[],
+                            returned=set(),
+                        ),
+                        trace,
+                    )
             except Exception as error:  # inputs too small for an auxiliary head, targets that only training needs
                 if meta:
                     raise

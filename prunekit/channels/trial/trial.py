@@ -166,10 +166,13 @@ def _settled(
         if gone:  # is it they that differ, or something else with them?
             keep = channel_map.completed(_with_branches(keep, gone))
             compact = narrowed(model, channel_map, keep, kept_indices(channel_map, keep))
-            trial, why = _PlanOnTrial(model, masked_indices(channel_map, keep), channel_map, keep, examples), found[0]
+            trial, parted = (
+                _PlanOnTrial(model, masked_indices(channel_map, keep), channel_map, keep, examples),
+                found[0],
+            )
             difference, found = trial.compare(compact)
             if found is None:
-                channel_map = with_staying(channel_map, _staying(gone, why))
+                channel_map = with_staying(channel_map, _staying(gone, parted))
                 continue
         search = SizeSearch(model, compact, channel_map, keep, batches, scales, partial(trial.compare, compact), plain)
         sizes = search.after(found)
@@ -183,14 +186,14 @@ def _settled(
         if not sizes:
             difference, found = trial.compare(compact, copies=True)
             if found is None and gone:
-                channel_map = with_staying(channel_map, _staying(gone, why))
+                channel_map = with_staying(channel_map, _staying(gone, parted))
                 continue
             if found is None:
                 return TrialResult(channel_map, keep, compact, difference)
             divergence, run = found
             elsewhere = trial.elsewhere(divergence, compact)
             if elsewhere is not None and gone:
-                channel_map = with_staying(channel_map, _staying(gone, why))
+                channel_map = with_staying(channel_map, _staying(gone, parted))
                 continue
             if elsewhere is not None:
                 return TrialResult(channel_map, keep, compact, elsewhere)

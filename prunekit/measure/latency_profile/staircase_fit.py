@@ -74,10 +74,12 @@ def fit_latency_table(
     for _ in range(ROUNDS):
         layers = _fit_modules(features, columns, took, weights)
         there = [columns.present(layer.module) for layer in layers]
-        sums = np.array([
-            sum(layer.at(one) for layer, present in zip(layers, there, strict=True) if present[index])
-            for index, one in enumerate(kept)
-        ])
+        sums = np.array(
+            [
+                sum(layer.at(one) for layer, present in zip(layers, there, strict=True) if present[index])
+                for index, one in enumerate(kept)
+            ]
+        )
         outside, factor = non_negative_fit(
             np.stack([np.ones_like(sums), sums], axis=1) * weights[:, None], whole * weights
         )
