@@ -103,7 +103,7 @@ def spread_(model: nn.Module, small: nn.Module, plan: Plan) -> None:
     if compact_tensors:
         raise PlanError(f"{next(iter(compact_tensors))}: in the compact model, but not in the dense one")
     plan.zero(model)
-    for name, (tensor, there, kept, shrinks) in places.items():
+    for tensor, there, kept, shrinks in places.values():
         values = there.to(tensor.device, tensor.dtype)
         if shrinks:
             tensor[np.ix_(*kept)] = values

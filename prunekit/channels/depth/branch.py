@@ -32,6 +32,7 @@ class Replacement:
         shape: of the constant, so that it broadcasts to the module's output; -1 where its entries lie.
         place: where the tensor is in a tuple that the module returns, and how many entries that has; None if it returns
             the tensor itself.
+        empty: the axis along which it returns nothing, where the module computed a part of a concatenation.
     """
 
     module: str
@@ -39,20 +40,22 @@ class Replacement:
     bias: str | None = None
     shape: tuple[int, ...] = ()
     place: tuple[int, int] | None = None
+    empty: int | None = None
 
     def as_json(self) -> list[Any]:
         """Return the replacement as JSON values."""
         place = None if self.place is None else list(self.place)
-        return [self.module, self.constant, self.bias, list(self.shape), place]
+        return [self.module, self.constant, self.bias, list(self.shape), place, self.empty]
 
     @classmethod
     def from_json(cls, found: Any) -> Replacement:
         """Return the replacement of JSON values; raises ValueError or TypeError if they are none."""
-        module, constant, bias, shape, place = found
+        module, constant, bias, shape, place, empty = found
         if not isinstance(bias, str | None):
             raise TypeError(f"expected the name of a tensor, got {bias!r}")
         place = None if place is None else (int(place[0]), int(place[1]))
-        return cls(str(module), bool(constant), bias, tuple(map(int, shape)), place)
+        empty = None if empty is None else int(empty)
+        return cls(str(module), bool(constant), bias, tuple(map(int, shape)), place, empty)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch
 
 from prunekit.channels.channel_map import ChannelMap, Keep
 from prunekit.channels.depth.branch import Branch, Branches, BranchLock, ModuleBody, Replacement, Step, read_by
+from prunekit.channels.depth.concatenated_parts import concatenated_parts
 from prunekit.channels.depth.shorter_model import FUNCTIONS
 from prunekit.channels.labels import Labels
 from prunekit.channels.rules.compute import COUNTED
@@ -72,7 +73,7 @@ def find_branches(channel_map: ChannelMap) -> Branches:
     run, staying = source.trace.runs[0], {lock.name: lock for lock in source.branches_stay}
     if run.gradients or not run.module_calls:
         return Branches()
-    search = _Search(channel_map, run)
+    search = RunSearch(channel_map, run)
     found, bodies, locks = list[Branch](), dict[str, ModuleBody](), dict[int, BranchLock]()
     taken = dict[int, frozenset[int]]()
     for candidate in sorted(search.candidates(), key=lambda one: one.join):
@@ -90,6 +91,14 @@ def find_branches(channel_map: ChannelMap) -> Branches:
         found.append(branch)
         if body is not None:
             bodies[body.module] = body
+    for part, branch in concatenated_parts(search):
+        if any(other <= part for other in taken.values()):
+            continue
+        if branch.name in staying:
+            locks[-len(locks) - 1] = staying[branch.name]
+        else:
+            taken[-len(taken) - 1] = part
+            found.append(branch)
     inside = frozenset().union(*taken.values())
     left = tuple(lock for join, lock in locks.items() if join not in inside)
     return Branches(tuple(_unique(found)), bodies, left)
@@ -103,7 +112,7 @@ def _unique(branches: Iterable[Branch]) -> Iterator[Branch]:
         yield branch if taken[branch.name] == 1 else replace(branch, name=f"{branch.name}#{taken[branch.name]}")
 
 
-class _Search:
+class RunSearch:
     """What is known of a run, and of which of its values vanish."""
 
     def __init__(self, channel_map: ChannelMap, run: TracedRun) -> None:
@@ -128,7 +137,7 @@ class _Search:
     def candidates(self) -> Iterator[_Candidate]:
         """Yield the summands that layers compute for one sum alone; of two in one sum, that with more layers."""
         for sums in self._sums():
-            found = [_Candidate(sums[0], ends[0], self._cone(ends)) for side in range(2)
+            found = [_Candidate(sums[0], ends[0], self.cone(ends)) for side in range(2)
                      if (ends := [self.operators[one].reads[side] for one in sums])
                      and all(self._only_for(end, one) for end, one in zip(ends, sums, strict=True))]  # fmt: skip
             found = [one for one in found if self._weight(one.inside)]
@@ -155,7 +164,7 @@ class _Search:
     def _weight(self, inside: Iterable[int]) -> int:
         return sum(self.operators[one].name in COUNTED for one in inside)
 
-    def _cone(self, ends: Sequence[int]) -> frozenset[int]:
+    def cone(self, ends: Sequence[int]) -> frozenset[int]:
         """Return the operators whose results are read for some results alone, with those that made these."""
         inside, waiting = set(ends), [-read for end in ends for read in self.operators[end].reads if read >= 0]
         heapq.heapify(waiting)
@@ -184,6 +193,14 @@ class _Search:
             common.append(level[0])
         return ".".join(common)
 
+    def idle(self, numbers: set[int], allowed: set[int]) -> set[int]:
+        """Return which operators compute nothing that is read, except by those of a branch."""
+        found = set[int]()
+        for number in sorted(numbers, reverse=True):
+            if number not in self.run.returned and all(one in allowed or one in found for one in self.consumers[number]):
+                found.add(number)
+        return found
+
     def branch(self, candidate: _Candidate) -> tuple[Branch, ModuleBody | None]:
         """Return a branch, and the whole code of the module around it where that has to be replaced.
 
@@ -196,7 +213,7 @@ class _Search:
 class _BranchBuilder:
     """Makes a branch of a candidate, or finds out why it stays."""
 
-    def __init__(self, search: _Search, candidate: _Candidate) -> None:
+    def __init__(self, search: RunSearch, candidate: _Candidate) -> None:
         self.search, self.chart, self.operators = search, search.chart, search.operators
         self.inside, self.end, self.join = candidate.inside, candidate.end, candidate.join
         self.names = {name for one in self.inside for name in self.operators[one].tensors}
@@ -359,7 +376,7 @@ class _BranchBuilder:
             if call is not self.search.call_of[path]:
                 continue
             own = set(range(call.first, call.end))
-            if not body & own or not own - allowed <= self._idle(own - allowed, allowed):
+            if not body & own or not own - allowed <= self.search.idle(own - allowed, allowed):
                 continue
             names = [name for name in chart.shapes if is_inside(name.rpartition(".")[0], [path])]
             read = (self._reads_in_a_pass(name) <= allowed | own for name in names)
@@ -367,15 +384,6 @@ class _BranchBuilder:
             if names and all(read) and all(is_inside(user, [path]) for user in users):
                 found.append(path)
         return sorted(found, key=lambda path: self.search.call_of[path].first)
-
-    def _idle(self, numbers: set[int], allowed: set[int]) -> set[int]:
-        """Return which operators compute nothing that is read, except by those of the branch."""
-        found = set[int]()
-        for number in sorted(numbers, reverse=True):
-            readers = self.search.consumers[number]
-            if number not in self.search.run.returned and all(one in allowed or one in found for one in readers):
-                found.add(number)
-        return found
 
     def _replaced(self, path: str, constant: bool, bias: str | None, chain: list[int]) -> Replacement:
         call = self.search.call_of[path]
@@ -433,7 +441,7 @@ class _BranchBuilder:
             step = steps[index]
             if step[0] == "call" and f"{path}.{step[1]}" == holder:
                 continue
-            if covered & body and covered - body <= self._idle(covered - body, body):
+            if covered & body and covered - body <= self.search.idle(covered - body, body):
                 dead.append(index)
         lost = {index + 1 for index in dead}
         for index, step in enumerate(steps):
@@ -463,7 +471,7 @@ class _Code:
     result: int
 
 
-def _body_of(search: _Search, call: TracedCall) -> _Code:
+def _body_of(search: RunSearch, call: TracedCall) -> _Code:
     """Return the code of a module that one call ran, as steps.
 
     Raises:

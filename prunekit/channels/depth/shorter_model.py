@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.channels.depth.branch import ModuleBody, Replacement, Shortening, Step
+from prunekit.utils.tensors import gather
 
 FUNCTIONS = frozenset(
     f"aten.{name}"
@@ -94,6 +95,27 @@ class ConstantModule(nn.Module):
         return f"shape={self.shape}, source={self.source!r}"
 
 
+class EmptyModule(nn.Module):
+    """Stands in place of a part of a concatenation that is gone: returns a tensor without channels.
+
+    Args:
+        axis: of the channels; along the others the result is as large as the first tensor that the module is given.
+    """
+
+    def __init__(self, axis: int) -> None:
+        super().__init__()
+        self.axis = axis
+
+    def forward(self, *args: Any, **named: Any) -> Tensor:
+        """Return a tensor without entries."""
+        first = gather((args, named))[0]
+        return first.narrow(self.axis, 0, 0)
+
+    def extra_repr(self) -> str:
+        """Return the axis."""
+        return f"axis={self.axis}"
+
+
 class ShorterModule(nn.Module):
     """Stands in place of a module that lost branches of its own: runs what is left of its code, step by step.
 
@@ -171,8 +193,10 @@ def set_submodule(model: nn.Module, path: str, module: nn.Module) -> None:
 
 
 def _replacement(module: nn.Module, one: Replacement) -> nn.Module:
-    if not one.constant:
-        made: nn.Module = AbsentModule(one.place)
+    if one.empty is not None:
+        made: nn.Module = EmptyModule(one.empty)
+    elif not one.constant:
+        made = AbsentModule(one.place)
     else:
         made = ConstantModule(one.shape, one.bias, one.place)
         if one.bias is not None:

@@ -410,21 +410,11 @@ def _trace(
             _run(clone, inputs, run, trace)
         if watch.was_read and both_modes:
             try:
+                trained = replace(
+                    run, training=True, repeats=True, operators=[], borrowed=set(), module_calls=[], returned=set()
+                )
                 with mode_for_trace(clone, True):
-                    _run(
-                        clone,
-                        inputs,
-                        replace(
-                            run,
-                            training=True,
-                            repeats=True,
-                            operators=[],
-                            borrowed=set(),
-                            module_calls=[],
-                            returned=set(),
-                        ),
-                        trace,
-                    )
+                    _run(clone, inputs, trained, trace)
             except Exception as error:  # inputs too small for an auxiliary head, targets that only training needs
                 if meta:
                     raise

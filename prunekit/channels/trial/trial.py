@@ -166,10 +166,8 @@ def _settled(
         if gone:  # is it they that differ, or something else with them?
             keep = channel_map.completed(_with_branches(keep, gone))
             compact = narrowed(model, channel_map, keep, kept_indices(channel_map, keep))
-            trial, parted = (
-                _PlanOnTrial(model, masked_indices(channel_map, keep), channel_map, keep, examples),
-                found[0],
-            )
+            trial = _PlanOnTrial(model, masked_indices(channel_map, keep), channel_map, keep, examples)
+            parted = found[0]
             difference, found = trial.compare(compact)
             if found is None:
                 channel_map = with_staying(channel_map, _staying(gone, parted))
