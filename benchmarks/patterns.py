@@ -129,7 +129,9 @@ def main() -> None:
     parser.add_argument("--depth", type=int, choices=sorted(DEPTHS.values()), required=True)
     parser.add_argument("--weights", type=Path, required=True, metavar="FILE", help="a state dict of the dense model")
     parser.add_argument("--data", type=Path, required=True, metavar="FILE", help="an .npz")
-    parser.add_argument("--only", type=chosen(CASES), default=list(CASES), metavar="A;B", help="; ".join(CASES).replace("%", "%%"))
+    parser.add_argument(
+        "--only", type=chosen(CASES), default=list(CASES), metavar="A;B", help="; ".join(CASES).replace("%", "%%")
+    )
     parser.add_argument("--method", type=chosen(METHODS), default=["ours"], metavar="A;B", help="; ".join(METHODS))
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="draws of the calibration images")
     parser.add_argument("--first-seed", type=int, default=0, metavar="N", help="of the first draw")

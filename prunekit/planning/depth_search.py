@@ -1,13 +1,14 @@
 """The choice of blocks that go, together with the widths of what stays.
 
-A block that goes is one more way to spend a budget: it costs the error that it leaves, and saves all of its time. Which
-of them go is searched greedily, by error per saving, and for each set the widths of the others are solved as usual.
+A block that goes is one more way to spend a budget: it costs the error that it leaves, and saves all of its time.
+Lagrange multipliers choose blocks and widths at once (Everett 1963); for the best sets of blocks the widths of the
+others are then solved as usual.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -17,13 +18,12 @@ from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.labels import Labels
 from prunekit.planning.budgets.limits import Budgets
 from prunekit.planning.candidates import UNBOUNDED, GroupPart, PlanBounds, Scores, labels_matching
-from prunekit.planning.width_search import KeptScores
+from prunekit.planning.costs import Numbers
+from prunekit.planning.width_search import BISECTIONS, CHEAPEST, DEAREST, KeptScores, at_price, blends
 from prunekit.settings.prune import PruneSettings, facts_of
 
 TRIED = 3
-"""How many of the cheapest blocks are tried, each with all widths solved again, before the best of them goes."""
-PATIENCE = 3
-"""After so many blocks that went and kept less, the search ends."""
+"""For how many of the best sets of blocks all widths are solved again."""
 Solve = Callable[[list[GroupPart]], Labels | None]
 """Counts of parts within the budgets; None if there are none."""
 
@@ -105,6 +105,15 @@ def all_that_may_go(blocks: Sequence[Block], settings: PruneSettings) -> list[Bl
     return found
 
 
+@dataclass(frozen=True, eq=False)
+class BlockChoice:
+    """Blocks that go, the counts of all parts, and what is kept of the scores."""
+
+    value: float
+    gone: tuple[Block, ...]
+    counts: Labels
+
+
 def chosen_blocks(
     parts: list[GroupPart],
     blocks: list[Block],
@@ -112,8 +121,11 @@ def chosen_blocks(
     budgets: Budgets,
     settings: PruneSettings,
     solve: Solve,
-) -> tuple[list[Block], Labels | None]:
-    """Return the blocks that go, and counts of all parts: those that keep most of the scores within the budgets.
+) -> Labels | None:
+    """Return counts of all parts, none for blocks that go: those that keep most of the scores within the budgets.
+
+    Blocks go where that keeps more, if `settings.depth` is True or a budget is one of time; else only where no widths
+    are within the budgets.
 
     Args:
         parts: that a plan may prune.
@@ -121,17 +133,29 @@ def chosen_blocks(
         worth: what counts keep.
         budgets: that are to be met.
         settings: how few blocks stay, and whether blocks go where they need not.
-        solve: chooses widths.
+        solve: chooses the widths of parts within the budgets.
     """
-    search = _BlockSearch(parts, blocks, worth, budgets, settings, solve)
     counts = solve(parts)
     timed = any(facts_of(name).measured for name in settings.budget.given)
     if not blocks or (counts is not None and settings.depth == "auto" and not timed):
-        return [], counts
-    return search.run(counts)
+        return counts
+    search = _BlockSearch(parts, blocks, worth, budgets, settings)
+    found = [] if counts is None else [BlockChoice(worth(counts), (), counts)]
+    tried = {one.gone: one for one in sorted(search.along_prices(), key=lambda one: one.value)}
+    for one in sorted(tried.values(), key=lambda one: one.value, reverse=True)[:TRIED]:
+        better = solve(without_blocks(parts, one.gone))
+        found.append(one)
+        if better is not None:
+            found.append(search.choice(one.gone, better))
+    return max(found, key=lambda one: one.value).counts if found else None
 
 
 class _BlockSearch:
+    """Blocks and widths at prices of the budgets.
+
+    At a price each block has its best widths; it goes if these keep less, over what they cost, than its absence does.
+    """
+
     def __init__(
         self,
         parts: list[GroupPart],
@@ -139,63 +163,49 @@ class _BlockSearch:
         worth: KeptScores,
         budgets: Budgets,
         settings: PruneSettings,
-        solve: Solve,
     ) -> None:
-        self.parts, self.blocks, self.worth = parts, blocks, worth
-        self.budgets, self.settings, self.solve = budgets, settings, solve
-        own = {block: float(sum(worth.kept[index][-1] for index in block.parts)) for block in blocks}
-        self.spared = {block: own[block] - min(block.error, own[block]) for block in blocks}
+        self.parts, self.blocks, self.worth, self.budgets, self.settings = parts, blocks, worth, budgets, settings
+        own = [float(sum(worth.kept[index][-1] for index in block.parts)) for block in blocks]
+        self.spared = np.array([all_of - min(block.error, all_of) for block, all_of in zip(blocks, own, strict=True)])
 
-    def value(self, gone: Sequence[Block], counts: Labels) -> float:
-        """Return what is kept of the scores: a block that goes loses its error, not the scores of all its groups."""
-        return self.worth(counts) + sum(self.spared[block] for block in gone)
+    def choice(self, gone: tuple[Block, ...], counts: Labels) -> BlockChoice:
+        """Return a choice with its value: a block that goes loses its error, not the scores of all of its groups."""
+        spared = sum(float(self.spared[index]) for index, block in enumerate(self.blocks) if block in gone)
+        return BlockChoice(self.worth(counts) + spared, gone, counts)
 
-    def run(self, counts: Labels | None) -> tuple[list[Block], Labels | None]:
-        """Return the best blocks and counts, from those without any block gone."""
-        best: tuple[float, list[Block], Labels] | None = None
-        if counts is not None:
-            best = self.value([], counts), [], counts
-        gone, now, worse = list[Block](), counts, 0
-        while worse < PATIENCE and (candidates := self._candidates(gone, now)):
-            tried = [(block, self.solve(without_blocks(self.parts, [*gone, block]))) for block in candidates]
-            fitting = [(self.value([*gone, block], found), block, found) for block, found in tried if found is not None]
-            if fitting:
-                value, block, now = max(fitting, key=lambda one: one[0])
-            else:
-                block, now = candidates[0], None
-            gone = [*gone, block]
-            if now is not None and (best is None or value > best[0]):
-                best, worse = (value, gone, now), 0
-            elif best is not None:
-                worse += 1
-        return self._restored(best) if best is not None else ([], None)
+    def along_prices(self) -> Iterator[BlockChoice]:
+        """Yield choices within the budgets, with some blocks gone, for prices of each budget and of blends of them."""
+        several = np.bincount(self.budgets.owner, minlength=self.budgets.asked.size)
+        for weights in blends(self.budgets.asked.size):
+            direction = weights[self.budgets.owner] / several[self.budgets.owner] / self.budgets.limits
+            low, high = CHEAPEST, DEAREST
+            for _ in range(BISECTIONS):
+                middle = (low + high) / 2
+                found = self._at(self.worth.total * np.exp(middle) * direction)
+                if self.budgets.fits(found.counts):
+                    high = middle
+                    if found.gone:
+                        yield found
+                else:
+                    low = middle
 
-    def _restored(self, best: tuple[float, list[Block], Labels]) -> tuple[list[Block], Labels]:
-        """Return the best choice after putting back blocks, or exchanging them, as long as that keeps more."""
-        value, gone, counts = best
-        for block in list(gone):
-            others = [one for one in gone if one is not block]
-            swaps = [[one] for one in self._candidates(others, counts) if one is not block]
-            for more in [[], *swaps]:
-                found = self.solve(without_blocks(self.parts, [*others, *more]))
-                if found is not None and (now := self.value([*others, *more], found)) > value:
-                    value, gone, counts = now, [*others, *more], found
-                    break
-        return gone, counts
-
-    def _candidates(self, gone: Sequence[Block], counts: Labels | None) -> list[Block]:
-        """Return the blocks that may go next, those with the least error for what they save first."""
-        left = Counter(block.stage for block in self.blocks if block not in gone)
-        able = [block for block in self.blocks if block not in gone and left[block.stage] > self.settings.min_blocks]
-        if not able:
-            return []
-        narrowest = np.array([part.counts[0] for part in without_blocks(self.parts, gone)])
-        now = narrowest if counts is None else counts
-        trials = np.repeat(now[None], len(able), axis=0)
-        for row, block in zip(trials, able, strict=True):
+    def _at(self, price: Numbers) -> BlockChoice:
+        """Return the blocks that go at a price, and the counts of the others."""
+        widest = np.array([part.counts[-1] for part in self.parts])
+        counts = at_price(self.parts, self.worth, self.budgets, price, widest)
+        trials = np.repeat(counts[None], len(self.blocks), axis=0)
+        for row, block in zip(trials, self.blocks, strict=True):
             row[list(block.parts)] = 0
-        saved = ((self.budgets.left(now) - self.budgets.left(trials)) / self.budgets.asked).max(axis=1)
-        kept = np.array([sum(self.worth.kept[index][now[index]] for index in block.parts) for block in able])
-        lost = np.maximum(kept - np.array([self.spared[block] for block in able]), 0.0)
-        price = lost / np.maximum(saved, 1e-12)
-        return [able[index] for index in np.argsort(price, kind="stable")[:TRIED]]
+        saved = (self.budgets.limited(counts) - self.budgets.limited(trials)) @ price
+        kept = np.array([sum(self.worth.kept[index][counts[index]] for index in block.parts) for block in self.blocks])
+        gain = saved - (kept - self.spared)
+        left, gone = Counter(block.stage for block in self.blocks), list[Block]()
+        for index in np.argsort(-gain, kind="stable"):
+            block = self.blocks[index]
+            if gain[index] > 0 and left[block.stage] > self.settings.min_blocks:
+                left[block.stage] -= 1
+                gone.append(block)
+        parts = without_blocks(self.parts, gone)
+        start = np.array([part.at_most(count) for part, count in zip(parts, counts, strict=True)])
+        ordered = tuple(block for block in self.blocks if block in gone)
+        return self.choice(ordered, at_price(parts, self.worth, self.budgets, price, start))

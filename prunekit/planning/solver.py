@@ -108,7 +108,7 @@ def _with_blocks(
         return _chosen(channel_map, parts, scores, budgets, settings.scope)
 
     worth = KeptScores.of(parts, scores)
-    _, counts = chosen_blocks(parts, blocks, worth, budgets, settings, solve)
+    counts = chosen_blocks(parts, blocks, worth, budgets, settings, solve)
     return counts if counts is not None else fastest(without_blocks(parts, all_that_may_go(blocks, settings)), budgets)
 
 

@@ -217,7 +217,7 @@ def lagrangian_search(parts: list[GroupPart], worth: KeptScores, budgets: Budget
     Kept scores are concave in each part's count, because the labels of a part are removed by their scores.
     """
     several = np.bincount(budgets.owner, minlength=budgets.asked.size)
-    for weights in _blends(budgets.asked.size):
+    for weights in blends(budgets.asked.size):
         shares = 1 / several[budgets.owner]
         for _ in range(REWEIGHTS if (several[weights > 0] > 1).any() else 1):
             best = _along(parts, worth, budgets, weights[budgets.owner] * shares / budgets.limits)
@@ -234,7 +234,7 @@ def _along(parts: list[GroupPart], worth: KeptScores, budgets: Budgets, directio
     best: Labels | None = None
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        counts = _at_price(parts, worth, budgets, worth.total * np.exp(middle) * direction, counts)
+        counts = at_price(parts, worth, budgets, worth.total * np.exp(middle) * direction, counts)
         if budgets.fits(counts):
             best = counts if best is None or worth(counts) > worth(best) else best
             high = middle
@@ -253,7 +253,7 @@ def _reweighted(shares: Numbers, budgets: Budgets, counts: Labels) -> Numbers:
     return result
 
 
-def _blends(budgets: int) -> Iterator[Numbers]:
+def blends(budgets: int) -> Iterator[Numbers]:
     single = np.eye(budgets)
     yield from single
     for one in range(budgets):
@@ -262,7 +262,7 @@ def _blends(budgets: int) -> Iterator[Numbers]:
             yield from (share * single[one] + (1 - share) * single[other] for share in shares)
 
 
-def _at_price(parts: list[GroupPart], worth: KeptScores, budgets: Budgets, price: Numbers, counts: Labels) -> Labels:
+def at_price(parts: list[GroupPart], worth: KeptScores, budgets: Budgets, price: Numbers, counts: Labels) -> Labels:
     """Return counts that no change of one part improves at a price, unless the sweeps are used up."""
     counts = counts.copy()
     for _ in range(SWEEPS):

@@ -42,8 +42,10 @@ def concatenated_parts(search: RunSearch) -> Iterator[tuple[frozenset[int], Bran
 def _is_part(search: RunSearch, number: int) -> bool:
     """Return whether only concatenations read a result, and each has other parts besides."""
     readers = search.consumers[number]
-    return bool(readers) and number not in search.run.returned and all(
-        search.operators[one].name in JOINS and len(search.operators[one].reads) > 1 for one in readers
+    return (
+        bool(readers)
+        and number not in search.run.returned
+        and all(search.operators[one].name in JOINS and len(search.operators[one].reads) > 1 for one in readers)
     )
 
 
