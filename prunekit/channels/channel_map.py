@@ -19,7 +19,7 @@ from prunekit.channels.tracing.channel_norms import ChannelNorm, NarrowBlock
 from prunekit.channels.tracing.fused_modules import is_inside
 from prunekit.channels.tracing.tracer import ActivationKey, Trace
 from prunekit.errors import ModelError
-from prunekit.utils.display import NOTHING, Displayed, Table, count, plural
+from prunekit.utils.display import NOTHING, Displayed, Table, count, plural, share
 from prunekit.utils.inputs import InputSpec
 from prunekit.utils.outputs import ALL_READ, ReadOutputs
 
@@ -119,7 +119,7 @@ class ChannelMap(Displayed):
             norm, and multiplies by a factor that is zero.
         inputs: the tensors of the first example that the model was traced on.
         read: the outputs of the model that keep their sizes.
-        branches: parts of the model that may go as a whole.
+        branches: blocks, parts of the model that may go as a whole, and those that stay with the reason.
 
     Example:
         >>> import prunekit as pk, torch
@@ -337,6 +337,36 @@ class ChannelMap(Displayed):
             for index, group in enumerate(self.groups)
         ]
 
+    def block_rows(self) -> list[dict[str, Any]]:
+        """Return every block, a residual branch that a plan may remove as a whole: its name, layers, channels and MACs.
+
+        In order of execution. `layers` are those with multiply-accumulates, `macs` are for one sample, and `share` is
+        theirs of the model's. `branches.locks` has those that stay.
+        """
+        blocks, total = self.branches.found, self.macs() or 1
+        owner = np.full(self.n_labels, -1, dtype=np.int64)
+        for index, block in enumerate(blocks):
+            owner[block.labels] = index
+        owner[self.joint[:, 0]] = owner[self.joint[:, 1]]
+        by_presence = {id(block.presence): index for index, block in enumerate(blocks)}
+        layers, macs = defaultdict[int, dict[str, None]](dict), Counter[int]()
+        for term in self.mac_terms:
+            inside = by_presence.get(id(self.present_with(term.module)))
+            whole = (int(owner[factor[0]]) for factor in term.factors if np.unique(owner[factor]).size == 1)
+            index = next((one for one in whole if one >= 0), -1) if inside is None else inside
+            layers[index][term.module] = None
+            macs[index] += round(self._term(term, None))
+        return [
+            {
+                "block": block.name,
+                "layers": list(layers[index]),
+                "channels": block.labels.size,
+                "macs": macs[index],
+                "share": macs[index] / total,
+            }
+            for index, block in enumerate(blocks)
+        ]
+
     def _users(self, side: Literal["input", "output"]) -> defaultdict[int, list[str]]:
         """Return by the index of a group the layers with multiply-accumulates that have the group on a side."""
         found = defaultdict[int, list[str]](list)
@@ -355,7 +385,8 @@ class ChannelMap(Displayed):
         channels, locked = sum(group.labels.size for group in self.groups), sum(lock.channels for lock in self.locks)
         groups, places = plural(len(self.groups), "group"), plural(len(self.locks), "place")
         macs = f"{count(self.macs())} MACs for one sample"
-        return f"{plural(channels, 'channel')} in {groups}, {locked:,} more locked in {places}; {macs}"
+        blocks = f"; {plural(len(self.branches.found), 'block')} may go" if self.branches.found else ""
+        return f"{plural(channels, 'channel')} in {groups}, {locked:,} more locked in {places}; {macs}{blocks}"
 
     def _parts(self) -> Iterator[str | Table]:
         yield f"Channel map: {self._headline()}"
@@ -367,6 +398,19 @@ class ChannelMap(Displayed):
             locks = [(lock.module or "(root)", lock.channels, lock.operator, lock.reason) for lock in self.locks]
             headings = ("locked at", "channels", "operator", "reason")
             yield Table(headings, locks, text=("operator", "reason"), most=10, all_in=".locks")
+        yield from self._block_tables()
+
+    def _block_tables(self) -> Iterator[Table]:
+        if self.branches.found:
+            blocks = [
+                (row["block"], len(row["layers"]), row["channels"], count(row["macs"]), share(row["share"]))
+                for row in self.block_rows()
+            ]
+            headings = ("block that may go", "layers", "channels", "MACs", "share")
+            yield Table(headings, blocks, most=30, all_in=".block_rows()")
+        if self.branches.locks:
+            staying = [(lock.name or "(root)", lock.reason) for lock in self.branches.locks]
+            yield Table(("block that stays", "reason"), staying, ("reason",), most=10, all_in=".branches.locks")
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,7 @@ from torch import nn
 
 from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.cut.slicing import narrowed
+from prunekit.channels.depth.shorter_model import AbsentModule, ConstantModule, ShorterModule
 from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.channels.rewrite.substitutes import SizedAttention
 from prunekit.errors import PlanError
@@ -48,14 +49,18 @@ def compact(model: nn.Module, plan: Plan) -> nn.Module:
 def remarks(small: nn.Module) -> tuple[str, ...]:
     """Return remarks on a compact model for its user: which classes are not the user's, and whether it is frozen."""
     classes = {type(module) for module in small.modules()}
-    recompiled = sorted({original_of(cls).__name__ for cls in classes if original_of(cls) is not cls})
-    ours = sorted(cls.__name__ for cls in classes if issubclass(cls, SizedAttention))
+    named = {
+        "methods compiled again with explicit sizes": {
+            original_of(cls) for cls in classes if original_of(cls) is not cls
+        },
+        "modules with explicit sizes in place of torch's or the model's own": {
+            cls for cls in classes if issubclass(cls, SizedAttention)
+        },
+        "modules in place of blocks that are gone": classes & {AbsentModule, ConstantModule, ShorterModule},
+    }
+    parts = [f"{what}: {', '.join(sorted(cls.__name__ for cls in found))}" for what, found in named.items() if found]
     found = []
-    if recompiled or ours:
-        parts = [f"methods compiled again with explicit sizes: {', '.join(recompiled)}"] if recompiled else []
-        parts += (
-            [f"modules with explicit sizes in place of torch's or the model's own: {', '.join(ours)}"] if ours else []
-        )
+    if parts:
         found.append(
             f"{'; '.join(parts)}. Pickled, as by torch.save(model), it loads where prunekit is installed; "
             "plain_classes=True keeps all classes as they are, and prunes less"

@@ -88,7 +88,8 @@ def prune_yolo(
             `data`, in torch on the target's device with the thresholds of `val`, and taken off the budget, as pruning
             does not change it.
         seed: of the sample of images, and of the random criterion.
-        arguments: others of `prunekit.prune`, such as `criterion`, `scope`, `ignore`, `round_to` or `repair`.
+        arguments: others of `prunekit.prune`, such as `criterion`, `scope`, `ignore`, `round_to` or `repair`. Blocks do
+            not go as a whole (`depth`): modules of other classes would stand in their place.
 
     Returns:
         An object of a subclass of the given one's class. `print` shows what is left, and the error of the output before

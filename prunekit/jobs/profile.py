@@ -213,7 +213,7 @@ def _tried(
     shallow = False
     with paused_garbage_collection():
         channel_map = run_trial(model, channel_map, choose, list(examples), plain=wanted.plain_classes).channel_map
-        if wanted.depth is False or not channel_map.branches.found:
+        if not wanted.blocks_may_go or not channel_map.branches.found:
             return channel_map
         shallow = True  # with all blocks gone that may go
 

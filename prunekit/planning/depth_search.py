@@ -52,12 +52,12 @@ def blocks_of(
     settings: PruneSettings,
     bounds: PlanBounds = UNBOUNDED,
 ) -> list[Block]:
-    """Return the blocks that a plan may remove; none if `settings.depth` is False.
+    """Return the blocks that a plan may remove; none unless `settings.blocks_may_go`.
 
     The error of a block is that of removing all channels that its last layer reads: earlier layers then compute
     nothing that is read.
     """
-    if settings.depth is False or not channel_map.branches.found:
+    if not settings.blocks_may_go or not channel_map.branches.found:
         return []
     stays = labels_matching(channel_map, settings.ignore, "ignore")
     stays |= labels_matching(channel_map, list(settings.ratios), "ratios")

@@ -20,7 +20,7 @@ from prunekit.planning.depth_search import all_that_may_go, blocks_of, without_b
 from prunekit.planning.latency_table import LatencyTable
 from prunekit.settings.prune import BudgetSettings, PruneSettings, budget_names, facts_of
 
-LIMITS = ("ignore", "ratios", "min_channels", "round_to", "min_blocks", "depth")
+LIMITS = ("ignore", "ratios", "min_channels", "round_to", "min_blocks", "depth", "plain_classes")
 SWEEPS = 4
 """Passes over all parts in the search for the fastest plan, where it need not be the narrowest."""
 
@@ -98,7 +98,7 @@ def require_met(
         return
     if reason := calls_no_own_module(channel_map):
         raise PlanError(reason)
-    texts = []
+    texts, limits = [], ", round_to and blocks that stay" if channel_map.branches.found else " and round_to"
     for index in missed:
         facts, asked = budgets.facts[index], float(budgets.asked[index])
         without = "".join(_conflicts(channel_map, scores, settings, facts.name, asked, latency))
@@ -106,8 +106,8 @@ def require_met(
         of_dense = " (predicted)" if facts.measured else " of the dense model" if facts.share else ""
         wanted, left = (facts.in_words(facts.as_cost(value)) for value in (asked, float(least[index])))
         texts.append(
-            f"budget {facts.name}: {facts.limit} {wanted} was asked for, but locks, exclusions, ratios, min_channels "
-            f"and round_to leave {no_less} than {left}{of_dense}{without}"
+            f"budget {facts.name}: {facts.limit} {wanted} was asked for, but locks, exclusions, ratios, "
+            f"min_channels{limits} leave {no_less} than {left}{of_dense}{without}"
         )
     raise PlanError(f"{'; '.join(texts)}; raise the budget or relax these")
 
@@ -186,7 +186,7 @@ def _conflicts(
             least = float(_least_possible(parts, budgets)[budgets.names.index(name)])
             if least <= asked:
                 blocks = limit == "round_to" and settings.budget.measured and settings.target.block > 1
-                shown = "round_to or target.block" if blocks else limit
+                shown = "round_to or target.block" if blocks else "depth=False" if limit == "depth" else limit
                 yield f" (it contradicts {shown}, without which {facts.in_words(facts.as_cost(least))} can be had)"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from inspect import signature
 from typing import Any
 
@@ -11,7 +12,15 @@ from torch import Tensor, nn
 from prunekit.errors import UsageError, nearest, require_kind
 from prunekit.known_names import BUDGETS, CRITERIA
 from prunekit.settings.pattern import UNSTRUCTURED, PatternSettings
-from prunekit.settings.prune import BudgetSettings, Depth, PruneSettings, Scope, Target, budget_names
+from prunekit.settings.prune import (
+    BudgetSettings,
+    Depth,
+    PruneSettings,
+    Scope,
+    Target,
+    budget_names,
+    depth_contradictions,
+)
 from prunekit.utils.inputs import described
 
 Where = str | nn.Module | type[nn.Module]
@@ -43,7 +52,7 @@ def prune_settings(
     ignore: Where | Iterable[Where] = (),
     ratios: Mapping[Any, float] | None = None,
     plain_classes: bool = False,
-    depth: Depth | None = None,
+    depth: Depth = DEFAULT.depth,
     min_blocks: int = 0,
     pattern: str | PatternSettings | None = None,
     sparsity: float | None = None,
@@ -69,7 +78,7 @@ def prune_settings(
         "ignore": tuple(globs_in(model, ignore, "ignore")) or None,
         "ratios": _ratios(model, ratios) or None,
         "plain_classes": plain_classes or None,
-        "depth": depth,
+        "depth": None if depth == DEFAULT.depth else depth,
         "min_blocks": min_blocks or None,
         "pattern": pattern_settings(pattern, sparsity),
     }
@@ -100,7 +109,10 @@ def prune_settings(
     criterion = criterion or by_default
     spent_where_least = criterion == "elimination" or budget.measured
     default_scope: Scope = "per_mac" if spent_where_least else "uniform"
-    return PruneSettings(**({"scope": default_scope} | given | {"budget": budget, "criterion": criterion}))
+    made = PruneSettings(**({"scope": default_scope} | given | {"budget": budget, "criterion": criterion}))
+    if problems := [f"{'.'.join(path)}: {text}" for path, text in depth_contradictions(asdict(made))]:
+        raise UsageError("; ".join(problems))
+    return made
 
 
 ARGUMENTS = [name for name, given in signature(prune_settings).parameters.items() if given.kind is given.KEYWORD_ONLY]

@@ -29,13 +29,15 @@ from prunekit.channels.tracing.channel_norms import Axes, ChannelNorm, NarrowBlo
 from prunekit.errors import ArtifactError, PlanError, UsageError
 from prunekit.settings.prune import facts_from
 from prunekit.utils.bitmask import pack_bits, unpack_bits
-from prunekit.utils.display import Displayed, Table, changes, count, plural, share
+from prunekit.utils.display import Displayed, Table, changes, count, listed, plural, share
 from prunekit.utils.files import StrPath, atomic_file, folder_at, read_json, sha256, write_text
 from prunekit.utils.inputs import InputSpec
 from prunekit.utils.outputs import ReadOutputs
 
 FORMAT, PACKED_FORMAT = 1, 2
 """The second is of plans with masks of single weights, as packed bits, which older versions would not find."""
+SHOWN = 10
+"""Blocks that are gone, of which the names are shown."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -210,24 +212,26 @@ class Plan(Displayed):
         """Return dense and kept channels and MACs for one sample of every layer, in order of execution.
 
         `in_dense`, `in_kept`, `out_dense` and `out_kept` are None where the channels are not the model's, as of images.
+        A layer of a block that is gone keeps none.
         """
         chart = self.channel_map
         dense, kept = chart.layer_macs(), chart.layer_macs(self.keep)
         rows = []
         for layer, macs in dense.items():
             row: dict[str, Any] = {"layer": layer}
+            present = chart.is_present(layer, self.keep)
             for side in ("input", "output"):
                 labels = chart.activations.get((layer, side, 0))
                 name = side.removesuffix("put")
                 row[f"{name}_dense"] = None if labels is None else labels.size
-                row[f"{name}_kept"] = None if labels is None else int(np.count_nonzero(self.keep[labels]))
+                row[f"{name}_kept"] = None if labels is None else int(np.count_nonzero(self.keep[labels] & present))
             rows.append(row | {"macs_dense": macs, "macs_kept": kept[layer]})
         return rows
 
     def totals(self) -> dict[str, tuple[int, int]]:
         """Return MACs for one sample, parameters, and channels of the groups, dense and kept.
 
-        Also parameters that are not zero, if single weights are masked.
+        Also parameters that are not zero, if single weights are masked, and blocks, if some are gone.
         """
         chart = self.channel_map
         parameters = [name for name, stored in chart.stored.items() if stored.parameter]
@@ -238,6 +242,9 @@ class Plan(Displayed):
             "parameters": (held, kept),
             **({"nonzero": (held, kept - self.zeros)} if self.element_masks else {}),
             "channels": (channels, channels - self.removed),
+            **(
+                {"blocks": (len(chart.branches.found), len(chart.branches.found) - len(self.gone))} if self.gone else {}
+            ),
         }
 
     def _headline(self) -> str:
@@ -252,6 +259,9 @@ class Plan(Displayed):
     def _parts(self) -> Iterator[str | Table]:
         masks = plural(len(self.element_masks), "tensor")
         yield f"Plan: {self._headline()}" + (f"; single weights of {masks} masked" if self.element_masks else "")
+        if self.gone:
+            named = listed((branch.name for branch in self.gone), SHOWN)
+            yield f"blocks: {len(self.gone)} of {len(self.channel_map.branches.found)} gone: {named}"
         yield from self.budgets()
         rows = self.rows()
         columns = (

@@ -87,6 +87,8 @@ EXAMPLES: dict[str, Any] = {
     "PruneSettings.ignore": ["conv1", "layer4.*"],
     "PruneSettings.target": {"runtime": "onnxruntime", "batch": 8},
     "PruneSettings.ratios": {"layer1.*.conv1": 0.75},
+    "PruneSettings.depth": True,
+    "PruneSettings.min_blocks": 1,
     "PruneSettings.pattern": {"kind": "2:4"},
     "PatternSettings.kind": "2:4",
     "PatternSettings.sparsity": 0.8,

@@ -407,15 +407,17 @@ class PruneSettings(Checked):
     ratios: dict[str, Share] = field(default_factory=dict)
     """Globs over module paths, each with the share of their output channels to keep."""
     depth: Depth = "auto"
-    """Whether blocks of layers may go as a whole, beside channels: `true` chooses widths and blocks together; `auto`
-    does for budgets of time, and else only where widths alone cannot meet the budget. Blocks whose modules are in
-    `ignore` or `ratios` stay."""
+    """Whether blocks may go as a whole, beside channels. A block is a residual branch: layers whose result is added to
+    the stream that they read; without them a constant is left. `true` chooses widths and blocks together; `auto` does
+    for budgets of time, and else only where widths alone cannot meet the budget. Blocks with modules in `ignore` or
+    `ratios` stay; `prunekit inspect` lists all."""
     min_blocks: Annotated[int, Ge(0)] = 0
-    """The fewest blocks of each stage that stay, of those that may go."""
+    """The fewest blocks that stay of each stage (the modules beside each other with numbers for names, such as
+    `layer3.0` to `layer3.5`), of those that may go."""
     plain_classes: bool = False
     """Whether all modules keep their classes, so that a pickled model loads without prunekit. Else some modules are
     recompiled with explicit sizes in their Python, or replaced by attention with explicit sizes, if channels could not
-    be removed otherwise."""
+    be removed otherwise, or by a constant where a block goes."""
     pattern: PatternSettings | None = None
     """Zeros among single weights of what the channels leave; null: none."""
     schedule: ScheduleSettings | None = None
@@ -435,6 +437,11 @@ class PruneSettings(Checked):
     def channels_stay(self) -> bool:
         """True if only single weights are set to zero."""
         return self.pattern is not None and not self.budget.given
+
+    @property
+    def blocks_may_go(self) -> bool:
+        """True if a plan may remove whole blocks: what is left in their place is of classes of prunekit's own."""
+        return self.depth is not False and not self.plain_classes
 
 
 FLOATS = "'fp32', 'bf16' or 'fp16'"
@@ -476,6 +483,7 @@ def prune_contradictions(prune: Mapping[str, object]) -> Iterator[tuple[tuple[st
     if prune.get("pattern") is not None and prune.get("compact_early") is True:
         text = "expected false, because a pattern is given: masks keep its zeros while the dense model is trained"
         yield ("compact_early",), text
+    yield from depth_contradictions(prune)
     if not isinstance(schedule, Mapping):
         return
     if prune.get("pattern") is None and schedule.get("gradients") == "straight_through":
@@ -495,6 +503,17 @@ def prune_contradictions(prune: Mapping[str, object]) -> Iterator[tuple[tuple[st
             "be negative"
         )
         yield ("scope",), text
+
+
+def depth_contradictions(prune: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the keys of depth that ask for something of blocks where none may go."""
+    plain, depth, least = prune.get("plain_classes") is True, prune.get("depth"), prune.get("min_blocks")
+    if plain and depth is True:
+        text = "because plain_classes is true: what is left in place of a block is of another class"
+        yield ("depth",), f"expected false or 'auto', {text}, got true"
+    if least and isinstance(least, int) and (plain or depth is False):
+        because = "plain_classes is true" if plain else "depth is false"
+        yield ("min_blocks",), f"expected 0, because {because}, so that all blocks stay, got {least}"
 
 
 def budget_names() -> list[str]:

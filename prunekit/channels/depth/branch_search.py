@@ -197,9 +197,8 @@ class RunSearch:
         """Return which operators compute nothing that is read, except by those of a branch."""
         found = set[int]()
         for number in sorted(numbers, reverse=True):
-            if number not in self.run.returned and all(
-                one in allowed or one in found for one in self.consumers[number]
-            ):
+            read = all(one in allowed or one in found for one in self.consumers[number])
+            if read and number not in self.run.returned:
                 found.add(number)
         return found
 

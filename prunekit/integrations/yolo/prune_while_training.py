@@ -49,7 +49,7 @@ class PruneWhileTraining:
         schedule: `cubic`, `linear` or `exponential`, in 10 stages; `iterative`, in 3; or `oneshot`, all at `begin`.
         arguments: of `prunekit.Pruner`: budgets (`macs=0.5`), of which at least one is given, `criterion`, `scope`,
             `ignore`, `calibration` and others. `gradient_masks` is False here: with their weights, norms and readers at
-            zero, the gradients of pruned channels are zero by themselves.
+            zero, the gradients of pruned channels are zero by themselves. Blocks do not go as a whole (`depth`).
 
     Attributes:
         pruner: of the training that runs; None before and after it.

@@ -214,7 +214,8 @@ class LatencyTarget:
         return PlanError(
             f"budget {self.in_words}: the plan predicted to be fastest takes {timing.ms:.4g} ms, "
             f"{timing.speedup:.3g}x the dense model's speed (measured), and no other is predicted to be "
-            f"faster{obstacles}; raise the budget, or relax ignore, ratios, min_channels, round_to and target.block"
+            f"faster{obstacles}; raise the budget, or relax ignore, ratios, min_channels, min_blocks, round_to and "
+            "target.block"
         )
 
 

@@ -28,7 +28,7 @@ from prunekit.repair.repair_model import repair as repair_masked
 from prunekit.repair.repair_report import RepairReport
 from prunekit.settings.calibration import RepairSettings
 from prunekit.settings.pattern import PatternSettings
-from prunekit.settings.prune import PruneSettings, Scope, Target
+from prunekit.settings.prune import Depth, PruneSettings, Scope, Target
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.layers.patch_moments import dead_inputs, too_few_rows
 from prunekit.statistics.layers.patches import to_channels_last
@@ -66,6 +66,8 @@ def prune(
     min_channels: int = 1,
     ignore: Where | Iterable[Where] = (),
     ratios: Mapping[Any, float] | None = None,
+    depth: Depth = "auto",
+    min_blocks: int = 0,
     plain_classes: bool = False,
     settings: PruneSettings | None = None,
     repair: RepairSettings | Literal[False] | None = None,
@@ -127,9 +129,18 @@ def prune(
         min_channels: the fewest channels that any group keeps.
         ignore: whose output channels are kept: a glob over module paths, a module (with all that is in it), a class of
             modules, or several of these.
-        ratios: share of the output channels to keep, by globs, modules or classes as in `ignore`.
-        plain_classes: whether all modules keep their classes, and channels whose removal needs another are kept; so a
-            file of `torch.save(model)` can be loaded where prunekit is not installed. `notes` names other classes.
+        ratios: share of the output channels to keep, by globs, modules or classes as in `ignore`. Blocks with a module
+            in `ignore` or `ratios` stay.
+        depth: whether blocks may go as a whole, beside channels. A block is a residual branch: layers whose result is
+            added to the stream that they read; what is left of it is a constant, one number for each channel, and none
+            of its layers runs. True: widths and blocks are chosen together; "auto": so for budgets of time, else only
+            where widths alone cannot meet the budget; False: all stay. `print(prunekit.trace(model, example))` lists
+            the blocks, and those that stay with the reason; `Plan.gone` are those that went.
+        min_blocks: the fewest blocks that stay of each stage, as `layer1` is one with the blocks `layer1.0` and
+            `layer1.1`, of those that may go.
+        plain_classes: whether all modules keep their classes, and channels whose removal needs another are kept, as
+            are all blocks; so a file of `torch.save(model)` can be loaded where prunekit is not installed. `notes`
+            names other classes.
         settings: budgets, target and all of the above in one object, in place of these keywords.
         repair: what is fitted again and how; None: `RepairSettings()` if calibration data is given; False: nothing.
         images: how many samples are taken from a loader or a data set; at least 8.
@@ -161,6 +172,17 @@ def prune(
         >>> refitted = pk.prune(model, calibration=torch.randn(64, 4), macs=0.5)
         >>> refitted.repair.after <= refitted.repair.before
         True
+
+        Blocks go as a whole where channels alone cannot meet the budget, as where each group keeps eight of sixteen:
+
+        >>> class Block(torch.nn.Sequential):
+        ...     def forward(self, x):
+        ...         return x + super().forward(x)
+        >>> blocks = [Block(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8)) for _ in range(4)]
+        >>> deep = torch.nn.Sequential(*blocks)
+        >>> shorter = pk.prune(deep, torch.randn(1, 8), macs=0.2, min_channels=8, depth=True)
+        >>> shorter.plan.totals()["blocks"], len(shorter.plan.gone)
+        ((4, 1), 3)
     """
     model = unwrapped(model)
     require_values(model, "prune")
@@ -184,6 +206,8 @@ def prune(
         min_channels=min_channels,
         ignore=ignore,
         ratios=ratios,
+        depth=depth,
+        min_blocks=min_blocks,
         plain_classes=plain_classes,
         **budgets,
     )
@@ -225,6 +249,8 @@ def plan(
     min_channels: int = 1,
     ignore: Where | Iterable[Where] = (),
     ratios: Mapping[Any, float] | None = None,
+    depth: Depth = "auto",
+    min_blocks: int = 0,
     plain_classes: bool = False,
     settings: PruneSettings | None = None,
     images: int = IMAGES,
@@ -264,6 +290,8 @@ def plan(
         min_channels: of each group.
         ignore: whose output channels are kept.
         ratios: share of the output channels to keep.
+        depth: whether blocks may go as a whole.
+        min_blocks: the fewest that stay of each stage.
         plain_classes: whether all modules keep their classes.
         settings: all of these in one object.
         images: how many samples are taken.
@@ -313,6 +341,8 @@ def plan(
         min_channels=min_channels,
         ignore=ignore,
         ratios=ratios,
+        depth=depth,
+        min_blocks=min_blocks,
         plain_classes=plain_classes,
         **budgets,
     )
