@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -114,12 +115,12 @@ class Branch:
     steps: tuple[int, ...] = ()
     small: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def modules(self) -> tuple[str, ...]:
         """Paths of the modules that go."""
         return tuple(one.module for one in self.replacements)
 
-    @property
+    @cached_property
     def constant(self) -> str | None:
         """The name of the tensor that stays as the constant; None if that is zero."""
         return next((f"{one.module}.{one.bias}" for one in self.replacements if one.bias is not None), None)
