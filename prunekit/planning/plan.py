@@ -110,7 +110,8 @@ class Plan(Displayed):
         """Return a bool tensor that broadcasts to the parameter, False where it is pruned; None if it is not pruned."""
         result = self.element_masks.get(name)
         if name in self.lost:
-            return torch.zeros((1,) * len(self.channel_map.shapes[name]), dtype=torch.bool)
+            none = torch.zeros((1,) * len(self.channel_map.shapes[name]), dtype=torch.bool)
+            return none if name in self.masked_indices else None
         axes = self.kept_indices.get(name, ())
         for axis, index in enumerate(axes):
             if index is not None and (name, axis) not in self.channel_map.divided:

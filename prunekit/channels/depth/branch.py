@@ -204,8 +204,14 @@ WHOLE = Shortening()
 """Of a model that keeps all branches."""
 
 
+ARITY = {"call": 3, "add": 3, "mul": 3, "parameter": 2, "function": 4, "other": 2}
+"""Entries of each kind of step."""
+
+
 def _step(step: Any) -> Step:
     """Return a step of JSON values, whose lists are tuples."""
+    if not isinstance(step, (list, tuple)) or not step or ARITY.get(step[0]) != len(step):
+        raise ValueError(f"expected a step, got {step!r}")
     return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in step)
 
 

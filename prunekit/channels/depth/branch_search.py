@@ -286,11 +286,24 @@ class _BranchBuilder:
             last=self._read_last(chain),
             replacements=replacements,
             layers=tuple(dict.fromkeys(weights)),
-            small=tuple(dict.fromkeys(user for one in tail if not is_inside(user := operators[one].module, gone))),
+            small=tuple(self._users(tail, gone)),
         )
-        if not left and not self._in_place(tail):
+        in_place = self._in_place(tail)
+        if not left and not in_place:
             return branch, None
-        return self._with_body(branch, body, gone)
+        try:
+            return self._with_body(branch, body, gone)
+        except _Stays:
+            if in_place or not all(_is_function(operators[one]) for one in left):
+                raise
+        # the functions between its modules run on nothing
+        hollow = tuple(one if one.constant else replace(one, empty=-1) for one in replacements)
+        return replace(branch, replacements=hollow, small=(*branch.small, *self._users(left, gone))), None
+
+    def _users(self, numbers: Sequence[int], gone: list[str]) -> list[str]:
+        """Return the paths of the modules that run some operators, without those that go."""
+        paths = dict.fromkeys(self.operators[one].module for one in numbers)
+        return [path for path in paths if not is_inside(path, gone)]
 
     def _in_place(self, tail: Sequence[int]) -> bool:
         """Return whether the constant would be written to: it is smaller than what it stands for."""

@@ -201,7 +201,17 @@ def _replacement(module: nn.Module, one: Replacement) -> nn.Module:
         made = ConstantModule(one.shape, one.bias, one.place)
         if one.bias is not None:
             _adopt(made, one.bias, module.get_parameter(one.bias))
+    own = vars(made)
+    for name, value in vars(module).items():
+        if name not in own and isinstance(value, _ATOMS):
+            own[name] = value  # code around it may ask, as `nn.TransformerEncoder` does for `batch_first`
+    for name in module._parameters:
+        if name not in made._parameters:
+            made.register_parameter(name, None)
     return made.train(module.training)
+
+
+_ATOMS = (bool, int, float, str, type(None))
 
 
 def _adopt(holder: nn.Module, path: str, parameter: nn.Parameter) -> None:

@@ -170,7 +170,7 @@ def _settled(
             parted = found[0]
             difference, found = trial.compare(compact)
             if found is None:
-                channel_map = with_staying(channel_map, _staying(gone, parted))
+                channel_map = with_staying(channel_map, _staying(channel_map, gone, parted))
                 continue
         search = SizeSearch(model, compact, channel_map, keep, batches, scales, partial(trial.compare, compact), plain)
         sizes = search.after(found)
@@ -184,14 +184,14 @@ def _settled(
         if not sizes:
             difference, found = trial.compare(compact, copies=True)
             if found is None and gone:
-                channel_map = with_staying(channel_map, _staying(gone, parted))
+                channel_map = with_staying(channel_map, _staying(channel_map, gone, parted))
                 continue
             if found is None:
                 return TrialResult(channel_map, keep, compact, difference)
             divergence, run = found
             elsewhere = trial.elsewhere(divergence, compact)
             if elsewhere is not None and gone:
-                channel_map = with_staying(channel_map, _staying(gone, parted))
+                channel_map = with_staying(channel_map, _staying(channel_map, gone, parted))
                 continue
             if elsewhere is not None:
                 return TrialResult(channel_map, keep, compact, elsewhere)
@@ -234,11 +234,14 @@ def _with_branches(keep: Keep, gone: tuple[Branch, ...]) -> Keep:
     return keep
 
 
-def _staying(gone: tuple[Branch, ...], divergence: Divergence) -> list[BranchLock]:
-    """Return a lock of the branch that is gone where models differ; if none is there, of all that are gone."""
+def _staying(channel_map: ChannelMap, gone: tuple[Branch, ...], divergence: Divergence) -> list[BranchLock]:
+    """Return locks of branches that are gone where models differ, or else anywhere: one, and twice as many each time.
+
+    A later layer may differ because an earlier one is gone, whose state it reads.
+    """
     where = divergence.module
     around = [branch for branch in gone if is_inside(where, [branch.name]) or is_inside(branch.name, [where])]
-    found = around if where and around else gone
+    found = (around if where and around else gone)[: len(channel_map.traced.branches_stay) + 1]
     return [BranchLock(branch.name, f"without it the models differ: {divergence.detail}") for branch in found]
 
 
