@@ -63,7 +63,8 @@ def random_scores(channel_map: ChannelMap, seed: int = 0) -> Scores:
 
 def plan(seed: int = 0, name: str = "blocks", **options: Any) -> Plan:
     budget = BudgetSettings(**{key: options.pop(key) for key in BUDGETS if key in options})
-    return make_plan(chart(name), random_scores(chart(name), seed), PruneSettings(budget=budget, **options))
+    wanted = PruneSettings(budget=budget, **{"depth": False, **options})
+    return make_plan(chart(name), random_scores(chart(name), seed), wanted)
 
 
 def channels_left(found: Plan) -> float:
