@@ -118,8 +118,9 @@ def test_blocks_go_by_themselves_only_where_widths_are_not_enough() -> None:
 
 def test_blocks_stay_where_that_is_asked_for() -> None:
     chart, scores = traced()[1], scores_of(0)
-    for options in ({"ignore": ("stem", "late.*")}, {"ratios": {"late.*.first": 0.5}}):
-        gone = make_plan(chart, scores, settings(macs=0.62, **options)).gone  # type: ignore[arg-type]
+    cases = ((0.62, {"ignore": ("stem", "late.*")}), (0.4, {"ratios": {"late.*.first": 0.5}}))
+    for macs, options in cases:
+        gone = make_plan(chart, scores, settings(macs=macs, **options)).gone
         assert gone
         assert all(branch.name.startswith("early") for branch in gone)
     plan = make_plan(chart, scores, settings(macs=0.3, min_blocks=1))

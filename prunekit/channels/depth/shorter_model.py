@@ -130,6 +130,7 @@ class ShorterModule(nn.Module):
     def __init__(self, steps: Sequence[Step], result: int, original: str) -> None:
         super().__init__()
         self.steps, self.result, self.original = tuple(steps), result, original
+        self.gone: tuple[str, ...] = ()  # names of the children that went
 
     def forward(self, x: Tensor, *_: Any) -> Tensor:
         """Run the steps; arguments after the first were None in the original."""
@@ -168,7 +169,7 @@ def _function(name: str) -> Any:
 
 
 def shorten_(model: nn.Module, wanted: Shortening) -> None:
-    """Replace the modules that go, and the code around them, in place.
+    """Replace the modules that go, and the code around them, in place; a model that is shorter already stays as it is.
 
     The constants are tensors that the model has.
 
@@ -180,10 +181,33 @@ def shorten_(model: nn.Module, wanted: Shortening) -> None:
         AttributeError: the model has no such module or tensor.
         ValueError: a step is none.
     """
+    ours = {cls.__name__ for cls in (*REPLACED, ShorterModule)}  # or of their names, in a file that has their source
+    if any(type(module).__name__ in ours for module in model.modules()):
+        return
     for one in wanted.replacements:
         set_submodule(model, one.module, _replacement(model.get_submodule(one.module), one))
     for body in wanted.bodies:
         set_submodule(model, body.module, _shorter(model.get_submodule(body.module), body))
+
+
+REPLACED = (AbsentModule, ConstantModule, EmptyModule)
+"""Classes that stand in place of a module with all that is in it."""
+
+
+def shortening_of(model: nn.Module) -> Shortening:
+    """Return what a model has in place of modules that went."""
+    found, bodies = list[Replacement](), list[ModuleBody]()
+    for path, module in model.named_modules():
+        if isinstance(module, AbsentModule):
+            found.append(Replacement(path, place=module.place))
+        elif isinstance(module, EmptyModule):
+            found.append(Replacement(path, empty=module.axis))
+        elif isinstance(module, ConstantModule):
+            found.append(Replacement(path, True, module.source, module.shape, module.place))
+        elif isinstance(module, ShorterModule):
+            found += [Replacement(f"{path}.{name}") for name in module.gone]
+            bodies.append(ModuleBody(path, module.steps, module.result))
+    return Shortening(tuple(found), tuple(bodies))
 
 
 def set_submodule(model: nn.Module, path: str, module: nn.Module) -> None:
@@ -240,6 +264,8 @@ def _shorter(module: nn.Module, body: ModuleBody) -> nn.Module:
     for name, child in module._modules.items():
         if name in called or not isinstance(child, AbsentModule):
             made._modules[name] = child
+        else:
+            made.gone = (*made.gone, name)
     made._parameters.update(module._parameters)
     made._buffers.update(module._buffers)
     made._non_persistent_buffers_set |= module._non_persistent_buffers_set

@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from prunekit.channels.cut.model_copy import foreign_methods
+from prunekit.channels.depth.branch import WHOLE, Shortening
+from prunekit.channels.depth.shorter_model import REPLACED, ShorterModule, shortening_of
 from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.channels.rewrite.substitutes import SizedAttention
+from prunekit.channels.tracing.fused_modules import is_inside
 from prunekit.compaction.folded_norms import FoldedNorm
 from prunekit.formats.folders.literals import literal
 from prunekit.hooks.hook import HOOK_TABLES
@@ -42,6 +45,7 @@ class Differences:
         attributes: source of plain values by attribute.
         tensors: tensors that are attributes, and neither parameters nor buffers.
         methods: methods that are attributes of the module itself: attribute -> name of the method.
+        shorter: what is left in place of blocks that are gone.
     """
 
     gone: dict[str, bool] = field(default_factory=dict)
@@ -50,13 +54,14 @@ class Differences:
     attributes: dict[str, dict[str, str]] = field(default_factory=dict)
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     methods: dict[str, dict[str, str]] = field(default_factory=dict)
+    shorter: Shortening = WHOLE
 
     @property
     def count(self) -> int:
         """Number of statements that they take, about."""
         named = (self.attributes, self.tensors, self.methods)
         inner = sum(len(entries) for kind in named for entries in kind.values())
-        return inner + len(self.gone) + len(self.folded) + len(self.classes)
+        return inner + len(self.gone) + len(self.folded) + len(self.classes) + len(self.shorter.modules)
 
 
 def differences(dense: nn.Module, model: nn.Module) -> Differences:
@@ -65,7 +70,7 @@ def differences(dense: nn.Module, model: nn.Module) -> Differences:
     Raises:
         DiffersError: it has modules, classes, tensors, hooks or methods that the dense one has not.
     """
-    found = Differences()
+    found = Differences(shorter=shortening_of(model))
     foreign = {*foreign_methods(model)} - {*foreign_methods(dense)}
     if foreign:
         raise DiffersError(f"{min(foreign)} is a function that was set on the model itself, not a method of its class")
@@ -75,8 +80,10 @@ def differences(dense: nn.Module, model: nn.Module) -> Differences:
 
 def explicit_sizes(model: nn.Module) -> Differences:
     """Return all sizes of a model whose dense one is unknown: numbers, and classes that prunekit made."""
-    found = Differences()
+    found = Differences(shorter=shortening_of(model))
     for path, module in model.named_modules():
+        if isinstance(module, (*REPLACED, ShorterModule)) or is_inside(path, found.shorter.modules):
+            continue
         plain = original_of(type(module)) is type(module) and not isinstance(module, SizedAttention)
         if isinstance(module, FoldedNorm):
             found.folded.append(path)
@@ -111,8 +118,12 @@ def _compare(dense: nn.Module, model: nn.Module, path: str, found: Differences, 
     if isinstance(model, FoldedNorm) and isinstance(dense, _BatchNorm):
         found.folded.append(path)
         return
-    _compare_class(dense, model, path, found)
-    _compare_attributes(dense, model, path, found)
+    if isinstance(model, REPLACED):
+        return
+    shorter = isinstance(model, ShorterModule)
+    if not shorter:
+        _compare_class(dense, model, path, found)
+        _compare_attributes(dense, model, path, found)
     for table in HOOK_TABLES:
         hooks = [hook for hook in getattr(model, table).values() if _package_of(hook) not in _SETTING_HOOKS]
         if len(hooks) > len(getattr(dense, table)):
@@ -120,7 +131,7 @@ def _compare(dense: nn.Module, model: nn.Module, path: str, found: Differences, 
     for name, child in dense._modules.items():
         where = f"{path}.{name}".lstrip(".")
         there = model._modules.get(name)
-        if child is not None and there is None:
+        if child is not None and there is None and not shorter:
             found.gone[where] = name in model._modules
         elif child is not None and there is not None:
             _compare(child, there, where, found, seen)

@@ -211,6 +211,11 @@ def _change(contents: FileContents, bundle: Bundle) -> str:
     if any("torch." in text for named in changes.attributes.values() for text in named.values()):
         bundle.module("torch")
     lines: list[str] = []
+    if changes.shorter:
+        for name in ("shorten_", "Shortening"):
+            bundle.include("prunekit.channels.depth." + ("shorter_model" if name == "shorten_" else "branch"), name)
+        lines.append("# blocks that are gone, and the constants in their place")
+        lines.append(f"shorten_(model, Shortening.from_json({wrapped(repr(changes.shorter.as_json()), 4, 42)}))")
     for path, has_place in changes.gone.items():
         place = _place(dense, path)
         lines.append(f"{place} = None" if has_place else f"del {place}")
