@@ -8,7 +8,7 @@ from torch import nn
 
 from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.cut.slicing import narrowed
-from prunekit.channels.depth.shorter_model import AbsentModule, ConstantModule, ShorterModule
+from prunekit.channels.depth.shorter_model import AbsentModule, ConstantModule, EmptyModule, ShorterModule
 from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.channels.rewrite.substitutes import SizedAttention
 from prunekit.errors import PlanError
@@ -56,7 +56,7 @@ def remarks(small: nn.Module) -> tuple[str, ...]:
         "modules with explicit sizes in place of torch's or the model's own": {
             cls for cls in classes if issubclass(cls, SizedAttention)
         },
-        "modules in place of blocks that are gone": classes & {AbsentModule, ConstantModule, ShorterModule},
+        "modules in place of blocks that are gone": classes & {AbsentModule, ConstantModule, EmptyModule, ShorterModule},
     }
     parts = [f"{what}: {', '.join(sorted(cls.__name__ for cls in found))}" for what, found in named.items() if found]
     found = []
