@@ -49,6 +49,7 @@ def compact(model: nn.Module, plan: Plan) -> nn.Module:
 def remarks(small: nn.Module) -> tuple[str, ...]:
     """Return remarks on a compact model for its user: which classes are not the user's, and whether it is frozen."""
     classes = {type(module) for module in small.modules()}
+    of_blocks = {AbsentModule, ConstantModule, EmptyModule, ShorterModule}
     named = {
         "methods compiled again with explicit sizes": {
             original_of(cls) for cls in classes if original_of(cls) is not cls
@@ -56,7 +57,7 @@ def remarks(small: nn.Module) -> tuple[str, ...]:
         "modules with explicit sizes in place of torch's or the model's own": {
             cls for cls in classes if issubclass(cls, SizedAttention)
         },
-        "modules in place of blocks that are gone": classes & {AbsentModule, ConstantModule, EmptyModule, ShorterModule},
+        "modules in place of blocks that are gone": classes & of_blocks,
     }
     parts = [f"{what}: {', '.join(sorted(cls.__name__ for cls in found))}" for what, found in named.items() if found]
     found = []
