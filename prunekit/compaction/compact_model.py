@@ -8,7 +8,7 @@ from torch import nn
 
 from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.cut.slicing import narrowed
-from prunekit.channels.depth.shorter_model import AbsentModule, ConstantModule, ShorterModule
+from prunekit.channels.depth.shorter_model import AbsentModule, ConstantModule, EmptyModule, ShorterModule
 from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.channels.rewrite.substitutes import SizedAttention
 from prunekit.errors import PlanError
@@ -49,6 +49,7 @@ def compact(model: nn.Module, plan: Plan) -> nn.Module:
 def remarks(small: nn.Module) -> tuple[str, ...]:
     """Return remarks on a compact model for its user: which classes are not the user's, and whether it is frozen."""
     classes = {type(module) for module in small.modules()}
+    of_blocks = {AbsentModule, ConstantModule, EmptyModule, ShorterModule}
     named = {
         "methods compiled again with explicit sizes": {
             original_of(cls) for cls in classes if original_of(cls) is not cls
@@ -56,7 +57,7 @@ def remarks(small: nn.Module) -> tuple[str, ...]:
         "modules with explicit sizes in place of torch's or the model's own": {
             cls for cls in classes if issubclass(cls, SizedAttention)
         },
-        "modules in place of blocks that are gone": classes & {AbsentModule, ConstantModule, ShorterModule},
+        "modules in place of blocks that are gone": classes & of_blocks,
     }
     parts = [f"{what}: {', '.join(sorted(cls.__name__ for cls in found))}" for what, found in named.items() if found]
     found = []

@@ -48,6 +48,7 @@ from prunekit.report.requirements import require_report
 from prunekit.settings.job import JobSettings
 from prunekit.training.callbacks.selection import needs_plan
 from prunekit.utils.context import threads
+from prunekit.utils.display import listed, plural
 from prunekit.utils.files import StrPath, write_csv, write_json
 from prunekit.utils.inputs import inputs_as_example
 from prunekit.utils.progress import stage, wanted
@@ -247,6 +248,8 @@ class FinetuneRun:
             f"plan: {left:.1%} of the MACs left, {planned.plan.removed} of {chart.n_labels - 1} channels removed; "
             f"masked == compact in the trial to {planned.max_relative_difference:.1e}"
         )
+        if gone := [branch.name for branch in planned.plan.gone]:
+            self.log(f"plan: {len(gone)} of {plural(len(chart.branches.found), 'block')} gone: {listed(gone, 10)}")
         for text in planned.locked_by_trial:
             self.log(f"plan: locked after the trial: {text}")
         for text in planned.unseen:

@@ -1,4 +1,4 @@
-"""The inspection of a model: which of its channels are coupled or locked, and where its MACs are."""
+"""The inspection of a model: which channels are coupled or locked, which blocks may go, and where its MACs are."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from prunekit.measure.model_size import count_macs, count_parameters
 
 
 def inspect(target: InputModel) -> dict[str, Any]:
-    """Trace a model, and return its channel groups, locks and layers.
+    """Trace a model, and return its channel groups, locks, blocks and layers.
 
     Returns:
         `model`, `architecture` (its class), `input_shape`, `params`, `macs` (one sample), `free_share` (of parameters,
         0..1), `groups` (rows: name, channels, axes: how many parameter and buffer axes they lie on), `locks` (rows:
-        module, operator, channels, reason) and `layers` (rows: module, kind, macs, params).
+        module, operator, channels, reason), `blocks` (rows of `ChannelMap.block_rows`), `block_locks` (rows: block,
+        reason) and `layers` (rows: module, kind, macs, params).
 
     Raises:
         ModelError: the model does not run on its input.
@@ -38,6 +39,8 @@ def inspect(target: InputModel) -> dict[str, Any]:
             {"module": lock.module, "operator": lock.operator, "channels": lock.channels, "reason": lock.reason}
             for lock in channel_map.locks
         ],
+        "blocks": channel_map.block_rows(),
+        "block_locks": [{"block": lock.name, "reason": lock.reason} for lock in channel_map.branches.locks],
         "layers": _layers(target, channel_map),
     }
 

@@ -17,6 +17,9 @@ OPTIONAL = ("control", "deployed")
 PROVEN = 1e-9
 """Largest relative difference of masked and compact model that counts as rounding in float64."""
 
+SHOWN = 10
+"""Names of blocks that are shown."""
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -249,6 +252,14 @@ def budgeted(plan: Mapping[str, Any]) -> Iterator[str]:
         of = "" if facts.share else f", of {dense}"
         binds = ", the one that binds" if plan.get("binding") == name and len(plan["budgets"]) > 1 else ""
         yield f"{name}: {left} {'predicted' if facts.measured else 'left'}, {facts.limit} {asked} asked for{of}{binds}"
+
+
+def blocks(metrics: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how many blocks are gone, and which, in a line, if any are."""
+    gone = metrics.get("blocks")
+    if gone:
+        of = (metrics.get("plan") or {}).get("blocks", len(gone))
+        yield f"{len(gone)} of {of} gone as a whole: {numbers.listed(gone, SHOWN)}"
 
 
 def on_time(metrics: Mapping[str, Any]) -> Iterator[str]:

@@ -408,16 +408,16 @@ class PruneSettings(Checked):
     """Globs over module paths, each with the share of their output channels to keep."""
     depth: Depth = "auto"
     """Whether blocks may go as a whole, beside channels. A block is a residual branch: layers whose result is added to
-    the stream that they read; without them a constant is left. `true` chooses widths and blocks together; `auto` does
-    for budgets of time, and else only where widths alone cannot meet the budget. Blocks with modules in `ignore` or
-    `ratios` stay; `prunekit inspect` lists all."""
+    the stream that they read; or a part of a concatenation, such as a layer of a DenseNet. `true` chooses widths and
+    blocks together; `auto` does for budgets of time, and else only where widths alone cannot meet the budget. Blocks
+    with modules in `ignore` or `ratios` stay; `prunekit inspect` lists all."""
     min_blocks: Annotated[int, Ge(0)] = 0
     """The fewest blocks that stay of each stage (the modules beside each other with numbers for names, such as
     `layer3.0` to `layer3.5`), of those that may go."""
     plain_classes: bool = False
     """Whether all modules keep their classes, so that a pickled model loads without prunekit. Else some modules are
     recompiled with explicit sizes in their Python, or replaced by attention with explicit sizes, if channels could not
-    be removed otherwise, or by a constant where a block goes."""
+    be removed otherwise, and those of a block that goes by the constant that is left of it."""
     pattern: PatternSettings | None = None
     """Zeros among single weights of what the channels leave; null: none."""
     schedule: ScheduleSettings | None = None

@@ -340,6 +340,18 @@ def test_inspect_shows_groups_locks_and_macs(own_model: str) -> None:
     assert payload["locks"][-1]["reason"] in text
 
 
+def test_inspect_shows_blocks() -> None:
+    arguments = ["inspect", "resnet8", "--input-shape", "1x3x8x8"]
+    payload = json.loads(run(*arguments, "--json").stdout)
+    assert [(row["block"], len(row["layers"])) for row in payload["blocks"]] == [
+        ("layer1.0", 2), ("layer2.0", 2), ("layer3.0", 2)
+    ]  # fmt: skip
+    text = " ".join(run(*arguments).stdout.split())
+    assert "3 blocks (residual branches and parts of concatenations that may go as a whole) block layers" in text
+    assert "layer1.0 2 16" in text
+    assert ("stay" in text) == bool(payload["block_locks"])
+
+
 def test_what_a_users_file_prints_stays_out_of_the_json(own_model: str) -> None:
     chatty = own_model.replace(":initialized", ":build")
     result = run("inspect", "--model", chatty, "--input-shape", "1x3x8x8", "--json")

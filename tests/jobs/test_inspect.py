@@ -44,6 +44,41 @@ def test_groups_locks_and_macs_of_a_residual_block() -> None:
     assert result["free_share"] == pytest.approx(1 - 5 / result["params"])
 
 
+class Beside(Residual):
+    """A residual net whose sum is in a module of its own, and another whose sum the whole model computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = ResidualBlock()
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.block(self.norm(self.stem(images)).relu())
+        features = features + self.outer(self.inner(features).relu())
+        return self.fc(features.mean((2, 3)))
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(8, 5, 1)
+        self.second = nn.Conv2d(5, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(self.first(x).relu())
+
+
+def test_blocks_that_may_go_and_those_that_stay_are_listed() -> None:
+    result = inspect(InputModel(Beside(), "mine", (3, 4, 4)))
+    (block,) = result["blocks"]
+    macs = {layer["module"]: layer["macs"] for layer in result["layers"]}
+    assert (block["block"], block["layers"], block["channels"]) == ("block", ["block.first", "block.second"], 5)
+    assert block["macs"] == macs["block.first"] + macs["block.second"] == 2 * 40 * 16
+    assert block["share"] == pytest.approx(block["macs"] / result["macs"])
+    (staying,) = result["block_locks"]
+    assert set(staying) == {"block", "reason"}
+    assert staying["reason"]
+
+
 def test_inspection_leaves_the_model_as_it_was() -> None:
     model = Residual()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -19,7 +19,7 @@ from synthetic_run import metrics, write_run
 from prunekit.errors import ArtifactError
 from prunekit.report import measurement_notes
 from prunekit.report.figures.charts import curves
-from prunekit.report.headline import clamped, compared, masked, sentence, tiles
+from prunekit.report.headline import blocks, clamped, compared, masked, sentence, tiles
 from prunekit.report.measurement_notes import how
 from prunekit.report.pages.run_page import again, write_report
 from prunekit.report.run_data import read_run
@@ -259,6 +259,32 @@ def test_the_command_line_says_the_same_in_a_line() -> None:
 def test_norms_are_left_out_of_the_layers(page: Page) -> None:
     assert "layer1.0.conv1" in page.text["widths"]
     assert "bn1" not in page.text["widths"]
+
+
+def test_blocks_that_are_gone_are_seen_and_named(page: Page, tmp_path: Path) -> None:
+    assert "gone" not in page.text["widths"] + page.text["result"]
+    run = write_run(tmp_path / "run", only={"layers"})
+    layers = pd.read_csv(run / "layers.csv")
+    layers.loc[:1, ["in_after", "out_after", "macs_after", "params_after"]] = 0
+    layers.to_csv(run / "layers.csv", index=False)
+    known = metrics()
+    known |= {"blocks": ["layer1.0", "layer1.1"], "plan": {**known["plan"], "blocks": 9}}
+    (run / "metrics.json").write_text(json.dumps(known))
+    html = write_report(run).read_text(encoding="utf-8")
+    shown = Page(html)
+    assert "Blocks: 2 of 9 gone as a whole: layer1.0, layer1.1." in shown.text["result"]
+    assert "Blocks: 2 of 9 gone as a whole: layer1.0, layer1.1." in shown.text["widths"]
+    assert html.count('<tr class="gone">') == shown.text["widths"].count("0 % (gone)") == 2
+    assert "gone with its block" in shown.text["widths"]
+    assert "2 layers gone with their blocks" in html
+    assert html.count("<pattern") == 1
+
+
+def test_long_lists_of_blocks_are_cut_short() -> None:
+    (said,) = blocks({"blocks": [f"layers.{index}" for index in range(20)], "plan": {"blocks": 24}})
+    assert said.startswith("20 of 24 gone as a whole: layers.0, ")
+    assert said.endswith("layers.9 and 10 more")
+    assert list(blocks({})) == list(blocks({"blocks": []})) == []
 
 
 def test_the_headline_is_one_sentence(page: Page) -> None:

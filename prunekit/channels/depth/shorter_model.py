@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -247,8 +248,12 @@ def _adopt(holder: nn.Module, path: str, parameter: nn.Parameter) -> None:
     holder.register_parameter(name, parameter)
 
 
+def _has_tensors(module: nn.Module) -> bool:
+    return next(chain(module.parameters(), module.buffers()), None) is not None
+
+
 def _shorter(module: nn.Module, body: ModuleBody) -> nn.Module:
-    """Return what is left of a module, with all of its children and tensors but those that are gone."""
+    """Return what is left of a module: the children that it still calls, and all that have tensors."""
     made = ShorterModule(body.steps, body.result, type(module).__name__)
     called = set()
     for kind, *rest in body.steps:
@@ -262,7 +267,7 @@ def _shorter(module: nn.Module, body: ModuleBody) -> nn.Module:
         elif kind not in ("add", "mul"):
             raise ValueError(f"{kind!r} is no step")
     for name, child in module._modules.items():
-        if name in called or not isinstance(child, AbsentModule):
+        if name in called or (child is not None and _has_tensors(child)):
             made._modules[name] = child
         else:
             made.gone = (*made.gone, name)

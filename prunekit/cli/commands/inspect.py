@@ -18,14 +18,17 @@ if TYPE_CHECKING:
     from prunekit.jobs.run.model_sources import InputModel
 
 
-@click.command("inspect", short_help="Show channel groups, locks, and MACs per layer of a model.")
+@click.command("inspect", short_help="Show channel groups, blocks, locks, and MACs per layer of a model.")
 @click.argument("arguments", nargs=-1, metavar="[MODEL] [KEY=VALUE]...")
 @click.option("--layers", is_flag=True, help="Instead: shapes, parameters, MACs and activation memory by module.")
 @model_command("inspect.json; with --layers: layers.json, layers.csv and layers.html.", device=False)
 def inspect_command(
     console: Console, given: ModelOptions, arguments: tuple[str, ...], layers: bool, output: Path | None
 ) -> None:
-    """Show channel groups, locked channels with the reason, and the MACs of each layer.
+    """Show channel groups, locked channels with the reason, blocks, and the MACs of each layer.
+
+    A block is a residual branch, or a part of a concatenation, that may go as a whole (prune.depth); those that stay
+    are listed with the reason.
 
     With --layers show instead a table of all modules, in order of execution.
 
@@ -87,7 +90,7 @@ def _layers(target: InputModel, output: Path | None, console: Console) -> None:
 
 
 def _text(result: dict[str, Any]) -> str:
-    from prunekit.utils.display import count, share
+    from prunekit.utils.display import count, plural, share
 
     total = result["macs"] or 1
     groups = [(row["name"], row["channels"], row["axes"]) for row in result["groups"]]
@@ -96,6 +99,11 @@ def _text(result: dict[str, Any]) -> str:
         (row["module"] or "(root)", row["kind"], count(row["macs"]), share(row["macs"] / total), count(row["params"]))
         for row in result["layers"]
     ]
+    blocks = [
+        (row["block"], len(row["layers"]), row["channels"], count(row["macs"]), share(row["share"]))
+        for row in result["blocks"]
+    ]
+    staying = [(row["block"] or "(root)", row["reason"]) for row in result["block_locks"]]
     shape = "x".join(map(str, result["input_shape"]))
     return "\n".join(
         [
@@ -105,6 +113,10 @@ def _text(result: dict[str, Any]) -> str:
             table(("group", "channels", "axes"), groups),
             f"\n{len(locks)} lock{'s'[: len(locks) != 1]} (channels that are kept, and why)",
             table(("module", "operator", "channels", "reason"), locks, text=("operator", "reason")),
+            f"\n{plural(len(blocks), 'block')} (residual branches and parts of concatenations that may go as a whole)",
+            table(("block", "layers", "channels", "MACs", "share"), blocks),
+            *([f"\n{plural(len(staying), 'block')} that stay{'s'[: len(staying) == 1]}, and why"] if staying else []),
+            *([table(("block", "reason"), staying, text=("reason",))] if staying else []),
             "\nMACs by layer",
             table(("module", "kind", "MACs", "share", "parameters"), layers, text=("kind",)),
         ]

@@ -86,6 +86,7 @@ def dry_run(job: JobSettings, *, log: Log = stage, own: Own = RECIPE_ONLY, measu
         "binding": planned.plan.provenance["binding"],
         "schedule": None if line is None else schedule_rows(job.prune, line, planned.plan),
         "channels_removed": planned.plan.removed,
+        "blocks": [branch.name for branch in planned.plan.gone],
         "groups": len(settled.groups),
         "locks": len(settled.locks),
         "max_relative_difference": planned.max_relative_difference,

@@ -206,10 +206,12 @@ def metrics(
         "plan": {
             **{key: planned.plan.provenance[key] for key in ("budgets", "binding")},
             "macs_left": chart.macs(planned.plan.keep) / chart.macs(),
+            "blocks": len(chart.branches.found),
             "free_parameter_share": chart.free_share(n for n in chart.labels if not n.endswith(_STATISTICS)),
             "trial_max_relative_difference": planned.max_relative_difference,
             "locked_by_trial": list(planned.locked_by_trial),
         },
+        "blocks": [branch.name for branch in planned.plan.gone],
         "latency": [dict(row) for row in measured.latency.rows],
         "speedup": [dict(row) for row in measured.latency.speedup],
         "latency_notes": list(measured.latency.notes),

@@ -19,26 +19,30 @@ SIZES = (("in_channels", "out_channels"), ("in_features", "out_features"), ("num
 
 
 def layer_rows(dense: nn.Module, compact: nn.Module, plan: Plan) -> list[dict[str, Any]]:
-    """Return widths, MACs (one sample) and parameters of every layer with a width, before and after pruning."""
-    before, after = plan.channel_map.layer_macs(), plan.channel_map.layer_macs(plan.keep)
-    small = dict(compact.named_modules())
+    """Return widths, MACs (one sample) and parameters of every layer with a width, before and after pruning.
+
+    Widths after are 0 for a layer of a block that is gone; what is left of its parameters is the constant in its place.
+    """
+    chart, small = plan.channel_map, dict(compact.named_modules())
+    before, after = chart.layer_macs(), chart.layer_macs(plan.keep)
     rows = []
     for path, module in dense.named_modules():
         names = next((pair for pair in SIZES if hasattr(module, pair[0])), None)
         if names is None or any(module.children()):
             continue
+        there = chart.is_present(path, plan.keep)
         rows.append(
             {
                 "module": path,
                 "kind": type(module).__name__,
                 "in_before": getattr(module, names[0]),
-                "in_after": getattr(small[path], names[0]),
+                "in_after": getattr(small[path], names[0]) if there else 0,
                 "out_before": getattr(module, names[1]),
-                "out_after": getattr(small[path], names[1]),
+                "out_after": getattr(small[path], names[1]) if there else 0,
                 "macs_before": before.get(path, 0),
                 "macs_after": after.get(path, 0),
                 "params_before": _size(module),
-                "params_after": _size(small[path]),
+                "params_after": _size(small[path]) if path in small else 0,
             }
         )
     return rows

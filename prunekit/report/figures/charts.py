@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from prunekit.errors import ArtifactError
+from prunekit.utils.display import plural
 
 if TYPE_CHECKING:
     from prunekit.planning.schedules import Timeline
@@ -129,16 +130,24 @@ def _color(name: str, names: list[str]) -> str:
 
 
 def widths(layers: pd.DataFrame) -> Markup:
-    """Return the output channels of every layer before (pale) and after (solid), in the order of the model."""
+    """Return the output channels of every layer before (pale) and after (solid), in the order of the model.
+
+    Layers without channels after, those of blocks that are gone, are hatched.
+    """
+    gone = layers["out_after"].to_numpy() == 0
     with canvas(1, 1, 3.0, "widths") as (figure, (axes,)):
-        index = np.arange(len(layers))
-        axes.bar(index, layers["out_before"], width=0.85, color=PALE, label="dense")
+        index, before = np.arange(len(layers)), layers["out_before"].to_numpy()
+        axes.bar(index[~gone], before[~gone], width=0.85, color=PALE, label="dense")
         axes.bar(index, layers["out_after"], width=0.85, color=COLORS["pruned"], label="pruned")
+        if gone.any():
+            style: dict[str, Any] = {"facecolor": "none", "edgecolor": GRAY, "hatch": "////", "linewidth": 0.6}
+            axes.bar(index[gone], before[gone], width=0.85, label="gone with its block", **style)
         axes.set(xlabel="layer, in the order of the model", ylabel="output channels", xlim=(-0.7, len(layers) - 0.3))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(axis="x", visible=False)
-        axes.legend(loc="upper left", ncols=2)
-        return svg(figure, "Output channels of every layer before and after pruning")
+        axes.legend(loc="upper left", ncols=3)
+        without = f"; {plural(int(gone.sum()), 'layer')} gone with their blocks" if gone.any() else ""
+        return svg(figure, f"Output channels of every layer before and after pruning{without}")
 
 
 def histograms(scores: pd.DataFrame) -> tuple[Markup, int, int]:

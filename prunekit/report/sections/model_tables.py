@@ -32,12 +32,14 @@ class ResultSection:
             "reference": headline.reference(run.metrics),
             "deployed": list(headline.deployed(run.metrics)),
             "budgets": list(headline.budgeted(run.metrics.get("plan", {}))),
+            "blocks": list(headline.blocks(run.metrics)),
             "on_time": list(headline.on_time(run.metrics)),
         }
 
     def text(self, data: dict[str, Any]) -> Iterator[str]:
         """Yield the lines, which follow the table of the terminal."""
         yield from (f"Budget {line}" for line in data["budgets"])
+        yield from (f"Blocks: {line}" for line in data["blocks"])
         yield from (f"Time: {line}" for line in data["on_time"])
         yield from (f"Deployed: {line}" for line in data["deployed"])
 
@@ -137,4 +139,5 @@ class WidthsSection:
         """Return a figure and the rows of a table."""
         # Norms have the widths of what feeds them: the layers that compute are the ones to show.
         layers = None if run.layers is None else run.layers[run.layers["macs_before"] > 0]
-        return {"widths": figures.figure_or_none(figures.widths, layers), "layers": records(layers)}
+        figure = figures.figure_or_none(figures.widths, layers)
+        return {"widths": figure, "layers": records(layers), "blocks": list(headline.blocks(run.metrics))}
