@@ -5,13 +5,14 @@ Gauss-Newton steps, as pure functions over windows of samples in which the first
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from prunekit.planning.plan import Plan
 from prunekit.repair.layer_samples import LayerSample, convolving
 from prunekit.repair.layer_weights import LayerWeights
 from prunekit.repair.least_squares import WeightChange, determined
@@ -145,12 +146,20 @@ def _gram(reading: PatchGeometry, inputs: Tensor) -> Tensor:
     return mean_products(patches, patches)
 
 
-def gauss_newton(pair: LayerPair, weights: Weights, steps: int) -> tuple[Weights, float, float]:
+def gauss_newton(
+    pair: LayerPair, weights: Weights, steps: int, free: Weights | None = None
+) -> tuple[Weights, float, float]:
     """Fit both layers to the wanted outputs, by steps that each solve a least-squares problem.
 
     Levenberg 1944, Marquardt 1963; each is solved by conjugate gradients, preconditioned by Kronecker factors of the
     curvature (Martens & Grosse 2015). The target is a block's output, as in Li et al. 2021, "BRECQ", but without
     gradient descent. A step is kept if the error falls, on the rows to fit on and on held-out ones.
+
+    Args:
+        pair: the layers and their samples.
+        weights: that steps begin with.
+        steps: at most.
+        free: 1 for each weight that may change, and 0 for others; None: all.
 
     Returns:
         The weights, and the mean squared error on held-out rows before and after.
@@ -159,7 +168,7 @@ def gauss_newton(pair: LayerPair, weights: Weights, steps: int) -> tuple[Weights
     factor, now = _factor(_gram(pair.first, fitting.inputs)), Linearized(fitting, weights)
     before = after = Linearized(judging, weights).error
     for _ in range(steps):
-        step = _step(now, factor)
+        step = _step(now, factor, free)
         trials = (Linearized(fitting, _moved(now.weights, step, share)) for share in FRACTIONS)
         better = next((trial for trial in trials if trial.bound < now.bound), None)
         judged = after if better is None else Linearized(judging, better.weights).error
@@ -181,8 +190,8 @@ def _factor(matrix: Tensor) -> Tensor:
     return factor
 
 
-def _step(now: Linearized, inputs: Tensor) -> Weights:
-    """Return the damped Gauss-Newton step."""
+def _step(now: Linearized, inputs: Tensor, free: Weights | None) -> Weights:
+    """Return the damped Gauss-Newton step of the weights that may change."""
     read = now.weights[1][:-1].double().view(now.active.shape[1], now.pair.second.taps, -1)
     together = torch.einsum("kto,lto->kl", read, read) * float(now.active.double().mean())
     together.diagonal().add_(SHARED * float(together.diagonal().mean()) or 1.0)
@@ -190,15 +199,18 @@ def _step(now: Linearized, inputs: Tensor) -> Weights:
 
     def solved(gradient: Weights) -> Weights:
         first = torch.cholesky_solve(torch.cholesky_solve(gradient[0].double(), inputs).T.contiguous(), channels).T
-        return first.to(gradient[0]), torch.cholesky_solve(gradient[1].double(), hidden).to(gradient[1])
+        return among(first.to(gradient[0]), torch.cholesky_solve(gradient[1].double(), hidden).to(gradient[1]))
 
     def curvature(step: Weights) -> Weights:
         first = inputs @ (inputs.T @ step[0].double()) @ together
         second = hidden @ (hidden.T @ step[1].double())
         damping = DAMPING * first.to(step[0]), DAMPING * second.to(step[1])
-        return _moved(now.gradient(now.change(step)), damping, 1.0)
+        return among(*_moved(now.gradient(now.change(step)), damping, 1.0))
 
-    return conjugate_gradients(curvature, now.gradient(now.missing), solved, INNER)
+    def among(first: Tensor, second: Tensor) -> Weights:
+        return (first, second) if free is None else (first * free[0], second * free[1])
+
+    return conjugate_gradients(curvature, among(*now.gradient(now.missing)), solved, INNER)
 
 
 def conjugate_gradients(
@@ -232,7 +244,18 @@ def _dot(one: Weights, other: Weights) -> float:
 
 
 class PairFitter(LayerWeights):
-    """A fitter that refits a layer together with its source, and writes changes that lower the error."""
+    """A fitter that refits a layer together with its source, and writes changes that lower the error.
+
+    Args:
+        original: the dense model.
+        masked: the model whose weights are written.
+        plan: which rows and columns are kept.
+        masks: of single weights that are not zero, by weight, bool (o, i, taps) of kept outputs and inputs.
+    """
+
+    def __init__(self, original: nn.Module, masked: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
+        super().__init__(original, masked, plan)
+        self._masks = masks
 
     def refit(
         self, layer: LayerCall, dense: LayerSample, running: LayerSample, steps: int
@@ -249,10 +272,12 @@ class PairFitter(LayerWeights):
             return None
         rows = self._index(layer, 0)
         scale = self._affine(self._modules, layer, rows)[0]
-        rows = rows[determined(scale)]
+        usable = determined(scale)
+        rows = rows[usable]
         pair, kind = self._pair(layer, dense, running, rows), self._tensors[layer.weight].dtype
         weights = self._whole(source, hidden).T.to(kind), self._whole(layer, rows).T.to(kind)
-        (first, second), before, after = gauss_newton(pair, weights, steps)
+        free = self._free(source, weights[0]), self._free(layer, weights[1], usable)
+        (first, second), before, after = gauss_newton(pair, weights, steps, free)
         if after < before:
             self._add(source, hidden, (first - weights[0]).T.double())
             self._add(layer, rows, (second - weights[1]).T.double())
@@ -279,6 +304,14 @@ class PairFitter(LayerWeights):
 
         ends = shaped(rest), shaped(wanted)
         return LayerPair(first, second, before, there.to(before), *ends, running.windows_fitted, layer.rectified)
+
+    def _free(self, layer: LayerCall, weights: Tensor, usable: Tensor | None = None) -> Tensor:
+        """Return 1 for each weight (d + 1, o) of a layer that may change, and 0 for its zeros."""
+        free = torch.ones_like(weights)
+        if (mask := self._masks.get(layer.weight)) is not None:
+            mask = mask.flatten(1).to(weights.device)
+            free[:-1] = (mask if usable is None else mask[usable]).T
+        return free
 
     def _whole(self, layer: LayerCall, rows: Tensor) -> Tensor:
         """Return the kept weights and the constant last, (o, d + 1), in units of the end of the chain."""

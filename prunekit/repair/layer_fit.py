@@ -43,13 +43,18 @@ class LayerFitter(LayerWeights):
         masked: the model whose weights are written.
         plan: which rows and columns are kept.
         settings: what is fitted.
+
+    Attributes:
+        reports: of the layers so far.
+        masks: of single weights that are not zero, by weight, bool (o, i, taps) of kept outputs and inputs.
     """
 
     def __init__(self, original: nn.Module, masked: nn.Module, plan: Plan, settings: RepairSettings) -> None:
         super().__init__(original, masked, plan)
         self.reports: list[LayerRepair] = []
         self._settings = settings
-        self._pairs = PairFitter(original, masked, plan)
+        self.masks: dict[str, Tensor] = {}
+        self._pairs = PairFitter(original, masked, plan, self.masks)
 
     def refit(self, layer: LayerCall, dense: LayerSample | None, running: LayerSample | None) -> None:
         """Fit a layer, group by group if it is a grouped convolution, and write what lowers the error.
@@ -110,7 +115,8 @@ class LayerFitter(LayerWeights):
         if errors is None or not errors[1] < errors[0]:
             return report
         after = report.after * errors[1] / errors[0]
-        return replace(report, applied=self._settings.fit, after=after, note="together with the layer before it")
+        applied = report.applied or self._settings.fit
+        return replace(report, applied=applied, after=after, note="together with the layer before it")
 
     def _fit_many_groups(self, layer: LayerCall, sample: LayerSample, running: LayerSample, groups: int) -> LayerRepair:
         """Fit many small groups at once."""

@@ -80,9 +80,6 @@ class PatternFitter(LayerFitter):
         settings: of the fits.
         layers: that get zeros, by weight.
         zeros: how many, and by what they are chosen.
-
-    Attributes:
-        masks: of the layers so far, by weight, bool (o, i, taps) on the CPU.
     """
 
     def __init__(
@@ -95,7 +92,6 @@ class PatternFitter(LayerFitter):
         zeros: Zeros,
     ) -> None:
         super().__init__(original, masked, plan, settings)
-        self.masks: dict[str, Tensor] = {}
         self._layers, self._zeros = layers, zeros
 
     def refit(self, layer: LayerCall, dense: LayerSample | None, running: LayerSample | None) -> None:
@@ -151,6 +147,8 @@ class PatternFitter(LayerFitter):
             errors.append((before, after, problem.spread))
         self._set_zeros(target, mask)
         self._report(target, errors)
+        if running.before is not None and self._zeros.fitted:
+            self.reports[-1] = self._fit_with_source(layer, dense, running, self.reports[-1])
 
     def _mask_of(self, target: PatternLayer, problems: list[GroupProblem]) -> Tensor:
         """Return the mask (o, i, taps) of a layer whose groups have these problems."""

@@ -72,7 +72,7 @@ def prune_weights(
         NonFiniteError: a layer of the dense model computes NaN or Inf on them; the message names the layer.
         PlanError: the plan is that of another model, or the pattern doesn't fit it, see `pattern_layers`.
     """
-    settings = replace(settings or RepairSettings(), fit="patch", joint_steps=0)
+    settings = replace(settings or RepairSettings(), fit="patch")
     require_plan(plan, dense)
     if isinstance(images, (tuple, list, Mapping)):
         images = as_example(dense, images)
