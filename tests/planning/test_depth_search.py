@@ -83,7 +83,9 @@ def best_of_all(scores: Scores, wanted: PruneSettings) -> float:
     closed = [{index for index in block.parts} for block in blocks_of(chart, parts, scores, wanted)]
     inside = set().union(*closed)
     best = -np.inf
-    for counts in product(*(range(0 if index in inside else 1, part.labels.size + 1) for index, part in enumerate(parts))):
+    for counts in product(
+        *(range(0 if index in inside else 1, part.labels.size + 1) for index, part in enumerate(parts))
+    ):
         if budgets.fits(np.array(counts)):
             best = max(best, value(Plan(chart, keep_of(chart, parts, np.array(counts))), scores))
     return best
