@@ -254,6 +254,7 @@ def _reweighted(shares: Numbers, budgets: Budgets, counts: Labels) -> Numbers:
 
 
 def blends(budgets: int) -> Iterator[Numbers]:
+    """Yield shares of each of several budgets in a price, (budgets,): each alone, and pairs of them."""
     single = np.eye(budgets)
     yield from single
     for one in range(budgets):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ class ResidualBlock(nn.Module):
 
 
 def residual(*widths: int) -> nn.Sequential:
-    blocks = [ResidualBlock(one, other) for one, other in zip(widths, widths[1:], strict=False)]
+    blocks = [ResidualBlock(one, other) for one, other in pairwise(widths)]
     stem, head = nn.Conv2d(3, widths[0], 3, padding=1), nn.Linear(widths[-1], 4)
     return nn.Sequential(stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
 
