@@ -80,7 +80,7 @@ def best_of_all(scores: Scores, wanted: PruneSettings) -> float:
     chart = traced()[1]
     parts = free_parts(chart, scores, wanted)
     budgets = budgets_of(chart, parts, wanted)
-    closed = [{index for index in block.parts} for block in blocks_of(chart, parts, scores, wanted)]
+    closed = [set(block.parts) for block in blocks_of(chart, parts, scores, wanted)]
     inside = set().union(*closed)
     best = -np.inf
     for counts in product(
