@@ -34,6 +34,7 @@ class Replacement:
         place: where the tensor is in a tuple that the module returns, and how many entries that has; None if it returns
             the tensor itself.
         empty: the axis along which it returns nothing, where the module computed a part of a concatenation.
+        as_input: whether the module returned a tensor of the shape of its first argument.
     """
 
     module: str
@@ -42,21 +43,22 @@ class Replacement:
     shape: tuple[int, ...] = ()
     place: tuple[int, int] | None = None
     empty: int | None = None
+    as_input: bool = False
 
     def as_json(self) -> list[Any]:
         """Return the replacement as JSON values."""
         place = None if self.place is None else list(self.place)
-        return [self.module, self.constant, self.bias, list(self.shape), place, self.empty]
+        return [self.module, self.constant, self.bias, list(self.shape), place, self.empty, self.as_input]
 
     @classmethod
     def from_json(cls, found: Any) -> Replacement:
         """Return the replacement of JSON values; raises ValueError or TypeError if they are none."""
-        module, constant, bias, shape, place, empty = found
+        module, constant, bias, shape, place, empty, as_input = found
         if not isinstance(bias, str | None):
             raise TypeError(f"expected the name of a tensor, got {bias!r}")
         place = None if place is None else (int(place[0]), int(place[1]))
         empty = None if empty is None else int(empty)
-        return cls(str(module), bool(constant), bias, tuple(map(int, shape)), place, empty)
+        return cls(str(module), bool(constant), bias, tuple(map(int, shape)), place, empty, bool(as_input))
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,12 @@ ARITY = {"call": 3, "add": 3, "mul": 3, "parameter": 2, "function": 4, "other": 
 
 def _step(step: Any) -> Step:
     """Return a step of JSON values, whose lists are tuples."""
-    if not isinstance(step, (list, tuple)) or not step or ARITY.get(step[0]) != len(step):
+    if (
+        not isinstance(step, (list, tuple))
+        or not step
+        or not isinstance(step[0], str)
+        or ARITY.get(step[0]) != len(step)
+    ):
         raise ValueError(f"expected a step, got {step!r}")
     return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in step)
 

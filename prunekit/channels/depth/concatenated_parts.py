@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from prunekit.channels.depth.branch import Branch, Replacement
+from prunekit.channels.depth.run_search import RunSearch
 from prunekit.channels.labels import Labels
 from prunekit.channels.rules.compute import COUNTED
-
-if TYPE_CHECKING:
-    from prunekit.channels.depth.branch_search import RunSearch
 
 JOINS = frozenset({"aten.cat"})
 

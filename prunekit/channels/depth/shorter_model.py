@@ -71,25 +71,45 @@ class AbsentModule(nn.Module):
 class ConstantModule(nn.Module):
     """Stands in place of a branch that is gone: returns a constant, one number for each channel.
 
+    In train mode it is as large as what it stands for, where that has the shape of the first argument: what comes
+    behind it may draw a random number for every entry.
+
     Args:
         shape: of the constant, which broadcasts to the result of the branch.
         source: the path, from here, of the parameter that is the constant; None for zeros.
         place: as for `AbsentModule`.
+        as_input: whether what it stands for has the shape of the first argument.
     """
 
-    def __init__(self, shape: Sequence[int], source: str | None = None, place: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        shape: Sequence[int],
+        source: str | None = None,
+        place: tuple[int, int] | None = None,
+        *,
+        as_input: bool = False,
+    ) -> None:
         super().__init__()
-        self.shape, self.source, self.place = tuple(shape), source, place
+        self.shape, self.source, self.place, self.as_input = tuple(shape), source, place, as_input
 
     def forward(self, *args: Any, **named: Any) -> Any:
         """Return the constant; arguments tell the type and the device of zeros."""
+        first = next((one for one in (*args, *named.values()) if isinstance(one, Tensor)), None)
+        constant = self._constant(first)
+        if self.training and self.as_input and first is not None:
+            constant = constant.expand(first.shape).clone()
+        return in_place(constant, self.place)
+
+    def _constant(self, first: Tensor | None) -> Tensor:
+        """Return the constant in its own shape; zeros of the type and on the device of the first argument."""
         if self.source is None:
-            tensor = next(one for one in (*args, *named.values()) if isinstance(one, Tensor))
-            return in_place(tensor.new_zeros(self.shape), self.place)
+            assert first is not None
+            return first.new_zeros(self.shape)
         found: Any = self
         for name in self.source.split("."):
             found = getattr(found, name)
-        return in_place(found.view(self.shape), self.place)
+        constant: Tensor = found.view(self.shape)
+        return constant
 
     def extra_repr(self) -> str:
         """Return the shape and the parameter."""
@@ -139,7 +159,7 @@ class ShorterModule(nn.Module):
         for kind, *rest in self.steps:
             if kind == "call":
                 child = self.get_submodule(rest[0])
-                values.append(child() if rest[1] is None else child(values[rest[1]]))
+                values.append(child(values[rest[1] or 0]))
             elif kind == "add":
                 values.append(values[rest[0]] + values[rest[1]])
             elif kind == "mul":
@@ -204,7 +224,7 @@ def shortening_of(model: nn.Module) -> Shortening:
         elif isinstance(module, EmptyModule):
             found.append(Replacement(path, empty=module.axis))
         elif isinstance(module, ConstantModule):
-            found.append(Replacement(path, True, module.source, module.shape, module.place))
+            found.append(Replacement(path, True, module.source, module.shape, module.place, as_input=module.as_input))
         elif isinstance(module, ShorterModule):
             found += [Replacement(f"{path}.{name}") for name in module.gone]
             bodies.append(ModuleBody(path, module.steps, module.result))
@@ -223,7 +243,7 @@ def _replacement(module: nn.Module, one: Replacement) -> nn.Module:
     elif not one.constant:
         made = AbsentModule(one.place)
     else:
-        made = ConstantModule(one.shape, one.bias, one.place)
+        made = ConstantModule(one.shape, one.bias, one.place, as_input=one.as_input)
         if one.bias is not None:
             _adopt(made, one.bias, module.get_parameter(one.bias))
     own = vars(made)

@@ -135,11 +135,17 @@ class TrainModeWatch:
 
     A module's own Python can only behave differently in train mode if it reads `self.training`. While the watch is
     active each such module has a subclass of its class, on which `training` is a property that sets `was_read`.
+
+    Attributes:
+        was_read: whether some module read it, or may have.
+        read_by: paths of those that did.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        parents = [module for module in model.modules() if next(module.children(), None) is not None]
-        self._modules = [module for module in parents if not isinstance(module, torch.jit.ScriptModule)]
+        parents = {one: path for path, one in model.named_modules() if next(one.children(), None) is not None}
+        self._paths = {one: path for one, path in parents.items() if not isinstance(one, torch.jit.ScriptModule)}
+        self._modules = list(self._paths)
+        self.read_by: set[str] = set()
         self.was_read = len(self._modules) < len(parents)  # unknown for a scripted module
         self._twins: dict[type, type] = {}
 
@@ -157,6 +163,7 @@ class TrainModeWatch:
 
             def read(module: nn.Module) -> bool:
                 self.was_read = True
+                self.read_by.add(self._paths.get(module, ""))
                 return bool(module.__dict__["training"])
 
             def write(module: nn.Module, value: bool) -> None:

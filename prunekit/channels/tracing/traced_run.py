@@ -99,6 +99,7 @@ class TracedRun:
         whole: expressions whose tensors, at least once, are not to be taken at stated positions.
         module_calls: every call of a module, in the order in which they ended.
         returned: numbers of the operators that made the model's outputs.
+        asks_mode: paths of modules with children whose code reads whether they are in train mode.
     """
 
     example: int
@@ -113,3 +114,4 @@ class TracedRun:
     whole: set[RunningExpression] = field(default_factory=set)
     module_calls: list[TracedCall] = field(default_factory=list)
     returned: set[int] = field(default_factory=set)
+    asks_mode: set[str] = field(default_factory=set)

@@ -408,6 +408,7 @@ def _trace(
         run = TracedRun(index, training=False, gradients=gradients, calls=calls, alternatives=others)
         with mode_for_trace(clone, False), TrainModeWatch(clone) as watch:
             _run(clone, inputs, run, trace)
+        run.asks_mode.update(watch.read_by)
         if watch.was_read and both_modes:
             try:
                 trained = replace(
