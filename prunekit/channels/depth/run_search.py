@@ -58,7 +58,7 @@ class Candidate:
 
 
 class RunSearch:
-    """What is known of a run, and of which of its values vanish."""
+    """A traced run with what reads each result, and which operators use each tensor."""
 
     def __init__(self, channel_map: ChannelMap, run: TracedRun) -> None:
         self.chart, self.run, self.operators = channel_map, run, run.operators
