@@ -61,8 +61,8 @@ class Pruner(Displayed):
     the loop ends. `finish()` returns the compact model, verified, and the same optimizer, which now trains that model
     with its momentum; learning-rate schedulers and gradient scalers go on.
 
-    Steps are counted where the optimizer makes them: `step()` may be called after each micro-batch, and steps that a
-    GradScaler skips don't count. Criteria that look at gradients (`taylor`) see those of the loop's own
+    Steps are counted where the optimizer makes them, so it does no harm to call `step()` after each micro-batch, and
+    steps that a GradScaler skips don't count. Criteria that look at gradients (`taylor`) see those of the loop's own
     steps since the stage before, of at most 64 steps evenly spread, without the loss scale; so their first stage comes
     after at least one step. Weights are scored as they are at each stage, and activations (`apoz`, `wanda`, ...) on
     `calibration` samples; criteria of Gram matrices (`elimination`, `obs`, `chip`) score the dense model once.
@@ -79,18 +79,22 @@ class Pruner(Displayed):
         macs, channels, params, size_mb, latency_ms, speedup, memory_mb, budgets: as for `prunekit.prune`, at least one
             is given, or a pattern. A budget of time is measured when the pruner is made, for the final plan; the stages
             before it have budgets of MACs.
-        target, scope, round_to, min_channels, ignore, ratios, depth, min_blocks, plain_classes, settings: as for
+        target, scope, round_to, min_channels, ignore, ratios, settings: as for `prunekit.prune`.
+        depth, min_blocks: whether blocks may go as a whole, and the fewest of each stage that stay, as for
             `prunekit.prune`. A block that goes is masked until `finish`, whose compact model does not run it.
-        pattern, sparsity: zeros among single weights, in what the channels of each stage leave, as for
-            `prunekit.prune`. They stay exactly zero until `finish`, whose compact model has them too. See
-            `ScheduleSettings` for how they come back (`regrow`), and how they learn meanwhile (`gradients`).
+        plain_classes: as for `prunekit.prune`.
+        pattern, sparsity: zeros among single weights, in what the channels of each stage leave: `2:4`, `unstructured`
+            or another name, or `PatternSettings`; and the share of zeros, which alone stands for `unstructured`. They
+            stay exactly zero until `finish`, whose compact model has them too. See `ScheduleSettings` for how they come
+            back (`regrow`), and how they learn meanwhile (`gradients`).
         criterion: as `prunekit list criteria` shows them; `l2`, or where `calibration` is given `elimination`.
         schedule: how the model gets there: `cubic`, `linear` or `exponential`, in 10 stages; `iterative`, in 3; or
-            `oneshot`, all at `begin`. Or `ScheduleSettings`, in steps, which also say in how many stages, whether
-            channels may come back, and whether `movement` scores them.
+            `oneshot`, all at `begin`. Or `ScheduleSettings`, which also say in how many stages (`rounds`, `every`),
+            whether channels may come back (`regrow`, `freeze`), and whether `movement` scores them; counted in steps.
         steps: of the optimizer, until the budgets are met; none for `oneshot`.
         begin: how many steps come before the schedule begins.
-        calibration: samples, as for `prunekit.prune`; for `taylor2` and `obd` batches of inputs and targets.
+        calibration: samples, as for `prunekit.prune`: for criteria that look at activations. For those of second
+            derivatives (`taylor2`, `obd`) batches of inputs and targets.
         loss: for these: from what the model returns and the targets to one number, the mean over the batch.
         images: how many samples of `calibration` are taken.
         task: whose `unpack` takes its batches apart, where they come in another form; itself or its name.
@@ -105,7 +109,8 @@ class Pruner(Displayed):
         outputs: which of the model's outputs are read, see `prunekit.prune`.
         on_change: called after each stage, for loggers, with a dictionary of numbers: the stage's row as `rows` has it,
             and `sparsity`, the share of weights that are zero; of several processes in the main one alone.
-        progress: whether to show what happens meanwhile, on stderr; None: on a terminal and in a notebook.
+        progress: whether to show what happens while the pruner is made, on stderr; None: on a terminal and in a
+            notebook.
 
     Attributes:
         plan: the one in force.
