@@ -152,7 +152,9 @@ def shown(block: str, folder: Path) -> JobSettings:
 
 
 def test_settings_in_yaml_are_those_of_recipes(tmp_path: Path) -> None:
-    exports, latency, zeros, gradual, training = (block for block in blocks("yaml") if "kind: Job" not in block)
+    depth, exports, latency, zeros, gradual, training = (one for one in blocks("yaml") if "kind: Job" not in one)
+    assert (shown(depth, tmp_path).prune.depth, shown(depth, tmp_path).prune.min_blocks) == ("auto", 1)
+    assert shown(depth, tmp_path).prune.budget.measured
     assert shown(exports, tmp_path).export == ("onnx", "openvino")
     assert shown(exports, tmp_path).quantize == "int8"
     prune = shown(latency, tmp_path).prune

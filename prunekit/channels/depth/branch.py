@@ -24,7 +24,7 @@ is anything else.
 
 @dataclass(frozen=True)
 class Replacement:
-    """What stands in place of a module that goes.
+    """The stand-in for a module that goes.
 
     Attributes:
         module: its path.
@@ -163,7 +163,7 @@ class BranchLock:
 
 @dataclass(frozen=True)
 class Shortening:
-    """What a compact model has in place of the branches that are gone.
+    """All that a compact model has in place of the branches that are gone.
 
     Attributes:
         replacements: for every module that goes.

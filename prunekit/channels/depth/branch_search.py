@@ -97,7 +97,7 @@ class BranchBuilder:
 
     @cached_property
     def keep(self) -> Keep:
-        """What is kept without those groups."""
+        """The choice that keeps all but those groups."""
         keep = np.ones(self.chart.n_labels, dtype=bool)
         for labels in self.groups:
             keep[labels] = False

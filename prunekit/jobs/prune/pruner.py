@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
@@ -20,11 +20,11 @@ from prunekit.distributed.process_group import is_main
 from prunekit.distributed.sharded_tensors import is_sharded
 from prunekit.errors import ArtifactError, ModelError, PlanError, UsageError
 from prunekit.hooks.hook import OwnedHook
-from prunekit.hooks.owner import HookOwner
 from prunekit.hooks.step_hooks import optimizer_of
 from prunekit.hooks.wrappers import require_values, unwrapped, unwrapped_for_hooks
 from prunekit.jobs.prune.loop_statistics import LoopStatistics, check_calibration, labeled_batches
 from prunekit.jobs.prune.one_shot import IMAGES, Calibration, Request
+from prunekit.jobs.prune.step_counter import StepCounter
 from prunekit.jobs.run.agreement import main_process_only, share_plan
 from prunekit.jobs.stages.pattern_stages import schedule_planner
 from prunekit.jobs.stages.schedule_stages import StagePlanner, rescored
@@ -250,7 +250,7 @@ class Pruner(Displayed):
             gradients=gradient_masks,
             straight_through=straight_through(laid),
         )
-        self._steps = _StepCounter(self._optimizer, stages[-1].step)
+        self._steps = StepCounter(self._optimizer, stages[-1].step)
         self.average = average
         self._averaged = None if average is None else _average_masks(average, inner, dense)
         self._clamps: dict[str, GradientClamp] = {}
@@ -499,49 +499,6 @@ class Pruner(Displayed):
         )
 
 
-class _StepCounter(HookOwner):
-    """The number of steps that an optimizer has made.
-
-    Attributes:
-        tried: with those that a GradScaler skipped.
-        told: whether the pruner's `step` was ever called.
-    """
-
-    def __init__(self, optimizer: Optimizer, last: int) -> None:
-        super().__init__()
-        self._optimizer, self._last = optimizer, last
-        self.begin_at(0)
-        self.told = False
-
-    def begin_at(self, step: int) -> None:
-        """Go on counting from a step."""
-        self.tried, self._skipped = step, torch.zeros(())
-        self.told = step > 0
-
-    def register(self) -> None:
-        """Register hooks before and after the optimizer's step."""
-        self.own(self._optimizer.register_step_pre_hook(OwnedHook(self, self._before)))
-        self.own(self._optimizer.register_step_post_hook(OwnedHook(self, self._after)))
-
-    def _before(self, *_: Any) -> None:
-        if self.tried > self._last and not self.told:
-            raise UsageError(
-                f"the schedule's {self._last} steps are over, and pruner.step() was never called, so nothing was "
-                "pruned; call it after optimizer.step()"
-            )
-
-    def _after(self, optimizer: Optimizer, *_: Any) -> None:
-        self.tried += 1
-        skipped: Tensor | None = getattr(optimizer, "found_inf", None)  # of a fused one, which skips in its step
-        if skipped is not None:
-            self._skipped = self._skipped.to(skipped.device) + (skipped.detach() != 0).sum()
-
-    @property
-    def made(self) -> int:
-        """The number of steps that were not skipped; waits for the device."""
-        return self.tried - int(self._skipped)
-
-
 def _own_optimizer(model: nn.Module, optimizer: Any) -> Optimizer:
     """Return the optimizer inside a wrapper.
 
@@ -558,7 +515,7 @@ def _own_optimizer(model: nn.Module, optimizer: Any) -> Optimizer:
             f"others, the first of shape {tuple(foreign[0].shape)}; give those an optimizer of their own"
         )
     hooks = inner._optimizer_step_pre_hooks.values()
-    if any(isinstance(hook, OwnedHook) and hook.acts_for(_StepCounter) for hook in hooks):
+    if any(isinstance(hook, OwnedHook) and hook.acts_for(StepCounter) for hook in hooks):
         raise UsageError(
             "optimizer: a Pruner counts its steps already; call that one's finish() or close() first, also where a "
             "notebook cell that makes it is run again"
