@@ -455,7 +455,7 @@ def test_globs_of_masks_and_clamps_are_checked_before_anything_is_written(
 
 
 def test_an_impossible_budget_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    impossible = PruneSettings(budget=BudgetSettings(macs=0.01), min_channels=32)
+    impossible = PruneSettings(budget=BudgetSettings(macs=0.01), min_channels=32, depth=False)
     with pytest.raises(PlanError, match=r"leave no less than 0\.\d+ of the dense model"):
         finetune(job(tmp_path, prune=impossible), log=lambda _: None)
     assert list(tmp_path.iterdir()) == []

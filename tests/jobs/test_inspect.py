@@ -45,7 +45,7 @@ def test_groups_locks_and_macs_of_a_residual_block() -> None:
 
 
 class Beside(Residual):
-    """A residual net whose sum is in a module of its own, and another whose sum the whole model computes."""
+    """A residual net with a sum in a module of its own, and another whose summand's channels are read elsewhere too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,8 +53,9 @@ class Beside(Residual):
 
     def forward(self, images: Tensor) -> Tensor:
         features = self.block(self.norm(self.stem(images)).relu())
-        features = features + self.outer(self.inner(features).relu())
-        return self.fc(features.mean((2, 3)))
+        hidden = self.inner(features).relu()
+        features = features + self.outer(hidden)
+        return self.fc(features.mean((2, 3))) + hidden.mean((1, 2, 3))[:, None]
 
 
 class ResidualBlock(nn.Module):

@@ -125,7 +125,7 @@ def test_blocks_stay_where_that_is_asked_for() -> None:
         gone = make_plan(chart, scores, settings(macs=macs, **options)).gone
         assert gone
         assert all(branch.name.startswith("early") for branch in gone)
-    plan = make_plan(chart, scores, settings(macs=0.3, min_blocks=1))
+    plan = make_plan(chart, scores, settings(macs=0.35, min_blocks=1))
     left = [stage_of(branch.name) for branch in chart.branches.found if branch not in plan.gone]
     assert set(left) == {"early", "late"}
     with pytest.raises(PlanError, match="min_blocks, without which"):

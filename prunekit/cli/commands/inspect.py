@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from prunekit.jobs.run.model_sources import InputModel
 
 
-@click.command("inspect", short_help="Show channel groups, blocks, locks, and MACs per layer of a model.")
+@click.command("inspect", short_help="Show channel groups, blocks, locks, and MACs per layer.")
 @click.argument("arguments", nargs=-1, metavar="[MODEL] [KEY=VALUE]...")
 @click.option("--layers", is_flag=True, help="Instead: shapes, parameters, MACs and activation memory by module.")
 @model_command("inspect.json; with --layers: layers.json, layers.csv and layers.html.", device=False)
