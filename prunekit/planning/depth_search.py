@@ -24,6 +24,8 @@ from prunekit.settings.prune import PruneSettings, facts_of
 
 TRIED = 3
 """For how many of the best sets of blocks all widths are solved again."""
+COMPARING = frozenset({"global", "per_mac"})
+"""Scopes that compare the scores of different groups."""
 Solve = Callable[[list[GroupPart]], Labels | None]
 """Counts of parts within the budgets; None if there are none."""
 
@@ -124,8 +126,8 @@ def chosen_blocks(
 ) -> Labels | None:
     """Return counts of all parts, none for blocks that go: those that keep most of the scores within the budgets.
 
-    Blocks go where that keeps more, if `settings.depth` is True or a budget is one of time; else only where no widths
-    are within the budgets.
+    Blocks go where that keeps more, if `settings.depth` is True, or if a budget is one of time and the scope compares
+    scores of different groups; else only where no widths are within the budgets.
 
     Args:
         parts: that a plan may prune.
@@ -137,7 +139,8 @@ def chosen_blocks(
     """
     counts = solve(parts)
     timed = any(facts_of(name).measured for name in settings.budget.given)
-    if not blocks or (counts is not None and settings.depth == "auto" and not timed):
+    wherever = settings.depth is True or (timed and settings.scope in COMPARING)
+    if not blocks or (counts is not None and not wherever):
         return counts
     search = _BlockSearch(parts, blocks, worth, budgets, settings)
     found = [] if counts is None else [BlockChoice(worth(counts), (), counts)]

@@ -409,8 +409,8 @@ class PruneSettings(Checked):
     depth: Depth = "auto"
     """Whether blocks may go as a whole, beside channels. A block is a residual branch: layers whose result is added to
     the stream that they read; or a part of a concatenation, such as a layer of a DenseNet. `true` chooses widths and
-    blocks together; `auto` does for budgets of time, and else only where widths alone cannot meet the budget. Blocks
-    with modules in `ignore` or `ratios` stay; `prunekit inspect` lists all."""
+    blocks together; `auto` does for budgets of time in scopes `per_mac` and `global`, and else only where widths alone
+    cannot meet the budget. Blocks with modules in `ignore` or `ratios` stay; `prunekit inspect` lists all."""
     min_blocks: Annotated[int, Ge(0)] = 0
     """The fewest blocks that stay of each stage (the modules beside each other with numbers for names, such as
     `layer3.0` to `layer3.5`), of those that may go."""
