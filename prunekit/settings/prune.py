@@ -70,7 +70,9 @@ class BudgetFacts:
 
     def as_cost(self, value: float) -> float:
         """Return the limited amount of a figure, of which less is better, or the figure of an amount."""
-        return float(1 / value if self.least else value)
+        if not self.least:
+            return float(value)
+        return 1 / value if value else math.inf  # a model of blocks alone, all of them gone, takes no time
 
     def in_words(self, value: float) -> str:
         """Return a figure with its unit."""

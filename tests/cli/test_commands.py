@@ -246,8 +246,11 @@ def test_dry_run_prints_the_resolved_recipe_and_the_plan(monkeypatch: pytest.Mon
     assert "name: small\n" in text
     assert "Schedule linear, 32 steps an epoch" in text
     assert re.search(r"16 +0\.50 +75\.0 %\n +32 +1\.00 +50\.0 %", text)
-    plan["schedule"] = None
-    assert "Schedule" not in run("finetune", recipe, "--dry-run").stdout
+    plan |= {"schedule": None, "blocks": ["layer1.0", "layer2.1"]}
+    again = run("finetune", recipe, "--dry-run").stdout
+    assert "Schedule" not in again
+    assert "Blocks gone: layer1.0, layer2.1\n" in again
+    assert "Blocks" not in text
     assert "momentum: 0.9" in text
     assert "MACs 2.00 k -> 990 (−50.5 %)" in text
     assert "Budget macs: 49.50 % left, at most 50.00 % asked for\n" in text

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from equivalence import randomized
+from made_up_timings import time_by_macs
 from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 
@@ -16,6 +18,7 @@ from prunekit.channels.channel_map import Keep
 from prunekit.channels.depth.branch import Branch
 from prunekit.errors import PlanError, SettingsError, UsageError
 from prunekit.planning.keywords import prune_settings
+from prunekit.settings.prune import facts_of
 
 INPUT = torch.randn(2, 8, generator=torch.Generator().manual_seed(1))
 
@@ -167,6 +170,24 @@ def test_a_refusal_names_what_keeps_blocks(given: dict[str, Any], message: str) 
 def test_what_does_not_fit_is_said(given: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         pk.prune(net(), INPUT, **({"macs": 0.5} if "settings" not in given else {}), **given)
+
+
+def test_a_speedup_that_widths_cannot_give_is_had_by_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path))
+    time_by_macs(monkeypatch)
+    model = randomized(nn.Sequential(nn.Linear(8, 8), *net())).eval()
+    asked: dict[str, Any] = {"speedup": 4.0, "min_channels": 8, "target": pk.Target(block=1)}
+    with pytest.raises(PlanError, match=r"speedup 4x: .* 1\.89x .*\(it contradicts depth=False, without which 1[67]"):
+        pk.prune(model, INPUT, **asked, depth=False)
+    result = pk.prune(model, INPUT, **asked)
+    assert result.plan.gone
+    assert result.delivered is not None
+    assert result.delivered.final.speedup >= 4
+
+
+def test_what_takes_no_time_is_infinitely_fast() -> None:
+    assert facts_of("speedup").as_cost(0.0) == float("inf")
+    assert facts_of("macs").as_cost(0.0) == 0.0
 
 
 def test_keywords_become_settings() -> None:

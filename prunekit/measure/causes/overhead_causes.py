@@ -35,9 +35,10 @@ def launch_bound(found: Breakdown, cuda: bool) -> Cause | None:
             f"start ({1000 * found.floor_ms:.2g} us each, measured on one number); dense {dense:.3g} ms"
         ),
         fix=(
-            "CUDA graphs (torch.compile(mode='reduce-overhead')), a larger batch"
+            "CUDA graphs (torch.compile(mode='reduce-overhead')), a larger batch, or fewer layers (prune.depth: true)"
             if cuda
-            else "a larger batch, or a runtime without Python between operators: torch.compile, ONNX Runtime, OpenVINO"
+            else "a larger batch, fewer layers (prune.depth: true takes out whole blocks), or a runtime without Python "
+            "between operators: torch.compile, ONNX Runtime, OpenVINO"
         ),
     )
 
