@@ -134,9 +134,10 @@ def prune(
         depth: whether blocks may go as a whole, beside channels. A block is a residual branch: layers whose result is
             added to the stream that they read; what is left of it is a constant, one number for each channel, and none
             of its layers runs. Or it is a part of a concatenation, such as a layer of a DenseNet, of which nothing is
-            left. True: widths and blocks are chosen together; "auto": so for budgets of time, else only where widths
-            alone cannot meet the budget; False: all stay. `print(prunekit.trace(model, example))` lists the blocks,
-            and those that stay with the reason; `Plan.gone` are those that went.
+            left. True: widths and blocks are chosen together; "auto": so for budgets of time in scopes `per_mac` and
+            `global`, else only where widths alone cannot meet the budget; False: all stay.
+            `print(prunekit.trace(model, example))` lists the blocks, and those that stay with the reason; `Plan.gone`
+            are those that went.
         min_blocks: the fewest blocks that stay of each stage, as `layer1` is one with the blocks `layer1.0` and
             `layer1.1`, of those that may go.
         plain_classes: whether all modules keep their classes, and channels whose removal needs another are kept, as
