@@ -238,10 +238,11 @@ def _more_than_a_norm(module: nn.Module, pair: FoldablePair) -> str:
 def fold_copy(model: nn.Module, pairs: Sequence[FoldablePair]) -> nn.Module:
     """Return a copy in eval mode with the norms of `foldable_norms` folded; it is not verified.
 
-    The model may have other widths than the one that they were found in, and may be on the meta device.
+    The model may have other widths than the one that they were found in, fewer blocks, and may be on the meta device.
     """
     own = {name: tensor.detach().clone() for name, tensor in named_tensors(model)}
-    return set_mode(_fold_in_place(with_tensors(model, own), pairs), False)
+    left = {name for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    return set_mode(_fold_in_place(with_tensors(model, own), [pair for pair in pairs if pair.norm in left]), False)
 
 
 @torch.no_grad()

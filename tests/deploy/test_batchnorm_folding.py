@@ -170,13 +170,20 @@ def test_small_scales_leave_no_subnormal_numbers() -> None:
     assert difference(outputs(model, example), outputs(folded, example)) < 1e-6
 
 
+@pytest.mark.parametrize("blocks", [0, 4])
 @pytest.mark.parametrize("wanted", [(True, False), (False, True), (True, True), (False, False)])
-def test_a_transform_found_in_the_dense_model_does_the_same_to_a_compact_one(wanted: tuple[bool, bool]) -> None:
+def test_a_transform_found_in_the_dense_model_does_the_same_to_a_compact_one(
+    wanted: tuple[bool, bool], blocks: int
+) -> None:
     model = randomized(build_model(ModelSettings("resnet20", "cifar"), num_classes=5)).eval()
     example = image(size=16, batch=1)
     transform = transform_of(model, example, DeploySettings(*wanted))
     chart = trace(model, example)
-    plan = Plan(chart, random_keep(chart), {})
+    keep = random_keep(chart)
+    for branch in chart.branches.found[1 : 2 * blocks : 2]:
+        keep[branch.labels] = False
+    plan = Plan(chart, keep, {})
+    assert len(plan.gone) == blocks
     small = compact(model, plan)
     known = fold_batchnorm(small, example).model if wanted[0] else small
     found = transform(small)
