@@ -205,7 +205,7 @@ def _tried(
         parts = _parts(chart, wanted)
         _, narrow = sample_widths(chart, parts, 2)
         blocks = blocks_of(chart, parts, np.zeros(chart.n_labels), wanted)
-        for block in all_that_may_go(blocks, wanted) if shallow else []:
+        for block in all_that_may_go(parts, blocks, wanted) if shallow else []:
             for index in block.parts:
                 narrow[parts[index].labels] = False
         return chart.completed(narrow)

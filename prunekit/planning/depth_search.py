@@ -96,15 +96,35 @@ def without_blocks(parts: Sequence[GroupPart], gone: Sequence[Block]) -> list[Gr
     return [replace(part, counts=none) if index in closed else part for index, part in enumerate(parts)]
 
 
-def all_that_may_go(blocks: Sequence[Block], settings: PruneSettings) -> list[Block]:
-    """Return as many blocks of each stage as may go together, those with the least error."""
+def all_that_may_go(
+    parts: Sequence[GroupPart], blocks: Sequence[Block], settings: PruneSettings, budgets: Budgets | None = None
+) -> list[Block]:
+    """Return as many blocks of each stage as may go together, those that save the most of the budgets."""
     left = Counter(block.stage for block in blocks)
+    saved = np.zeros(len(blocks)) if budgets is None or not blocks else _saved(parts, blocks, budgets)
     found = []
-    for block in sorted(blocks, key=lambda one: one.error):
+    for index in np.argsort(-saved, kind="stable"):
+        block = blocks[index]
         if left[block.stage] > settings.min_blocks:
             left[block.stage] -= 1
             found.append(block)
     return found
+
+
+def _saved(parts: Sequence[GroupPart], blocks: Sequence[Block], budgets: Budgets) -> Numbers:
+    """Return what each block saves when it goes at its narrowest, (blocks,), as a share of the budgets."""
+    narrowest = np.array([part.counts[0] for part in parts])
+    trials = _one_gone_each(narrowest, blocks)
+    saved: Numbers = ((budgets.limited(narrowest) - budgets.limited(trials)) / budgets.limits).sum(axis=-1)
+    return saved
+
+
+def _one_gone_each(counts: Labels, blocks: Sequence[Block]) -> Labels:
+    """Return the counts (blocks, parts) with one of the blocks gone in each row."""
+    trials = np.repeat(counts[None], len(blocks), axis=0)
+    for row, block in zip(trials, blocks, strict=True):
+        row[list(block.parts)] = 0
+    return trials
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,13 +163,12 @@ def chosen_blocks(
     if not blocks or (counts is not None and not wherever):
         return counts
     search = _BlockSearch(parts, blocks, worth, budgets, settings)
-    found = [] if counts is None else [BlockChoice(worth(counts), (), counts)]
     tried = {one.gone: one for one in sorted(search.along_prices(), key=lambda one: one.value)}
-    for one in sorted(tried.values(), key=lambda one: one.value, reverse=True)[:TRIED]:
-        better = solve(without_blocks(parts, one.gone))
-        found.append(one)
-        if better is not None:
-            found.append(search.choice(one.gone, better))
+    best = sorted(tried.values(), key=lambda one: one.value, reverse=True)[:TRIED]
+    solved = [(one.gone, solve(without_blocks(parts, one.gone))) for one in best]
+    found = [search.choice(gone, counts) for gone, counts in [((), counts), *solved] if counts is not None]
+    if settings.scope == "per_mac" or not found:  # in other scopes widths don't follow from prices
+        found += best
     return max(found, key=lambda one: one.value).counts if found else None
 
 
@@ -196,10 +215,7 @@ class _BlockSearch:
         """Return the blocks that go at a price, and the counts of the others."""
         widest = np.array([part.counts[-1] for part in self.parts])
         counts = at_price(self.parts, self.worth, self.budgets, price, widest)
-        trials = np.repeat(counts[None], len(self.blocks), axis=0)
-        for row, block in zip(trials, self.blocks, strict=True):
-            row[list(block.parts)] = 0
-        saved = (self.budgets.limited(counts) - self.budgets.limited(trials)) @ price
+        saved = (self.budgets.limited(counts) - self.budgets.limited(_one_gone_each(counts, self.blocks))) @ price
         kept = np.array([sum(self.worth.kept[index][counts[index]] for index in block.parts) for block in self.blocks])
         gain = saved - (kept - self.spared)
         left, gone = Counter(block.stage for block in self.blocks), list[Block]()

@@ -123,8 +123,7 @@ def require_unmeasured_met(channel_map: ChannelMap, settings: PruneSettings) -> 
     wanted = replace(settings, budget=_without(settings, timed))
     if wanted.budget.given:
         scores = np.zeros(channel_map.n_labels)
-        parts = _least_parts(channel_map, scores, wanted)
-        require_met(channel_map, scores, parts, budgets_of(channel_map, parts, wanted), wanted)
+        require_met(channel_map, scores, *_least_parts(channel_map, scores, wanted), wanted)
 
 
 def least_possible(
@@ -135,15 +134,18 @@ def least_possible(
     Raises:
         PlanError: nothing is free, or a glob matches no module.
     """
-    parts = _least_parts(channel_map, np.zeros(channel_map.n_labels), settings)
-    budgets = budgets_of(channel_map, parts, settings, latency)
+    parts, budgets = _least_parts(channel_map, np.zeros(channel_map.n_labels), settings, latency)
     return dict(zip(budgets.names, _least_possible(parts, budgets).tolist(), strict=True))
 
 
-def _least_parts(channel_map: ChannelMap, scores: Scores, settings: PruneSettings) -> list[GroupPart]:
-    """Return the parts that a plan may prune, those of all blocks that may go without channels."""
+def _least_parts(
+    channel_map: ChannelMap, scores: Scores, settings: PruneSettings, latency: LatencyTable | None = None
+) -> tuple[list[GroupPart], Budgets]:
+    """Return the parts that a plan may prune, those of all blocks that may go without channels, and the budgets."""
     parts = require_free_parts(channel_map, scores, settings)
-    return without_blocks(parts, all_that_may_go(blocks_of(channel_map, parts, scores, settings), settings))
+    budgets = budgets_of(channel_map, parts, settings, latency)
+    blocks = blocks_of(channel_map, parts, scores, settings)
+    return without_blocks(parts, all_that_may_go(parts, blocks, settings, budgets)), budgets
 
 
 def _least_possible(parts: list[GroupPart], budgets: Budgets) -> Numbers:
@@ -181,8 +183,7 @@ def _conflicts(
     for limit, change in without.items():
         relaxed = replace(settings, **change)
         if relaxed != settings:
-            parts = _least_parts(channel_map, scores, relaxed)
-            budgets = budgets_of(channel_map, parts, relaxed, latency)
+            parts, budgets = _least_parts(channel_map, scores, relaxed, latency)
             least = float(_least_possible(parts, budgets)[budgets.names.index(name)])
             if least <= asked:
                 blocks = limit == "round_to" and settings.budget.measured and settings.target.block > 1

@@ -85,9 +85,10 @@ def make_plan(
     parts = require_free_parts(channel_map, scores, settings, bounds)
     budgets = budgets_of(channel_map, parts, settings, latency)
     blocks = blocks_of(channel_map, parts, scores, settings, bounds)
-    least = without_blocks(parts, all_that_may_go(blocks, settings))
+    least = without_blocks(parts, all_that_may_go(parts, blocks, settings, budgets))
     require_met(channel_map, scores, least, budgets, settings, latency)
     counts = _with_blocks(channel_map, parts, blocks, scores, budgets, settings)
+    counts = counts if counts is not None else fastest(least, budgets)
     keep = keep_of(channel_map, parts, counts)
     if keep.all() and bounds.most is None:
         raise PlanError(calls_no_own_module(channel_map) or _removes_nothing(budgets, settings))
@@ -101,15 +102,13 @@ def _with_blocks(
     scores: Scores,
     budgets: Budgets,
     settings: PruneSettings,
-) -> Labels:
-    """Return counts within the budgets, with blocks removed where that keeps more; the fastest if there are none."""
+) -> Labels | None:
+    """Return counts within the budgets, with blocks removed where that keeps more; None if there are none."""
 
     def solve(parts: list[GroupPart]) -> Labels | None:
         return _chosen(channel_map, parts, scores, budgets, settings.scope)
 
-    worth = KeptScores.of(parts, scores)
-    counts = chosen_blocks(parts, blocks, worth, budgets, settings, solve)
-    return counts if counts is not None else fastest(without_blocks(parts, all_that_may_go(blocks, settings)), budgets)
+    return chosen_blocks(parts, blocks, KeptScores.of(parts, scores), budgets, settings, solve)
 
 
 def _origin(settings: PruneSettings, seed: int, budgets: dict[str, Any]) -> Any:

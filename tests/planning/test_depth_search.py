@@ -132,6 +132,26 @@ def test_blocks_stay_where_that_is_asked_for() -> None:
         make_plan(chart, scores, settings(macs=0.2, min_blocks=2))
 
 
+def test_the_blocks_that_have_to_stay_are_the_cheapest_ones() -> None:
+    chart, scores = traced()[1], scores_of(0)
+    kept = chart.macs(make_plan(chart, scores, settings(macs=0.2)).keep)  # of what is in no block
+    wanted = settings(macs=0.01, min_blocks=1, round_to=4)  # blocks of 3 and 4 channels, of which all are kept
+    least = (kept + 2 * 6 * 3 * 2) / chart.macs()
+    with pytest.raises(PlanError, match=f"no less than {least:.4g} of the dense model"):
+        make_plan(chart, scores, wanted)
+
+
+def test_what_stays_has_the_same_share_where_the_scope_is_uniform() -> None:
+    torch.manual_seed(0)
+    chart = trace(nn.Sequential(*(Block(8, 40) for _ in range(3)), nn.Linear(8, 2)), torch.randn(3, 8))
+    scores = np.random.default_rng(0).exponential(size=chart.n_labels)
+    scores[chart.branches.found[1].last] = 0
+    plan = make_plan(chart, scores, settings(macs=0.4, scope="uniform", ignore=()))
+    assert [branch.name for branch in plan.gone] == ["1"]
+    inside = [np.flatnonzero(plan.keep[branch.labels]).size for branch in chart.branches.found]
+    assert abs(inside[0] - inside[2]) <= 1  # the last channels of the budget go one by one
+
+
 def test_times_of_absent_modules_are_zero() -> None:
     chart = traced()[1]
     random = np.random.default_rng(0)
