@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +39,21 @@ SETTINGS = TrainSettings(
 
 
 class Net(nn.Module):
-    """A shortcut, BatchNorm and one weight under two names, in float64."""
+    """Shortcuts, BatchNorm and one weight under two names, in float64."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.norm = nn.Conv2d(3, 8, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(8)
         self.one, self.two = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
         self.two.weight = self.one.weight
+        self.branch = nn.Sequential(nn.Conv2d(8, 6, 1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 8, 1))
+        self.last = nn.BatchNorm2d(8)
         self.fc = nn.Linear(32, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.stem(x.double())).relu()
         x = x + self.two(self.one(x).relu())
+        x = x + self.last(self.branch(x))
         return self.fc(F.adaptive_avg_pool2d(x, 2).flatten(1))  # type: ignore[no-any-return]
 
 
@@ -67,10 +70,18 @@ class ToFinal(Planner):
         return self.final if stage.progress >= 1 else before
 
 
-@pytest.fixture(scope="module")
-def plan() -> Plan:
+@pytest.fixture(scope="module", params=["narrower", "a block less"])
+def plan(request: pytest.FixtureRequest) -> Plan:
     settings = PruneSettings(BudgetSettings(channels=0.5))
-    return prunekit.plan(net(), (torch.zeros(2, 3, 8, 8),), settings=settings)
+    found = prunekit.plan(net(), (torch.zeros(2, 3, 8, 8),), settings=settings)
+    if request.param == "narrower":
+        return found
+    (branch,) = found.channel_map.branches.found
+    keep = found.keep.copy()
+    keep[branch.labels] = False
+    found = replace(found, keep=keep)
+    assert found.gone
+    return found
 
 
 class Stops(Callback):
