@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from typing import Any
@@ -20,11 +21,12 @@ from prunekit.measure.latency_profile.staircase_fit import TimedNetwork, fit_lat
 from prunekit.measure.latency_profile.width_features import features_of
 from prunekit.measure.model_size import count_macs
 from prunekit.planning.budgets.limits import budgets_of
-from prunekit.planning.candidates import Scores, free_parts
+from prunekit.planning.candidates import PlanBounds, Scores, free_parts
 from prunekit.planning.depth_search import blocks_of, stage_of
 from prunekit.planning.plan import Plan
+from prunekit.planning.schedules import Stage, settings_at_stage
 from prunekit.planning.solver import keep_of, make_plan
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings
 
 
 class Block(nn.Module):
@@ -150,6 +152,19 @@ def test_what_stays_has_the_same_share_where_the_scope_is_uniform() -> None:
     assert [branch.name for branch in plan.gone] == ["1"]
     inside = [np.flatnonzero(plan.keep[branch.labels]).size for branch in chart.branches.found]
     assert abs(inside[0] - inside[2]) <= 1  # the last channels of the budget go one by one
+
+
+def test_a_schedule_takes_blocks_one_after_the_other() -> None:
+    chart, scores = traced()[1], scores_of(0)
+    wanted = replace(settings(macs=0.2), schedule=ScheduleSettings("linear"))
+    plan, gone = Plan(chart, np.ones(chart.n_labels, dtype=bool)), [0]
+    for progress in np.linspace(0, 1, 11)[1:]:
+        at_stage = settings_at_stage(wanted, Stage(0, progress), {"macs": 1.0})
+        before = {branch.name for branch in plan.gone}
+        plan = make_plan(chart, scores, at_stage, bounds=PlanBounds(most=plan.keep))
+        assert before <= {branch.name for branch in plan.gone}
+        gone.append(len(plan.gone))
+    assert sorted(set(gone)) == [0, 1, 2, 3, 4]
 
 
 def test_times_of_absent_modules_are_zero() -> None:
