@@ -44,7 +44,12 @@ def built(name: str) -> tuple[nn.Module, Inputs]:
             return torchvision.models.get_model(name, weights=None).eval(), inputs_like((torch.randn(1, 3, 224, 224),))
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        shape: dict[str, Any] = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152}
+        shape: dict[str, Any] = {
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "vocab_size": 49152,
+        }
         heads: dict[str, Any] = {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
         model: nn.Module = LlamaForCausalLM(LlamaConfig(**shape, **heads, use_cache=False))
         return model.eval(), inputs_like((torch.randint(0, 49152, (1, 128)),))

@@ -22,7 +22,7 @@ from prunekit.measure.latency_profile.width_features import features_of
 from prunekit.measure.model_size import count_macs
 from prunekit.planning.budgets.limits import budgets_of
 from prunekit.planning.candidates import PlanBounds, Scores, free_parts
-from prunekit.planning.depth_search import blocks_of, stage_of
+from prunekit.planning.depth_search import LEFT, blocks_of, stage_of
 from prunekit.planning.plan import Plan
 from prunekit.planning.schedules import Stage, settings_at_stage
 from prunekit.planning.solver import keep_of, make_plan
@@ -70,10 +70,10 @@ def scores_of(seed: int) -> Scores:
 
 
 def value(plan: Plan, scores: Scores) -> float:
-    """What is kept of the scores: a block without channels loses only the scores that its last layer reads."""
+    """What is kept of the scores: a block without channels loses a share of those that its last layer reads."""
     chart = plan.channel_map
     labels = np.concatenate([group.labels for group in chart.groups])
-    spared = sum(float(scores[branch.labels].sum() - scores[branch.last].sum()) for branch in plan.gone)
+    spared = sum(float(scores[branch.labels].sum() - LEFT * scores[branch.last].sum()) for branch in plan.gone)
     return float(scores[labels][plan.keep[labels]].sum()) + spared
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from prunekit.statistics.layers.linear_layers import CallInterceptor, FunctionCall, LayerCall, Operands
 from prunekit.statistics.layers.patches import geometry_of, with_strides_of
+from prunekit.statistics.layers.row_norms import RowNorm, row_norm_of
 from prunekit.utils.context import same_attributes
 from prunekit.utils.inputs import call
 from prunekit.utils.tensors import gather
@@ -83,6 +84,7 @@ class LayerChain:
         source: the layer whose rectified end this one reads.
         index: position of each value of the output at the last stage, once it was moved.
         first: whether its input was made without any layer.
+        row_norms: the norms over channels that read stages, the first of each.
     """
 
     layer: LayerCall
@@ -93,6 +95,7 @@ class LayerChain:
     source: int | None = None
     index: Tensor | None = None
     first: bool = False
+    row_norms: dict[str, RowNorm] = field(default_factory=dict)
 
     def places(self) -> Tensor:
         """Return the position of each value of the output at the last stage."""
@@ -111,8 +114,10 @@ class LayerChain:
             norm=self.layer.norm if "norm" in stages else None,
         )
         if summed:
-            return replace(layer, end=_plain_end(layer) if layer.moves else "sum")
-        return _unsummed(layer, rectified=rectified)
+            layer = replace(layer, end=_plain_end(layer) if layer.moves else "sum")
+        else:
+            layer = _unsummed(layer, rectified=rectified)
+        return replace(layer, row_norm=self.row_norms.get(layer.end))
 
     def gain(self, factor: Tensor, shape: torch.Size) -> Tensor | None:
         """Return the factor of each output by a tensor that broadcasts to the last stage; None if it varies."""
@@ -166,6 +171,7 @@ class LayerFinder(CallInterceptor):
         for mark in marks:
             if mark is not None and mark.layer is not None:
                 self.chains[mark.layer].reads[mark.stage] += 1
+        self._find_row_norms(inputs, marks, result)
         origin = self._origin_of_results(call, inputs)
         if isinstance(result, Tensor):
             layer, stage = self._role(call, inputs, marks, result)
@@ -177,6 +183,18 @@ class LayerFinder(CallInterceptor):
         for tensor in gather(inputs[:1] if call.name in _WRITING else result):
             tensor._prunekit_origin = origin  # type: ignore[attr-defined]
         return iter(result) if call.name == "__iter__" else result
+
+    def _find_row_norms(self, inputs: list[Tensor], marks: list[ChainMark | None], result: Any) -> None:
+        """Note a call that is a norm over the channels of a chain's stage."""
+        for tensor, mark in zip(inputs, marks, strict=True):
+            if mark is None or mark.layer is None or not isinstance(result, Tensor) or result.shape != tensor.shape:
+                continue
+            chain = self.chains[mark.layer]
+            if mark.stage not in chain.row_norms and tensor.shape == chain.shape:
+                rows = torch.arange(chain.layer.geometry.rows(tensor), device=tensor.device)
+                given, returned = (chain.layer.geometry.outputs(each, rows) for each in (tensor, result))
+                if (found := row_norm_of(given, returned)) is not None:
+                    chain.row_norms[mark.stage] = found
 
     def mark(self, tensor: Tensor) -> ChainMark | None:
         """Return this pass's mark of a tensor that was not written to since."""
@@ -389,7 +407,9 @@ def _same_gain(calls: list[LayerCall]) -> bool:
 
 def _unsummed(layer: LayerCall, *, rectified: bool = False) -> LayerCall:
     """Return a layer without the sum behind it."""
-    return replace(layer, end=_plain_end(layer), total=None, other=None, moves=(), gain=None, rectified=rectified)
+    return replace(
+        layer, end=_plain_end(layer), row_norm=None, total=None, other=None, moves=(), gain=None, rectified=rectified
+    )
 
 
 def _plain_end(layer: LayerCall) -> str:

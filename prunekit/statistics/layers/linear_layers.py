@@ -20,6 +20,7 @@ from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.tracing.storages import is_plain
 from prunekit.hooks.owner import HookOwner, after_forward, before_forward
 from prunekit.statistics.layers.patches import CONVOLUTIONS, PatchGeometry
+from prunekit.statistics.layers.row_norms import RowNorm
 
 _LOOKS = frozenset({"__get__", "dim", "size", "stride", "is_contiguous", "is_floating_point", "_set_grad_enabled"})
 """Functions that compute nothing: asking for a shape does not read values."""
@@ -48,6 +49,7 @@ class LayerCall:
         gain: (outputs,) factors by which a parameter multiplies it before `total`.
         rows: of its output, see `PatchGeometry`, in the forward pass that found it.
         source: the layer whose rectified end is the only input of this one, and is read by nothing else.
+        row_norm: the norm over the channels of each position that reads the end of the chain; None if none does.
     """
 
     weight: str
@@ -67,6 +69,7 @@ class LayerCall:
     gain: Tensor | None = field(default=None, compare=False)
     rows: int = 0
     source: LayerCall | None = None
+    row_norm: RowNorm | None = field(default=None, compare=False)
 
     @property
     def axes(self) -> tuple[int, int]:

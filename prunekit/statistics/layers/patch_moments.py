@@ -21,7 +21,7 @@ from prunekit.statistics.layers.layer_graph import (
     merge_calls,
 )
 from prunekit.statistics.layers.linear_layers import FunctionCall, LayerCall
-from prunekit.statistics.layers.patches import PatchGeometry, gram, gram_bytes, sample_rows
+from prunekit.statistics.layers.patches import gram, gram_bytes, sample_rows
 from prunekit.statistics.moments import RAISED
 from prunekit.utils.context import training_mode
 from prunekit.utils.inputs import call, counted_positions, inputs_as_example, inputs_in, sample_count, select_samples
@@ -39,9 +39,11 @@ class LayerMoments:
     Attributes:
         layer: the first call of a weight: moments are summed over all of them.
         grams: for each convolution group (d + 1, d + 1) mean products of the columns of a patch and a constant last,
-            float64; d is channels * taps, or channels where `taps` is 1.
+            float64; d is channels * taps, or channels where `taps` is 1. Where a norm over channels reads the end of
+            the chain, each position counts over the square of what the norm divides it by.
         taps: columns of each channel; 1 if only the centers of patches were taken, to save memory.
-        variance: (channels,) of the end of the chain behind the output, float64.
+        variance: (channels,) that the squared errors at the end of the chain are divided by, float64: the variance
+            there, or one by the gains of the norm that reads it.
         rows: how many positions were sampled.
         output_gain: how much an error here changes the model's output, 1 for a usual layer; see `with_gains`.
     """
@@ -64,6 +66,26 @@ class PatchStats:
     def nbytes(self) -> int:
         """Memory of all Gram matrices."""
         return sum(matrix.nbytes for moments in self.layers for matrix in moments.grams)
+
+
+class _Spread:
+    """The variance of each channel over rows that are added in parts (Chan, Golub and LeVeque 1983)."""
+
+    def __init__(self) -> None:
+        self._count, self._mean, self._squares = 0, torch.zeros(()), torch.zeros(())
+
+    def add(self, rows: Tensor) -> None:
+        """Add some rows, (N, channels)."""
+        values = rows.double()
+        mean, count = values.mean(0), self._count + len(values)
+        apart = mean - self._mean.to(mean)
+        squares = (values - mean).square().sum(0) + apart.square() * (self._count * len(values) / count)
+        self._mean = self._mean.to(mean) + apart * (len(values) / count)
+        self._count, self._squares = count, self._squares.to(mean) + squares
+
+    def value(self) -> Tensor:
+        """Return the variance, (channels,), float64."""
+        return self._squares / (self._count - 1)
 
 
 class _Collector(LayerFinder):
@@ -91,7 +113,9 @@ class _Collector(LayerFinder):
         self.batch_samples = samples
         self.counted: Tensor | None = None
         self._samples = samples
-        self._ends: dict[str, list[Tensor]] = {}
+        self._ends: dict[str, _Spread] = {}
+        self._waiting: dict[int, list[Tensor]] = {}
+        self._taps: dict[str, int] = {}
         self._layers = {layer.weight: layer for layer in layers}
         self._columns = columns
         self._rows: dict[int, Tensor] = {}
@@ -100,6 +124,7 @@ class _Collector(LayerFinder):
     def intercepting(self) -> Iterator[None]:
         """Intercept one forward pass."""
         self._rows.clear()
+        self._waiting.clear()
         with super().intercepting():
             yield
 
@@ -115,12 +140,21 @@ class _Collector(LayerFinder):
             return result
         if mark.stage == "layer" and operands is not None:
             self._rows[mark.layer] = self._sampled(layer, mark.layer, result)
-            geometry = self.chains[mark.layer].layer.geometry
-            self._add(layer, geometry, operands.inputs, layer.matrix(operands.matrix), result, self._rows[mark.layer])
+            patches = self._patches(layer, mark.layer, operands.inputs, layer.matrix(operands.matrix), result)
+            if layer.row_norm is None:
+                self._add(layer, patches)
+            else:
+                self._waiting[mark.layer] = patches
         if mark.stage == layer.end:
-            ends = self._ends.setdefault(layer.weight, [])
-            ends.append(layer.geometry.outputs(result, self._rows[mark.layer]))
+            values = layer.geometry.outputs(result, self._rows[mark.layer])
+            if layer.row_norm is None:
+                self._ends.setdefault(layer.weight, _Spread()).add(values)
+            elif (waiting := self._waiting.pop(mark.layer, None)) is not None:
+                self._add(layer, waiting, layer.row_norm.squared_sizes(values).rsqrt())
         return result
+
+    def _find_row_norms(self, inputs: list[Tensor], marks: list[ChainMark | None], result: Any) -> None:
+        """Leave them: they are known, and comparing whole batches takes long."""
 
     def _move(self, call: FunctionCall, mark: ChainMark, chain: LayerChain) -> tuple[int | None, str]:
         """Return no stage: the chain ends before values are moved."""
@@ -140,22 +174,24 @@ class _Collector(LayerFinder):
         among = layer.geometry.counted(layer.geometry.positions(output), self.counted)
         return sample_rows(total, count, seed, among).to(output.device)
 
-    def _add(
-        self, layer: LayerCall, geometry: PatchGeometry, inputs: Tensor, weight: Tensor, output: Tensor, rows: Tensor
-    ) -> None:
+    def _patches(self, layer: LayerCall, place: int, inputs: Tensor, weight: Tensor, output: Tensor) -> list[Tensor]:
+        """Return what the sampled positions of a call read, (rows, columns) for each group."""
+        geometry = self.chains[place].layer.geometry
         spatial = tuple(output.shape[2:]) if geometry.kernel else ()
         width = weight.shape[1]
-        taps = self._columns[layer.weight] // width
+        taps = self._taps.setdefault(layer.weight, self._columns[layer.weight] // width)
         read = geometry.patches if taps == geometry.taps else geometry.centers
-        parts = []
-        for group in range(geometry.groups):
-            channels = torch.arange(group * width, (group + 1) * width, device=inputs.device)
-            parts.append(gram(read(geometry.channels(inputs, channels), rows, spatial)) * len(rows))
+        groups = torch.split(torch.arange(geometry.groups * width, device=inputs.device), width)
+        return [read(geometry.channels(inputs, group), self._rows[place], spatial) for group in groups]
+
+    def _add(self, layer: LayerCall, patches: Sequence[Tensor], factors: Tensor | None = None) -> None:
+        """Add positions to the moments of a layer, each times a factor."""
+        parts = [gram(patch, factors) * len(patch) for patch in patches]
         known = self.found.get(layer.weight)
         sums = parts if known is None else [a.add_(b) for a, b in zip(known.grams, parts, strict=True)]
-        count = len(rows) + (0 if known is None else known.rows)
+        count = len(patches[0]) + (0 if known is None else known.rows)
         none = torch.zeros(0, dtype=torch.float64)
-        self.found[layer.weight] = LayerMoments(layer, tuple(sums), taps, none, count)
+        self.found[layer.weight] = LayerMoments(layer, tuple(sums), self._taps[layer.weight], none, count)
 
     def finished(self) -> tuple[LayerMoments, ...]:
         """Return the moments of all batches; once, at the end."""
@@ -163,11 +199,17 @@ class _Collector(LayerFinder):
             replace(
                 moments,
                 grams=tuple(total.div_(moments.rows) for total in moments.grams),  # in place: they are large
-                variance=torch.cat(self._ends[weight]).double().var(0),
+                variance=self._variance(moments.layer),
             )
             for weight, moments in sorted(self.found.items(), key=lambda item: item[1].layer.call)
-            if weight in self._ends
+            if weight in self._ends or moments.layer.row_norm is not None
         )
+
+    def _variance(self, layer: LayerCall) -> Tensor:
+        if layer.row_norm is None:
+            return self._ends[layer.weight].value()
+        scales = layer.row_norm.scales()
+        return scales.clamp(min=1e-6 * float(scales.max())).square().reciprocal()
 
 
 def _columns(layers: Iterable[LayerCall], tensors: Mapping[str, Tensor], limit: int) -> dict[str, int]:

@@ -173,9 +173,16 @@ def with_constant(inputs: Tensor) -> Tensor:
     return torch.cat([inputs, inputs.new_ones(len(inputs), 1)], 1)
 
 
-def gram(inputs: Tensor) -> Tensor:
-    """Return the mean products of all columns and a constant one, (d + 1, d + 1), see `mean_products`."""
+def gram(inputs: Tensor, factors: Tensor | None = None) -> Tensor:
+    """Return the mean products of all columns and a constant one, (d + 1, d + 1), see `mean_products`.
+
+    Args:
+        inputs: (N, d).
+        factors: (N,) of the rows; None: 1.
+    """
     wide = with_constant(inputs)
+    if factors is not None:
+        wide = wide * factors.to(wide.dtype if wide.dtype.itemsize > 2 else torch.float32)[:, None]
     return mean_products(wide, wide)
 
 
