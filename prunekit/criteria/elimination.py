@@ -33,8 +33,9 @@ class LayerObjective:
 
     Attributes:
         gram: (d + 1, d + 1) mean products of the columns it reads and of a constant.
-        weight: (o, d) in units of the end of its chain, each output over its standard deviation there; weighted by how
-            much an error of this layer changes the model's output, see `TRUST`.
+        weight: (o, d) in units of the end of its chain, each output over its standard deviation there, or times the
+            gain of a norm over channels that reads it, see `RowNorm`; weighted by how much an error of this layer
+            changes the model's output, see `TRUST`.
         labels: (C,) of its input channels; d is C times the columns of each.
     """
 
