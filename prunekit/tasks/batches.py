@@ -28,6 +28,7 @@ from prunekit.utils.inputs import (
     images_in,
     inputs_as_example,
     parameter_names,
+    required_count,
     sample_count,
     sample_noun,
     select_samples,
@@ -82,7 +83,8 @@ class ModelBatches:
             the arguments of `forward`; or a map-style data set of samples, torch's or a `datasets.Dataset`; or any
             iterable of batches, such as a DataLoader or a generator; or an iterable data set, of batches or samples. A
             batch is a tensor, such a mapping, or a tuple or list whose first entry is one of these or a tuple of all
-            inputs, and whose second, if there is one, holds the targets. Images (C, H, W), of any sizes where the model
+            inputs, and whose second, if there is one, holds the targets; or a tuple or list of exactly the tensors that
+            `forward` requires, if these are several. Images (C, H, W), of any sizes where the model
             takes a list of them, may come as a list or a tuple, alone or with their targets, or one at a time. Of a
             mapping that comes without a task, `labels` or `label` are the targets, and what `forward` does not take is
             left out; if that is all of it, as in a batch of ultralytics, the entry with the images is the input.
@@ -251,6 +253,8 @@ def _apart(model: nn.Module, batch: Any, task: Task | None, where: str) -> Input
     targets = None
     if task is not None:
         inputs, targets = task.unpacking(batch, where)
+    elif _are_arguments(model, batch):
+        inputs = tuple(batch)
     elif isinstance(batch, (tuple, list)) and batch and not is_image_batch(model, batch):
         inputs, targets = batch[0], batch[1] if len(batch) > 1 else None
     else:
@@ -269,6 +273,13 @@ def _apart(model: nn.Module, batch: Any, task: Task | None, where: str) -> Input
             f"arguments, got {described(batch)}; {_advice(inputs)}"
         )
     return inputs_as_example(model, inputs), targets
+
+
+def _are_arguments(model: nn.Module, batch: Any) -> bool:
+    """Return whether a batch holds all arguments and no targets, as (ids, mask) for a model that requires both."""
+    if not isinstance(batch, (tuple, list)) or not 1 < len(batch) == required_count(model):
+        return False
+    return all(isinstance(entry, Tensor) and entry.dim() for entry in batch) and len({len(one) for one in batch}) == 1
 
 
 def _advice(inputs: Any) -> str:

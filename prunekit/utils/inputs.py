@@ -224,7 +224,7 @@ def inputs_as_example(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
         ModelError: as in `as_example`.
         DataError: see `from_images`.
     """
-    if isinstance(inputs, list) and are_images(model, inputs) and not 1 < len(inputs) == _required(model):
+    if isinstance(inputs, list) and are_images(model, inputs) and not 1 < len(inputs) == required_count(model):
         return from_images(model, inputs)
     if isinstance(inputs, (tuple, list)):
         return as_example(model, tuple(inputs))
@@ -314,7 +314,7 @@ def images_in(model: nn.Module, batch: Mapping[Any, Any]) -> Any:
         is called as they are.
     """
     names = {one.name for one in _parameters(model) if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
-    if not names.isdisjoint(batch) or _required(model) > 1:
+    if not names.isdisjoint(batch) or required_count(model) > 1:
         return None
     keys = [key for key in batch if isinstance(key, str) and not IMAGE_NAMES.isdisjoint(key.split(";"))]
     images = batch[keys[0]] if len(keys) == 1 else None
@@ -326,7 +326,7 @@ def images_in(model: nn.Module, batch: Mapping[Any, Any]) -> Any:
     return images
 
 
-def _required(model: nn.Module) -> int:
+def required_count(model: nn.Module) -> int:
     """Return the number of arguments that `forward` requires."""
     kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     return sum(one.default is one.empty and one.kind not in kinds for one in _parameters(model))

@@ -21,6 +21,7 @@ from prunekit.settings.calibration import RepairSettings
 from prunekit.tasks.batches import ModelBatches, joined_inputs
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import TASKS, get_task
+from prunekit.utils.inputs import arguments_by_name
 
 CPU = torch.device("cpu")
 
@@ -232,6 +233,22 @@ def batch(lengths: list[int], *, left: bool = False, filler: int = 9, mask: bool
         where = slice(-length, None) if left else slice(length)
         ids[row, where], counted[row, where] = torch.arange(1, length + 1), 1
     return (ids, counted, counted * 4) if mask else (ids,)
+
+
+class Strict(nn.Module):
+    def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return ids
+
+
+def test_a_batch_of_all_that_forward_requires_holds_no_targets() -> None:
+    ids, mask = batch([2, 4])[:2]
+    for given in ((ids, mask), [ids, mask]):
+        ((inputs, targets),) = ModelBatches(Strict(), [given])
+        assert targets is None
+        assert torch.equal(arguments_by_name(Strict(), inputs)["attention_mask"], mask)
+    ((inputs, targets),) = ModelBatches(Reader(), [(ids, mask)])  # requires one: the second holds targets, as ever
+    assert len(inputs) == 1
+    assert targets is mask
 
 
 @pytest.mark.parametrize("left", [False, True])
