@@ -70,7 +70,7 @@ def test_plans_in_time_are_within_one_percent_of_the_best_there_is(
     scores = scored(channel_map, np.random.default_rng(seed))
     table = random_table(channel_map, (1, 4, 8), seed, turning)
     budget = BudgetSettings(speedup=speedup, macs=0.7 if with_macs else None)
-    wanted = PruneSettings(budget, scope="per_mac")
+    wanted = PruneSettings(budget, scope="per_mac", depth=False)
     parts = free_parts(channel_map, scores, wanted)
     best = most_kept(parts, scores, budgets_of(channel_map, parts, wanted, table))
     assume(0 < best < float(scores[np.isfinite(scores)].sum()))
