@@ -213,11 +213,13 @@ class _BlockSearch:
         """Return a choice that no change of one or two of its closest blocks improves, or the last of some sweeps."""
         pairs = combinations(best.close[: CLOSE // 2], 2)
         changes = [{block} for block in best.close[:CLOSE]] + [set(pair) for pair in pairs]
+        tried = {best.gone}
         for _ in range(SWEEPS):
             before = best
             for change in changes:
                 gone = tuple(block for block in self.blocks if (block in best.gone) != (block in change))
-                if self._allowed(gone):
+                if gone not in tried and self._allowed(gone):
+                    tried.add(gone)
                     other = self.solved(gone, best.close, solve)
                     best = other if other is not None and other.value > best.value else best
             if best is before:

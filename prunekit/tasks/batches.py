@@ -84,10 +84,10 @@ class ModelBatches:
             iterable of batches, such as a DataLoader or a generator; or an iterable data set, of batches or samples. A
             batch is a tensor, such a mapping, or a tuple or list whose first entry is one of these or a tuple of all
             inputs, and whose second, if there is one, holds the targets; or a tuple or list of exactly the tensors that
-            `forward` requires, if these are several. Images (C, H, W), of any sizes where the model
-            takes a list of them, may come as a list or a tuple, alone or with their targets, or one at a time. Of a
-            mapping that comes without a task, `labels` or `label` are the targets, and what `forward` does not take is
-            left out; if that is all of it, as in a batch of ultralytics, the entry with the images is the input.
+            `forward` requires, if these are several. Images (C, H, W), of any sizes where the model takes a list of
+            them, may come as a list or a tuple, alone or with their targets, or one at a time. Of a mapping that comes
+            without a task, `labels` or `label` are the targets, and what `forward` does not take is left out; if that
+            is all of it, as in a batch of ultralytics, the entry with the images is the input.
         task: takes batches apart that come in another form; itself or its name.
         where: purpose of the data, for messages.
         size: samples of a batch, of data that is not in batches.

@@ -36,7 +36,7 @@ class RowNorm:
 
     def squared_sizes(self, rows: Tensor) -> Tensor:
         """Return the squares of what positions (N, channels) are divided by, (N,), float64."""
-        sizes = _normed(rows.double(), centered=self.centered)[1].square().flatten()
+        sizes = _centered(rows.double(), self.centered).square().mean(1)
         return sizes.clamp(min=NO_SIZE**2 * float(sizes.median()) or 1.0)
 
     def scales(self) -> Tensor:
@@ -59,17 +59,17 @@ def row_norm_of(given: Tensor, result: Tensor) -> RowNorm | None:
     if not 0 < float(spread) < torch.inf or _fit(values, returned)[1] <= ALIKE * spread:
         return None
     for centered in (True, False):
-        gain, error = _fit(_normed(values, centered=centered)[0], returned)
+        rows = _centered(values, centered)
+        size = rows.square().mean(1, keepdim=True).sqrt()
+        gain, error = _fit(rows / size.clamp(min=torch.finfo(rows.dtype).tiny), returned)
         if error <= ALIKE * spread:
             return RowNorm(centered, gain)
     return None
 
 
-def _normed(rows: Tensor, *, centered: bool) -> tuple[Tensor, Tensor]:
-    """Return positions over their sizes, and these, (N, 1)."""
-    rows = rows - rows.mean(1, keepdim=True) if centered else rows
-    size = rows.square().mean(1, keepdim=True).sqrt()
-    return rows / size.clamp(min=torch.finfo(rows.dtype).tiny), size
+def _centered(rows: Tensor, centered: bool) -> Tensor:
+    """Return positions without their mean if a norm subtracts it."""
+    return rows - rows.mean(1, keepdim=True) if centered else rows
 
 
 def _fit(rows: Tensor, returned: Tensor) -> tuple[Tensor, Tensor]:
