@@ -11,8 +11,9 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from prunekit.channels.constraints import EqualParts, LockRecord
+from prunekit.channels.constraints import EqualParts, LockRecord, Removal
 from prunekit.channels.depth.branch import NO_BRANCHES, Branches, BranchLock
+from prunekit.channels.equal_widths import NO_EQUAL_WIDTHS, EqualWidths, Family, family_of
 from prunekit.channels.joint_labels import NOT_JOINT, deciders
 from prunekit.channels.labels import Field, Labels, MacTerm, Stored, WidthMultiple
 from prunekit.channels.tracing.channel_norms import ChannelNorm, NarrowBlock
@@ -26,6 +27,7 @@ from prunekit.utils.outputs import ALL_READ, ReadOutputs
 Keep = NDArray[np.bool_]
 Slot = tuple[str, int]
 T = TypeVar("T")
+_KINDS = {Removal.POSITIONS: "positions in heads of", Removal.QUERIES: "query heads of"}
 
 
 @dataclass(frozen=True)
@@ -287,6 +289,26 @@ class ChannelMap(Displayed):
             result[group.labels] = index
         return result
 
+    def kind_of(self, group: ChannelGroup) -> Removal:
+        """Return which kind of channels a group holds: positions in heads, query heads, or any others."""
+        for kind in reversed(range(2, self.joint.shape[1])):
+            inside = self.joint[:, 1:kind].any(axis=1)
+            if np.isin(group.labels, self.joint[inside, kind]).any():
+                return Removal(kind - 1)
+        return Removal.HEADS
+
+    def family_of(self, group: ChannelGroup) -> Family:
+        """Return the family of a group, which has one in each of several layers."""
+        return family_of(group.slots, _KINDS.get(self.kind_of(group), ""))
+
+    @cached_property
+    def families(self) -> dict[Family, list[ChannelGroup]]:
+        """Groups by family."""
+        found: dict[Family, list[ChannelGroup]] = {}
+        for group in self.groups:
+            found.setdefault(self.family_of(group), []).append(group)
+        return found
+
     @property
     def traced(self) -> MapSource:
         """The trace that the map was built from, with what trials added.
@@ -425,6 +447,7 @@ class MapSource:
         all_constraints: whether no constraint may be left out.
         stated: whether some are left out, because sizes and orders are stated in a module's Python instead.
         branches_stay: branches that a trial found to stay.
+        equal_widths: which groups keep the same share, and which stay whole, where a library's configuration says so.
     """
 
     trace: Trace
@@ -434,6 +457,7 @@ class MapSource:
     all_constraints: bool = False
     stated: bool = False
     branches_stay: tuple[BranchLock, ...] = ()
+    equal_widths: EqualWidths = NO_EQUAL_WIDTHS
 
 
 def group_labels(

@@ -26,6 +26,7 @@ from prunekit.channels.constraints import (
 from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.depth.branch import BranchLock
 from prunekit.channels.depth.branch_search import find_branches
+from prunekit.channels.equal_widths import EqualWidths
 from prunekit.channels.joint_labels import numbered
 from prunekit.channels.labels import Labels, MacTerm, Stored, WidthMultiple
 from prunekit.channels.rewrite.call_sites import CodePlace
@@ -78,6 +79,11 @@ def with_sizes(channel_map: ChannelMap, sizes: Iterable[SizeAttribute]) -> Chann
 def with_staying(channel_map: ChannelMap, branches: Iterable[BranchLock]) -> ChannelMap:
     """Return a new map in which some branches stay."""
     return _rebuilt(channel_map, branches_stay=(*channel_map.traced.branches_stay, *branches))
+
+
+def with_equal_widths(channel_map: ChannelMap, equal: EqualWidths) -> ChannelMap:
+    """Return the map with groups that keep the same share as others, or stay whole."""
+    return replace(channel_map, source=replace(channel_map.traced, equal_widths=equal))
 
 
 def _rebuilt(channel_map: ChannelMap, **changes: Any) -> ChannelMap:

@@ -13,6 +13,7 @@ from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.channels.rewrite.substitutes import SizedAttention
 from prunekit.errors import PlanError
 from prunekit.hooks.wrappers import unwrapped
+from prunekit.models.library_config import LIBRARY_CONFIG, set_noted_config
 from prunekit.models.outputs import is_frozen
 from prunekit.planning.plan import Plan, require_plan
 
@@ -43,7 +44,9 @@ def compact(model: nn.Module, plan: Plan) -> nn.Module:
     """
     model = unwrapped(model)
     require_plan(plan, model)
-    return narrowed(model, plan.channel_map, plan.keep, plan.kept_indices)
+    small = narrowed(model, plan.channel_map, plan.keep, plan.kept_indices)
+    set_noted_config(small, plan.provenance.get(LIBRARY_CONFIG))
+    return small
 
 
 def remarks(small: nn.Module) -> tuple[str, ...]:

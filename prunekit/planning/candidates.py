@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from prunekit.channels.channel_map import ChannelGroup, ChannelMap, Keep
 from prunekit.channels.constraints import Removal
+from prunekit.channels.equal_widths import NO_EQUAL_WIDTHS
 from prunekit.channels.labels import Labels
 from prunekit.errors import PlanError
 from prunekit.settings.prune import PruneSettings
@@ -26,11 +28,13 @@ class GroupPart:
         labels: from the most to the least important, so that keeping k means `labels[:k]`.
         counts: numbers of labels that may be kept, ascending; the last keeps all.
         channels: how many channels one label stands for; more than 1 where whole convolution groups are coupled.
+        together: how many labels are kept or removed at once, one or more of each of several groups of equal widths.
     """
 
     labels: Labels
     counts: Labels
     channels: int
+    together: int = 1
 
     def at_most(self, wanted: float) -> int:
         """Return the largest allowed count of at most `wanted`; the smallest count if there is none."""
@@ -70,6 +74,7 @@ def free_parts(
     """
     excluded = labels_matching(channel_map, settings.ignore, "ignore")
     ratio = np.ones(channel_map.n_labels) * np.nan
+    owners = list[ChannelGroup]()
     for pattern, share in settings.ratios.items():
         ratio[labels_matching(channel_map, [pattern], "ratios")] = share
     parts = []
@@ -81,10 +86,11 @@ def free_parts(
             order = labels[np.lexsort((labels, -scores[labels]))]
             part = GroupPart(order, _allowed(labels.size, unit or channels, settings, *needed), channels)
             if not np.isnan(share):
-                wanted = labels.size * (1 if _kind(channel_map, group) else share)
+                wanted = labels.size * (1 if channel_map.kind_of(group) else share)
                 part = GroupPart(order, np.array([part.at_most(wanted)]), channels)
             parts.append(_bounded(part, bounds))
-    return parts
+            owners.append(group)
+    return parts if settings.layout == "free" else with_equal_widths(channel_map, parts, owners, settings)
 
 
 def _bounded(part: GroupPart, bounds: PlanBounds) -> GroupPart:
@@ -97,13 +103,54 @@ def _bounded(part: GroupPart, bounds: PlanBounds) -> GroupPart:
     return GroupPart(order, counts if counts.size else np.array([high]), part.channels)
 
 
-def _kind(channel_map: ChannelMap, group: ChannelGroup) -> Removal:
-    """Return which kind of channels a group holds; a ratio applies to whole heads alone."""
-    for kind in reversed(range(2, channel_map.joint.shape[1])):
-        inside = channel_map.joint[:, 1:kind].any(axis=1)
-        if np.isin(group.labels, channel_map.joint[inside, kind]).any():
-            return Removal(kind - 1)
-    return Removal.HEADS
+def with_equal_widths(
+    channel_map: ChannelMap, parts: list[GroupPart], owners: list[ChannelGroup], settings: PruneSettings
+) -> list[GroupPart]:
+    """Return parts of which each spans all groups that keep the same share.
+
+    These are groups of repeated layers, which lie on axes of the same names but for numbers, and are of the same size;
+    and what the map says to be as wide. For a library's configuration a group stays whole where another one that has to
+    be as wide is not free.
+
+    Args:
+        channel_map: of the model.
+        parts: in the order of the model's parameters.
+        owners: the group that each part is of.
+        settings: with the layout.
+    """
+    equal = NO_EQUAL_WIDTHS if channel_map.source is None else channel_map.source.equal_widths
+    members: dict[Hashable, list[GroupPart]] = {}
+    for part, group in zip(parts, owners, strict=True):
+        family = channel_map.family_of(group)
+        if family not in equal.whole:
+            counts = part.counts[
+                (part.counts % equal.multiples.get(family, 1) == 0) | (part.counts == part.labels.size)
+            ]
+            part = replace(part, counts=counts if counts.size else part.counts[-1:])
+            together = equal.with_family(family)
+            alone = (part.labels.size, part.counts.tobytes()) if len(together) == 1 else ()
+            members.setdefault((together, *alone), []).append(part)
+    found = list(members.items())
+    if settings.layout == "huggingface" and equal.holds_for(channel_map.families.keys()):
+        everywhere = Counter(equal.with_family(channel_map.family_of(group)) for group in channel_map.groups)
+        found = [(key, own) for key, own in found if len(own) == everywhere[key[0]]]  # type: ignore[index]
+    return [part for _, own in found for part in _merged(own)]
+
+
+def _merged(parts: list[GroupPart]) -> list[GroupPart]:
+    """Return several parts as one, in whose order each of them keeps the same share; as they are if none is allowed.
+
+    Its labels are in rows: the most important ones of each part, then the next ones of each.
+    """
+    steps = int(np.gcd.reduce([part.labels.size for part in parts]))
+    sizes = [part.labels.size // steps for part in parts]
+    rows = np.concatenate([part.labels.reshape(steps, size) for part, size in zip(parts, sizes, strict=True)], axis=1)
+    allowed = np.arange(1, steps + 1)
+    for part, size in zip(parts, sizes, strict=True):
+        allowed = allowed[np.isin(allowed * size, part.counts)]
+    if len(parts) == 1 or not allowed.size:
+        return parts
+    return [GroupPart(rows.reshape(-1), allowed * sum(sizes), parts[0].channels, sum(sizes))]
 
 
 def _unit(channel_map: ChannelMap, group: ChannelGroup, settings: PruneSettings) -> int | None:
@@ -112,8 +159,8 @@ def _unit(channel_map: ChannelMap, group: ChannelGroup, settings: PruneSettings)
     Positions are rounded on their own, and heads as much as the smallest allowed number of positions requires. Of
     query heads there may be any number for each head of keys then, as these make a rounded width already.
     """
-    if _kind(channel_map, group):
-        return 1 if _kind(channel_map, group) == Removal.POSITIONS else settings.round_to
+    if channel_map.kind_of(group):
+        return 1 if channel_map.kind_of(group) == Removal.POSITIONS else settings.round_to
     of_heads = np.isin(channel_map.joint[:, 1], group.labels)
     sizes = [_sizes_of(channel_map, column[of_heads]) for column in channel_map.joint.T[2:]]
     if not of_heads.any():

@@ -134,6 +134,7 @@ class CostModel:
         factors: (terms, most factors) indices of widths, one beyond the last as padding.
         constants: (terms, resources)
         base: (resources,) what depends on no part.
+        together: (parts,) counts are multiples of these, and tables are indexed by how often.
     """
 
     tables: Labels
@@ -146,6 +147,7 @@ class CostModel:
     factors: Labels
     constants: Numbers
     base: Numbers
+    together: Labels
 
     def of(self, resources: Labels) -> CostModel:
         """Return the costs of some of the resources."""
@@ -168,14 +170,15 @@ class CostModel:
             lookup = self.starts[width]
             part = self.parts[0, lookup]
             if not self.strides[1:, lookup].any():
-                kept = self.fixed[width] + self.tables[self.at[lookup] :][: sizes[part] + 1]
+                steps = sizes[part] // self.together[part]
+                kept = self.fixed[width] + self.tables[self.at[lookup] :][: steps + 1]
                 firsts = np.searchsorted(kept, self.counting[1:3, width])
-                found[part] |= {int(count) for count in firsts if 0 < count <= sizes[part]}
+                found[part] |= {int(count * self.together[part]) for count in firsts if 0 < count <= steps}
         return found
 
     def __call__(self, counts: Labels) -> Numbers:
         """Return the costs (..., resources) of counts (..., parts), as whole numbers."""
-        flat = counts.reshape(-1, counts.shape[-1])
+        flat = counts.reshape(-1, counts.shape[-1]) // self.together
         if not self.starts.size:
             return np.broadcast_to(np.rint(self.base), (*counts.shape[:-1], self.base.size))
         places = self.at + sum(flat[:, part] * stride for part, stride in zip(self.parts, self.strides, strict=True))
@@ -207,10 +210,12 @@ def cost_model(channel_map: ChannelMap, parts: list[GroupPart], resources: list[
                 free += [index] if width.lookups else []
             row = rows.setdefault(tuple(sorted(free)), np.zeros(len(resources)))
             row[resource] += constant
-    return _compiled(found, rows, len(resources))
+    return _compiled(found, rows, len(resources), np.array([part.together for part in parts], dtype=np.int64))
 
 
-def _compiled(found: list[_Width], rows: Mapping[tuple[int, ...], Numbers], resources: int) -> CostModel:
+def _compiled(
+    found: list[_Width], rows: Mapping[tuple[int, ...], Numbers], resources: int, together: Labels
+) -> CostModel:
     used = sorted({index for row in rows for index in row})
     place = {index: position for position, index in enumerate(used)}
     lookups = [lookup for index in used for lookup in found[index].lookups]
@@ -236,6 +241,7 @@ def _compiled(found: list[_Width], rows: Mapping[tuple[int, ...], Numbers], reso
         factors=factors,
         constants=np.array(list(terms.values())).reshape(len(terms), resources),
         base=rows.get((), np.zeros(resources)),
+        together=together,
     )
 
 
@@ -245,8 +251,8 @@ class _LabelOwners:
 
     Attributes:
         owner: (n_labels,) index of the part, -1 for labels that always stay.
-        rank: (n_labels,) a label is kept if its part keeps more labels than this.
-        sizes: of the parts.
+        rank: (n_labels,) a label is kept if its part keeps more labels than this, in multiples of those kept at once.
+        sizes: of the parts, in these multiples.
     """
 
     channel_map: ChannelMap
@@ -259,8 +265,8 @@ class _LabelOwners:
         """Return the owners of the labels of a model."""
         owner, rank = np.full(channel_map.n_labels, -1), np.zeros(channel_map.n_labels, dtype=np.int64)
         for index, part in enumerate(parts):
-            owner[part.labels], rank[part.labels] = index, np.arange(part.labels.size)
-        return cls(channel_map, owner, rank, [part.labels.size for part in parts])
+            owner[part.labels], rank[part.labels] = index, np.arange(part.labels.size) // part.together
+        return cls(channel_map, owner, rank, [part.labels.size // part.together for part in parts])
 
     def width(self, factor: Labels) -> tuple[int, list[_Lookup]]:
         """Return how many labels of a factor always stay, and tables of the others."""

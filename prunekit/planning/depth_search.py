@@ -80,6 +80,8 @@ def blocks_of(
     for branch in channel_map.branches.found:
         if not stays[branch.labels].any() and (owner[branch.labels] >= 0).all():
             own = tuple(np.unique(owner[branch.labels]).tolist())
+            if any(parts[index].together > 1 for index in own):  # as wide as other layers, which then would go too
+                continue
             found.append(Block(branch.name, stage_of(branch.name), own, float(LEFT * finite[branch.last].sum())))
     return found
 

@@ -20,7 +20,7 @@ from prunekit.planning.depth_search import all_that_may_go, blocks_of, without_b
 from prunekit.planning.latency_table import LatencyTable
 from prunekit.settings.prune import BudgetSettings, PruneSettings, budget_names, facts_of
 
-LIMITS = ("ignore", "ratios", "min_channels", "round_to", "min_blocks", "depth", "plain_classes")
+LIMITS = ("ignore", "ratios", "min_channels", "round_to", "min_blocks", "depth", "layout", "plain_classes")
 SWEEPS = 4
 """Passes over all parts in the search for the fastest plan, where it need not be the narrowest."""
 
@@ -187,7 +187,13 @@ def _conflicts(
             least = float(_least_possible(parts, budgets)[budgets.names.index(name)])
             if least <= asked:
                 blocks = limit == "round_to" and settings.budget.measured and settings.target.block > 1
-                shown = "round_to or target.block" if blocks else "depth=False" if limit == "depth" else limit
+                shown = (
+                    "round_to or target.block"
+                    if blocks
+                    else f"{limit}={getattr(settings, limit)!r}"
+                    if limit in ("depth", "layout")
+                    else limit
+                )
                 yield f" (it contradicts {shown}, without which {facts.in_words(facts.as_cost(least))} can be had)"
 
 

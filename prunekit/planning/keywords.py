@@ -15,6 +15,7 @@ from prunekit.settings.pattern import UNSTRUCTURED, PatternSettings
 from prunekit.settings.prune import (
     BudgetSettings,
     Depth,
+    Layout,
     PruneSettings,
     Scope,
     Target,
@@ -52,6 +53,7 @@ def prune_settings(
     ignore: Where | Iterable[Where] = (),
     ratios: Mapping[Any, float] | None = None,
     plain_classes: bool = False,
+    layout: Layout = DEFAULT.layout,
     depth: Depth = DEFAULT.depth,
     min_blocks: int = 0,
     pattern: str | PatternSettings | None = None,
@@ -78,6 +80,7 @@ def prune_settings(
         "ignore": tuple(globs_in(model, ignore, "ignore")) or None,
         "ratios": _ratios(model, ratios) or None,
         "plain_classes": plain_classes or None,
+        "layout": None if layout == DEFAULT.layout else layout,
         "depth": None if depth == DEFAULT.depth else depth,
         "min_blocks": min_blocks or None,
         "pattern": pattern_settings(pattern, sparsity),

@@ -291,6 +291,9 @@ class Target(Checked):
     and some only in whole ones."""
 
 
+Layout = Literal["free", "equal", "huggingface"]
+"""Which widths layers may have: each its own; equal ones where layers repeat, as the layers of a transformer do; or
+only those that a configuration of transformers can say."""
 Depth = bool | Literal["auto"]
 ScheduleKind = Literal["oneshot", "iterative", "linear", "exponential", "cubic"]
 ScheduleUnit = Literal["epoch", "step"]
@@ -408,6 +411,11 @@ class PruneSettings(Checked):
     """Runtime and device for `latency_ms` and `speedup`; batch and dtype for these and for `memory_mb`."""
     ratios: dict[str, Share] = field(default_factory=dict)
     """Globs over module paths, each with the share of their output channels to keep."""
+    layout: Layout = "free"
+    """Which widths layers may have. `free`: each its own. `equal`: the same where layers repeat, so where the paths of
+    their modules differ in numbers alone and they are as wide before. `huggingface`: only what a configuration of the
+    model's class in transformers can say, so that plain `from_pretrained` loads the result; other channels stay, and so
+    do all blocks."""
     depth: Depth = "auto"
     """Whether blocks may go as a whole, beside channels. A block is a residual branch: layers whose result is added to
     the stream that they read; or a part of a concatenation, such as a layer of a DenseNet. `true` chooses widths and
@@ -443,7 +451,7 @@ class PruneSettings(Checked):
     @property
     def blocks_may_go(self) -> bool:
         """True if a plan may remove whole blocks: what is left in their place is of classes of prunekit's own."""
-        return self.depth is not False and not self.plain_classes
+        return self.depth is not False and not self.plain_classes and self.layout != "huggingface"
 
 
 FLOATS = "'fp32', 'bf16' or 'fp16'"
@@ -510,6 +518,12 @@ def prune_contradictions(prune: Mapping[str, object]) -> Iterator[tuple[tuple[st
 def depth_contradictions(prune: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield the keys of depth that ask for something of blocks where none may go."""
     plain, depth, least = prune.get("plain_classes") is True, prune.get("depth"), prune.get("min_blocks")
+    if prune.get("layout") == "huggingface":
+        text = "because layout is 'huggingface': its configuration cannot say which blocks are gone"
+        if depth is True:
+            yield ("depth",), f"expected false or 'auto', {text}, got true"
+        if least:
+            yield ("min_blocks",), f"expected 0, {text}, so all stay, got {least}"
     if plain and depth is True:
         text = "because plain_classes is true: what is left in place of a block is of another class"
         yield ("depth",), f"expected false or 'auto', {text}, got true"

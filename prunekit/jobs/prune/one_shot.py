@@ -28,7 +28,7 @@ from prunekit.repair.repair_model import repair as repair_masked
 from prunekit.repair.repair_report import RepairReport
 from prunekit.settings.calibration import RepairSettings
 from prunekit.settings.pattern import PatternSettings
-from prunekit.settings.prune import Depth, PruneSettings, Scope, Target
+from prunekit.settings.prune import Depth, Layout, PruneSettings, Scope, Target
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.layers.patch_moments import dead_inputs, too_few_rows
 from prunekit.statistics.layers.patches import to_channels_last
@@ -66,6 +66,7 @@ def prune(
     min_channels: int = 1,
     ignore: Where | Iterable[Where] = (),
     ratios: Mapping[Any, float] | None = None,
+    layout: Layout = "free",
     depth: Depth = "auto",
     min_blocks: int = 0,
     plain_classes: bool = False,
@@ -131,6 +132,10 @@ def prune(
             modules, or several of these.
         ratios: share of the output channels to keep, by globs, modules or classes as in `ignore`. Blocks with a module
             in `ignore` or `ratios` stay.
+        layout: which widths layers may have. "free": each its own. "equal": the same where layers repeat, as those of a
+            transformer do. "huggingface": only what a configuration of the model's class in transformers can say; then
+            `result.model.save_pretrained(folder)` writes what plain `from_pretrained` loads. Other channels stay, and
+            all blocks.
         depth: whether blocks may go as a whole, beside channels. A block is a residual branch: layers whose result is
             added to the stream that they read; what is left of it is a constant, one number for each channel, and none
             of its layers runs. Or it is a part of a concatenation, such as a layer of a DenseNet, of which nothing is
@@ -208,6 +213,7 @@ def prune(
         min_channels=min_channels,
         ignore=ignore,
         ratios=ratios,
+        layout=layout,
         depth=depth,
         min_blocks=min_blocks,
         plain_classes=plain_classes,
@@ -251,6 +257,7 @@ def plan(
     min_channels: int = 1,
     ignore: Where | Iterable[Where] = (),
     ratios: Mapping[Any, float] | None = None,
+    layout: Layout = "free",
     depth: Depth = "auto",
     min_blocks: int = 0,
     plain_classes: bool = False,
@@ -292,6 +299,7 @@ def plan(
         min_channels: of each group.
         ignore: whose output channels are kept.
         ratios: share of the output channels to keep.
+        layout: which widths layers may have.
         depth: whether blocks may go as a whole.
         min_blocks: the fewest that stay of each stage.
         plain_classes: whether all modules keep their classes.
@@ -343,6 +351,7 @@ def plan(
         min_channels=min_channels,
         ignore=ignore,
         ratios=ratios,
+        layout=layout,
         depth=depth,
         min_blocks=min_blocks,
         plain_classes=plain_classes,

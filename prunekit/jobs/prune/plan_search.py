@@ -16,6 +16,8 @@ from torch import nn
 
 from prunekit.channels.channel_map import ChannelMap, Keep
 from prunekit.channels.cut.model_match import require_model
+from prunekit.channels.equal_widths import EqualWidths
+from prunekit.channels.map_builder import with_equal_widths
 from prunekit.channels.trace import trace
 from prunekit.channels.tracing.fused_modules import is_inside
 from prunekit.channels.trial.trial import run_trial, with_untraced_sizes
@@ -28,9 +30,16 @@ from prunekit.hooks.wrappers import require_values, unwrapped
 from prunekit.jobs.profile import in_blocks, profile
 from prunekit.jobs.prune.latency_search import LatencySearch, time_binds, time_compact, time_delivered
 from prunekit.jobs.prune.latency_target import Attempt, LatencyResult, LatencyTarget
+from prunekit.jobs.prune.library_layout import (
+    library_changes,
+    with_config_multiples,
+    with_known_layout,
+    with_library_layout,
+)
 from prunekit.jobs.run.run_folder import Log
 from prunekit.measure.model_size import count_memory
 from prunekit.measure.runtimes.session import inputs_like
+from prunekit.models.library_config import LIBRARY_CONFIG, set_noted_config
 from prunekit.planning.candidates import Scores
 from prunekit.planning.feasibility import require_unmeasured_met
 from prunekit.planning.plan import Plan
@@ -129,6 +138,8 @@ class PlanSearch:
             require_model(channel_map, model, "the channel map")
         with paused_garbage_collection():
             channel_map = channel_map or trace(model, *examples, outputs=outputs)
+        if settings.layout == "huggingface":
+            channel_map = with_library_layout(model, channel_map, examples)
         traced = 1 + max(run.example for run in channel_map.traced.trace.runs)
         if traced > len(examples):
             raise UsageError(f"channel_map: traced on {traced} examples, got {len(examples)}; give the others too")
@@ -277,20 +288,39 @@ class PlanSearch:
             inputs: what the criterion reads.
         """
         table, made = None if self.latency is None else self.latency.table, list[tuple[Plan, Scores]]()
+        layouts = list[EqualWidths]()
 
         def choose(chart: ChannelMap) -> Keep:
             stay = settings.channels_stay
             scores = np.zeros(chart.n_labels) if stay else importance(self.model, chart, settings, inputs)
-            made.append((make_plan(chart, scores, settings, seed=inputs.seed, latency=table), scores))
-            return made[-1][0].keep
+            if settings.layout == "huggingface":
+                chart = with_known_layout(self.model, chart, self.examples, layouts)
+            plan = make_plan(chart, scores, settings, seed=inputs.seed, latency=table)
+            while settings.layout == "huggingface" and (other := with_config_multiples(self.model, chart, plan.keep)):
+                chart = other
+                layouts.append(chart.traced.equal_widths)
+                plan = make_plan(chart, scores, settings, seed=inputs.seed, latency=table)
+            made.append((plan, scores))
+            return plan.keep
 
         with paused_garbage_collection():
             settled = run_trial(self.model, channel_map, choose, list(self.examples), plain=settings.plain_classes)
+            note = None
+            while settings.layout == "huggingface" and note is None:
+                chart = with_equal_widths(settled.channel_map, made[-1][0].channel_map.traced.equal_widths)
+                plan = replace(made[-1][0], channel_map=chart)
+                note, other = library_changes(self.model, settled.compact, plan, self.examples)
+                if note is None:
+                    layouts.append(other)
+                    settled = run_trial(self.model, chart, choose, list(self.examples), plain=settings.plain_classes)
             settled, unseen = with_untraced_sizes(self.model, settled, list(self.examples))
         chart, known = settled.channel_map, set(self.channel_map.locks)
         added = tuple(f"{lock.module} ({lock.operator}): {lock.reason}" for lock in chart.locks if lock not in known)
         plan, scores = made[-1]
         plan = replace(plan, channel_map=chart)  # with the locks of the last trial
+        if note is not None:
+            plan = replace(plan, provenance={**plan.provenance, LIBRARY_CONFIG: note})
+            set_noted_config(settled.compact, note)
         return Planned(plan, scores, settled.compact, settled.difference, added, unseen + _uncounted(self.channel_map))
 
     def deliver(self, planned: Planned, model: nn.Module) -> LatencyResult:

@@ -38,7 +38,7 @@ from prunekit.planning.keywords import Where, prune_settings
 from prunekit.planning.plan import Plan
 from prunekit.planning.schedules import schedule_in_steps
 from prunekit.settings.pattern import PatternSettings
-from prunekit.settings.prune import Depth, PruneSettings, ScheduleKind, ScheduleSettings, Scope, Target
+from prunekit.settings.prune import Depth, Layout, PruneSettings, ScheduleKind, ScheduleSettings, Scope, Target
 from prunekit.settings.train import ClampSettings
 from prunekit.tasks.task import Loss, Task, get_task
 from prunekit.training.callbacks.scheduled_masks import PlanChange, ScheduledMasks, straight_through
@@ -79,7 +79,7 @@ class Pruner(Displayed):
         macs, channels, params, size_mb, latency_ms, speedup, memory_mb, budgets: as for `prunekit.prune`, at least one
             is given, or a pattern. A budget of time is measured when the pruner is made, for the final plan; the stages
             before it have budgets of MACs.
-        target, scope, round_to, min_channels, ignore, ratios, settings: as for `prunekit.prune`.
+        target, scope, round_to, min_channels, ignore, ratios, layout, settings: as for `prunekit.prune`.
         depth, min_blocks: whether blocks may go as a whole, and the fewest of each stage that stay, as for
             `prunekit.prune`. A block that goes is masked until `finish`, whose compact model does not run it.
         plain_classes: as for `prunekit.prune`.
@@ -160,6 +160,7 @@ class Pruner(Displayed):
         min_channels: int = 1,
         ignore: Where | Iterable[Where] = (),
         ratios: Mapping[Any, float] | None = None,
+        layout: Layout = "free",
         depth: Depth = "auto",
         min_blocks: int = 0,
         plain_classes: bool = False,
@@ -212,6 +213,7 @@ class Pruner(Displayed):
             min_channels=min_channels,
             ignore=ignore,
             ratios=ratios,
+            layout=layout,
             depth=depth,
             min_blocks=min_blocks,
             plain_classes=plain_classes,

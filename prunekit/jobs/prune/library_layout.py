@@ -1,0 +1,403 @@
+"""Widths that a configuration of transformers can say: which channels are free, and the configuration of a result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from prunekit.channels.channel_map import ChannelGroup, ChannelMap, Keep
+from prunekit.channels.equal_widths import EqualWidths, Family, family_name
+from prunekit.channels.map_builder import with_equal_widths
+from prunekit.compaction.compact_model import compact
+from prunekit.errors import PlanError, UsageError
+from prunekit.formats.folders.included_parts import without_values
+from prunekit.hooks.wrappers import unwrapped
+from prunekit.models.library_config import Changes, ConfigSearch, library_model, quiet_library, shapes_of
+from prunekit.planning.plan import Plan
+from prunekit.utils.context import seeded, set_mode, training_mode
+from prunekit.utils.inputs import call
+from prunekit.utils.tensors import gather
+
+TOLERANCE = 1e-5
+"""Largest relative difference of the outputs of a model that its library builds; its kernels may be other ones."""
+MULTIPLE = 128
+"""The largest number that a width may have to be a multiple of."""
+TOGETHER = 6
+"""The most families that share one entry of a configuration."""
+
+
+def with_library_layout(model: nn.Module, channel_map: ChannelMap, examples: Sequence[tuple[Any, ...]]) -> ChannelMap:
+    """Return the map with the widths that a configuration of the model's class in transformers can say.
+
+    Each family of groups is tried: a configuration has to make tensors of the narrower shapes, and what the class
+    builds from it has to compute what the compact model does. Families that no entry says alone are tried with others
+    that the same entry changes, as T5's `d_ff` is for encoder and decoder. The others stay whole.
+
+    Raises:
+        UsageError: the model is none of transformers and has none, or its own configuration does not build it.
+    """
+    found = library_model(model)
+    if found is None:
+        raise UsageError(
+            f"layout: 'huggingface' is for a model of transformers, or one with exactly one inside; got "
+            f"{type(model).__name__}; 'equal' gives layers that repeat the same widths"
+        )
+    path, inner = found
+    layout = _LayoutSearch(model, path, inner, channel_map, examples)
+    if layout.search.dense != shapes_of(inner):
+        raise UsageError(
+            f"layout: expected a {type(inner).__name__} of the widths in its configuration, and that builds others; "
+            "load it by from_pretrained, or give layout='equal'"
+        )
+    return with_equal_widths(channel_map, layout.found())
+
+
+def with_known_layout(
+    model: nn.Module, channel_map: ChannelMap, examples: Sequence[tuple[Any, ...]], layouts: list[EqualWidths]
+) -> ChannelMap:
+    """Return the map with the last of the layouts, or another one if a trial has locked what that needs.
+
+    Args:
+        model: dense.
+        channel_map: with a layout.
+        examples: that are run.
+        layouts: that were found meanwhile; another one is added.
+    """
+    if layouts:
+        channel_map = with_equal_widths(channel_map, layouts[-1])
+    if not channel_map.traced.equal_widths.holds_for(channel_map.families.keys()):
+        channel_map = with_library_layout(model, channel_map, examples)
+        layouts.append(channel_map.traced.equal_widths)
+    return channel_map
+
+
+@dataclass(frozen=True, eq=False)
+class _LayoutSearch:
+    """The search for families of groups that a configuration can say.
+
+    Attributes:
+        model: dense.
+        path: of the model of transformers in it.
+        inner: that model.
+        channel_map: of the model.
+        examples: that both compute.
+    """
+
+    model: nn.Module
+    path: str
+    inner: Any
+    channel_map: ChannelMap
+    examples: Sequence[tuple[Any, ...]]
+
+    @cached_property
+    def search(self) -> ConfigSearch:
+        """The search for a configuration."""
+        return ConfigSearch(self.inner, self.inner.config)
+
+    @property
+    def families(self) -> dict[Family, list[ChannelGroup]]:
+        """Groups by family."""
+        return self.channel_map.families
+
+    def found(self) -> EqualWidths:
+        """Return which families keep the same share, and which stay whole."""
+        name = f"a {type(self.inner).__name__}'s configuration"
+        inside = {family: groups for family, groups in self.families.items() if self._is_inside(groups)}
+        whole = dict.fromkeys(self.families.keys() - inside.keys(), f"{name} says no width outside it")
+        left = [family for family in inside if not self._can_say((family,))]
+        together = list[frozenset[Family]]()
+        for several in self._combinations(left, list(inside)):
+            new = set(several) & set(left)
+            if new and not any(set(several) & set(known) for known in together) and self._can_say(several):
+                together.append(frozenset(several))
+                left = [family for family in left if family not in new]
+        whole |= {family: f"{name} cannot say another width of {family_name(family)}" for family in left}
+        return EqualWidths(tuple(together), whole)
+
+    def _is_inside(self, groups: Iterable[ChannelGroup]) -> bool:
+        prefix = f"{self.path}." if self.path else ""
+        return all(name.startswith(prefix) for group in groups for name, _ in group.slots)
+
+    def _combinations(self, left: list[Family], inside: list[Family]) -> list[tuple[Family, ...]]:
+        """Return families that one entry changes by the same share, those with the most steps first."""
+        found = dict[tuple[Family, ...], None]()
+        for key, value in self.search.keys.items():
+            for other in dict.fromkeys(() if value is None else (value // 2, value * 2 // 3, value * 3 // 4)):
+                shapes = self.search.shapes({key: other}) if value is not None and 0 < other < value else None
+                changed = self.search.touched({key: other}) if shapes else None
+                on = [family for family in inside if changed and self._axes(family) <= changed]
+                for count in range(2, min(TOGETHER, len(on)) + 1):
+                    for one in combinations(on, count):
+                        if set(one) & set(left) and self._makes(one, other, value, shapes):
+                            found[one] = None
+        return sorted(found, key=lambda several: (-self._steps(several), len(several)))
+
+    def _makes(self, families: tuple[Family, ...], part: int, whole: int | None, shapes: Any) -> bool:
+        """Return whether families that keep a share make the shapes of a configuration."""
+        assert whole is not None
+        steps = self._steps(families)
+        if part * steps % whole:
+            return False
+        keep = self._kept(families, part * steps // whole, steps)
+        return keep is not None and {**self.search.dense, **self._shapes(keep)} == shapes
+
+    def _shapes(self, keep: Keep) -> dict[str, tuple[int, ...]]:
+        """Return the shapes that a plan makes of the tensors of the model of transformers."""
+        found = _kept_shapes(self.channel_map, keep, self.path)
+        return {name: shape for name, shape in found.items() if name in self.search.dense}
+
+    def _axes(self, family: Family) -> set[tuple[str, int]]:
+        """Return the parameter axes of a family, by the names that the model of transformers has for them."""
+        start = len(self.path) + 1 if self.path else 0
+        return {(name[start:], axis) for group in self.families[family] for name, axis in group.slots}
+
+    def _steps(self, families: Iterable[Family]) -> int:
+        """Return how many narrower widths families have that keep the same share, and the whole one."""
+        return int(np.gcd.reduce([group.labels.size for one in families for group in self.families[one]]))
+
+    def _can_say(self, families: tuple[Family, ...]) -> bool:
+        """Return whether a configuration says narrower widths of some families, and its model computes the same."""
+        steps = self._steps(families)
+        for step in sorted(range(1, steps), key=lambda one: abs(one - steps // 2))[:steps]:
+            keep = self._kept(families, step, steps)
+            if keep is not None:
+                return self._is_said(keep)
+        return False
+
+    def _kept(self, families: tuple[Family, ...], step: int, steps: int) -> Keep | None:
+        """Return a plan that keeps a share of families; None if the model does not allow the widths."""
+        chart = self.channel_map
+        keep = np.ones(chart.n_labels, dtype=bool)
+        needed = {id(group): pair for group, *pair in zip(chart.groups, chart.steps, chart.least, strict=True)}
+        for family in families:
+            for group in self.families[family]:
+                count = group.labels.size * step // steps
+                multiple, least = needed[id(group)]
+                if count % multiple or count < least:
+                    return None
+                keep[group.labels[count:]] = False
+        return chart.completed(keep)
+
+    def says(self, keep: Keep) -> bool:
+        """Return whether a configuration makes the shapes of a plan."""
+        return next(iter(self.fitting(keep)), None) is not None
+
+    def fitting(self, keep: Keep) -> Iterator[Changes]:
+        """Yield entries of a configuration that make the shapes of a plan."""
+        return self.search.fitting({**self.search.dense, **self._shapes(keep)}, kept_counts(self.channel_map, keep))
+
+    def with_count(self, keep: Keep, family: Family, count: int) -> Keep | None:
+        """Return a plan with another number of what a family keeps; None if that is nothing."""
+        if count < 1:
+            return None
+        keep = keep.copy()
+        for group in self.families[family]:
+            keep[group.labels] = np.arange(group.labels.size) < count
+        return self.channel_map.completed(keep)
+
+    def with_whole(self, keep: Keep, families: Iterable[Family]) -> Keep:
+        """Return a plan that keeps some families whole."""
+        keep = keep.copy()
+        for family in families:
+            for group in self.families.get(family, []):
+                keep[group.labels] = True
+        return self.channel_map.completed(keep)
+
+    def misfit(self, keep: Keep) -> str:
+        """Return the message that no configuration says the widths of a plan."""
+        return _misfit(self.inner, self.search.dense, {**self.search.dense, **self._shapes(keep)})
+
+    def can_say_alone(self, keep: Keep, families: Iterable[Family]) -> bool:
+        """Return whether a configuration says the widths that a plan gives some families, all others whole."""
+        only = np.ones_like(keep)
+        for family in families:
+            for group in self.families.get(family, []):
+                only[group.labels] = keep[group.labels]
+        return self._is_said(self.channel_map.completed(only))
+
+    def _is_said(self, keep: Keep) -> bool:
+        fitting = list(self.fitting(keep))
+        if not fitting:
+            return False
+        calls = None
+        with suppress(Exception):  # what a trial would find is not known yet, so the shapes alone decide
+            calls = _Calls.of(compact(self.model, Plan(self.channel_map, keep)), self.path, self.examples)
+        return calls is None or any(not calls.difference(self.search, changes) for changes in fitting)
+
+
+def _kept_shapes(channel_map: ChannelMap, keep: Keep, path: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of tensors under a plan, by the names that a module in the model has for them."""
+    start = f"{path}." if path else ""
+    return {
+        name.removeprefix(start): tuple(
+            size if labels is None else int(np.count_nonzero(keep[labels]))
+            for size, labels in zip(channel_map.shapes[name], axes, strict=True)
+        )
+        for name, axes in channel_map.labels.items()
+        if name.startswith(start)
+    }
+
+
+def kept_counts(channel_map: ChannelMap, keep: Keep) -> set[tuple[int, int]]:
+    """Return the sizes of the groups that a plan makes narrower, and what it keeps of each."""
+    pairs = ((group.labels.size, int(np.count_nonzero(keep[group.labels]))) for group in channel_map.groups)
+    return {(size, count) for size, count in pairs if 0 < count < size}
+
+
+def with_config_multiples(model: nn.Module, channel_map: ChannelMap, keep: Keep) -> ChannelMap | None:
+    """Return the map with what a configuration needs to say the widths of a plan; None if it says them.
+
+    A width may have to be a multiple of another, as the hidden size of the number of heads, which is known once a plan
+    has chosen both. Where no multiple of one family helps, one stays whole.
+
+    Raises:
+        PlanError: neither helps.
+    """
+    found = library_model(model)
+    assert found is not None
+    layout = _LayoutSearch(model, *found, channel_map, ())
+    if layout.says(keep):
+        return None
+    equal = channel_map.traced.equal_widths
+    for family, groups in sorted(layout.families.items(), key=lambda one: -one[1][0].labels.size):
+        size = groups[0].labels.size
+        count = int(np.count_nonzero(keep[groups[0].labels]))
+        if family in equal.whole or count == size or len(equal.with_family(family)) > 1:
+            continue
+        known = equal.multiples.get(family, 1)
+        for multiple in range(2 * known, min(MULTIPLE, count) + 1, known):
+            tried = [layout.with_count(keep, family, count // multiple * multiple - less) for less in (0, multiple)]
+            if all(one is not None and layout.says(one) for one in tried):
+                return with_equal_widths(channel_map, replace(equal, multiples={**equal.multiples, family: multiple}))
+    for together in dict.fromkeys(equal.with_family(family) for family in layout.families):
+        other = layout.with_whole(keep, together)
+        if not np.array_equal(other, keep) and layout.says(other):
+            name = f"no configuration says widths of {', '.join(sorted(map(family_name, together)))} beside others"
+            return with_equal_widths(channel_map, _with_whole(equal, together, name))
+    raise PlanError(layout.misfit(keep))
+
+
+@dataclass(frozen=True, eq=False)
+class _Calls:
+    """Calls of a model of transformers inside a model that runs on its examples: arguments and results.
+
+    Attributes:
+        inner: the module that is called.
+        arguments: positional ones and those by name, of each call.
+        results: tensors of what each call returned.
+    """
+
+    inner: Any
+    arguments: list[tuple[tuple[Any, ...], dict[str, Any]]]
+    results: list[list[Tensor]]
+
+    @classmethod
+    def of(cls, model: nn.Module, path: str, examples: Sequence[tuple[Any, ...]]) -> _Calls:
+        """Run a model on its examples, in eval mode."""
+        inner = model.get_submodule(path)
+        arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+        def note(module: nn.Module, given: tuple[Any, ...], by_name: dict[str, Any]) -> None:
+            arguments.append((given, dict(by_name)))
+
+        with training_mode(model, False), torch.no_grad():
+            with inner.register_forward_pre_hook(note, with_kwargs=True):
+                for example in examples:
+                    call(model, example)
+            results = [gather(inner(*given, **by_name)) for given, by_name in arguments]
+        return cls(inner, arguments, results)
+
+    def difference(self, search: ConfigSearch, changes: Changes) -> str:
+        """Return how the model that the library builds from a configuration differs; empty if it computes the same."""
+        try:
+            with quiet_library(), seeded(0):
+                with without_values():
+                    built = search.cls(search.made(changes))
+                built.load_state_dict(self.inner.state_dict(), assign=True)
+                built.tie_weights()
+                set_mode(built, False)
+                with torch.no_grad():
+                    found = [gather(built(*given, **by_name)) for given, by_name in self.arguments]
+        except Exception as error:
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            return f"it raises {type(error).__name__}: {first}"
+        for ours, theirs in zip(self.results, found, strict=True):
+            if [tensor.shape for tensor in ours] != [tensor.shape for tensor in theirs]:
+                return "it returns other shapes"
+            for one, other in zip(ours, theirs, strict=True):
+                if not _is_close(one, other):
+                    return "it computes something else, because its code derives a size or a scale from others"
+        return ""
+
+
+def _is_close(a: Tensor, b: Tensor) -> bool:
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    allowed = max(TOLERANCE, 8 * torch.finfo(a.dtype).eps if a.dtype != torch.float32 else 0.0)
+    largest = float(a.double().abs().max()) if a.numel() else 0.0
+    return torch.equal(a, b) or bool((a.double() - b.double()).abs().max() <= allowed * largest)
+
+
+def library_changes(
+    dense: nn.Module, small: nn.Module, plan: Plan, examples: Sequence[tuple[Any, ...]]
+) -> tuple[dict[str, Any] | None, EqualWidths]:
+    """Return what the configuration of a compact model has to say, or a layout in which more stays whole.
+
+    Returns:
+        `module`, the path of the model of transformers, and `config`, by dotted path the entry of the dense and that of
+        the compact model; None if what its class builds computes something else. And the layout to plan by then.
+
+    Raises:
+        PlanError: it computes something else, and nothing that the plan makes narrower is left to keep whole.
+    """
+    found = library_model(unwrapped(dense))
+    assert found is not None
+    path, inner = found
+    search, chart, equal = ConfigSearch(inner, inner.config), plan.channel_map, plan.channel_map.traced.equal_widths
+    calls = _Calls.of(small, path, examples)
+    wanted, reason = shapes_of(calls.inner), ""
+    for changes in search.fitting(wanted, kept_counts(chart, plan.keep)):
+        reason = calls.difference(search, changes)
+        if not reason:
+            return {"module": path, "config": search.noted(changes)}, equal
+    narrower = [
+        equal.with_family(chart.family_of(group)) for group in chart.groups if not plan.keep[group.labels].all()
+    ]
+    if not reason or not narrower:
+        raise PlanError(_misfit(inner, search.dense, wanted, reason))
+    layout = _LayoutSearch(dense, path, inner, chart, examples)
+    alone = [one for one in dict.fromkeys(narrower) if not layout.can_say_alone(plan.keep, one)]
+    worst = max(alone or narrower, key=len)
+    text = f"narrower, {' and '.join(sorted(map(family_name, worst)))} would compute something else: {reason}"
+    stay = [one for one in worst if len(worst) == 1 or not layout.can_say_alone(plan.keep, [one])]
+    return None, _with_whole(equal, worst, text, stay)
+
+
+def _with_whole(
+    equal: EqualWidths, together: frozenset[Family], reason: str, stay: Iterable[Family] | None = None
+) -> EqualWidths:
+    """Return a layout without some families that keep the same share; they, or some of them, stay whole."""
+    left = tuple(each for each in equal.together if each != together)
+    stay = together if stay is None else stay
+    return replace(equal, together=left, whole={**equal.whole, **dict.fromkeys(stay, reason)})
+
+
+def _misfit(inner: nn.Module, dense: Mapping[str, Any], wanted: Mapping[str, Any], reason: str = "") -> str:
+    if not reason:
+        first = next((name for name, shape in wanted.items() if dense.get(name) != shape), "")
+        reason = (
+            f"no entries of it make the shapes of all tensors; the first that differs from the dense model is {first}, "
+            f"{wanted.get(first)} of {dense.get(first)}"
+        )
+    return (
+        f"layout 'huggingface': the configuration of {type(inner).__name__} cannot say the widths of this plan: "
+        f"{reason}; give layout='equal', and save by prunekit.save"
+    )
