@@ -31,6 +31,7 @@ from prunekit.compaction.folder_interface import ENTRY, read_interface, saved_in
 from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.hooks.wrappers import require_values, unwrapped
 from prunekit.models.interface import ModelInterface, attach
+from prunekit.models.library_config import LIBRARY_CONFIG, set_noted_config
 from prunekit.models.preprocessing import Preprocessing
 from prunekit.models.zoo import build_model
 from prunekit.planning.plan import Plan, require_plan
@@ -290,8 +291,9 @@ def load(folder: StrPath, model: nn.Module | Callable[[], nn.Module] | None = No
         resize(loaded)
         set_bare_widths(loaded, _widths(manifest))
         set_attributes(loaded, manifest.get("attributes", {}))
+        set_noted_config(loaded, manifest.get("provenance", {}).get(LIBRARY_CONFIG))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        reason = "shorter, attention_heads, widths_of_bare_norms or attributes: does not fit the model"
+        reason = "shorter, attention_heads, widths_of_bare_norms, attributes or provenance: does not fit the model"
         raise ArtifactError(f"{folder / MANIFEST}: {reason}: {error}") from error
     attach(loaded, interface)
     return set_mode(loaded, False)

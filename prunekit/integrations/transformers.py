@@ -17,6 +17,7 @@ from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.integrations.missing_extra import require_library
 from prunekit.integrations.prune_callback import PrunesInTrainer
+from prunekit.models.library_config import LIBRARY_CONFIG, changed_config
 from prunekit.planning.plan import Plan
 from prunekit.utils.files import StrPath, atomic_file, atomic_folder, folder_at, require_replaceable
 
@@ -181,9 +182,9 @@ def save_pretrained(
 ) -> Path:
     """Write a pruned model of transformers as a folder that `from_pretrained` of this module reads, or nothing.
 
-    It is the folder that `prunekit.save` writes, with `config.json`, and the processor's files. The
-    library's own `from_pretrained` can't read the weights, because its configurations know one width for all layers;
-    `prunekit.export(folder, "hub")` tries whether one fits, and writes a model card.
+    It is the folder that `prunekit.save` writes, with `config.json`, and the processor's files. The library's own
+    `from_pretrained` reads it too where the model was pruned with `layout="huggingface"`; else it can't, because its
+    configurations know one width for all layers.
 
     Args:
         result: the compact model, or the result of `prunekit.prune`, which has its plan.
@@ -276,6 +277,9 @@ def from_pretrained(folder: StrPath, cls: type[PreTrainedModel] | None = None) -
     except (OSError, ValueError, AttributeError) as error:
         raise ArtifactError(f"{path / CONFIG}: expected the configuration of a {name}: {error}") from error
     config._attn_implementation = attention if attention in ATTENTION else None  # of the configurations inside it too
+    noted = (read_manifest(path).get("provenance") or {}).get(LIBRARY_CONFIG)
+    if noted:
+        config = changed_config(config, {key: dense for key, (dense, _) in noted["config"].items()})
     model: Any = load(path, lambda: found(config))
     if (path / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(path, local_files_only=True)

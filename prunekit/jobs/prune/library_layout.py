@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import combinations
 from typing import Any
 
@@ -14,93 +13,106 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.channels.channel_map import ChannelGroup, ChannelMap, Keep
+from prunekit.channels.cut.model_copy import copied
 from prunekit.channels.equal_widths import EqualWidths, Family, family_name
 from prunekit.channels.map_builder import with_equal_widths
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import PlanError, UsageError
 from prunekit.formats.folders.included_parts import without_values
-from prunekit.hooks.wrappers import unwrapped
+from prunekit.masks.weight_masks import WeightMasks
 from prunekit.models.library_config import Changes, ConfigSearch, library_model, quiet_library, shapes_of
 from prunekit.planning.plan import Plan
 from prunekit.utils.context import seeded, set_mode, training_mode
 from prunekit.utils.inputs import call
-from prunekit.utils.tensors import gather
+from prunekit.utils.tensors import gather, map_tensors
 
-TOLERANCE = 1e-5
-"""Largest relative difference of the outputs of a model that its library builds; its kernels may be other ones."""
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-6}
+"""Largest relative difference of the outputs of what a library builds; of half precision a few roundings."""
+DOUBLE = 2e9
+"""The most bytes that the parameters of a model take in float64 for it to be compared in that."""
 MULTIPLE = 128
 """The largest number that a width may have to be a multiple of."""
 TOGETHER = 6
 """The most families that share one entry of a configuration."""
 
 
-def with_library_layout(model: nn.Module, channel_map: ChannelMap, examples: Sequence[tuple[Any, ...]]) -> ChannelMap:
+@dataclass(frozen=True, eq=False)
+class LibraryModel:
+    """A model of transformers that is pruned, or the one inside a model that is.
+
+    Attributes:
+        model: dense.
+        path: of the model of transformers in it.
+        inner: that model.
+        examples: that both run on.
+        search: for a configuration of its class.
+    """
+
+    model: nn.Module
+    path: str
+    inner: Any
+    examples: Sequence[tuple[Any, ...]]
+    search: ConfigSearch
+
+    @classmethod
+    def of(cls, model: nn.Module, examples: Sequence[tuple[Any, ...]]) -> LibraryModel:
+        """Return the model of transformers in a model.
+
+        Raises:
+            UsageError: there is none, or its own configuration does not build it.
+        """
+        found = library_model(model)
+        if found is None:
+            raise UsageError(
+                f"layout: 'huggingface' is for a model of transformers, or one with exactly one inside; got "
+                f"{type(model).__name__}; 'equal' gives layers that repeat the same widths"
+            )
+        path, inner = found
+        search = ConfigSearch(inner, inner.config)
+        if search.dense != shapes_of(inner):
+            raise UsageError(
+                f"layout: expected a {type(inner).__name__} of the widths in its configuration, and that builds "
+                "others; load it by from_pretrained, or give layout='equal'"
+            )
+        return cls(model, path, inner, examples, search)
+
+    def with_weights(self, model: nn.Module) -> LibraryModel:
+        """Return the same for the same network with other weights."""
+        return replace(self, model=model, inner=model.get_submodule(self.path))
+
+
+def with_library_layout(library: LibraryModel, channel_map: ChannelMap) -> ChannelMap:
     """Return the map with the widths that a configuration of the model's class in transformers can say.
 
     Each family of groups is tried: a configuration has to make tensors of the narrower shapes, and what the class
     builds from it has to compute what the compact model does. Families that no entry says alone are tried with others
     that the same entry changes, as T5's `d_ff` is for encoder and decoder. The others stay whole.
-
-    Raises:
-        UsageError: the model is none of transformers and has none, or its own configuration does not build it.
     """
-    found = library_model(model)
-    if found is None:
-        raise UsageError(
-            f"layout: 'huggingface' is for a model of transformers, or one with exactly one inside; got "
-            f"{type(model).__name__}; 'equal' gives layers that repeat the same widths"
-        )
-    path, inner = found
-    layout = _LayoutSearch(model, path, inner, channel_map, examples)
-    if layout.search.dense != shapes_of(inner):
-        raise UsageError(
-            f"layout: expected a {type(inner).__name__} of the widths in its configuration, and that builds others; "
-            "load it by from_pretrained, or give layout='equal'"
-        )
-    return with_equal_widths(channel_map, layout.found())
+    return with_equal_widths(channel_map, _LayoutSearch(library, channel_map).found())
 
 
-def with_known_layout(
-    model: nn.Module, channel_map: ChannelMap, examples: Sequence[tuple[Any, ...]], layouts: list[EqualWidths]
-) -> ChannelMap:
+def with_known_layout(library: LibraryModel, channel_map: ChannelMap, layouts: list[EqualWidths]) -> ChannelMap:
     """Return the map with the last of the layouts, or another one if a trial has locked what that needs.
 
     Args:
-        model: dense.
+        library: the model.
         channel_map: with a layout.
-        examples: that are run.
         layouts: that were found meanwhile; another one is added.
     """
     if layouts:
         channel_map = with_equal_widths(channel_map, layouts[-1])
     if not channel_map.traced.equal_widths.holds_for(channel_map.families.keys()):
-        channel_map = with_library_layout(model, channel_map, examples)
+        channel_map = with_library_layout(library, channel_map)
         layouts.append(channel_map.traced.equal_widths)
     return channel_map
 
 
 @dataclass(frozen=True, eq=False)
 class _LayoutSearch:
-    """The search for families of groups that a configuration can say.
+    """The search for families of groups that a configuration can say."""
 
-    Attributes:
-        model: dense.
-        path: of the model of transformers in it.
-        inner: that model.
-        channel_map: of the model.
-        examples: that both compute.
-    """
-
-    model: nn.Module
-    path: str
-    inner: Any
+    library: LibraryModel
     channel_map: ChannelMap
-    examples: Sequence[tuple[Any, ...]]
-
-    @cached_property
-    def search(self) -> ConfigSearch:
-        """The search for a configuration."""
-        return ConfigSearch(self.inner, self.inner.config)
 
     @property
     def families(self) -> dict[Family, list[ChannelGroup]]:
@@ -109,7 +121,7 @@ class _LayoutSearch:
 
     def found(self) -> EqualWidths:
         """Return which families keep the same share, and which stay whole."""
-        name = f"a {type(self.inner).__name__}'s configuration"
+        name = f"a {type(self.library.inner).__name__}'s configuration"
         inside = {family: groups for family, groups in self.families.items() if self._is_inside(groups)}
         whole = dict.fromkeys(self.families.keys() - inside.keys(), f"{name} says no width outside it")
         left = [family for family in inside if not self._can_say((family,))]
@@ -123,16 +135,16 @@ class _LayoutSearch:
         return EqualWidths(tuple(together), whole)
 
     def _is_inside(self, groups: Iterable[ChannelGroup]) -> bool:
-        prefix = f"{self.path}." if self.path else ""
+        prefix = f"{self.library.path}." if self.library.path else ""
         return all(name.startswith(prefix) for group in groups for name, _ in group.slots)
 
     def _combinations(self, left: list[Family], inside: list[Family]) -> list[tuple[Family, ...]]:
         """Return families that one entry changes by the same share, those with the most steps first."""
         found = dict[tuple[Family, ...], None]()
-        for key, value in self.search.keys.items():
+        for key, value in self.library.search.keys.items():
             for other in dict.fromkeys(() if value is None else (value // 2, value * 2 // 3, value * 3 // 4)):
-                shapes = self.search.shapes({key: other}) if value is not None and 0 < other < value else None
-                changed = self.search.touched({key: other}) if shapes else None
+                shapes = self.library.search.shapes({key: other}) if value is not None and 0 < other < value else None
+                changed = self.library.search.touched({key: other}) if shapes else None
                 on = [family for family in inside if changed and self._axes(family) <= changed]
                 for count in range(2, min(TOGETHER, len(on)) + 1):
                     for one in combinations(on, count):
@@ -147,16 +159,16 @@ class _LayoutSearch:
         if part * steps % whole:
             return False
         keep = self._kept(families, part * steps // whole, steps)
-        return keep is not None and {**self.search.dense, **self._shapes(keep)} == shapes
+        return keep is not None and {**self.library.search.dense, **self._shapes(keep)} == shapes
 
     def _shapes(self, keep: Keep) -> dict[str, tuple[int, ...]]:
         """Return the shapes that a plan makes of the tensors of the model of transformers."""
-        found = _kept_shapes(self.channel_map, keep, self.path)
-        return {name: shape for name, shape in found.items() if name in self.search.dense}
+        found = _kept_shapes(self.channel_map, keep, self.library.path)
+        return {name: shape for name, shape in found.items() if name in self.library.search.dense}
 
     def _axes(self, family: Family) -> set[tuple[str, int]]:
         """Return the parameter axes of a family, by the names that the model of transformers has for them."""
-        start = len(self.path) + 1 if self.path else 0
+        start = len(self.library.path) + 1 if self.library.path else 0
         return {(name[start:], axis) for group in self.families[family] for name, axis in group.slots}
 
     def _steps(self, families: Iterable[Family]) -> int:
@@ -192,7 +204,9 @@ class _LayoutSearch:
 
     def fitting(self, keep: Keep) -> Iterator[Changes]:
         """Yield entries of a configuration that make the shapes of a plan."""
-        return self.search.fitting({**self.search.dense, **self._shapes(keep)}, kept_counts(self.channel_map, keep))
+        return self.library.search.fitting(
+            {**self.library.search.dense, **self._shapes(keep)}, kept_counts(self.channel_map, keep)
+        )
 
     def with_count(self, keep: Keep, family: Family, count: int) -> Keep | None:
         """Return a plan with another number of what a family keeps; None if that is nothing."""
@@ -213,7 +227,9 @@ class _LayoutSearch:
 
     def misfit(self, keep: Keep) -> str:
         """Return the message that no configuration says the widths of a plan."""
-        return _misfit(self.inner, self.search.dense, {**self.search.dense, **self._shapes(keep)})
+        return _misfit(
+            self.library.inner, self.library.search.dense, {**self.library.search.dense, **self._shapes(keep)}
+        )
 
     def can_say_alone(self, keep: Keep, families: Iterable[Family]) -> bool:
         """Return whether a configuration says the widths that a plan gives some families, all others whole."""
@@ -227,10 +243,17 @@ class _LayoutSearch:
         fitting = list(self.fitting(keep))
         if not fitting:
             return False
-        calls = None
+        plan = Plan(self.channel_map, keep)
+        calls, same = None, True
         with suppress(Exception):  # what a trial would find is not known yet, so the shapes alone decide
-            calls = _Calls.of(compact(self.model, Plan(self.channel_map, keep)), self.path, self.examples)
-        return calls is None or any(not calls.difference(self.search, changes) for changes in fitting)
+            dense = _in_precision(self.library.model, self.library.examples)
+            small = compact(dense, plan)
+            calls = _Calls.of(small, self.library.path, self.library.examples)
+            with WeightMasks(dense, plan):
+                same = all(
+                    _are_close(_outputs(dense, example), _outputs(small, example)) for example in self.library.examples
+                )
+        return same and (calls is None or any(not calls.difference(self.library.search, one) for one in fitting))
 
 
 def _kept_shapes(channel_map: ChannelMap, keep: Keep, path: str) -> dict[str, tuple[int, ...]]:
@@ -252,7 +275,7 @@ def kept_counts(channel_map: ChannelMap, keep: Keep) -> set[tuple[int, int]]:
     return {(size, count) for size, count in pairs if 0 < count < size}
 
 
-def with_config_multiples(model: nn.Module, channel_map: ChannelMap, keep: Keep) -> ChannelMap | None:
+def with_config_multiples(library: LibraryModel, channel_map: ChannelMap, keep: Keep) -> ChannelMap | None:
     """Return the map with what a configuration needs to say the widths of a plan; None if it says them.
 
     A width may have to be a multiple of another, as the hidden size of the number of heads, which is known once a plan
@@ -261,9 +284,7 @@ def with_config_multiples(model: nn.Module, channel_map: ChannelMap, keep: Keep)
     Raises:
         PlanError: neither helps.
     """
-    found = library_model(model)
-    assert found is not None
-    layout = _LayoutSearch(model, *found, channel_map, ())
+    layout = _LayoutSearch(library, channel_map)
     if layout.says(keep):
         return None
     equal = channel_map.traced.equal_widths
@@ -301,17 +322,18 @@ class _Calls:
 
     @classmethod
     def of(cls, model: nn.Module, path: str, examples: Sequence[tuple[Any, ...]]) -> _Calls:
-        """Run a model on its examples, in eval mode."""
+        """Run a model on its examples, in eval mode, and in float64 where that can be."""
+        model = _in_precision(model, examples)
         inner = model.get_submodule(path)
         arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
         def note(module: nn.Module, given: tuple[Any, ...], by_name: dict[str, Any]) -> None:
             arguments.append((given, dict(by_name)))
 
-        with training_mode(model, False), torch.no_grad():
-            with inner.register_forward_pre_hook(note, with_kwargs=True):
-                for example in examples:
-                    call(model, example)
+        with inner.register_forward_pre_hook(note, with_kwargs=True):
+            for example in examples:
+                _outputs(model, example)
+        with torch.no_grad():
             results = [gather(inner(*given, **by_name)) for given, by_name in arguments]
         return cls(inner, arguments, results)
 
@@ -324,6 +346,8 @@ class _Calls:
                 built.load_state_dict(self.inner.state_dict(), assign=True)
                 built.tie_weights()
                 set_mode(built, False)
+                if next(self.inner.parameters()).dtype == torch.float64:
+                    built.double()
                 with torch.no_grad():
                     found = [gather(built(*given, **by_name)) for given, by_name in self.arguments]
         except Exception as error:
@@ -338,17 +362,41 @@ class _Calls:
         return ""
 
 
+def _in_precision(model: nn.Module, examples: Sequence[tuple[Any, ...]]) -> nn.Module:
+    """Return a copy of a model in float64, in eval mode; in its own precision where it is too large or can't run so."""
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if dtypes != {torch.float64} and 8 * sum(parameter.numel() for parameter in model.parameters()) <= DOUBLE:
+        double = set_mode(copied(model, dtype=torch.float64), False)
+        with suppress(Exception):  # a kernel without float64
+            _outputs(double, examples[0])
+            return double
+    return set_mode(copied(model), False)
+
+
+def _outputs(model: nn.Module, example: tuple[Any, ...]) -> list[Tensor]:
+    """Return the tensors that a model returns on an example, which is given in the model's precision."""
+    dtype = next(model.parameters()).dtype
+    given = map_tensors(example, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    with training_mode(model, False), torch.no_grad():
+        return gather(call(model, given))
+
+
+def _are_close(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    """Return whether tensors of the same shapes are equal but for rounding; narrower ones are states, not compared."""
+    return len(ours) == len(theirs) and all(
+        _is_close(one, other) for one, other in zip(ours, theirs, strict=True) if one.shape == other.shape
+    )
+
+
 def _is_close(a: Tensor, b: Tensor) -> bool:
     if not a.is_floating_point():
         return torch.equal(a, b)
-    allowed = max(TOLERANCE, 8 * torch.finfo(a.dtype).eps if a.dtype != torch.float32 else 0.0)
+    allowed = TOLERANCE.get(a.dtype, 8 * torch.finfo(a.dtype).eps)
     largest = float(a.double().abs().max()) if a.numel() else 0.0
     return torch.equal(a, b) or bool((a.double() - b.double()).abs().max() <= allowed * largest)
 
 
-def library_changes(
-    dense: nn.Module, small: nn.Module, plan: Plan, examples: Sequence[tuple[Any, ...]]
-) -> tuple[dict[str, Any] | None, EqualWidths]:
+def library_changes(library: LibraryModel, small: nn.Module, plan: Plan) -> tuple[dict[str, Any] | None, EqualWidths]:
     """Return what the configuration of a compact model has to say, or a layout in which more stays whole.
 
     Returns:
@@ -358,22 +406,19 @@ def library_changes(
     Raises:
         PlanError: it computes something else, and nothing that the plan makes narrower is left to keep whole.
     """
-    found = library_model(unwrapped(dense))
-    assert found is not None
-    path, inner = found
-    search, chart, equal = ConfigSearch(inner, inner.config), plan.channel_map, plan.channel_map.traced.equal_widths
-    calls = _Calls.of(small, path, examples)
+    search, chart, equal = library.search, plan.channel_map, plan.channel_map.traced.equal_widths
+    calls = _Calls.of(small, library.path, library.examples)
     wanted, reason = shapes_of(calls.inner), ""
     for changes in search.fitting(wanted, kept_counts(chart, plan.keep)):
         reason = calls.difference(search, changes)
         if not reason:
-            return {"module": path, "config": search.noted(changes)}, equal
+            return {"module": library.path, "config": search.noted(changes)}, equal
     narrower = [
         equal.with_family(chart.family_of(group)) for group in chart.groups if not plan.keep[group.labels].all()
     ]
     if not reason or not narrower:
-        raise PlanError(_misfit(inner, search.dense, wanted, reason))
-    layout = _LayoutSearch(dense, path, inner, chart, examples)
+        raise PlanError(_misfit(library.inner, search.dense, wanted, reason))
+    layout = _LayoutSearch(library, chart)
     alone = [one for one in dict.fromkeys(narrower) if not layout.can_say_alone(plan.keep, one)]
     worst = max(alone or narrower, key=len)
     text = f"narrower, {' and '.join(sorted(map(family_name, worst)))} would compute something else: {reason}"

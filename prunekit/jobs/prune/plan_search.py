@@ -31,6 +31,7 @@ from prunekit.jobs.profile import in_blocks, profile
 from prunekit.jobs.prune.latency_search import LatencySearch, time_binds, time_compact, time_delivered
 from prunekit.jobs.prune.latency_target import Attempt, LatencyResult, LatencyTarget
 from prunekit.jobs.prune.library_layout import (
+    LibraryModel,
     library_changes,
     with_config_multiples,
     with_known_layout,
@@ -100,6 +101,7 @@ class PlanSearch:
         latency: predicts and measures the time of plans; None without a budget of time.
         log: gets a line for each network of a profile and each plan that is timed.
         log_plans: whether the log also gets a line for each plan that is made.
+        library: where a configuration of transformers has to say all widths.
     """
 
     model: nn.Module
@@ -109,6 +111,7 @@ class PlanSearch:
     latency: LatencyTarget | None = None
     log: Log = stage
     log_plans: bool = False
+    library: LibraryModel | None = None
 
     @classmethod
     def trace(
@@ -138,12 +141,13 @@ class PlanSearch:
             require_model(channel_map, model, "the channel map")
         with paused_garbage_collection():
             channel_map = channel_map or trace(model, *examples, outputs=outputs)
-        if settings.layout == "huggingface":
-            channel_map = with_library_layout(model, channel_map, examples)
+        library = LibraryModel.of(model, examples) if settings.layout == "huggingface" else None
+        if library is not None:
+            channel_map = with_library_layout(library, channel_map)
         traced = 1 + max(run.example for run in channel_map.traced.trace.runs)
         if traced > len(examples):
             raise UsageError(f"channel_map: traced on {traced} examples, got {len(examples)}; give the others too")
-        return cls(model, examples, settings, channel_map, log=log, log_plans=log_plans)
+        return cls(model, examples, settings, channel_map, log=log, log_plans=log_plans, library=library)
 
     def with_profile(self, deploy: DeploySettings = AS_IT_IS, *, measure: bool = True) -> Self:
         """Return the search with a latency profile of the target, where a budget is one of time.
@@ -186,7 +190,9 @@ class PlanSearch:
     def with_weights(self, model: nn.Module) -> Self:
         """Return the search for the same network with other weights, as training changes no structure."""
         target = self.latency
-        return replace(self, model=model, latency=None if target is None else replace(target, model=model))
+        library = None if self.library is None else self.library.with_weights(model)
+        latency = None if target is None else replace(target, model=model)
+        return replace(self, model=model, latency=latency, library=library)
 
     def require_reachable(self) -> None:
         """Raise if the budgets cannot be met, before anything is trained.
@@ -288,15 +294,15 @@ class PlanSearch:
             inputs: what the criterion reads.
         """
         table, made = None if self.latency is None else self.latency.table, list[tuple[Plan, Scores]]()
-        layouts = list[EqualWidths]()
+        library, layouts = self.library, list[EqualWidths]()
 
         def choose(chart: ChannelMap) -> Keep:
             stay = settings.channels_stay
             scores = np.zeros(chart.n_labels) if stay else importance(self.model, chart, settings, inputs)
-            if settings.layout == "huggingface":
-                chart = with_known_layout(self.model, chart, self.examples, layouts)
+            if library is not None:
+                chart = with_known_layout(library, chart, layouts)
             plan = make_plan(chart, scores, settings, seed=inputs.seed, latency=table)
-            while settings.layout == "huggingface" and (other := with_config_multiples(self.model, chart, plan.keep)):
+            while library is not None and (other := with_config_multiples(library, chart, plan.keep)):
                 chart = other
                 layouts.append(chart.traced.equal_widths)
                 plan = make_plan(chart, scores, settings, seed=inputs.seed, latency=table)
@@ -306,10 +312,10 @@ class PlanSearch:
         with paused_garbage_collection():
             settled = run_trial(self.model, channel_map, choose, list(self.examples), plain=settings.plain_classes)
             note = None
-            while settings.layout == "huggingface" and note is None:
+            while library is not None and note is None:
                 chart = with_equal_widths(settled.channel_map, made[-1][0].channel_map.traced.equal_widths)
                 plan = replace(made[-1][0], channel_map=chart)
-                note, other = library_changes(self.model, settled.compact, plan, self.examples)
+                note, other = library_changes(library, settled.compact, plan)
                 if note is None:
                     layouts.append(other)
                     settled = run_trial(self.model, chart, choose, list(self.examples), plain=settings.plain_classes)
