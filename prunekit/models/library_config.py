@@ -62,6 +62,7 @@ class ConfigSearch:
         self.cls = original_of(type(model))
         self.config = config
         self._attributes = _whole_numbers(model)
+        self._names = {name for name, _ in named_tensors(model)}
         self._built: dict[tuple[tuple[str, int], ...], dict[str, tuple[int, ...]] | None] = {}
         self._pinned: Changes = {}
         self._pinned = self._head_dim()
@@ -87,12 +88,16 @@ class ConfigSearch:
         return {path: [known.get(path), value] for path, value in {**self._pinned, **changes}.items()}
 
     def shapes(self, changes: Mapping[str, int]) -> dict[str, tuple[int, ...]] | None:
-        """Return the shapes of the tensors that the class builds, without values; None if it refuses."""
+        """Return the shapes of the model's tensors as the class builds them, without values; None if it refuses.
+
+        The class may build more, such as a pooling layer that the model was loaded without.
+        """
         key = tuple(sorted({**self._pinned, **changes}.items()))
         if key not in self._built:
             self._built[key] = None
             with suppress(Exception), quiet_library(), seeded(0), torch.device("meta"):
-                self._built[key] = shapes_of(self.cls(self.made(changes)))
+                built = shapes_of(self.cls(self.made(changes)))
+                self._built[key] = {name: shape for name, shape in built.items() if name in self._names}
         return self._built[key]
 
     def touched(self, changes: Mapping[str, int]) -> set[tuple[str, int]] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -20,7 +20,14 @@ from prunekit.compaction.compact_model import compact
 from prunekit.errors import PlanError, UsageError
 from prunekit.formats.folders.included_parts import without_values
 from prunekit.masks.weight_masks import WeightMasks
-from prunekit.models.library_config import Changes, ConfigSearch, library_model, quiet_library, shapes_of
+from prunekit.models.library_config import (
+    LIBRARY_CONFIG,
+    Changes,
+    ConfigSearch,
+    library_model,
+    quiet_library,
+    shapes_of,
+)
 from prunekit.planning.plan import Plan
 from prunekit.utils.context import seeded, set_mode, training_mode
 from prunekit.utils.inputs import call
@@ -343,6 +350,7 @@ class _Calls:
             with quiet_library(), seeded(0):
                 with without_values():
                     built = search.cls(search.made(changes))
+                _drop_others(built, {path for path, _ in self.inner.named_modules()})
                 built.load_state_dict(self.inner.state_dict(), assign=True)
                 built.tie_weights()
                 set_mode(built, False)
@@ -360,6 +368,14 @@ class _Calls:
                 if not _is_close(one, other):
                     return "it computes something else, because its code derives a size or a scale from others"
         return ""
+
+
+def _drop_others(built: nn.Module, known: Set[str]) -> None:
+    """Take modules out of a model that another one of its class does not have, such as a pooling layer."""
+    for path, module in [*built.named_modules()]:
+        for name, child in [*module.named_children()]:
+            if path in known and (f"{path}.{name}" if path else name) not in known and child is not None:
+                setattr(module, name, None)
 
 
 def _in_precision(model: nn.Module, examples: Sequence[tuple[Any, ...]]) -> nn.Module:
@@ -394,6 +410,28 @@ def _is_close(a: Tensor, b: Tensor) -> bool:
     allowed = TOLERANCE.get(a.dtype, 8 * torch.finfo(a.dtype).eps)
     largest = float(a.double().abs().max()) if a.numel() else 0.0
     return torch.equal(a, b) or bool((a.double() - b.double()).abs().max() <= allowed * largest)
+
+
+def plan_in_layout(library: LibraryModel, channel_map: ChannelMap, make: Callable[[ChannelMap], Plan]) -> Plan:
+    """Return a plan whose widths a configuration says, with its entries, for a map that a trial has settled.
+
+    Args:
+        library: the model that is pruned, with the weights that it has now.
+        channel_map: with a layout.
+        make: returns a plan for a map.
+
+    Raises:
+        PlanError: there is none.
+    """
+    while True:
+        plan = make(channel_map)
+        while (other := with_config_multiples(library, channel_map, plan.keep)) is not None:
+            channel_map = other
+            plan = make(channel_map)
+        note, layout = library_changes(library, compact(library.model, plan), plan)
+        if note is not None:
+            return replace(plan, provenance={**plan.provenance, LIBRARY_CONFIG: note})
+        channel_map = with_equal_widths(channel_map, layout)
 
 
 def library_changes(library: LibraryModel, small: nn.Module, plan: Plan) -> tuple[dict[str, Any] | None, EqualWidths]:

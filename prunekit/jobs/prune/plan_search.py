@@ -321,6 +321,7 @@ class PlanSearch:
                     settled = run_trial(self.model, chart, choose, list(self.examples), plain=settings.plain_classes)
             settled, unseen = with_untraced_sizes(self.model, settled, list(self.examples))
         chart, known = settled.channel_map, set(self.channel_map.locks)
+        chart = with_equal_widths(chart, made[-1][0].channel_map.traced.equal_widths)
         added = tuple(f"{lock.module} ({lock.operator}): {lock.reason}" for lock in chart.locks if lock not in known)
         plan, scores = made[-1]
         plan = replace(plan, channel_map=chart)  # with the locks of the last trial

@@ -239,7 +239,9 @@ class Pruner(Displayed):
             pairs = labeled_batches(inner, calibration, task, images) if labeled else []
             loss = get_task(task).loss if loss is None and task is not None else loss
         statistics = LoopStatistics(self.settings, plan.channel_map, request.samples, pairs, loss, seed=seed)
-        of_channels = StagePlanner(self.settings, plan, planned.scores, statistics, seed=seed)
+        of_channels = StagePlanner(
+            self.settings, plan, planned.scores, statistics, seed=seed, library=request.search.library
+        )
         planner = schedule_planner(self.settings, of_channels, inner, self._example, plan)
         self._dense = dense = Plan(plan.channel_map, np.ones(plan.channel_map.n_labels, dtype=bool))
         self._masks = ScheduledMasks(

@@ -13,6 +13,7 @@ from prunekit.channels.channel_map import ChannelMap
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import UsageError
 from prunekit.jobs.calibrate import calibrate_again
+from prunekit.jobs.prune.library_layout import LibraryModel
 from prunekit.jobs.prune.plan_search import Planned
 from prunekit.jobs.run.agreement import computed_by_main
 from prunekit.jobs.run.job_inputs import Prepared
@@ -82,8 +83,10 @@ class JobSchedule:
         self.settings = settings
         chart: ChannelMap = plan.channel_map
         statistics, seed = JobStatistics(prepared), prepared.job.seed
-        channels = StagePlanner(prepared.job.prune, plan, scores, statistics, seed=seed)
         example = prepared.example_inputs
+        said = prepared.job.prune.layout == "huggingface"
+        library = LibraryModel.of(prepared.model, (example,)) if said else None
+        channels = StagePlanner(prepared.job.prune, plan, scores, statistics, seed=seed, library=library)
         self.planner = schedule_planner(prepared.job.prune, channels, prepared.model, example, plan)
         self.start = Plan(chart, np.ones(chart.n_labels, dtype=bool))
         self.part = PruningSchedule(settings, self.start, self.planner, self._changed)

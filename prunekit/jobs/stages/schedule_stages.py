@@ -13,9 +13,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from prunekit.channels.channel_map import ChannelMap
 from prunekit.criteria.criterion import get_criterion
 from prunekit.criteria.gradient import Movement
 from prunekit.jobs.profile import in_blocks
+from prunekit.jobs.prune.library_layout import LibraryModel, plan_in_layout
 from prunekit.jobs.prune.plan_search import CriterionInputs, ranked, raw_importance
 from prunekit.jobs.run.agreement import share_stage
 from prunekit.planning.candidates import PlanBounds, Scores
@@ -83,14 +85,22 @@ class StagePlanner(Planner):
         scores: of the dense model; None outside the main process, which makes all plans.
         statistics: collects the statistics of each stage.
         seed: of the random criterion.
+        library: where a configuration of transformers has to say the widths of the final plan.
     """
 
     def __init__(
-        self, settings: PruneSettings, plan: Plan, scores: Scores | None, statistics: StageStatistics, *, seed: int
+        self,
+        settings: PruneSettings,
+        plan: Plan,
+        scores: Scores | None,
+        statistics: StageStatistics,
+        *,
+        seed: int,
+        library: LibraryModel | None = None,
     ) -> None:
         assert settings.schedule is not None
         self._asked, self._schedule, self._chart = settings, settings.schedule, plan.channel_map
-        self._statistics, self._seed = statistics, seed
+        self._statistics, self._seed, self._library = statistics, seed, library
         self._aim_at(plan)
         self._dense_scores = np.zeros(self._chart.n_labels) if scores is None else scores
         self._movement: Movement | None = None
@@ -137,7 +147,14 @@ class StagePlanner(Planner):
             least=None if self._final is None else self._final.keep,
         )
         settings = settings_at_stage(self._settings, stage, self._dense)
-        made = make_plan(self._chart, self.scores, settings, seed=self._seed, bounds=bounds)
+
+        def planned(chart: ChannelMap) -> Plan:
+            return make_plan(chart, self.scores, settings, seed=self._seed, bounds=bounds)
+
+        if self._library is None or stage.progress < 1:
+            made = planned(self._chart)
+        else:
+            made = plan_in_layout(self._library.with_weights(model), self._chart, planned)
         return replace(made, provenance={**made.provenance, "schedule": asdict(stage)})
 
     def _scored(self, model: nn.Module, before: Plan, seen: StageInputs) -> Scores:
