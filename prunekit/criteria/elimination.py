@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -99,19 +99,37 @@ def eliminations(
 ) -> dict[str, Elimination]:
     """Return the order of removal and its errors for every channel group that some layer reads, by the group's name.
 
+    What was found before is taken from the statistics, where the same channels are read by the same layers.
+
     Args:
-        model: the dense model; only read.
+        model: the dense model that the statistics are of; only read.
         channel_map: of that model.
-        stats: of that model, from `collect_patches`.
+        stats: from `collect_patches`.
         groups: of the map; None: all.
     """
     found = {}
     for group in tracked(channel_map.groups if groups is None else groups, "elimination", unit="group"):
-        objectives = layer_objectives(group, model, channel_map, stats)
-        if objectives:
+        key = _read_columns(group, channel_map, stats)
+        if key not in stats.computed:
+            objectives = layer_objectives(group, model, channel_map, stats)
+            order = eliminate(group.labels, objectives) if objectives else None
+            places = None if order is None else np.searchsorted(group.labels, order.labels)
+            stats.computed[key] = None if order is None else (places, order.errors)
+        if stats.computed[key] is not None:
+            places, errors = stats.computed[key]
             outputs = weighted_output_count(group, channel_map, stats)
-            found[group.name] = replace(eliminate(group.labels, objectives), outputs=outputs)
+            found[group.name] = Elimination(group.labels[places], errors, outputs)
     return found
+
+
+def _read_columns(group: ChannelGroup, channel_map: ChannelMap, stats: PatchStats) -> Hashable:
+    """Return which of a group's channels each layer reads where, whatever their labels are."""
+    found = []
+    for moments, labels in _layers_reading(group, channel_map, stats):
+        at = np.searchsorted(group.labels, labels).clip(max=group.labels.size - 1)
+        places = np.where(group.labels[at] == labels, at, -1)
+        found.append((moments.layer.weight, moments.layer.call, places.astype(np.int32).tobytes()))
+    return "elimination", group.labels.size, tuple(found)
 
 
 def layer_objectives(

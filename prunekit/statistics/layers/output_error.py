@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -197,18 +199,27 @@ RIDGE = 1e-3
 """Added to the diagonal of a Gram matrix, as a share of its mean: dead channels have zeros there."""
 
 
+PROBES = 32
+"""Random directions of the output, about, that gradients are taken of."""
+
+
 def with_gains(model: nn.Module, stats: PatchStats, inputs: Any, read: ReadOutputs = ALL_READ) -> PatchStats:
     """Measure how much errors in each layer change the model's output.
 
-    Every second input channel of a layer is removed, the others make up for them by least squares, and the model runs:
-    the gain is the mean squared change of what it returns, see `OutputComparison`, over the layer's own error by its
-    Gram matrix, each output over its variance; relative to the median of all layers. Errors of some layers are
-    averaged away later, above all by pooling, and others grow.
+    In each layer every second input channel is removed and the others make up for them by least squares: the gain is
+    the mean squared change of what the model returns, see `OutputComparison`, over the layer's own error by its Gram
+    matrix, each output over its variance; relative to the median of all layers. Errors of some layers are averaged away
+    later, above all by pooling, and others grow.
+
+    The change is that to first order: the gradient of random sums of the output, one sample at a time, times the change
+    of the weight. Its mean square over random signs is the squared norm (Hutchinson 1990), for all layers at once.
+    Where no gradient reaches the weights, as behind boxes that a detector selects, the model runs with one layer
+    changed after the other.
 
     Args:
         model: the dense model; only read.
         stats: of that model.
-        inputs: (B, ...), as `inputs_as_example` takes them, for as many forward passes as there are layers, and one.
+        inputs: (B, ...), as `inputs_as_example` takes them.
         read: the outputs of the model that are read.
 
     Returns:
@@ -221,40 +232,160 @@ def with_gains(model: nn.Module, stats: PatchStats, inputs: Any, read: ReadOutpu
         judge, counted = OutputComparison.of(copy, given, read), counted_positions(copy, given)
         run = partial(judge.values, copy, given, counted)
         dense = run()
-        layers = tracked(stats.layers, "gains", unit="layer")
-        gains = [_gain(moments, tensors, modules, run, dense) for moments in layers]
+        gains = _gains_by_gradients(copy, stats, judge, given, dense)
+        if gains is None:
+            layers = tracked(stats.layers, "gains", unit="layer")
+            gains = [_gain(_Change.of(moments, tensors, modules), tensors, modules, run, dense) for moments in layers]
     known = [gain for gain in gains if gain is not None]
     usual = median(known) if known else 1.0
     relative = [1.0 if gain is None else gain / usual for gain in gains]
     return PatchStats(tuple(replace(each, output_gain=gain) for each, gain in zip(stats.layers, relative, strict=True)))
 
 
+@dataclass(frozen=True, eq=False)
+class _Change:
+    """The change of a layer's weight and bias without every second input channel, and the error that it makes.
+
+    Attributes:
+        layer: the layer.
+        weight: the change of the weight, as the model has it, in its dtype.
+        bias: the change of the output's constant, (o,) float64; None if there is none that could change.
+        error: summed over the outputs, each over its variance.
+    """
+
+    layer: LayerCall
+    weight: Tensor
+    bias: Tensor | None
+    error: float
+
+    @classmethod
+    def of(cls, moments: LayerMoments, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module]) -> _Change:
+        """Return the change of a layer."""
+        layer = moments.layer
+        weight, biased = layer.matrix(tensors[layer.weight]), _shifted(layer, tensors, modules) is not None
+        halved, bias, errors = _halved(moments, weight.double(), biased=biased)
+        error = float((errors * relative_scale(moments, modules).square()).sum())
+        change = layer.matrix(halved - weight).to(torch.promote_types(weight.dtype, torch.float32))
+        return cls(layer, change, bias if biased else None, error)
+
+    def along(self, gradients: Mapping[str, Tensor], modules: Mapping[str, nn.Module]) -> float:
+        """Return the change of a sum, to first order, given its gradients by parameter name."""
+        found = float((gradients[self.layer.weight] * self.weight).sum(dtype=torch.float64))
+        if self.bias is not None and self.layer.bias is not None:
+            found += float(gradients[self.layer.bias].double() @ self.bias)
+        elif self.bias is not None and self.layer.norm is not None and f"{self.layer.norm}.bias" in gradients:
+            norm: Any = modules[self.layer.norm]
+            factor = norm.weight.double() * (norm.running_var.double() + norm.eps).rsqrt()
+            found += float(gradients[f"{self.layer.norm}.bias"].double() @ (factor * self.bias))
+        return found
+
+
+def _gains_by_gradients(
+    model: nn.Module,
+    stats: PatchStats,
+    judge: OutputComparison,
+    inputs: tuple[Any, ...],
+    dense: list[tuple[int | str, Tensor]],
+) -> list[float | None] | None:
+    """Return the gain of each layer, None where it is none; None altogether if gradients don't reach all of them.
+
+    Args:
+        model: whose parameters then require no gradients.
+        stats: with its layers.
+        judge: that compares outputs.
+        inputs: samples.
+        dense: compared tensors of all samples.
+    """
+    if judge.weights or not stats.layers:
+        return None
+    spread = RelativeError()
+    for key, values in dense:
+        spread.add(key, values, values)
+    around = spread.variations(0.0)
+    tensors, modules = dict(named_tensors(model)), dict(model.named_modules())
+    changes = [_Change.of(moments, tensors, modules) for moments in stats.layers]
+    wanted = {name for one in changes for name in (one.layer.weight, one.layer.bias, f"{one.layer.norm}.bias")}
+    parameters = {name: tensor for name, tensor in model.named_parameters(remove_duplicate=False) if name in wanted}
+    for tensor in model.parameters():
+        tensor.requires_grad_(False)
+    for tensor in parameters.values():
+        tensor.requires_grad_(True)
+    samples = sample_count(inputs)
+    probes, squares = -(-PROBES // samples), [0.0] * len(changes)
+    try:
+        for index in tracked(range(samples), "gains", unit="sample"):
+            one = select_samples(inputs, slice(index, index + 1))
+            with torch.enable_grad():
+                output = plain_in(judge.read.of(call(model, one)))
+                counted = counted_positions(model, one)
+                generator = torch.Generator().manual_seed(_number_of(one, counted))
+                found = [(rows_of(output[place], counted).double(), around[place]) for place in judge.outputs
+                         if place in around]  # fmt: skip
+                sums = [_random_sum(found, generator) for _ in range(probes)]
+            for number, total in enumerate(sums, 1):
+                gradients = dict(zip(parameters, torch.autograd.grad(
+                    total, list(parameters.values()), retain_graph=number < probes, materialize_grads=True
+                ), strict=True))  # fmt: skip
+                squares = [
+                    square + one.along(gradients, modules) ** 2 / probes
+                    for square, one in zip(squares, changes, strict=True)
+                ]
+    except (RuntimeError, NotImplementedError, IndexError, AttributeError):
+        return None  # an operator without a gradient, or an output that changes with the number of samples
+    finally:
+        for tensor in parameters.values():
+            tensor.requires_grad_(False)
+    if not all(square > 0 for square, one in zip(squares, changes, strict=True) if one.error > 0):
+        return None  # some layer is cut off
+    found_gains = [square / one.error if one.error > 0 else None for square, one in zip(squares, changes, strict=True)]
+    return [gain if gain is not None and math.isfinite(gain) else None for gain in found_gains]
+
+
+def _number_of(sample: tuple[Any, ...], counted: Tensor | None) -> int:
+    """Return a number of what a sample holds, whatever its place among others and its padding."""
+    there = (
+        tensor
+        if counted is None or tensor.shape[: counted.dim()] != counted.shape
+        else tensor[counted.to(tensor.device)]
+        for tensor in gather(sample)
+    )
+    parts = (tensor.detach().cpu().contiguous() for tensor in there)
+    return zlib.crc32(b"".join(part.flatten().view(torch.uint8).numpy().tobytes() for part in parts))
+
+
+def _random_sum(found: list[tuple[Tensor, float]], generator: torch.Generator) -> Tensor:
+    """Return a sum of tensors with random signs, each tensor over the deviation of all samples."""
+    total = torch.zeros((), dtype=torch.float64)
+    for values, around in found:
+        signs = torch.randint(0, 2, values.shape, generator=generator).to(values) * 2 - 1
+        total = total.to(values.device) + (signs * values).sum() / math.sqrt(around * len(found))
+    return total
+
+
 def _gain(
-    moments: LayerMoments,
+    change: _Change,
     tensors: Mapping[str, Tensor],
     modules: Mapping[str, nn.Module],
     run: Callable[[], list[tuple[int | str, Tensor]]],
     dense: list[tuple[int | str, Tensor]],
 ) -> float | None:
-    layer = moments.layer
-    weight, shift = layer.matrix(tensors[layer.weight]), _shifted(layer, tensors, modules)
-    halved, bias, errors = _halved(moments, weight.double(), biased=shift is not None)
-    error = float((errors * relative_scale(moments, modules).square()).sum())
+    """Return the gain of a layer by running the model with that layer changed."""
+    weight, shift = tensors[change.layer.weight], _shifted(change.layer, tensors, modules)
     saved = (weight.clone(), None if shift is None else shift[0].clone())
-    weight.copy_(halved)
-    if shift is not None:
-        shift[0].add_(shift[1] * bias)
+    weight.add_(change.weight)
+    if shift is not None and change.bias is not None:
+        shift[0].add_(shift[1] * change.bias)
     got = run()
     weight.copy_(saved[0])
     if shift is not None and saved[1] is not None:
         shift[0].copy_(saved[1])
-    if not error > 0 or [value.shape for _, value in got] != [value.shape for _, value in dense]:
+    if not change.error > 0 or [value.shape for _, value in got] != [value.shape for _, value in dense]:
         return None
     spread = RelativeError()
     for (key, want), (_, value) in zip(dense, got, strict=True):
         spread.add(key, want, value)
     shares = list(spread.shares(0.0))
-    gain = sum(shares) / len(shares) / error if shares else 0.0
+    gain = sum(shares) / len(shares) / change.error if shares else 0.0
     return gain if 0 < gain < float("inf") else None
 
 

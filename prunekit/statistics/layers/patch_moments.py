@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -58,9 +58,15 @@ class LayerMoments:
 
 @dataclass(frozen=True, eq=False)
 class PatchStats:
-    """Moments of the patches that a model's layers read, in the order in which they run."""
+    """Moments of the patches that a model's layers read, in the order in which they run.
+
+    Attributes:
+        layers: a layer each.
+        computed: what was computed of them, by criteria that would compute it again for each budget.
+    """
 
     layers: tuple[LayerMoments, ...]
+    computed: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @property
     def nbytes(self) -> int:
