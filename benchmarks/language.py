@@ -9,8 +9,8 @@ and by Spearman's correlation of all pairs' similarities. Neither is a dependenc
 The first half of `--text` calibrates, a sentence a line or all lines in windows of tokens, and the second judges;
 `--outside` is text of another domain, and judges as `*_outside`. `left` is the share of parameters that is left,
 counted as the shares are. `seconds` is what pruning took, without loading and judging; `peak_mb` is the most that the
-process, which makes this row alone, had resident until then, 10^6 bytes, with libraries and the dense model. A method
-that cannot meet a budget has a reason instead.
+process, which makes this row alone, had resident until then, 10^6 bytes, with libraries and the dense model. `widths`
+are the inputs of each MLP's and each attention's last layer. A method that cannot meet a budget has a reason instead.
 
     python benchmarks/language.py --model minilm --weights FOLDER --text FILE --outside FILE [--shares 0.9,0.8,0.7]
         [--methods A,B] [--samples N] [--held N] [--window N] [--threads N] [--output FILE] [--json]
@@ -31,7 +31,8 @@ from typing import Any
 import torch
 from common import as_items, as_markdown, show
 from language_methods import Case, methods
-from language_models import SHIPPED, SUBJECTS, Source, parameters
+from language_models import SHIPPED, SUBJECTS, Source, Subject, parameters
+from torch import nn
 from zoo_process import in_process
 
 from prunekit.errors import PrunekitError
@@ -57,6 +58,16 @@ def peak_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # bytes on macOS
 
 
+def widths(subject: Subject, pruned: nn.Module) -> dict[str, list[int]]:
+    """Return how many inputs the readers of MLPs and attentions have, in the order of the layers that are left."""
+    weights, found = dict(pruned.named_parameters()), dict[str, list[int]]()
+    for part in subject.parts:
+        weight = weights.get(f"{part.reader}.weight")
+        if weight is not None:
+            found.setdefault(part.kind, []).append(weight.shape[1])
+    return found
+
+
 def parts(model: str, method: str, share: float, source: Source, threads: int) -> Iterator[dict[str, Any]]:
     """Make a row in two parts: what pruning took and left, and the quality."""
     torch.set_num_threads(threads)
@@ -75,6 +86,7 @@ def parts(model: str, method: str, share: float, source: Source, threads: int) -
         "left": 1 - gone / subject.counted,
         "seconds": seconds,
         "peak_mb": peak_mb(),
+        "widths": widths(subject, pruned),
     }
     yield subject.judge(pruned)
 

@@ -297,10 +297,12 @@ def best_of_all(case: Case, scores: Kept, added: int) -> Kept:
     firsts = {part.reader: scores[part.reader].clone() for part in parts}
     for values in firsts.values():
         values[values.argmax()] = math.inf
-    fixed = parameters(model) + added - int(costs.sum())
-    order = torch.cat([firsts[part.reader] for part in parts]).argsort(descending=True)
-    fits = torch.empty(len(costs), dtype=torch.bool)
-    fits[order] = costs[order].cumsum(0) <= case.limit - fixed
+    room = case.limit - (parameters(model) + added - int(costs.sum()))
+    fits = torch.zeros(len(costs), dtype=torch.bool)
+    for index in torch.cat([firsts[part.reader] for part in parts]).argsort(descending=True).tolist():
+        if costs[index] <= room:
+            fits[index] = True
+            room -= int(costs[index])
     pieces = fits.split([part.units for part in parts])
     return {part.reader: piece.nonzero()[:, 0] for part, piece in zip(parts, pieces, strict=True)}
 
