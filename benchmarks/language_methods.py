@@ -14,15 +14,16 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from language_models import Part, Subject, parameters
+from language_models import Batch, Part, Subject, parameters
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import prunekit
 from prunekit.errors import PlanError
 
-RIDGE = 1e-3
-"""Of the least squares, in means of the diagonal."""
+RIDGES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
+"""Of the least squares, in means of the diagonal: what is best on one of `FOLDS` of the calibration is taken."""
+FOLDS = 4
 Kept = dict[str, Tensor]
 """Units that are kept, ascending, by the path of their reader."""
 
@@ -95,6 +96,16 @@ class Inputs:
         """(inputs,)."""
         return self.total / self.count
 
+    def __add__(self, other: Inputs) -> Inputs:
+        gram = None if self.gram is None or other.gram is None else self.gram + other.gram
+        return Inputs(self.count + other.count, self.total + other.total, self.squares + other.squares, gram)
+
+    def moments(self, *, centered: bool) -> Tensor:
+        """Return the (inputs, inputs) mean of the products of all pairs."""
+        assert self.gram is not None
+        found = self.gram / self.count
+        return found - torch.outer(self.mean, self.mean) if centered else found
+
     @property
     def variance(self) -> Tensor:
         """(inputs,)."""
@@ -102,8 +113,10 @@ class Inputs:
 
 
 @torch.no_grad()
-def inputs_of_readers(subject: Subject, *, gram: bool = False) -> dict[str, Inputs]:
-    """Collect what each reader of the dense model reads, without padding."""
+def inputs_of_readers(
+    subject: Subject, batches: Sequence[Batch] | None = None, *, gram: bool = False
+) -> dict[str, Inputs]:
+    """Collect what each reader of the dense model reads, without padding, on some batches or all of the calibration."""
     found, mask = dict[str, Inputs](), torch.empty(0)
 
     def hook(path: str) -> Any:
@@ -125,7 +138,7 @@ def inputs_of_readers(subject: Subject, *, gram: bool = False) -> dict[str, Inpu
     readers = [part.reader for part in subject.parts]
     handles = [subject.model.get_submodule(path).register_forward_pre_hook(hook(path)) for path in readers]
     try:
-        for batch in subject.calibration:
+        for batch in subject.calibration if batches is None else batches:
             mask = batch["attention_mask"].bool()
             subject.model(**batch)
     finally:
@@ -156,34 +169,67 @@ def refitted(case: Case, kinds: Sequence[str] = ("attention", "mlp")) -> nn.Modu
         case: what is pruned.
         kinds: of parts that units go from.
     """
-    inputs = inputs_of_readers(case.subject, gram=True)
-    kept = best(wanda_scores(case.subject, inputs), uniform_counts(case, kinds))
+    subject = case.subject
+    fitted, judged = (inputs_of_readers(subject, some, gram=True) for some in folds(subject.calibration))
+    every = {path: fitted[path] + judged[path] for path in fitted}
+    kept = best(wanda_scores(subject, every), uniform_counts(case, kinds))
     model = compacted(case, kept)
-    for part in case.subject.parts:
-        _refit(model, case.subject.model, part, kept[part.reader], inputs[part.reader])
+    for part in subject.parts:
+        Lost.of(subject.model, part, kept[part.reader]).refit(model, fitted[part.reader], judged[part.reader])
     return model
 
 
-@torch.no_grad()
-def _refit(model: nn.Module, dense: nn.Module, part: Part, kept: Tensor, inputs: Inputs) -> None:
-    """Add to what is kept of a reader what makes up best for the columns that are gone.
+def folds(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
+    """Return the batches without each fourth sample, and these samples."""
+    found: tuple[list[Batch], list[Batch]] = ([], [])
+    for batch in batches:
+        last = torch.arange(len(batch["input_ids"])) % FOLDS == FOLDS - 1
+        for place, rows in zip(found, (~last, last), strict=True):
+            if rows.any():
+                place.append({name: values[rows] for name, values in batch.items()})
+    return found
 
-    With a bias the inputs are centered, and the bias makes up for the means.
-    """
-    stay, gone = columns_of(part, kept)
-    whole, reader = _linear(dense, part.reader), _linear(model, part.reader)
-    assert inputs.gram is not None
-    moments, mean = inputs.gram / inputs.count, inputs.mean
-    if whole.bias is not None:
-        moments = moments - torch.outer(mean, mean)
-    lost = whole.weight.double()[:, gone]  # (outputs, gone)
-    square = moments[stay][:, stay]
-    square.diagonal().add_(RIDGE * square.diagonal().mean())
-    change = torch.linalg.solve(square, moments[stay][:, gone] @ lost.T).T  # (outputs, stay)
-    reader.weight += change.to(reader.weight.dtype)
-    if whole.bias is not None:
-        assert reader.bias is not None
-        reader.bias += (lost @ mean[gone] - change @ mean[stay]).to(reader.bias.dtype)
+
+@dataclass(frozen=True, eq=False)
+class Lost:
+    """A reader's columns that go, and what makes up for them in those that stay."""
+
+    path: str
+    stay: Tensor
+    gone: Tensor
+    weight: Tensor  # (outputs, gone), float64
+    centered: bool
+
+    @classmethod
+    def of(cls, dense: nn.Module, part: Part, kept: Tensor) -> Lost:
+        """The columns without some units of the dense model; with a bias, inputs are centered."""
+        stay, gone = columns_of(part, kept)
+        reader = _linear(dense, part.reader)
+        return cls(part.reader, stay, gone, reader.weight.detach().double()[:, gone], reader.bias is not None)
+
+    def change(self, inputs: Inputs, ridge: float) -> Tensor:
+        """Return what is added to the columns that stay: (outputs, stay)."""
+        moments = inputs.moments(centered=self.centered)
+        square = moments[self.stay][:, self.stay]
+        square.diagonal().add_(ridge * square.diagonal().mean())
+        return torch.linalg.solve(square, moments[self.stay][:, self.gone] @ self.weight.T).T
+
+    def error(self, change: Tensor, inputs: Inputs) -> float:
+        """Return the mean squared error of the outputs."""
+        whole = change.new_zeros(len(change), len(self.stay) + len(self.gone))
+        whole[:, self.stay], whole[:, self.gone] = change, -self.weight
+        return float((whole @ inputs.moments(centered=self.centered) * whole).sum())
+
+    @torch.no_grad()
+    def refit(self, model: nn.Module, fitted: Inputs, judged: Inputs) -> None:
+        """Add what makes up best to a reader, by the ridge that is best on inputs that it was not fitted to."""
+        ridge = min(RIDGES, key=lambda one: self.error(self.change(fitted, one), judged))
+        every, reader = fitted + judged, _linear(model, self.path)
+        change = self.change(every, ridge)
+        reader.weight += change.to(reader.weight.dtype)
+        if self.centered:
+            assert reader.bias is not None
+            reader.bias += (self.weight @ every.mean[self.gone] - change @ every.mean[self.stay]).to(reader.bias.dtype)
 
 
 def flap(case: Case, *, adaptive: bool) -> nn.Module:

@@ -118,8 +118,9 @@ def test_fitted_readers_give_the_outputs_of_the_dense_model(monkeypatch: pytest.
     dense, small = nn.Sequential(nn.Linear(6, 3)).double(), nn.Sequential(nn.Linear(4, 3)).double()
     small[0].load_state_dict({"weight": dense[0].weight.detach()[:, :4], "bias": dense[0].bias.detach()})
     inputs = methods.Inputs(len(x), x.sum(0), x.square().sum(0), x.T @ x)
-    monkeypatch.setattr(methods, "RIDGE", 0.0)
-    methods._refit(small, dense, models.Part("mlp", 6, "0", 1, {}), torch.arange(4), inputs)
+    monkeypatch.setattr(methods, "RIDGES", (1.0, 0.0))
+    lost = methods.Lost.of(dense, models.Part("mlp", 6, "0", 1, {}), torch.arange(4))
+    lost.refit(small, inputs, inputs)
     assert torch.allclose(small(x[:, :4]), dense(x), atol=1e-9)
 
 
