@@ -48,12 +48,14 @@ class Score:
         name: its key in tables and `metrics.json`.
         label: its name in reports, as within a sentence: `mean IoU`.
         of: counts (K,) float64, or what the task's metric computes -> percent, 0 to 100, or what `unit` says; more is
-            better.
+            better unless `lower_is_better`.
         interval: the same -> ends of the 95 % interval, in percent; None for figures that have none. Of counts, the
             score is then a proportion, whose hits are the first count.
         chance: score of a model that always answers the most frequent class: the same -> percent; None if unknown.
-        unit: of its values, such as `dB`.
+        unit: of its values, such as `dB`; empty if they are plain numbers.
         interval_by: what reports call the method of the interval.
+        lower_is_better: whether less is better, as for a perplexity: best epochs, losses by int8, comparisons and
+            fronts of reports go by it.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Score:
     chance: Callable[[Any], float] | None = None
     unit: str = "%"
     interval_by: str = "Wilson"
+    lower_is_better: bool = False
 
 
 def pair(batch: Any) -> tuple[Any, Any]:
@@ -134,6 +137,8 @@ class Task:
             validation measures no loss.
         class_count: model -> the number of classes that it tells apart, as it says itself; None if it does not say. It
             must be that of the data. None: the number of `logits` tells.
+        weight: targets -> the number of things that the batch's loss is the mean over, such as tokens, by which means
+            over batches weigh it; None: of its samples.
     """
 
     name: str
@@ -150,6 +155,7 @@ class Task:
     predictions: Callable[[nn.Module, tuple[Any, ...], Any], Any] | None = None
     loss_in_train_mode: bool = False
     class_count: Callable[[nn.Module], int | None] | None = None
+    weight: Callable[[Any], int] | None = None
 
     def __post_init__(self) -> None:
         if (self.counts is None) == (self.metric is None):
@@ -188,6 +194,10 @@ class Task:
     def _wide(self, found: Any) -> Any:
         return torch.as_tensor(found, dtype=torch.float64) if self.metric is None else found
 
+    def weighed(self, targets: Any) -> int:
+        """Return how much the loss of a batch weighs in means over batches, see `weight`."""
+        return len(targets) if self.weight is None else self.weight(targets)
+
     def example_for_loss(self, model: nn.Module, example: tuple[Any, ...], targets: Any) -> tuple[Any, ...]:
         """Return what the model is called with where the loss is wanted, see `loss_inputs`."""
         return example if self.loss_inputs is None else self.loss_inputs(model, example, targets)
@@ -208,7 +218,11 @@ class Task:
 
 def described_task(task: Task) -> dict[str, Any]:
     """Return the names of a task, its samples and scores, their units and the method of the interval, for reports."""
-    scores = [{"name": score.name, "label": score.label, "unit": score.unit} for score in task.scores]
+    scores = [
+        {"name": score.name, "label": score.label, "unit": score.unit}
+        | ({"lower_is_better": True} if score.lower_is_better else {})
+        for score in task.scores
+    ]
     by = None if task.main.interval is None else task.main.interval_by
     return {"name": task.name, "samples": task.samples, "scores": scores, "interval": by}
 

@@ -69,7 +69,7 @@ def evaluate_command(
 
 def _text(result: dict[str, Any]) -> str:
     from prunekit.data.datasets import describe_corrupt
-    from prunekit.utils.display import count, in_unit, interval, percent, size
+    from prunekit.utils.display import count, in_unit, interval, size
 
     def size_of(result: dict[str, Any]) -> str:
         if "file_bytes" in result:
@@ -78,7 +78,8 @@ def _text(result: dict[str, Any]) -> str:
 
     corrupt, task = result["corrupt_images"], result["task"]
     scores = ", ".join(f"{score['label']} {in_unit(result[score['name']], score['unit'])}" for score in task["scores"])
-    guessed = f"\nNot shown to be better than chance, {percent(result.get('chance'), 2)}: one answer for all"
+    main = task["scores"][0]["unit"]
+    guessed = f"\nNot shown to be better than chance, {in_unit(result.get('chance'), main)}: one answer for all"
     chance = guessed if result.get("at_chance") else ""
     if "correct" in result:
         scores += f" {interval(result['low'], result['high'])} ({result['correct']:,} of"
