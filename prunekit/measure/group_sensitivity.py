@@ -207,7 +207,8 @@ class Quality:
     @property
     def selects(self) -> bool:
         """True if outputs are what a model selected, so that those of another have no counterpart."""
-        return self.task is not None and (self.task.metric is not None or self.task.predictions is not None)
+        task = self.task
+        return task is not None and not task.from_dense and (task.metric is not None or task.predictions is not None)
 
     def class_scores(self, output: Any, samples: int) -> Tensor | None:
         """Return class scores (N, classes) in float64 on the CPU; None if there are none."""

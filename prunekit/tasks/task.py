@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -139,6 +139,11 @@ class Task:
             must be that of the data. None: the number of `logits` tells.
         weight: targets -> the number of things that the batch's loss is the mean over, such as tokens, by which means
             over batches weigh it; None: of its samples.
+        binding: task and dense model -> the task, completed by what only that model knows, such as its outputs, which
+            are the targets; None: it is complete. See `bound`.
+        from_dense: whether targets are the dense model's own outputs, so that its loss has no gradient there.
+        texts: what the data source `text` makes of texts: `windows` of tokens, `masked` windows with labels, or `lines`
+            of a text each; None: nothing.
     """
 
     name: str
@@ -156,6 +161,9 @@ class Task:
     loss_in_train_mode: bool = False
     class_count: Callable[[nn.Module], int | None] | None = None
     weight: Callable[[Any], int] | None = None
+    binding: Callable[[Task, nn.Module], Task] | None = None
+    from_dense: bool = False
+    texts: Literal["windows", "masked", "lines"] | None = None
 
     def __post_init__(self) -> None:
         if (self.counts is None) == (self.metric is None):
@@ -193,6 +201,24 @@ class Task:
 
     def _wide(self, found: Any) -> Any:
         return torch.as_tensor(found, dtype=torch.float64) if self.metric is None else found
+
+    def bound(self, dense: nn.Module) -> Task:
+        """Return the task completed by what only the dense model knows; itself if it needs nothing.
+
+        Args:
+            dense: the model before it is pruned. It is kept as it is, not copied: where it is pruned in place, give a
+                copy.
+
+        Example:
+            >>> import torch
+            >>> from prunekit.tasks.task import get_task
+            >>> dense = torch.nn.Linear(4, 3)
+            >>> task = get_task("embedding").bound(dense)
+            >>> inputs, samples = task.unpack(torch.randn(8, 4))
+            >>> round(float(task.loss(dense(inputs), samples)), 4)
+            0.0
+        """
+        return self if self.binding is None else replace(self.binding(self, dense), binding=None)
 
     def weighed(self, targets: Any) -> int:
         """Return how much the loss of a batch weighs in means over batches, see `weight`."""
