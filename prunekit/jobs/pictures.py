@@ -278,7 +278,7 @@ def _splits(pair: ModelPair, job: JobSettings) -> Splits:
             f"{pair.name}: its samples are the user's own; expected --data file.py:factory with data.source 'own' "
             "alone, and a task by name"
         )
-    return job_splits(job.data, Own(data=pair.own_data), job.task)
+    return job_splits(job.known_data, Own(data=pair.own_data), job.task)
 
 
 def _filters(pair: ModelPair, folder: Path) -> str | None:

@@ -53,15 +53,16 @@ def evaluate_command(
     job = None if data_recipe is None else job_of_data(data_recipe, overrides, given, whole=whole, device=device)
     check_folder(job.output if job and whole else None)
     from prunekit.jobs.evaluate import evaluate as measure
-    from prunekit.jobs.run.job_inputs import Own
+    from prunekit.jobs.run.job_inputs import Own, dense_of
     from prunekit.utils.context import resolve_device
 
-    images = job.data if job else None
+    images = job.known_data if job else None
     with console.running():
         target = model_or_trained(targets, job, given, console)
         where = resolve_device(device or (job.device if job else "auto"))
         own = Own(data=given.data)
-        result = measure(target, images, where, own, job.task if job else given.task)
+        dense = None if job is None else partial(dense_of, job, Own(given.factory))
+        result = measure(target, images, where, own, job.task if job else given.task, dense)
     if leads():
         save(result, output, "evaluate.json", console)
     console.result(result, _text(result))
