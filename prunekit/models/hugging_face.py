@@ -16,6 +16,7 @@ from torch import nn
 
 from prunekit.errors import ModelError, nearest
 from prunekit.settings.inputs import Head, ModelSettings
+from prunekit.utils.display import listed
 from prunekit.utils.files import read_json
 
 CONFIG = "config.json"
@@ -33,6 +34,8 @@ CLASSES: dict[Head, tuple[str, str]] = {
 """By the head the class of transformers, and the mapping with the model types that it knows."""
 CLASSIFIERS: tuple[Head, ...] = (IMAGES, "text_classification", "token_classification")
 """Heads with a score for each class of the data."""
+WHOLE: tuple[Head, ...] = ("causal_lm", "masked_lm", "seq2seq")
+"""Heads that a folder must have weights of; others may be new, and be trained."""
 
 
 def model_types(head: Head | None = None) -> tuple[str, ...]:
@@ -93,12 +96,13 @@ def _of_folder(folder: Path, head: Head) -> Callable[..., nn.Module]:
         config = _config(folder)
         _require_known(config.model_type, arguments)
         try:
-            model: nn.Module = getattr(library, CLASSES[head][0]).from_pretrained(
+            model, found = getattr(library, CLASSES[head][0]).from_pretrained(
                 str(folder),
                 local_files_only=True,
                 use_safetensors=True,
                 trust_remote_code=False,
                 dtype=torch.float32,
+                output_loading_info=True,
                 **arguments,
                 **_labels(head, num_classes),
             )
@@ -108,7 +112,14 @@ def _of_folder(folder: Path, head: Head) -> Callable[..., nn.Module]:
                 "`save_pretrained` writes, with safetensors, of a model that needs no code of its own and has such a "
                 "head and as many classes as the data"
             ) from error
-        return model.train()
+        missing = sorted(found["missing_keys"])
+        if missing and head in WHOLE:
+            raise ModelError(
+                f"{folder}: expected the weights of a model with the head {head}, and {len(missing)} are not there: "
+                f"{listed(missing, 3)}; set model.head, or the recipe's task, to what the model was trained for"
+            )
+        made: nn.Module = model.train()
+        return made
 
     return build
 
@@ -124,7 +135,7 @@ def structure_of(settings: ModelSettings) -> ModelSettings:
     config = _config(settings.folder)
     usual, own = type(config)().to_dict(), own_fields(config.model_type)
     changed = {key: value for key, value in config.to_dict().items() if key in own and value != usual.get(key)}
-    classes = {"num_classes": config.num_labels} if settings.head in CLASSIFIERS else {}
+    classes = {"num_classes": config.num_labels} if (settings.head or IMAGES) in CLASSIFIERS else {}
     arguments = {**changed, **classes, **settings.arguments}
     return ModelSettings(config.model_type, "hf", arguments=arguments, head=settings.head)
 
