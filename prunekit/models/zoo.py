@@ -93,7 +93,9 @@ def image_shape(model: nn.Module) -> tuple[int, ...] | None:
         return tuple(made_for["input_size"])
     config = getattr(model, "config", None)
     size = getattr(config, "image_size", 224)
-    return None if config is None else (config.num_channels, *([size, size] if isinstance(size, int) else size))
+    if not hasattr(config, "num_channels"):  # none, or that of a language model
+        return None
+    return (config.num_channels, *([size, size] if isinstance(size, int) else size))
 
 
 ZOOS: tuple[Literal["torchvision", "cifar"], ...] = ("torchvision", "cifar")

@@ -32,12 +32,14 @@ NAMES_OF_SHIFTS = ("prepare_decoder_input_ids_from_labels", "_shift_right")
 
 
 def token_scores(output: Any) -> Tensor:
-    """Return the class scores of tokens, (B, T, classes), of a tensor or of an output with `.logits`.
+    """Return the class scores of tokens, (B, T, classes): a tensor, those in `.logits`, or the first of several.
+
+    Exported files return all outputs as a tuple, of which scores are the first, as of transformers' own tuples.
 
     Raises:
         ModelError: it has none.
     """
-    found = logits(output)
+    found = logits(output[0] if isinstance(output, (tuple, list)) and output else output)
     if found.ndim != 3:
         raise ModelError(f"expected scores of tokens (B, T, classes), got shape {tuple(found.shape)}")
     return found

@@ -91,6 +91,7 @@ def test_the_loss_is_that_of_transformers_and_labels_are_no_input() -> None:
     assert list(inputs) == ["input_ids", "attention_mask"]
     wanted = model(**batch, labels=labels)
     assert torch.allclose(CAUSAL_LM.loss(wanted, targets), wanted.loss)
+    assert torch.equal(CAUSAL_LM.loss((wanted.logits, wanted.loss), targets), CAUSAL_LM.loss(wanted.logits, targets))
     assert CAUSAL_LM.weighed(targets) == int((labels[:, 1:] != IGNORED).sum())
     smooth = CAUSAL_LM.smoothed
     assert smooth is not None
