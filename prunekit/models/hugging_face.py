@@ -5,7 +5,8 @@ Nothing is downloaded, no code of a folder is run, and weights are read from saf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
@@ -96,16 +97,17 @@ def _of_folder(folder: Path, head: Head) -> Callable[..., nn.Module]:
         config = _config(folder)
         _require_known(config.model_type, arguments)
         try:
-            model, found = getattr(library, CLASSES[head][0]).from_pretrained(
-                str(folder),
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=False,
-                dtype=torch.float32,
-                output_loading_info=True,
-                **arguments,
-                **_labels(head, num_classes),
-            )
+            with _without_bars():
+                model, found = getattr(library, CLASSES[head][0]).from_pretrained(
+                    str(folder),
+                    local_files_only=True,
+                    use_safetensors=True,
+                    trust_remote_code=False,
+                    dtype=torch.float32,
+                    output_loading_info=True,
+                    **arguments,
+                    **_labels(head, num_classes),
+                )
         except Exception as error:  # OSError, ValueError, RuntimeError, errors of safetensors
             raise ModelError(
                 f"{folder}: {CLASSES[head][0]} of transformers cannot load it: {error}; expected the files that "
@@ -181,6 +183,19 @@ def _require_known(name: str, arguments: Mapping[str, Any]) -> None:
     for key in arguments:
         if key not in known:
             raise ValueError(f"there is no {key!r} in the configuration of {name}; {nearest(key, sorted(known))}")
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Keep transformers from drawing progress bars in this context."""
+    logging = import_module("transformers.utils.logging")
+    drawn = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if drawn:
+            logging.enable_progress_bar()
 
 
 def _library() -> Any:

@@ -215,6 +215,14 @@ def _baseline(values: Mapping[str, Any]) -> Iterator[Finding]:
         yield ("baseline",), text.format("null" if "baseline" in values else "nothing")
 
 
+def _head(values: Mapping[str, Any]) -> Iterator[Finding]:
+    model = _section(values, "model") or {}
+    zoo = model.get("zoo", "torchvision")
+    if model.get("head") is not None and zoo != "hf":
+        text = f"expected nothing, because model.zoo is {show(zoo)}, got {show(model['head'])}; it goes with 'hf'"
+        yield ("model", "head"), text
+
+
 def _is_folder(name: Any) -> bool:
     """Return whether a model of transformers is named by its folder, which has its weights."""
     return isinstance(name, str) and ModelSettings(name, "hf").folder is not None
@@ -289,6 +297,7 @@ CHECKS = (
     _budget,
     _pattern,
     _activations,
+    _head,
     _baseline,
     _training,
     _sharding,

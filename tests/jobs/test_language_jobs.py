@@ -162,6 +162,7 @@ def test_targets_of_the_dense_model_need_its_weights_and_no_gradients(tmp_path: 
         ),
         (["data.source=digits", "data.root=null"], r"data\.window: expected nothing, because data\.source is 'digits'"),
         (["data.root=null"], r"data\.root: expected the path of a file of text"),
+        (["model.zoo=torchvision", "model.head=causal_lm"], r"model\.head: expected nothing, because model\.zoo is"),
         (["model.name=llama"], r"baseline: expected a mapping that says how to train the dense model"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -200,6 +202,13 @@ def test_texts_of_several_lengths_are_padded_by_kind() -> None:
     assert found["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert found["number"].tolist() == [3, 4]
     assert PaddedTexts()([(torch.ones(2), 1), (torch.ones(2), 2)])[1].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("documented", [PaddedTexts, Task.bound])
+def test_examples_run(documented: Any) -> None:
+    example = doctest.DocTestParser().get_doctest(inspect.getdoc(documented) or "", {}, "example", None, None)
+    assert example.examples
+    assert not doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example).failed
 
 
 def test_every_language_task_is_registered() -> None:

@@ -110,6 +110,7 @@ def _run(side: ComparedRun) -> dict[str, Any]:
         "letter": side.letter,
         "folder": str(side.run.folder),
         "unit": unit(metrics, name),
+        "lower_is_better": side.lower_is_better,
         "name": str(metrics.get("name") or side.run.folder.resolve().parent.name),
         "started": side.run.status.get("started"),
         "score": capital(label),
