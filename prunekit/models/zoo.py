@@ -93,7 +93,7 @@ def image_shape(model: nn.Module) -> tuple[int, ...] | None:
         return tuple(made_for["input_size"])
     config = getattr(model, "config", None)
     size = getattr(config, "image_size", 224)
-    if not hasattr(config, "num_channels"):  # none, or that of a language model
+    if config is None or not hasattr(config, "num_channels"):  # as of language models
         return None
     return (config.num_channels, *([size, size] if isinstance(size, int) else size))
 
