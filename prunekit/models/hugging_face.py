@@ -35,6 +35,8 @@ CLASSES: dict[Head, tuple[str, str]] = {
 """By the head the class of transformers, and the mapping with the model types that it knows."""
 CLASSIFIERS: tuple[Head, ...] = (IMAGES, "text_classification", "token_classification")
 """Heads with a score for each class of the data."""
+OF_TEXTS = frozenset({"decoder_start_token_id", "tie_word_embeddings"})
+"""Entries of configurations of texts that some model types take without naming them as their own."""
 WHOLE: tuple[Head, ...] = ("causal_lm", "masked_lm", "seq2seq")
 """Heads that a folder must have weights of; others may be new, and be trained."""
 
@@ -145,11 +147,11 @@ def structure_of(settings: ModelSettings) -> ModelSettings:
 def own_fields(model_type: str) -> frozenset[str]:
     """Return the entries of a configuration that are a model type's own: its sizes.
 
-    Those of every configuration, and unknown ones, may name code to fetch.
+    Those of every configuration, and unknown ones, may name code to fetch; `OF_TEXTS` are plain values.
     """
     library = _library()
     own = {field.name for field in fields(library.CONFIG_MAPPING[model_type])}
-    return frozenset(own - {field.name for field in fields(library.PreTrainedConfig)})
+    return frozenset(own - {field.name for field in fields(library.PreTrainedConfig)}) | OF_TEXTS
 
 
 def head_of(folder: Path) -> Head | None:

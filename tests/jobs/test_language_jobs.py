@@ -17,8 +17,12 @@ import prunekit
 from prunekit.cli import cli
 from prunekit.data.sources import load_splits
 from prunekit.errors import DataError, ModelError, RecipeError, UsageError
+from prunekit.jobs.evaluate import evaluate
 from prunekit.jobs.finetune import prune_job
 from prunekit.jobs.run.dense_model import prepare
+from prunekit.jobs.run.job_inputs import Own
+from prunekit.jobs.run.model_sources import resolve
+from prunekit.measure.accuracy import evaluate as measured
 from prunekit.recipe.loading import load
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
@@ -107,6 +111,9 @@ def test_embeddings_are_pruned_and_measured_without_labels(tmp_path: Path) -> No
     assert 0 < metrics["pruned"]["spearman"] < 100
     said = invoke("evaluate", str(run / "model"))
     assert f"cosine to the dense model {metrics['pruned']['cosine']:.2f} %" in said
+    data = load(recipe).known_data
+    with pytest.raises(UsageError, match=r"are the dense model's outputs: give the recipe that has it, --recipe PATH"):
+        evaluate(resolve(run / "model"), data, torch.device("cpu"), task="embedding")
 
 
 def job(tmp_path: Path, task: str, folder: Path, **changes: Any) -> JobSettings:
@@ -124,6 +131,40 @@ def test_models_and_texts_fit_their_task(tmp_path: Path, task: str) -> None:
     assert prepared.build is not None
     assert prepared.build.head == task
     assert ("attention_mask" in prepared.example_inputs[-1]) == (task == "embedding")
+
+
+WRITING = """
+import torch
+
+
+def data():
+    random = torch.Generator().manual_seed(0)
+    rows = [torch.randint(2, 30, (4 + at % 3,), generator=random) for at in range(24)]
+    samples = [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row.flip(0)[:3]} for row in rows]
+    return samples[:16], samples[16:]
+"""
+
+
+def test_what_a_decoder_reads_is_made_of_labels_in_a_job(tmp_path: Path) -> None:
+    (tmp_path / "writing.py").write_text(WRITING)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 30}
+    settings = JobSettings(
+        "write",
+        ModelSettings("t5", "hf", arguments={**sizes, "decoder_start_token_id": 0}),
+        task="seq2seq",
+        data=DataSettings("own", batch=4),
+        baseline=TrainSettings(epochs=1),
+        device="cpu",
+    )
+    prepared = prepare(settings, Own(data=f"{tmp_path / 'writing.py'}:data"))
+    inputs, labels = prepared.splits.test.fetch(torch.arange(4))
+    assert inputs["decoder_input_ids"].tolist() == [[0, *row[:-1]] for row in labels.tolist()]
+    found = measured(prepared.model, [(inputs, labels)], prepared.splits.task, torch.device("cpu"))
+    assert found.counts[1] == 12
+    batches = [{name: sample[name][None] for name in sample} for sample in prepared.splits.train.dataset]  # type: ignore[attr-defined]
+    result = prunekit.prune(prepared.model.eval(), calibration=batches, macs=0.8, task="seq2seq", repair=False)
+    with torch.no_grad():
+        assert result.model(**inputs).logits.shape == (4, 3, 30)
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_embeds(tmp_path: Path) -> None:
