@@ -319,7 +319,7 @@ def export(
             target = replace(target, inputs=as_example(target.model, example))
         if settings is not None:
             job = job_of(settings, (), own)
-            target = with_data(target, job.data, own, job.task)
+            target = with_data(target, job.known_data, own, job.task)
         return export_target(target, request, folder=folder, facts=facts, log=log)
     if example is None:
         raise UsageError("example: expected what the model is called with, at least two samples, got none")
@@ -327,7 +327,7 @@ def export(
     target = InputModel(module, "", (), inputs=as_example(module, example), interface=attached(module))
     if recipe is not None:
         job = job_of(recipe, (), own)
-        target = with_data(target, job.data, own, job.task)
+        target = with_data(target, job.known_data, own, job.task)
     with TemporaryDirectory(prefix="prunekit-") as place:
         needed = FORMATS.get(to).reads_folder and not isinstance(model, nn.Module)
         saved = save(model, Path(place, "model")) if needed else None

@@ -293,7 +293,7 @@ def find_model_pair(
     job = None if recipe is None else job_to_read(str(recipe), overrides, options, **given)
     if of_classes:
         require_class_scores(job, of_classes)
-    data = None if job is None else job.data
+    data = None if job is None else job.known_data
     found = replace(load_model_pair(folder, data, factory=options.factory, own_data=options.data), job=job)
     for note in found.notes:
         console.log(note)
@@ -334,7 +334,7 @@ def _single(
             require_class_scores(job, of_classes)
         own = Own(options.factory, options.data)
         target = trained_model(job, log=console.log, progress=console.progress, own=own)
-        found = replace(single_model(target, job.data, options.data), job=job)
+        found = replace(single_model(target, job.known_data, options.data), job=job)
     for note in found.notes:
         console.log(note)
     return found

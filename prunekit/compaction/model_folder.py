@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from inspect import signature
 from os import PathLike
 from pathlib import Path
@@ -33,7 +34,7 @@ from prunekit.hooks.wrappers import require_values, unwrapped
 from prunekit.models.interface import ModelInterface, attach
 from prunekit.models.library_config import LIBRARY_CONFIG, set_noted_config
 from prunekit.models.preprocessing import Preprocessing
-from prunekit.models.zoo import build_model
+from prunekit.models.zoo import as_build, build_model, from_build
 from prunekit.planning.plan import Plan, require_plan
 from prunekit.settings.inputs import ModelSettings
 from prunekit.utils.bitmask import COMPRESSION, is_compressed, read_tensors, write_tensors
@@ -88,8 +89,8 @@ def save(
         folder: made, or replaced once the new one is complete, unless it has other files, which would be lost;
             `prunekit.load` reads the model from it, and `prunekit.load_plan` the plan.
         plan: that the model was compacted with.
-        build: how the dense model is built; None if only the caller's own code can do it, and gives the dense model
-            to `load`.
+        build: how the dense model is built; of a folder of transformers its configuration is kept, not the path. None
+            if only the caller's own code can do it, and gives the dense model to `load`.
         extra: further facts for readers of the manifest, as JSON values.
         preprocessing: the way from an image to the model's input.
         classes: name of each label.
@@ -142,7 +143,7 @@ def save(
             "format": COMPRESSED_FORMAT if compressed else FORMAT,
             "compression": COMPRESSION if compressed else None,
             "class": type(model).__name__,
-            "build": None if build is None else {"name": build.name, "zoo": build.zoo, "arguments": build.arguments},
+            "build": None if build is None else as_build(build),
             "kept": kept,
             "attention_heads": {path: list(entry) for path, entry in heads_of(model).items()},
             "attributes": attribute_values(model, plan.channel_map, plan.keep),
@@ -380,18 +381,12 @@ def _construct(folder: Path, manifest: dict[str, Any], model: Callable[[], nn.Mo
         if not isinstance(built, nn.Module):
             raise ModelError(f"model: expected a function that returns the dense model, got {_what(built)} from it")
         return built
-    build = manifest["build"]
-    match build:
-        case {
-            "name": str(name),
-            "zoo": "torchvision" | "cifar" | "timm" | "hf" | "ultralytics" as zoo,
-            "arguments": dict(arguments),
-        }:
-            quiet = {"init_weights": False} if (zoo, name) in SLOW_TO_START else {}
-        case _:
-            raise ArtifactError(f"{folder / MANIFEST}: build: expected name, zoo and arguments, got {build!r}")
+    settings = from_build(manifest["build"])
+    if settings is None:
+        raise ArtifactError(f"{folder / MANIFEST}: build: expected name, zoo and arguments, got {manifest['build']!r}")
+    quiet = {"init_weights": False} if (settings.zoo, settings.name) in SLOW_TO_START else {}
     try:
-        return build_model(ModelSettings(name, zoo, arguments={**arguments, **quiet}), num_classes=None)
+        return build_model(replace(settings, arguments={**settings.arguments, **quiet}), num_classes=None)
     except ModelError as error:
         raise ArtifactError(f"{folder / MANIFEST}: build: {error}") from error
 

@@ -229,6 +229,38 @@ def open_rows(settings: DataSettings) -> dict[str, HuggingFaceRows]:
         UsageError: a name without `download`, or columns are missing or ambiguous.
         DataError: the library is missing or too old, or the data cannot be read or has no training part.
     """
+    library, parts, where = _opened(settings)
+    image, label = _columns(library, parts["train"].features, settings, where)
+    classes = getattr(parts["train"].features[label], "names", None)
+    rows = {name: HuggingFaceRows(part, image, label, classes and tuple(classes)) for name, part in parts.items()}
+    if "test" not in rows and "validation" in rows:  # as for ImageNet, whose results are on the validation images
+        rows["test"] = rows.pop("validation")
+    return rows
+
+
+def open_texts(settings: DataSettings) -> dict[str, list[str]]:
+    """Return the texts of each part of a data set: train, and test and validation if it has them.
+
+    They are in the column `text`, or in the only one of strings.
+
+    Raises:
+        UsageError: a name without `download`, or it is not clear which column.
+        DataError: as of `open_rows`.
+    """
+    _, parts, where = _opened(settings)
+    features = parts["train"].features
+    strings = [name for name, kind in features.items() if getattr(kind, "dtype", None) in ("string", "large_string")]
+    column = "text" if "text" in strings else strings[0] if len(strings) == 1 else None
+    if column is None:
+        raise UsageError(
+            f"{where}: expected a column named text, or one of strings alone, got {', '.join(features)}; rename it: "
+            '`rename_column("...", "text")`'
+        )
+    return {name: [text for text in part[column][:] if text] for name, part in parts.items()}
+
+
+def _opened(settings: DataSettings) -> tuple[Any, dict[str, Any], str]:
+    """Return the library, the parts of a data set by name, and its name in messages."""
     library, where = _library(), str(settings.root or settings.name)
     if settings.root is None and not settings.download:
         raise UsageError(f"data.download: expected true, because {where} is on the hub; or save it, and give data.root")
@@ -240,13 +272,7 @@ def open_rows(settings: DataSettings) -> dict[str, HuggingFaceRows]:
     parts = dict(found) if isinstance(found, Mapping) else {"train": found}
     if "train" not in parts:
         raise DataError(f"{where}: expected a part named train, found {', '.join(parts) or 'none'}")
-    image, label = _columns(library, parts["train"].features, settings, where)
-    classes = getattr(parts["train"].features[label], "names", None)
-    names = ["train", *(name for name in HELD_OUT if name in parts)]
-    rows = {name: HuggingFaceRows(parts[name], image, label, classes and tuple(classes)) for name in names}
-    if "test" not in rows and "validation" in rows:  # as for ImageNet, whose results are on the validation images
-        rows["test"] = rows.pop("validation")
-    return rows
+    return library, {name: parts[name] for name in ("train", *HELD_OUT) if name in parts}, where
 
 
 def _library() -> Any:

@@ -1,6 +1,7 @@
 """Sources of images, and their stratified split into training, validation and test images.
 
-Sources are the embedded digits, folders, NumPy archives, and data sets of other libraries.
+Sources are the embedded digits, folders, NumPy archives, and data sets of other libraries; those of texts are in
+`prunekit.data.texts`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from prunekit.errors import DataError, UsageError
 from prunekit.models.preprocessing import Preprocessing
 from prunekit.settings.inputs import BOXED, DataSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
-from prunekit.tasks.task import Task
+from prunekit.tasks.task import Task, get_task
 
 HALF = (0.5, 0.5, 0.5)
 GET_COCO = (
@@ -59,6 +60,7 @@ class Splits:
         task: that they are for: how they are trained on, and what is measured.
         preprocessing: the way from an image file to an input; None for other samples.
         notes: what of the data was left out or changed, for the log.
+        vocabulary: of texts, the number of tokens that their tokenizer has.
     """
 
     train: SampleDataset
@@ -70,6 +72,7 @@ class Splits:
     task: Task = IMAGE_CLASSIFICATION
     preprocessing: Preprocessing | None = None
     notes: tuple[str, ...] = ()
+    vocabulary: int | None = None
 
     @property
     def corrupt(self) -> dict[str, str]:
@@ -100,11 +103,15 @@ class ImageSource:
     shape: tuple[int, ...] | None = None
 
 
-def load_splits(settings: DataSettings) -> Splits:
+def load_splits(settings: DataSettings, task: str = IMAGE_CLASSIFICATION.name) -> Splits:
     """Load labeled images and split them: stratified, and the same for the same settings and content.
 
-    `test_share` and `validation_share` are shares of all images. If the source has separate test images, only
-    validation images are drawn, as a share of its training images.
+    Texts, for tasks that take them, are split into blocks. `test_share` and `validation_share` are shares of all
+    images. If the source has separate test images, only validation images are drawn, as a share of its training images.
+
+    Args:
+        settings: of the data.
+        task: name of the task, which says what becomes of texts.
 
     Raises:
         DataError: the data is missing, empty or unreadable, or labels do not fit the classes.
@@ -119,6 +126,10 @@ def load_splits(settings: DataSettings) -> Splits:
         from prunekit.data.detection.detection_sources import detection_splits
 
         return detection_splits(settings)
+    if settings.source == "text" or (settings.source == "huggingface" and get_task(task).texts is not None):
+        from prunekit.data.texts import text_splits
+
+        return text_splits(settings, get_task(task))
     return splits_of(_READERS[settings.source](settings), settings)
 
 
@@ -326,5 +337,6 @@ _EXPECTED = {
     "huggingface": "the folder that `save_to_disk` of Hugging Face's datasets wrote",
     "coco": "the folder of a data set in the format of COCO, with annotations/ and its images",
     "yolo": "the folder of a data set of ultralytics, or its data.yaml",
+    "text": "a file of text (.txt or .jsonl), or a folder of them",
 }
 _ORIGINS = {"coco": GET_COCO, "yolo": GET_YOLO}

@@ -159,7 +159,8 @@ def sample_splits(
         rest, drawn = _drawn(len(parts["train"]), settings)
         made["validation"] = replace(made["train"], indices=drawn)
         made["train"] = replace(made["train"], indices=rest)
-    known = [part.fetch(torch.linspace(0, len(part) - 1, min(KNOWN_BY, len(part))).long()) for part in made.values()]
+    seen_by = [part if task.binding is None else part.whole() for part in made.values()]
+    known = [part.fetch(torch.linspace(0, len(part) - 1, min(KNOWN_BY, len(part))).long()) for part in seen_by]
     shape = tuple(gather(known[0][0])[0].shape[1:])
     how = f"{task.name} {settings.validation_share} {settings.split_seed} {[len(part) for part in made.values()]}"
     seen = [tensor.contiguous().numpy().tobytes() for batch in known for tensor in gather(batch)]
@@ -197,6 +198,10 @@ class TaskSamples:
 
     def __len__(self) -> int:
         return len(self.dataset if self.indices is None else self.indices)
+
+    def whole(self) -> TaskSamples:
+        """Return the samples with batches left whole, as long as the task cannot take them apart, see `Task.bound`."""
+        return replace(self, unpacking=replace(self.unpacking, unpack=lambda batch: (batch, gather(batch)[0])))
 
     def fetch(self, indices: Tensor, draw: Draw | None = None) -> tuple[Any, Any]:
         """Return a batch, inputs and targets.

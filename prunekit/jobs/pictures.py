@@ -23,7 +23,14 @@ from prunekit.inspection.visualize.filters import draw_filters, first_filters
 from prunekit.inspection.visualize.image_files import write_png
 from prunekit.inspection.visualize.image_grids import GridSettings, draw
 from prunekit.jobs.run.dense_model import prepare
-from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, chosen_batches, job_splits, require_optimizer
+from prunekit.jobs.run.job_inputs import (
+    RECIPE_ONLY,
+    Own,
+    bound_splits,
+    chosen_batches,
+    job_splits,
+    require_optimizer,
+)
 from prunekit.jobs.run.model_pair import ModelPair
 from prunekit.jobs.run.run_folder import Log
 from prunekit.settings.job import JobSettings
@@ -278,7 +285,8 @@ def _splits(pair: ModelPair, job: JobSettings) -> Splits:
             f"{pair.name}: its samples are the user's own; expected --data file.py:factory with data.source 'own' "
             "alone, and a task by name"
         )
-    return job_splits(job.data, Own(data=pair.own_data), job.task)
+    splits = job_splits(job.known_data, Own(data=pair.own_data), job.task)
+    return bound_splits(splits, next(iter(pair.models.values())))
 
 
 def _filters(pair: ModelPair, folder: Path) -> str | None:

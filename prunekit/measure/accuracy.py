@@ -27,6 +27,8 @@ class Scores:
             Empty where a metric measures.
         interval: 95 % interval of the main score, in percent; None if it has none.
         chance: main score of a model that always answers the most frequent class, in percent; None if unknown.
+        unit: of the main score.
+        lower_is_better: whether less of the main score is better.
     """
 
     values: dict[str, float]
@@ -34,12 +36,16 @@ class Scores:
     counts: tuple[float, ...]
     interval: tuple[float, float] | None
     chance: float | None = None
+    unit: str = "%"
+    lower_is_better: bool = False
 
     @property
     def at_chance(self) -> bool:
         """True if the main score may be chance, so that comparing it says nothing."""
-        least = next(iter(self.values.values())) if self.interval is None else self.interval[0]
-        return self.chance is not None and least <= self.chance
+        if self.chance is None:
+            return False
+        low, high = self.interval or [next(iter(self.values.values()))] * 2
+        return high >= self.chance if self.lower_is_better else low <= self.chance
 
     def figures(self) -> dict[str, Any]:
         """Return plain data: the scores by name and `n_test`.
@@ -89,4 +95,5 @@ def evaluate(
     interval, chance = task.main.interval, task.main.chance
     ends = None if interval is None else interval(read)
     guessed = None if chance is None else chance(read)
-    return Scores(task.score(read), found.samples, tuple(found.counts), ends, guessed)
+    main = task.main
+    return Scores(task.score(read), found.samples, tuple(found.counts), ends, guessed, main.unit, main.lower_is_better)

@@ -207,7 +207,8 @@ class Quality:
     @property
     def selects(self) -> bool:
         """True if outputs are what a model selected, so that those of another have no counterpart."""
-        return self.task is not None and (self.task.metric is not None or self.task.predictions is not None)
+        task = self.task
+        return task is not None and not task.from_dense and (task.metric is not None or task.predictions is not None)
 
     def class_scores(self, output: Any, samples: int) -> Tensor | None:
         """Return class scores (N, classes) in float64 on the CPU; None if there are none."""
@@ -376,7 +377,7 @@ class OutputErrors:
 
     def __init__(self, quality: Quality) -> None:
         self._quality = quality
-        self._samples, self._squares = 0, list[float]()
+        self._samples, self._weight, self._squares = 0, 0, list[float]()
         self._kl: float | None = 0.0
         self._loss: float | None = 0.0
         self._measured: tuple[Task, Measurement] | None = None
@@ -390,10 +391,12 @@ class OutputErrors:
         squares = [float((got - want).square().mean(1).sum()) for got, want in pairs]
         self._squares = [a + b for a, b in zip(self._squares or [0.0] * len(squares), squares, strict=True)]
         self._select(found, wanted)
-        self._samples += batch.samples
-        self._kl = _plus(self._kl, _divergence(found.scores, wanted.scores), batch.samples)
         task, device = self._quality.task_for(found, batch.labels), gather(inputs)[0].device
-        self._loss = _plus(self._loss, self._quality.loss_of(task, found, batch.labels, device), batch.samples)
+        self._samples += batch.samples
+        weight = batch.samples if batch.labels is None or task is None else task.weighed(batch.labels)
+        self._weight += weight
+        self._kl = _plus(self._kl, _divergence(found.scores, wanted.scores), batch.samples)
+        self._loss = _plus(self._loss, self._quality.loss_of(task, found, batch.labels, device), weight)
         if task is not None:
             self._measured = self._measured or (task, Measurement(task))
             self._measured[1].add(task.scored(model, inputs, found.output), to_device(batch.labels, device))
@@ -414,7 +417,8 @@ class OutputErrors:
         shares += self._selected.shares(FLAT)
         if not shares:
             raise same_output_error(self._samples)
-        kl, loss = (None if value is None else value / self._samples for value in (self._kl, self._loss))
+        sums = (self._kl, self._samples), (self._loss, max(self._weight, 1))
+        kl, loss = (None if value is None else value / count for value, count in sums)
         scores = {} if self._measured is None else self._measured[0].score(self._measured[1].result())
         return MeasuredPoint(kept, math.fsum(shares) / len(shares), kl, loss, scores)
 

@@ -1,12 +1,12 @@
 """Models by name from torchvision, timm, transformers, ultralytics and the CIFAR ResNets, or from a user's factory.
 
-Of timm and transformers nothing is downloaded; transformers' image classifiers are named by their model type.
+Of timm and transformers nothing is downloaded; transformers' models are named by their type or their folder.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +18,7 @@ import torchvision
 from torch import nn
 
 from prunekit.errors import ModelError, UsageError, nearest
+from prunekit.models import hugging_face
 from prunekit.models.cifar import DEPTHS, CifarResNet
 from prunekit.models.detectors import (
     load_ultralytics,
@@ -27,7 +28,7 @@ from prunekit.models.detectors import (
     ultralytics_names,
 )
 from prunekit.models.state_dicts import SUFFIXES, load_weights
-from prunekit.settings.inputs import ModelSettings
+from prunekit.settings.inputs import Head, ModelSettings
 from prunekit.utils.inputs import as_example
 from prunekit.utils.user_code import run_factory
 
@@ -52,8 +53,8 @@ def package(zoo: str) -> Any:
         ) from error
 
 
-def optional_names(zoo: str) -> tuple[str, ...]:
-    """Return the names of timm's models, or ultralytics' detectors; of transformers, model types with a classifier.
+def optional_names(zoo: str, head: Head | None = None) -> tuple[str, ...]:
+    """Return the names of timm's models, or ultralytics' detectors; of transformers, model types with a head.
 
     Raises:
         ModelError: the package is not installed.
@@ -62,16 +63,14 @@ def optional_names(zoo: str) -> tuple[str, ...]:
         return ultralytics_names()
     if zoo == "timm":
         return tuple(sorted(package(zoo).list_models()))
-    package(zoo)
-    known = import_module("transformers.models.auto.modeling_auto").MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
-    return tuple(sorted(set(known) - {"timm_wrapper"}))  # which is a model of timm's by another name
+    return hugging_face.model_types(head)
 
 
-def optional_builder(zoo: str, name: str) -> Callable[..., nn.Module]:
-    """Return the builder of a model of an optional zoo with random weights; the name is one of `optional_names`."""
-    if zoo == "ultralytics":
-        return ultralytics_detector(name)
-    return _timm(name) if zoo == "timm" else _hf(name)
+def optional_builder(settings: ModelSettings) -> Callable[..., nn.Module]:
+    """Return the builder of a model of an optional zoo; the name is one of `optional_names`, or a folder."""
+    if settings.zoo == "ultralytics":
+        return ultralytics_detector(settings.name)
+    return _timm(settings.name) if settings.zoo == "timm" else hugging_face.builder(settings)
 
 
 def _timm(name: str) -> Callable[..., nn.Module]:
@@ -80,26 +79,6 @@ def _timm(name: str) -> Callable[..., nn.Module]:
         if refused:
             raise ValueError(f"{min(refused)}: weights come from model.weights")
         model: nn.Module = package("timm").create_model(name, pretrained=False, **arguments)
-        return model
-
-    return build
-
-
-def _hf(name: str) -> Callable[..., nn.Module]:
-    def build(num_classes: int | None = None, **arguments: Any) -> nn.Module:
-        transformers = package("hf")
-        # Fields of every configuration, and unknown ones, may name code to fetch; a model's own fields are its sizes.
-        own = {field.name for field in fields(transformers.CONFIG_MAPPING[name])}
-        known = own - {field.name for field in fields(transformers.PreTrainedConfig)}
-        for key in arguments:
-            if key not in known:
-                raise ValueError(f"there is no {key!r} in the configuration of {name}; {nearest(key, sorted(known))}")
-        labels = {} if num_classes is None else {"num_labels": num_classes}
-        try:
-            config = transformers.AutoConfig.for_model(name, **arguments, **labels)
-        except Exception as error:  # its validation has a family of errors of its own
-            raise ValueError(str(error)) from error
-        model: nn.Module = transformers.AutoModelForImageClassification.from_config(config)
         return model
 
     return build
@@ -114,7 +93,9 @@ def image_shape(model: nn.Module) -> tuple[int, ...] | None:
         return tuple(made_for["input_size"])
     config = getattr(model, "config", None)
     size = getattr(config, "image_size", 224)
-    return None if config is None else (config.num_channels, *([size, size] if isinstance(size, int) else size))
+    if config is None or not hasattr(config, "num_channels"):  # as of language models
+        return None
+    return (config.num_channels, *([size, size] if isinstance(size, int) else size))
 
 
 ZOOS: tuple[Literal["torchvision", "cifar"], ...] = ("torchvision", "cifar")
@@ -122,14 +103,18 @@ ZOOS: tuple[Literal["torchvision", "cifar"], ...] = ("torchvision", "cifar")
 WITH_INIT_WEIGHTS = (torchvision.models.googlenet, torchvision.models.inception_v3)
 
 
-def zoo_names(zoo: str = "torchvision") -> tuple[str, ...]:
+def zoo_names(zoo: str = "torchvision", head: Head | None = None) -> tuple[str, ...]:
     """Return the names of the models of a zoo, sorted; of torchvision, its classifiers and then its detectors.
+
+    Args:
+        zoo: the zoo.
+        head: that models of transformers shall have; None: classifiers of images.
 
     Raises:
         ModelError: the zoo's package is not installed.
     """
     if zoo in OPTIONAL_ZOOS:
-        return optional_names(zoo)
+        return optional_names(zoo, head)
     if zoo == "cifar":
         return tuple(sorted(DEPTHS))
     return (*torchvision.models.list_models(module=torchvision.models), *torchvision_detectors())
@@ -180,6 +165,38 @@ def build_model(settings: ModelSettings, *, num_classes: int | None, image_size:
     return _pretrained(settings, builder, arguments)
 
 
+def with_head(settings: ModelSettings, task: str) -> ModelSettings:
+    """Return settings of a model of transformers with the head of a task, unless they name one or the task has none."""
+    head = next((known for known in hugging_face.CLASSES if known == task), None)
+    return replace(settings, head=head) if settings.zoo == "hf" and settings.head is None else settings
+
+
+def has_weights(settings: ModelSettings) -> bool:
+    """Return whether a model comes with weights: a file's, named ones, or those of its folder."""
+    return settings.weights is not None or settings.folder is not None
+
+
+def as_build(settings: ModelSettings) -> dict[str, Any]:
+    """Return how a model is built, as plain data for model folders; never a path."""
+    known = hugging_face.structure_of(settings)
+    head = {} if known.head is None else {"head": known.head}
+    return {"name": known.name, "zoo": known.zoo, "arguments": dict(known.arguments), **head}
+
+
+def from_build(build: Any) -> ModelSettings | None:
+    """Return the settings of `as_build`; None if the data is something else."""
+    match build:
+        case {
+            "name": str(name),
+            "zoo": "torchvision" | "cifar" | "timm" | "hf" | "ultralytics" as zoo,
+            "arguments": dict(arguments),
+        }:
+            head = build.get("head")
+            known = head is None or head in hugging_face.CLASSES
+            return ModelSettings(name, zoo, arguments=arguments, head=head) if known else None
+    return None
+
+
 def is_weights_file(settings: ModelSettings) -> bool:
     """Return whether the weights are a file's, not a torchvision name."""
     return settings.weights is not None and Path(settings.weights).suffix in SUFFIXES
@@ -190,6 +207,8 @@ def missing_weights(settings: ModelSettings) -> str | None:
 
     Weights that torchvision knows by name are missing here until they have been downloaded once.
     """
+    if (missing := hugging_face.missing_folder(settings)) is not None:
+        return missing
     if settings.weights is None:
         return None
     origin = f"; {settings.origin}" if settings.origin else ""
@@ -222,13 +241,19 @@ def _builder(settings: ModelSettings) -> Callable[..., nn.Module]:
     name, zoo = settings.name, settings.zoo
     if zoo == "own":
         raise ModelError(f"model.zoo: {name!r} is its owner's code; give that as --model file.py:factory")
-    if name not in zoo_names(zoo):
+    if settings.folder is not None:
+        if (missing := hugging_face.missing_folder(settings)) is not None:
+            raise ModelError(missing)
+        return hugging_face.builder(settings)
+    names = zoo_names(zoo, settings.head)
+    if name not in names:
         other = next((f"it is in model.zoo={other}" for other in ZOOS if name in zoo_names(other)), None)
-        raise ModelError(f"model.name: there is no model {name!r} in {zoo}; {other or nearest(name, zoo_names(zoo))}")
+        with_it = "" if settings.head is None else f" with the head {settings.head}"
+        raise ModelError(f"model.name: there is no model {name!r} in {zoo}{with_it}; {other or nearest(name, names)}")
     if zoo == "cifar":
         return partial(CifarResNet, DEPTHS[name])
     if zoo in OPTIONAL_ZOOS:
-        return optional_builder(zoo, name)
+        return optional_builder(settings)
     if is_detector(settings):
         return torchvision_detector(name)
     return cast(Callable[..., nn.Module], torchvision.models.get_model_builder(name))

@@ -38,6 +38,7 @@ class Quantized(Displayed):
         float_score: of the file that was quantized, by the function that was given; None without one.
         score: of the quantized file, likewise.
         notes: for the user.
+        lower_is_better: whether less of the score is better, as for a perplexity.
     """
 
     path: Path
@@ -48,11 +49,14 @@ class Quantized(Displayed):
     float_score: float | None = None
     score: float | None = None
     notes: tuple[str, ...] = ()
+    lower_is_better: bool = False
 
     @property
     def drop(self) -> float | None:
-        """Points that the score fell by; None without scores."""
-        return None if self.float_score is None or self.score is None else self.float_score - self.score
+        """Points that the score fell by, or rose by where less is better; None without scores."""
+        if self.float_score is None or self.score is None:
+            return None
+        return (self.score - self.float_score) if self.lower_is_better else (self.float_score - self.score)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""

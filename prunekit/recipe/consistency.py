@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from prunekit.known_names import CRITERIA, RUNTIMES
+from prunekit.known_names import CRITERIA, RUNTIMES, TASKS
 from prunekit.recipe.keys import show
 from prunekit.recipe.yaml_positions import KeyPath
 from prunekit.settings.calibration import FEWEST_IMAGES
-from prunekit.settings.inputs import BOXED, DataSettings
+from prunekit.settings.inputs import BOXED, TEXTUAL, DataSettings, ModelSettings
 from prunekit.settings.pattern import pattern_problems
 from prunekit.settings.prune import WITH_REPAIR, budget_names, facts_without_code, other_budgets, prune_contradictions
 from prunekit.settings.train import TrainSettings
@@ -24,6 +24,7 @@ ROOTS = {
     "torchvision": "the folder of torchvision's data sets",
     "coco": "the folder of a data set in the format of COCO",
     "yolo": "the folder of a data set of ultralytics",
+    "text": "a file of text, or a folder of them",
 }
 GOES_WITH = {
     "name": ("torchvision", "huggingface", "coco"),
@@ -32,6 +33,8 @@ GOES_WITH = {
     "images": ("shapes",),
     "targets": BOXED,
     "category_ids": ("coco",),
+    "tokenizer": ("text", "huggingface"),
+    "window": ("text", "huggingface"),
 }
 ROOTLESS = {"digits": "come with the package", "own": "are given as --data file.py:factory"}
 QUANTIZED = {"onnx", "openvino"}
@@ -73,13 +76,20 @@ def _root(data: Mapping[str, Any], source: Any) -> Iterator[Finding]:
 
 
 def _task(values: Mapping[str, Any]) -> Iterator[Finding]:
-    """Check that images with boxes come with the task that they are for, and the other way round."""
+    """Check that images with boxes, and texts, come with the task that they are for, and the other way round."""
     task, data = values.get("task", "image_classification"), _section(values, "data") or {}
     source = data.get("source", "digits")
     if source in BOXED and task != "detection":
         yield ("task",), f"expected 'detection', because data.source is {source!r}, which has boxes, got {show(task)}"
     elif task == "detection" and source not in (*BOXED, "own") and source in ("huggingface", *ROOTS, *ROOTLESS):
         text = f"expected {', '.join(map(repr, BOXED))} or 'own', because task is 'detection', got {show(source)}"
+        yield ("data", "source"), text
+    textual = ("text", "huggingface", "own")
+    if source == "text" and task not in TEXTUAL and task in TASKS.declared:
+        text = f"expected {', '.join(map(repr, TEXTUAL))}, because data.source is 'text', got {show(task)}"
+        yield ("task",), text
+    elif task in TEXTUAL and source not in textual and source in (*ROOTS, *ROOTLESS):
+        text = f"expected {', '.join(map(repr, textual))}, because task is {show(task)}, got {show(source)}"
         yield ("data", "source"), text
 
 
@@ -198,9 +208,24 @@ def _baseline(values: Mapping[str, Any]) -> Iterator[Finding]:
     model = _section(values, "model")
     if not model or model.get("zoo") == "own":  # whose factory may load weights itself
         return
+    if model.get("zoo") == "hf" and _is_folder(model.get("name")):
+        return
     if model.get("weights") is None and values.get("baseline") is None:
         text = "expected a mapping that says how to train the dense model, because model.weights is not given, got {}"
         yield ("baseline",), text.format("null" if "baseline" in values else "nothing")
+
+
+def _head(values: Mapping[str, Any]) -> Iterator[Finding]:
+    model = _section(values, "model") or {}
+    zoo = model.get("zoo", "torchvision")
+    if model.get("head") is not None and zoo != "hf":
+        text = f"expected nothing, because model.zoo is {show(zoo)}, got {show(model['head'])}; it goes with 'hf'"
+        yield ("model", "head"), text
+
+
+def _is_folder(name: Any) -> bool:
+    """Return whether a model of transformers is named by its folder, which has its weights."""
+    return isinstance(name, str) and ModelSettings(name, "hf").folder is not None
 
 
 def _training(values: Mapping[str, Any]) -> Iterator[Finding]:
@@ -272,6 +297,7 @@ CHECKS = (
     _budget,
     _pattern,
     _activations,
+    _head,
     _baseline,
     _training,
     _sharding,

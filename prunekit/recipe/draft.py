@@ -20,27 +20,31 @@ from prunekit.channels.trace import trace
 from prunekit.data.library_datasets import SETS
 from prunekit.data.local_files import read_npz, scan_folder
 from prunekit.data.sources import missing_data
+from prunekit.data.texts import SUFFIXES
 from prunekit.errors import DataError, ModelError, PlanError, UsageError, nearest
 from prunekit.jobs.run.dense_model import prepare
 from prunekit.jobs.run.job_inputs import Own, Prepared
-from prunekit.models.zoo import ZOOS, image_shape, missing_weights, zoo_names
+from prunekit.models.hugging_face import CONFIG, head_of
+from prunekit.models.zoo import ZOOS, has_weights, image_shape, missing_weights, zoo_names
 from prunekit.planning.solver import feasible_plan
 from prunekit.recipe.loading import load
 from prunekit.recipe.overrides import apply_override
 from prunekit.recipe.reference import find, flow
 from prunekit.recipe.yaml_positions import Document, Origin
 from prunekit.settings.calibration import CalibrationSettings
-from prunekit.settings.inputs import DataSettings, ModelSettings
+from prunekit.settings.inputs import TEXTUAL, DataSettings, Head, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.utils.files import write_text
 from prunekit.utils.user_code import is_reference, require_object
 
 SIDES = (32, 64, 96, 128, 160, 192, 224)
+HEADS_OF_TEXTS: tuple[Head, ...] = ("causal_lm", "masked_lm", "embedding")
+"""Heads that a model type may get for a text, the first that it has."""
 SIZED_IMAGES = 32
 """Images whose size is read."""
 FORMS = (
     "digits, a folder with one folder of images for each class, an .npz file, a data set of torchvision such as "
-    "CIFAR10, one of Hugging Face's such as uoft-cs/cifar10, or file.py:factory"
+    "CIFAR10, one of Hugging Face's such as uoft-cs/cifar10, a file of text or a folder of such, or file.py:factory"
 )
 
 
@@ -49,7 +53,7 @@ class DraftRequest:
     """The model and data that a recipe is written for.
 
     Attributes:
-        model: name of a zoo's model, or `file.py:factory`.
+        model: name of a zoo's model, the folder of one of transformers, or `file.py:factory`.
         data: see `FORMS`.
         zoo: zoo of the model; None: torchvision, else cifar.
         weights: of the dense model, a file or one of torchvision's names; None: it is trained first.
@@ -134,37 +138,64 @@ def _prepared(values: dict[str, Any], request: DraftRequest, command: list[str])
 def _proposed(path: Path, request: DraftRequest) -> tuple[dict[str, Any], list[str]]:
     """Return a recipe as far as it is known before data is read and a model built, and notes."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-") or "mine"
-    model = _model(request)
+    model = _model(path, request)
     data, notes = _data(path, request.data)
     if request.own.model is not None and request.weights is None:
         notes.append(f"{request.model}: it is pruned with its own weights; a section `baseline` trains it")
     if model.get("zoo") == "cifar" and "image_size" in data:
         data["image_size"] = 32
-    values: dict[str, Any] = {"name": name, "model": model, "data": data}
-    if request.weights is None and request.own.model is None:
+    textual = data["source"] == "text"
+    values: dict[str, Any] = {"name": name} | ({"task": _text_task(model)} if textual else {})
+    values |= {"model": model, "data": data}
+    if request.own.model is None and not has_weights(ModelSettings(**model)):
         values["baseline"] = {"epochs": 20, "lr": 0.05}
+    if textual:
+        values["prune"] = {"budget": {"macs": 0.8}, "criterion": "elimination", "scope": "per_mac", "round_to": 8}
+        values["repair"] = {"fit": "patch", "sequential": True}
+    else:
+        values["prune"] = {"budget": {"macs": 0.5}, "criterion": "l2", "scope": "uniform", "round_to": 8}
     values |= {
-        "prune": {"budget": {"macs": 0.5}, "criterion": "l2", "scope": "uniform", "round_to": 8},
         "finetune": {"epochs": 8, "lr": 0.02},
-        "latency": {"batches": [1, 16], "threads": [1]},
+        "latency": {"batches": [1] if textual else [1, 16], "threads": [1]},
         "device": "auto",
         "output": "runs",
     }
     return values, notes
 
 
-def _model(request: DraftRequest) -> dict[str, Any]:
+def _text_task(model: Mapping[str, Any]) -> str:
+    """Return the task that a model is for, of those that take texts: by what it has on top, or can have."""
+    settings = ModelSettings(**model)
+    if settings.folder is not None:
+        found = head_of(settings.folder)
+        if found not in TEXTUAL:
+            raise UsageError(
+                f"--data: a text is for task {', '.join(TEXTUAL)}, and the model in {settings.folder} is for "
+                f"{found or 'another'}; give data of that: --data file.py:factory"
+            )
+        return found
+    if settings.zoo != "hf":
+        return "causal_lm"  # of a model of the user's own, which a run checks
+    return next(head for head in HEADS_OF_TEXTS if settings.name in zoo_names("hf", head))
+
+
+def _model(path: Path, request: DraftRequest) -> dict[str, Any]:
     weights = {} if request.weights is None else {"weights": request.weights}
     if is_reference(request.model):
         require_object(request.model, ModelError)
         return {"name": request.model, "zoo": "own"} | weights
+    if (Path(request.model) / CONFIG).is_file() and request.zoo in (None, "hf"):
+        there = _shown(path, Path(request.model))
+        return {"name": there if "/" in there else f"./{there}", "zoo": "hf"} | weights
     if Path(request.model).is_dir():
         raise UsageError(
             f"--model {request.model}: expected the name of a zoo's model, or file.py:factory, got a folder; a recipe "
             "prunes a dense model: name that, and its state dict with --weights FILE"
         )
     zoos = ZOOS if request.zoo is None else (request.zoo,)
-    zoo = next((zoo for zoo in zoos if request.model in zoo_names(zoo)), None)
+    textual = request.zoo == "hf" and _is_text(request.data)
+    known = [name for head in HEADS_OF_TEXTS for name in zoo_names("hf", head)] if textual else []
+    zoo = next((zoo for zoo in zoos if request.model in known or request.model in zoo_names(zoo)), None)
     if zoo is None:
         near = nearest(request.model, [name for zoo in zoos for name in zoo_names(zoo)])
         others = "" if request.zoo else "; models of timm and transformers are named with --zoo timm or --zoo hf"
@@ -182,8 +213,11 @@ def _data(path: Path, asked: str) -> tuple[dict[str, Any], list[str]]:
         require_object(asked, DataError)
         return {"source": "own", "batch": 32}, []
     there = Path(asked)
-    here = path.absolute().parent == Path().absolute()
-    root = str(there if here or there.is_absolute() else there.absolute())
+    root = _shown(path, there)
+    if _is_text(asked):
+        files = [there] if there.is_file() else [file for file in there.rglob("*") if file.suffix in SUFFIXES]
+        seen = f"{there}: {sum(file.stat().st_size for file in files) / 1e6:.3g} MB of text"
+        return {"source": "text", "root": root, "window": 128, "batch": 8}, [seen]
     if there.is_dir() and any((there / name).is_file() for name in ("dataset_dict.json", "dataset_info.json")):
         return {"source": "huggingface", "root": root, "image_size": 32, "batch": 64, "augment": "crop_flip"}, []
     if there.is_dir():
@@ -203,6 +237,19 @@ def _data(path: Path, asked: str) -> tuple[dict[str, Any], list[str]]:
     raise UsageError(
         f"--data {asked}: there is no such file or folder; expected {FORMS}; {nearest(asked, ['digits', *SETS])}"
     )
+
+
+def _shown(recipe: Path, path: Path) -> str:
+    """Return a path as a recipe names it: absolute if the recipe is in another folder than this one."""
+    here = recipe.absolute().parent == Path().absolute()
+    return str(path if here or path.is_absolute() else path.absolute())
+
+
+def _is_text(asked: str) -> bool:
+    """Return whether data is a file of text, or a folder that has such at its top."""
+    path = Path(asked)
+    files = path.glob("*") if path.is_dir() else [path] if path.is_file() else []
+    return any(file.suffix in SUFFIXES for file in files)
 
 
 def _folder(folder: Path, root: str) -> tuple[dict[str, Any], list[str]]:
@@ -252,8 +299,10 @@ def _fitted(values: dict[str, Any], prepared: Prepared) -> dict[str, Any]:
     steps = max(1, images // batch)
     kinds = {type(module) for module in prepared.model.modules()}
     normed = not any(issubclass(kind, nn.modules.batchnorm._BatchNorm) for kind in kinds)
-    rates = {"optimizer": "adamw", "weight_decay": 0.05} if normed and nn.LayerNorm in kinds else {}
+    textual = prepared.splits.task.texts is not None
+    rates = {"optimizer": "adamw", "weight_decay": 0.05} if textual or (normed and nn.LayerNorm in kinds) else {}
     most = 5e-4 if rates else 0.05
+    most = 5e-5 if textual and has_weights(prepared.job.model) else most
     epochs = min(90, max(3, 600 // steps))
     made = values | {"finetune": {"epochs": max(2, epochs // 3), **rates, "lr": most / 2.5}}
     if "baseline" in values:
@@ -283,6 +332,9 @@ def _rounding(prepared: Prepared) -> int:
 def _found(prepared: Prepared) -> Iterator[str]:
     splits, model = prepared.splits, prepared.model
     counts = ", ".join(f"{len(getattr(splits, part))} for {part}" for part in ("train", "validation", "test"))
+    if splits.task.texts is not None:
+        yield f"texts: {counts}; the first has {splits.sample_shape[0]} tokens of {splits.vocabulary:,}"
+        return
     yield f"images: {counts}; {len(splits.classes)} classes; an input is {tuple(splits.sample_shape)}"
     made_for = image_shape(model)
     if made_for is not None and tuple(made_for) != tuple(splits.sample_shape):

@@ -175,6 +175,11 @@ def _with_absolute_paths(job: JobSettings, document: Document, folder: Path) -> 
     data, model = job.data, job.model
     if data.root is not None and _only_in(folder, data.root) and document.place(("data", "root")).line:
         data = replace(data, root=folder / data.root)
+    if data.tokenizer is not None and _only_in(folder, data.tokenizer) and document.place(("data", "tokenizer")).line:
+        data = replace(data, tokenizer=folder / data.tokenizer)
+    named = Path(model.name)
+    if model.zoo == "hf" and (folder / named).is_dir() and _only_in(folder, named):
+        model = replace(model, name=str(folder / named)) if document.place(("model", "name")).line else model
     weights = None if model.weights is None else Path(model.weights)
     if weights is not None and weights.suffix and _only_in(folder, weights):  # a name of weights has no suffix
         model = replace(model, weights=str(folder / weights)) if document.place(("model", "weights")).line else model

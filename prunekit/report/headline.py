@@ -100,7 +100,7 @@ def _accuracy_tile(metrics: Mapping[str, Any]) -> Iterator[Tile]:
         yield Tile(capital(label), "at chance", f"{known}: no better than one answer for all", doubtful=True)
     elif numbers.is_number(pruned) and numbers.is_number(before):
         than = "dense control" if against == "control" else "dense model"
-        detail = f"{_difference_unit(unit(metrics, name))} against the {than}"
+        detail = f"{_difference_unit(unit(metrics, name))} against the {than}{direction(metrics, name)}".strip()
         yield Tile(capital(label), numbers.difference(before, pruned), detail)
 
 
@@ -127,7 +127,7 @@ def compared(metrics: Mapping[str, Any]) -> Iterator[Row]:
         said = unit(metrics, name)
         cells = tuple(_accuracy(model, name, said, interval=name == main) for model in found)
         change = "says nothing: at chance" if guessing(metrics) else _points(before, pruned, name, said)
-        yield Row(f"{capital(label)} on the test {what}", cells, change)
+        yield Row(f"{capital(label)} on the test {what}{direction(metrics, name)}", cells, change)
     if masks := metrics.get("activations"):
         said = unit(metrics, main)
         cell, points = _accuracy(masks, main, said), _points(before, masks, main, said)
@@ -172,7 +172,7 @@ def _accuracy(model: Mapping[str, Any], name: str, said: str, *, interval: bool 
 
 def _points(before: Mapping[str, Any], pruned: Mapping[str, Any], name: str, said: str) -> str:
     difference = numbers.difference(before.get(name), pruned.get(name))
-    return difference if difference == numbers.NOTHING else f"{difference} {_difference_unit(said)}"
+    return difference if difference == numbers.NOTHING else f"{difference} {_difference_unit(said)}".rstrip()
 
 
 def _difference_unit(said: str) -> str:
@@ -226,6 +226,17 @@ def unit(metrics: Mapping[str, Any], name: str) -> str:
     """Return the unit of a score of the run's task."""
     found = metrics.get("task", {}).get("scores") or ()
     return next((score.get("unit", "%") for score in found if score["name"] == name), "%")
+
+
+def lower_is_better(metrics: Mapping[str, Any], name: str) -> bool:
+    """Return whether less of a score of the run's task is better."""
+    found = metrics.get("task", {}).get("scores") or ()
+    return any(score.get("lower_is_better", False) for score in found if score["name"] == name)
+
+
+def direction(metrics: Mapping[str, Any], name: str) -> str:
+    """Return what follows the label of a score of which less is better; empty for others."""
+    return " (lower is better)" if lower_is_better(metrics, name) else ""
 
 
 def intervals(metrics: Mapping[str, Any]) -> str:

@@ -81,4 +81,5 @@ class QuantizeSettings(Checked):
     """Number of calibration images, without labels, that ranges of activations are taken from."""
     max_drop: Annotated[float, Ge(0)] | None = 1.0
     """The most points of the main score that quantization may cost, on validation images: layers are returned to float,
-    the most sensitive first, until it costs no more. null: however much it costs."""
+    the most sensitive first, until it costs no more. A score in another unit may fall by so much of that, and a
+    perplexity may rise by so much. null: however much it costs."""

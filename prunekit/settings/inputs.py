@@ -86,6 +86,17 @@ class AugmentSettings(Checked):
 Augment = NamedAugment | AugmentSettings
 BOXED = ("shapes", "coco", "yolo")
 """Sources of images with boxes, for the task `detection`."""
+TEXTUAL = ("causal_lm", "masked_lm", "embedding")
+"""Tasks that the source `text` makes samples for, of the built-in ones."""
+Head = Literal[
+    "image_classification",
+    "text_classification",
+    "token_classification",
+    "causal_lm",
+    "masked_lm",
+    "seq2seq",
+    "embedding",
+]
 
 
 @dataclass(frozen=True)
@@ -121,17 +132,19 @@ class DataSettings(Checked):
     """
 
     source: Literal[
-        "digits", "imagefolder", "npz", "torchvision", "huggingface", "shapes", "coco", "yolo", "own"
+        "digits", "imagefolder", "npz", "torchvision", "huggingface", "shapes", "coco", "yolo", "text", "own"
     ] = "digits"  # fmt: skip
     """Where the images are from: the handwritten digits that come with the package, a folder with one folder of images
     for each class, an .npz file, a data set of torchvision or of Hugging Face, or `own`: what `--data file.py:factory`
     returns. For the task `detection`: `shapes` (drawn circles, squares and triangles with their boxes), `coco` (a
-    data set in the format of COCO) or `yolo` (one in that of ultralytics)."""
+    data set in the format of COCO) or `yolo` (one in that of ultralytics). For the tasks `causal_lm`, `masked_lm` and
+    `embedding`: `text`, and `huggingface` with a column of texts."""
     root: Path | None = None
     """Folder (imagefolder: `train/` and `test/` or `val/`, or classes alone, which are split; torchvision: where its
     files are; huggingface: what `save_to_disk` wrote; coco: `annotations/instances_train2017.json` and
     `instances_val2017.json` with `train2017/` and `val2017/`, or `train/_annotations.coco.json` with `valid/`; yolo:
-    `images/`, `labels/` and a `data.yaml`) or file (npz; yolo: a `data.yaml`)."""
+    `images/`, `labels/` and a `data.yaml`) or file (npz; yolo: a `data.yaml`). Text: a file (.txt, or .jsonl with a
+    `text` in each line), or a folder of such files."""
     name: str | None = None
     """A data set of torchvision, such as `CIFAR10`, or of Hugging Face's hub in the place of `root`, such as
     `uoft-cs/cifar10`; files are fetched only with `download`. For coco, what follows `train` and `val` in the names of
@@ -144,6 +157,12 @@ class DataSettings(Checked):
     category_ids: bool = False
     """For coco: whether a class's number is that of its category, as in torchvision's weights for COCO, which have 91
     classes with the background, of which 80 occur; else classes are numbered in their order, as by ultralytics."""
+    tokenizer: Path | None = None
+    """For texts: the folder with the tokenizer, a `tokenizer.json`; null: that of the model's folder."""
+    window: PositiveInt | None = None
+    """For texts: tokens of a sample. Of `causal_lm` and `masked_lm` the text is cut into windows of so many, of which
+    15 % are masked for `masked_lm`, the same for the same `split_seed`; of `embedding` each line that is not empty is a
+    sample, of at most so many. null: 128."""
     columns: Columns | None = None
     """For huggingface: the columns of images and labels; null: the only ones of their kind."""
     download: bool = False
@@ -175,7 +194,8 @@ class DataSettings(Checked):
     pin_memory: bool = True
     """Whether workers read into page-locked memory if the device is CUDA."""
     test_share: Annotated[float, Gt(0), Lt(1)] = 0.3
-    """Share of the images that are held out for the test, if the data has no test images of its own."""
+    """Share of the images that are held out for the test, if the data has no test images of its own. Of texts it is the
+    last part, and the one before it is for validation."""
     validation_share: Annotated[float, Gt(0), Lt(1)] = 0.1
     """Share of the images that choose the best epoch and are not trained on, if the data has no such images of its
     own."""
@@ -204,13 +224,15 @@ class ModelSettings(Checked):
     """
 
     name: str
-    """Name of the model in its zoo; for your own code the factory, `file.py:factory`."""
+    """Name of the model in its zoo; for `hf` also the folder that has it; for your own code the factory,
+    `file.py:factory`."""
     zoo: Literal["torchvision", "cifar", "timm", "hf", "ultralytics", "own"] = "torchvision"
     """Where the model is from: torchvision, the package's own ResNets, timm, transformers, ultralytics, or your own
     code. `torchvision`: its classifiers and detectors. `cifar`: ResNets for 32x32 images, `resnet8` to `resnet110`.
-    `timm`: any of its models (extra `timm`). `hf`: the image classifier of a transformers model type such as `vit`, in
-    its default configuration (extra `hf`). `ultralytics`: a detector such as `yolo11n` or `rtdetr-l` (extra
-    `ultralytics`). `own`: what `--model file.py:factory` builds."""
+    `timm`: any of its models (extra `timm`). `hf`: a transformers model type such as `vit` or `llama` in its default
+    configuration, or a folder that `save_pretrained` wrote, with its weights, which become float32 (extra `hf`);
+    nothing is downloaded, and no code of a folder is run. `ultralytics`: a detector such as `yolo11n` or `rtdetr-l`
+    (extra `ultralytics`). `own`: what `--model file.py:factory` builds."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the constructor, for `hf` of the configuration; `num_classes` is filled in from the data
     when not given, of torchvision's detectors with one more for the background, and so is their `image_size`."""
@@ -220,3 +242,13 @@ class ModelSettings(Checked):
     by `baseline`."""
     origin: str | None = None
     """Where to get weights for this recipe; shown if their file is missing."""
+    head: Head | None = None
+    """For `hf`: what the model has on top, by the name of the task that it is for; null: that of the recipe's `task`,
+    or a classifier of images."""
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of a model of transformers with its weights; None if the name is no path, or of another zoo."""
+        path = Path(self.name)
+        named = "/" in self.name or "\\" in self.name or (path / "config.json").is_file()
+        return path if self.zoo == "hf" and named else None

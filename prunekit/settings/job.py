@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -51,7 +51,9 @@ class JobSettings(Checked):
     """Which model is pruned, and where its weights are from."""
     task: Annotated[str, Registered(TASKS)] = "image_classification"
     """What the data is for: loss, metrics, and how a batch is unpacked. `segmentation` (masks, in which 255 is ignored;
-    mean IoU), `text_classification` (token ids; top-1) and your own, `file.py:object`, need data of your own."""
+    mean IoU), `text_classification` (token ids; top-1), `token_classification`, `seq2seq` and your own,
+    `file.py:object`, need data of your own. `causal_lm` and `masked_lm` (perplexity) and `embedding` (cosine to the
+    dense model; no labels) take texts, `data.source: text`."""
     data: DataSettings = field(default_factory=DataSettings)
     """Which images, how they are split, and how they become inputs."""
     baseline: TrainSettings | None = None
@@ -99,6 +101,12 @@ class JobSettings(Checked):
     """Intra-op CPU threads for training; null leaves torch's choice."""
     output: Path = Path("runs")
     """Folder that runs are written to."""
+
+    @property
+    def known_data(self) -> DataSettings:
+        """The settings of the data, with the tokenizer of the model's folder if they name none."""
+        textual = self.data.source in ("text", "huggingface") and self.data.tokenizer is None
+        return replace(self.data, tokenizer=self.model.folder) if textual else self.data
 
 
 def dump(job: JobSettings) -> str:

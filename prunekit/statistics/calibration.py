@@ -35,6 +35,8 @@ Side = Literal["input", "output"]
 PARTS = 16
 """Batches merged at a time; merging each alone costs as much as measuring a small activation."""
 FIRST_NON_FINITE = ARRAYS.index("first_non_finite")
+CHANNELS_FIRST = (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.PReLU)
+"""Modules that read channels on axis 1, also where that is as long as texts are; others keep them on the last one."""
 
 
 def calibrate(
@@ -281,13 +283,19 @@ class StatsCollector(ConsumerHooks):
             return
         if axis is None:
             module = self._targets[path]
-            plain = next(module.parameters(), None) is None
-            by_token = plain and tensor.ndim == 3 and tensor.shape[:2] == self.sequences
+            by_token = self._has_tokens(tensor) and not isinstance(module, CHANNELS_FIRST)
             axis = self._axes.get(path, 2 if by_token else channel_axis(module, tensor.ndim))
         with torch._C.DisableTorchFunction():  # these computations are not the model's
             found = self.measurable(tensor, axis)
             if found is not None:
                 self._running[key] = self._summarize(found[0], _checked_axis(*found, key))
+
+    def _has_tokens(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is (B, T, channels) of sequences, or (1, T, channels) of what all of them share."""
+        if tensor.ndim != 3 or self.sequences is None:
+            return False
+        count, length = self.sequences
+        return tensor.shape[0] in (1, count) and tensor.shape[1] == length
 
     def finish_pass(self) -> None:
         """Add the results of the finished forward pass; one that raised does not count."""

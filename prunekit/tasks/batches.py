@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import default_collate
 
 from prunekit.errors import DataError
-from prunekit.tasks.classification import LABELS
 from prunekit.tasks.collation import IMAGES, batches_among, is_image_batch, is_sample_set, samples_in_batches
 from prunekit.tasks.task import Task, get_task
+from prunekit.tasks.texts import LABELS, PaddedTexts
 from prunekit.utils.inputs import (
     MASK,
     Keywords,
@@ -102,7 +103,7 @@ class ModelBatches:
     count: int | None = None
 
     def __iter__(self) -> Iterator[InputsAndTargets]:
-        task = None if self.task is None else get_task(self.task)
+        task = None if self.task is None else get_task(self.task).bound(self.model)
         for number, batch in enumerate(self._batches(task), 1):
             yield _apart(self.model, batch, task, f"{self.where}, batch {number}")
 
@@ -126,7 +127,9 @@ class ModelBatches:
             return [([*data[at : at + IMAGES]],) for at in range(0, len(data), IMAGES)]
         if is_sample_set(data):
             names = None if task is not None else {*inspect.signature(model.forward).parameters, *LABELS}
-            return samples_in_batches(model, data, names, self.where, self.size, self.count)
+            alone = PaddedTexts() if MASK in parameter_names(model) else default_collate
+            collate = alone if task is None else task.collate
+            return samples_in_batches(model, data, names, self.where, self.size, self.count, collate)
         if isinstance(data, (Tensor, str, nn.Module)) or not (
             hasattr(data, "__iter__") or hasattr(data, "__getitem__")
         ):

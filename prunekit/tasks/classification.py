@@ -14,10 +14,9 @@ from torch.nn import functional as F
 from prunekit.errors import DataError
 from prunekit.models.outputs import auxiliary, logits
 from prunekit.tasks.task import Loss, Score, Task, register_task
+from prunekit.tasks.texts import EXTRAS, LABELS, PaddedTexts
 
 Z_95 = 1.959963984540054  # the 97.5 % quantile of the standard normal distribution
-LABELS = ("labels", "label")
-"""Names of the targets in batches of texts."""
 
 
 def cross_entropy(output: Any, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
@@ -84,11 +83,12 @@ def texts(batch: Any) -> tuple[dict[str, Tensor], Tensor]:
             transformers return it. Labels are no inputs: given them, such a model would compute a loss of its own.
     """
     label = next((name for name in LABELS if isinstance(batch, Mapping) and name in batch), None)
-    if label is None or "input_ids" not in batch or any(batch[name].ndim != 2 for name in batch if name not in LABELS):
+    inputs = {} if label is None else {name: batch[name] for name in batch if name not in (*LABELS, *EXTRAS)}
+    if label is None or "input_ids" not in batch or any(tensor.ndim != 2 for tensor in inputs.values()):
         raise DataError("expected a mapping with input_ids (B, tokens), labels (B,), and more by name")
     if batch[label].ndim != 1 or batch[label].is_floating_point():
         raise DataError("expected labels (B,) of whole numbers")
-    return {name: tensor for name, tensor in batch.items() if name not in LABELS}, batch[label]
+    return inputs, batch[label]
 
 
 TOP1 = Score("top1", "top-1", top1, _interval, most_frequent)
@@ -98,5 +98,17 @@ IMAGE_CLASSIFICATION = register_task(
 """Images (B, C, H, W) with labels (B,); the cross entropy; top-1."""
 TEXT_CLASSIFICATION = register_task(
     "text_classification", data="token ids with a label each, by name", measures="cross entropy; top-1"
-)(Task("text_classification", cross_entropy, hits, (TOP1,), texts, logits=logits, smoothed=_smoothed, samples="texts"))
+)(
+    Task(
+        "text_classification",
+        cross_entropy,
+        hits,
+        (TOP1,),
+        texts,
+        logits=logits,
+        smoothed=_smoothed,
+        samples="texts",
+        collate=PaddedTexts(),
+    )
+)
 """Token ids with labels (B,), for models that return logits, or an object with `.logits`; top-1."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from itertools import islice
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from prunekit.errors import DataError
-from prunekit.tasks.classification import LABELS
+from prunekit.tasks.texts import LABELS
 from prunekit.utils.inputs import are_images, described, images_in, is_image, takes_list
 from prunekit.utils.tensors import gather
 
@@ -36,7 +36,13 @@ def is_image_batch(model: nn.Module, batch: Any) -> bool:
 
 
 def samples_in_batches(
-    model: nn.Module, data: Any, names: Set[str] | None, where: str, size: int, count: int | None
+    model: nn.Module,
+    data: Any,
+    names: Set[str] | None,
+    where: str,
+    size: int,
+    count: int | None,
+    collate: Callable[[list[Any]], Any] = default_collate,
 ) -> Iterator[Any]:
     """Yield batches of a map-style data set.
 
@@ -47,6 +53,7 @@ def samples_in_batches(
         where: purpose of the data, for messages.
         size: of a batch.
         count: how many samples are taken, evenly spread; None: all.
+        collate: puts samples together, where they are no list of images.
 
     Raises:
         DataError: samples have different shapes, and the model takes no list of them.
@@ -56,7 +63,7 @@ def samples_in_batches(
     size = min(size, IMAGES) if takes_list(model) else size
     for start in range(0, len(chosen), size):
         samples = [_named(data[index], names, where) for index in chosen[start : start + size]]
-        yield together(model, samples, where)
+        yield together(model, samples, where, collate)
 
 
 def batches_among(model: nn.Module, data: Iterable[Any], where: str, size: int) -> Iterator[Any]:
@@ -86,7 +93,9 @@ def _is_sample(model: nn.Module, item: Any, *, flat: bool) -> bool:
     return images or (flat and bool(tensors) and all(tensor.dim() <= 1 for tensor in tensors))
 
 
-def together(model: nn.Module, samples: list[Any], where: str) -> Any:
+def together(
+    model: nn.Module, samples: list[Any], where: str, collate: Callable[[list[Any]], Any] = default_collate
+) -> Any:
     """Return samples as one batch: stacked, or as lists of images and of what belongs to each.
 
     Raises:
@@ -96,7 +105,7 @@ def together(model: nn.Module, samples: list[Any], where: str) -> Any:
     listed = are_images(model, images)
     try:
         if not (listed and takes_list(model, images[0])):
-            return default_collate(samples)
+            return collate(samples)
     except (RuntimeError, TypeError, KeyError) as error:
         if not listed:
             kind = type(samples[0]).__name__

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -48,12 +48,14 @@ class Score:
         name: its key in tables and `metrics.json`.
         label: its name in reports, as within a sentence: `mean IoU`.
         of: counts (K,) float64, or what the task's metric computes -> percent, 0 to 100, or what `unit` says; more is
-            better.
+            better unless `lower_is_better`.
         interval: the same -> ends of the 95 % interval, in percent; None for figures that have none. Of counts, the
             score is then a proportion, whose hits are the first count.
         chance: score of a model that always answers the most frequent class: the same -> percent; None if unknown.
-        unit: of its values, such as `dB`.
+        unit: of its values, such as `dB`; empty if they are plain numbers.
         interval_by: what reports call the method of the interval.
+        lower_is_better: whether less is better, as for a perplexity: best epochs, losses by int8, comparisons and
+            fronts of reports go by it.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Score:
     chance: Callable[[Any], float] | None = None
     unit: str = "%"
     interval_by: str = "Wilson"
+    lower_is_better: bool = False
 
 
 def pair(batch: Any) -> tuple[Any, Any]:
@@ -134,6 +137,13 @@ class Task:
             validation measures no loss.
         class_count: model -> the number of classes that it tells apart, as it says itself; None if it does not say. It
             must be that of the data. None: the number of `logits` tells.
+        weight: targets -> the number of things that the batch's loss is the mean over, such as tokens, by which means
+            over batches weigh it; None: of its samples.
+        binding: task and dense model -> the task, completed by what only that model knows, such as its outputs, which
+            are the targets; None: it is complete. See `bound`.
+        from_dense: whether targets are the dense model's own outputs, so that its loss has no gradient there.
+        texts: what the data source `text` makes of texts: `windows` of tokens, `masked` windows with labels, or `lines`
+            of a text each; None: nothing.
     """
 
     name: str
@@ -150,6 +160,10 @@ class Task:
     predictions: Callable[[nn.Module, tuple[Any, ...], Any], Any] | None = None
     loss_in_train_mode: bool = False
     class_count: Callable[[nn.Module], int | None] | None = None
+    weight: Callable[[Any], int] | None = None
+    binding: Callable[[Task, nn.Module], Task] | None = None
+    from_dense: bool = False
+    texts: Literal["windows", "masked", "lines"] | None = None
 
     def __post_init__(self) -> None:
         if (self.counts is None) == (self.metric is None):
@@ -188,6 +202,28 @@ class Task:
     def _wide(self, found: Any) -> Any:
         return torch.as_tensor(found, dtype=torch.float64) if self.metric is None else found
 
+    def bound(self, dense: nn.Module) -> Task:
+        """Return the task completed by what only the dense model knows; itself if it needs nothing.
+
+        Args:
+            dense: the model before it is pruned. It is kept as it is, not copied: where it is pruned in place, give a
+                copy.
+
+        Example:
+            >>> import torch
+            >>> from prunekit.tasks.task import get_task
+            >>> dense = torch.nn.Linear(4, 3)
+            >>> task = get_task("embedding").bound(dense)
+            >>> inputs, samples = task.unpack(torch.randn(8, 4))
+            >>> bool(task.loss(dense(inputs), samples).abs() < 1e-5)
+            True
+        """
+        return self if self.binding is None else replace(self.binding(self, dense), binding=None)
+
+    def weighed(self, targets: Any) -> int:
+        """Return how much the loss of a batch weighs in means over batches, see `weight`."""
+        return len(targets) if self.weight is None else self.weight(targets)
+
     def example_for_loss(self, model: nn.Module, example: tuple[Any, ...], targets: Any) -> tuple[Any, ...]:
         """Return what the model is called with where the loss is wanted, see `loss_inputs`."""
         return example if self.loss_inputs is None else self.loss_inputs(model, example, targets)
@@ -208,7 +244,11 @@ class Task:
 
 def described_task(task: Task) -> dict[str, Any]:
     """Return the names of a task, its samples and scores, their units and the method of the interval, for reports."""
-    scores = [{"name": score.name, "label": score.label, "unit": score.unit} for score in task.scores]
+    scores = [
+        {"name": score.name, "label": score.label, "unit": score.unit}
+        | ({"lower_is_better": True} if score.lower_is_better else {})
+        for score in task.scores
+    ]
     by = None if task.main.interval is None else task.main.interval_by
     return {"name": task.name, "samples": task.samples, "scores": scores, "interval": by}
 

@@ -158,27 +158,36 @@ def require_same(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) 
 
 
 class BestWeights:
-    """The weights of the epoch with the highest validation score so far; a later epoch wins a tie.
+    """The weights of the epoch with the best validation score so far; a later epoch wins a tie.
 
     Args:
         model: gets the best weights at the end.
         path: of the `.safetensors` file; None for none.
         warn: called with a message if the file cannot be written; `restore` tries again.
         trained: the model that is trained, if that is a sharded copy.
+        lower_is_better: whether the best score is the lowest.
     """
 
     def __init__(
-        self, model: nn.Module, path: Path | None, warn: Callable[[str], None], trained: nn.Module | None = None
+        self,
+        model: nn.Module,
+        path: Path | None,
+        warn: Callable[[str], None],
+        trained: nn.Module | None = None,
+        *,
+        lower_is_better: bool = False,
     ) -> None:
         self.model, self.path, self.warn = model, path, warn
         self._trained = model if trained is None else trained
-        self.epoch, self.score = 0, -1.0
+        self._sign = -1 if lower_is_better else 1
+        self.epoch = 0
+        self.score: float | None = None
         self.weights: dict[str, Tensor] = {}
         self._written = False
 
-    def offer(self, epoch: int, score: float) -> None:
-        """Keep the present weights if none were better; with a score of -1 only if no others were offered."""
-        if score >= self.score:
+    def offer(self, epoch: int, score: float | None) -> None:
+        """Keep the present weights if none were better; without a score only if none with one were offered."""
+        if self.score is None or (score is not None and self._sign * score >= self._sign * self.score):
             self.epoch, self.score = epoch, score
             self.keep()
 

@@ -12,6 +12,7 @@ from prunekit.data.datasets import SampleDataset
 from prunekit.data.loader import batches
 from prunekit.data.sources import Splits
 from prunekit.errors import DataError, ModelError
+from prunekit.hooks.wrappers import unwrapped
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import Task
 from prunekit.utils.context import seeded, training_mode
@@ -39,6 +40,7 @@ def check_fits(model: nn.Module, splits: Splits, device: torch.device) -> None:
         DataError: a sample cannot be read.
     """
     require_class_count(model, splits.task, len(splits.classes))
+    require_vocabulary(model, splits)
     if splits.task.metric is not None:
         splits.task.metric()  # which may need a package that is not installed
     inputs, targets = two_samples(splits.train)
@@ -89,6 +91,18 @@ def require_class_count(model: nn.Module, task: Task, classes: int) -> None:
             f"{type(model).__name__}: expected {classes} classes, as the data has, and its head has {count}; "
             "set model.arguments.num_classes, which torchvision's detectors count with the background, and weights "
             "that were trained for these classes"
+        )
+
+
+def require_vocabulary(model: nn.Module, splits: Splits) -> None:
+    """Raise a `ModelError` if a tokenizer has more tokens than the model embeds, as far as both say."""
+    find = getattr(unwrapped(model), "get_input_embeddings", None)
+    known = find() if callable(find) else None
+    rows = getattr(known, "num_embeddings", None)
+    if splits.vocabulary is not None and rows is not None and splits.vocabulary > rows:
+        raise ModelError(
+            f"data.tokenizer: its vocabulary has {splits.vocabulary:,} tokens, and {type(model).__name__} embeds "
+            f"{rows:,}: expected the tokenizer that the model was trained with, or a model with a larger vocab_size"
         )
 
 

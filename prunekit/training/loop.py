@@ -159,7 +159,13 @@ def fit(
     facts, warn = ({}, _warn) if checkpoints is None else (checkpoints.facts, checkpoints.warn)
     facts = {"device": device.type, "seed": seed, "batch": batch, "processes": size(), **facts}
     identity = identity_of(given, splits, settings, called, **facts)
-    best = BestWeights(given, None if checkpoint is None else Path(checkpoint), warn, trained=model)
+    best = BestWeights(
+        given,
+        None if checkpoint is None else Path(checkpoint),
+        warn,
+        trained=model,
+        lower_is_better=splits.task.main.lower_is_better,
+    )
     bar = ProgressBar(
         label,
         settings.epochs * len(train),
@@ -264,7 +270,7 @@ class TrainingLoop:
         with self.state.callbacks.around_validation():
             share_buffers(self.model)  # those of averaged weights
             validation_loss, reached = self._validate(f"epoch {at.epoch}")
-            self.state.best.offer(at.epoch, reached if self.state.callbacks.eligible_for_best() else -1.0)
+            self.state.best.offer(at.epoch, reached if self.state.callbacks.eligible_for_best() else None)
         return EpochRow(
             epoch=at.epoch,
             lr=at.lr,
@@ -337,11 +343,11 @@ class TrainingLoop:
         clamped = clamp is not None and clamp.by == "value"  # which makes Inf the limit
         if self.scaler is not None or (found := non_finite_gradient(self.model, nan_only=clamped)) is None:
             return
-        samples, sums = sum(len(targets) for _, targets in batches), EpochSums()
+        weight, sums = sum(self.task.weighed(targets) for _, targets in batches), EpochSums()
 
         def backward() -> None:
             for batch in batches:
-                self._add_gradient(batch, samples, sums, f"epoch {at.epoch}, step {at.trained}")
+                self._add_gradient(batch, weight, sums, f"epoch {at.epoch}, step {at.trained}")
 
         where = first_non_finite_gradient(self.model, backward) or f"that of parameter {found!r}"
         raise NonFiniteError(
@@ -368,16 +374,16 @@ class TrainingLoop:
 
     def _add_gradients(self, batches: Sequence[Batch], at: Position, start: float) -> None:
         """Add up the gradient of a step over its batches."""
-        samples = int(total(sum(len(targets) for _, targets in batches))[0])
+        weight = int(total(sum(self.task.weighed(targets) for _, targets in batches))[0])
         for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
             at.trained += 1
             with kept_apart(self.replica) if left else nullcontext():
-                self._add_gradient(batch, samples, at.sums, f"epoch {at.epoch}, step {at.trained}")
+                self._add_gradient(batch, weight, at.sums, f"epoch {at.epoch}, step {at.trained}")
             rate = size() * at.sums.samples / (time.perf_counter() - start)
             self.bar.step(at.sums.mean_loss, lambda: self._train_score(at), rate)
 
     def _add_gradient(self, batch: Batch, of: int, sums: EpochSums, when: str) -> None:
-        """Add the gradient of a batch, for the mean loss over the `of` samples of all processes."""
+        """Add the gradient of a batch, for the mean loss of all processes, whose batches weigh `of` together."""
         inputs, targets = to_device(batch, self.device)
         given = inputs_as_example(self.model, inputs)
         with autocast(self.settings.precision, self.device):
@@ -385,11 +391,12 @@ class TrainingLoop:
             output = call(self.replica, given)
             loss = self.state.callbacks.total_loss(self.loss(output, targets), inputs, output, targets)
             value = self._finite(loss, given, f"the loss is {{}} in {when}")
-        loss = loss * (len(targets) / of)
+        weight = self.task.weighed(targets)
+        loss = loss * (weight / max(of, 1))
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             known = self.task.counts if self.task.scores_of_loss_outputs else None
-            sums.add(value, None if known is None else known(output, targets), len(targets))
+            sums.add(value, None if known is None else known(output, targets), len(targets), weight)
 
     def _train_score(self, at: Position) -> float | None:
         """Return the main score of the epoch's training batches so far; None if the loss's outputs have none."""
@@ -405,7 +412,7 @@ class TrainingLoop:
                 output = call(self.model, given)
                 value = self._validation_loss(output, given, targets, when)
                 if counts:
-                    sums.add(value, None, len(targets))
+                    sums.add(value, None, len(targets), self.task.weighed(targets))
                     measured.add(self.task.scored(self.model, given, output), targets)
         reached = self.task.reached(measured.of_all().result())
         return None if self.task.loss_in_train_mode else sums.of_all().mean_loss, reached

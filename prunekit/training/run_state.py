@@ -32,28 +32,31 @@ from prunekit.utils.tensors import map_tensors
 
 @dataclass
 class EpochSums:
-    """Sums over the batches of an epoch so far: losses, samples, and what the task counts."""
+    """Sums over the batches of an epoch so far: losses, samples, what the task counts, and weights of the losses."""
 
     loss: float = 0.0
     samples: int = 0
     counts: list[float] = field(default_factory=list)
+    weight: int = 0
 
-    def add(self, loss: float, counts: Tensor | None, samples: int) -> None:
-        """Add a batch's mean loss, its counts (K,), if it has any, and its number of samples."""
-        self.loss += loss * samples
+    def add(self, loss: float, counts: Tensor | None, samples: int, weight: int) -> None:
+        """Add a batch's mean loss with its weight, its counts (K,), if it has any, and its number of samples."""
+        self.loss += loss * weight
         self.samples += samples
+        self.weight += weight
         self.counts = added(self.counts, [] if counts is None else counts.tolist())
 
     def of_all(self) -> EpochSums:
         """Return the sums over all processes, some of which may have had no batch."""
         each = gather_values(self)
         counts = reduce(added, (sums.counts for sums in each))
-        return EpochSums(sum(sums.loss for sums in each), sum(sums.samples for sums in each), counts)
+        loss, samples, weight = (sum(getattr(sums, name) for sums in each) for name in ("loss", "samples", "weight"))
+        return EpochSums(loss, samples, counts, weight)
 
     @property
     def mean_loss(self) -> float:
-        """The mean loss of a sample."""
-        return self.loss / self.samples
+        """The mean loss of a sample, or of what else the task's losses are means over."""
+        return self.loss / (self.weight or self.samples)  # states of earlier versions have no weights
 
 
 @dataclass

@@ -77,8 +77,10 @@ def percent(value: Any, places: int = 1) -> str:
 
 
 def in_unit(value: Any, unit: str, places: int = 2) -> str:
-    """Return a number with its unit, e.g. 98.60 % or 31.25 dB."""
-    return f"{value:.{places}f} {unit}" if is_number(value) else NOTHING
+    """Return a number with its unit, e.g. 98.60 % or 31.25 dB; one of seven digits and more as 1.2e+07."""
+    if not is_number(value):
+        return NOTHING
+    return (f"{value:.{places}f}" if abs(value) < 1e6 else f"{value:.1e}") + f" {unit}".rstrip()
 
 
 def share(value: Any, places: int = 1) -> str:

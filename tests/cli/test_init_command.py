@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from PIL import Image
+from tiny_language import bert, llama, text, write_model
 
 from prunekit.cli import cli
 from prunekit.recipe.loading import load
@@ -143,3 +144,23 @@ def test_a_file_that_is_there_stays_unless_it_is_forced(home: Path) -> None:
     assert (home / "mine.yaml").read_text() == "mine"
     run(*arguments, "--force")
     assert load("mine.yaml").model.name == "resnet8"
+
+
+def test_for_a_language_model_and_its_text(home: Path) -> None:
+    write_model(home / "tiny", llama())
+    (home / "text.txt").write_text(text(600))
+    shown = run("init", "--model", "tiny", "--data", "text.txt", "mine.yaml", "data.window=16")
+    assert "texts: 22 for train, 4 for validation, 11 for test; the first has 16 tokens of 45" in shown
+    job = load("mine.yaml")
+    assert (job.task, job.model.name, job.model.zoo, job.baseline) == ("causal_lm", "./tiny", "hf", None)
+    assert (job.data.source, job.data.root, job.data.window) == ("text", Path("text.txt"), 16)
+    assert (job.finetune.optimizer, job.finetune.lr) == ("adamw", 2e-5)
+    assert job.repair is not None
+    write_model(home / "encoder", bert())
+    run("init", "--model", "encoder", "--data", "text.txt", "other.yaml", "data.window=16")
+    assert load("other.yaml").task == "masked_lm"
+    refused = run("init", "--model", "distilbert", "--zoo", "hf", "--data", "text.txt", "third.yaml", code=2)
+    assert "data.tokenizer: texts need a tokenizer, got none" in refused
+    write_model(home / "classifier", bert("BertForSequenceClassification"))
+    refused = run("init", "--model", "classifier", "--data", "text.txt", "fourth.yaml", code=2)
+    assert "the model in classifier is for text_classification" in refused

@@ -60,7 +60,7 @@ def test_a_hit_is_the_share_of_the_class_predicted() -> None:
     assert abs(task.reached(task.counts(logits, shares)) - 100 * (0.7 + 0.3 + 0.0) / 3) < 1e-4
     sums = EpochSums()
     for _ in range(2):
-        sums.add(1.0, task.counts(logits, torch.tensor([0, 1, 2])), 3)
+        sums.add(1.0, task.counts(logits, torch.tensor([0, 1, 2])), 3, 3)
     assert (sums.samples, sums.counts, sums.mean_loss) == (6, [4.0, 6.0, 2.0, 2.0, 2.0], 1.0)
     assert abs(task.reached(sums.counts) - 200 / 3) < 1e-9
 

@@ -61,7 +61,7 @@ def diagnose_command(
     from prunekit.settings.inputs import DataSettings
     from prunekit.utils.context import resolve_device
 
-    images = job.data if job else DataSettings(source="own") if given.data else None
+    images = job.known_data if job else DataSettings(source="own") if given.data else None
     training = None if job is None else first_training(job) if whole else job.finetune
     with console.running():
         target = one_target(targets, overrides if whole else [], given, needs_module="diagnose")

@@ -53,15 +53,16 @@ def evaluate_command(
     job = None if data_recipe is None else job_of_data(data_recipe, overrides, given, whole=whole, device=device)
     check_folder(job.output if job and whole else None)
     from prunekit.jobs.evaluate import evaluate as measure
-    from prunekit.jobs.run.job_inputs import Own
+    from prunekit.jobs.run.job_inputs import Own, dense_of
     from prunekit.utils.context import resolve_device
 
-    images = job.data if job else None
+    images = job.known_data if job else None
     with console.running():
         target = model_or_trained(targets, job, given, console)
         where = resolve_device(device or (job.device if job else "auto"))
         own = Own(data=given.data)
-        result = measure(target, images, where, own, job.task if job else given.task)
+        dense = None if job is None else partial(dense_of, job, Own(given.factory))
+        result = measure(target, images, where, own, job.task if job else given.task, dense)
     if leads():
         save(result, output, "evaluate.json", console)
     console.result(result, _text(result))
@@ -69,7 +70,7 @@ def evaluate_command(
 
 def _text(result: dict[str, Any]) -> str:
     from prunekit.data.datasets import describe_corrupt
-    from prunekit.utils.display import count, in_unit, interval, percent, size
+    from prunekit.utils.display import count, in_unit, interval, size
 
     def size_of(result: dict[str, Any]) -> str:
         if "file_bytes" in result:
@@ -78,7 +79,8 @@ def _text(result: dict[str, Any]) -> str:
 
     corrupt, task = result["corrupt_images"], result["task"]
     scores = ", ".join(f"{score['label']} {in_unit(result[score['name']], score['unit'])}" for score in task["scores"])
-    guessed = f"\nNot shown to be better than chance, {percent(result.get('chance'), 2)}: one answer for all"
+    main = task["scores"][0]["unit"]
+    guessed = f"\nNot shown to be better than chance, {in_unit(result.get('chance'), main)}: one answer for all"
     chance = guessed if result.get("at_chance") else ""
     if "correct" in result:
         scores += f" {interval(result['low'], result['high'])} ({result['correct']:,} of"

@@ -125,4 +125,4 @@ def _with_data(target: InputModel, job: JobSettings | None, options: ModelOption
     from prunekit.jobs.run.job_inputs import Own
 
     own, task = Own(data=options.data), job.task if job else options.task
-    return with_data(target, job.data if job else None, own, task)
+    return with_data(target, job.known_data if job else None, own, task)

@@ -132,8 +132,13 @@ def refuse_present(path: Path, *, force: bool) -> None:
 
 @click.command("init", short_help="Write a commented recipe for a model and a data set.")
 @click.argument("arguments", nargs=-1, metavar="FILE [KEY=VALUE]...")
-@click.option("--model", required=True, metavar="NAME|FILE.py:FACTORY", help="A zoo's model, or your own.")
-@click.option("--data", required=True, metavar="DATA", help="The images, see above.")
+@click.option(
+    "--model",
+    required=True,
+    metavar="NAME|FOLDER|FILE.py:FACTORY",
+    help="A zoo's model, the folder of one of transformers, or your own.",
+)
+@click.option("--data", required=True, metavar="DATA", help="The images or texts, see above.")
 @click.option(
     "--zoo", type=click.Choice(get_args(Zoo)), help="The zoo of the model.  [default: torchvision, else cifar]"
 )
@@ -152,7 +157,8 @@ def init_command(
     """Look at a model and a data set, and write a recipe that prunes one on the other, with a comment at each key.
 
     DATA is digits (they come with the package), a folder with one folder of images for each class, an .npz file, a data
-    set of torchvision such as CIFAR10, one of Hugging Face's such as uoft-cs/cifar10, or your own FILE.py:FACTORY.
+    set of torchvision such as CIFAR10, one of Hugging Face's such as uoft-cs/cifar10, or your own FILE.py:FACTORY. A
+    file of text, or a folder of such, is for language models; the recipe's task is that of the model.
 
     For example: prunekit init --model resnet18 --data path/to/folder mine.yaml prune.budget.macs=0.4
     """

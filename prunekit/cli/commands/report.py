@@ -96,14 +96,14 @@ def _instead(run: Path) -> str:
 
 
 def _text(found: dict[str, Any]) -> str:
-    from prunekit.utils.display import count, digits, factor, interval, percent, share
+    from prunekit.utils.display import count, digits, factor, in_unit, interval, share
 
     rows = [
         (
             run["letter"],
             run["folder"],
-            f"{percent(run['value'], 2)} {interval(run['low'], run['high'])}".strip(),
-            percent(run["dense"], 2),
+            f"{in_unit(run['value'], run['unit'])} {interval(run['low'], run['high'])}".strip(),
+            in_unit(run["dense"], run["unit"]),
             f"{count(run['macs'])} ({share(run['macs_left'])})",
             f"{count(run['params'])} ({share(run['params_left'])})",
         )

@@ -138,7 +138,8 @@ class Exported(Displayed):
         if self.scores is not None:
             (name, value), *_ = self.scores.values.items()
             ends = "" if self.scores.interval is None else " " + interval(*self.scores.interval)
-            yield f"{name} of the file itself: {value:.2f} %{ends} of {self.scores.n_test} test samples"
+            reached = in_unit(value, self.scores.unit)
+            yield f"{name} of the file itself: {reached}{ends} of {self.scores.n_test} test samples"
         if self.latency:
             times = [(batch, digits(one.now_ms), digits(one.other_ms), one.gain.factor) for batch, one in self.latency]
             yield Table(("batch", "eager ms", "file ms", "speedup"), times, text=("speedup",))
@@ -155,10 +156,10 @@ class Exported(Displayed):
     def _quantized_parts(self, found: Mapping[str, Any]) -> Iterator[str | Table]:
         """Yield what int8 costs and gains."""
         if found["drop"] is not None:
-            yield (
-                f"on validation data {found['float_score']:.2f} % in float, {found['score']:.2f} % in int8: "
-                f"{found['drop']:.2f} points lost"
-            )
+            said = "%" if self.scores is None else self.scores.unit
+            whole, rounded = (in_unit(found[key], said) for key in ("float_score", "score"))
+            lost = in_unit(found["drop"], "points" if said == "%" else said)
+            yield f"on validation data {whole} in float, {rounded} in int8: {lost} lost"
         floats = [(name or "the model's own code", reason) for name, reason in found["float_layers"].items()]
         if floats:
             yield Table(("in float", "reason"), floats, text=("reason",))

@@ -47,6 +47,7 @@ from prunekit.jobs.run.run_folder import Log
 from prunekit.measure.accuracy import evaluate
 from prunekit.models.interface import ModelInterface
 from prunekit.quantization import openvino_quantization
+from prunekit.quantization.quantized import Quantized
 from prunekit.settings.deployment import QuantizeSettings
 from prunekit.utils.inputs import call, inputs_as_example, is_batched
 from prunekit.utils.tensors import gather
@@ -152,12 +153,14 @@ def quantize_export(
     data = list(_calibration(target, exported.interface, settings))
     place, _, name = QUANTIZERS[exported.format].rpartition(".")
     quantize: Callable[..., Any] = getattr(import_module(place), name)
-    score = None if target.splits is None else partial(_validation_score, kind, exported.interface, target)
+    score = None if target.splits is None else partial(_validation_merit, kind, exported.interface, target)
     log(f"int8: quantizing {exported.path}, calibrated on {min(settings.images, sum(map(_count, data)))} samples")
     with tempfile.TemporaryDirectory(suffix=".tmp", prefix=f".{path.name}.", dir=path.parent) as place:
         aside = Path(place) / "written"
         aside.mkdir()
         found = quantize(exported.path, aside / path.name, data, settings=settings, score=score, log=log)
+        if target.splits is not None and target.splits.task.main.lower_is_better:
+            found = _with_lower_better(found)
         run = kind.open(aside / path.name, threads=request.threads)
         model = one_copy(target.model)
         samples, real = real_samples(target)
@@ -209,13 +212,20 @@ def _calibration(
         yield {name: tensor.numpy() for name, tensor in zip(names, gather(example), strict=True)}
 
 
-def _validation_score(kind: ExportFormat, interface: ModelInterface, target: InputModel, file: Path) -> float:
-    """Return the main score of a file on the validation samples, in percent."""
+def _with_lower_better(found: Quantized) -> Quantized:
+    """Return a quantized file with its scores instead of the merits, their negatives, that it was chosen by."""
+    scores = [None if merit is None else -merit for merit in (found.float_score, found.score)]
+    return replace(found, float_score=scores[0], score=scores[1], lower_is_better=True)
+
+
+def _validation_merit(kind: ExportFormat, interface: ModelInterface, target: InputModel, file: Path) -> float:
+    """Return the main score of a file on the validation samples; its negative if less is better."""
     assert target.splits is not None
     held_out = batches(target.splits.validation, READ, shuffle_seed=None)
     module = ExportedModel(file, kind.name, interface, kind.open(file))
     found = evaluate(module, held_out, target.splits.task, CPU)
-    return next(iter(found.values.values()))
+    score = next(iter(found.values.values()))
+    return -score if found.lower_is_better else score
 
 
 def _dense_run(

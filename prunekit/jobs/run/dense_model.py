@@ -13,6 +13,7 @@ from torch import nn
 
 from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.trace import trace
+from prunekit.criteria.criterion import get_criterion
 from prunekit.distributed.process_group import in_turn, require_equal, size
 from prunekit.errors import PrunekitError, UsageError
 from prunekit.jobs.run.agreement import main_has, main_process_only, share_model
@@ -20,6 +21,7 @@ from prunekit.jobs.run.job_inputs import (
     RECIPE_ONLY,
     Own,
     Prepared,
+    bound_splits,
     build_of,
     job_model,
     job_optimizer,
@@ -33,6 +35,7 @@ from prunekit.jobs.run.job_inputs import (
 from prunekit.jobs.run.run_folder import Log, digest, weights_digest
 from prunekit.masks.thresholds import chosen_paths
 from prunekit.models.outputs import require_trainable
+from prunekit.models.zoo import has_weights
 from prunekit.settings.job import JobSettings
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.task import Task
@@ -87,14 +90,16 @@ def _prepared(job: JobSettings, own: Own) -> Prepared:
     device = resolve_device(job.device)
     require_sources(job, own)
     renew_code(job)
-    if job.model.weights is None and job.baseline is None and own.model is None:
+    if not has_weights(job.model) and job.baseline is None and own.model is None:
         raise UsageError(
             "model.weights is not given and there is no baseline to train: "
             "set model.weights to a name or file, or add `baseline: {epochs: ...}`"
         )
-    splits = job_splits(job.data, own, job.task)
+    splits = job_splits(job.known_data, own, job.task)
     model = job_model(job, own, splits)
     require_trainable(model)
+    _require_targets(job, splits.task)
+    splits = bound_splits(splits, model)
     check_fits(model, splits, torch.device("cpu"))
     if job.activations is not None:
         chosen_paths(model, job.activations)
@@ -104,6 +109,23 @@ def _prepared(job: JobSettings, own: Own) -> Prepared:
     structure = own_structure(model, str(own.model)) if build is None else asdict(replace(build, weights=None))
     sources = own_source(own.optimizer), own_source(job.task) if is_reference(job.task) else None
     return Prepared(job, splits, model, device, structure, job_optimizer(own), *sources)
+
+
+def _require_targets(job: JobSettings, task: Task) -> None:
+    """Raise a `UsageError` if a job needs more than a task's targets give that are the dense model's outputs."""
+    if not task.from_dense:
+        return
+    if job.model.weights is None and job.baseline is not None:
+        raise UsageError(
+            f"baseline: expected none, because the targets of task {task.name!r} are the dense model's own outputs; "
+            "give trained weights, a folder for model.name, or a factory that loads them"
+        )
+    needs = get_criterion(job.prune.criterion).needs
+    if "gradients" in needs and "curvature" not in needs:
+        raise UsageError(
+            f"prune.criterion: expected one without gradients of the loss, which are zero at the dense model whose "
+            f"outputs are the targets of task {task.name!r}, got {job.prune.criterion!r}; take elimination"
+        )
 
 
 def _check_training(name: str, settings: TrainSettings, model: nn.Module, task: Task) -> None:

@@ -6,6 +6,7 @@ tasks, ...) can be `file.py:object` in a recipe, whose code runs if that is allo
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import sys
 from dataclasses import dataclass, replace
@@ -17,14 +18,22 @@ import torch
 from torch import nn
 
 from prunekit.compaction.model_folder import load, save
+from prunekit.data.datasets import SampleDataset
 from prunekit.data.loader import Batches, batches
 from prunekit.data.sources import Splits, load_splits, missing_data
-from prunekit.data.user_data import load_own
+from prunekit.data.user_data import TaskSamples, load_own
 from prunekit.errors import DataError, UsageError
 from prunekit.models.state_dicts import load_weights
-from prunekit.models.zoo import build_model, is_weights_file, load_factory, missing_weights, model_arguments
+from prunekit.models.zoo import (
+    build_model,
+    is_weights_file,
+    load_factory,
+    missing_weights,
+    model_arguments,
+    with_head,
+)
 from prunekit.planning.plan import Plan
-from prunekit.settings.inputs import BOXED, DataSettings, ModelSettings
+from prunekit.settings.inputs import BOXED, TEXTUAL, DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.task import get_task
@@ -126,7 +135,25 @@ def job_splits(data: DataSettings, own: Own, task: str = "image_classification")
         DataError: it is missing, unreadable, or labels or samples do not fit.
         UsageError: there is no such task.
     """
-    return load_splits(data) if own.data is None else load_own(own.data, data, get_task(task))
+    return load_splits(data, task) if own.data is None else load_own(own.data, data, get_task(task))
+
+
+def bound_splits(splits: Splits, dense: nn.Module) -> Splits:
+    """Return data whose task is completed by what the dense model alone knows, see `Task.bound`.
+
+    If the targets are that model's outputs, a copy gives them, because the model itself is pruned.
+    """
+    if splits.task.binding is None:
+        return splits
+    task = splits.task.bound(copy.deepcopy(dense) if splits.task.from_dense else dense)
+
+    def bound(part: SampleDataset) -> SampleDataset:
+        if not isinstance(part, TaskSamples):
+            return part
+        return replace(part, unpacking=replace(part.unpacking, unpack=task.unpack))
+
+    train, validation, test = map(bound, (splits.train, splits.validation, splits.test))
+    return replace(splits, train=train, validation=validation, test=test, task=task)
 
 
 def job_model(job: JobSettings, own: Own, splits: Splits) -> nn.Module:
@@ -137,11 +164,23 @@ def job_model(job: JobSettings, own: Own, splits: Splits) -> nn.Module:
     """
     with seeded(job.seed):
         if own.model is None:
-            return build_model(job.model, num_classes=len(splits.classes), image_size=_image_size(splits))
+            settings = with_head(job.model, job.task)
+            return build_model(settings, num_classes=len(splits.classes) or None, image_size=_image_size(splits))
         model = load_factory(own.model)
     if job.model.weights is not None:
         load_weights(model, Path(job.model.weights))
     return model
+
+
+def dense_of(job: JobSettings, own: Own) -> nn.Module:
+    """Return the dense model of a job whose data has no classes, with its weights."""
+    with seeded(job.seed):
+        found = build_model(with_head(job.model, job.task), num_classes=None) if own.model is None else None
+    if found is None:
+        found = load_factory(str(own.model))
+        if job.model.weights is not None:
+            load_weights(found, Path(job.model.weights))
+    return found
 
 
 def job_optimizer(own: Own) -> MakeOptimizer | None:
@@ -169,7 +208,7 @@ def build_of(job: JobSettings, splits: Splits) -> ModelSettings | None:
     if job.model.zoo == "own":
         return None
     arguments = model_arguments(job.model, len(splits.classes) or None, _image_size(splits))
-    return replace(job.model, arguments=arguments, origin=None)
+    return replace(with_head(job.model, job.task), arguments=arguments, origin=None)
 
 
 def _image_size(splits: Splits) -> int | None:
@@ -215,7 +254,7 @@ def require_sources(job: JobSettings, own: Own) -> None:
         raise UsageError("model.arguments: expected none, because the model's factory takes no arguments")
     data, weights = missing_data(job.data), missing_weights(job.model)
     # Weights that torchvision knows are downloaded, but not if the data is missing.
-    if data is not None or (weights is not None and is_weights_file(job.model)):
+    if data is not None or (weights is not None and (is_weights_file(job.model) or job.model.folder is not None)):
         missing = [text for text in (data, weights) if text is not None]
         raise DataError("\n  ".join([f"{len(missing)} things are missing:", *missing]) if missing[1:] else missing[0])
 
@@ -224,6 +263,14 @@ def _require_source_of_task(job: JobSettings, own: Own) -> None:
     """Raise a `UsageError` if the data is of another task than the job."""
     if own.data is not None:
         return
+    textual = get_task(job.task).texts is not None
+    if job.data.source == "text" and not textual:
+        raise UsageError(
+            f"task is {job.task!r} and data.source is 'text': expected task {' or '.join(TEXTUAL)}, or one of your own "
+            "with `texts`; or data.source 'own' together with --data file.py:factory"
+        )
+    if textual and job.data.source in ("text", "huggingface"):
+        return
     wanted = "detection" if job.data.source in BOXED else "image_classification"
     if job.data.targets and wanted != "detection":
         raise UsageError(f"data.targets: source {job.data.source!r} has no boxes; expected one of {', '.join(BOXED)}")
@@ -231,6 +278,7 @@ def _require_source_of_task(job: JobSettings, own: Own) -> None:
         return
     holds = "images with boxes" if wanted == "detection" else "images with a label each"
     others = f"one of {', '.join(BOXED)}, or 'own'" if job.task == "detection" else "'own'"
+    others = "'text' or 'huggingface', or 'own'" if textual else others
     raise UsageError(
         f"task is {job.task!r} and data.source is {job.data.source!r}, which holds {holds}: expected data.source to be "
         f"{others} together with --data file.py:factory; or task {wanted!r}"

@@ -25,9 +25,9 @@ from prunekit.inspection.visualize.image_files import Pixels, Preprocessing, rea
 from prunekit.jobs.run.job_inputs import Own, job_splits
 from prunekit.jobs.run.model_sources import MANIFEST, InputModel, resolve
 from prunekit.jobs.sensitivity import chosen_groups
-from prunekit.models.zoo import build_model, load_factory
+from prunekit.models.zoo import build_model, from_build, load_factory
 from prunekit.planning.plan import Plan, load_plan
-from prunekit.settings.inputs import DataSettings, ModelSettings
+from prunekit.settings.inputs import DataSettings
 from prunekit.settings.job import JobSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import Task, get_task
@@ -48,13 +48,8 @@ def build_dense(folder: Path, factory: str | None = None) -> nn.Module:
     """
     manifest = read_manifest(folder)
     with seeded(0):
-        match manifest.get("build"):
-            case {
-                "name": str(name),
-                "zoo": "torchvision" | "cifar" | "timm" | "hf" | "ultralytics" as zoo,
-                "arguments": dict(given),
-            }:
-                return build_model(ModelSettings(name, zoo, arguments=given), num_classes=None)
+        if (known := from_build(manifest.get("build"))) is not None:
+            return build_model(known, num_classes=None)
         if factory is None:
             raise ModelError(
                 f"{folder}: the dense model ({manifest.get('class')}) was built by its owner's code; give that as "

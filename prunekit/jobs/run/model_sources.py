@@ -17,14 +17,33 @@ from prunekit.data.user_data import load_own
 from prunekit.errors import ArtifactError, ModelError, UsageError, nearest, reason_of
 from prunekit.formats.exported_model import is_exported, open_exported
 from prunekit.jobs.run.dense_model import prepare, train_baseline
-from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, build_of, example_of, job_model, job_splits, require_sources
+from prunekit.jobs.run.job_inputs import (
+    RECIPE_ONLY,
+    Own,
+    bound_splits,
+    build_of,
+    example_of,
+    job_model,
+    job_splits,
+    require_sources,
+)
 from prunekit.jobs.run.run_folder import Log
 from prunekit.measure.runtimes.session import Inputs, inputs_like, inputs_of
 from prunekit.models.detectors import made_for
 from prunekit.models.interface import ModelInterface, TensorSpec
 from prunekit.models.preprocessing import Preprocessing
 from prunekit.models.state_dicts import load_weights
-from prunekit.models.zoo import ZOOS, build_model, image_shape, is_detector, load_factory, load_with_example, zoo_names
+from prunekit.models.zoo import (
+    ZOOS,
+    as_build,
+    build_model,
+    has_weights,
+    image_shape,
+    is_detector,
+    load_factory,
+    load_with_example,
+    zoo_names,
+)
 from prunekit.models.zoo_preprocessing import published
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
@@ -241,10 +260,11 @@ def probe(target: InputModel) -> Any:
 
 def _from_job(job: JobSettings, own: Own, shape: tuple[int, ...] | None) -> InputModel:
     require_sources(job, own)
-    splits = job_splits(job.data, own, job.task)
+    splits = job_splits(job.known_data, own, job.task)
     model = job_model(job, own, splits)
+    splits = bound_splits(splits, model)
     inputs = None if shape else inputs_of_task(model, splits)
-    trained, known = job.model.weights is not None, interface_of_splits(splits)
+    trained, known = has_weights(job.model), interface_of_splits(splits)
     build = _build(job, splits, own)
     return InputModel(model, job.name, shape or splits.sample_shape, splits, trained, inputs, known, build)
 
@@ -254,7 +274,7 @@ def _build(job: JobSettings, splits: Splits, own: Own) -> dict[str, Any] | None:
     settings = build_of(job, splits)
     if settings is None:
         return None if own.model is None else _own(own.model)
-    return {"name": settings.name, "zoo": settings.zoo, "arguments": dict(settings.arguments)}
+    return as_build(settings)
 
 
 def _from_folder(folder: Path, factory: str | None, shape: tuple[int, ...] | None) -> InputModel:
@@ -334,8 +354,9 @@ def _from_zoo(settings: ModelSettings, shape: tuple[int, ...] | None) -> InputMo
     preprocessing, classes = published(settings, model)
     task = "detection" if is_detector(settings) else IMAGE_CLASSIFICATION.name
     known = ModelInterface((), (), task, classes, preprocessing)
-    build = {"name": settings.name, "zoo": settings.zoo, "arguments": dict(settings.arguments)}
-    return InputModel(model, settings.name, shape, trained=settings.weights is not None, interface=known, build=build)
+    return InputModel(
+        model, settings.name, shape, trained=settings.weights is not None, interface=known, build=as_build(settings)
+    )
 
 
 def _zoo_of(name: str) -> Literal["torchvision", "cifar"]:

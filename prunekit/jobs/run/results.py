@@ -37,7 +37,7 @@ from prunekit.settings.job import JobSettings
 from prunekit.settings.prune import facts_of
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import Task, described_task
-from prunekit.utils.display import Displayed, Table
+from prunekit.utils.display import Displayed, Table, in_unit
 from prunekit.utils.files import write_csv
 
 SCORE_COLUMNS = ("group", "channel", "score", "kept")
@@ -171,7 +171,7 @@ def measure(
 
 def _reached(found: Scores, task: Task) -> str:
     """Return the main score with its interval, and the other scores, in words."""
-    main, *others = (f"{found.values[score.name]:.2f} {score.unit}" for score in task.scores)
+    main, *others = (in_unit(found.values[score.name], score.unit) for score in task.scores)
     interval = "" if found.interval is None else " [{:.2f}, {:.2f}]".format(*found.interval)
     named = [f"{score.label} {value}" for score, value in zip(task.scores[1:], others, strict=True)]
     said = main if task.main.name == "top1" else f"{task.main.label} {main}"
@@ -180,10 +180,10 @@ def _reached(found: Scores, task: Task) -> str:
 
 def _at_chance(name: str, found: Scores, label: str) -> str:
     """Return a sentence on a model whose main score is no better than chance."""
-    value = next(iter(found.values.values()))
+    value, chance = (in_unit(each, found.unit) for each in (next(iter(found.values.values())), found.chance))
     return (
-        f"the {name} model's {label}, {value:.2f} %, is not shown to be better than {found.chance:.2f} %, which always "
-        "answering the most frequent class gives"
+        f"the {name} model's {label}, {value}, is not shown to be better than {chance}, which always answering the "
+        "most frequent class gives"
     )
 
 
@@ -315,7 +315,8 @@ class RunResult(Displayed):
     def validation(self) -> float | None:
         """The pruned model's score on the validation images, percent, in its best epoch; None if not fine-tuned.
 
-        A search over settings compares this, and leaves the test images alone.
+        A search over settings compares this, and leaves the test images alone. Scores of some tasks have another unit,
+        and of a perplexity less is better: minimize that.
         """
         trained: dict[str, Any] = self.metrics["trainings"].get("pruned", {})
         return trained.get("validation")

@@ -145,6 +145,10 @@ def resolved(job: JobSettings, own: Own = RECIPE_ONLY) -> JobSettings:
         data = replace(data, root=Path(data.root).absolute())
     if model.weights is not None and is_weights_file(model):
         model = replace(model, weights=str(Path(model.weights).absolute()))
+    if data.tokenizer is not None:
+        data = replace(data, tokenizer=Path(data.tokenizer).absolute())
+    if model.folder is not None:
+        model = replace(model, name=str(model.folder.absolute()))
     if model.zoo == "own":
         model = replace(model, name=absolute_reference(own.model or model.name))
     job = replace(job, data=data, model=model, output=Path(job.output).absolute())

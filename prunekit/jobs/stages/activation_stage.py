@@ -15,6 +15,7 @@ from prunekit.jobs.run.run_folder import Log
 from prunekit.masks.activation_masks import ActivationMasks
 from prunekit.masks.thresholds import ActivationBudget, ActivationThresholds, calibrate_thresholds, chosen_paths
 from prunekit.measure.accuracy import evaluate
+from prunekit.utils.display import in_unit
 
 TOLERANCE = 0.01
 """How far from its target a layer's share of zeros may be."""
@@ -83,7 +84,7 @@ def measure_masks(
     weighted = "" if budget is None or budget.by == "values" else ", weighted by MACs"
     log(
         f"test: {overall:.1%} of the masked activations are zero{weighted}; "
-        f"{task.main.label} under the masks {found.values[task.main.name]:.2f} {task.main.unit}"
+        f"{task.main.label} under the masks {in_unit(found.values[task.main.name], task.main.unit)}"
     )
     layers = [
         {

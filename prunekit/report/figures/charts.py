@@ -236,7 +236,7 @@ def curves(history: pd.DataFrame, labels: Mapping[str, str] = LABELS, unit: str 
             reached.plot(rows["epoch"], rows[column], label=name, **style)
         kind = "cross entropy" if score in LABELS else "loss"
         loss.set(title="Loss (dashed: training, solid: validation)", xlabel="epoch", ylabel=kind)
-        reached.set(title=f"Validation {label}", xlabel="epoch", ylabel="percent" if unit == "%" else unit)
+        reached.set(title=f"Validation {label}", xlabel="epoch", ylabel="percent" if unit == "%" else unit or label)
         if _wide(history[["train_loss", "validation_loss"]]):
             loss.set_yscale("log")
             # The default labels are mathematics, which an SVG that keeps its text as text shows as source.

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from prunekit.measure.latency.row_text import setting_text
 from prunekit.report.figures.charts import COLORS, INK, SPARE_COLORS, canvas, svg
-from prunekit.report.headline import model, scores
+from prunekit.report.headline import lower_is_better, model, scores
 from prunekit.report.run_data import Run, recipe_of
 from prunekit.utils.display import is_number
 
@@ -52,6 +52,11 @@ class ComparedRun:
     def score(self) -> tuple[str, str]:
         """Name and label of the main score."""
         return scores(self.run.metrics)[0]
+
+    @property
+    def lower_is_better(self) -> bool:
+        """True if less of the main score is better."""
+        return lower_is_better(self.run.metrics, self.score[0])
 
     @property
     def data(self) -> dict[str, Any]:
@@ -93,6 +98,7 @@ class Point:
         group: points with the same group are comparable.
         sizes: multiply-accumulates and parameters of the model.
         stable: whether the cost supports a claim.
+        lower_is_better: whether less of the score is better.
     """
 
     label: str
@@ -104,6 +110,12 @@ class Point:
     cost_ends: tuple[float, float] | None = None
     score_ends: tuple[float, float] | None = None
     stable: bool = True
+    lower_is_better: bool = False
+
+    @property
+    def merit(self) -> float:
+        """The score, with its sign turned if less is better."""
+        return -self.score if self.lower_is_better else self.score
 
 
 def settings(found: Sequence[ComparedRun]) -> list[str]:
@@ -117,7 +129,15 @@ def by_macs(found: Sequence[ComparedRun]) -> list[Point]:
     """Return scores against multiply-accumulates; dense models and controls that runs share are one point."""
     points = [
         Point(
-            side.letter, kind, side.tested, _sizes(row), float(row["macs"]), float(row[side.score[0]]), None, _ends(row)
+            side.letter,
+            kind,
+            side.tested,
+            _sizes(row),
+            float(row["macs"]),
+            float(row[side.score[0]]),
+            None,
+            _ends(row),
+            lower_is_better=side.lower_is_better,
         )
         for side in found
         for kind in ("dense", "control", "pruned")
@@ -141,7 +161,8 @@ def _timed(side: ComparedRun, setting: str) -> Iterator[Point]:
         ends = (float(low), float(high)) if is_number(low) and is_number(high) else None
         score, stable = float(model[side.score[0]]), bool(row.get("stable", True))
         cost = float(row["median_ms"])
-        yield Point(side.letter, kind, side.machine, _sizes(model), cost, score, ends, _ends(model), stable)
+        known, lower = (score, ends, _ends(model), stable), side.lower_is_better
+        yield Point(side.letter, kind, side.machine, _sizes(model), cost, *known, lower)
 
 
 def _sizes(model: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -177,6 +198,7 @@ def once(points: Sequence[Point]) -> Iterator[Point]:
             (min(low for low, _ in ends), max(high for _, high in ends)) if ends else None,
             middle.score_ends,
             all(point.stable for point in alike),
+            middle.lower_is_better,
         )
 
 
@@ -194,8 +216,8 @@ def front(points: Sequence[Point]) -> list[Point]:
     It has the points that support a claim, and for which no other has a better score at no more cost.
     """
     best: list[Point] = []
-    for point in sorted((one for one in points if one.stable), key=lambda one: (one.cost, -one.score)):
-        if not best or point.score > best[-1].score:
+    for point in sorted((one for one in points if one.stable), key=lambda one: (one.cost, -one.merit)):
+        if not best or point.merit > best[-1].merit:
             best.append(point)
     return best
 
@@ -217,7 +239,7 @@ def pareto(panels: Sequence[Panel], score: str, unit: str = "%") -> Markup:
     with canvas(columns, rows, 3.5 * rows + 0.4, "pareto", used=len(panels)) as (figure, all_axes):
         for axes, (title, cost, points) in zip(all_axes, panels, strict=False):
             _panel(axes, points)
-            axes.set(title=title, xlabel=cost, ylabel=f"{score}, {unit}")
+            axes.set(title=title, xlabel=cost, ylabel=f"{score}, {unit}".rstrip(", "))
         figure.legend(handles=_legend(panels), loc="outside upper right", ncols=6)
         names = ", ".join(f"{score} against {cost} ({title})" for title, cost, _ in panels)
         return svg(figure, f"{names}; all figures are in the tables")

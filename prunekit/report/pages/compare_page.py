@@ -24,7 +24,7 @@ from prunekit.report.figures.pareto import (
     pareto,
     settings,
 )
-from prunekit.report.headline import PROVEN, capital, guessing, intervals, reference, unit
+from prunekit.report.headline import PROVEN, capital, direction, guessing, intervals, reference, unit
 from prunekit.report.pages.run_page import write_report
 from prunekit.report.rendering import linked, write
 from prunekit.report.run_data import read_run
@@ -54,7 +54,7 @@ def write_comparison(folders: Sequence[Path], page: Path) -> dict[str, Any]:
         if not (side.run.folder / PAGE).exists():
             write_report(side.run.folder)
     result = compared(found)
-    score = " or ".join(dict.fromkeys(side.score[1] for side in found))
+    score = " or ".join(dict.fromkeys(side.score[1] + direction(side.run.metrics, side.score[0]) for side in found))
     units = " or ".join(dict.fromkeys(unit(side.run.metrics, side.score[0]) for side in found))
     panels = [panel for panel in _panels(found) if panel[2]]
     write(
@@ -110,6 +110,7 @@ def _run(side: ComparedRun) -> dict[str, Any]:
         "letter": side.letter,
         "folder": str(side.run.folder),
         "unit": unit(metrics, name),
+        "lower_is_better": side.lower_is_better,
         "name": str(metrics.get("name") or side.run.folder.resolve().parent.name),
         "started": side.run.status.get("started"),
         "score": capital(label),

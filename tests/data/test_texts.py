@@ -1,0 +1,207 @@
+"""Texts as data: windows, masks, lines and blocks, and what is wrong with files and tokenizers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_language import SPECIAL, WORDS, text, write_tokenizer
+from torch import Tensor
+
+from prunekit.data.sources import Splits, load_splits
+from prunekit.data.text_tokenizer import PIECE, _pieces
+from prunekit.errors import DataError, UsageError
+from prunekit.settings.inputs import DataSettings
+from prunekit.tasks.texts import IGNORED
+
+MASK, BEGIN, END, PAD = (SPECIAL.index(name) for name in ("[MASK]", "[CLS]", "[SEP]", "[PAD]"))
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> DataSettings:
+    write_tokenizer(tmp_path / "tokens")
+    (tmp_path / "text.txt").write_text(text(1000))
+    return DataSettings("text", root=tmp_path / "text.txt", tokenizer=tmp_path / "tokens", window=10)
+
+
+def rows(splits: Splits, part: str) -> Tensor:
+    data = getattr(splits, part)
+    inputs, _ = data.fetch(torch.arange(len(data)))
+    return inputs["input_ids"]
+
+
+def ids_of(words: str) -> list[int]:
+    return [len(SPECIAL) + WORDS.index(word) for word in words.split()]
+
+
+def test_windows_are_the_text_in_blocks(settings: DataSettings) -> None:
+    splits = load_splits(settings, "causal_lm")
+    parts = [rows(splits, name) for name in ("train", "validation", "test")]
+    assert [len(part) for part in parts] == [60, 10, 30]
+    assert torch.cat(parts).flatten().tolist() == ids_of(text(1000))
+    assert (splits.sample_shape, splits.vocabulary, splits.classes) == ((10,), len(SPECIAL) + len(WORDS), ())
+    inputs, following = splits.test.fetch(torch.tensor([0, 1]))
+    assert list(inputs) == ["input_ids"]
+    assert torch.equal(following[:, :-1], inputs["input_ids"][:, 1:])
+    assert load_splits(settings, "causal_lm").fingerprint == splits.fingerprint
+    other = load_splits(replace(settings, window=20), "causal_lm")
+    assert other.fingerprint != splits.fingerprint
+    assert len(rows(other, "test")) == 15
+
+
+def test_masks_are_drawn_once_as_bert_draws_them(settings: DataSettings, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokens", special=True)
+    (tmp_path / "text.txt").write_text(text(20000))
+    settings = replace(settings, window=50)
+    splits = load_splits(settings, "masked_lm")
+    inputs, labels = splits.train.fetch(torch.arange(len(splits.train)))
+    ids = inputs["input_ids"]
+    assert set(ids[:, 0].tolist()) == {BEGIN}
+    assert set(ids[:, -1].tolist()) == {END}
+    counted = labels != IGNORED
+    assert not counted[:, [0, -1]].any()
+    assert bool(counted.any(1).all())
+    known = torch.where(counted, labels, ids)[:, 1:-1].flatten()
+    assert known.tolist() == ids_of(text(20000))[: len(known)]
+    shares = [float(counted[:, 1:-1].float().mean())]
+    shares += [float(found.float().mean()) for found in (ids[counted] == MASK, ids[counted] == labels[counted])]
+    assert shares == pytest.approx([0.15, 0.8, 0.1 + 0.1 / 45], abs=0.02)
+    again, _ = splits.train.fetch(torch.tensor([3]), draw=(1, 2))
+    assert torch.equal(again["input_ids"][0], ids[3])
+    drawn = load_splits(replace(settings, split_seed=1), "masked_lm")
+    assert not torch.equal(rows(drawn, "train"), ids)
+    one = load_splits(replace(settings, window=3), "masked_lm")
+    assert bool((one.train.fetch(torch.arange(200))[1][:, 1] != IGNORED).all())
+
+
+def test_lines_are_texts_of_several_lengths(settings: DataSettings, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokens", special=True)
+    lines = ["w1 w2", "", "w3", "   ", "w4 w5 w6 w7 w8 w9 w10 w11 w12", "w7", "w8 w9", "w1", "w2", "w3 w3"]
+    (tmp_path / "text.txt").write_text("\n".join(lines))
+    splits = load_splits(replace(settings, window=6, test_share=0.25, validation_share=0.25), "embedding")
+    assert [len(part) for part in (splits.train, splits.validation, splits.test)] == [4, 2, 2]
+    inputs, samples = splits.train.fetch(torch.tensor([0, 1, 2]))
+    first, last = ids_of("w1 w2"), ids_of("w4 w5 w6 w7")
+    assert inputs["input_ids"].tolist() == [
+        [BEGIN, *first, END, PAD, PAD],
+        [BEGIN, *ids_of("w3"), END, PAD, PAD, PAD],
+        [BEGIN, *last, END],
+    ]
+    assert inputs["attention_mask"].sum(1).tolist() == [4, 3, 6]
+    assert [sorted(sample) for sample in samples] == [["attention_mask", "input_ids"]] * 3
+
+
+def test_files_of_a_folder_and_lines_of_json_follow_each_other(settings: DataSettings, tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "b.txt").write_text("w3 w4")
+    entries = [json.dumps({"text": words, "more": 1}) for words in ("w1", "w2 w2 w2 w2 w2 w2 w2 w2")]
+    (folder / "a.jsonl").write_text("\n\n".join(entries))
+    (folder / "c.md").write_text("w9")
+    found = load_splits(replace(settings, root=folder, window=3), "causal_lm")
+    ids = torch.cat([rows(found, name) for name in ("train", "validation", "test")]).flatten().tolist()
+    between = [END]  # the end token separates texts
+    assert ids == [*ids_of("w1"), *between, *ids_of("w2 " * 8), *between, *ids_of("w3")]
+    (folder / "d.txt").write_text("w5\nw6\n")
+    lines = load_splits(replace(settings, root=folder, window=3), "embedding")
+    assert [len(part) for part in (lines.train, lines.validation, lines.test)] == [2, 1, 2]
+
+
+def test_long_texts_are_read_in_pieces_that_end_with_lines() -> None:
+    whole = ("word " * 20 + "\n\n") * (2 * PIECE // 100)
+    pieces = list(_pieces(whole))
+    assert len(pieces) == 3
+    assert "".join(pieces) == whole
+    assert all(piece.endswith("\n") and not piece[0].isspace() for piece in pieces)
+    assert list(_pieces("x" * (2 * PIECE))) == ["x" * (2 * PIECE)]
+
+
+def test_columns_of_texts_keep_their_parts(settings: DataSettings, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="the extra hf-data is not installed")
+    parts = {"train": ["w1 w2 w3"] * 8, "test": ["w4 w5", "w6 w7 w8"]}
+    saved = datasets.DatasetDict({name: datasets.Dataset.from_dict({"text": rows}) for name, rows in parts.items()})
+    saved.save_to_disk(str(tmp_path / "saved"))
+    known = replace(settings, source="huggingface", root=tmp_path / "saved", window=2)
+    found = load_splits(known, "causal_lm")
+    assert [len(part) for part in (found.train, found.validation, found.test)] == [13, 2, 3]
+    assert rows(found, "test").tolist() == [ids_of("w4 w5"), [END, *ids_of("w6")], ids_of("w7 w8")]
+    other = datasets.Dataset.from_dict({"a": ["w1"], "b": ["w2"]})
+    other.save_to_disk(str(tmp_path / "two"))
+    with pytest.raises(UsageError, match="expected a column named text, or one of strings alone, got a, b"):
+        load_splits(replace(known, root=tmp_path / "two"), "causal_lm")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "task", "message"),
+    [
+        ("short.txt", b"w1 w2 w3", "causal_lm",
+         r"windows of 10 tokens: expected at least 4, .* got 0 of 3 tokens; give more text, or set a smaller data\.w"),
+        ("few.txt", b"w1\n\nw2", "embedding", r"lines: expected at least 4, of which training needs two, got 2 of 2"),
+        ("image.txt", b"\xff\xd8\xff", "causal_lm", r"expected text in UTF-8, but byte 0 is none"),
+        ("zeros.txt", b"a\0b", "causal_lm", "there are zero bytes in it"),
+        ("rows.jsonl", b'{"text": "w1"}\n\n{"words": 3}', "causal_lm", r'line 3: expected an object with a "text"'),
+        ("odd.jsonl", b"{", "causal_lm", r"line 1: expected a JSON object, but"),
+        ("all.txt", b"w1", "masked_lm", r"windows of 10 tokens: expected at least 4"),
+    ],
+)  # fmt: skip
+def test_files_that_are_no_texts(
+    settings: DataSettings, tmp_path: Path, name: str, content: bytes, task: str, message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        load_splits(replace(settings, root=tmp_path / name), task)
+
+
+def no_tokenizer(settings: DataSettings, folder: Path) -> DataSettings:
+    return replace(settings, tokenizer=None)
+
+
+def no_file(settings: DataSettings, folder: Path) -> DataSettings:
+    return replace(settings, tokenizer=folder)
+
+
+def damaged(settings: DataSettings, folder: Path) -> DataSettings:
+    (folder / "tokens" / "tokenizer.json").write_text("{}")
+    return settings
+
+
+def narrow(settings: DataSettings, folder: Path) -> DataSettings:
+    write_tokenizer(folder / "tokens", special=True)
+    return replace(settings, window=2)
+
+
+def images(settings: DataSettings, folder: Path) -> DataSettings:
+    return replace(settings, augment="flip")
+
+
+def missing(settings: DataSettings, folder: Path) -> DataSettings:
+    return replace(settings, root=folder / "nothing")
+
+
+def empty(settings: DataSettings, folder: Path) -> DataSettings:
+    (folder / "empty").mkdir()
+    return replace(settings, root=folder / "empty")
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        (no_tokenizer, UsageError, r"data\.tokenizer: texts need a tokenizer, got none: give the folder that has its"),
+        (no_file, DataError, r"data\.tokenizer: .*tokenizer\.json does not exist: expected a folder with"),
+        (damaged, DataError, r"expected a tokenizer as the package tokenizers writes it, but"),
+        (narrow, UsageError, r"data\.window: expected more than the 2 tokens around each text, got 2"),
+        (images, UsageError, r"data\.augment would change nothing"),
+        (missing, DataError, r"data\.root: .*nothing does not exist; expected a file of text"),
+        (empty, DataError, r"or a folder with \.txt or \.jsonl files, found none"),
+    ],
+)
+def test_what_is_missing_is_said(
+    settings: DataSettings, tmp_path: Path, change: Callable[..., Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        load_splits(change(settings, tmp_path), "masked_lm")
