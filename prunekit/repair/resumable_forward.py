@@ -67,6 +67,7 @@ class ResumableRun(CallInterceptor):
         storages = map(storage_of, [*model.parameters(), *model.buffers()])
         self._fixed = frozenset(storage.data_ptr() for storage in storages if storage is not None)
         self._learning = False
+        self._empty: dict[Blank, Tensor] = {}  # of earlier passes, as making them takes longer than the calls
         self._kept: PassState | None = None
         self._depth = 0
         self._begin(None, 0, 0)
@@ -371,7 +372,9 @@ class ResumableRun(CallInterceptor):
         if kept is not None:
             return self._marked(kept, blank.key)
         if blank.key not in self._blanks:
-            self._blanks[blank.key] = self._marked(blank.tensor(), blank.key, blank)
+            if blank not in self._empty:
+                self._empty[blank] = blank.tensor()
+            self._blanks[blank.key] = self._marked(self._empty[blank], blank.key, blank)
             self._blank_ids.add(id(self._blanks[blank.key]))
         return self._blanks[blank.key]
 
