@@ -230,10 +230,10 @@ def with_gains(model: nn.Module, stats: PatchStats, inputs: Any, read: ReadOutpu
     with training_mode(copy, False), torch.no_grad():
         given = inputs_as_example(model, inputs)
         judge, counted = OutputComparison.of(copy, given, read), counted_positions(copy, given)
-        run = partial(judge.values, copy, given, counted)
-        dense = run()
-        gains = _gains_by_gradients(copy, stats, judge, given, dense)
+        gains = _gains_by_gradients(copy, stats, judge, given)
         if gains is None:
+            run = partial(judge.values, copy, given, counted)
+            dense = run()
             layers = tracked(stats.layers, "gains", unit="layer")
             gains = [_gain(_Change.of(moments, tensors, modules), tensors, modules, run, dense) for moments in layers]
     known = [gain for gain in gains if gain is not None]
@@ -285,23 +285,21 @@ def _gains_by_gradients(
     stats: PatchStats,
     judge: OutputComparison,
     inputs: tuple[Any, ...],
-    dense: list[tuple[int | str, Tensor]],
 ) -> list[float | None] | None:
     """Return the gain of each layer, None where it is none; None altogether if gradients don't reach all of them.
+
+    Samples run one at a time, so that outputs as wide as a vocabulary take little memory.
 
     Args:
         model: whose parameters then require no gradients.
         stats: with its layers.
         judge: that compares outputs.
         inputs: samples.
-        dense: compared tensors of all samples.
     """
     if judge.weights or not stats.layers:
         return None
-    spread = RelativeError()
-    for key, values in dense:
-        spread.add(key, values, values)
-    around = spread.variations(0.0)
+    samples = sample_count(inputs)
+    each = [select_samples(inputs, slice(index, index + 1)) for index in range(samples)]
     tensors, modules = dict(named_tensors(model)), dict(model.named_modules())
     changes = [_Change.of(moments, tensors, modules) for moments in stats.layers]
     wanted = {name for one in changes for name in (one.layer.weight, one.layer.bias, f"{one.layer.norm}.bias")}
@@ -310,11 +308,13 @@ def _gains_by_gradients(
         tensor.requires_grad_(False)
     for tensor in parameters.values():
         tensor.requires_grad_(True)
-    samples = sample_count(inputs)
-    probes, squares = -(-PROBES // samples), [0.0] * len(changes)
+    probes, squares, spread = -(-PROBES // samples), [0.0] * len(changes), RelativeError()
     try:
-        for index in tracked(range(samples), "gains", unit="sample"):
-            one = select_samples(inputs, slice(index, index + 1))
+        for one in each:
+            for key, values in judge.values(model, one, counted_positions(model, one)):
+                spread.add(key, values, values)
+        around = spread.variations(0.0)
+        for one in tracked(each, "gains", unit="sample"):
             with torch.enable_grad():
                 output = plain_in(judge.read.of(call(model, one)))
                 counted = counted_positions(model, one)
@@ -327,8 +327,8 @@ def _gains_by_gradients(
                     total, list(parameters.values()), retain_graph=number < probes, materialize_grads=True
                 ), strict=True))  # fmt: skip
                 squares = [
-                    square + one.along(gradients, modules) ** 2 / probes
-                    for square, one in zip(squares, changes, strict=True)
+                    square + change.along(gradients, modules) ** 2 / probes
+                    for square, change in zip(squares, changes, strict=True)
                 ]
     except (RuntimeError, NotImplementedError, IndexError, AttributeError):
         return None  # an operator without a gradient, or an output that changes with the number of samples
