@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -96,8 +97,10 @@ def require_class_count(model: nn.Module, task: Task, classes: int) -> None:
 
 def require_vocabulary(model: nn.Module, splits: Splits) -> None:
     """Raise a `ModelError` if a tokenizer has more tokens than the model embeds, as far as both say."""
-    find = getattr(unwrapped(model), "get_input_embeddings", None)
-    known = find() if callable(find) else None
+    find = None if splits.vocabulary is None else getattr(unwrapped(model), "get_input_embeddings", None)
+    known = None
+    with suppress(NotImplementedError):  # of models that embed no tokens, as wav2vec 2.0
+        known = find() if callable(find) else None
     rows = getattr(known, "num_embeddings", None)
     if splits.vocabulary is not None and rows is not None and splits.vocabulary > rows:
         raise ModelError(

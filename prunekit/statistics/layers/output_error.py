@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -315,7 +316,8 @@ def _gains_by_gradients(
                 spread.add(key, values, values)
         around = spread.variations(0.0)
         for one in tracked(each, "gains", unit="sample"):
-            with torch.enable_grad():
+            with torch.enable_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # of models that look at values, which then have gradients
                 output = plain_in(judge.read.of(call(model, one)))
                 counted = counted_positions(model, one)
                 generator = torch.Generator().manual_seed(_number_of(one, counted))
