@@ -61,7 +61,7 @@ class ConfigSearch:
     def __init__(self, model: Any, config: Any) -> None:
         self.cls = original_of(type(model))
         self.config = config
-        self._attributes = _whole_numbers(model)
+        self._attributes = whole_numbers(model)
         self._names = {name for name, _ in named_tensors(model)}
         self._built: dict[tuple[tuple[str, int], ...], dict[str, tuple[int, ...]] | None] = {}
         self._pinned: Changes = {}
@@ -261,7 +261,7 @@ def _may_be_number(key: str) -> bool:
     return not key.endswith(("_token_id", "_ids", "label", "id2label", "dtype", "_name_or_path", "version"))
 
 
-def _whole_numbers(model: nn.Module) -> dict[str, set[int]]:
+def whole_numbers(model: nn.Module) -> dict[str, set[int]]:
     """Return the whole numbers that are attributes of modules, by name."""
     found: dict[str, set[int]] = {}
     for module in model.modules():

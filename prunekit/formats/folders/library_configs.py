@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import warnings
@@ -9,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.formats.folders.builders import Builder, builders
 from prunekit.models.interface import ModelInterface
+from prunekit.models.library_config import ConfigSearch, quiet_library, shapes_of, whole_numbers
 from prunekit.models.preprocessing import Preprocessing
 from prunekit.utils.context import set_mode, without_gradients
 from prunekit.utils.files import write_json
@@ -80,14 +80,10 @@ def library_loading(
         return tried(model, found, example, interface, build, weights)
 
 
-def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in named_tensors(model)}
-
-
 def _first_misfit(dense: nn.Module, model: nn.Module) -> str:
     """Return the first tensor of a model that the dense one has in another shape."""
-    theirs = _shapes(dense)
-    name, shape = next((name, shape) for name, shape in _shapes(model).items() if theirs.get(name) != shape)
+    theirs = shapes_of(dense)
+    name, shape = next((name, shape) for name, shape in shapes_of(model).items() if theirs.get(name) != shape)
     return (
         "no configuration that was tried has the widths of all its layers; the first that differs from the dense model "
         f"is `{name}`, {shape} of {theirs.get(name)}"
@@ -97,8 +93,8 @@ def _first_misfit(dense: nn.Module, model: nn.Module) -> str:
 def _sizes(dense: nn.Module, model: nn.Module) -> dict[int, set[int]]:
     """Return the sizes that axes of each dense size have in a model."""
     found: dict[int, set[int]] = {}
-    ours = _shapes(model)
-    for name, shape in _shapes(dense).items():
+    ours = shapes_of(model)
+    for name, shape in shapes_of(dense).items():
         for before, after in zip(shape, ours.get(name, shape), strict=False):
             found.setdefault(before, set()).add(after)
     return found
@@ -113,7 +109,7 @@ def _choices(options: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:
 def _fitting(make: Callable[[], nn.Module], model: nn.Module) -> bool:
     """Return whether a constructor makes tensors of the shapes of a model."""
     with suppress(Exception):  # sizes that the constructor refuses
-        return _shapes(Builder(make, "").skeleton()[0]) == _shapes(model)
+        return shapes_of(Builder(make, "").skeleton()[0]) == shapes_of(model)
     return False
 
 
@@ -126,23 +122,10 @@ def _transformers(
     weights: Path,
 ) -> LibraryLoading:
     cls, config = original_of(type(model)), model.config
-    dense = builder.skeleton()[0]
-    sizes = _sizes(dense, model)
-    named = _attributes(model)
-    options: dict[str, list[Any]] = {}
-    for key, value in config.to_dict().items():
-        if type(value) is int and value > 1:
-            others = sizes.get(value, set()) | named.get(key, set())
-            if others - {value}:
-                options[key] = [value, *sorted(others - {value})]
-    for chosen in _choices(options):
-
-        def made(chosen: Mapping[str, Any] = chosen) -> Any:
-            return type(config).from_dict({**config.to_dict(), **chosen})
-
-        if not _fitting(lambda made=made: cls(made()), model):  # type: ignore[misc]
-            continue
-        entries = json.loads(made().to_json_string(use_diff=False))
+    search, wanted, reason = ConfigSearch(model, config), shapes_of(model), ""
+    for chosen in itertools.chain([{}] if search.dense == wanted else [], search.fitting(wanted)):
+        made = search.made(chosen) if chosen else config
+        entries = json.loads(made.to_json_string(use_diff=False))
         entries |= {"architectures": [cls.__name__]}
         if interface.classes and len(interface.classes) == config.num_labels:
             entries["id2label"] = {str(index): name for index, name in enumerate(interface.classes)}
@@ -151,34 +134,14 @@ def _transformers(
         if not reason:
             code = f"from transformers import {cls.__name__}\n\nmodel = {cls.__name__}.from_pretrained(FOLDER).eval()"
             return LibraryLoading("transformers", entries, code)
-        return LibraryLoading("transformers", None, reason=reason)
-    return LibraryLoading("transformers", None, reason=_first_misfit(dense, model))
+    return LibraryLoading("transformers", None, reason=reason or _first_misfit(builder.skeleton()[0], model))
 
 
 def _from_pretrained(cls: Any, folder: str) -> nn.Module:
     """Load a model as transformers does, without its progress bars."""
-    logging: Any = import_module("transformers.utils.logging")
-    shown = logging.is_progress_bar_enabled()
-    level = logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
+    with quiet_library():
         model: nn.Module = cls.from_pretrained(folder, local_files_only=True)
         return model
-    finally:
-        logging.set_verbosity(level)
-        if shown:
-            logging.enable_progress_bar()
-
-
-def _attributes(model: nn.Module) -> dict[str, set[int]]:
-    """Return the whole numbers that are attributes of modules, by name."""
-    found: dict[str, set[int]] = {}
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if type(value) is int:
-                found.setdefault(name, set()).add(value)
-    return found
 
 
 def _timm(
@@ -229,7 +192,7 @@ def _timm_arguments(dense: Any, model: nn.Module) -> Iterator[dict[str, Any]]:
     width = getattr(dense, "embed_dim", None)
     if type(width) is int:
         options["embed_dim"] = sorted(sizes.get(width, set()) | {width}, reverse=True)
-    heads = _attributes(model).get("num_heads", set())
+    heads = whole_numbers(model).get("num_heads", set())
     if heads:
         options["num_heads"] = sorted(heads)
     first = [getattr(module, "fc1", None) for module in model.modules()]
