@@ -225,6 +225,10 @@ class _ObjectiveState:
             which = np.flatnonzero(self._sizes[left] == size)
             if size and which.size:
                 columns = stacked[torch.from_numpy(self._place[left[which]]).to(stacked.device)]  # (n, size)
+                if size == 1:  # a division each; whole columns are summed, as picking them takes longer
+                    found = torch.linalg.vector_norm(self._weight, dim=0).square() / self._inverse.diagonal()
+                    costs[which] = found[columns[:, 0]].cpu().numpy()
+                    continue
                 weights = self._weight[:, columns].transpose(0, 1)  # (n, o, size)
                 blocks = self._inverse[columns[:, :, None], columns[:, None, :]]
                 solved = torch.linalg.solve(blocks, weights.transpose(1, 2))

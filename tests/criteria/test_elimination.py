@@ -10,6 +10,8 @@ import torch
 from equivalence import image, randomized
 from torch import Tensor, nn
 
+from prunekit.channels.constraints import LockRecord
+from prunekit.channels.map_builder import with_extra
 from prunekit.channels.trace import trace
 from prunekit.criteria.elimination import AT_ONCE, LayerObjective, eliminate, eliminations, layer_objectives
 from prunekit.errors import NonFiniteError
@@ -144,3 +146,24 @@ def test_a_weight_that_is_not_finite_is_named() -> None:
         model[0].weight[1, 0] = torch.nan
     with pytest.raises(NonFiniteError, match=r"layer '2' reads NaN or Inf: '0\.weight' of the model is not finite"):
         collect_patches(model, [torch.randn(8, 3, 2, 2)], images=8)
+
+
+def test_orders_are_computed_once_and_follow_other_numbers_of_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = randomized(nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 5), nn.ReLU(), nn.Linear(5, 3)))
+    x = torch.randn(64, 6)
+    chart, stats = trace(model, x[:2]), collect_patches(model, [x], rows=64, images=64)
+    first = eliminations(model, chart, stats)
+    monkeypatch.setattr("prunekit.criteria.elimination.eliminate", lambda *_: pytest.fail("computed again"))
+    again = eliminations(model, chart, stats)
+    assert first.keys() == again.keys() == {"0", "2"}
+    for name, order in first.items():
+        assert np.array_equal(order.labels, again[name].labels)
+        assert np.array_equal(order.errors, again[name].errors)
+    locked = with_extra(
+        chart, [LockRecord("", "2", "", np.flatnonzero(chart.traced.final == chart.groups[1].labels[0]))]
+    )
+    monkeypatch.undo()
+    other = eliminations(model, locked, stats)
+    offset = locked.groups[0].labels[0] - chart.groups[0].labels[0]
+    assert np.array_equal(other["0"].labels, first["0"].labels + offset)
+    assert len(other["2"].labels) == 4
