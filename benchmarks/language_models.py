@@ -74,7 +74,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model and its text come from.
+    """Sources of a model and its text.
 
     Attributes:
         weights: a folder as transformers saves it, or a GGUF file.

@@ -23,7 +23,7 @@ Samples = list[Any]
 PAIRED = 1024
 """Samples, the first ones, whose pairs are compared for the rank correlation: half a million pairs."""
 NAMES = ("sentence_embedding", "text_embeds", "image_embeds", "last_hidden_state")
-"""Where outputs of sentence-transformers and transformers have embeddings, the most telling first."""
+"""Entries of outputs of sentence-transformers and transformers that are embeddings, the most telling first."""
 
 
 def embeddings(output: Any, mask: Tensor | None = None) -> Tensor:

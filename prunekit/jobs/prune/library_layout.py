@@ -98,20 +98,18 @@ def with_library_layout(library: LibraryModel, channel_map: ChannelMap) -> Chann
     return with_equal_widths(channel_map, _LayoutSearch(library, channel_map).found())
 
 
-def with_known_layout(library: LibraryModel, channel_map: ChannelMap, layouts: list[EqualWidths]) -> ChannelMap:
+def with_known_layout(library: LibraryModel, channel_map: ChannelMap, layouts: Sequence[EqualWidths]) -> ChannelMap:
     """Return the map with the last of the layouts, or another one if a trial has locked what that needs.
 
     Args:
         library: the model.
         channel_map: with a layout.
-        layouts: that were found meanwhile; another one is added.
+        layouts: that were found meanwhile.
     """
     if layouts:
         channel_map = with_equal_widths(channel_map, layouts[-1])
-    if not channel_map.traced.equal_widths.holds_for(channel_map.families.keys()):
-        channel_map = with_library_layout(library, channel_map)
-        layouts.append(channel_map.traced.equal_widths)
-    return channel_map
+    holds = channel_map.traced.equal_widths.holds_for(channel_map.families.keys())
+    return channel_map if holds else with_library_layout(library, channel_map)
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +183,7 @@ class _LayoutSearch:
     def _can_say(self, families: tuple[Family, ...]) -> bool:
         """Return whether a configuration says narrower widths of some families, and its model computes the same."""
         steps = self._steps(families)
-        for step in sorted(range(1, steps), key=lambda one: abs(one - steps // 2))[:steps]:
+        for step in sorted(range(1, steps), key=lambda one: abs(one - steps // 2)):
             keep = self._kept(families, step, steps)
             if keep is not None:
                 return self._is_said(keep)
@@ -329,8 +327,7 @@ class _Calls:
 
     @classmethod
     def of(cls, model: nn.Module, path: str, examples: Sequence[tuple[Any, ...]]) -> _Calls:
-        """Run a model on its examples, in eval mode, and in float64 where that can be."""
-        model = _in_precision(model, examples)
+        """Run a model in eval mode on its examples, in its own precision."""
         inner = model.get_submodule(path)
         arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
@@ -412,6 +409,23 @@ def _is_close(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or bool((a.double() - b.double()).abs().max() <= allowed * largest)
 
 
+def sayable_plan(library: LibraryModel, channel_map: ChannelMap, make: Callable[[ChannelMap], Plan]) -> Plan:
+    """Return a plan of which some configuration makes the shapes; its map has what that took.
+
+    Args:
+        library: the model.
+        channel_map: with a layout.
+        make: returns a plan for a map.
+
+    Raises:
+        PlanError: there is none.
+    """
+    plan = make(channel_map)
+    while (other := with_config_multiples(library, plan.channel_map, plan.keep)) is not None:
+        plan = make(other)
+    return plan
+
+
 def plan_in_layout(library: LibraryModel, channel_map: ChannelMap, make: Callable[[ChannelMap], Plan]) -> Plan:
     """Return a plan whose widths a configuration says, with its entries, for a map that a trial has settled.
 
@@ -424,14 +438,11 @@ def plan_in_layout(library: LibraryModel, channel_map: ChannelMap, make: Callabl
         PlanError: there is none.
     """
     while True:
-        plan = make(channel_map)
-        while (other := with_config_multiples(library, channel_map, plan.keep)) is not None:
-            channel_map = other
-            plan = make(channel_map)
+        plan = sayable_plan(library, channel_map, make)
         note, layout = library_changes(library, compact(library.model, plan), plan)
         if note is not None:
             return replace(plan, provenance={**plan.provenance, LIBRARY_CONFIG: note})
-        channel_map = with_equal_widths(channel_map, layout)
+        channel_map = with_equal_widths(plan.channel_map, layout)
 
 
 def library_changes(library: LibraryModel, small: nn.Module, plan: Plan) -> tuple[dict[str, Any] | None, EqualWidths]:
@@ -445,7 +456,7 @@ def library_changes(library: LibraryModel, small: nn.Module, plan: Plan) -> tupl
         PlanError: it computes something else, and nothing that the plan makes narrower is left to keep whole.
     """
     search, chart, equal = library.search, plan.channel_map, plan.channel_map.traced.equal_widths
-    calls = _Calls.of(small, library.path, library.examples)
+    calls = _Calls.of(_in_precision(small, library.examples), library.path, library.examples)
     wanted, reason = shapes_of(calls.inner), ""
     for changes in search.fitting(wanted, kept_counts(chart, plan.keep)):
         reason = calls.difference(search, changes)

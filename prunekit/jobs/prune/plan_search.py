@@ -33,7 +33,7 @@ from prunekit.jobs.prune.latency_target import Attempt, LatencyResult, LatencyTa
 from prunekit.jobs.prune.library_layout import (
     LibraryModel,
     library_changes,
-    with_config_multiples,
+    sayable_plan,
     with_known_layout,
     with_library_layout,
 )
@@ -299,13 +299,15 @@ class PlanSearch:
         def choose(chart: ChannelMap) -> Keep:
             stay = settings.channels_stay
             scores = np.zeros(chart.n_labels) if stay else importance(self.model, chart, settings, inputs)
-            if library is not None:
-                chart = with_known_layout(library, chart, layouts)
-            plan = make_plan(chart, scores, settings, seed=inputs.seed, latency=table)
-            while library is not None and (other := with_config_multiples(library, chart, plan.keep)):
-                chart = other
-                layouts.append(chart.traced.equal_widths)
-                plan = make_plan(chart, scores, settings, seed=inputs.seed, latency=table)
+
+            def planned(chart: ChannelMap) -> Plan:
+                return make_plan(chart, scores, settings, seed=inputs.seed, latency=table)
+
+            if library is None:
+                plan = planned(chart)
+            else:
+                plan = sayable_plan(library, with_known_layout(library, chart, layouts), planned)
+                layouts.append(plan.channel_map.traced.equal_widths)
             made.append((plan, scores))
             return plan.keep
 
