@@ -138,7 +138,22 @@ def layer_objectives(
     """Return the objectives of the layers that read a group's channels: its labels are on their weights' inputs."""
     tensors, modules = dict(named_tensors(model)), dict(model.named_modules())
     read = _layers_reading(group, channel_map, stats)
-    return [found for moments, labels in read for found in _by_group(moments, tensors, modules, labels)]
+    found = [found for moments, labels in read for found in _by_group(moments, tensors, modules, labels)]
+    alike: dict[Hashable, list[LayerObjective]] = {}
+    for one in found:
+        alike.setdefault((id(one.gram), one.labels.tobytes()), []).append(one)
+    return [_together(some) for some in alike.values()]
+
+
+def _together(alike: Sequence[LayerObjective]) -> LayerObjective:
+    """Return the objective of layers that read the same, with as many outputs as columns at most.
+
+    Errors are sums of w G w^T over outputs w: they stay the same for the triangle of a QR decomposition.
+    """
+    weight = torch.cat([one.weight for one in alike])
+    if len(weight) > weight.shape[1]:
+        weight = torch.linalg.qr(weight, mode="r").R
+    return LayerObjective(alike[0].gram, weight, alike[0].labels)
 
 
 def _layers_reading(

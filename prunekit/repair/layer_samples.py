@@ -46,6 +46,21 @@ class SampleRequest:
     calls: tuple[LayerCall, ...] = ()
 
 
+@dataclass(frozen=True, eq=False)
+class SampledCalls:
+    """What one pass over one batch sampled of a layer.
+
+    Attributes:
+        tensors: by their names in `LayerSample`, call after call; empty if the pass makes none.
+        totals: rows of each call.
+        window: positions of the layer's output in a window, along each axis; none if no windows were sampled.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    totals: tuple[int, ...] = ()
+    window: Sizes = ()
+
+
 class SourceRequest(NamedTuple):
     """A request for some input channels of the layer before, in `SampleWindows` of the requested layer's output."""
 
@@ -86,7 +101,7 @@ class LayerSample:
 
 
 class SampleGatherer:
-    """Samples of one layer after another over all batches, and how far the passes over each batch have come.
+    """Samples of some layers after others over all batches, and how far the passes over each batch have come.
 
     Batches may make different calls, as batches of different size do if a model loops over images, or as images of
     different sizes do: a batch that does not take the expected route gets one of its own.
@@ -121,23 +136,25 @@ class SampleGatherer:
         layers = calls_by_weight(found.layers)
         return PassRoute(found.calls, layers, self._run.lifetimes, self._cuts(layers, self._run.lifetimes))
 
-    def take(self, request: SampleRequest, step: int, *, ahead: bool = False) -> LayerSample | None:
-        """Return a sample over all batches; None unless each batch has the same tensors.
+    def take(self, requests: Sequence[SampleRequest], step: int, *, ahead: bool = False) -> list[LayerSample | None]:
+        """Return samples over all batches from one pass over each; None unless each batch has the same tensors.
 
         Args:
-            request: for the sample.
+            requests: for the samples.
             step: of the walk, from whose cut the passes of later steps continue.
-            ahead: whether this pass runs to that cut, and to the layer's output.
+            ahead: whether this pass runs to that cut, and to the layers' outputs.
         """
-        parts: list[dict[str, Tensor]] = []
-        totals: list[tuple[int, ...]] = []
-        windows: list[Sizes] = []
+        taken: list[tuple[SampledCalls, ...]] = []
         for i in range(len(self._batches)):
-            if not self._run_batch(i, request, step, ahead=ahead):
-                return None
-            parts.append(self._run.taken)
-            totals.append(self._run.totals)
-            windows.append(self._run.window)
+            if not self._run_batch(i, requests, step, ahead=ahead):
+                return [None] * len(requests)
+            taken.append(self._run.taken)
+        self._run.taken = ()
+        return [self._joined(request, [batch[place] for batch in taken]) for place, request in enumerate(requests)]
+
+    def _joined(self, request: SampleRequest, taken: Sequence[SampledCalls]) -> LayerSample | None:
+        """Return the sample of a layer over all batches."""
+        parts, windows = [one.tensors for one in taken], [one.window for one in taken]
         names = next((list(part) for part in parts if part), [])
         if not names or any(part and list(part) != names for part in parts):
             return None
@@ -150,31 +167,39 @@ class SampleGatherer:
         counts = {name: sum(len(part[name]) for part in fitting) for name in names}
         rows = next(counts[name] for name in ("inputs", "outputs", "centers") if name in counts)
         tensors = {name: _concatenated([part.pop(name) for part in parts if part]) for name in names}
-        return LayerSample(rows, **tensors, windows_fitted=counts.get("before", 0), totals=tuple(totals))
+        return LayerSample(
+            rows, **tensors, windows_fitted=counts.get("before", 0), totals=tuple(one.totals for one in taken)
+        )
 
-    def _run_batch(self, i: int, request: SampleRequest, step: int, *, ahead: bool) -> bool:
+    def _run_batch(self, i: int, requests: Sequence[SampleRequest], step: int, *, ahead: bool) -> bool:
         """Run a batch: from its saved state, from its start, by the route of others of its size, or by its own."""
         for attempt in (self._continue, self._restart, self._take_known_route, self._find_route):
             if attempt(i):
                 try:
-                    self._pass(i, request, step, ahead=ahead)
+                    self._pass(i, requests, step, ahead=ahead)
                 except DivergedError:
                     continue
                 return True
         self._restart(i)
         return False
 
-    def _pass(self, i: int, request: SampleRequest, step: int, *, ahead: bool) -> None:
+    def _pass(self, i: int, requests: Sequence[SampleRequest], step: int, *, ahead: bool) -> None:
         run, batch, route = self._run, self._batches[i], self._routes[i]
-        run.lifetimes, run.expected, run.taken, run.totals = route.lifetimes, route.names, {}, ()
-        keep_at, stop_at = route.cuts[step], route.stop(request.layer.weight)
+        run.lifetimes, run.expected = route.lifetimes, route.names
+        run.taken = tuple(SampledCalls() for _ in requests)
+        keep_at, stop_at = route.cuts[step], max(route.stop(request.layer.weight) for request in requests)
         stop_at = max(stop_at + 1, keep_at) if ahead else stop_at
-        if request.layer.weight not in route.layers:
+        made = [request.layer.weight in route.layers for request in requests]
+        if not any(made):
             return
         kept, self._states[i] = self._states[i], None
         now = 0 if keep_at == self._saved_at[i] else keep_at
-        found = run.take(route.routed(request), batch, kept, now, stop_at)
-        if kept is not None and not all(bool(part.isfinite().all()) for part in run.taken.values()):
+        wanted = [route.routed(request) for request, is_made in zip(requests, made, strict=True) if is_made]
+        found = run.take(wanted, batch, kept, now, stop_at)
+        there = iter(run.taken)
+        run.taken = tuple(next(there) if is_made else SampledCalls() for is_made in made)
+        tensors = (part for one in run.taken for part in one.tensors.values())
+        if kept is not None and not all(bool(part.isfinite().all()) for part in tensors):
             raise DivergedError  # perhaps of a blank that was read where reads are not tracked
         self._states[i], self._saved_at[i] = found, keep_at
 
@@ -230,21 +255,16 @@ class PassRoute:
 
 
 class LayerPass(ResumableRun):
-    """Passes of a model, each of which samples a layer.
+    """Passes of a model, each of which samples some layers.
 
     Attributes:
-        taken: tensors of the last pass by their names in `LayerSample`, call after call; empty if it made none.
-        totals: rows of each call.
-        window: positions of the layer's output in a window, along each axis; none if no windows were sampled.
+        taken: in the last pass, of each layer.
     """
 
     def __init__(self, model: nn.Module, norms: Iterable[str] = ()) -> None:
         super().__init__(model, norms)
-        self.taken: dict[str, Tensor] = {}
-        self.totals: tuple[int, ...] = ()
-        self.window: Sizes = ()
+        self.taken: tuple[SampledCalls, ...] = ()
         self._norm_paths = tuple(norms)
-        self._request: SampleRequest | None = None
         self._batch: Batch | None = None
         self._samples: list[_CallSample] = []
 
@@ -255,29 +275,22 @@ class LayerPass(ResumableRun):
         return found
 
     def take(
-        self, request: SampleRequest, batch: Batch, kept: PassState | None, keep_at: int, stop_at: int
+        self, requests: Sequence[SampleRequest], batch: Batch, kept: PassState | None, keep_at: int, stop_at: int
     ) -> PassState | None:
-        """Sample a layer in one pass over a batch, see `ResumableRun.run`.
+        """Sample layers in one pass over a batch, see `ResumableRun.run`.
 
         Raises:
-            DivergedError: a call of the layer was not made as expected.
+            DivergedError: a call of a layer was not made as expected.
         """
-        calls = request.calls or (request.layer,)
-        total = sum(call.rows for call in calls) or 1
-        self._samples = [
-            _CallSample(call, i, call.rows / total if len(calls) > 1 else 1.0) for i, call in enumerate(calls)
-        ]
-        self._request, self._batch, self.taken, self.window = request, batch, {}, ()
+        by_layer = [_call_samples(request) for request in requests]
+        self._samples = [sample for samples in by_layer for sample in samples]
+        self._batch, self.taken = batch, ()
         try:
             found = self.run(batch.inputs, kept, keep_at, stop_at)
-            self.totals = tuple(sample.total for sample in self._samples)
-            names = list(self._samples[0].taken)
-            if not names or any(set(sample.taken) != set(names) for sample in self._samples):
-                raise DivergedError
-            self.taken = {name: _concatenated([sample.taken.pop(name) for sample in self._samples]) for name in names}
+            self.taken = tuple(map(_sampled_calls, by_layer))
             return found
         finally:
-            self._request, self._samples = None, []
+            self._samples = []
 
     def before(self, call: FunctionCall) -> None:
         """Sample the layer's input, and the other summand before it may be written to."""
@@ -285,8 +298,7 @@ class LayerPass(ResumableRun):
             self._before(call, sample)
 
     def _before(self, call: FunctionCall, sample: _CallSample) -> None:
-        request, layer = self._request, sample.layer
-        assert request is not None
+        request, layer = sample.request, sample.layer
         if request.source is not None and call.number == request.source.layer.call:
             operands = self.operands(call)
             if operands is not None and operands.weight == request.source.layer.weight:
@@ -294,34 +306,33 @@ class LayerPass(ResumableRun):
         if call.number == layer.call:
             operands = self.operands(call)
             if operands is not None and operands.weight == layer.weight:
-                self._sample_inputs(request, sample, self.real(operands.inputs))
+                self._sample_inputs(sample, self.real(operands.inputs))
         if call.number == layer.ready and sample.other is not None and sample.rows is not None:
             other = self.real(sample.other)
             self._sample_output(
                 "others", other if sample.places is None else self._in_output_layout(sample, other), sample
             )
 
-    def _sample_inputs(self, request: SampleRequest, sample: _CallSample, inputs: Tensor) -> None:
-        reading = sample.layer.geometry
+    def _sample_inputs(self, sample: _CallSample, inputs: Tensor) -> None:
+        request, reading = sample.request, sample.layer.geometry
         spatial = reading.spatial(inputs)
         sample.total = reading.rows_of(inputs)
-        sample.rows = rows = self._row_indices(request, sample, inputs).to(inputs.device)
+        sample.rows = rows = self._row_indices(sample, inputs).to(inputs.device)
         if request.channels is not None:
             sample.taken["inputs"] = reading.patches(reading.channels(inputs, request.channels), rows, spatial)
         if request.centers:
             sample.taken["centers"] = reading.centers(inputs, rows, spatial)
 
-    def _row_indices(self, request: SampleRequest, sample: _CallSample, inputs: Tensor) -> Tensor:
+    def _row_indices(self, sample: _CallSample, inputs: Tensor) -> Tensor:
         assert self._batch is not None
-        reading, count = sample.layer.geometry, max(1, round(request.rows * self._batch.share * sample.share))
+        reading, count = sample.layer.geometry, max(1, round(sample.request.rows * self._batch.share * sample.share))
         among = reading.counted(reading.positions_of(inputs), self._batch.counted)
         return sample_rows(sample.total, count, self._seed(sample), among)
 
     def _seed(self, sample: _CallSample) -> int:
         """Return a seed that is the same for a call in both models, whatever calls came before it."""
-        assert self._request is not None
         assert self._batch is not None
-        return self._request.layer.call + 100_003 * self._batch.number + 1_000_003 * sample.number
+        return sample.request.layer.call + 100_003 * self._batch.number + 1_000_003 * sample.number
 
     def _sample_source(self, sample: _CallSample, source: SourceRequest, inputs: Tensor) -> None:
         """Sample the layer before in windows of the layer's output, whose shape is known before the layer is called."""
@@ -329,7 +340,7 @@ class LayerPass(ResumableRun):
         first, counted = source.layer.geometry, self._batch.counted
         among = None if first.kernel else first.counted(first.positions_of(inputs), counted)
         windows = SampleWindows.drawn(first, sample.layer.geometry, inputs, source.each, self._seed(sample), among)
-        sample.windows, self.window = windows.rows(), windows.size
+        sample.windows, sample.window = windows.rows(), windows.size
         if source.channels is not None:
             values = source.layer.geometry.channels(self.real(inputs), source.channels)
             sample.taken |= {"before": windows.inputs(values), "there": windows.there()}
@@ -355,8 +366,7 @@ class LayerPass(ResumableRun):
                 self._after(call, result, sample)
 
     def _after(self, call: FunctionCall, result: Tensor, sample: _CallSample) -> None:
-        request, layer = self._request, sample.layer
-        assert request is not None
+        request, layer = sample.request, sample.layer
         if call.number == layer.other:
             sample.other = result
         if call.number == layer.call and sample.rows is not None:
@@ -374,6 +384,7 @@ class _CallSample:
     """The sample of one call of a layer, as far as a pass has come.
 
     Attributes:
+        request: for samples of the layer.
         layer: the call.
         number: among the calls of its weight.
         share: of the rows of all these calls.
@@ -382,10 +393,12 @@ class _CallSample:
         other: the other summand.
         rows: indices of the sampled rows of the output.
         windows: indices of its rows in windows.
+        window: positions of a window, along each axis.
         places: for each value of the result so far, its index in the layer's output.
         shape: of the layer's output.
     """
 
+    request: SampleRequest
     layer: LayerCall
     number: int
     share: float
@@ -394,8 +407,31 @@ class _CallSample:
     other: Tensor | None = None
     rows: Tensor | None = None
     windows: Tensor | None = None
+    window: Sizes = ()
     places: Tensor | None = None
     shape: torch.Size = field(default_factory=torch.Size)
+
+
+def _call_samples(request: SampleRequest) -> list[_CallSample]:
+    """Return empty samples of the calls of a layer."""
+    calls = request.calls or (request.layer,)
+    total = sum(call.rows for call in calls) or 1
+    shares = [call.rows / total if len(calls) > 1 else 1.0 for call in calls]
+    return [_CallSample(request, call, i, share) for i, (call, share) in enumerate(zip(calls, shares, strict=True))]
+
+
+def _sampled_calls(samples: Sequence[_CallSample]) -> SampledCalls:
+    """Return what was sampled of all calls of a layer.
+
+    Raises:
+        DivergedError: a call was not made as expected.
+    """
+    names = list(samples[0].taken)
+    if not names or any(set(sample.taken) != set(names) for sample in samples):
+        raise DivergedError
+    tensors = {name: _concatenated([sample.taken.pop(name) for sample in samples]) for name in names}
+    window = next((sample.window for sample in samples if sample.window), ())
+    return SampledCalls(tensors, tuple(sample.total for sample in samples), window)
 
 
 def _shapes(batch: Batch) -> Shapes:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from prunekit.channels.cut.model_copy import named_tensors, with_tensors
 from prunekit.channels.cut.narrow_norms import NarrowNorms
@@ -23,9 +23,11 @@ from prunekit.repair.layer_fit import LayerFitter, bias_names
 from prunekit.repair.layer_samples import LayerPass, LayerSample, SampleGatherer, SampleRequest, SourceRequest
 from prunekit.repair.least_squares import NEGLIGIBLE
 from prunekit.repair.memory_budget import (
+    FIT,
     HELD,
     ROOM,
     SAMPLES,
+    FitSize,
     batch_size,
     cuts,
     fit_size,
@@ -158,8 +160,9 @@ class LayerWalk:
         self._tensors = [dict(named_tensors(model)) for model in (original, masked)]
         models = [original, masked] if settings.sequential else [original]
         runs = [LayerPass(model, plan.channel_map.narrow(plan.keep)) for model in models]
+        end = max((layer.ready for layer in layers), default=found.end) + 2
         for run in runs:
-            run.learn(select_samples(inputs, slice(SAMPLES)), found.end)
+            run.learn(select_samples(inputs, slice(SAMPLES)), end)
         count, limit = sample_count(inputs), settings.memory_bytes * HELD / len(runs)
         device = gather(inputs)[0].device
         item = max(tensor.element_size() for tensor in original.parameters())
@@ -176,11 +179,12 @@ class LayerWalk:
             for firsts, run in zip((weights, early), runs, strict=False)  # the dense one need not go back to the source
         ]
         self._dense, self._running = gatherers[0], gatherers[1] if settings.sequential else None
+        self._together = _fitted_together(self._layers, sources, sizes, rows, settings)
         self.memory = RepairMemory(
             size,
             int(ROOM * size * max(run.lifetimes.peak_bytes() for run in runs)),
             sum(held_bytes(each.route.cuts, each.route.lifetimes, count) for each in gatherers),
-            max((one.bytes(number, settings) for one, number in zip(sizes, rows, strict=True)), default=0),
+            max((_bytes_together(sizes[some], rows[some], settings) for some in self._together), default=0),
             (min(rows, default=0), max(rows, default=0)),
         )
         self._requests = [
@@ -216,23 +220,32 @@ class LayerWalk:
         If computed values select a layer's inputs, the running model has other positions than the dense one: then both
         samples are the dense model's.
         """
-        for i, request in enumerate(self._requests):
-            layer = request.layer
-            if self._running is None or layer.selected or layer.recurrent:
-                dense = running = self._dense_sample(i, request.channels)
+        for some in self._together:
+            requests = self._requests[some]
+            if self._running is None or _takes_dense_inputs(requests[0].layer):
+                dense = self._dense_samples(some, inputs=True)
+                running = list(dense)
             else:
-                dense = self._dense_sample(i, None)
-                running = self._running.take(replace(request, centers=False), i)
-            if dense is None or running is None or dense.totals != running.totals:
-                dense = running = None
-            yield layer, dense, running
+                dense = self._dense_samples(some, inputs=False)
+                running = self._running.take([replace(one, centers=False) for one in requests], some.start)
+            for request in requests:
+                one, other = dense.pop(0), running.pop(0)
+                if one is None or other is None or one.totals != other.totals:
+                    one = other = None
+                yield request.layer, one, other
 
-    def _dense_sample(self, i: int, channels: Tensor | None) -> LayerSample | None:
-        """Return a sample of the dense model, which continues to where the next layer's pass will begin."""
-        request = self._requests[i]
-        source = None if request.source is None else request.source._replace(channels=None)
-        request = replace(request, channels=channels, outputs=True, source=source)
-        return self._dense.take(request, min(i + 1, len(self._requests) - 1), ahead=True)
+    def _dense_samples(self, some: slice, *, inputs: bool) -> list[LayerSample | None]:
+        """Return samples of the dense model, which continues to where the next layers' pass will begin."""
+        requests = [
+            replace(
+                request,
+                channels=request.channels if inputs else None,
+                outputs=True,
+                source=None if request.source is None else request.source._replace(channels=None),
+            )
+            for request in self._requests[some]
+        ]
+        return self._dense.take(requests, min(some.stop, len(self._requests) - 1), ahead=True)
 
     def undo(self, weights: Collection[str]) -> None:
         """Restore the weights that layers have in the dense model."""
@@ -242,6 +255,46 @@ class LayerWalk:
             for name in (layer.weight, layer.bias, *norm):
                 if name in masked:
                     masked[name].copy_(dense[name])
+
+
+def _takes_dense_inputs(layer: LayerCall) -> bool:
+    """Return whether a layer is fitted to what it reads in the dense model."""
+    return layer.selected or layer.recurrent
+
+
+def _fitted_together(
+    layers: Sequence[LayerCall],
+    sources: Sequence[SourceRequest | None],
+    sizes: Sequence[FitSize],
+    rows: Sequence[int],
+    settings: RepairSettings,
+) -> list[slice]:
+    """Return the layers that are sampled in one pass, as slices: they read one tensor, so that no fit changes others.
+
+    Their samples and the largest fit have to be within the limit of memory.
+    """
+    found = list[slice]()
+    for i, layer in enumerate(layers):
+        some = slice(found[-1].start if found else i, i + 1)
+        first = layers[some.start]
+        alike = layer.read is not None and layer.read == first.read and layer.calls == first.calls == 1
+        alone = any(
+            each.deferred or source is not None or _takes_dense_inputs(each) or (each.other or 0) >= first.call
+            for each, source in zip(layers[some], sources[some], strict=True)
+        )
+        within = _bytes_together(sizes[some], rows[some], settings) <= settings.memory_bytes * FIT
+        if i and alike and not alone and within:
+            found[-1] = some
+        else:
+            found.append(slice(i, i + 1))
+    return found
+
+
+def _bytes_together(sizes: Sequence[FitSize], rows: Sequence[int], settings: RepairSettings) -> int:
+    """Return the bytes of the samples of some layers and of the largest fit."""
+    samples = [size.sample_bytes(number, settings) for size, number in zip(sizes, rows, strict=True)]
+    fits = (size.bytes(number, settings) - held for size, number, held in zip(sizes, rows, samples, strict=True))
+    return sum(samples) + max(fits)
 
 
 def _copy(model: nn.Module) -> nn.Module:

@@ -60,11 +60,15 @@ def kept_channels(layer: LayerCall, plan: Plan) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class FitSize:
-    """Memory of a layer's fit: `fixed` bytes, and `each` for every row, of which there are at most `most`."""
+    """Memory of a layer's fit: `fixed` bytes, and `each` for every row, of which there are at most `most`.
+
+    `sampled` of each row's bytes are those of its sample.
+    """
 
     fixed: int
     each: int
     most: int
+    sampled: int
 
     def rows(self, settings: RepairSettings) -> int:
         """Return the number of rows to fit on: as many as there are and memory allows."""
@@ -74,6 +78,10 @@ class FitSize:
     def bytes(self, rows: int, settings: RepairSettings) -> int:
         """Return the bytes of a fit with this number of rows."""
         return self.fixed + int(self.each * rows * (1 + settings.held_out))
+
+    def sample_bytes(self, rows: int, settings: RepairSettings) -> int:
+        """Return the bytes of a sample with this number of rows to fit on."""
+        return int(self.sampled * rows * (1 + settings.held_out))
 
 
 def chunk_values(settings: RepairSettings) -> int:
@@ -96,14 +104,14 @@ def fit_size(layer: LayerCall, plan: Plan, images: int, item: int, settings: Rep
     columns = len(kept_channels(layer, plan)) * layer.geometry.taps
     sampled, most = item * (columns + 2 * outputs), max(FEWEST_ROWS, layer.rows * images // SAMPLES)
     if groups > MOST_GROUPS:
-        return FitSize(CHUNKS * 8 * chunk_values(settings), sampled, most)
+        return FitSize(CHUNKS * 8 * chunk_values(settings), sampled, most, sampled)
     pair = pair_size(layer, plan, item, most, settings)
     by_channels = too_wide(layer, plan, settings)
     kept_outputs = -(-len(np.asarray(plan.kept(layer.weight, layer.axes[0]))) // groups)
     wide = width * layer.geometry.groups if by_channels else columns // groups
     gram = gram_bytes(width if by_channels else columns // groups)
     fixed = GRAMS * gram + pair.rows * pair.each
-    return FitSize(fixed, sampled + (16 if by_channels else 8) * (wide + 1) + 8 * OUTPUTS * kept_outputs, most)
+    return FitSize(fixed, sampled + (16 if by_channels else 8) * (wide + 1) + 8 * OUTPUTS * kept_outputs, most, sampled)
 
 
 class PairSize(NamedTuple):

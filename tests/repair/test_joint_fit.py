@@ -151,7 +151,7 @@ def test_what_the_layer_before_reads_makes_what_the_layer_gives(size: int, each:
     request = SampleRequest(layer, 200, torch.arange(8), outputs=True, source=source)
     cut = layer.source.call
     gatherer = SampleGatherer(LayerPass(model), *batches_of((images,), 0.2, size), lambda *_: [cut])
-    sample = gatherer.take(request, 0, ahead=True)
+    (sample,) = gatherer.take([request], 0, ahead=True)
     assert sample is not None
     assert sample.before is not None
     assert sample.there is not None

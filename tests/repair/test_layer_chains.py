@@ -209,10 +209,10 @@ def test_the_other_summand_lands_where_the_layer_s_values_go() -> None:
     layer = next(layer for layer in find_layers(model, x[:2]) if layer.weight == "two.weight")
     run, (batches, _) = LayerPass(model), batches_of((x,), 0.25, 8)
     run.learn((x[:2],))
-    run.take(SampleRequest(layer, 10**6, outputs=True), batches[0], None, 0, layer.ready + 1)
+    run.take([SampleRequest(layer, 10**6, outputs=True)], batches[0], None, 0, layer.ready + 1)
     others = model.one(batches[0].inputs[0]).detach()
     others[:, 0] = 0
-    torch.testing.assert_close(run.taken["others"], others.flatten(0, 1))
+    torch.testing.assert_close(run.taken[0].tensors["others"], others.flatten(0, 1))
 
 
 class Shared(nn.Module):

@@ -205,7 +205,7 @@ def test_depthwise_convolutions_are_fitted_tap_by_tap() -> None:
     for each, channels in ((model, None), (damaged, kept_channels(layer, plan))):
         request = SampleRequest(layer, 10**6, channels, outputs=channels is None)
         gatherer = SampleGatherer(LayerPass(each), *batches_of((IMAGES,), 0.25, 64), lambda *_: [0])
-        samples.append(gatherer.take(request, 0, ahead=True))
+        samples.append(gatherer.take([request], 0, ahead=True)[0])
     fitter.refit(layer, *samples)
     (done,) = fitter.reports
     assert (done.applied, done.note) == ("patch", "38 of 38 groups")

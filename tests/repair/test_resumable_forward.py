@@ -385,7 +385,7 @@ def gathered(model: nn.Module, x: Tensor, size: int, cuts: bool) -> list[LayerSa
     for i, layer in enumerate(layers):
         channels = torch.arange(next(m for n, m in model.named_parameters() if n == layer.weight).shape[1])
         request = SampleRequest(layer, 10**6, channels, centers=True, outputs=True)
-        sample = gatherer.take(request, min(i + 1, len(layers) - 1), ahead=True)
+        (sample,) = gatherer.take([request], min(i + 1, len(layers) - 1), ahead=True)
         assert sample is not None
         found.append(sample)
     return found

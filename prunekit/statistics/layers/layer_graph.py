@@ -254,8 +254,9 @@ class LayerFinder(CallInterceptor):
         how = geometry_of(call.name, call.args, call.named)
         if how is None:
             return None, ""
-        layer = LayerCall(operands.weight, operands.bias, call.number, how, transposed=operands.transposed)
         read = self.mark(operands.inputs)
+        made = None if read is None else read.call
+        layer = LayerCall(operands.weight, operands.bias, call.number, how, transposed=operands.transposed, read=made)
         source = read.layer if read is not None and read.stage == RECTIFIED else None
         self.chains.append(LayerChain(replace(layer, rows=how.rows(result)), result.shape, source=source))
         return len(self.chains) - 1, "layer"

@@ -50,6 +50,7 @@ class LayerCall:
         rows: of its output, see `PatchGeometry`, in the forward pass that found it.
         source: the layer whose rectified end is the only input of this one, and is read by nothing else.
         row_norm: the norm over the channels of each position that reads the end of the chain; None if none does.
+        read: number of the call that made its input; None if no call did.
     """
 
     weight: str
@@ -70,6 +71,7 @@ class LayerCall:
     rows: int = 0
     source: LayerCall | None = None
     row_norm: RowNorm | None = field(default=None, compare=False)
+    read: int | None = None
 
     @property
     def axes(self) -> tuple[int, int]:

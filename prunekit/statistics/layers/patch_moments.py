@@ -40,7 +40,8 @@ class LayerMoments:
         layer: the first call of a weight: moments are summed over all of them.
         grams: for each convolution group (d + 1, d + 1) mean products of the columns of a patch and a constant last,
             float64; d is channels * taps, or channels where `taps` is 1. Where a norm over channels reads the end of
-            the chain, each position counts over the square of what the norm divides it by.
+            the chain, each position counts over the square of what the norm divides it by. Layers that read the same
+            tensor in the same way, as those of queries and keys do, have the same matrices in memory.
         taps: columns of each channel; 1 if only the centers of patches were taken, to save memory.
         variance: (channels,) that the squared errors at the end of the chain are divided by, float64: the variance
             there, or one by the gains of the norm that reads it.
@@ -71,7 +72,39 @@ class PatchStats:
     @property
     def nbytes(self) -> int:
         """Memory of all Gram matrices."""
-        return sum(matrix.nbytes for moments in self.layers for matrix in moments.grams)
+        return sum({id(matrix): matrix.nbytes for moments in self.layers for matrix in moments.grams}.values())
+
+
+@dataclass(eq=False)
+class _GramSum:
+    """Gram matrices that are summed over positions, of all layers that have read the same so far.
+
+    Attributes:
+        grams: a sum for each convolution group.
+        rows: positions so far.
+        readers: weights of the layers.
+    """
+
+    grams: list[Tensor]
+    rows: int
+    readers: set[str]
+
+
+@dataclass(eq=False)
+class _Reading:
+    """What some layers of a pass read: the tensor that one call made, in the same way and at the same positions.
+
+    Attributes:
+        key: of the tensor and of how it is read; None: like no other.
+        patches: (rows, columns) for each group.
+        factors: of each position; None: 1.
+        readers: weights of the layers.
+    """
+
+    key: Hashable
+    patches: list[Tensor]
+    factors: Tensor | None
+    readers: set[str]
 
 
 class _Spread:
@@ -113,7 +146,8 @@ class _Collector(LayerFinder):
         samples: int,
     ) -> None:
         super().__init__(model, norms)
-        self.found: dict[str, LayerMoments] = {}
+        self._sums: dict[str, _GramSum] = {}
+        self._reading: _Reading | None = None
         self.batch_rows = 0
         self.batch = 0
         self.batch_samples = samples
@@ -133,6 +167,7 @@ class _Collector(LayerFinder):
         self._waiting.clear()
         with super().intercepting():
             yield
+        self._add_reading()
 
     def call(self, call: FunctionCall) -> Any:
         """Make a call, and collect a layer's input and the end of its chain."""
@@ -146,17 +181,24 @@ class _Collector(LayerFinder):
             return result
         if mark.stage == "layer" and operands is not None:
             self._rows[mark.layer] = self._sampled(layer, mark.layer, result)
-            patches = self._patches(layer, mark.layer, operands.inputs, layer.matrix(operands.matrix), result)
-            if layer.row_norm is None:
-                self._add(layer, patches)
+            width = layer.matrix(operands.matrix).shape[1]
+            self._taps.setdefault(layer.weight, self._columns[layer.weight] // width)
+            key = self._reading_key(layer, mark.layer, width)
+            if key is not None and self._reading is not None and self._reading.key == key:
+                self._reading.readers.add(layer.weight)
             else:
-                self._waiting[mark.layer] = patches
+                patches = self._patches(layer, mark.layer, operands.inputs, width, result)
+                if layer.row_norm is None:
+                    self._add_reading(_Reading(key, patches, None, {layer.weight}))
+                else:
+                    self._waiting[mark.layer] = patches
         if mark.stage == layer.end:
             values = layer.geometry.outputs(result, self._rows[mark.layer])
             if layer.row_norm is None:
                 self._ends.setdefault(layer.weight, _Spread()).add(values)
             elif (waiting := self._waiting.pop(mark.layer, None)) is not None:
-                self._add(layer, waiting, layer.row_norm.squared_sizes(values).rsqrt())
+                factors = layer.row_norm.squared_sizes(values).rsqrt()
+                self._add_reading(_Reading(None, waiting, factors, {layer.weight}))
         return result
 
     def _find_row_norms(self, inputs: list[Tensor], marks: list[ChainMark | None], result: Any) -> None:
@@ -176,39 +218,62 @@ class _Collector(LayerFinder):
         if layer.calls > 1:
             count = max(1, round(count * total * self._samples / (layer.rows * self.batch_samples)))
         earlier = sum(chain.layer.weight == layer.weight for chain in self.chains[:place])
-        seed = layer.call + 100_003 * self.batch + 1_000_003 * earlier
+        call = layer.call if layer.calls > 1 or layer.read is None else layer.read  # the same for all that read it
+        seed = call + 100_003 * self.batch + 1_000_003 * earlier
         among = layer.geometry.counted(layer.geometry.positions(output), self.counted)
         return sample_rows(total, count, seed, among).to(output.device)
 
-    def _patches(self, layer: LayerCall, place: int, inputs: Tensor, weight: Tensor, output: Tensor) -> list[Tensor]:
+    def _reading_key(self, layer: LayerCall, place: int, width: int) -> Hashable:
+        """Return a key that is the same for layers that read the same positions of one tensor; None if there is none.
+
+        Args:
+            layer: as it was found first.
+            place: of the call among those of this pass.
+            width: input channels of a group.
+        """
+        read, known = self.chains[place].layer.read, _way_of_reading(layer, width)
+        return None if read is None or known is None else (read, known, self._columns[layer.weight])
+
+    def _patches(self, layer: LayerCall, place: int, inputs: Tensor, width: int, output: Tensor) -> list[Tensor]:
         """Return what the sampled positions of a call read, (rows, columns) for each group."""
         geometry = self.chains[place].layer.geometry
         spatial = tuple(output.shape[2:]) if geometry.kernel else ()
-        width = weight.shape[1]
-        taps = self._taps.setdefault(layer.weight, self._columns[layer.weight] // width)
-        read = geometry.patches if taps == geometry.taps else geometry.centers
+        read = geometry.patches if self._taps[layer.weight] == geometry.taps else geometry.centers
         groups = torch.split(torch.arange(geometry.groups * width, device=inputs.device), width)
         return [read(geometry.channels(inputs, group), self._rows[place], spatial) for group in groups]
 
-    def _add(self, layer: LayerCall, patches: Sequence[Tensor], factors: Tensor | None = None) -> None:
-        """Add positions to the moments of a layer, each times a factor."""
-        parts = [gram(patch, factors) * len(patch) for patch in patches]
-        known = self.found.get(layer.weight)
-        sums = parts if known is None else [a.add_(b) for a, b in zip(known.grams, parts, strict=True)]
-        count = len(patches[0]) + (0 if known is None else known.rows)
-        none = torch.zeros(0, dtype=torch.float64)
-        self.found[layer.weight] = LayerMoments(layer, tuple(sums), self._taps[layer.weight], none, count)
+    def _add_reading(self, following: _Reading | None = None) -> None:
+        """Add the last reading to the sums of its readers, as no other layer has it, and keep the one that follows."""
+        reading, self._reading = self._reading, following
+        if reading is None:
+            return
+        parts = [gram(patch, reading.factors) * len(patch) for patch in reading.patches]
+        count, known = len(reading.patches[0]), {id(total): total for total in map(self._sums.get, reading.readers)}
+        for before in known.values():
+            readers = {weight for weight in reading.readers if self._sums.get(weight) is before}
+            if before is None:
+                total = _GramSum([part.clone() for part in parts] if len(known) > 1 else parts, count, readers)
+            elif before.readers == readers:
+                total = _GramSum(
+                    [a.add_(b) for a, b in zip(before.grams, parts, strict=True)], before.rows + count, readers
+                )
+            else:  # others have read something else this time
+                before.readers -= readers
+                sums = [a + b for a, b in zip(before.grams, parts, strict=True)]
+                total = _GramSum(sums, before.rows + count, readers)
+            self._sums |= dict.fromkeys(readers, total)
 
     def finished(self) -> tuple[LayerMoments, ...]:
         """Return the moments of all batches; once, at the end."""
+        for total in {id(total): total for total in self._sums.values()}.values():
+            total.grams = [matrix.div_(total.rows) for matrix in total.grams]  # in place: they are large
+        found = sorted(
+            ((self._layers[weight], total) for weight, total in self._sums.items()), key=lambda item: item[0].call
+        )
         return tuple(
-            replace(
-                moments,
-                grams=tuple(total.div_(moments.rows) for total in moments.grams),  # in place: they are large
-                variance=self._variance(moments.layer),
-            )
-            for weight, moments in sorted(self.found.items(), key=lambda item: item[1].layer.call)
-            if weight in self._ends or moments.layer.row_norm is not None
+            LayerMoments(layer, tuple(total.grams), self._taps[layer.weight], self._variance(layer), total.rows)
+            for layer, total in found
+            if layer.weight in self._ends or layer.row_norm is not None
         )
 
     def _variance(self, layer: LayerCall) -> Tensor:
@@ -218,25 +283,42 @@ class _Collector(LayerFinder):
         return scales.clamp(min=1e-6 * float(scales.max())).square().reciprocal()
 
 
+def _way_of_reading(layer: LayerCall, width: int) -> Hashable:
+    """Return the same for layers that read one tensor alike, and so have one Gram matrix; None: as no other does."""
+    if layer.read is None or layer.calls > 1 or layer.row_norm is not None:
+        return None
+    return layer.read, layer.geometry, layer.rows, width
+
+
+def _readers(layers: Iterable[LayerCall], tensors: Mapping[str, Tensor]) -> list[tuple[int, list[LayerCall]]]:
+    """Return the layers that share Gram matrices, with the width of what they read."""
+    found: dict[Hashable, tuple[int, list[LayerCall]]] = {}
+    for layer in layers:
+        width = layer.matrix(tensors[layer.weight]).shape[1]
+        found.setdefault(_way_of_reading(layer, width) or layer.weight, (width, []))[1].append(layer)
+    return list(found.values())
+
+
 def _columns(layers: Iterable[LayerCall], tensors: Mapping[str, Tensor], limit: int) -> dict[str, int]:
     """Return the columns of each weight's Gram matrices: of whole patches, or, of the largest, of their centers."""
-    widths = {layer.weight: layer.matrix(tensors[layer.weight]).shape[1] for layer in layers}
-    found = {layer.weight: widths[layer.weight] * layer.geometry.taps for layer in layers}
-    size = {layer.weight: layer.geometry.groups * gram_bytes(found[layer.weight]) for layer in layers}
-    for layer in sorted(layers, key=lambda layer: size[layer.weight], reverse=True):
-        if sum(size.values()) <= limit:
+    readers = _readers(layers, tensors)
+    found = [width * alike[0].geometry.taps for width, alike in readers]
+    size = [alike[0].geometry.groups * gram_bytes(columns) for columns, (_, alike) in zip(found, readers, strict=True)]
+    for place in sorted(range(len(size)), key=size.__getitem__, reverse=True):
+        if sum(size) <= limit:
             break
-        found[layer.weight] = widths[layer.weight]
-        size[layer.weight] = layer.geometry.groups * gram_bytes(widths[layer.weight])
-    return found
+        found[place] = readers[place][0]
+        size[place] = readers[place][1][0].geometry.groups * gram_bytes(found[place])
+    return {layer.weight: columns for columns, (_, alike) in zip(found, readers, strict=True) for layer in alike}
 
 
-def _memory_text(layers: Sequence[LayerCall], columns: Mapping[str, int]) -> str:
+def _memory_text(layers: Sequence[LayerCall], tensors: Mapping[str, Tensor], columns: Mapping[str, int]) -> str:
     """Return the memory that the Gram matrices will take, in words."""
     if not layers:
         return "no layer that can be followed reads channels that may be removed"
-    sizes = [layer.geometry.groups * gram_bytes(columns[layer.weight]) / 2**20 for layer in layers]
-    largest = layers[sizes.index(max(sizes))]
+    alone = [alike[0] for _, alike in _readers(layers, tensors)]
+    sizes = [layer.geometry.groups * gram_bytes(columns[layer.weight]) / 2**20 for layer in alone]
+    largest = alone[sizes.index(max(sizes))]
     return (
         f"Gram matrices of the patches of {len(layers)} layers take {sum(sizes):,.0f} MiB, the largest "
         f"{max(sizes):,.0f} MiB ({largest.weight.rpartition('.')[0]}, {columns[largest.weight]:,} columns)"
@@ -283,9 +365,10 @@ def collect_patches(
                 few = select_samples(given, slice(2))
                 layers = [merge_calls(calls) for calls in calls_by_weight(find_layers(model, few, norms)).values()]
                 wanted = tuple(x for x in layers if inputs is None or (x.weight, x.axes[1]) in inputs)
-                columns = _columns(wanted, dict(named_tensors(model)), memory_bytes)
+                tensors = dict(named_tensors(model))
+                columns = _columns(wanted, tensors, memory_bytes)
                 if log is not None:
-                    log(_memory_text(wanted, columns))
+                    log(_memory_text(wanted, tensors, columns))
                 collector = _Collector(model, wanted, norms, columns, sample_count(few))
             collector.batch, collector.batch_rows = index, max(samples, round(rows * samples / images))
             collector.batch_samples, collector.counted = samples, counted_positions(model, given)
@@ -332,17 +415,22 @@ def with_raised_ridge(patches: PatchStats, ridge: float) -> PatchStats:
         patches: of all layers.
         ridge: share of the mean diagonal that will be added later; the constant column has none.
     """
-    layers = [_raised(moments, (RAISED - 1) * ridge) if _is_short(moments) else moments for moments in patches.layers]
+    known: dict[tuple[int, ...], tuple[Tensor, ...]] = {}
+    layers = []
+    for moments in patches.layers:
+        if _is_short(moments):
+            key = tuple(map(id, moments.grams))
+            if key not in known:
+                known[key] = tuple(_raised(matrix, (RAISED - 1) * ridge) for matrix in moments.grams)
+            moments = replace(moments, grams=known[key])
+        layers.append(moments)
     return replace(patches, layers=tuple(layers))
 
 
-def _raised(moments: LayerMoments, more: float) -> LayerMoments:
-    grams = []
-    for matrix in moments.grams:
-        diagonal = matrix.diagonal()[:-1]
-        pull = torch.cat([diagonal.mean().expand(len(diagonal)), matrix.new_zeros(1)])
-        grams.append(matrix + torch.diag(more * pull))
-    return replace(moments, grams=tuple(grams))
+def _raised(matrix: Tensor, more: float) -> Tensor:
+    diagonal = matrix.diagonal()[:-1]
+    pull = torch.cat([diagonal.mean().expand(len(diagonal)), matrix.new_zeros(1)])
+    return matrix + torch.diag(more * pull)
 
 
 def _width(moments: LayerMoments) -> int:
