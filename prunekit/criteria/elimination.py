@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from prunekit.utils.progress import tracked
 TRUST = 0.5
 """Exponent of layers' gains: those of the repaired network lie between the measured ones and 1, as repair corrects
 in later layers what earlier ones got wrong."""
-GONE = 0.1
+GONE = 0.25
 """Share of a matrix's columns that may be removed before the matrix is made smaller."""
 AT_ONCE = 64
 """One of so many remaining labels is removed at a time; of wide groups several, as one by one takes too long."""
@@ -37,11 +37,13 @@ class LayerObjective:
             gain of a norm over channels that reads it, see `RowNorm`; weighted by how much an error of this layer
             changes the model's output, see `TRUST`.
         labels: (C,) of its input channels; d is C times the columns of each.
+        biased: whether a bias, its own or that of a norm, makes up for the mean of what is removed.
     """
 
     gram: Tensor
     weight: Tensor
     labels: IntArray
+    biased: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +143,7 @@ def layer_objectives(
     found = [found for moments, labels in read for found in _by_group(moments, tensors, modules, labels)]
     alike: dict[Hashable, list[LayerObjective]] = {}
     for one in found:
-        alike.setdefault((id(one.gram), one.labels.tobytes()), []).append(one)
+        alike.setdefault((id(one.gram), one.biased, one.labels.tobytes()), []).append(one)
     return [_together(some) for some in alike.values()]
 
 
@@ -153,7 +155,7 @@ def _together(alike: Sequence[LayerObjective]) -> LayerObjective:
     weight = torch.cat([one.weight for one in alike])
     if len(weight) > weight.shape[1]:
         weight = torch.linalg.qr(weight, mode="r").R
-    return LayerObjective(alike[0].gram, weight, alike[0].labels)
+    return replace(alike[0], weight=weight)
 
 
 def _layers_reading(
@@ -178,7 +180,7 @@ def _by_group(
     for matrix, rows in zip(moments.grams, weight.chunk(len(moments.grams)), strict=True):
         if moments.taps == 1:  # without the taps' own statistics each of them is a layer of its own
             rows = rows.transpose(1, 2).flatten(0, 1)[:, :, None]
-        yield LayerObjective(matrix, rows.flatten(1), labels)
+        yield LayerObjective(matrix, rows.flatten(1), labels, layer.bias is not None or layer.norm is not None)
 
 
 def weighted_output_count(group: ChannelGroup, channel_map: ChannelMap, stats: PatchStats) -> float:
@@ -194,7 +196,8 @@ def eliminate(labels: Labels, objectives: Sequence[LayerObjective]) -> Eliminati
 
     Optimal brain surgeon (Hassibi & Stork 1993) for whole groups of columns, as SparseGPT (Frantar & Alistarh 2023)
     does it for single ones: removing the columns c of a layer costs tr(W_c [(G^-1)_cc]^-1 W_c^T), and W and G^-1
-    are updated for the next; the constant is never removed. Costs of several layers are added up.
+    are updated for the next. The constant is never removed; a layer without a bias has none. Costs of several layers
+    are added up.
 
     Args:
         labels: (n,) of one group.
@@ -218,11 +221,12 @@ class _ObjectiveState:
     """The objective of one layer while its channels are removed."""
 
     def __init__(self, objective: LayerObjective, labels: Labels) -> None:
-        gram = objective.gram.double()
-        columns = len(gram) - 1
+        columns = len(objective.gram) - 1
+        size = columns + objective.biased
+        gram = with_ridge(objective.gram.double())[:size, :size]
         every = torch.arange(columns, device=gram.device).reshape(len(objective.labels), -1)
-        self._inverse = _inverse(with_ridge(gram))
-        constant = objective.weight.new_zeros(len(objective.weight), 1)
+        self._inverse = _inverse(gram)
+        constant = objective.weight.new_zeros(len(objective.weight), size - columns)
         self._weight = torch.cat([objective.weight, constant], 1).double()
         self._columns = [every[torch.from_numpy(objective.labels == label)].reshape(-1) for label in labels]
         self._sizes = np.array([found.numel() for found in self._columns])
@@ -231,7 +235,7 @@ class _ObjectiveState:
             for size in np.unique(self._sizes)
         }
         self._place = np.array([np.count_nonzero(self._sizes[:i] == size) for i, size in enumerate(self._sizes)])
-        self._gone = torch.zeros(columns + 1, dtype=torch.bool, device=gram.device)
+        self._gone = torch.zeros(size, dtype=torch.bool, device=gram.device)
 
     def costs(self, left: IntArray) -> FloatArray:
         """Return the cost of removing each of these labels alone, (len(left),)."""
@@ -267,12 +271,13 @@ class _ObjectiveState:
 
     def _forget(self) -> None:
         """Drop the columns that were removed: nothing needs them again, and products over them take time."""
-        left = ~self._gone
-        places = left.cumsum(0) - 1
-        self._inverse, self._weight = self._inverse[left][:, left], self._weight[:, left]
+        left = (~self._gone).nonzero().flatten()
+        places = (~self._gone).cumsum(0) - 1
+        self._inverse = self._inverse.index_select(0, left).index_select(1, left)
+        self._weight = self._weight.index_select(1, left)
         self._columns = [places[found] for found in self._columns]
         self._stacked = {size: places[found] for size, found in self._stacked.items()}
-        self._gone = torch.zeros_like(self._gone[left])
+        self._gone = torch.zeros(len(left), dtype=torch.bool, device=left.device)
 
 
 def _inverse(matrix: Tensor) -> Tensor:

@@ -172,6 +172,8 @@ class LayerFitter(LayerWeights):
         rows = rows[usable]
         if not len(rows):
             return LayerRepair(layer.weight, note="the norm behind it has no factor but 0")
+        if layer.row_norm is not None and self._settings.fit == "patch" and sample.centers is None:
+            problem = problem.weighted(layer.row_norm.squared_sizes(problem.wanted).rsqrt())
         spread = _variance(problem.wanted)
         before = problem.error()
         if before <= NEGLIGIBLE * spread:

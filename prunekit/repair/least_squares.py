@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from prunekit.statistics.layers.patches import apply_weight, gram, mean_products
 
 RIDGES = (1, 10, 100)
 """Multiples of the ridge that are tried; the one with the least error on held-out rows is used."""
+MORE_RIDGES = (1000, 10000)
+"""Multiples that are tried as long as the largest so far is the best: few rows hardly determine the weights."""
 EXACT_RANK = 2048
 """Columns up to which a Gram matrix's rank comes from its eigenvalues, which take longer than the fit beyond."""
 NEGLIGIBLE = 1e-10
@@ -39,6 +41,8 @@ class FitProblem:
         fitted: number of rows to fit on; the rest are held out.
         rectified: whether only the positive part of it is used.
         biased: whether there is a bias to write to, its own or the norm's.
+        factors: (N,) that inputs, present and wanted ends were multiplied with, float64: how much each row counts;
+            None: all the same.
     """
 
     inputs: Tensor
@@ -48,6 +52,23 @@ class FitProblem:
     fitted: int
     rectified: bool = False
     biased: bool = True
+    factors: Tensor | None = None
+
+    def weighted(self, factors: Tensor) -> FitProblem:
+        """Return the fit in which rows count by the squares of factors, (N,)."""
+        factors = factors / factors.square().mean().sqrt()
+        by_row = factors[:, None]
+        inputs = self.inputs * by_row.to(self.inputs.dtype)
+        return replace(self, inputs=inputs, now=self.now * by_row, wanted=self.wanted * by_row, factors=factors)
+
+    def columns(self) -> Tensor:
+        """Return the inputs, with a constant last where there is a bias, (N, d + 1)."""
+        if not self.biased:
+            return self.inputs
+        inputs = with_constant(self.inputs)
+        if self.factors is not None:
+            inputs[:, -1] = self.factors.to(inputs.dtype)
+        return inputs
 
     def error(self) -> float:
         """Return the mean squared error of the next layers' input over held-out rows."""
@@ -67,7 +88,8 @@ class WeightChange:
     def error(self, problem: FitProblem) -> float:
         """Return the error after the change, see `FitProblem.error`."""
         judging = slice(problem.fitted, None)
-        end = problem.now[judging] + problem.scale * (apply_weight(problem.inputs[judging], self.weight.T) + self.bias)
+        constant = self.bias if problem.factors is None else problem.factors[judging, None] * self.bias
+        end = problem.now[judging] + problem.scale * (apply_weight(problem.inputs[judging], self.weight.T) + constant)
         return mean_squared_error(end, problem.wanted[judging], rectified=problem.rectified)
 
 
@@ -124,11 +146,11 @@ def least_squares(problem: FitProblem, ridge: float, rectified_steps: int = 0) -
     for whole filters, with a constant column and a ridge that pulls toward the present weights. Behind a ReLU,
     outputs below a negative target count as met: a majorization of the error after the ReLU, as in the nonlinear case
     of Zhang et al. 2016, "Accelerating very deep convolutional networks". Each further step is kept if the error on
-    held-out rows falls, and that error also chooses among `RIDGES`.
+    held-out rows falls, and that error also chooses among `RIDGES` and, where the largest is best, `MORE_RIDGES`.
 
     With fewer independent rows than columns the ridge is raised tenfold until the matrix can be factored.
     """
-    inputs = with_constant(problem.inputs) if problem.biased else problem.inputs
+    inputs = problem.columns()
     fitted, judging = slice(problem.fitted), slice(problem.fitted, None)
     moments = mean_products(inputs[fitted], inputs[fitted])
 
@@ -142,10 +164,12 @@ def least_squares(problem: FitProblem, ridge: float, rectified_steps: int = 0) -
         return mean_squared_error(end(found, judging), problem.wanted[judging], rectified=problem.rectified)
 
     right, rank = correlations(problem.wanted[fitted]), min(problem.fitted, _rank(moments))
-    solvers = (_factored(moments, ridge * factor, problem.fitted, rank, problem.biased) for factor in RIDGES)
-    # A generator, as each solver is as large as the moments.
-    trials = ((torch.cholesky_solve(right, solver.factor), solver) for solver in solvers)
-    found, solver = min(trials, key=lambda trial: error(trial[0]))
+
+    def solved(factor: float) -> tuple[Tensor, _Solver]:
+        solver = _factored(moments, ridge * factor, problem.fitted, rank, problem.biased)
+        return torch.cholesky_solve(right, solver.factor), solver
+
+    found, solver = _with_best_ridge(solved, error)
     momentum, ahead = 1.0, found
     for _ in range(rectified_steps if problem.rectified else 0):
         reached = end(ahead, slice(problem.fitted)).clamp(max=0)
@@ -193,6 +217,21 @@ class _Solver:
     factor: Tensor
     rank: int
     ridge: float
+
+
+def _with_best_ridge(
+    solved: Callable[[float], tuple[Tensor, _Solver]], error: Callable[[Tensor], float]
+) -> tuple[Tensor, _Solver]:
+    """Return the solution with the least error among `RIDGES`, and further ones while the largest is the best."""
+    best, last = solved(RIDGES[0]), RIDGES[0]
+    least, chosen = error(best[0]), last
+    for factor in (*RIDGES[1:], *MORE_RIDGES):
+        if factor in MORE_RIDGES and chosen != last:
+            break
+        trial, last = solved(factor), factor
+        if (found := error(trial[0])) < least:
+            best, least, chosen = trial, found, factor
+    return best
 
 
 def _factored(moments: Tensor, ridge: float, rows: int, rank: int, biased: bool) -> _Solver:

@@ -32,6 +32,7 @@ from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator, 
 from prunekit.channels.tracing.storages import is_plain, plain_in
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun, is_counted
 from prunekit.channels.trial.float64 import AS_DOUBLE, OWN, Precision
+from prunekit.channels.trial.recorded_values import RecordedValues
 from prunekit.channels.trial.tolerance import TOLERANCE, relative_difference, rounding
 from prunekit.errors import ModelError, is_of_torchscript, reason_of
 from prunekit.utils.context import same_draws
@@ -216,7 +217,7 @@ class Reference:
         failed: where the narrow copy of one of its norms raised.
     """
 
-    values: dict[OperatorKey, tuple[str, list[Any]]]
+    values: RecordedValues
     outputs: list[torch.Tensor]
     decisions: dict[OperatorKey, Decision]
     precision: Precision = OWN
@@ -255,7 +256,7 @@ def record_reference(
         for key, operator in operators_by_key(run).items()
         if key[0] not in small and not is_inside(key[0], away)
     }
-    values: dict[OperatorKey, tuple[str, list[Any]]] = {}
+    values = RecordedValues()
     decisions: dict[OperatorKey, Decision] = {}
     numbers: dict[OperatorKey, Any] = {}
 
@@ -264,7 +265,7 @@ def record_reference(
         if operator is None or operator.name != name:
             return
         kept = [kept_entries(t, operator, i, channel_map, keep) for i, t in enumerate(outs)]
-        values[key] = (name, [v.clone() if any(v is t for t in outs) else v for v in kept])
+        values.add(key, name, [v.clone() if any(v is t for t in outs) else v for v in kept])
         if not any(map(has_gradients, outs)):
             numbers[key] = _numbers(arguments)
         if all(keep[channel_map.resolve(field)].all() for field in operator.inputs):

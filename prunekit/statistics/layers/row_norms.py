@@ -14,7 +14,7 @@ from torch import Tensor
 
 LEAST_ROWS = 8
 """Positions that tell a norm from another function."""
-MOST_ROWS = 256
+MOST_ROWS = 64
 """Positions that are compared at most."""
 ALIKE = 1e-3
 """Share of the variance that a norm's result may differ from what is expected: float16 and bfloat16 round."""
