@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import random
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -279,6 +281,25 @@ def paused_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+LARGE = 2**26
+"""Bytes of a model from which on memory is given back between stages, which takes tenths of a second."""
+
+
+def release_memory(model: nn.Module) -> None:
+    """Give the memory that earlier stages used back to the system, if the model is large.
+
+    Tensors in cycles wait for Python's collector, and glibc keeps freed memory in pieces: after the trace and the
+    statistics of a model of half a gigabyte it holds several.
+    """
+    if sum(tensor.nbytes for tensor in model.parameters()) < LARGE:
+        return
+    gc.collect()
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
+        if trim is not None:
+            trim(0)
 
 
 @contextmanager

@@ -92,6 +92,10 @@ class LabelFlow:
         self.operator = ""
         self.call: ModuleCall | None = None
 
+    def end_run(self) -> None:
+        """Forget what is asked while a model runs, and so its tensors."""
+        self.running, self.of_input = tuple, lambda tensor, axis: True
+
     def fields(self, tensor: Any) -> tuple[Field, ...]:
         """Return the fields of a tensor that this trace set; none for anything but a tensor."""
         owner, found = getattr(tensor, "_prunekit_fields", (None, ()))

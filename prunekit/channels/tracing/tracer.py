@@ -499,6 +499,7 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: TracedRun, trace: Trac
             run.returned.update(mode.makers([tensor for _, tensor in run.calls.read.tensors(output)]))
             _lock_outputs(flow, run.calls, output, trace)
             flow.count_macs = False  # of the first call alone
+    flow.end_run()  # the trace is kept, and all tensors of the run with it
     trace.calls.update({path: max(count, trace.calls.get(path, 0)) for path, count in stack.counts.items()})
     trace.ran |= stack.ran
     run.repeats = run.repeats and earlier is not None and len(run.operators) == len(earlier.operators)

@@ -34,7 +34,7 @@ from prunekit.statistics.layers.patch_moments import dead_inputs, too_few_rows
 from prunekit.statistics.layers.patches import to_channels_last
 from prunekit.statistics.taylor_terms import TaylorTerms
 from prunekit.tasks.task import Task
-from prunekit.utils.context import device_of, training_mode
+from prunekit.utils.context import device_of, release_memory, training_mode
 from prunekit.utils.inputs import as_example, call, inputs_as_example, sample_count, select_samples, to_device
 from prunekit.utils.outputs import Outputs
 from prunekit.utils.progress import reporting, stage
@@ -420,9 +420,13 @@ class Request:
             outputs=self.outputs,
             log_plans=True,
         )
+        release_memory(self.model)
         inputs = self._criterion_inputs(search.channel_map, repair)
+        release_memory(self.model)
         self.search = search.with_profile()
-        return self.search.find(inputs)
+        planned = self.search.find(inputs)
+        release_memory(self.model)
+        return planned
 
     def first_samples(self, count: int) -> tuple[Any, ...]:
         """Return the first samples as one batch, as the model takes it."""
@@ -473,6 +477,7 @@ def _as_planned(request: Request, planned: Planned) -> Pruned:
 def _repaired(request: Request, planned: Planned, repairing: RepairSettings) -> Pruned:
     """Return the result with the kept weights fitted to the outputs of the dense model on the samples."""
     masked, report = repair_masked(request.model, planned.plan, request.samples, repairing, log=stage)
+    release_memory(request.model)
     stage("verify: the repaired model and the compact one")
     return _verified(request, planned, masked, request.first_samples(8), report, report.notes)
 
