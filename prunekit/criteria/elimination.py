@@ -166,8 +166,8 @@ def unread_stacks(channel_map: ChannelMap, stats: PatchStats) -> tuple[str, ...]
     if not stacks:
         return ()
     return (
-        f"elimination: channels of {', '.join(stacks)} are not ranked, as no convolution or linear layer reads them, and "
-        "stay until all others are gone; criterion='l2' or another one ranks all channels, and whole experts",
+        f"elimination: channels of {', '.join(stacks)} are not ranked, as no convolution or linear layer reads them, "
+        "and stay until all others are gone; criterion='l2' or another one ranks all channels, and whole experts",
     )
 
 

@@ -59,7 +59,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 IDS = torch.randint(3, 60, (16, 12), generator=torch.Generator().manual_seed(0))
 TEXT = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-UNEVEN = {f"model.layers.{at}.self_attn.{name}_proj": 2 / 3 for at, name in ((1, "k"), (1, "v"))}
+UNEVEN = {f"model.layers.{at}.self_attn.{name}_proj": share for at, share in ((0, 1.0), (1, 2 / 3)) for name in "kv"}
 """Two of three key-value heads in the second layer alone."""
 
 
@@ -289,9 +289,7 @@ class Mixture(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gate, self.out = nn.Linear(16, 4, bias=False), nn.Linear(16, 4)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 16)) for _ in range(4)
-        )
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 16)) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (N, 4)."""
