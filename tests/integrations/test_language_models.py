@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import prunekit as pk
+from prunekit.errors import UsageError
 from prunekit.models.library_config import LIBRARY_CONFIG
+from prunekit.training.memory_shortage import gradient_checkpointing
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -338,3 +340,14 @@ def test_gradient_checkpointing_keeps_gradients_under_masks(name: str) -> None:
         found.append({name: tensor.grad.clone() for name, tensor in model.named_parameters()})
         model.gradient_checkpointing_enable()
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+def test_training_with_checkpointing_leaves_nothing_behind() -> None:
+    model = built("llama").train()
+    with gradient_checkpointing(nn.Sequential(model)):
+        assert model.is_activation_checkpointing
+    assert not model.is_activation_checkpointing
+    assert not any(module._forward_hooks for module in model.modules())
+    refused = pytest.raises(UsageError, match=r"expected a model with one of the methods .*, got Linear")
+    with refused, gradient_checkpointing(nn.Linear(2, 2)):
+        pass
