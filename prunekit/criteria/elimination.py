@@ -169,6 +169,25 @@ def _layers_reading(
                 yield moments, deciding
 
 
+def unread_stacks(channel_map: ChannelMap, stats: PatchStats) -> tuple[str, ...]:
+    """Return notes on stacks of matrices, such as experts, of which no layer with moments reads channels.
+
+    Their labels score +inf, so that all other channels go before them.
+    """
+    read = {moments.layer.weight for moments in stats.layers}
+    stacks = sorted(
+        name
+        for name in {name for group in channel_map.groups for name, _ in group.slots}
+        if len(channel_map.shapes[name]) == 3 and name not in read
+    )
+    if not stacks:
+        return ()
+    return (
+        f"elimination: channels of {', '.join(stacks)} are not ranked, as no convolution or linear layer reads them, "
+        "and stay until all others are gone; criterion='l2' or another one ranks all channels, and whole experts",
+    )
+
+
 def _by_group(
     moments: LayerMoments, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module], labels: Labels
 ) -> Iterable[LayerObjective]:

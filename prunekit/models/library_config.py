@@ -63,6 +63,7 @@ class ConfigSearch:
         self.config = config
         self._attributes = whole_numbers(model)
         self._names = {name for name, _ in named_tensors(model)}
+        self._buffer_dtypes = {name: buffer.dtype for name, buffer in model.named_buffers()}
         self._built: dict[tuple[tuple[str, int], ...], dict[str, tuple[int, ...]] | None] = {}
         self._pinned: Changes = {}
         self._pinned = self._head_dim()
@@ -124,6 +125,24 @@ class ConfigSearch:
         for chosen in islice(_choices(options), TRIED):
             if self.shapes(chosen) == wanted:
                 yield chosen
+
+    def take_rounded(self, built: nn.Module, model: nn.Module) -> None:
+        """Give a model that the class built the buffers of another, where its own are these but for rounding.
+
+        They are in no state dict, such as the frequencies of rotary embeddings, and a dense model that was cast to half
+        precision has them rounded to that, while a class may build them wider.
+
+        Args:
+            built: from a configuration; changed in place.
+            model: compact, in any precision.
+        """
+        saved = model.state_dict().keys()
+        theirs = {name: buffer for name, buffer in model.named_buffers() if name not in saved}
+        for name, own in [*built.named_buffers()]:
+            other, dtype = theirs.get(name), self._buffer_dtypes.get(name)
+            if other is not None and own.shape == other.shape and torch.equal(own.to(dtype), other.to(dtype)):
+                path, _, leaf = name.rpartition(".")
+                built.get_submodule(path)._buffers[leaf] = other.clone()
 
     def _useful(self, key: str, value: int, changed: set[tuple[str, int]]) -> bool:
         """Return whether an entry may be one of those that are changed: by itself it touches nothing else."""

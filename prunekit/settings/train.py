@@ -191,6 +191,9 @@ class TrainSettings(Checked):
     compile: bool = False
     """Whether training steps are compiled by `torch.compile`; if that is not possible, the log says so and they run in
     eager mode."""
+    gradient_checkpointing: bool = False
+    """Whether activations inside the model's blocks are computed again for the backward pass, in place of being stored:
+    less memory, more time, the same gradients. For models that offer it, as those of transformers and timm do."""
     clamp_activation_grad: ClampSettings | None = None
     """Clamp of the gradients of activations, while they flow back; null: none."""
     clamp_weight_grad: ClampSettings | None = None

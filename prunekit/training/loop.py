@@ -37,7 +37,7 @@ from prunekit.training.checkpoints import BestWeights, Checkpoints, CheckpointWa
 from prunekit.training.compatibility import check_fits
 from prunekit.training.compilation import SEVERAL, CompiledForward
 from prunekit.training.history import Compilation, EpochRow, History, PausedRun
-from prunekit.training.memory_shortage import naming_batch
+from prunekit.training.memory_shortage import gradient_checkpointing, naming_batch
 from prunekit.training.nonfinite import (
     first_non_finite,
     first_non_finite_gradient,
@@ -120,7 +120,8 @@ def fit(
     Raises:
         ModelError: every parameter is frozen, or the model does not fit the inputs or the task.
         UsageError: a gradient clamp's glob matches nothing, a callback or an optimizer that the settings ask for is
-            missing, the task does not support the settings, or a batch has too few images for the processes.
+            missing, the task does not support the settings, the model offers no gradient checkpointing, or a batch has
+            too few images for the processes.
         DataError: an image cannot be read.
         ResumeError: the checkpoints are of another run; says what differs.
         NonFiniteError: the loss, a gradient or a weight became NaN or Inf; names the first module, the epoch, the step
@@ -177,6 +178,7 @@ def fit(
     with ExitStack() as stack:
         stack.enter_context(seeded(seed + rank()))
         stack.enter_context(training_mode(model, True))
+        stack.enter_context(gradient_checkpointing(model) if settings.gradient_checkpointing else nullcontext())
         replica = replica_of(model, train)
         for context in (active, exact, clamps, bar):
             stack.enter_context(context)

@@ -142,6 +142,18 @@ def test_training_weighs_batches_by_tokens() -> None:
     assert whole.score == "perplexity"
 
 
+def test_training_with_gradient_checkpointing_makes_the_same_weights() -> None:
+    texts = sentences(12)
+    splits = sample_splits({"train": texts, "test": texts[:2], "validation": texts[2:8]}, CAUSAL_LM)
+    found = []
+    for checkpointing in (False, True):
+        model = llama()
+        settings = TrainSettings(epochs=1, lr=0.1, gradient_checkpointing=checkpointing)
+        fit(model, splits, settings, device=CPU, seed=0, batch=4)
+        found.append(model.state_dict())
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
 def test_the_decoder_reads_what_the_model_itself_makes_of_labels() -> None:
     from transformers import T5Config, T5ForConditionalGeneration
 

@@ -350,6 +350,7 @@ class _Calls:
                 _drop_others(built, {path for path, _ in self.inner.named_modules()})
                 built.load_state_dict(self.inner.state_dict(), assign=True)
                 built.tie_weights()
+                search.take_rounded(built, self.inner)
                 set_mode(built, False)
                 if next(self.inner.parameters()).dtype == torch.float64:
                     built.double()

@@ -14,6 +14,7 @@ from prunekit.channels.cut.model_copy import named_tensors, with_tensors
 from prunekit.channels.tracing.tracer import HALF
 from prunekit.compaction.compact_model import compact, remarks
 from prunekit.criteria.criterion import get_criterion
+from prunekit.criteria.elimination import unread_stacks
 from prunekit.deploy.subnormals import FlushedModel, without_subnormals
 from prunekit.errors import DataError, ModelError, UsageError, require_kind
 from prunekit.hooks.wrappers import require_values, unwrapped
@@ -459,6 +460,8 @@ class Request:
             stage(f"patch statistics of {sample_count(samples)} samples")
             patches = patch_statistics(model, samples, channel_map, repair, settings.ignore, log=stage)
             short += (*too_few_rows(patches), *dead_inputs(patches))
+            if settings.criterion == "elimination":
+                short += unread_stacks(channel_map, patches)
         stats = self.stats or activation_statistics(model, samples, settings.criterion)
         if stats is not None and "moments" in needs:
             short = [*stats.too_few_samples(), *short]
