@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,12 +22,12 @@ from prunekit.statistics.layers.patch_moments import collect_patches
 CHANNELS, TAPS = 5, 2
 
 
-def consumer(seed: int) -> LayerObjective:
+def consumer(seed: int, *, biased: bool = True) -> LayerObjective:
     generator = torch.Generator().manual_seed(seed)
     wide = torch.randn(200, CHANNELS * TAPS, generator=generator, dtype=torch.float64)
     wide = torch.cat([wide @ torch.randn(10, 10, generator=generator, dtype=torch.float64) + 1, torch.ones(200, 1)], 1)
     weight = torch.randn(3, CHANNELS * TAPS, generator=generator, dtype=torch.float64)
-    return LayerObjective(wide.T @ wide / 200, weight, np.arange(1, CHANNELS + 1))
+    return LayerObjective(wide.T @ wide / 200, weight, np.arange(1, CHANNELS + 1), biased)
 
 
 def refitted(consumer: LayerObjective, removed: list[int]) -> float:
@@ -35,7 +36,7 @@ def refitted(consumer: LayerObjective, removed: list[int]) -> float:
     ridge = RIDGE * consumer.gram.diagonal()[:-1].mean()
     matrix = consumer.gram + torch.diag(torch.tensor([1.0] * columns + [0.0], dtype=torch.float64) * ridge)
     gone = [label * TAPS + tap for label in removed for tap in range(TAPS)]
-    kept = [i for i in range(columns + 1) if i not in gone]
+    kept = [i for i in range(columns + consumer.biased) if i not in gone]
     weight = torch.cat([consumer.weight, torch.zeros(3, 1, dtype=torch.float64)], 1)
     change = torch.zeros_like(weight)
     change[:, gone] = -weight[:, gone]
@@ -43,9 +44,10 @@ def refitted(consumer: LayerObjective, removed: list[int]) -> float:
     return float(((change @ matrix) * change).sum())
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("readers", [1, 2])
-def test_errors_are_those_of_refitting_what_is_left(readers: int) -> None:
-    consumers = [consumer(seed) for seed in range(readers)]
+def test_errors_are_those_of_refitting_what_is_left(readers: int, biased: bool) -> None:
+    consumers = [consumer(seed, biased=biased) for seed in range(readers)]
     found = eliminate(np.arange(1, CHANNELS + 1), consumers)
     assert sorted(found.labels) == list(range(1, CHANNELS + 1))
     for count in range(1, CHANNELS + 1):
@@ -90,6 +92,70 @@ def test_consumers_are_found_by_labels_on_the_input_side() -> None:
     found = eliminations(model, chart, stats)[group.name]
     assert sorted(found.labels) == sorted(group.labels)
     assert (np.diff(found.errors) >= 0).all()
+
+
+class Projections(nn.Module):
+    """Queries, keys and values read one tensor, and so do two wide layers; keys read another one where it is long."""
+
+    def __init__(self, *, bias: bool = True) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.queries, self.keys, self.values = (nn.Linear(6, 5, bias=bias) for _ in range(3))
+        self.wide = nn.Linear(6, 40, bias=bias)
+        self.last = nn.Linear(45, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        keys = self.keys(hidden if x.shape[1] < 8 else hidden + 1)
+        mixed = self.queries(hidden).softmax(-1) * keys + self.values(hidden)
+        return self.last(torch.cat([mixed, self.wide(hidden)], -1))
+
+
+def test_layers_that_read_one_tensor_share_a_matrix_and_an_objective() -> None:
+    model, x = Projections().eval(), torch.randn(9, 6, 4)
+    stats = collect_patches(model, list(x.split(3)), rows=10**6)
+    grams = {moments.layer.weight: moments.grams[0] for moments in stats.layers}
+    names = ["queries.weight", "keys.weight", "values.weight", "wide.weight"]
+    assert len({id(grams[name]) for name in names}) == 1
+    assert stats.nbytes == sum(grams[name].nbytes for name in ("first.weight", "queries.weight", "last.weight"))
+    hidden = model.first(x).tanh().detach().flatten(0, 1).double()
+    read = torch.cat([hidden, torch.ones(len(hidden), 1)], 1)
+    torch.testing.assert_close(grams["keys.weight"], read.T @ read / len(read), rtol=1e-6, atol=1e-6)
+    chart = trace(model, x[:2])
+    group = next(group for group in chart.groups if group.name == "first")
+    (objective,) = layer_objectives(group, model, chart, stats)
+    assert len(objective.weight) == 6  # of 55 outputs
+    alone = [replace(moments, grams=(moments.grams[0].clone(),)) for moments in stats.layers]
+    apart = layer_objectives(group, model, chart, replace(stats, layers=tuple(alone)))
+    assert len(apart) == 4
+    one, other = (eliminate(group.labels, found) for found in ([objective], apart))
+    np.testing.assert_allclose(one.errors, other.errors, rtol=1e-6)
+    assert one.labels.tolist() == other.labels.tolist()
+
+
+def test_layers_that_read_another_tensor_in_a_later_batch_have_their_own_matrix() -> None:
+    model, short, long = Projections().eval(), torch.randn(3, 6, 4), torch.randn(3, 9, 4)
+    stats = collect_patches(model, [short, long, short], rows=10**6)
+    grams = {moments.layer.weight: moments.grams[0] for moments in stats.layers}
+    assert grams["queries.weight"] is grams["values.weight"]
+    assert grams["keys.weight"] is not grams["queries.weight"]
+    for name, shift in (("keys.weight", 1.0), ("queries.weight", 0.0)):
+        parts = [model.first(short).tanh(), model.first(long).tanh() + shift, model.first(short).tanh()]
+        read = torch.cat([part.detach().flatten(0, 1).double() for part in parts])
+        read = torch.cat([read, torch.ones(len(read), 1)], 1)
+        torch.testing.assert_close(grams[name], read.T @ read / len(read), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_without_a_bias_cannot_make_up_for_a_mean(bias: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Projections(bias=bias).eval(), torch.randn(64, 6, 4) + 2
+    chart, stats = trace(model, x[:2]), collect_patches(model, [x], rows=10**6)
+    group = next(group for group in chart.groups if group.name == "first")
+    (objective,) = layer_objectives(group, model, chart, stats)
+    assert objective.biased == bias
+    without, with_one = (eliminate(group.labels, [replace(objective, biased=biased)]) for biased in (False, True))
+    assert without.errors[0] > 1.01 * with_one.errors[0]
 
 
 def test_above_the_limit_only_the_centers_are_taken() -> None:

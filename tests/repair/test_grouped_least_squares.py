@@ -45,6 +45,35 @@ def test_each_group_gets_what_it_would_get_alone(rectified: bool, biased: bool) 
             torch.testing.assert_close(change.bias[group], best.bias)
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_rows_count_by_the_squares_of_their_factors(biased: bool) -> None:
+    torch.manual_seed(4)
+    inputs, now, wanted = (torch.randn(50, width).double() for width in (4, 3, 3))
+    scale, factors = torch.rand(3).double() + 0.5, torch.rand(50).double() * 5
+    plain = FitProblem(inputs, now, wanted, scale, 40, biased=biased)
+    some = plain.weighted(factors)
+    change = least_squares(some, 1e-12)
+    by_row = factors[:40, None]
+    columns = torch.cat([inputs, torch.ones(50, 1)], 1)[:40, : 4 + biased]
+    right = by_row * ((wanted - now) / scale)[:40]
+    found = torch.linalg.lstsq(by_row * columns, right).solution
+    torch.testing.assert_close(change.weight, found[:4].T)
+    torch.testing.assert_close(change.bias, found[4] if biased else torch.zeros(3).double())
+    judged = inputs[40:] @ change.weight.T + change.bias
+    missed = (now[40:] + scale * judged - wanted[40:]).square() * factors[40:, None].square()
+    assert change.error(some) == pytest.approx(float(missed.mean() / factors.square().mean()))
+
+
+def test_stronger_ridges_are_tried_while_more_helps() -> None:
+    torch.manual_seed(5)
+    inputs, noise = torch.randn(60, 30).double(), torch.randn(60, 2).double()
+    none = torch.zeros(60, 2).double()
+    problem = FitProblem(inputs, none, noise, torch.ones(2).double(), 40, biased=False)
+    assert least_squares(problem, 1e-3).ridge > 1  # nothing can be learned from noise
+    exact = FitProblem(inputs, none, inputs[:, :2], torch.ones(2).double(), 40, biased=False)
+    assert least_squares(exact, 1e-3).ridge == pytest.approx(1e-3)
+
+
 def test_outputs_that_the_norm_ignores_stay_as_they_are() -> None:
     some = problem(rectified=False, biased=True)
     some.scale[0, 1] = 0
