@@ -28,6 +28,8 @@ from prunekit.jobs.export.export_model import Exported as Exported
 from prunekit.jobs.predict import Prediction as Prediction
 from prunekit.jobs.predict import predict as predict
 from prunekit.jobs.profile import profile as profile
+from prunekit.jobs.prune.collected import Collected as Collected
+from prunekit.jobs.prune.collected import collect as collect
 from prunekit.jobs.prune.one_shot import plan as plan
 from prunekit.jobs.prune.one_shot import prune as prune
 from prunekit.jobs.prune.profile_result import Profile as Profile

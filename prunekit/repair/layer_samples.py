@@ -48,7 +48,7 @@ class SampleRequest:
 
 @dataclass(frozen=True, eq=False)
 class SampledCalls:
-    """What one pass over one batch sampled of a layer.
+    """Samples of a layer from one pass over one batch.
 
     Attributes:
         tensors: by their names in `LayerSample`, call after call; empty if the pass makes none.

@@ -18,6 +18,7 @@ from prunekit.criteria.elimination import unread_stacks
 from prunekit.deploy.subnormals import FlushedModel, without_subnormals
 from prunekit.errors import DataError, ModelError, UsageError, require_kind
 from prunekit.hooks.wrappers import require_values, unwrapped
+from prunekit.jobs.prune.collected import Collected
 from prunekit.jobs.prune.pattern_stage import with_best_order, zeros_by_size, zeros_from_samples
 from prunekit.jobs.prune.plan_search import CriterionInputs, Planned, PlanSearch
 from prunekit.jobs.prune.pruned import Pruned
@@ -42,8 +43,8 @@ from prunekit.utils.progress import reporting, stage
 from prunekit.utils.tensors import map_tensors
 
 IMAGES = 1024
-Calibration = Tensor | Mapping[str, Any] | Iterable[Any]
-"""Samples: tensors that hold all of them, a list of images, a data set, a generator, or a loader."""
+Calibration = Tensor | Mapping[str, Any] | Iterable[Any] | Collected
+"""Samples: tensors that hold all of them, a list of images, a data set, a generator, or a loader; or of `collect`."""
 
 
 def prune(
@@ -105,7 +106,8 @@ def prune(
             in length, and positions that the mask leaves out count for nothing. Images (C, H, W) may come one by one,
             as a list, or in batches that are lists or tuples of them, alone or with targets; of any sizes where the
             model takes a list, as torchvision's detectors do. Batches of ultralytics' loaders are taken as they are,
-            and their uint8 images scaled to 0..1. An iterable data set may yield samples or batches.
+            and their uint8 images scaled to 0..1. An iterable data set may yield samples or batches. Or what `collect`
+            found, if several budgets are tried.
         macs: share of the multiply-accumulates that may be left, above 0 and at most 1.
         channels: share of the channels that may be left.
         params: share of the parameters that may be left.
@@ -402,7 +404,11 @@ class Request:
             repair: settings of the repair that follows, with the limit of memory for statistics.
             channel_map: of the model, if it was traced already.
         """
-        if self.calibration is not None:
+        collected = self.collected
+        if collected is not None:
+            self.samples = collected.samples
+            channel_map = channel_map or collected.channel_map
+        elif self.calibration is not None:
             stage("read the samples")
             given = joined_samples(self.model, self.calibration, self.images, self.task)
             self.samples = map_tensors(to_device(given, device_of(self.model)), to_channels_last)
@@ -428,6 +434,22 @@ class Request:
         planned = self.search.find(inputs)
         release_memory(self.model)
         return planned
+
+    @property
+    def collected(self) -> Collected | None:
+        """The evidence of `collect`, if that is the calibration.
+
+        Raises:
+            UsageError: it is of another model, or of other weights, or an argument would need another trace.
+        """
+        if not isinstance(self.calibration, Collected):
+            return None
+        self.calibration.require_unchanged(self.model)
+        given = {"example": self.example, "more_examples": self.more_examples, "outputs": self.outputs}
+        for name, value in given.items():
+            if value is not None and len(value if isinstance(value, (list, tuple)) else (0,)):
+                raise UsageError(f"{name}: the model was traced by collect; give {name} to none, or outputs to collect")
+        return self.calibration
 
     def first_samples(self, count: int) -> tuple[Any, ...]:
         """Return the first samples as one batch, as the model takes it."""
@@ -456,7 +478,9 @@ class Request:
         if samples is None or settings.channels_stay:
             return CriterionInputs(self.stats, self.gradients, None, self.seed)
         needs, patches, short = get_criterion(settings.criterion).needs, None, list[str]()
-        if "patches" in needs:
+        if "patches" in needs and self.collected is not None:
+            patches, short = self.collected.patches, [*self.collected.notes]
+        elif "patches" in needs:
             stage(f"patch statistics of {sample_count(samples)} samples")
             patches = patch_statistics(model, samples, channel_map, repair, settings.ignore, log=stage)
             short += (*too_few_rows(patches), *dead_inputs(patches))

@@ -92,7 +92,7 @@ class _GramSum:
 
 @dataclass(eq=False)
 class _Reading:
-    """What some layers of a pass read: the tensor that one call made, in the same way and at the same positions.
+    """Patches that some layers of a pass read of one tensor, in the same way and at the same positions.
 
     Attributes:
         key: of the tensor and of how it is read; None: like no other.
