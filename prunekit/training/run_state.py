@@ -56,6 +56,8 @@ class EpochSums:
             self.loss += loss * weight
         if counts is not None:
             self._counts.add(counts)
+            if counts.device.type == "cpu":
+                self.settle()
 
     def settle(self) -> EpochSums:
         """Read what was summed on a device, and return the sums."""
