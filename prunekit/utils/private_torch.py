@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import DispatchKey
+from torch._library.custom_ops import CustomOpDef as CustomOpDef
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
@@ -83,7 +84,7 @@ def backward_compiled_at_once() -> AbstractContextManager[Any]:
     return context
 
 
-def compiled_graph(graph: Any, examples: list[Tensor]) -> Any:
+def compiled_graph(graph: Any, examples: list[Any]) -> Any:
     """Return a graph as TorchInductor compiles it, for the sizes that it has as symbols."""
     from torch._inductor import standalone_compile
 

@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.library import CustomOpDef
 from torch.utils.hooks import RemovableHandle
 
 from prunekit.errors import ModelError
 from prunekit.hooks.hook import HOOK_TABLES, is_ours
-from prunekit.utils.private_torch import ACCELERATE_PREPARED, OpOverload, OpOverloadPacket
+from prunekit.utils.private_torch import ACCELERATE_PREPARED, CustomOpDef, OpOverload, OpOverloadPacket
 
 _ATOMS = (int, float, bool, str, bytes, complex, type(None), type, torch.dtype, torch.device)
 _CONTAINERS = (dict, set, OrderedDict)
