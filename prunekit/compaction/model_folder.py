@@ -226,8 +226,8 @@ def read_manifest(folder: StrPath) -> dict[str, Any]:
         raise ArtifactError(f"{path}: expected an object with {', '.join(wanted)}; the manifest is damaged")
     if manifest["format"] not in (FORMAT, COMPRESSED_FORMAT):
         raise ArtifactError(
-            f"{path}: format {manifest['format']}, expected {FORMAT} or {COMPRESSED_FORMAT}; use the prunekit that "
-            "wrote it"
+            f"{path}: format {manifest['format']}, expected {FORMAT} or {COMPRESSED_FORMAT}: a newer prunekit wrote "
+            "it; load it with that version or a later one"
         )
     return manifest
 

@@ -17,6 +17,7 @@ from prunekit.formats.program import arguments, program_of, tracing
 from prunekit.formats.pt2_archive import COMPILED, Archive
 from prunekit.models.interface import ModelInterface
 from prunekit.utils.context import threads as threads_of
+from prunekit.utils.private_torch import cpp_compiler
 from prunekit.utils.tensors import gather
 
 
@@ -30,12 +31,7 @@ class AotiFormat(ExportFormat):
 
     def unusable(self) -> str:
         """Return that there is no C++ compiler, if there is none."""
-        from torch._inductor.cpp_builder import get_cpp_compiler
-        from torch._inductor.exc import InvalidCxxCompiler
-
-        try:
-            get_cpp_compiler()
-        except InvalidCxxCompiler:
+        if cpp_compiler() is None:
             return "needs a C++ compiler, and none is found here: install g++ or clang++, or name one in $CXX"
         return self.missing()
 

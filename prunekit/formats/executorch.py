@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from prunekit.errors import ArtifactError, RunError, UsageError, reason_of
@@ -16,6 +15,7 @@ from prunekit.formats.model_location import failure, place_of_node
 from prunekit.formats.onnx import KEY, interface_of_json
 from prunekit.formats.program import SAMPLES, Program, fed, largest_sizes, program_of, tracing
 from prunekit.models.interface import ModelInterface
+from prunekit.utils.private_torch import OpOverload
 
 
 @register_format(
@@ -94,7 +94,7 @@ def _require_known(source: ExportSource, planned: Any) -> None:
         from executorch.runtime import Runtime
     known = set(Runtime.get().operator_registry.operator_names)
     for node in planned.graph.nodes:
-        name = node.target.name() if isinstance(node.target, torch._ops.OpOverload) else ""  # type: ignore[no-untyped-call]
+        name = node.target.name() if isinstance(node.target, OpOverload) else ""  # type: ignore[no-untyped-call]
         if name and name not in known:
             place = place_of_node(node)
             raise RunError(

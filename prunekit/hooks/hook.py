@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from prunekit.errors import ModelError
+from prunekit.utils.private_torch import has_compiled, in_backward
 
 HOOK_TABLES = (
     "_forward_hooks",
@@ -95,7 +95,7 @@ def is_inert(hook: object) -> bool:
 
 def recomputing() -> bool:
     """Return whether a backward pass is running: a forward pass inside it is recomputed by activation checkpointing."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and in_backward()
 
 
 def never_called(module: nn.Module) -> bool:
@@ -163,13 +163,9 @@ def require_not_compiled(model: nn.Module, owner: str) -> None:
 
 def compiled_code(model: nn.Module) -> str | None:
     """Return the path of the first module whose class's forward `torch.compile` has compiled, or None."""
-    if "torch._dynamo" not in sys.modules:
-        return None
-    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-
     for path, module in model.named_modules():
         forward = inspect.unwrap(type(module).forward)
-        if isinstance(forward, FunctionType) and _debug_get_cache_entry_list(forward.__code__):
+        if isinstance(forward, FunctionType) and has_compiled(forward.__code__):
             return str(path)
     return None
 

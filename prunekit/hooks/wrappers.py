@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from prunekit.errors import ModelError, UsageError
 from prunekit.hooks.hook import compiled_code, is_compiled
+from prunekit.utils.private_torch import ACCELERATE_HOOK
 
 WRAPPERS: dict[type[nn.Module], str] = {
     DataParallel: "module",
@@ -130,7 +131,7 @@ def _refuse_flattened(model: nn.Module) -> None:
 
 def _refuse_offloaded(model: nn.Module) -> None:
     for path, module in model.named_modules():
-        hook = getattr(module, "_hf_hook", None)  # where Accelerate keeps what moves weights
+        hook = getattr(module, ACCELERATE_HOOK, None)  # where Accelerate keeps what moves weights
         if any(getattr(one, "offload", False) for one in (hook, *getattr(hook, "hooks", ()))):
             raise ModelError(
                 f"Accelerate offloads the weights of {path or 'the model'}; bring them back first: "

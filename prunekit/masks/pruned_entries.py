@@ -14,6 +14,7 @@ from prunekit.channels.cut.slicing import is_variance
 from prunekit.distributed.sharded_tensors import is_shard, local_part, shard_like
 from prunekit.errors import ModelError
 from prunekit.planning.plan import Plan, require_plan
+from prunekit.utils.private_torch import is_functorch_wrapper
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer type by the width of a floating-point value in bytes."""
@@ -256,7 +257,7 @@ def _short_masks(keep: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
 
 def is_transformed(tensor: Tensor) -> bool:
     """Return whether a tensor is what `torch.func.grad`, `vmap` and the like put in the place of another."""
-    return not torch.compiler.is_compiling() and bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+    return not torch.compiler.is_compiling() and is_functorch_wrapper(tensor)
 
 
 def evenly(count: int, length: int) -> Tensor:

@@ -394,9 +394,10 @@ def load_plan(folder: StrPath) -> Plan:
         )
     text = read_json(folder / "plan.json")
     if not isinstance(text, dict) or text.get("format") not in (FORMAT, PACKED_FORMAT):
+        found = text.get("format") if isinstance(text, dict) else None
         raise ArtifactError(
-            f"{folder / 'plan.json'}: expected a plan of format {FORMAT} or {PACKED_FORMAT}; was it written by "
-            "prunekit, and by no newer one?"
+            f"{folder / 'plan.json'}: format {found}, expected {FORMAT} or {PACKED_FORMAT}: a newer prunekit wrote it, "
+            "or another program; load it with the version that wrote it or a later one"
         )
     path = folder / "plan.safetensors"
     if not path.is_file() or sha256(path) != text.get("sha256"):

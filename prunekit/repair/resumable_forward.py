@@ -28,6 +28,7 @@ from prunekit.repair.tensor_lifetimes import Lifetimes, TensorKey
 from prunekit.statistics.layers.linear_layers import CallInterceptor, FunctionCall, Stopped
 from prunekit.utils.context import same_attributes
 from prunekit.utils.inputs import call, sample_count
+from prunekit.utils.private_torch import OpOverload, is_functorch_wrapper, without_torch_function
 from prunekit.utils.tensors import gather, map_tensors
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -228,7 +229,7 @@ class ResumableRun(CallInterceptor):
 
     def is_tracked(self, function: Any, args: Any) -> bool:
         """Return whether an operator, as nearly all do, belongs to a call that has checked its arguments."""
-        inside = self._depth > 0 and not self._learning and isinstance(function, torch._ops.OpOverload)
+        inside = self._depth > 0 and not self._learning and isinstance(function, OpOverload)
         return inside and self._blank_ids.isdisjoint(map(id, args))
 
     def run_operator(self, function: Any, args: Any, named: Any) -> Any:
@@ -237,13 +238,13 @@ class ResumableRun(CallInterceptor):
         Raises:
             DivergedError: it would read a blank.
         """
-        with self._tracked(), torch._C.DisableTorchFunction():
+        with self._tracked(), without_torch_function():
             tensors = gather((args, named))
             marks = [(tensor, mark) for tensor in tensors for mark in [self._mark(tensor)] if mark is not None]
             if any(mark.blank is not None for _, mark in marks):
                 self._leaked = True
                 raise DivergedError
-            if not isinstance(function, torch._ops.OpOverload):  # of functions, which may have captured other tensors
+            if not isinstance(function, OpOverload):  # of functions, which may have captured other tensors
                 self._read_all()
             elif self._learning:
                 self.lifetimes.read((mark.key for _, mark in marks), self._step)
@@ -254,7 +255,7 @@ class ResumableRun(CallInterceptor):
 
     def _record_untracked(self, function: Any, result: Any, marks: list[tuple[Tensor, _TensorMark]]) -> None:
         """Record an operator that runs in every pass."""
-        known = isinstance(function, torch._ops.OpOverload)
+        known = isinstance(function, OpOverload)
         if not known or function._schema.is_mutable or function.overloadpacket in _ALLOCATIONS:
             self._mark_opaque()
         for tensor, mark in marks:
@@ -469,7 +470,7 @@ def _copied(tensor: Tensor, storages: dict[int, torch.UntypedStorage], fixed: fr
 
 def _plain(tensor: Tensor) -> bool:
     """Return whether a tensor is plain memory: not sparse, nor with gradients, nor within a transform."""
-    own = is_plain(tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    own = is_plain(tensor) and not is_functorch_wrapper(tensor)
     return own and (not tensor.requires_grad or isinstance(tensor, nn.Parameter))
 
 

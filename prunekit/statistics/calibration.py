@@ -27,6 +27,7 @@ from prunekit.tasks.task import Task
 from prunekit.utils.context import device_of
 from prunekit.utils.globs import globs
 from prunekit.utils.inputs import inputs_in, select_samples, to_device
+from prunekit.utils.private_torch import without_torch_function
 from prunekit.utils.progress import reporting
 from prunekit.utils.tensors import gather
 
@@ -285,7 +286,7 @@ class StatsCollector(ConsumerHooks):
             module = self._targets[path]
             by_token = self._has_tokens(tensor) and not isinstance(module, CHANNELS_FIRST)
             axis = self._axes.get(path, 2 if by_token else channel_axis(module, tensor.ndim))
-        with torch._C.DisableTorchFunction():  # these computations are not the model's
+        with without_torch_function():  # these computations are not the model's
             found = self.measurable(tensor, axis)
             if found is not None:
                 self._running[key] = self._summarize(found[0], _checked_axis(*found, key))

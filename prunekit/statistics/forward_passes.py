@@ -31,6 +31,7 @@ from prunekit.utils.inputs import (
     sequence_shape,
     to_device,
 )
+from prunekit.utils.private_torch import in_function_transform, without_torch_function
 from prunekit.utils.progress import tracked
 
 
@@ -111,7 +112,7 @@ class PassHooks(HookOwner):
     @property
     def inside(self) -> bool:
         """True if a forward pass of the model is running, without a transform such as vmap, which hides values."""
-        return self._depth > 0 and torch._C._functorch.peek_interpreter_stack() is None
+        return self._depth > 0 and not in_function_transform()
 
     def require_passes(self) -> None:
         """Raise `UsageError` if the model has not run inside the `with`."""
@@ -144,7 +145,7 @@ class PassHooks(HookOwner):
 
     def _enter(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         if self._depth == 0:
-            with torch._C.DisableTorchFunction():  # these computations are not the model's
+            with without_torch_function():  # these computations are not the model's
                 example = (*given, Keywords(named))
                 self.counted = counted_positions(self._model, example)
                 self.sequences = sequence_shape(self._model, example)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from prunekit.statistics.layer_stats import ARRAYS, FloatArray, LayerStats
+from prunekit.utils.private_torch import compiled_graph
 from prunekit.utils.tensors import accumulation_dtype
 
 CPU_BLOCK = 2**19
@@ -284,11 +285,10 @@ def _compile(example: Tensor) -> Callable[[Tensor], Tensor]:
     # for sizes of 1, for another grad mode, and after torch._dynamo.reset.
     with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch to itself, about what it imports
-        from torch._inductor import standalone_compile
         from torch.fx.experimental.proxy_tensor import make_fx
 
         graph = make_fx(_measure_at_once, tracing_mode="symbolic")(example)
-        run: Callable[[Tensor], Tensor] = standalone_compile(graph, [example], dynamic_shapes="from_graph")
+        run: Callable[[Tensor], Tensor] = compiled_graph(graph, [example])
         run(example)
     return run
 

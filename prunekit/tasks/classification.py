@@ -15,6 +15,7 @@ from prunekit.errors import DataError
 from prunekit.models.outputs import auxiliary, logits
 from prunekit.tasks.task import Loss, Score, Task, register_task
 from prunekit.tasks.texts import EXTRAS, LABELS, PaddedTexts
+from prunekit.utils.tensors import occurrences
 
 Z_95 = 1.959963984540054  # the 97.5 % quantile of the standard normal distribution
 
@@ -42,7 +43,7 @@ def hits(output: Any, labels: Tensor) -> Tensor:
     predicted, classes = scores.argmax(1), scores.shape[1]  # (B,)
     if labels.ndim == 1:
         right = (predicted == labels).sum()
-        frequency = torch.bincount(labels[(labels >= 0) & (labels < classes)], minlength=classes)
+        frequency = occurrences(labels, classes)
     else:
         right, frequency = labels.gather(1, predicted[:, None]).sum(), labels.sum(0)
     return torch.cat([torch.stack([right, torch.full_like(right, len(labels))]), frequency])

@@ -19,10 +19,10 @@ from torch.nn import functional as F
 from prunekit.errors import DataError, ModelError
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.models.outputs import logits
-from prunekit.tasks.classification import hits, most_frequent, top1
+from prunekit.tasks.classification import most_frequent, top1
 from prunekit.tasks.task import Loss, Score, Task, register_task
 from prunekit.tasks.texts import IGNORED, PaddedTexts, counted_tokens, named_inputs, token_labels
-from prunekit.utils.tensors import accumulation_dtype
+from prunekit.utils.tensors import accumulation_dtype, occurrences
 
 DECODER = "decoder_input_ids"
 MOST = 1e300
@@ -172,8 +172,8 @@ def _smoothed(label_smoothing: float) -> Loss:
 def _tags(output: Any, labels: Tensor) -> Tensor:
     """Return the numbers of right answers, of tokens, and of those of each class, (2 + classes,)."""
     scores, wanted = _checked(output, labels)
-    counted = wanted != IGNORED
-    return hits(scores[counted], wanted[counted])
+    right, counted = (scores.argmax(1) == wanted).sum(), (wanted != IGNORED).sum()  # -100 is no class
+    return torch.cat([torch.stack([right, counted]), occurrences(wanted, scores.shape[1])])
 
 
 def _of_tokens(read: Callable[[Tensor], float]) -> Callable[[Tensor], float]:

@@ -9,11 +9,37 @@ import torch
 from prunekit.distributed.process_group import gather_values, size
 from prunekit.tasks.task import Task
 from prunekit.utils.inputs import to_device
+from prunekit.utils.tensors import accumulation_dtype
 
 
 def added(counts: list[float], more: list[float]) -> list[float]:
     """Return sums of counts, (K,) each; either may be empty, as before the first batch."""
     return [a + b for a, b in zip(counts, more, strict=True)] if counts and more else counts or more
+
+
+class DeviceSum:
+    """A sum of vectors, kept where they are until it is taken: reading a number waits for the device.
+
+    It is in float64, or float32 on MPS. On the CPU nothing waits, and each vector is read at once.
+    """
+
+    def __init__(self) -> None:
+        self._read: list[float] = []
+        self._sum: torch.Tensor | None = None
+
+    def add(self, values: torch.Tensor, weight: float = 1) -> None:
+        """Add a vector (K,) times its weight."""
+        wide = values.detach().to(accumulation_dtype(values.device)) * weight
+        if values.device.type == "cpu":
+            self._read = added(self._read, wide.tolist())
+        else:
+            self._sum = wide if self._sum is None else self._sum + wide
+
+    def take(self) -> list[float]:
+        """Return the sum, (K,), or nothing if nothing was added, and begin again."""
+        found = added(self._read, [] if self._sum is None else self._sum.tolist())
+        self._read, self._sum = [], None
+        return found
 
 
 class Measurement:
@@ -28,21 +54,25 @@ class Measurement:
 
     Attributes:
         samples: number of samples.
-        counts: (K,) sums of the task's counts; empty where a metric measures.
     """
 
     def __init__(self, task: Task, *, together: bool = False) -> None:
-        self.samples, self.counts, self._task = 0, list[float](), task
+        self.samples, self._counted, self._device, self._task = 0, list[float](), DeviceSum(), task
         self._metric = None if task.metric is None else task.metric()
         self._kept: list[tuple[Any, Any]] | None = [] if together and size() > 1 else None
+
+    @property
+    def counts(self) -> list[float]:
+        """The sums of the task's counts, (K,); empty where a metric measures."""
+        self._counted = added(self._counted, self._device.take())
+        return self._counted
 
     def add(self, output: Any, targets: Any) -> None:
         """Add a batch: what `Task.scored` returned, and the targets."""
         self.samples += len(targets)
         if self._metric is None:
             assert self._task.counts is not None
-            found = self._task.counts(output, targets).tolist()
-            self.counts = added(self.counts, found)
+            self._device.add(self._task.counts(output, targets))
         elif self._kept is None:
             self._metric.update(output, targets)
         else:
@@ -55,7 +85,7 @@ class Measurement:
         found = Measurement(self._task)
         for samples, counts, kept in gather_values((self.samples, self.counts, self._kept)):
             found.samples += samples
-            found.counts = added(found.counts, counts)
+            found._counted = added(found._counted, counts)
             for output, targets in kept or ():
                 assert found._metric is not None
                 found._metric.update(output, targets)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from prunekit.errors import DataError, ModelError
 from prunekit.models.outputs import logits
 from prunekit.tasks.task import Loss, Score, Task, register_task
+from prunekit.utils.tensors import occurrences
 
 IGNORED = 255
 """The class of pixels that do not count, as in PASCAL VOC and torchvision's references."""
@@ -62,10 +63,12 @@ def _mean(scores: Tensor, masks: Tensor, label_smoothing: float) -> Tensor:
 def pixels(output: Any, masks: Tensor) -> Tensor:
     """Return the pixels of each class that are predicted right, predicted, and there, (3 x classes,) int64."""
     scores = scores_of(output)
-    counted = masks != IGNORED
-    predicted, wanted = scores.argmax(1)[counted], masks[counted]
-    kinds = (wanted[predicted == wanted], predicted, wanted)
-    return torch.cat([torch.bincount(kind, minlength=scores.shape[1]) for kind in kinds])
+    classes = scores.shape[1]
+    predicted = scores.argmax(1).where(masks != IGNORED, classes)  # which is no class, and is not counted
+    right = predicted.where(predicted == masks, classes)
+    return torch.cat(
+        [occurrences(kind, classes) for kind in (right, predicted, masks.where(masks != IGNORED, classes))]
+    )
 
 
 def mean_iou(counts: Tensor) -> float:

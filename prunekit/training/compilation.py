@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 
 from prunekit.training.history import Compilation
+from prunekit.utils.private_torch import backward_compiled_at_once
 
 Forward = Callable[..., Any]
 Backend = str | Callable[..., Any]
@@ -83,7 +84,7 @@ class CompiledForward:
                     raise
         with (
             torch._dynamo.config.patch(skip_nnmodule_hook_guards=False),
-            torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
+            backward_compiled_at_once(),
         ):
             return self._compiled(*arguments, **named)
 

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -39,6 +39,7 @@ from prunekit.training.compilation import SEVERAL, CompiledForward
 from prunekit.training.history import Compilation, EpochRow, History, PausedRun
 from prunekit.training.memory_shortage import gradient_checkpointing, naming_batch
 from prunekit.training.nonfinite import (
+    finite_step,
     first_non_finite,
     first_non_finite_gradient,
     non_finite_gradient,
@@ -61,6 +62,8 @@ from prunekit.utils.files import StrPath
 from prunekit.utils.inputs import call, inputs_as_example, to_device
 from prunekit.utils.progress import make_bar, wanted
 
+FIGURES_S = 0.5
+"""Seconds between two looks at the figures that a bar shows."""
 Numbered = tuple[int, Batch]
 
 
@@ -236,6 +239,8 @@ class TrainingLoop:
     bar: ProgressBar
     task: Task
     loss: Loss
+    unread: list[tuple[Tensor, tuple[Any, ...], str]] = field(default_factory=list)
+    """Losses of the step, with what `_finite` takes, that were not looked at yet."""
 
     def run(self, on_epoch: Callable[[EpochRow], None] | None, until: Callable[[], bool]) -> bool:
         """Train from the present position to the last epoch; return False if `until` paused the run before."""
@@ -339,8 +344,14 @@ class TrainingLoop:
     def _require_finite_gradients(self, batches: Sequence[Batch], at: Position) -> None:
         """Raise NonFiniteError with the first module to blame, before a NaN or Inf gradient spoils the weights.
 
-        Under a loss scale nothing is checked here, because it checks gradients itself.
+        Under a loss scale gradients are not checked here, because it checks them itself.
         """
+        losses = [loss for loss, *_ in self.unread]
+        if losses and finite_step(self.model, losses, gradients=self.scaler is None):
+            self.unread.clear()
+            return
+        while self.unread:
+            self._finite(*self.unread.pop(0))
         clamp = self.settings.clamp_weight_grad
         clamped = clamp is not None and clamp.by == "value"  # which makes Inf the limit
         if self.scaler is not None or (found := non_finite_gradient(self.model, nan_only=clamped)) is None:
@@ -356,6 +367,17 @@ class TrainingLoop:
             f"a gradient is NaN or Inf in epoch {at.epoch}, step {at.trained}, while the loss is finite; first not "
             f"finite on the way back: {where}; {self._advice()}"
         )
+
+    def _read(self, loss: Tensor, inputs: tuple[Any, ...], saying: str) -> float | Tensor:
+        """Return a loss for the sums of the epoch, and raise as `_finite` does, now or before the step.
+
+        An accelerator that works for one process is waited for once a step. Of several processes each has to raise
+        before the others wait for its gradients.
+        """
+        if self.device.type == "cpu" or size() > 1:
+            return self._finite(loss, inputs, saying)
+        self.unread.append((loss.detach(), inputs, saying))
+        return loss.detach()
 
     def _finite(self, loss: Tensor, inputs: tuple[Any, ...], saying: str) -> float:
         """Return a loss as a number; raise NonFiniteError with the first module to blame if it is NaN or Inf.
@@ -382,18 +404,18 @@ class TrainingLoop:
             with kept_apart(self.replica) if left else nullcontext():
                 self._add_gradient(batch, weight, at.sums, f"epoch {at.epoch}, step {at.trained}")
             rate = size() * at.sums.samples / (time.perf_counter() - start)
-            self.bar.step(at.sums.mean_loss, lambda: self._train_score(at), rate)
+            self.bar.step(lambda: at.sums.mean_loss, lambda: self._train_score(at), rate)
 
     def _add_gradient(self, batch: Batch, of: int, sums: EpochSums, when: str) -> None:
         """Add the gradient of a batch, for the mean loss of all processes, whose batches weigh `of` together."""
+        weight = self.task.weighed(batch[1])
         inputs, targets = to_device(batch, self.device)
         given = inputs_as_example(self.model, inputs)
         with autocast(self.settings.precision, self.device):
             given = self.task.example_for_loss(self.model, given, targets)
             output = call(self.replica, given)
             loss = self.state.callbacks.total_loss(self.loss(output, targets), inputs, output, targets)
-            value = self._finite(loss, given, f"the loss is {{}} in {when}")
-        weight = self.task.weighed(targets)
+            value = self._read(loss, given, f"the loss is {{}} in {when}")
         loss = loss * (weight / max(of, 1))
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
@@ -402,7 +424,7 @@ class TrainingLoop:
 
     def _train_score(self, at: Position) -> float | None:
         """Return the main score of the epoch's training batches so far; None if the loss's outputs have none."""
-        return self.task.reached(at.sums.counts) if self.task.scores_of_loss_outputs else None
+        return self.task.reached(at.sums.settle().counts) if self.task.scores_of_loss_outputs else None
 
     def _validate(self, when: str) -> tuple[float | None, float]:
         """Return the mean loss of the validation samples, None if the task has none in eval mode, and the score."""
@@ -448,6 +470,7 @@ class ProgressBar:
         self.label, self.metrics, self.score = label, metrics if shown else dict, score
         self.bar = make_bar(shown, total=steps, desc=label, unit="batch")
         self.extra: Mapping[str, Any] = {}
+        self.due = 0.0
 
     def skip(self, batches: int) -> None:
         """Count batches that were done before this run was resumed."""
@@ -458,12 +481,13 @@ class ProgressBar:
         self.bar.set_description(f"{self.label} {number}/{epochs}", refresh=False)
         self.extra = self.metrics()
 
-    def step(self, loss: float, score: Callable[[], float | None], images_per_s: float) -> None:
-        """Count a batch, and show the figures of the epoch so far."""
-        if not self.bar.disable:
+    def step(self, loss: Callable[[], float], score: Callable[[], float | None], images_per_s: float) -> None:
+        """Count a batch, and show the figures of the epoch so far, if some time has passed: reading them may wait."""
+        if not self.bar.disable and time.monotonic() >= self.due:
+            self.due = time.monotonic() + FIGURES_S
             reached = score()
             scored = {} if reached is None else {self.score.name: f"{reached:.1f}{self.score.unit}"}
-            shown = {"loss": f"{loss:.3f}", **scored, "img/s": f"{images_per_s:.0f}", **self.extra}
+            shown = {"loss": f"{loss():.3f}", **scored, "img/s": f"{images_per_s:.0f}", **self.extra}
             self.bar.set_postfix(shown, refresh=False)
         self.bar.update()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -132,6 +132,16 @@ def non_finite_gradient(model: nn.Module, *, nan_only: bool) -> str | None:
     """
     given = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and not p.grad.is_sparse}
     return _agreed(model, _not_finite({name: local_part(gradient) for name, gradient in given.items()}, nan_only))
+
+
+def finite_step(model: nn.Module, losses: Sequence[Tensor], *, gradients: bool) -> bool:
+    """Return whether losses are finite, and perhaps all gradients, by one number that is read from the device.
+
+    False also for finite gradients whose norm overflows.
+    """
+    found = [p.grad for p in model.parameters() if p.grad is not None and not p.grad.is_sparse] if gradients else []
+    norms = [torch.nn.utils.get_total_norm(found)] if found else []
+    return bool(torch.stack([torch.isfinite(number.detach()).all() for number in (*losses, *norms)]).all())
 
 
 def _not_finite(gradients: Mapping[str, Tensor], nan_only: bool) -> str | None:

@@ -19,7 +19,7 @@ from prunekit.distributed.process_group import from_main, gather_values, is_main
 from prunekit.distributed.sharded_tensors import full_tensor, is_shard, is_sharded, shard_like
 from prunekit.errors import NonFiniteError, ResumeError
 from prunekit.settings.train import TrainSettings
-from prunekit.tasks.measurement import added
+from prunekit.tasks.measurement import DeviceSum, added
 from prunekit.training.callbacks.callback import CallbackList
 from prunekit.training.callbacks.clamp_callback import GradientClamps
 from prunekit.training.checkpoints import BestWeights, Checkpoints
@@ -32,22 +32,42 @@ from prunekit.utils.tensors import map_tensors
 
 @dataclass
 class EpochSums:
-    """Sums over the batches of an epoch so far: losses, samples, what the task counts, and weights of the losses."""
+    """Sums over the batches of an epoch so far: losses, samples, what the task counts, and weights of the losses.
+
+    What is added as tensors of an accelerator is summed there, and read by `settle`: reading waits for all that the
+    device was asked to compute.
+    """
 
     loss: float = 0.0
     samples: int = 0
     counts: list[float] = field(default_factory=list)
     weight: int = 0
 
-    def add(self, loss: float, counts: Tensor | None, samples: int, weight: int) -> None:
+    def __post_init__(self) -> None:
+        self._losses, self._counts = DeviceSum(), DeviceSum()
+
+    def add(self, loss: float | Tensor, counts: Tensor | None, samples: int, weight: int) -> None:
         """Add a batch's mean loss with its weight, its counts (K,), if it has any, and its number of samples."""
-        self.loss += loss * weight
         self.samples += samples
         self.weight += weight
-        self.counts = added(self.counts, [] if counts is None else counts.tolist())
+        if isinstance(loss, Tensor):
+            self._losses.add(loss.detach().reshape(1), weight)
+        else:
+            self.loss += loss * weight
+        if counts is not None:
+            self._counts.add(counts)
+            if counts.device.type == "cpu":
+                self.settle()
+
+    def settle(self) -> EpochSums:
+        """Read what was summed on a device, and return the sums."""
+        self.loss += sum(self._losses.take())
+        self.counts = added(self.counts, self._counts.take())
+        return self
 
     def of_all(self) -> EpochSums:
         """Return the sums over all processes, some of which may have had no batch."""
+        self.settle()
         each = gather_values(self)
         counts = reduce(added, (sums.counts for sums in each))
         loss, samples, weight = (sum(getattr(sums, name) for sums in each) for name in ("loss", "samples", "weight"))
@@ -56,6 +76,7 @@ class EpochSums:
     @property
     def mean_loss(self) -> float:
         """The mean loss of a sample, or of what else the task's losses are means over."""
+        self.settle()
         return self.loss / (self.weight or self.samples)  # states of earlier versions have no weights
 
 
@@ -97,6 +118,7 @@ class Position:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as plain data."""
+        self.sums.settle()
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

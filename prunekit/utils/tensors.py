@@ -104,6 +104,17 @@ def first_not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     return next((name for name, tensor in named if not bool(torch.isfinite(tensor).all())), None)
 
 
+def occurrences(values: Tensor, kinds: int) -> Tensor:
+    """Return how often each of 0 to `kinds` - 1 is among whole numbers, (kinds,) int64; others do not count.
+
+    A device need not be waited for, as it is by `bincount`, which has a size to find.
+    """
+    inside = (values >= 0) & (values < kinds)
+    known = torch.where(inside, values, kinds).long().flatten()
+    counts = torch.zeros(kinds + 1, dtype=torch.int64, device=values.device)
+    return counts.scatter_add_(0, known, torch.ones_like(known))[:-1]
+
+
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._library.custom_ops import CustomOpDef
 from torch.utils.hooks import RemovableHandle
 
 from prunekit.errors import ModelError
 from prunekit.hooks.hook import HOOK_TABLES, is_ours
+from prunekit.utils.private_torch import ACCELERATE_PREPARED, CustomOpDef, OpOverload, OpOverloadPacket
 
 _ATOMS = (int, float, bool, str, bytes, complex, type(None), type, torch.dtype, torch.device)
 _CONTAINERS = (dict, set, OrderedDict)
@@ -216,7 +216,7 @@ def _is_plain(cls: type) -> bool:
 def _without_wrappers(module: nn.Module) -> dict[str, Any]:
     """Return a module's attributes without wrappers of torch and Accelerate around its methods, and their state."""
     state: dict[str, Any] = nn.Module.__getstate__(module)  # type: ignore[no-untyped-call]  # a class's own may raise
-    state.pop("_is_accelerate_prepared", None)  # with it Accelerate would not prepare the copy
+    state.pop(ACCELERATE_PREPARED, None)  # with it Accelerate would not prepare the copy
     shadowing = [name for name, item in state.items() if isinstance(item, _FUNCTIONS)]
     inner = {name: _wrapped(module, name, state[name]) for name in shadowing}
     found = {name: method for name, method in inner.items() if method is not None}
@@ -280,7 +280,7 @@ def _is_own_method(module: nn.Module, item: Any) -> bool:
 
 
 _FUNCTIONS = (FunctionType, MethodType, partial)
-_STATELESS = (torch.jit.ScriptFunction, torch._ops.OpOverload, torch._ops.OpOverloadPacket, CustomOpDef)
+_STATELESS = (torch.jit.ScriptFunction, OpOverload, OpOverloadPacket, CustomOpDef)
 _DEEP = 8
 """How many references a hook is followed."""
 

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from prunekit import known_names
 from prunekit.channels.cut.model_copy import named_tensors, with_tensors
@@ -30,6 +29,7 @@ from prunekit.channels.tracing.tracer import Trace
 from prunekit.errors import ModelError, reason_of
 from prunekit.utils.context import paused_garbage_collection, seeded, training_mode
 from prunekit.utils.inputs import call, sample_count
+from prunekit.utils.private_torch import FakeTensorMode
 from prunekit.utils.sample_lists import map_samples
 from prunekit.utils.tensors import gather, map_tensors
 

@@ -8,11 +8,10 @@ from functools import cache
 from typing import Any, Self
 
 import torch
-from torch._C import DispatchKey
-from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from prunekit.utils.private_torch import HigherOrderOperator, explicit_kernel, is_composite
 from prunekit.utils.tensors import gather
 
 
@@ -61,7 +60,7 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.operator(func, args, kwargs or {})
 
     def _higher_order(self, func: HigherOrderOperator, args: Any, kwargs: dict[str, Any]) -> Any:
-        kernel = func.py_kernels.get(DispatchKey.CompositeExplicitAutograd)
+        kernel = explicit_kernel(func)
         if kernel is not None and not _wants_no_mode(kernel):
             with self:
                 return kernel(*args, **kwargs)
@@ -97,7 +96,7 @@ def run_operator(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 @cache
 def _is_composite(func: Any) -> bool:
     """Return whether an operator is made of others, which a mode below autograd would not see."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), DispatchKey.CompositeImplicitAutograd))
+    return is_composite(func.name())
 
 
 _FUNCTIONS = (type(lambda: None), torch.nn.Module)

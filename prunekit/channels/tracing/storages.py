@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from prunekit.utils.private_torch import dispatches, has_storage
 from prunekit.utils.tensors import gather
 
 
@@ -59,7 +60,7 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     Sparse tensors and those of oneDNN have others inside, and within a function transform such as vmap a tensor is a
     part of another.
     """
-    return tensor.untyped_storage() if torch._C._has_storage(tensor) else None
+    return tensor.untyped_storage() if has_storage(tensor) else None
 
 
 def memory_of(tensor: torch.Tensor) -> int:
@@ -117,7 +118,7 @@ def inner_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _wraps(tensor: torch.Tensor) -> bool:
-    return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+    return dispatches(tensor)
 
 
 def plain_in(value: Any) -> list[torch.Tensor]:

@@ -20,6 +20,7 @@ from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator
 from prunekit.channels.tracing.storages import is_plain
 from prunekit.channels.trial.tolerance import ROUNDING, TOLERANCE
 from prunekit.hooks.owner import HookOwner, after_forward, before_forward
+from prunekit.utils.private_torch import without_torch_dispatch
 from prunekit.utils.tensors import map_tensors
 
 WIDE = {
@@ -242,7 +243,7 @@ class Float64WhileRunning(HookOwner):
 
     def _begin(self, tables: list[dict[str, Any]]) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any) -> None:
-            with torch._C._DisableTorchDispatch():
+            with without_torch_dispatch():
                 for table in tables:
                     self._users[id(table)] += 1
                     if self._users[id(table)] == 1:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
 from prunekit.errors import ModelError, UsageError
 from prunekit.inspection.capture.layer_hooks import LayerHooks, TensorKey, What
 from prunekit.inspection.capture.layer_selection import Layers
+from prunekit.utils.private_torch import without_torch_function
 
 Change = float | Tensor | Callable[[Tensor], Tensor | None]
 """A number to scale a tensor by, a tensor that replaces it and may broadcast to it, or a function of it, which may
@@ -89,7 +89,7 @@ class Intervention(LayerHooks):
         """Return the tensor that replaces one; None to leave it."""
         if self._position not in (None, key.position) or not (values.is_floating_point() or values.is_complex()):
             return None
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             changed = _changed(self._changes[key.what], values)
         if changed is None:
             return None

@@ -19,6 +19,7 @@ from prunekit.utils.context import device_of
 from prunekit.utils.display import Displayed, Table, plural
 from prunekit.utils.files import StrPath
 from prunekit.utils.inputs import as_example
+from prunekit.utils.private_torch import without_torch_function
 
 Named = Literal["mean", "moments", "extremes"]
 Reducer = Callable[[Tensor], Any]
@@ -208,7 +209,7 @@ class Capture(Displayed, LayerHooks):
     def on_tensor(self, key: TensorKey, values: Tensor, axis: int) -> None:
         """Keep a copy of a tensor, or the result of the reducer."""
         refuse_nested(values, str(key))
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with without_torch_function(), torch.no_grad():
             if self._reduced:
                 with torch.autocast(values.device.type, enabled=False):
                     made = self._reduce(values.detach(), axis)

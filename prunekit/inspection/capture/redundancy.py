@@ -17,6 +17,7 @@ from prunekit.inspection.capture.layer_selection import attention_weights, chann
 from prunekit.inspection.capture.storage import SHARE, mib
 from prunekit.statistics.layer_stats import FloatArray
 from prunekit.statistics.moments import InputMoments
+from prunekit.utils.private_torch import without_torch_function
 
 CONSTANT = 1e-5
 """A standard deviation below this share of the mean is taken for rounding."""
@@ -159,7 +160,7 @@ class CorrelationCollector(LayerHooks):
         """Add the output of a layer."""
         if key.batch is None or values.dim() < 2:
             return
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with without_torch_function(), torch.no_grad():
             rows = values.detach().movedim(axis, -1)
             rows = rows.reshape(-1, rows.shape[-1])  # (positions, C)
             if len(rows) > self._positions:

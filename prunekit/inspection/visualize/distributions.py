@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from prunekit.inspection.capture.layer_hooks import LayerHooks, TensorKey
 from prunekit.inspection.capture.layer_selection import Layers, weights_with_channels
 from prunekit.statistics.forward_passes import run_passes
+from prunekit.utils.private_torch import without_torch_function
 
 BINS = 48
 NO_RANGE = (torch.inf, -torch.inf)
@@ -100,7 +101,7 @@ class _OutputHooks(LayerHooks):
 
     def on_tensor(self, key: TensorKey, values: Tensor, axis: int) -> None:
         """Pass an output to the function."""
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             self._look(key.path, values.detach())
 
 

@@ -111,9 +111,8 @@ def _system_seconds() -> float:
 
 def cpu_name() -> str:
     """Return the name of the CPU's model."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+    with suppress(OSError):  # no such file outside of Linux, and in some containers it is closed
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()

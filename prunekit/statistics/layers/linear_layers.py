@@ -21,6 +21,7 @@ from prunekit.channels.tracing.storages import is_plain
 from prunekit.hooks.owner import HookOwner, after_forward, before_forward
 from prunekit.statistics.layers.patches import CONVOLUTIONS, PatchGeometry
 from prunekit.statistics.layers.row_norms import RowNorm
+from prunekit.utils.private_torch import in_function_transform, without_torch_function
 
 _LOOKS = frozenset({"__get__", "dim", "size", "stride", "is_contiguous", "is_floating_point", "_set_grad_enabled"})
 """Functions that compute nothing: asking for a shape does not read values."""
@@ -202,7 +203,7 @@ class CallInterceptor(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if in_function_transform():
             self.on_transform()
             return function(*args, **named)
         name = getattr(function, "__name__", "")
@@ -236,7 +237,7 @@ class CallInterceptor(TorchFunctionMode):
         self._inside -= 1
         if not self._inside:
             self.number += 1
-            with torch._C.DisableTorchFunction():  # as within any other call
+            with without_torch_function():  # as within any other call
                 self.call(FunctionCall(self.number, "", None, given, {}, lambda *_: result))
 
     def operands(self, call: FunctionCall) -> Operands | None:

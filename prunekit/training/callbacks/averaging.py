@@ -18,6 +18,7 @@ from prunekit.planning.plan import Plan
 from prunekit.settings.train import AverageSettings
 from prunekit.training.batchnorm_statistics import recalibrate_batchnorm
 from prunekit.training.callbacks.callback import Callback, CurrentPlan, TrainingRun
+from prunekit.utils.private_torch import lerp_all
 
 
 class Average(Callback):
@@ -64,7 +65,7 @@ class Average(Callback):
             for average, value in zip(averages, current, strict=True):
                 average.copy_(value)
             return
-        torch._foreach_lerp_(list(averages), list(current), self._share(int(self.average.n_averaged)))
+        lerp_all(list(averages), list(current), self._share(int(self.average.n_averaged)))
 
     def _share(self, updates: int) -> float:
         """Return the share of the newest weights in the average, after this number of updates."""

@@ -1,0 +1,111 @@
+"""Private names of torch and Accelerate that this package needs: no other module uses any; a test tells what is gone.
+
+What is public in all supported versions is not here, nor are documented functions in modules with an underscore
+(`torch._dynamo.reset`, `torch._inductor.aoti_compile_and_package`).
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey
+from torch._library.custom_ops import CustomOpDef as CustomOpDef
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+
+ACCELERATE_HOOK = "_hf_hook"
+"""The attribute of a module in which Accelerate keeps what moves its weights."""
+ACCELERATE_PREPARED = "_is_accelerate_prepared"
+"""The attribute of what Accelerate has prepared, and would not prepare again."""
+
+
+def without_torch_function() -> AbstractContextManager[Any]:
+    """Return a context in which no mode and no subclass sees calls of torch's functions."""
+    context: AbstractContextManager[Any] = torch._C.DisableTorchFunction()
+    return context
+
+
+def without_torch_dispatch() -> AbstractContextManager[Any]:
+    """Return a context in which no mode and no subclass sees operators at the dispatcher."""
+    context: AbstractContextManager[Any] = torch._C._DisableTorchDispatch()
+    return context
+
+
+def in_backward() -> bool:
+    """Return whether a backward pass is running in this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def in_function_transform() -> bool:
+    """Return whether a transform of functions, such as `torch.vmap`, is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_functorch_wrapper(tensor: Tensor) -> bool:
+    """Return whether a tensor is the wrapper of a transform of functions."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Return whether a tensor has memory of its own, or of what it is a view of."""
+    return bool(torch._C._has_storage(tensor))
+
+
+def dispatches(tensor: Tensor) -> bool:
+    """Return whether a tensor's class handles operators itself."""
+    return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
+def is_composite(name: str) -> bool:
+    """Return whether an operator is computed by others, of which alone it has its gradient."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, DispatchKey.CompositeImplicitAutograd))
+
+
+def explicit_kernel(operator: HigherOrderOperator) -> Any:
+    """Return the function that computes a higher-order operator by others; None if there is none."""
+    return operator.py_kernels.get(DispatchKey.CompositeExplicitAutograd)
+
+
+def lerp_all(values: list[Tensor], ends: list[Tensor], weight: float) -> None:
+    """Move values in place toward ends by a share of the way, all in one call."""
+    torch._foreach_lerp_(values, ends, weight)
+
+
+def backward_compiled_at_once() -> AbstractContextManager[Any]:
+    """Return a context in which `torch.compile` compiles a backward pass together with its forward pass."""
+    context: AbstractContextManager[Any] = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
+    return context
+
+
+def compiled_graph(graph: Any, examples: list[Any]) -> Any:
+    """Return a graph as TorchInductor compiles it, for the sizes that it has as symbols."""
+    from torch._inductor import standalone_compile
+
+    return standalone_compile(graph, examples, dynamic_shapes="from_graph")
+
+
+def cpp_compiler() -> str | None:
+    """Return the C++ compiler that TorchInductor uses; None if there is none."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return str(get_cpp_compiler())
+    except InvalidCxxCompiler:
+        return None
+
+
+def has_compiled(code: CodeType) -> bool:
+    """Return whether `torch.compile` has compiled a function."""
+    if "torch._dynamo" not in sys.modules:
+        return False
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    return bool(_debug_get_cache_entry_list(code))
