@@ -23,6 +23,8 @@ LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?(\))")
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 TAKEN = ("CHANGELOG.md", "benchmarks/README.md")
 """Pages of the navigation that are not in the guide."""
+README = "repository.md"
+"""Where the repository's own page is in the site, which has a home of its own."""
 OPTIONS = "    options:\n      heading: {heading}\n      toc_label: {name}\n"
 
 
@@ -30,6 +32,7 @@ class Examples(griffe.Extension):
     """Docstrings call their section `Example:`; what the reader of docstrings knows is `Examples:`."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        """Rename the section of a docstring."""
         if obj.docstring is not None:
             obj.docstring.value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
 
@@ -97,7 +100,7 @@ def found(path: Path) -> Path:
 def site_name(path: Path) -> str:
     """Return where a file of the repository is in the site."""
     inside = path.relative_to(GUIDE if path.is_relative_to(GUIDE) else ROOT)
-    return str(inside.with_name("index.md") if inside.name == "README.md" and inside.parent == Path() else inside)
+    return README if inside == Path("README.md") else str(inside)
 
 
 def python_page() -> str:
@@ -108,8 +111,8 @@ def python_page() -> str:
     lines = [
         "# The Python API in full",
         "",
-        "Every public name of `prunekit`, imported as `pk`, with its arguments, errors and an example that the tests run.",
-        "[By topic](api.md) it is shorter.",
+        "Every public name of `prunekit`, imported as `pk`, with its arguments, errors, and an example that",
+        "the tests run. [By topic](api.md) it is shorter.",
     ]
     for section in re.split(r"^## ", (GUIDE / "reference" / "api.md").read_text(encoding="utf-8"), flags=re.MULTILINE):
         listed = [name for line in re.findall(r"^- `pk\..*", section, re.MULTILINE) for name in names_of(line)]
