@@ -18,6 +18,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 import torch
+from ruamel.yaml import YAML
 from torch import nn
 
 import prunekit
@@ -170,3 +171,16 @@ def test_tests_and_files_that_contributors_are_sent_to_are_there() -> None:
     page = (GUIDE / "contributing.md").read_text(encoding="utf-8")
     for name in re.findall(r"`((?:prunekit|tests|benchmarks|\.ci|\.github)/[\w./*]+)`", page):
         assert list(ROOT.glob(name)), name
+
+
+def test_workflows_and_forms_are_yaml_and_run_what_is_there() -> None:
+    files = [*(ROOT / ".github").rglob("*.yml"), ROOT / ".pre-commit-config.yaml"]
+    read = {path.name: YAML(typ="safe").load(path) for path in files}
+    assert {"tests.yml", "docs.yml", "bug_report.yml", ".pre-commit-config.yaml"} <= set(read)
+    for name in ("tests.yml", "docs.yml"):
+        steps = [step for job in read[name]["jobs"].values() for step in job["steps"]]
+        lines = " ".join(step.get("run", "") for step in steps)
+        assert all((ROOT / script).is_file() for script in re.findall(r"\.ci/\w+", lines))
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        assert set(re.findall(r"\.\[(\w+)\]", lines)) <= set(extras)
+    assert os.access(ROOT / ".ci" / "docs", os.X_OK)
