@@ -21,6 +21,9 @@ ROOT = Path(__file__).resolve().parent.parent
 GUIDE = ROOT / "prunekit" / "guide"
 LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?(\))")
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
+ENTRY = re.compile(r"^- (`pk\.(\w+)[^`\n]*`)", re.MULTILINE)
+"""A line of the page by topic, and the name that it explains."""
+BY_TOPIC = "reference/api.md"
 TAKEN = ("CHANGELOG.md", "benchmarks/README.md")
 """Pages of the navigation that are not in the guide."""
 README = "repository.md"
@@ -80,6 +83,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         target = found(here / to)
         return f"{match[1]}{os.path.relpath(site_name(target), at)}{match[3] or ''}{match[4]}"
 
+    if page.file.src_uri == BY_TOPIC:
+        known = places()
+        markdown = ENTRY.sub(lambda entry: f"- [{entry[1]}](python.md#{known[entry[2]]})", markdown)
     parts = FENCE.split(markdown)
     return "".join(part if part.startswith("```") else LINK.sub(led, part) for part in parts)
 
@@ -105,27 +111,31 @@ def site_name(path: Path) -> str:
 
 def python_page() -> str:
     """Return the page of all public names, in the sections and the order of the page by topic."""
-    stub = ast.parse((ROOT / "prunekit" / "__init__.pyi").read_text(encoding="utf-8"))
-    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
-    places = {alias.name: f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+    known, by_topic = places(), (GUIDE / BY_TOPIC).read_text(encoding="utf-8")
+    explained = {entry[2] for entry in ENTRY.finditer(by_topic)}
     lines = [
         "# The Python API in full",
         "",
         "Every public name of `prunekit`, imported as `pk`, with its arguments, errors, and an example that",
         "the tests run. [By topic](api.md) it is shorter.",
     ]
-    for section in re.split(r"^## ", (GUIDE / "reference" / "api.md").read_text(encoding="utf-8"), flags=re.MULTILINE):
-        listed = [name for line in re.findall(r"^- `pk\..*", section, re.MULTILINE) for name in names_of(line)]
+    for section in re.split(r"^## ", by_topic, flags=re.MULTILINE):
+        listed: list[str] = []
+        for line in re.findall(r"^- `pk\..*", section, re.MULTILINE):
+            first, *others = re.findall(r"`pk\.(\w+)", line)
+            listed += [first, *(other for other in others if other not in explained)]
         if listed:
             lines += ["", f"## {section.splitlines()[0]}"]
         for name in dict.fromkeys(listed):
-            lines += ["", f"::: {places[name]}", OPTIONS.format(heading=f'"pk.{name}"', name=f'"{name}"')]
+            lines += ["", f"::: {known[name]}", OPTIONS.format(heading=f'"pk.{name}"', name=f'"{name}"')]
     return "\n".join(lines) + "\n"
 
 
-def names_of(line: str) -> list[str]:
-    """Return the name that a line of the page by topic explains, its first."""
-    return re.findall(r"`pk\.(\w+)", line)[:1]
+def places() -> dict[str, str]:
+    """Return where each public name is defined."""
+    stub = ast.parse((ROOT / "prunekit" / "__init__.pyi").read_text(encoding="utf-8"))
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: f"{node.module}.{alias.name}" for node in imports for alias in node.names}
 
 
 def commands_page() -> str:
