@@ -14,7 +14,7 @@ import torch
 import prunekit
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "prunekit" / "guide" / "api.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "prunekit" / "guide" / "reference" / "api.md").read_text(encoding="utf-8")
 
 
 def docstring(name: str) -> str:

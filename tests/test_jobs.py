@@ -26,7 +26,7 @@ from prunekit.recipe import loading as packaged
 from prunekit.recipe.loading import load
 from prunekit.settings.job import dump
 
-GUIDE = Path(pk.__file__).parent / "guide" / "sweeps.md"
+GUIDE = Path(pk.__file__).parent / "guide" / "how_to" / "sweeps.md"
 STAND_INS = Path(__file__).parent / "stand_ins"
 SMALL = """# A job of seconds, in the place of the packaged one.
 name: resnet34

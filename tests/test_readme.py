@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torchvision
@@ -14,6 +16,7 @@ from PIL import Image
 from ruamel.yaml import YAML
 from torch.distributed.run import get_args_parser
 
+from prunekit.channels.rules.rule import RULES
 from prunekit.cli import cli
 from prunekit.jobs.run import batch_size
 from prunekit.recipe.loading import load
@@ -25,9 +28,11 @@ from prunekit.training.callbacks.distillation import feature_paths
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 GUIDE = ROOT / "prunekit" / "guide"
-PAGES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted(GUIDE.glob("*.md")))}
+PAGES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted(GUIDE.rglob("*.md")))}
 TESTED_ELSEWHERE = ("sweeps.md", "trainers.md", "yolo.md")
 """Pages whose Python needs other packages."""
+WITH_DATA = "five_minutes.md"
+"""The page whose commands and Python work on the reader's own folder of images, tested by itself."""
 OF_YOLO = "ultralytics"
 """What Python of the README needs that is tested with the page on it."""
 SHORTER = (
@@ -41,18 +46,21 @@ SHORTER = (
 """What is changed in the recipe's copy that the commands run on; the commands themselves are as written."""
 
 
-def blocks(language: str) -> list[str]:
-    """Those of the README first, which what is in Python goes on from; some pages have tests of their own."""
-    pages = (page for path, page in PAGES.items() if language != "python" or path.name not in TESTED_ELSEWHERE)
-    found = [block for page in pages for block in re.findall(rf"```{language}\n(.*?)```", page, re.S)]
+def blocks(language: str, pages: Iterable[Path] = PAGES) -> list[str]:
+    """Those of the README first, as far as its Python needs no other package."""
+    found = [block for page in pages for block in re.findall(rf"```{language}\n(.*?)```", PAGES[page], re.S)]
     return [block for block in found if language != "python" or OF_YOLO not in block]
 
 
-def commands() -> list[list[str]]:
+def commands(pages: Iterable[Path]) -> list[list[str]]:
     """All `prunekit ...` commands, in order, as argument lists without the program's name."""
-    lines = [line for block in blocks("sh") for line in block.splitlines()]
+    lines = [line for block in blocks("sh", pages) for line in block.splitlines()]
     found = [re.search(r"(?:^|/)prunekit ([^#]*)", line) for line in lines]
     return [shlex.split(match.group(1).replace("<", "{").replace(">", "}")) for match in found if match]
+
+
+OF_CHECKOUT = [path for path in PAGES if path.name != WITH_DATA]
+IN_PYTHON = [path for path in OF_CHECKOUT if path.name not in TESTED_ELSEWHERE and blocks("python", [path])]
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +76,43 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def run(arguments: list[str], runs: Path) -> str:
+    """What a command prints, in the working directory, on the first run there is."""
+    found = sorted(runs.glob("2*"))
+    filled = [argument.replace("{time}", found[0].name if found else "") for argument in arguments]
+    result = CliRunner().invoke(cli, filled)
+    # A timing on a busy machine may exceed a gate, or say that tiny images run no faster.
+    allowed = {0, 1} if "--max-latency-ms" in filled or filled[0] in ("finetune", "prune") else {0}
+    assert result.exit_code in allowed, f"prunekit {shlex.join(filled)}\n{result.output}"
+    assert "error:" not in result.output, result.output
+    return result.output
+
+
+def execute(pages: Iterable[Path], folder: Path) -> dict[str, Any]:
+    """The names that pages leave whose Python is run as one script, from a file, so that its source can be read."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for number, block in enumerate(blocks("python", pages)):
+        script = folder / f"block{number}.py"
+        script.write_text(block, encoding="utf-8")
+        exec(compile(block, str(script), "exec"), names)
+    return names
+
+
+@pytest.fixture
+def _as_before() -> Iterator[None]:
+    """What Accelerate keeps of a process is no other test's, and no rule that a page registers stays."""
+    rules = set(RULES)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    for name in set(RULES) - rules:
+        del RULES[name]
+
+
 def test_every_kind_of_command_is_shown() -> None:
-    assert {arguments[0] for arguments in commands()} == set(cli.list_commands(None))  # type: ignore[arg-type]
-    assert commands()[0] == ["finetune", "recipes/resnet34.yaml"]
+    shown = commands(PAGES)
+    assert {arguments[0] for arguments in shown} == set(cli.list_commands(None))  # type: ignore[arg-type]
+    assert shown[0] == ["finetune", "recipes/resnet34.yaml"]
 
 
 @pytest.mark.slow
@@ -79,34 +121,46 @@ def test_commands_run_as_written(checkout: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(checkout)
     monkeypatch.setenv("PRUNEKIT_CACHE", str(checkout / "cache"))
     monkeypatch.setattr(batch_size, "free_memory", lambda: 200_000_000)  # so that few batches are tried
-    for arguments in commands():
-        runs = sorted((checkout / "runs" / "resnet34").glob("2*"))
-        filled = [argument.replace("{time}", runs[0].name if runs else "") for argument in arguments]
-        result = CliRunner().invoke(cli, filled)
-        # A timing on a busy machine may exceed a gate, or say that tiny images run no faster.
-        allowed = {0, 1} if "--max-latency-ms" in filled or filled[0] in ("finetune", "prune") else {0}
-        assert result.exit_code in allowed, f"prunekit {shlex.join(filled)}\n{result.output}"
-        assert "error:" not in result.output, result.output
+    for arguments in commands(OF_CHECKOUT):
+        run(arguments, checkout / "runs" / "resnet34")
     assert (next((checkout / "runs" / "resnet34").glob("2*")) / "report.html").is_file()
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("little_effort", "_as_before")
+@pytest.mark.parametrize("page", IN_PYTHON, ids=lambda path: path.stem)
+def test_python_runs_as_written(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each page by itself: what it uses it imports and makes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path / "cache"))
+    names = execute([page], tmp_path)
+    if page.name == "README.md":
+        assert type(names["again"]) is type(names["quick"].model) is type(names["model"])
+    if page.name == "choosing.md":
+        assert names["repaired"].repair.after < names["repaired"].repair.before
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("little_effort")
-def test_python_runs_as_written(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(checkout)
-    names: dict[str, object] = {"__name__": "__main__"}  # as a script: what it defines is in no file
-    try:
-        for block in blocks("python"):
-            exec(compile(block, "README.md", "exec"), names)
-    finally:  # what Accelerate keeps of a process is no other test's
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-    assert type(names["again"]) is type(names["quick"].model) is type(names["model"])  # type: ignore[attr-defined]
-    assert names["repaired"].repair.after < names["repaired"].repair.before  # type: ignore[attr-defined]
+def test_five_minutes_run_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own drawings, fewer of them; its commands, with short trainings."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path / "cache"))
+    (page,) = (path for path in PAGES if path.name == WITH_DATA)
+    draw, use = blocks("python", [page])
+    assert draw.count("range(100)") == 1
+    exec(compile(draw.replace("range(100)", "range(10)"), "draw.py", "exec"), names := {"__name__": "__main__"})
+    shorter = ["baseline.epochs=0", "finetune.epochs=1", "latency.batches=[1]", "latency.repeats=5"]
+    for arguments in commands([page]):
+        run([*arguments, *(shorter if arguments[0] == "finetune" else [])], tmp_path / "runs" / "mine")
+    exec(compile(use, "use.py", "exec"), names)
+    assert isinstance(names["small"], torchvision.models.ResNet)
+    assert (tmp_path / "small.onnx").is_file()
 
 
 def test_setup_commands_stand_alone_and_match_continuous_integration() -> None:
-    setup = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("python3 -m venv")]
+    lines = [line for block in blocks("sh", [ROOT / "README.md"]) for line in block.splitlines()]
+    setup = [line for line in lines if line.startswith("python3 -m venv")]
     assert len(setup) == 2
     assert setup[0].endswith("prunekit finetune recipes/resnet34.yaml")
     assert setup[1].endswith("-m pytest")
@@ -140,7 +194,7 @@ def test_examples_for_clusters_are_what_torchrun_takes() -> None:
 
 def test_links_exist_and_lead_to_every_guide() -> None:
     found = {(path.parent / to).resolve() for path, page in PAGES.items() for to in re.findall(r"\]\(([^)#]+)\)", page)}
-    assert found >= {path for path in PAGES if path.parent == GUIDE}
+    assert found >= set(PAGES) - {ROOT / "README.md"}
     assert all(path.exists() for path in found), found
 
 
@@ -152,7 +206,11 @@ def shown(block: str, folder: Path) -> JobSettings:
 
 
 def test_settings_in_yaml_are_those_of_recipes(tmp_path: Path) -> None:
-    depth, exports, latency, zeros, gradual, training = (one for one in blocks("yaml") if "kind: Job" not in one)
+    depth, latency, gradual, training, exports, zeros = (
+        block
+        for name in ("blocks", "faster", "finetune", "onnx_int8", "single_weights")
+        for block in blocks("yaml", [GUIDE / "how_to" / f"{name}.md"])
+    )
     assert (shown(depth, tmp_path).prune.depth, shown(depth, tmp_path).prune.min_blocks) == ("auto", 1)
     assert shown(depth, tmp_path).prune.budget.measured
     assert shown(exports, tmp_path).export == ("onnx", "openvino")

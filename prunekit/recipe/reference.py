@@ -27,7 +27,7 @@ from prunekit.settings.job import JobSettings, yaml_value
 from prunekit.utils.files import write_text
 from prunekit.utils.registry import Registered
 
-PAGE = Path(__file__).parent.parent / "guide" / "recipe.md"
+PAGE = Path(__file__).parent.parent / "guide" / "reference" / "recipe.md"
 SCHEMA = Path(__file__).parent / "schema.json"
 EXAMPLES: dict[str, Any] = {
     "JobSettings.name": "resnet34-half",

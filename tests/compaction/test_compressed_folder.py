@@ -31,7 +31,7 @@ from prunekit.planning.plan import Plan, load_plan
 from prunekit.settings.inputs import ModelSettings
 from prunekit.utils.files import sha256
 
-PAGE = (Path(pk.__file__).parent / "guide" / "folder.md").read_text(encoding="utf-8")
+PAGE = (Path(pk.__file__).parent / "guide" / "reference" / "model_folder.md").read_text(encoding="utf-8")
 EXAMPLE = (torch.zeros(1, 3, 32, 32),)
 
 

@@ -15,7 +15,7 @@ import prunekit
 pytest.importorskip("accelerate")
 from accelerate.state import AcceleratorState, GradientState
 
-PAGE = Path(prunekit.__file__).parent / "guide" / "trainers.md"
+PAGE = Path(prunekit.__file__).parent / "guide" / "how_to" / "trainers.md"
 
 
 @pytest.fixture(autouse=True)

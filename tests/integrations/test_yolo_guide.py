@@ -15,7 +15,7 @@ from ultralytics import YOLO
 import prunekit
 
 ROOT = Path(__file__).parents[2]
-PAGE = (Path(prunekit.__file__).parent / "guide" / "yolo.md").read_text(encoding="utf-8")
+PAGE = (Path(prunekit.__file__).parent / "guide" / "how_to" / "yolo.md").read_text(encoding="utf-8")
 SHORTER = (
     ("epochs=50", "epochs=2, batch=4, nbs=4, workers=0, plots=False"),
     ("epochs=10", "epochs=1, batch=4, nbs=4, workers=0, plots=False"),
