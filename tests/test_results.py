@@ -21,9 +21,9 @@ from prunekit.inspection.diagnosis.findings import Diagnosis, Finding
 from prunekit.jobs.bench import Benchmark, bench
 from prunekit.jobs.explain import Explanation
 from prunekit.jobs.prune.latency_target import LatencyResult, LatencyTarget, Timing
-from prunekit.jobs.prune.one_shot import Pruned
 from prunekit.jobs.prune.plan_search import PlanSearch
 from prunekit.jobs.prune.profile_result import NetworkPrediction, Profile
+from prunekit.jobs.prune.pruned import Pruned
 from prunekit.jobs.sensitivity import Sensitivity
 from prunekit.masks.thresholds import ActivationThresholds
 from prunekit.measure.causes.breakdown import OperatorFigures, OperatorRow
