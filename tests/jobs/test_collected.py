@@ -86,11 +86,9 @@ def test_a_large_model_is_compared_on_a_few_samples_at_a_time(monkeypatch: pytes
     usual = pk.prune(model, calibration=x, macs=0.5)
     verify = one_shot.verify
 
-    def watched(
-        masked: nn.Module, compact: nn.Module, plan: pk.Plan, examples: list[tuple[torch.Tensor]], **named: bool
-    ):  # type: ignore[no-untyped-def]
-        sizes.append([len(example[0]) for example in examples])
-        return verify(masked, compact, plan, examples, **named)  # type: ignore[arg-type]
+    def watched(*args: Any, **named: Any) -> Any:
+        sizes.append([len(example[0]) for example in args[3]])
+        return verify(*args, **named)
 
     monkeypatch.setattr(one_shot, "verify", watched)
     monkeypatch.setattr(context, "LARGE", 1)
