@@ -39,7 +39,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-PAGE = Path(pk.__file__).parent / "guide" / "language.md"
+PAGE = Path(pk.__file__).parent / "guide" / "how_to" / "language.md"
 SIZES: dict[str, Any] = {
     "vocab_size": 60, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6,
     "max_position_embeddings": 32, "initializer_range": 0.15,
