@@ -20,7 +20,7 @@ TIMEOUT = 600
 EXPECTED = {
     "quickstart": {
         "model": r"top-1: 9\d\.\d%",
-        "prune": r"<td>MACs<td>[\d.]+ M<td>[\d.]+ k<td>(49|50)\.\d %.*relative difference \d\.\de-1\d at most",
+        "prune": r"<td>MACs<td>[\d.]+ [kM]<td>[\d.]+ k<td>(49|50)\.\d %.*relative difference \d\.\de-1\d at most",
         "small": r"dense 9\d\.\d%, pruned \d\d\.\d%\n.*one more epoch: 9\d\.\d%",
         "plan": r"<th>layer.*<td>block1\.conv1\.0<td>24 -&gt; \d+",
         "widths": r"image/png",
