@@ -129,6 +129,7 @@ def test_commands_run_as_written(checkout: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.slow
 @pytest.mark.usefixtures("little_effort", "_as_before")
 @pytest.mark.parametrize("page", IN_PYTHON, ids=lambda path: path.stem)
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft reads it
 def test_python_runs_as_written(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each page by itself: what it uses it imports and makes."""
     monkeypatch.chdir(tmp_path)
