@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from prunekit.measure.latency.row_text import setting_text
-from prunekit.report.figures.charts import COLORS, INK, SPARE_COLORS, canvas, svg
+from prunekit.report.figures.canvas import COLORS, INK, SPARE_COLORS, canvas, stacked
 from prunekit.report.headline import lower_is_better, model, scores
 from prunekit.report.run_data import Run, recipe_of
 from prunekit.utils.display import is_number
@@ -234,15 +234,15 @@ Panel = tuple[str, str, Sequence[Point]]
 def pareto(panels: Sequence[Panel], score: str, unit: str = "%") -> Markup:
     """Return a panel for each cost, at most `MAX_PANELS`; `score` is what the scores are called."""
     panels = panels[:MAX_PANELS]
-    columns = min(2, len(panels))
+    columns = 2
     rows = math.ceil(len(panels) / columns)
     with canvas(columns, rows, 3.5 * rows + 0.4, "pareto", used=len(panels)) as (figure, all_axes):
         for axes, (title, cost, points) in zip(all_axes, panels, strict=False):
             _panel(axes, points)
             axes.set(title=title, xlabel=cost, ylabel=f"{score}, {unit}".rstrip(", "))
-        figure.legend(handles=_legend(panels), loc="outside upper right", ncols=6)
+        figure.legend(handles=_legend(panels), loc="outside upper right", ncols=3)
         names = ", ".join(f"{score} against {cost} ({title})" for title, cost, _ in panels)
-        return svg(figure, f"{names}; all figures are in the tables")
+        return stacked(figure, f"{names}; all figures are in the tables", len(panels))
 
 
 def _panel(axes: Any, points: Sequence[Point]) -> None:
