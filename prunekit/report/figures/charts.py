@@ -136,10 +136,9 @@ def _coupling(slots: pd.DataFrame, chosen: Sequence[str], width: float) -> Marku
             axes.scatter(part["position"], rows + offset, s=9, marker="s", color=color, label=label)
         first = slots.drop_duplicates("group").set_index("group")
         labels = [f"{name} ({first['kept'][name]} of {first['channels'][name]})" for name in chosen]
-        axes.set_yticks(
-            range(len(chosen)), labels=[shortened(label, round(4.2 * width)) for label in labels], fontsize=8
-        )
-        axes.set(xlabel="module that has the channels, in the order of the model", ylim=(len(chosen) - 0.4, -0.6))
+        shown = [shortened(label, min(44, round(5.4 * width))) for label in labels]
+        axes.set_yticks(range(len(chosen)), labels=shown, fontsize=8.5)
+        axes.set(xlabel="module, in the order of the model", ylim=(len(chosen) - 0.4, -0.6))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         figure.legend(loc="outside upper right", ncols=2, markerscale=2)
         return svg(figure, "Channel groups and the modules that make or read their channels")

@@ -95,7 +95,7 @@ def _drawn(times: Mapping[str, tuple[float, float]], width: float) -> Markup:
         for side, (name, offset) in enumerate((("dense", -0.2), ("pruned", 0.2))):
             values = [pair[side] for pair in times.values()]
             axes.barh(rows + offset, values, height=0.38, color=COLORS[name], label=name)
-        axes.set_yticks(rows, labels=[shortened(name, round(3.9 * width)) for name in times], fontsize=9)
+        axes.set_yticks(rows, labels=[shortened(name, min(40, round(4.8 * width))) for name in times], fontsize=9)
         axes.set(xlabel="ms of a forward pass", ylim=(len(times) - 0.4, -0.6))
         axes.grid(axis="y", visible=False)
         figure.legend(loc="outside upper right", ncols=2)
