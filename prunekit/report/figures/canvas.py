@@ -130,7 +130,8 @@ def stacked(figure: Figure, label: str, used: int, *, small: bool = False) -> Ma
         small: whether two of them fit beside each other on a phone.
     """
     groups, rest = _split(svg_body(figure))
-    panels = figure.axes[:used]
+    panels: list[Any] = figure.axes[:used]
+    legends: list[Any] = figure.legends
     boxes = [(axes.get_position().transformed(figure.transFigure), axes.get_tightbbox()) for axes in panels]
     scale, height = 72 / figure.dpi, 72 * figure.get_size_inches()[1]
     # All cells have one size: that of a panel, and the most that any has beside it.
@@ -143,8 +144,8 @@ def stacked(figure: Figure, label: str, used: int, *, small: bool = False) -> Ma
             yield _cell(groups[f"axes_{index + 1}"], [scale * end for end in ends], height)
 
     legend = Markup()
-    if figure.legends:
-        ends = [scale * end for end in figure.legends[0].get_window_extent().extents]
+    if legends:
+        ends = [scale * end for end in legends[0].get_window_extent().extents]
         width = Markup(' style="max-width: {}px"').format(round(LINE * (ends[2] - ends[0])))
         legend = _cell(groups["legend_1"], ends, height, Markup(' class="legend"') + width)
     opening = Markup('<div class="panels{}" role="img" aria-label="{}">').format(" small" if small else "", label)
