@@ -1,4 +1,4 @@
-"""What the site has beside the guide's pages: pages made from the code, and the repository's files that pages link to.
+"""What the site has beside the guide's pages: pages made from code and notebooks, and files that pages link to.
 
 The pages are plain Markdown whose links lead through the repository, so that they can be read there as well. A link to
 a file outside the guide takes that file into the site.
@@ -7,6 +7,7 @@ a file outside the guide takes that file into the site.
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 from pathlib import Path
@@ -53,7 +54,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the made pages, and all files of the repository that pages lead to, one after another."""
-    for name, text in (("reference/python.md", python_page()), ("reference/commands.md", commands_page())):
+    notebooks = {site_name(path): notebook_page(path) for path in sorted(GUIDE.rglob("*.ipynb"))}
+    made = {"reference/python.md": python_page(), "reference/commands.md": commands_page(), **notebooks}
+    for name, text in made.items():
         files.append(File.generated(config, name, content=text))
     to_read = [Path(str(file.abs_src_path)) for file in files.documentation_pages() if file.abs_src_path]
     outside = [ROOT / name for name in TAKEN]
@@ -104,8 +107,9 @@ def found(path: Path) -> Path:
 
 
 def site_name(path: Path) -> str:
-    """Return where a file of the repository is in the site."""
+    """Return where a file of the repository is in the site; of a notebook its page."""
     inside = path.relative_to(GUIDE if path.is_relative_to(GUIDE) else ROOT)
+    inside = inside.with_suffix(".md") if inside.suffix == ".ipynb" else inside
     return README if inside == Path("README.md") else str(inside)
 
 
@@ -129,6 +133,16 @@ def python_page() -> str:
         for name in dict.fromkeys(listed):
             lines += ["", f"::: {known[name]}", OPTIONS.format(heading=f'"pk.{name}"', name=f'"{name}"')]
     return "\n".join(lines) + "\n"
+
+
+def notebook_page(path: Path) -> str:
+    """Return a notebook as Markdown; its file is beside it in the site."""
+    parts = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        text = "".join(cell["source"])
+        parts.append(f"```python\n{text}\n```" if cell["cell_type"] == "code" else text.replace(".ipynb)", ".md)"))
+    parts.insert(1, f"[Download the notebook]({path.name}), or read [how to open it](index.md).")
+    return "\n\n".join(parts) + "\n"
 
 
 def places() -> dict[str, str]:

@@ -139,6 +139,22 @@ def test_bars_are_shown_in_a_notebook_too(monkeypatch: pytest.MonkeyPatch) -> No
     assert not wanted(None)
 
 
+def test_a_notebook_without_widgets_has_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No cursor goes up there: each step of a second bar would be a new line."""
+    terminal = watched(monkeypatch)
+    monkeypatch.setitem(
+        sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: SimpleNamespace(config={"IPKernelApp": {}}))
+    )
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    with reporting(None, "job"):
+        stage("one")
+        assert list(tracked("abc", "letters")) == ["a", "b", "c"]
+    assert "job: one" in terminal.getvalue()
+    assert "letters" not in terminal.getvalue()
+    assert "\n" not in terminal.getvalue()
+    assert not tqdm._instances
+
+
 def test_the_outermost_call_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = watched(monkeypatch)
     with reporting(False, "outer"), reporting(True, "inner"):

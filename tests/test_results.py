@@ -18,12 +18,13 @@ from prunekit.channels.trace import trace
 from prunekit.errors import UsageError
 from prunekit.inspection.capture.recorder import capture
 from prunekit.inspection.diagnosis.findings import Diagnosis, Finding
+from prunekit.inspection.visualize.class_maps import class_activation_map, saliency
 from prunekit.jobs.bench import Benchmark, bench
 from prunekit.jobs.explain import Explanation
 from prunekit.jobs.prune.latency_target import LatencyResult, LatencyTarget, Timing
-from prunekit.jobs.prune.one_shot import Pruned
 from prunekit.jobs.prune.plan_search import PlanSearch
 from prunekit.jobs.prune.profile_result import NetworkPrediction, Profile
+from prunekit.jobs.prune.pruned import Pruned
 from prunekit.jobs.sensitivity import Sensitivity
 from prunekit.masks.thresholds import ActivationThresholds
 from prunekit.measure.causes.breakdown import OperatorFigures, OperatorRow
@@ -321,6 +322,14 @@ def test_captured_tensors_and_thresholds(model: nn.Module, example: tuple[torch.
     assert repr(record["conv1"][0]) == "<Captured: output 0 of conv1, batch 0, call 0: 1x64x16x16>"
     found = ActivationThresholds(dict.fromkeys(channels(), 0.1), dict.fromkeys(channels(), 0.5), 0.5, "output", 3)
     check(found)
+
+
+def test_a_class_map_has_a_row_for_each_image() -> None:
+    found = class_activation_map(small(), torch.zeros(2, 3, 8, 8), "2", target=(7, 1))
+    check(found)
+    assert repr(found) == "<ClassMap: grad_cam of 2, 2 maps of 4x4>"
+    assert [row["class"] for row in found.rows()] == [7, 1]
+    check(saliency(small(), torch.zeros(1, 3, 8, 8)))
 
 
 def test_gradients_of_a_run() -> None:

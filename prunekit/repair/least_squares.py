@@ -15,6 +15,8 @@ RIDGES = (1, 10, 100)
 """Multiples of the ridge that are tried; the one with the least error on held-out rows is used."""
 MORE_RIDGES = (1000, 10000)
 """Multiples that are tried as long as the largest so far is the best: few rows hardly determine the weights."""
+MOST = 10
+"""Factor of a row over the usual one, at most: a position that is almost zero must not decide by itself."""
 EXACT_RANK = 2048
 """Columns up to which a Gram matrix's rank comes from its eigenvalues, which take longer than the fit beyond."""
 NEGLIGIBLE = 1e-10
@@ -55,7 +57,8 @@ class FitProblem:
     factors: Tensor | None = None
 
     def weighted(self, factors: Tensor) -> FitProblem:
-        """Return the fit in which rows count by the squares of factors, (N,)."""
+        """Return the fit in which rows count by the squares of factors, (N,), which are cut at `MOST` usual ones."""
+        factors = factors.clamp(max=MOST * float(factors.median()))
         factors = factors / factors.square().mean().sqrt()
         by_row = factors[:, None]
         inputs = self.inputs * by_row.to(self.inputs.dtype)

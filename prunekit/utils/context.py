@@ -284,7 +284,12 @@ def paused_garbage_collection() -> Iterator[None]:
 
 
 LARGE = 2**26
-"""Bytes of a model from which on memory is given back between stages, which takes tenths of a second."""
+"""Bytes of a model from which on memory counts more than the tenths of a second that it takes to save some."""
+
+
+def is_large(model: nn.Module) -> bool:
+    """Return whether a model's parameters take `LARGE` bytes."""
+    return sum(tensor.nbytes for tensor in model.parameters()) >= LARGE
 
 
 def release_memory(model: nn.Module) -> None:
@@ -293,7 +298,7 @@ def release_memory(model: nn.Module) -> None:
     Tensors in cycles wait for Python's collector, and glibc keeps freed memory in pieces: after the trace and the
     statistics of a model of half a gigabyte it holds several.
     """
-    if sum(tensor.nbytes for tensor in model.parameters()) < LARGE:
+    if not is_large(model):
         return
     gc.collect()
     if sys.platform == "linux":

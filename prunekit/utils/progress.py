@@ -1,5 +1,6 @@
 """Progress of long calls: bars on terminals and in notebooks, and lines to the logger `prunekit`.
 
+In notebooks bars are widgets. Without the package `ipywidgets` the stages alone are shown, as text in one line.
 `logging.getLogger("prunekit").setLevel("INFO")` and a handler show a line for each stage.
 """
 
@@ -7,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib.util import find_spec
 from operator import length_hint
 from textwrap import shorten
 from typing import Any, TypeVar
@@ -31,7 +34,7 @@ class _ProgressReport:
 
     def bar(self, what: str, total: int | None, unit: str) -> Any:
         """Return a bar that is removed when the call ends, if not before."""
-        found = make_bar(True, desc=what, total=total, unit=unit, leave=False)
+        found = make_bar(not _has_one_line(), desc=what, total=total, unit=unit, leave=False)
         self._bars.append(found)
         return found
 
@@ -48,7 +51,7 @@ class _ProgressReport:
     def close(self) -> None:
         """Remove all bars, also after an error or an interrupt."""
         while self._bars:
-            self._bars.pop().close()
+            remove_bar(self._bars.pop())
 
 
 _RUNNING: ContextVar[_ProgressReport | None] = ContextVar("prunekit report", default=None)
@@ -60,15 +63,34 @@ def wanted(progress: bool | None) -> bool:
         return progress
     if sys.stderr is not None and sys.stderr.isatty():
         return True
+    return _in_notebook()
+
+
+def _in_notebook() -> bool:
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return "IPKernelApp" in getattr(shell, "config", ())
 
 
+def _has_one_line() -> bool:
+    """Return whether bars are text in a notebook, where no cursor goes up: a second bar would fill the page."""
+    return _in_notebook() and find_spec("ipywidgets") is None
+
+
 def make_bar(shown: bool, **options: Any) -> Any:
     """Return a bar of tqdm; one that is not shown is cheap, and has the same methods."""
-    from tqdm.auto import tqdm
+    from tqdm import TqdmWarning
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TqdmWarning)  # in a notebook without ipywidgets: text is fine as well
+        from tqdm.auto import tqdm
 
     return tqdm(disable=not shown, dynamic_ncols=True, **options)
+
+
+def remove_bar(bar: Any) -> None:
+    """Remove a bar; a notebook's would stay, in red, if there was more to come."""
+    bar.total = None
+    bar.close()
 
 
 @contextmanager
@@ -136,4 +158,4 @@ def tracked(items: Iterable[T], what: str, *, total: int | None = None, unit: st
         yield item
         del item  # before the next is made: it may be large
         bar.update()
-    bar.close()
+    remove_bar(bar)

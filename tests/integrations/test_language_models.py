@@ -39,7 +39,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-PAGE = Path(pk.__file__).parent / "guide" / "language.md"
+PAGE = Path(pk.__file__).parent / "guide" / "how_to" / "language.md"
 SIZES: dict[str, Any] = {
     "vocab_size": 60, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6,
     "max_position_embeddings": 32, "initializer_range": 0.15,
@@ -119,9 +119,10 @@ def test_half_precision_is_pruned_as_it_is(
     assert result.max_relative_difference < 1e-9  # in float64
     assert dtypes(result.model) == dtypes(model)
     assert (set(dtypes(model).values()) == {dtype}) is (name != "t5")
-    reference = loaded(name, tmp_path / "full", torch.float32) if how == "loaded" else built(name)
-    full = pk.plan(reference, calibration=inputs_of(name), **asked)
-    assert np.mean(full.keep == result.plan.keep) > 0.95
+    if name != "t5":  # which looks at its values in float16 alone, and so keeps its stream
+        reference = loaded(name, tmp_path / "full", torch.float32) if how == "loaded" else built(name)
+        full = pk.plan(reference, calibration=inputs_of(name), **asked)
+        assert np.mean(full.keep == result.plan.keep) > 0.95
     pk.save(result, tmp_path / "small")
     again = pk.load(tmp_path / "small", model=lambda: built(name))
     assert dtypes(again) == dtypes(model)
@@ -227,7 +228,7 @@ def unpadded() -> list[dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["bert", *map(slowly, ("llama", "gpt2", "qwen3_moe"))])
+@pytest.mark.parametrize("name", ["bert", *map(slowly, ("llama", "gpt2"))])  # grouped_mm takes no float64
 def test_padding_on_either_side_counts_for_nothing(name: str) -> None:
     results = [
         pk.prune(built(name).double(), calibration=data, params=0.8, outputs="logits")
@@ -246,9 +247,9 @@ def test_padding_on_either_side_counts_for_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", *map(slowly, ("qwen3", "gpt2", "mixtral"))])
 def test_prompts_with_padding_on_the_left_go_on_as_each_alone(name: str) -> None:
     small: Any = pruned(name, "free").model
-    chosen, data = [0, 3, 5, 6], padded("left")
-    found = small.generate(data["input_ids"][chosen], attention_mask=data["attention_mask"][chosen], **GREEDY)[:, 12:]
-    alone = [small.generate(SENTENCES[at][None], **GREEDY)[0, LENGTHS[at] :] for at in chosen]
+    chosen, data, asked = [0, 3, 5, 6], padded("left"), GREEDY | {"min_new_tokens": 6}
+    found = small.generate(data["input_ids"][chosen], attention_mask=data["attention_mask"][chosen], **asked)[:, 12:]
+    alone = [small.generate(SENTENCES[at][None], **asked)[0, LENGTHS[at] :] for at in chosen]
     assert torch.equal(found, torch.stack(alone))
 
 

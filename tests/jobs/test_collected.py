@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,8 @@ import prunekit as pk
 from prunekit.criteria import elimination
 from prunekit.errors import UsageError
 from prunekit.jobs.prune import collected as collecting
-from prunekit.jobs.prune import one_shot
+from prunekit.jobs.prune import one_shot, prune_request
+from prunekit.utils import context
 
 
 def net() -> nn.Sequential:
@@ -35,7 +38,7 @@ def test_plans_are_those_of_separate_calls_and_orders_are_found_once(
     def again(*args: object, **named: object) -> None:
         raise AssertionError("collected already")
 
-    monkeypatch.setattr(one_shot, "patch_statistics", again)
+    monkeypatch.setattr(prune_request, "patch_statistics", again)
     together = [pk.prune(model, calibration=collected, macs=macs) for macs in (0.7, 0.4)]
     assert len(orders) == len(collected.channel_map.groups)
     for one, other in zip(alone, together, strict=True):
@@ -76,3 +79,20 @@ def test_another_model_other_weights_and_other_traces_are_refused(x: torch.Tenso
     with pytest.raises(UsageError, match=r"'2.weight' of the model was changed since collect"):
         pk.prune(model, calibration=collected, macs=0.5)
     assert collecting.collect(model, x).notes == collected.notes
+
+
+def test_a_large_model_is_compared_on_a_few_samples_at_a_time(monkeypatch: pytest.MonkeyPatch, x: torch.Tensor) -> None:
+    model, sizes = net(), list[list[int]]()
+    usual = pk.prune(model, calibration=x, macs=0.5)
+    verify = one_shot.verify
+
+    def watched(*args: Any, **named: Any) -> Any:
+        sizes.append([len(example[0]) for example in args[3]])
+        return verify(*args, **named)
+
+    monkeypatch.setattr(one_shot, "verify", watched)
+    monkeypatch.setattr(context, "LARGE", 1)
+    large = pk.prune(model, calibration=x, macs=0.5)
+    assert sizes == [[2, 2, 2, 2]]
+    for mine, theirs in zip(usual.model.parameters(), large.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)

@@ -49,7 +49,7 @@ def test_each_group_gets_what_it_would_get_alone(rectified: bool, biased: bool) 
 def test_rows_count_by_the_squares_of_their_factors(biased: bool) -> None:
     torch.manual_seed(4)
     inputs, now, wanted = (torch.randn(50, width).double() for width in (4, 3, 3))
-    scale, factors = torch.rand(3).double() + 0.5, torch.rand(50).double() * 5
+    scale, factors = torch.rand(3).double() + 0.5, torch.rand(50).double() * 5 + 1
     plain = FitProblem(inputs, now, wanted, scale, 40, biased=biased)
     some = plain.weighted(factors)
     change = least_squares(some, 1e-12)
@@ -62,6 +62,16 @@ def test_rows_count_by_the_squares_of_their_factors(biased: bool) -> None:
     judged = inputs[40:] @ change.weight.T + change.bias
     missed = (now[40:] + scale * judged - wanted[40:]).square() * factors[40:, None].square()
     assert change.error(some) == pytest.approx(float(missed.mean() / factors.square().mean()))
+
+
+def test_a_position_that_is_almost_zero_does_not_decide_by_itself() -> None:
+    values = torch.ones(9, 1).double()
+    problem = FitProblem(values, values, values, torch.ones(1).double(), 8)
+    factors = torch.ones(9).double()
+    factors[3] = 1e6
+    found = problem.weighted(factors).factors
+    assert found is not None
+    assert float(found[3] / found[0]) == pytest.approx(10)
 
 
 def test_stronger_ridges_are_tried_while_more_helps() -> None:

@@ -28,8 +28,8 @@ from training_models import CPU, net, splits
 import prunekit as pk
 from prunekit.errors import ArtifactError, ModelError, PlanError, UsageError
 from prunekit.hooks.hook import count_hooks
-from prunekit.jobs.prune.one_shot import Request
 from prunekit.jobs.prune.plan_search import Planned, PlanSearch
+from prunekit.jobs.prune.prune_request import Request
 from prunekit.jobs.prune.pruner import Pruner
 from prunekit.jobs.stages.schedule_stages import StagePlanner, StageStatistics
 from prunekit.planning.plan import Plan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -15,6 +15,7 @@ from prunekit.hooks.wrappers import unwrapped
 from prunekit.inspection.visualize.spatial_outputs import LinearCall, SpatialActivations, SpatialCall
 from prunekit.models.outputs import logits
 from prunekit.utils.context import frozen, training_mode
+from prunekit.utils.display import Displayed, Table, plural, share
 from prunekit.utils.inputs import running
 
 CamMethod = Literal["cam", "grad_cam", "grad_cam_pp", "layer_cam", "eigen_cam"]
@@ -29,8 +30,8 @@ Formula = Callable[[Tensor, Tensor], Tensor]
 """A function of activations (B, C, h, w) and the score's gradients of them that returns maps (B, h, w)."""
 
 
-@dataclass(frozen=True, eq=False)
-class ClassMap:
+@dataclass(frozen=True, eq=False, repr=False)
+class ClassMap(Displayed):
     """Maps of where in each image a model sees a class, on the CPU.
 
     Attributes:
@@ -48,6 +49,24 @@ class ClassMap:
     classes: Tensor
     probabilities: Tensor
     predicted: Tensor
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return for each image the class of its map, its probability, and the class of the highest score."""
+        columns = (self.classes.tolist(), self.probabilities.tolist(), self.predicted.tolist())
+        return [
+            {"image": image, "class": of, "probability": probability, "predicted": predicted}
+            for image, (of, probability, predicted) in enumerate(zip(*columns, strict=True))
+        ]
+
+    def _headline(self) -> str:
+        maps, height, width = self.values.shape
+        of = "" if self.layer is None else f" of {self.layer}"
+        return f"{self.method}{of}, {plural(maps, 'map')} of {height}x{width}"
+
+    def _parts(self) -> Iterator[str | Table]:
+        yield f"Class map: {self._headline()}"
+        cells = [(row["image"], row["class"], share(row["probability"]), row["predicted"]) for row in self.rows()]
+        yield Table(("image", "class", "probability", "predicted"), cells)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,13 @@ class Collected(Displayed):
         channel_map: of the model.
         patches: moments of what its layers read, with the orders of removal that plans found so far.
         notes: what the samples were short of.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> collected = pk.collect(model, torch.randn(64, 4))
+        >>> [(row["layer"], row["positions"]) for row in collected.rows()]
+        [('2.weight', 64)]
     """
 
     model: nn.Module

@@ -14,7 +14,7 @@ from prunekit.channels.channel_map import ChannelMap
 from prunekit.criteria.criterion import get_criterion
 from prunekit.distributed.process_group import is_main, size
 from prunekit.errors import UsageError
-from prunekit.jobs.prune.one_shot import Calibration
+from prunekit.jobs.prune.prune_request import Calibration
 from prunekit.jobs.stages.sample_statistics import activation_statistics
 from prunekit.jobs.stages.schedule_stages import StageInputs, StageStatistics
 from prunekit.planning.schedules import Stage

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.cut.model_copy import named_tensors, with_tensors
-from prunekit.channels.tracing.tracer import HALF
 from prunekit.compaction.compact_model import compact, remarks
-from prunekit.criteria.criterion import get_criterion
-from prunekit.criteria.elimination import unread_stacks
 from prunekit.deploy.subnormals import FlushedModel, without_subnormals
-from prunekit.errors import DataError, ModelError, UsageError, require_kind
+from prunekit.errors import DataError, require_kind
 from prunekit.hooks.wrappers import require_values, unwrapped
-from prunekit.jobs.prune.collected import Collected
 from prunekit.jobs.prune.pattern_stage import with_best_order, zeros_by_size, zeros_from_samples
-from prunekit.jobs.prune.plan_search import CriterionInputs, Planned, PlanSearch
+from prunekit.jobs.prune.plan_search import Planned
+from prunekit.jobs.prune.prune_request import IMAGES, Calibration, Request
 from prunekit.jobs.prune.pruned import Pruned
-from prunekit.jobs.stages.sample_statistics import activation_statistics, joined_samples, patch_statistics
 from prunekit.measure.verification import verify
 from prunekit.planning.keywords import Where, prune_settings
 from prunekit.planning.plan import Plan
@@ -32,19 +27,12 @@ from prunekit.settings.calibration import RepairSettings
 from prunekit.settings.pattern import PatternSettings
 from prunekit.settings.prune import Depth, Layout, PruneSettings, Scope, Target
 from prunekit.statistics.channel_stats import ChannelStats
-from prunekit.statistics.layers.patch_moments import dead_inputs, too_few_rows
-from prunekit.statistics.layers.patches import to_channels_last
 from prunekit.statistics.taylor_terms import TaylorTerms
 from prunekit.tasks.task import Task
-from prunekit.utils.context import device_of, release_memory, training_mode
-from prunekit.utils.inputs import as_example, call, inputs_as_example, sample_count, select_samples, to_device
+from prunekit.utils.context import release_memory
+from prunekit.utils.inputs import sample_count
 from prunekit.utils.outputs import Outputs
 from prunekit.utils.progress import reporting, stage
-from prunekit.utils.tensors import map_tensors
-
-IMAGES = 1024
-Calibration = Tensor | Mapping[str, Any] | Iterable[Any] | Collected
-"""Samples: tensors that hold all of them, a list of images, a data set, a generator, or a loader; or of `collect`."""
 
 
 def prune(
@@ -366,133 +354,6 @@ def plan(
         return found if wanted.pattern is None else _masked_plan(request, found, wanted.pattern)
 
 
-@dataclass(eq=False)
-class Request:
-    """The arguments of `prune` or `plan`, and the search for the plan.
-
-    Attributes:
-        samples: of the calibration data, on the model's device; None without them, and before `find_plan`.
-        search: for the plan.
-        notes: what the calibration was short of.
-    """
-
-    model: nn.Module
-    example: Any
-    calibration: Calibration | None
-    settings: PruneSettings
-    images: int
-    stats: ChannelStats | None
-    gradients: TaylorTerms | None
-    seed: int
-    more_examples: Sequence[Any]
-    task: Task | str | None
-    outputs: Outputs | None = None
-    samples: Any = field(default=None, init=False)
-    search: PlanSearch = field(init=False)
-    notes: tuple[str, ...] = field(default=(), init=False)
-
-    def __post_init__(self) -> None:
-        require_kind("stats", self.stats, ChannelStats, "channel statistics, from prunekit.calibrate(model, loader)")
-        made = "gradients of a loss, from prunekit.collect_gradients(model, loader, loss=...)"
-        require_kind("gradients", self.gradients, TaylorTerms, made)
-        require_kind("more_examples", self.more_examples, (list, tuple), "a list of examples, such as [x, y]")
-
-    def find_plan(self, repair: RepairSettings | None = None, channel_map: ChannelMap | None = None) -> Planned:
-        """Read the samples, trace, collect what the criterion needs, and plan within the budgets.
-
-        Args:
-            repair: settings of the repair that follows, with the limit of memory for statistics.
-            channel_map: of the model, if it was traced already.
-        """
-        collected = self.collected
-        if collected is not None:
-            self.samples = collected.samples
-            channel_map = channel_map or collected.channel_map
-        elif self.calibration is not None:
-            stage("read the samples")
-            given = joined_samples(self.model, self.calibration, self.images, self.task)
-            self.samples = map_tensors(to_device(given, device_of(self.model)), to_channels_last)
-        example = self._example()
-        more = tuple(as_example(self.model, one) for one in self.more_examples)
-        if self.samples is not None:
-            _require_running(self.model, self.first_samples(2))
-        if channel_map is None:
-            stage("trace")
-        search = PlanSearch.trace(
-            self.model,
-            example,
-            self.settings,
-            more_examples=more,
-            channel_map=channel_map,
-            outputs=self.outputs,
-            log_plans=True,
-        )
-        release_memory(self.model)
-        inputs = self._criterion_inputs(search.channel_map, repair)
-        release_memory(self.model)
-        self.search = search.with_profile()
-        planned = self.search.find(inputs)
-        release_memory(self.model)
-        return planned
-
-    @property
-    def collected(self) -> Collected | None:
-        """The evidence of `collect`, if that is the calibration.
-
-        Raises:
-            UsageError: it is of another model, or of other weights, or an argument would need another trace.
-        """
-        if not isinstance(self.calibration, Collected):
-            return None
-        self.calibration.require_unchanged(self.model)
-        given = {"example": self.example, "more_examples": self.more_examples, "outputs": self.outputs}
-        for name, value in given.items():
-            if value is not None and len(value if isinstance(value, (list, tuple)) else (0,)):
-                raise UsageError(f"{name}: the model was traced by collect; give {name} to none, or outputs to collect")
-        return self.calibration
-
-    def first_samples(self, count: int) -> tuple[Any, ...]:
-        """Return the first samples as one batch, as the model takes it."""
-        return inputs_as_example(self.model, select_samples(self.samples, slice(count)))
-
-    def _example(self) -> tuple[Any, ...]:
-        if self.example is None and self.samples is None:
-            raise UsageError(
-                "expected an example to trace, as in prune(model, x, macs=0.5), or samples to calibrate on, as in "
-                "prune(model, calibration=loader, macs=0.5); got neither"
-            )
-        if self.example is None:
-            return self.first_samples(2)
-        try:
-            return as_example(self.model, self.example)
-        except ModelError:
-            raise
-        except UsageError as error:
-            raise UsageError(
-                f"{error}; samples to calibrate on are given by name: prune(model, calibration=data, macs=0.5)"
-            ) from None
-
-    def _criterion_inputs(self, channel_map: ChannelMap, repair: RepairSettings | None) -> CriterionInputs:
-        """Collect what the criterion needs from the samples, and note what they are short of."""
-        model, samples, settings = self.model, self.samples, self.settings
-        if samples is None or settings.channels_stay:
-            return CriterionInputs(self.stats, self.gradients, None, self.seed)
-        needs, patches, short = get_criterion(settings.criterion).needs, None, list[str]()
-        if "patches" in needs and self.collected is not None:
-            patches, short = self.collected.patches, [*self.collected.notes]
-        elif "patches" in needs:
-            stage(f"patch statistics of {sample_count(samples)} samples")
-            patches = patch_statistics(model, samples, channel_map, repair, settings.ignore, log=stage)
-            short += (*too_few_rows(patches), *dead_inputs(patches))
-            if settings.criterion == "elimination":
-                short += unread_stacks(channel_map, patches)
-        stats = self.stats or activation_statistics(model, samples, settings.criterion)
-        if stats is not None and "moments" in needs:
-            short = [*stats.too_few_samples(), *short]
-        self.notes = tuple(short)
-        return CriterionInputs(stats, self.gradients, patches, self.seed)
-
-
 def _as_planned(request: Request, planned: Planned) -> Pruned:
     """Return the result without a repair: the compact model of the trial."""
     flushed = without_subnormals(planned.compact, request.search.examples[0])
@@ -506,20 +367,20 @@ def _repaired(request: Request, planned: Planned, repairing: RepairSettings) -> 
     masked, report = repair_masked(request.model, planned.plan, request.samples, repairing, log=stage)
     release_memory(request.model)
     stage("verify: the repaired model and the compact one")
-    return _verified(request, planned, masked, request.first_samples(8), report, report.notes)
+    return _verified(request, planned, masked, request.proof_examples(), report, report.notes)
 
 
 def _verified(
     request: Request,
     planned: Planned,
     masked: nn.Module,
-    example: tuple[Any, ...],
+    examples: list[tuple[Any, ...]],
     report: RepairReport | None,
     notes: tuple[str, ...],
 ) -> Pruned:
     """Return the result of a masked model whose weights are not those of the trial: compacted, and proven again."""
     small = compact(masked, planned.plan)
-    proof = verify(masked, small, planned.plan, [example], strict=True)
+    proof = verify(masked, small, planned.plan, examples, strict=True)
     flushed = without_subnormals(small, request.search.examples[0])
     difference = max(planned.max_relative_difference, proof.max_relative_difference, flushed.max_relative_difference)
     said = (*request.notes, *planned.unseen, *notes, *_said(flushed))
@@ -544,7 +405,8 @@ def _with_zeros(
         masked, plan, layers, report = found.model, found.plan, found.layers, found.report
     stage("verify: the masked model and the compact one")
     notes = (*layers.notes(), *filter(None, [order]), *(() if report is None else report.notes))
-    return _verified(request, replace(planned, plan=plan), masked, few, report, notes)
+    proving = [few] if request.samples is None else request.proof_examples()
+    return _verified(request, replace(planned, plan=plan), masked, proving, report, notes)
 
 
 def _masked_plan(request: Request, plan: Plan, pattern: PatternSettings) -> Plan:
@@ -552,27 +414,6 @@ def _masked_plan(request: Request, plan: Plan, pattern: PatternSettings) -> Plan
     if request.samples is None:
         return zeros_by_size(request.model, plan, request.search.examples[0], pattern)[0]
     return zeros_from_samples(request.model, plan, request.samples, pattern, RepairSettings(), log=stage).plan
-
-
-def _require_running(model: nn.Module, example: tuple[Any, ...]) -> None:
-    """Raise if a model in half precision cannot run on its device, which tracing it does not need.
-
-    Raises:
-        ModelError: an operator is missing in half precision.
-    """
-    kind = next((tensor.dtype for tensor in model.parameters() if tensor.dtype in HALF), None)
-    if kind is None:
-        return
-    try:
-        with training_mode(model, False), torch.no_grad():
-            call(model, map_tensors(example, torch.clone))
-    except Exception as error:
-        raise ModelError(
-            f"{type(model).__name__} does not run on the images in {str(kind).removeprefix('torch.')} on "
-            f"{next(model.parameters()).device}: {error}; expected a device that has its operators in this precision; "
-            "or prune it in full precision, prune(model.float(), calibration=images.float(), ...), and call .half() on "
-            "the result"
-        ) from error
 
 
 def _timed(request: Request, planned: Planned, result: Pruned) -> Pruned:

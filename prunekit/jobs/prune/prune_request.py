@@ -1,0 +1,190 @@
+"""The request of a one-shot pruning: its arguments, its samples, and the search for its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.tracing.tracer import HALF
+from prunekit.criteria.criterion import get_criterion
+from prunekit.criteria.elimination import unread_stacks
+from prunekit.errors import ModelError, UsageError, require_kind
+from prunekit.jobs.prune.collected import Collected
+from prunekit.jobs.prune.plan_search import CriterionInputs, Planned, PlanSearch
+from prunekit.jobs.stages.sample_statistics import activation_statistics, joined_samples, patch_statistics
+from prunekit.settings.calibration import RepairSettings
+from prunekit.settings.prune import PruneSettings
+from prunekit.statistics.channel_stats import ChannelStats
+from prunekit.statistics.layers.patch_moments import dead_inputs, too_few_rows
+from prunekit.statistics.layers.patches import to_channels_last
+from prunekit.statistics.taylor_terms import TaylorTerms
+from prunekit.tasks.task import Task
+from prunekit.utils.context import device_of, is_large, release_memory, training_mode
+from prunekit.utils.inputs import as_example, call, inputs_as_example, sample_count, select_samples, to_device
+from prunekit.utils.outputs import Outputs
+from prunekit.utils.progress import stage
+from prunekit.utils.tensors import map_tensors
+
+IMAGES = 1024
+Calibration = Tensor | Mapping[str, Any] | Iterable[Any] | Collected
+"""Samples: tensors that hold all of them, a list of images, a data set, a generator, or a loader; or of `collect`."""
+
+
+@dataclass(eq=False)
+class Request:
+    """The arguments of `prune` or `plan`, and the search for the plan.
+
+    Attributes:
+        samples: of the calibration data, on the model's device; None without them, and before `find_plan`.
+        search: for the plan.
+        notes: what the calibration was short of.
+    """
+
+    model: nn.Module
+    example: Any
+    calibration: Calibration | None
+    settings: PruneSettings
+    images: int
+    stats: ChannelStats | None
+    gradients: TaylorTerms | None
+    seed: int
+    more_examples: Sequence[Any]
+    task: Task | str | None
+    outputs: Outputs | None = None
+    samples: Any = field(default=None, init=False)
+    search: PlanSearch = field(init=False)
+    notes: tuple[str, ...] = field(default=(), init=False)
+
+    def __post_init__(self) -> None:
+        require_kind("stats", self.stats, ChannelStats, "channel statistics, from prunekit.calibrate(model, loader)")
+        made = "gradients of a loss, from prunekit.collect_gradients(model, loader, loss=...)"
+        require_kind("gradients", self.gradients, TaylorTerms, made)
+        require_kind("more_examples", self.more_examples, (list, tuple), "a list of examples, such as [x, y]")
+
+    def find_plan(self, repair: RepairSettings | None = None, channel_map: ChannelMap | None = None) -> Planned:
+        """Read the samples, trace, collect what the criterion needs, and plan within the budgets.
+
+        Args:
+            repair: settings of the repair that follows, with the limit of memory for statistics.
+            channel_map: of the model, if it was traced already.
+        """
+        collected = self.collected
+        if collected is not None:
+            self.samples = collected.samples
+            channel_map = channel_map or collected.channel_map
+        elif self.calibration is not None:
+            stage("read the samples")
+            given = joined_samples(self.model, self.calibration, self.images, self.task)
+            self.samples = map_tensors(to_device(given, device_of(self.model)), to_channels_last)
+        example = self._example()
+        more = tuple(as_example(self.model, one) for one in self.more_examples)
+        if self.samples is not None:
+            _require_running(self.model, self.first_samples(2))
+        if channel_map is None:
+            stage("trace")
+        search = PlanSearch.trace(
+            self.model,
+            example,
+            self.settings,
+            more_examples=more,
+            channel_map=channel_map,
+            outputs=self.outputs,
+            log_plans=True,
+        )
+        release_memory(self.model)
+        inputs = self._criterion_inputs(search.channel_map, repair)
+        release_memory(self.model)
+        self.search = search.with_profile()
+        planned = self.search.find(inputs)
+        release_memory(self.model)
+        return planned
+
+    @property
+    def collected(self) -> Collected | None:
+        """The evidence of `collect`, if that is the calibration.
+
+        Raises:
+            UsageError: it is of another model, or of other weights, or an argument would need another trace.
+        """
+        if not isinstance(self.calibration, Collected):
+            return None
+        self.calibration.require_unchanged(self.model)
+        given = {"example": self.example, "more_examples": self.more_examples, "outputs": self.outputs}
+        for name, value in given.items():
+            if value is not None and len(value if isinstance(value, (list, tuple)) else (0,)):
+                raise UsageError(f"{name}: the model was traced by collect; give {name} to none, or outputs to collect")
+        return self.calibration
+
+    def first_samples(self, count: int) -> tuple[Any, ...]:
+        """Return the first samples as one batch, as the model takes it."""
+        return inputs_as_example(self.model, select_samples(self.samples, slice(count)))
+
+    def proof_examples(self) -> list[tuple[Any, ...]]:
+        """Return the first samples, on which the result is compared: a few at a time for a large model."""
+        each = 2 if is_large(self.model) else 8
+        count = min(8, sample_count(self.samples))
+        parts = (select_samples(self.samples, slice(start, start + each)) for start in range(0, count, each))
+        return [inputs_as_example(self.model, part) for part in parts]
+
+    def _example(self) -> tuple[Any, ...]:
+        if self.example is None and self.samples is None:
+            raise UsageError(
+                "expected an example to trace, as in prune(model, x, macs=0.5), or samples to calibrate on, as in "
+                "prune(model, calibration=loader, macs=0.5); got neither"
+            )
+        if self.example is None:
+            return self.first_samples(2)
+        try:
+            return as_example(self.model, self.example)
+        except ModelError:
+            raise
+        except UsageError as error:
+            raise UsageError(
+                f"{error}; samples to calibrate on are given by name: prune(model, calibration=data, macs=0.5)"
+            ) from None
+
+    def _criterion_inputs(self, channel_map: ChannelMap, repair: RepairSettings | None) -> CriterionInputs:
+        """Collect what the criterion needs from the samples, and note what they are short of."""
+        model, samples, settings = self.model, self.samples, self.settings
+        if samples is None or settings.channels_stay:
+            return CriterionInputs(self.stats, self.gradients, None, self.seed)
+        needs, patches, short = get_criterion(settings.criterion).needs, None, list[str]()
+        if "patches" in needs and self.collected is not None:
+            patches, short = self.collected.patches, [*self.collected.notes]
+        elif "patches" in needs:
+            stage(f"patch statistics of {sample_count(samples)} samples")
+            patches = patch_statistics(model, samples, channel_map, repair, settings.ignore, log=stage)
+            short += (*too_few_rows(patches), *dead_inputs(patches))
+            if settings.criterion == "elimination":
+                short += unread_stacks(channel_map, patches)
+        stats = self.stats or activation_statistics(model, samples, settings.criterion)
+        if stats is not None and "moments" in needs:
+            short = [*stats.too_few_samples(), *short]
+        self.notes = tuple(short)
+        return CriterionInputs(stats, self.gradients, patches, self.seed)
+
+
+def _require_running(model: nn.Module, example: tuple[Any, ...]) -> None:
+    """Raise if a model in half precision cannot run on its device, which tracing it does not need.
+
+    Raises:
+        ModelError: an operator is missing in half precision.
+    """
+    kind = next((tensor.dtype for tensor in model.parameters() if tensor.dtype in HALF), None)
+    if kind is None:
+        return
+    try:
+        with training_mode(model, False), torch.no_grad():
+            call(model, map_tensors(example, torch.clone))
+    except Exception as error:
+        raise ModelError(
+            f"{type(model).__name__} does not run on the images in {str(kind).removeprefix('torch.')} on "
+            f"{next(model.parameters()).device}: {error}; expected a device that has its operators in this precision; "
+            "or prune it in full precision, prune(model.float(), calibration=images.float(), ...), and call .half() on "
+            "the result"
+        ) from error
