@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from html.parser import HTMLParser
 
 from markupsafe import Markup
 
@@ -29,6 +30,25 @@ class Outline:
     entries: tuple[Entry, ...]
 
 
+class _Text(HTMLParser):
+    """The text of a piece of HTML, whatever its attributes hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[str] = []
+
+    def handle_data(self, data: str) -> None:
+        """Take text between tags."""
+        self.parts.append(data)
+
+
+def _text_of(html: str) -> str:
+    parser = _Text()
+    parser.feed(html)
+    parser.close()
+    return " ".join("".join(parser.parts).split())
+
+
 def outlined(content: Markup) -> Outline:
     """Return a page with an id for each section that begins with a heading, and its contents list."""
     entries: list[Entry] = []
@@ -36,7 +56,7 @@ def outlined(content: Markup) -> Outline:
     def with_anchor(found: re.Match[str]) -> str:
         named = ANCHOR.search(found["attributes"])
         anchor = str(Markup(named[1]).unescape()) if named else f"section-{len(entries) + 1}"
-        entries.append(Entry(anchor, Markup(found["title"]).striptags()))
+        entries.append(Entry(anchor, _text_of(found["title"])))
         start = len("<section")
         return found[0] if named else f'{found[0][:start]} id="{anchor}"{found[0][start:]}'
 

@@ -69,4 +69,5 @@ def test_labels_of_many_runs_cover_no_other_label(runs: int) -> None:
         left = float(x) - width if right else float(x)
         boxes.append((left, left + width, float(y) - 8, float(y)))
     for one, other in combinations(boxes, 2):
-        assert one[1] <= other[0] or other[1] <= one[0] or one[3] <= other[2] or other[3] <= one[2]
+        beside = one[1] <= other[0] + 1 or other[1] <= one[0] + 1  # widths are estimates
+        assert beside or one[3] <= other[2] or other[3] <= one[2]

@@ -145,7 +145,7 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("layer", "behind"), [("layer2", 20), (None, 0)])
+@pytest.mark.parametrize(("layer", "behind"), [("layer2", 20), ("layer4", 0), (None, 20)])
 def test_one_forward_and_one_backward_down_to_the_layer(layer: str | None, behind: int) -> None:
     model = models.resnet34(num_classes=4).eval()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
