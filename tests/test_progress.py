@@ -20,7 +20,7 @@ from prunekit.errors import ModelError
 from prunekit.jobs.finetune import prune_job
 from prunekit.repair.repair_model import repair
 from prunekit.settings.calibration import RepairSettings
-from prunekit.utils.progress import LOGGER, reporting, stage, tracked, wanted
+from prunekit.utils.progress import LOGGER, StageCounter, reporting, stage, tracked, wanted
 
 LONG = [
     prunekit.prune,
@@ -180,3 +180,11 @@ def test_stages_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert said[:3] == ["read the samples", "trace", "patch statistics of 32 samples"]
     assert any(text.startswith("repair: takes up to") for text in said)
     assert any(isinstance(handler, logging.NullHandler) for handler in LOGGER.handlers)
+
+
+def test_stages_that_are_known_are_counted_and_others_are_not() -> None:
+    said: list[str] = []
+    counter = StageCounter(("trace", "plan", "repair"), said.append)
+    for name in ("trace", "deploy", "repair"):  # the plan of a resumed run is there already
+        counter.begin(name)
+    assert said == ["stage 1 of 3: trace", "stage 3 of 3: repair"]

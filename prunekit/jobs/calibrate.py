@@ -33,7 +33,7 @@ from prunekit.tasks.task import pair
 from prunekit.training.replicas import share_buffers, share_corrupt
 from prunekit.utils.context import seeded, threads
 from prunekit.utils.inputs import sample_count, to_device
-from prunekit.utils.progress import stage, wanted
+from prunekit.utils.progress import StageCounter, stage, wanted
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,10 @@ def calibrate(
 ) -> CalibrationResult:
     """Collect the activation statistics of a job's dense model, which is trained first if it has no weights."""
     prepared = prepare(job, own)
+    counter = StageCounter(("dense model", "calibrate"), log)
+    counter.begin("dense model")
     baseline = train_baseline(prepared, log=log, progress=wanted(progress))
+    counter.begin("calibrate")
     result = calibrate_model(prepared, baseline.model, log=log)
     if prepared.splits.corrupt:
         log(f"data: {describe_corrupt(prepared.splits.corrupt)}")

@@ -6,6 +6,8 @@ fine-tune, compact, control, deploy and measure. The report is written when the 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -51,7 +53,7 @@ from prunekit.utils.context import threads
 from prunekit.utils.display import listed, plural
 from prunekit.utils.files import StrPath, write_csv, write_json
 from prunekit.utils.inputs import inputs_as_example
-from prunekit.utils.progress import stage, wanted
+from prunekit.utils.progress import StageCounter, stage, wanted
 
 PROOF_IMAGES = 512
 """Held-out images that masked and compact model are compared on at the end, in float64."""
@@ -129,6 +131,27 @@ def _profiled(search: PlanSearch, job: JobSettings) -> PlanSearch:
     return search
 
 
+def stages_of(job: JobSettings, *, training: bool) -> list[str]:
+    """Return the stages of a job in the order in which they run, as the terminal counts them."""
+    sparsify = job.sparsify if training else None
+    late = sparsify is not None and needs_plan(sparsify)
+    stages = (
+        ("dense model", True),
+        ("sparsify", sparsify is not None and not late),
+        ("calibrate", True),
+        ("plan", True),
+        ("sparsify", late),
+        ("repair", job.prune.schedule is None),
+        ("fine-tune", training),
+        ("compact", True),
+        ("control", training and job.control),
+        ("deploy", job.deploy.wanted),
+        ("measure", True),
+        ("export", bool(job.export)),
+    )
+    return [name for name, runs in stages if runs]
+
+
 class FinetuneRun:
     """The stages of one run, in order.
 
@@ -157,6 +180,7 @@ class FinetuneRun:
         self.progress, self.training, self.on_epoch = progress, training, on_epoch
         self.job, self.log = prepared.job, run.log
         self.clock = StageClock(run.resume / "seconds.json")
+        self.counter = StageCounter(stages_of(self.job, training=training), run.log)
         self.schedule: JobSchedule | None = None
         self.repaired: RepairReport | None = None
         self.compacted_early: dict[str, Any] | None = None
@@ -177,9 +201,16 @@ class FinetuneRun:
         control = self.control(dense)
         return self.measure(dense, control, pruned, planned, compacted)
 
+    @contextmanager
+    def _stage(self, name: str, clock: str | None = None) -> Iterator[None]:
+        """Announce a stage, and add its seconds to those of its name in the metrics."""
+        self.counter.begin(name)
+        with self.clock.stage(clock or name):
+            yield
+
     def baseline(self) -> nn.Module:
         """Return the dense model with its weights, trained first where it has none."""
-        with self.clock.stage("baseline"):
+        with self._stage("dense model", "baseline"):
             baseline = train_baseline(
                 self.prepared,
                 log=self.log,
@@ -202,7 +233,7 @@ class FinetuneRun:
             return dense
         chart = self.search.channel_map if plan is None else plan.channel_map
         self.log(f"sparsify: {settings.regularize and settings.regularize.method}, epochs: {settings.epochs}")
-        with self.clock.stage("sparsify"):
+        with self._stage("sparsify"):
             return self.trainings.train("sparsified", copied(dense), settings, chart=chart, removed=plan)
 
     def plan(self, dense: nn.Module) -> Planned | None:
@@ -216,12 +247,12 @@ class FinetuneRun:
     def _calibrate(self, dense: nn.Module) -> CriterionInputs:
         """Return what the criterion reads, collected by all processes together."""
         chart = self.search.channel_map
-        with self.clock.stage("calibrate"):
+        with self._stage("calibrate"):
             return criterion_inputs(self.prepared, dense, chart, with_stats=self.training, log=self.log)
 
     @main_process_only
     def _search_plan(self, inputs: CriterionInputs) -> Planned:
-        with self.clock.stage("plan"):
+        with self._stage("plan"):
             if inputs.stats is not None:
                 inputs.stats.save(self.folder.path / "statistics")
             planned = self.search.find(inputs)
@@ -264,7 +295,7 @@ class FinetuneRun:
             scores = None if planned is None else planned.scores
             self.schedule = JobSchedule(self.prepared, plan, scores, self.folder)
             return copied(dense), plan
-        with self.clock.stage("repair"):
+        with self._stage("repair"):
             if self.job.prune.pattern is not None:
                 masked, self.repaired, plan = zero_weights(
                     self.prepared, dense, plan, self.folder, training=self.training
@@ -277,7 +308,7 @@ class FinetuneRun:
         """Return the masked model after its fine-tuning, if there is any."""
         if not self.training:
             return pruned
-        with self.clock.stage("fine-tune"):
+        with self._stage("fine-tune"):
             finetuning = Finetuning(self.prepared, self.folder, self.trainings, self.schedule)
             pruned, self.compacted_early = finetuning.tune(pruned, plan)
         return pruned
@@ -298,6 +329,7 @@ class FinetuneRun:
     @main_process_only
     def compact(self, pruned: nn.Module, dense: nn.Module, plan: Plan) -> tuple[nn.Module, Verification]:
         """Return the compact model, saved in the run's folder, and the proof that it equals the masked one."""
+        self.counter.begin("compact")
         cut = compact(pruned, plan)
         validation = self.prepared.splits.validation
         spread = torch.linspace(0, len(validation) - 1, min(PROOF_IMAGES, len(validation))).long()
@@ -322,7 +354,7 @@ class FinetuneRun:
         if not self.job.control:
             self.log("control: left out, as the recipe asks; scores are compared with the dense model as it was")
             return None
-        with self.clock.stage("control"):
+        with self._stage("control"):
             return self.trainings.control(dense)
 
     @computed_by_main
@@ -339,9 +371,9 @@ class FinetuneRun:
         assert compacted is not None
         (small, proof), plan, folder = compacted, planned.plan, self.folder
         save_weights(folder.path / "checkpoints" / "dense.safetensors", dense)
-        with self.clock.stage("deploy"):
+        with self._stage("deploy"):
             deployed = deploy(self.prepared, folder, dense, plan)
-        with self.clock.stage("measure"):
+        with self._stage("measure"):
             share, attempt, target = sparsity(pruned, plan), results.Attempts(self.log), self.search.latency
             final = None if target is None else attempt("time", lambda: self._deliver(dense, planned))
             models = dense, control, None if deployed is None else deployed.model
@@ -372,7 +404,7 @@ class FinetuneRun:
             return {}
         folder, attempt = "model" if deployed is None else FOLDER, results.Attempts(self.log, done="made")
         model = self.prepared.load_model(self.folder.path / folder, dense)
-        with self.clock.stage("export"):
+        with self._stage("export"):
             rows = export_models(self.prepared, self.folder, folder, model, attempt=attempt, dense=dense)
         return {"exports": rows, "shortfalls": [*metrics["shortfalls"], *attempt.failures]}
 

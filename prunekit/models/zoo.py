@@ -287,7 +287,7 @@ def _pretrained(settings: ModelSettings, builder: Callable[..., nn.Module], argu
     if classes not in (None, trained):
         raise ModelError(
             f"model.weights: {settings.weights} of {settings.name} has {trained} classes, but the data {classes}; "
-            "give a state dict trained for these classes, or leave weights out and train a baseline"
+            "give a state dict trained for these classes, or leave weights out and train the dense model"
         )
     try:
         return builder(weights=weights, **arguments)

@@ -339,12 +339,14 @@ ASKED = {"target": "target", "overall": "overall budget"}
 def taught(metrics: Mapping[str, Any]) -> Iterator[str]:
     """Yield the time of the teacher in each training run, a line each."""
     for run, cost in (metrics.get("teacher") or {}).items():
+        run = numbers.training_name(run)
         yield f"{run}: {numbers.duration(cost['seconds'])}, {numbers.share(cost['step_share'])} of the training steps"
 
 
 def compiled(metrics: Mapping[str, Any]) -> Iterator[str]:
     """Yield the time to compile the steps of each training run, or why they ran in eager, a line each."""
     for run, found in (metrics.get("compiled") or {}).items():
+        run = numbers.training_name(run)
         seconds = f"{run}: {numbers.duration(found['seconds'])} of compiling"
         yield seconds if found["fallback"] is None else f"{run}: in eager, because {found['fallback']}"
 
@@ -362,5 +364,5 @@ def clamped(metrics: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each training run and gradient clamp: the module with the largest share beyond the limit."""
     for row in metrics.get("clamps", []):
         what = "values" if row.get("by") == "value" else "gradients"
-        share = numbers.share(row.get("share"), 2)
-        yield f"{row.get('run')}, {row.get('clamp')}: {share} of the {what} at {row.get('module') or 'the model'}"
+        share, run = numbers.share(row.get("share"), 2), numbers.training_name(str(row.get("run")))
+        yield f"{run}, {row.get('clamp')}: {share} of the {what} at {row.get('module') or 'the model'}"

@@ -115,7 +115,7 @@ METHODS = {
     "correlation": "Pearson correlation of the outputs of the two channels on the calibration images.",
     "cosine of weights": "Cosine of the weights of the two channels, without biases.",
     "Ideal": "Ratio of the models' multiply-accumulates, dense over pruned: the speedup if time followed them.",
-    "In no operator": "Time of a forward pass outside of operators: Python, and the framework.",
+    "Outside operators": "Time of a forward pass outside of operators: Python, and the framework.",
     "Median error of the prediction": "Of predicted over measured time, on networks that the table was not fitted to.",
     "Largest error": "Of predicted over measured time, on networks that the table was not fitted to.",
     "Dense model": "Median of whole forward passes.",

@@ -16,10 +16,11 @@ from markupsafe import Markup
 
 from prunekit.measure.latency import row_text
 from prunekit.report.measurement_notes import how
+from prunekit.report.outline import outlined
 from prunekit.utils import display as numbers
 from prunekit.utils.files import write_text
 
-SCRIPTS = ("sort.js", "scroll.js")
+SCRIPTS = ("contents.js", "copy.js", "sort.js", "scroll.js")
 FILTERS = (
     "count",
     "difference",
@@ -61,6 +62,7 @@ def environment() -> Environment:
     )
     found.filters.update({name: getattr(numbers, name) for name in FILTERS})
     found.filters.update({"doubtful": row_text.unstable_mark, "computed": row_text.dtype_text, "how": how})
+    found.filters["outlined"] = outlined
     found.globals["missing"] = lambda what: MISSING.format(what)
     # The policy of a page allows only this script, by its hash.
     script = "".join(

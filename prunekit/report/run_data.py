@@ -14,6 +14,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from prunekit.errors import ArtifactError
+from prunekit.utils.display import training_name
 from prunekit.utils.files import read_json
 
 LAYER_COLUMNS = ("in", "out", "macs", "params")
@@ -155,6 +156,8 @@ def _table(path: Path, columns: tuple[str, ...]) -> pd.DataFrame | None:
     missing = [column for column in columns if column not in frame.columns]
     if missing:
         raise ArtifactError(f"{path}: expected the columns {', '.join(columns)}; {', '.join(missing)} not found")
+    if "run" in frame.columns:
+        frame["run"] = frame["run"].map(training_name, na_action="ignore")
     return frame
 
 

@@ -57,6 +57,11 @@ def counted(number: int, words: str) -> str:
     return f"{number:,} {words.removesuffix('s') if number == 1 else words}"
 
 
+def training_name(run: str) -> str:
+    """Return what a training run is called for people; that of the dense model is `baseline` in recipes and files."""
+    return "dense" if run == "baseline" else run
+
+
 def listed(names: Iterable[str], most: int) -> str:
     """Return the first names, and how many more there are."""
     every = list(names)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.util import find_spec
@@ -119,6 +119,25 @@ def stage(text: str) -> None:
     report = _RUNNING.get()
     if report is not None:
         report.say(text)
+
+
+class StageCounter:
+    """The stages of a job that are known beforehand, each announced with its place: "stage 4 of 9: repair".
+
+    A stage that is skipped, such as one whose result is there already, keeps its place.
+
+    Args:
+        stages: their names, in order.
+        log: gets a line when one begins.
+    """
+
+    def __init__(self, stages: Sequence[str], log: Callable[[str], object] = stage) -> None:
+        self.stages, self._log = tuple(stages), log
+
+    def begin(self, name: str) -> None:
+        """Announce a stage; one that is not among those known beforehand is not announced."""
+        if name in self.stages:
+            self._log(f"stage {self.stages.index(name) + 1} of {len(self.stages)}: {name}")
 
 
 def tracked(items: Iterable[T], what: str, *, total: int | None = None, unit: str = "batch") -> Iterator[T]:

@@ -93,7 +93,7 @@ def test_finetune_in_two_processes_of_which_one_is_killed(tmp_path: Path) -> Non
     assert result["pruned"]["n_test"] == 539
     assert json.loads((folder / "status.json").read_text())["state"] == "finished"
     assert (folder / "report.html").is_file()
-    assert ended.stderr.count("baseline: training several.py:net on 1079 images") == 1
+    assert ended.stderr.count("dense: training several.py:net on 1079 images") == 1
     for line in ("run: ", "pruned: resumed from ", "verify: masked == compact"):
         assert done.stderr.count(line) == 1
     assert "Warning" not in done.stderr

@@ -29,7 +29,7 @@ from prunekit.errors import ModelError, NonFiniteError, PlanError, UsageError
 from prunekit.hooks.hook import count_hooks
 from prunekit.jobs.calibrate import calibrate
 from prunekit.jobs.explain import explain_job
-from prunekit.jobs.finetune import finetune
+from prunekit.jobs.finetune import finetune, stages_of
 from prunekit.jobs.prune.dry_run import dry_run
 from prunekit.jobs.run.dense_model import Baseline, prepare, train_baseline
 from prunekit.jobs.run.results import Measurements, shortfalls
@@ -43,10 +43,10 @@ from prunekit.measure.latency.comparison import LatencyReport
 from prunekit.measure.model_size import count_macs
 from prunekit.report.pages.run_page import write_report
 from prunekit.settings.calibration import CalibrationSettings
-from prunekit.settings.deployment import LatencySettings
+from prunekit.settings.deployment import DeploySettings, LatencySettings
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import ActivationSettings, ClampSettings, TrainSettings, WatchSettings
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION, wilson_interval
@@ -238,12 +238,37 @@ def test_saved_model_is_the_measured_one(finished: tuple[Path, dict[str, Any], l
 
 
 @pytest.mark.slow
+def test_every_stage_is_announced_with_its_true_place(finished: tuple[Path, dict[str, Any], list[str]]) -> None:
+    said = [line.removeprefix("stage ") for line in finished[2] if line.startswith("stage ")]
+    stages = ("dense model", "calibrate", "plan", "repair", "fine-tune", "compact", "control", "measure")
+    assert said == [f"{index} of {len(stages)}: {name}" for index, name in enumerate(stages, 1)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "training", "expected"),
+    [
+        ({}, False, "dense model, calibrate, plan, repair, compact, measure"),
+        ({"control": False}, True, "dense model, calibrate, plan, repair, fine-tune, compact, measure"),
+        (
+            {"prune": PruneSettings(schedule=ScheduleSettings()), "deploy": DeploySettings(fold_batchnorm=True)},
+            True,
+            "dense model, calibrate, plan, fine-tune, compact, control, deploy, measure",
+        ),
+    ],
+)
+def test_stages_are_those_that_the_recipe_asks_for(
+    changes: dict[str, Any], training: bool, expected: str, tmp_path: Path
+) -> None:
+    assert ", ".join(stages_of(job(tmp_path, **changes), training=training)) == expected
+
+
+@pytest.mark.slow
 def test_second_run_reuses_baseline_and_statistics(finished: tuple[Path, dict[str, Any], list[str]]) -> None:
     folder, metrics, _ = finished
     output = folder.parent.parent
     log: list[str] = []
     again = finetune(job(output), log=log.append)
-    assert any(line.startswith("baseline: reused") for line in log)
+    assert any(line.startswith("dense: reused") for line in log)
     assert any(line.startswith("calibration: reused") for line in log)
     for name in ("dense", "control", "pruned"):
         assert again.metrics[name] == metrics[name]
@@ -382,7 +407,7 @@ def test_the_baselines_clamps_are_kept_also_where_it_comes_from_the_cache(tmp_pa
     assert all(row.share > 0 for row in trained.clamps)
     log: list[str] = []
     result = finetune(once, log=log.append)
-    assert any(line.startswith("baseline: reused") for line in log)
+    assert any(line.startswith("dense: reused") for line in log)
     rows = [{"run": "baseline", **asdict(row)} for row in trained.clamps]
     assert pd.read_csv(result.folder / "clamps.csv").to_dict("records") == rows
     assert result.metrics["clamps"] == [max(rows, key=lambda row: row["share"])]
@@ -396,7 +421,7 @@ def test_skipped_steps_are_logged_and_kept(tmp_path: Path) -> None:
     Trainings(
         SimpleNamespace(job=None, splits=SimpleNamespace(task=IMAGE_CLASSIFICATION)), run, baseline, progress=False
     )  # type: ignore[arg-type]
-    assert log == ["baseline: steps skipped: 3 (overflowing float16 gradients, or batches without images)"]
+    assert log == ["dense: steps skipped: 3 (overflowing float16 gradients, or batches without images)"]
     assert list(pd.read_csv(tmp_path / "history.csv")["skipped"]) == [3]
 
 
@@ -551,7 +576,7 @@ def test_a_failed_run_is_marked_failed_and_leaves_no_model(tmp_path: Path) -> No
 
 def test_an_interrupted_run_is_marked_interrupted(tmp_path: Path) -> None:
     def interrupt(message: str) -> None:
-        if message.startswith("baseline"):
+        if message.startswith("dense: "):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -569,4 +594,4 @@ def test_a_damaged_cache_is_trained_again(finished: tuple[Path, dict[str, Any], 
     cached.write_bytes(cached.read_bytes()[:-100])
     log: list[str] = []
     calibrate(tiny, log=log.append)
-    assert any(line.startswith("baseline: training") for line in log)
+    assert any(line.startswith("dense: training") for line in log)

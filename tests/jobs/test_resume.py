@@ -76,7 +76,7 @@ def test_the_run_says_that_it_was_resumed_and_leaves_nothing_behind(whole: Path,
     assert log.count(", resumed; it was started") == 10
     for name in TRAININGS:
         assert f"{name}: resumed from {resumed / 'resume' / name}" in log
-    assert log.count("baseline: training") == 2
+    assert log.count("dense: training") == 2
     assert log.count("plan: that of the run") == 7  # once for each attempt after the plan was made
     assert log.count("repair: that of the run") == 6
     names = [path.relative_to(resumed).as_posix() for path in resumed.rglob("*")]

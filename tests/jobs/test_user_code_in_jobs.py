@@ -116,7 +116,7 @@ def test_a_whole_job_of_the_users_own_model_and_images(file: Path, tmp_path: Pat
     assert resolve(run.folder / "model", factory=f"{file}:Net").sample_shape == (3, 12, 12)
 
     again = finetune(settings, log=log.append, own=own)
-    assert any(line.startswith("baseline: reused") for line in log)
+    assert any(line.startswith("dense: reused") for line in log)
     assert any(line.startswith("calibration: reused") for line in log)
     assert again.metrics["pruned"]["top1"] == run.metrics["pruned"]["top1"]
 
@@ -152,7 +152,7 @@ def test_what_forward_computes_counts(edited: str, tmp_path: Path, monkeypatch: 
             monkeypatch.delitem(sys.modules, name)  # as in another process
         log: list[str] = []
         statistics = calibrate(settings, log=log.append, own=Own(f"{tmp_path / 'own.py'}:Net")).reused
-        return any(line.startswith("baseline: reused") for line in log), statistics
+        return any(line.startswith("dense: reused") for line in log), statistics
 
     assert [reused(), reused()] == [(False, False), (True, True)]
     changed = code.replace("self.head(self.body(x)", "self.head(self.body(x).tanh()")

@@ -72,7 +72,9 @@ def test_what_is_wider_than_the_screen_says_so(tmp_path: Path, width: int, signs
     page = write_report(write_run(tmp_path / "run", groups=2))
     shown, _ = browse(page, tmp_path / "profile", "--dump-dom", f"--window-size={width},900")
     assert ('<div class="scroll wide after"' in shown) == signs
-    assert ('<figure class="wide after"' in shown) == signs
+    assert ('aria-label="Contents">\n<details open=""' in shown) == (not signs)
+    assert '<div class="copyable"><pre class="command"' in shown
+    assert '<figure class="wide' not in shown  # panels are stacked, and figures of one panel are drawn for phones too
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def test_every_section_of_prunekit_says_what_it_shows_and_has_a_place_of_its_own
     facts = [declared.facts for declared in SECTIONS.declared.values()]
     assert len({one["order"] for one in facts}) == len(facts) >= 17
     assert all(one["about"] for one in facts)
-    assert [one.name for one in ordered()][:3] == ["result", "latency", "explanation"]
+    assert [one.name for one in ordered()][:3] == ["usage", "result", "latency"]
 
 
 def test_a_registered_one_is_on_the_page_and_the_terminal(run: Path) -> None:

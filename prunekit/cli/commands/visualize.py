@@ -178,7 +178,9 @@ def _map_options(methods: dict[str, str]) -> Callable[[Callable[..., Any]], Call
 
 @visualize_group.command("cam", short_help="Show where in an image a layer sees a class.")
 @_map_options(CAMS)
-@click.option("--layer", metavar="PATH", help="Module whose output is an image.  [default: the last one]")
+@click.option(
+    "--layer", metavar="PATH", help="Module whose output is an image.  [default: the last one of at least 7 x 7 places]"
+)
 def cam_command(console: Console, given: ModelOptions, method: str, layer: str | None, **options: Any) -> None:
     """Draw a class activation map over an image, which shows where a model sees a class.
 

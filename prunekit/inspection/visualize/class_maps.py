@@ -20,6 +20,8 @@ from prunekit.utils.inputs import running
 
 CamMethod = Literal["cam", "grad_cam", "grad_cam_pp", "layer_cam", "eigen_cam"]
 CAM_METHODS: tuple[CamMethod, ...] = get_args(CamMethod)
+LEAST_PLACES = 7
+"""Fewest rows and columns of a map that shows places, as the last layers of networks for ImageNet have them."""
 SaliencyMethod = Literal["gradient", "smooth_grad"]
 SALIENCY_METHODS: tuple[SaliencyMethod, ...] = get_args(SaliencyMethod)
 ClassIndex = int | Sequence[int] | Tensor | None
@@ -102,8 +104,9 @@ def class_activation_map(
         model: returns class logits (B, classes); or (B, classes, H, W), alone or as `out` of a mapping, of which the
             mean over the pixels is explained, as Seg-Grad-CAM does (Vinogradova et al. 2020).
         images: (B, C, H, W), on the model's device; may be float64, as the model's weights.
-        layer: path of a module whose output has a height and width, or is the tokens of patches. None: the last one,
-            before the scores of pixels; for models of tokens, the last one on whose patches the score depends.
+        layer: path of a module whose output has a height and width, or is the tokens of patches. None: the last one
+            with at least 7 x 7 places, before the scores of pixels (the last one at all for `cam`, and where none has
+            as many); for models of tokens, the last one on whose patches the score depends.
         method: `cam` needs a linear classifier that reads the mean of the layer over all places; `eigen_cam` depends
             on no class.
         target: the class, or one for each image; None: the class of the highest score.
@@ -127,7 +130,8 @@ def class_activation_map(
         raise UsageError(f"method {method!r}: {nearest(method, CAM_METHODS)}")
     require_images(images)
     backward = method in FORMULAS
-    kept = SpatialActivations(model, layer, images.shape)
+    # CAM is defined for the layer that the classifier reads alone.
+    kept = SpatialActivations(model, layer, images.shape, 1 if method == "cam" else LEAST_PLACES)
     with training_mode(model, False), without_fast_path(), torch.enable_grad() if backward else torch.no_grad(), kept:
         # The image requires a gradient in case all weights are frozen; a first layer may overwrite its input.
         with running(model, images):

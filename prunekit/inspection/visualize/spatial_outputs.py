@@ -137,15 +137,16 @@ class SpatialActivations(HookOwner):
         model: the model, in the mode in which it runs.
         layer: path of a module, or None.
         image: shape (B, C, H, W) of the input.
+        least: if no layer is named, layers of fewer rows or columns count only where none before has as many.
 
     Raises:
         ModelError: on enter, if the model has no such layer or is compiled; in the forward pass, if the layer returns
             no image.
     """
 
-    def __init__(self, model: nn.Module, layer: str | None, image: Sequence[int]) -> None:
+    def __init__(self, model: nn.Module, layer: str | None, image: Sequence[int], least: int = 1) -> None:
         super().__init__()
-        self._model, self._layer, self._image = model, layer, tuple(image)
+        self._model, self._layer, self._image, self._least = model, layer, tuple(image), least
         self.calls: list[SpatialCall] = []
         self._before: SpatialCall | None = None
         self.last_linear: LinearCall | None = None
@@ -184,12 +185,18 @@ class SpatialActivations(HookOwner):
         tokens = last is not None and last.layout.order == "tokens"
         if (tokens and not layout.fits) or (tokens and layout.order == "tokens" and isinstance(module, nn.Linear)):
             return  # heads of attention, or its projections of what the layer before returned
+        if last is not None and self._fine(last.layout) and not self._fine(layout):
+            return
         call = self._call(path, output, layout)
         if last is not None and last.values.shape[1] != call.values.shape[1]:
             self._before = last
         if layout.order != "tokens":
             self.calls.clear()
         self.calls.append(call)
+
+    def _fine(self, layout: Layout) -> bool:
+        """Return whether a layer has places enough; tokens all have the same."""
+        return layout.order == "tokens" or min(layout.height, layout.width) >= self._least
 
     def step_back(self, classes: int) -> None:
         """Take the last call before the scores of pixels, (B, classes, h, w), if no layer is named."""

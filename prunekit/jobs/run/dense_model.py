@@ -92,7 +92,7 @@ def _prepared(job: JobSettings, own: Own) -> Prepared:
     renew_code(job)
     if not has_weights(job.model) and job.baseline is None and own.model is None:
         raise UsageError(
-            "model.weights is not given and there is no baseline to train: "
+            "model.weights is not given, and nothing says how to train the dense model: "
             "set model.weights to a name or file, or add `baseline: {epochs: ...}`"
         )
     splits = job_splits(job.known_data, own, job.task)
@@ -167,11 +167,11 @@ def train_baseline(
     cached = main_process_only(_read_baseline)(prepared, path)
     if main_has(cached):
         share_model(prepared.model, "the dense model")
-        log(f"baseline: reused {path} (same model, data, settings and seed)")
+        log(f"dense: reused {path} (same model, data, settings and seed)")
         return cached or Baseline(prepared.model, (), (), reused=True)
     chart = None if job.baseline.regularize is None else trace(prepared.model, prepared.example_inputs)
     log(
-        f"baseline: training {job.model.name} on {len(prepared.splits.train)} "
+        f"dense: training {job.model.name} on {len(prepared.splits.train)} "
         f"{prepared.splits.task.samples}, epochs: {job.baseline.epochs}"
     )
     with threads(job.threads):
@@ -189,7 +189,7 @@ def train_baseline(
             ],
             own_optimizer=prepared.optimizer_for(job.baseline),
             progress=progress,
-            label="baseline",
+            label="dense",
             on_epoch=on_epoch,
             checkpoints=checkpoints,
         )

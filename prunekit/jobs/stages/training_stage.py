@@ -40,6 +40,7 @@ from prunekit.training.checkpoints import Checkpoints
 from prunekit.training.history import ClampRow, Compilation, EpochRow, PausedRun, columns
 from prunekit.training.loop import fit
 from prunekit.training.optimizers import transfer_run
+from prunekit.utils.display import training_name
 from prunekit.utils.files import write_csv
 from prunekit.utils.inputs import inputs_as_example
 
@@ -191,7 +192,8 @@ class Trainings:
             if isinstance(part, Distillation):
                 cost = part.cost
                 self._teaching[name] = asdict(cost)
-                self._log(f"{name}: the teacher took {cost.seconds:.1f} s, {cost.step_share:.1%} of the training steps")
+                share = f"{cost.step_share:.1%} of the training steps"
+                self._log(f"{training_name(name)}: the teacher took {cost.seconds:.1f} s, {share}")
         return model.cpu()
 
     def _note(
@@ -199,10 +201,11 @@ class Trainings:
     ) -> None:
         if compilation is not None:
             self._compiled[name] = asdict(compilation)
-            self._log(f"{name}: {compilation}")
+            self._log(f"{training_name(name)}: {compilation}")
         skipped = sum(row.skipped for row in rows)
         if skipped:
-            self._log(f"{name}: steps skipped: {skipped} (overflowing float16 gradients, or batches without images)")
+            why = "overflowing float16 gradients, or batches without images"
+            self._log(f"{training_name(name)}: steps skipped: {skipped} ({why})")
         self._clamps += clamp_rows(name, clamps)
         if self._clamps:
             write_csv(self._run.path / "clamps.csv", self._clamps)

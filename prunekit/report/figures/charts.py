@@ -1,111 +1,31 @@
-"""Charts of the pages, each as an SVG element that stands on its own, and the canvas that they are drawn on."""
+"""Charts of the pages, each as SVG elements that stand on their own."""
 
 from __future__ import annotations
 
-import io
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import matplotlib
 import numpy as np
 import pandas as pd
 from markupsafe import Markup
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from prunekit.errors import ArtifactError
+from prunekit.report.figures.canvas import COLORS, GRAY, INK, PALE, SPARE_COLORS, canvas, stacked, svg, wide_and_narrow
 from prunekit.utils.display import plural
 
 if TYPE_CHECKING:
     from prunekit.planning.schedules import Timeline
 
 
-INK, GRAY, PALE = "#1f2937", "#9ca3af", "#d8dde6"
-COLORS = {"dense": "#64748b", "control": "#d97706", "baseline": "#64748b", "pruned": "#0f766e"}
-SPARE_COLORS = ("#7c3aed", "#be123c", "#1d4ed8", "#4d7c0f")
-WIDTH = 10.4
 MAX_GROUPS = 24
 MAX_COUPLED = 40
-THEMED = {
-    INK: "var(--ink)", "#6b7280": "var(--soft)", GRAY: "var(--tick)", PALE: "var(--bar)", "#eef0f4": "var(--grid)",
-    "#ffffff": "var(--paper)", COLORS["dense"]: "var(--slate)", COLORS["control"]: "var(--orange)",
-    COLORS["pruned"]: "var(--teal)", "#e5a13d": "var(--gold)",
-    **dict(zip(SPARE_COLORS, ("var(--violet)", "var(--rose)", "var(--blue)", "var(--lime)"), strict=True)),
-}  # fmt: skip
-"""Colors of figures that follow the page's theme, and its variables (`style.html`)."""
-METADATA = ("Creator", "Date", "Format", "Type")
 LABELS = {"top1": "top-1"}
-STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "font.size": 9.5,
-    "font.family": "sans-serif",
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-    "text.color": INK,
-    "text.parse_math": False,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": GRAY,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 9.5,
-    "axes.titlelocation": "left",
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#eef0f4",
-    "xtick.color": "#6b7280",
-    "ytick.color": "#6b7280",
-    "legend.frameon": False,
-}
 POINTS = 400
 """Points of the curve of a schedule."""
 LINES = (COLORS["pruned"], COLORS["control"], *SPARE_COLORS)
-
-
-@contextmanager
-def canvas(
-    columns: int, rows: int, height: float, name: str, grid: Mapping[str, float] | None = None, used: int | None = None
-) -> Iterator[tuple[Figure, Any]]:
-    """Yield a figure of the page's width and its panels in a flat array.
-
-    Args:
-        columns: number of panels side by side.
-        rows: number of rows of panels.
-        height: height of the figure in inches.
-        name: name of the figure, unique in its page.
-        grid: positions of the panels, as for `Figure.subplots_adjust`; None: they are fitted around their labels, which
-            takes as long as drawing.
-        used: number of panels that are drawn in, the others stay blank; None: all.
-    """
-    # Ids in an SVG come from this salt: without one per figure, figures of a page would share clip paths.
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=(WIDTH, height), layout="constrained" if grid is None else None)
-        panels = np.atleast_1d(figure.subplots(rows, columns, gridspec_kw=dict(grid or {}))).ravel()
-        for axes in [] if used is None else panels[used:]:
-            axes.set_axis_off()
-        yield figure, panels
-
-
-def svg(figure: Figure, label: str, *, lit: bool = False) -> Markup:
-    """Return a figure as an element of the page.
-
-    Args:
-        figure: the figure.
-        label: text for those who cannot see it.
-        lit: whether it has a white background in the dark too, because its colors are those of a scale.
-    """
-    stream = io.StringIO()
-    # `savefig` would draw it twice, the first time for its layout alone, which drawing takes care of.
-    FigureCanvasSVG(figure).print_svg(stream, metadata=dict.fromkeys(METADATA))  # type: ignore[no-untyped-call]
-    head, body = stream.getvalue().split("<svg", 1)[1].split(">", 1)
-    view_box = re.findall(r'viewBox="[-0-9. ]+"', head)[0]
-    body = re.sub("(?<=: )#[0-9a-f]{6}", lambda found: THEMED.get(found[0], found[0]), body)
-    opening = '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
-    opening += ' class="lit"' if lit else ""
-    return Markup(f"{opening} {view_box}") + Markup(' role="img" aria-label="{}">').format(label) + Markup(body)
 
 
 def evenly(names: Sequence[str], most: int) -> list[str]:
@@ -134,8 +54,12 @@ def widths(layers: pd.DataFrame) -> Markup:
 
     Layers without channels after, those of blocks that are gone, are hatched.
     """
+    return wide_and_narrow(partial(_widths, layers))
+
+
+def _widths(layers: pd.DataFrame, width: float) -> Markup:
     gone = layers["out_after"].to_numpy() == 0
-    with canvas(1, 1, 3.0, "widths") as (figure, (axes,)):
+    with canvas(1, 1, 3.0, "widths", width=width) as (figure, (axes,)):
         index, before = np.arange(len(layers)), layers["out_before"].to_numpy()
         axes.bar(index[~gone], before[~gone], width=0.85, color=PALE, label="dense")
         axes.bar(index, layers["out_after"], width=0.85, color=COLORS["pruned"], label="pruned")
@@ -158,7 +82,7 @@ def histograms(scores: pd.DataFrame) -> tuple[Markup, int, int]:
     """
     names = list(scores["group"].drop_duplicates())
     chosen = evenly(names, MAX_GROUPS)
-    columns = min(4, len(chosen))
+    columns = 4
     rows = math.ceil(len(chosen) / columns)
     height = 1.65 * rows + 0.5
     edges = {"left": 0.03, "right": 0.985, "bottom": 0.25 / height, "top": 1 - 0.6 / height}
@@ -168,7 +92,8 @@ def histograms(scores: pd.DataFrame) -> tuple[Markup, int, int]:
             _histogram(axes, name, scores[scores["group"] == name])
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="upper right", ncols=2)
-        return svg(figure, "Histograms of importance scores per channel group"), len(chosen), len(names)
+        label = "Histograms of importance scores per channel group"
+        return stacked(figure, label, len(chosen), small=True), len(chosen), len(names)
 
 
 def _histogram(axes: Any, name: str, group: pd.DataFrame) -> None:
@@ -180,8 +105,8 @@ def _histogram(axes: Any, name: str, group: pd.DataFrame) -> None:
     removed, _ = np.histogram(values[~kept.to_numpy()], edges)
     axes.stairs(removed, edges, fill=True, color="#e5a13d", label="removed")
     axes.stairs(every, edges, baseline=removed, fill=True, color=COLORS["pruned"], label="kept")
-    axes.set_title(shortened(f"{name} ({int(kept.sum())} of {len(group)})"), fontsize=8.5)
-    axes.tick_params(labelsize=7.5)
+    axes.set_title(shortened(f"{name} ({int(kept.sum())} of {len(group)})", 30), fontsize=9.5)
+    axes.tick_params(labelsize=9)
     # Ticks are most of what twenty panels take: the ends of the scores, and the most channels in a bin.
     ends, most = (float(edges[0]), float(edges[-1])), int(every.max())
     axes.set_xticks(ends, labels=[f"{end:.3g}" for end in ends])
@@ -198,7 +123,12 @@ def coupling(slots: pd.DataFrame) -> tuple[Markup, int, int]:
     names = list(slots["group"].drop_duplicates())
     spread = slots.groupby("group")["module"].nunique()
     chosen = sorted(sorted(names, key=lambda name: -int(spread[name]))[:MAX_COUPLED], key=names.index)
-    with canvas(1, 1, 0.17 * len(chosen) + 1.1, "coupling") as (figure, (axes,)):
+    drawn = wide_and_narrow(lambda width: _coupling(slots, chosen, width))
+    return drawn, len(chosen), len(names)
+
+
+def _coupling(slots: pd.DataFrame, chosen: Sequence[str], width: float) -> Markup:
+    with canvas(1, 1, 0.17 * len(chosen) + 1.1, "coupling", width=width) as (figure, (axes,)):
         for made, color, label in ((True, COLORS["pruned"], "made or scaled"), (False, "#e5a13d", "read")):
             part = slots[((slots["axis"] == 0) == made) & slots["group"].isin(chosen)]
             rows = part["group"].map(chosen.index)
@@ -206,11 +136,12 @@ def coupling(slots: pd.DataFrame) -> tuple[Markup, int, int]:
             axes.scatter(part["position"], rows + offset, s=9, marker="s", color=color, label=label)
         first = slots.drop_duplicates("group").set_index("group")
         labels = [f"{name} ({first['kept'][name]} of {first['channels'][name]})" for name in chosen]
-        axes.set_yticks(range(len(chosen)), labels=[shortened(label, 44) for label in labels], fontsize=7.5)
-        axes.set(xlabel="module that has the channels, in the order of the model", ylim=(len(chosen) - 0.4, -0.6))
+        shown = [shortened(label, min(44, round(5.4 * width))) for label in labels]
+        axes.set_yticks(range(len(chosen)), labels=shown, fontsize=8.5)
+        axes.set(xlabel="module, in the order of the model", ylim=(len(chosen) - 0.4, -0.6))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         figure.legend(loc="outside upper right", ncols=2, markerscale=2)
-        return svg(figure, "Channel groups and the modules that make or read their channels"), len(chosen), len(names)
+        return svg(figure, "Channel groups and the modules that make or read their channels")
 
 
 def curves(history: pd.DataFrame, labels: Mapping[str, str] = LABELS, unit: str = "%") -> Markup:
@@ -247,7 +178,7 @@ def curves(history: pd.DataFrame, labels: Mapping[str, str] = LABELS, unit: str 
             # A lone epoch would get an axis of thousandths around it.
             axes.set_xlim(history["epoch"].min() - 0.5, history["epoch"].max() + 0.5)
         reached.legend(loc="lower right")
-        return svg(figure, f"Training curves: loss and validation {label} by epoch")
+        return stacked(figure, f"Training curves: loss and validation {label} by epoch", 2)
 
 
 def _wide(losses: pd.DataFrame) -> bool:
@@ -262,13 +193,13 @@ def latencies(samples: pd.DataFrame) -> Markup:
         layout = samples["memory_format"].map(lambda name: "" if name == "contiguous" else f", {name}")
         samples = samples.assign(model=samples["model"] + layout)
     settings = list(samples.groupby(keys, sort=False, dropna=False))
-    columns = min(2, len(settings))
+    columns = 2
     rows = math.ceil(len(settings) / columns)
     models = len(samples["model"].drop_duplicates())
     with canvas(columns, rows, (0.45 * models + 0.85) * rows, "latencies", used=len(settings)) as (figure, panels):
         for axes, (key, frame) in zip(panels, settings, strict=False):
             _latency_panel(axes, key, frame)
-        return svg(figure, "Latency of every timed run, by device and batch")
+        return stacked(figure, "Latency of every timed run, by device and batch", len(settings))
 
 
 def _latency_panel(axes: Any, key: tuple[Any, ...], frame: pd.DataFrame) -> None:
@@ -328,7 +259,8 @@ def schedule(changes: pd.DataFrame, summary: Mapping[str, Any] | None) -> Markup
         shares.legend(loc="upper right")
         if once["regrown"].any():
             channels.legend(loc="upper right")
-        return svg(figure, f"Pruning schedule: share of the dense model left, and {what} pruned, by epoch")
+        label = f"Pruning schedule: share of the dense model left, and {what} pruned, by epoch"
+        return stacked(figure, label, 2)
 
 
 def _timeline(summary: Mapping[str, Any]) -> Timeline:

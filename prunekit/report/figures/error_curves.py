@@ -13,7 +13,8 @@ from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from numpy.typing import NDArray
 
-from prunekit.report.figures.charts import COLORS, GRAY, INK, canvas, shortened, svg
+from prunekit.report.figures.canvas import COLORS, GRAY, INK, canvas, svg
+from prunekit.report.figures.charts import shortened
 
 WAYS = {"error_fast": "fast, from statistics", "error_measured": "measured, as masked"}
 WAY_COLORS = {"error_fast": COLORS["pruned"], "error_measured": "#d97706"}

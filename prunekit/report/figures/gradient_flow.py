@@ -17,7 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
-from prunekit.report.figures import charts as figures
+from prunekit.report.figures import canvas as figures
+from prunekit.report.figures.charts import evenly, shortened
 from prunekit.utils.files import atomic_file
 
 COLUMNS = ("step", "epoch", "layer", "p10", "median", "p90", "zeros")
@@ -40,7 +41,7 @@ STYLE: dict[Any, Any] = {
 
 def shown_layers(rows: pd.DataFrame) -> list[str]:
     """Return the layers of a figure in the order of the model: as many as are legible, evenly spread."""
-    return figures.evenly(list(rows["layer"].drop_duplicates()), MOST_LAYERS)
+    return evenly(list(rows["layer"].drop_duplicates()), MOST_LAYERS)
 
 
 def flow_height(rows: pd.DataFrame) -> float:
@@ -60,7 +61,7 @@ def draw_flow(figure: Figure, rows: pd.DataFrame) -> None:
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(1, 1.15))
     _percentiles(left, rows, layers)
     drawn = _over_time(right, rows, layers)
-    left.set_yticks(range(len(layers)), labels=[figures.shortened(layer) for layer in layers], fontsize=7.5)
+    left.set_yticks(range(len(layers)), labels=[shortened(layer) for layer in layers], fontsize=7.5)
     left.set_ylim(len(layers) - 0.4, -0.6)
     right.tick_params(axis="y", left=False)
     if drawn is not None:

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from prunekit.measure.latency.row_text import setting_text
-from prunekit.report.figures.charts import COLORS, INK, SPARE_COLORS, canvas, svg
+from prunekit.report.figures.canvas import COLORS, INK, SPARE_COLORS, canvas, stacked
 from prunekit.report.headline import lower_is_better, model, scores
 from prunekit.report.run_data import Run, recipe_of
 from prunekit.utils.display import is_number
@@ -26,8 +26,16 @@ LINES = (COLORS["pruned"], *SPARE_COLORS, COLORS["control"])
 """Colors of the groups of points that can be compared, in turn."""
 MARKS = {"pruned": "o", "deployed": "P", "dense": "D", "control": "s"}
 MAX_PANELS = 6
-SAME, TEXT = (0.03, 0.03), (0.16, 0.07)
-"""Approximate shares of a panel's width and height: of marks that cover each other, and of a label."""
+SAME = (0.03, 0.03)
+"""Approximate shares of a panel's width and height: of marks that cover each other."""
+PANEL = (310.0, 190.0)
+"""Approximate width and height of a panel in typographic points, as are those of labels below."""
+LETTER, HEIGHT, MARK, MARGIN = 5.9, 11.0, 4.5, 25.0
+OFFSETS = (5.0, -15.0, 18.0, -28.0, 31.0, -41.0, 44.0, -54.0, 57.0, -67.0, 70.0, -80.0)
+"""Heights at which a label is tried, over its mark; beyond `NEAR` a line leads to it."""
+NEAR = 16.0
+LEADER: dict[str, Any] = {"arrowstyle": "-", "color": "#9ca3af", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3}
+MOST_LETTERS = 40
 
 
 @dataclass(frozen=True)
@@ -234,15 +242,15 @@ Panel = tuple[str, str, Sequence[Point]]
 def pareto(panels: Sequence[Panel], score: str, unit: str = "%") -> Markup:
     """Return a panel for each cost, at most `MAX_PANELS`; `score` is what the scores are called."""
     panels = panels[:MAX_PANELS]
-    columns = min(2, len(panels))
+    columns = 2
     rows = math.ceil(len(panels) / columns)
     with canvas(columns, rows, 3.5 * rows + 0.4, "pareto", used=len(panels)) as (figure, all_axes):
         for axes, (title, cost, points) in zip(all_axes, panels, strict=False):
             _panel(axes, points)
             axes.set(title=title, xlabel=cost, ylabel=f"{score}, {unit}".rstrip(", "))
-        figure.legend(handles=_legend(panels), loc="outside upper right", ncols=6)
+        figure.legend(handles=_legend(panels), loc="outside upper right", ncols=4)
         names = ", ".join(f"{score} against {cost} ({title})" for title, cost, _ in panels)
-        return svg(figure, f"{names}; all figures are in the tables")
+        return stacked(figure, f"{names}; all figures are in the tables", len(panels))
 
 
 def _panel(axes: Any, points: Sequence[Point]) -> None:
@@ -280,7 +288,7 @@ def _mark(axes: Any, point: Point, color: str) -> None:
 
 
 def _labels(axes: Any, points: Sequence[Point], most: float) -> None:
-    """Label each mark, marks at the same place once, and below a mark where the label would cover another."""
+    """Label each mark, marks at the same place once, where the label covers no other label and no mark."""
     ends = [end for point in points for end in (point.score, *(point.score_ends or ()))]
     span = (max(ends, default=1.0) - min(ends, default=0.0)) or 1.0
     placed: list[tuple[Point, list[str]]] = []
@@ -290,15 +298,57 @@ def _labels(axes: Any, points: Sequence[Point], most: float) -> None:
             placed.append((point, [point.label]))
         else:
             same.append(point.label)
-    for index, (point, names) in enumerate(placed):
-        hidden = any(_near(point, other, most, span, TEXT) for other, _ in placed[:index])
-        # To the left of marks on the right, so that long names stay within the panel.
-        side = {"ha": "right"} if point.cost > 0.6 * most else {"ha": "left"}
-        offset = (-7 if side["ha"] == "right" else 7, -13 if hidden else 6)
-        at = point.cost, point.score
+    at = [_place(point, most, min(ends, default=0.0), span) for point, _ in placed]
+    taken = [Box(x - MARK, y - MARK, x + MARK, y + MARK) for x, y in at]
+    for (point, names), (x, y) in zip(placed, at, strict=True):
+        text = ", ".join(names)
+        text = text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS - 1]}…"
+        right, offset, box = _free((x, y), LETTER * len(text), taken)
+        taken.append(box)
         axes.annotate(
-            ", ".join(names), at, xytext=offset, textcoords="offset points", fontsize=9, color=INK, zorder=4, **side
+            text,
+            (point.cost, point.score),
+            xytext=(7 if right else -7, offset),
+            textcoords="offset points",
+            ha="left" if right else "right",
+            fontsize=9,
+            color=INK,
+            zorder=4,
+            arrowprops=LEADER if abs(offset) > NEAR else None,
         )
+
+
+def _place(point: Point, most: float, least: float, span: float) -> tuple[float, float]:
+    """Return about where a point is in its panel, in typographic points; layout is not known before it is drawn."""
+    return PANEL[0] * point.cost / (1.12 * most or 1.0), PANEL[1] * (0.1 + 0.8 * (point.score - least) / span)
+
+
+def _free(at: tuple[float, float], width: float, taken: Sequence[Box]) -> tuple[bool, float, Box]:
+    """Return the nearest place for a label of a mark that covers no other: whether it is to the right, and how high."""
+    x, y = at
+    first = x + 7 + width <= PANEL[0]  # else long names would leave the panel
+    choices = [(right, offset) for offset in OFFSETS for right in ((True, False) if first else (False,))]
+    for right, offset in choices:
+        left = x + 7 if right else x - 7 - width
+        box = Box(left, y + offset, left + width, y + offset + HEIGHT)
+        if left >= -MARGIN and not any(box.covers(other) for other in taken):
+            return right, offset, box
+    return first, OFFSETS[0], Box(x, y, x, y)
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle in a panel, in typographic points."""
+
+    left: float
+    below: float
+    right: float
+    above: float
+
+    def covers(self, other: Box) -> bool:
+        """Return whether the two overlap."""
+        beside = self.right <= other.left or other.right <= self.left
+        return not (beside or self.above <= other.below or other.above <= self.below)
 
 
 def _near(one: Point, other: Point, most: float, span: float, reach: tuple[float, float]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +81,21 @@ def module_times(result: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
 
 def _bars(times: Mapping[str, tuple[float, float]]) -> Markup:
     """Return the milliseconds by module, dense and pruned side by side."""
-    from prunekit.report.figures.charts import COLORS, canvas, shortened, svg
+    from prunekit.report.figures.canvas import wide_and_narrow
+
+    return wide_and_narrow(partial(_drawn, times))
+
+
+def _drawn(times: Mapping[str, tuple[float, float]], width: float) -> Markup:
+    from prunekit.report.figures.canvas import COLORS, canvas, svg
+    from prunekit.report.figures.charts import shortened
 
     rows = np.arange(len(times))
-    with canvas(1, 1, 0.27 * len(times) + 0.9, "explain") as (figure, (axes,)):
+    with canvas(1, 1, 0.29 * len(times) + 0.9, "explain", width=width) as (figure, (axes,)):
         for side, (name, offset) in enumerate((("dense", -0.2), ("pruned", 0.2))):
             values = [pair[side] for pair in times.values()]
             axes.barh(rows + offset, values, height=0.38, color=COLORS[name], label=name)
-        axes.set_yticks(rows, labels=[shortened(name, 40) for name in times], fontsize=8)
+        axes.set_yticks(rows, labels=[shortened(name, min(40, round(4.8 * width))) for name in times], fontsize=9)
         axes.set(xlabel="ms of a forward pass", ylim=(len(times) - 0.4, -0.6))
         axes.grid(axis="y", visible=False)
         figure.legend(loc="outside upper right", ncols=2)
@@ -104,7 +112,7 @@ def _tiles(result: Mapping[str, Any]) -> list[Tile]:
         Tile("Ideal", factor(ratio), f"ratio of multiply-accumulates; {reached} of it was reached"),
         Tile("Latency", f"{digits(result['pruned_ms'])} ms", f"dense {digits(result['dense_ms'])} ms"),
         Tile(
-            "In no operator",
+            "Outside operators",
             f"{digits(outside)} ms",
             f"{part} of the time; dense {digits(result['dense_outside_ms'])} ms",
         ),

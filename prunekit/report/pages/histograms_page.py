@@ -15,7 +15,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from prunekit.errors import ArtifactError
 from prunekit.report.figures import charts as figures
-from prunekit.report.figures.charts import COLORS, MAX_GROUPS, canvas, shortened, svg
+from prunekit.report.figures.canvas import COLORS, canvas, stacked
+from prunekit.report.figures.charts import MAX_GROUPS, shortened
 from prunekit.report.pages.images_page import as_data, read_facts, read_picture
 from prunekit.report.rendering import linked, write
 from prunekit.report.run_data import read_run
@@ -65,14 +66,15 @@ def distributions(rows: pd.DataFrame) -> tuple[Markup, int, int]:
     """
     names, kind = list(rows["layer"].drop_duplicates()), str(rows["kind"].iloc[0])
     chosen = figures.evenly(names, MAX_GROUPS)
-    columns = min(4, len(chosen))
+    columns = 4
     height = math.ceil(len(chosen) / columns)
     with canvas(columns, height, 1.65 * height + 0.5, kind, used=len(chosen)) as (figure, panels):
         for axes, name in zip(panels, chosen, strict=False):
             _panel(axes, name, rows[rows["layer"] == name], log=kind == "activations")
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper right", ncols=2)
-        return svg(figure, f"Histograms of the {kind} of each layer"), len(chosen), len(names)
+        label = f"Histograms of the {kind} of each layer"
+        return stacked(figure, label, len(chosen), small=True), len(chosen), len(names)
 
 
 def _panel(axes: Any, name: str, rows: pd.DataFrame, *, log: bool) -> None:

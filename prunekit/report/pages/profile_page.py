@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from prunekit.measure.latency import row_text
 from prunekit.planning.latency_table import round_up
 from prunekit.report.figures import charts as figures
-from prunekit.report.figures.charts import COLORS, GRAY, INK, canvas, shortened, svg
+from prunekit.report.figures.canvas import COLORS, GRAY, INK, canvas, stacked, svg
+from prunekit.report.figures.charts import shortened
 from prunekit.report.headline import Tile
 from prunekit.report.run_data import Run, records
 from prunekit.utils.display import digits, duration, share
@@ -142,7 +143,8 @@ def predictions(networks: Sequence[Mapping[str, Any]]) -> Markup:
         errors.set(title="Error of the prediction (above 0: too slow)", ylim=(-reach, reach), xlim=(0, 104))
         errors.set(xlabel="multiply-accumulates left, %", ylabel="percent of the measured time")
         figure.legend(loc="outside upper right", ncols=3)
-        return svg(figure, "Predicted against measured latency of whole networks, and the error of the prediction")
+        label = "Predicted against measured latency of whole networks, and the error of the prediction"
+        return stacked(figure, label, 2)
 
 
 @dataclass(frozen=True)

@@ -70,8 +70,8 @@ def register_section(name: str, *, about: str, order: float = 500) -> Callable[[
     Args:
         name: name of the section in messages.
         about: one line on its content.
-        order: its place on the page: prunekit's own sections are at multiples of 10 from 10 (the result) to 170
-            (locked channels); environment and recipe come last.
+        order: its place on the page: prunekit's own sections are at 5 (what to do now), and at multiples of 10 from 10
+            (the result) to 170 (locked channels); environment and recipe come last.
 
     Returns:
         A decorator that returns the class as it is.

@@ -77,8 +77,13 @@ def test_grad_cam_of_tokens_is_captums_of_the_same_tokens_as_an_image() -> None:
 
 
 def test_the_default_layer_is_the_last_that_has_places() -> None:
-    assert class_activation_map(build("resnet18"), images()).layer == "layer4"
-    assert class_activation_map(build("densenet121"), images(batch=1)).layer == "features"
+    """And at least 7 x 7 of them, unless the method is only defined for the last layer."""
+    resnet = build("resnet18")
+    assert class_activation_map(resnet, images()).layer == "layer2"  # (8, 8); the last one has (2, 2)
+    assert class_activation_map(resnet, images(200, batch=1)).layer == "layer4"  # (7, 7)
+    assert class_activation_map(resnet, images(), method="cam").layer == "layer4"
+    assert class_activation_map(resnet, images(8)).layer == "layer1"  # no layer has so many: the last of (2, 2)
+    assert class_activation_map(build("densenet121"), images(batch=1)).layer == "features.transition2.conv"
     # Behind the last attention of a ViT, only the class token is read.
     assert class_activation_map(small_vit(), images(32)).layer == "encoder.layers.encoder_layer_1.ln_1"
 
@@ -140,7 +145,7 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("layer", "behind"), [("layer2", 20), (None, 0)])
+@pytest.mark.parametrize(("layer", "behind"), [("layer2", 20), ("layer4", 0), (None, 20)])
 def test_one_forward_and_one_backward_down_to_the_layer(layer: str | None, behind: int) -> None:
     model = models.resnet34(num_classes=4).eval()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -164,7 +169,7 @@ def test_dense_masked_and_compact_models() -> None:
         with prunekit.masked(model, plan, restore=True):
             masked = class_activation_map(model, x, method=method, target=1)
         compact = class_activation_map(small, x, method=method, target=1)
-        assert dense.layer == masked.layer == compact.layer == "layer3"
+        assert dense.layer == masked.layer == compact.layer == ("layer3" if method == "cam" else "layer2")
         top = float(masked.values.abs().max())
         torch.testing.assert_close(compact.values, masked.values, rtol=1e-9, atol=1e-9 * top)
         assert not torch.allclose(dense.values, masked.values, rtol=1e-3)
