@@ -26,7 +26,7 @@ from prunekit.settings.job import JobSettings
 from prunekit.statistics.calibration import Collectors, StatsCollector, peek_samples
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.feature_ranks import RankCollector
-from prunekit.statistics.layers.patch_moments import PatchStats, dead_inputs, too_few_rows
+from prunekit.statistics.layers.patch_moments import PatchStats, shortfalls
 from prunekit.statistics.moments import MomentsCollector
 from prunekit.statistics.taylor_terms import TaylorTerms, collect_gradients
 from prunekit.tasks.task import pair
@@ -237,7 +237,7 @@ def job_patches(prepared: Prepared, model: nn.Module, chart: ChannelMap, *, log:
             ),
         )
     model.cpu()
-    for problem in (*too_few_rows(found), *dead_inputs(found)):
+    for problem in shortfalls(found):
         log(f"calibration: {problem}")
     return found
 

@@ -29,7 +29,7 @@ from prunekit.statistics.layers.linear_layers import CallInterceptor, FunctionCa
 from prunekit.utils.context import same_attributes
 from prunekit.utils.inputs import call, sample_count
 from prunekit.utils.private_torch import OpOverload, is_functorch_wrapper, without_torch_function
-from prunekit.utils.tensors import gather, map_tensors
+from prunekit.utils.tensors import gather, map_tensors, write_count
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 """Types of results that stay the same; an array of NumPy or a storage shares memory."""
@@ -293,11 +293,11 @@ class ResumableRun(CallInterceptor):
             self.lifetimes.read((key for key, _ in made), self._step)
             for _, tensor in made:
                 self._require_same(tensor)
-        known = [_version(tensor) for tensor in inputs]
+        known = [write_count(tensor) for tensor in inputs]
         result = function(*args, **named)
         if name == "__iter__":
             result = list(result)
-        self._written([tensor for tensor, version in zip(inputs, known, strict=True) if _version(tensor) != version])
+        self._written([tensor for tensor, version in zip(inputs, known, strict=True) if write_count(tensor) != version])
         self._calls.append((name, self._described(result, inputs, made)))
         if self._learning:
             for tensor in (*inputs, *gather(result)):
@@ -485,8 +485,3 @@ def _checksum(tensor: Tensor) -> int:
     """Return a checksum of all the memory that a tensor is in."""
     memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
     return zlib.crc32(memory.cpu().numpy().data)
-
-
-def _version(tensor: Tensor) -> int:
-    """Return a tensor's version counter; 0 if it has none."""
-    return 0 if tensor.is_inference() else tensor._version

@@ -138,3 +138,8 @@ def as_it_lies(tensor: Tensor) -> Tensor:
         return tensor.detach().view(-1)
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     return tensor.detach().permute(order).reshape(-1)
+
+
+def write_count(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written to, by its version counter; 0 if it has none."""
+    return 0 if tensor.is_inference() else tensor._version

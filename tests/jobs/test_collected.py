@@ -59,6 +59,16 @@ def test_other_criteria_and_patterns_take_the_samples(x: torch.Tensor) -> None:
             assert torch.equal(mine, theirs)
 
 
+def test_a_loader_gives_as_many_samples_as_to_prune(x: torch.Tensor) -> None:
+    model, loader = net(), torch.utils.data.DataLoader(x, batch_size=4)
+    collected = pk.collect(model, loader)
+    assert torch.equal(collected.samples, x)
+    alone = pk.prune(model, calibration=loader, macs=0.5)
+    together = pk.prune(model, calibration=collected, macs=0.5)
+    for mine, theirs in zip(alone.model.parameters(), together.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def test_it_shows_what_was_collected(x: torch.Tensor) -> None:
     collected = pk.collect(net(), x)
     assert repr(collected) == "<Collected: 64 samples of Sequential, moments of 2 layers, 0 MiB>"

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from prunekit.channels.channel_map import ChannelMap
@@ -14,18 +13,19 @@ from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.trace import trace
 from prunekit.errors import UsageError
 from prunekit.hooks.wrappers import require_values, unwrapped
-from prunekit.jobs.stages.sample_statistics import joined_samples, patch_statistics
+from prunekit.jobs.stages.sample_statistics import patch_statistics, samples_for
 from prunekit.settings.calibration import RepairSettings
-from prunekit.statistics.layers.patch_moments import PatchStats, dead_inputs, too_few_rows
-from prunekit.statistics.layers.patches import to_channels_last
-from prunekit.tasks.collation import IMAGES
+from prunekit.statistics.layers.patch_moments import PatchStats, shortfalls
 from prunekit.tasks.task import Task
-from prunekit.utils.context import device_of, paused_garbage_collection, release_memory
+from prunekit.utils.context import paused_garbage_collection, release_memory
 from prunekit.utils.display import Displayed, plural
-from prunekit.utils.inputs import inputs_as_example, sample_count, select_samples, to_device
+from prunekit.utils.inputs import inputs_as_example, sample_count, select_samples
 from prunekit.utils.outputs import Outputs
 from prunekit.utils.progress import reporting, stage
-from prunekit.utils.tensors import map_tensors
+from prunekit.utils.tensors import write_count
+
+IMAGES = 1024
+"""Samples that are taken from a loader or a data set, unless another number is asked for."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -37,7 +37,6 @@ class Collected(Displayed):
         samples: of the calibration data, on the model's device.
         channel_map: of the model.
         patches: moments of what its layers read, with the orders of removal that plans found so far.
-        notes: what the samples were short of.
 
     Example:
         >>> import prunekit as pk, torch
@@ -51,8 +50,12 @@ class Collected(Displayed):
     samples: Any
     channel_map: ChannelMap
     patches: PatchStats
-    notes: tuple[str, ...] = ()
     _versions: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on what the samples are short of."""
+        return tuple(shortfalls(self.patches))
 
     def require_unchanged(self, model: nn.Module) -> None:
         """Raise if a model is not the one that this was collected of, with the same weights.
@@ -126,8 +129,7 @@ def collect(
     require_values(model, "collect")
     with reporting(progress, "collect"):
         stage("read the samples")
-        given = joined_samples(model, calibration, images, task)
-        samples = map_tensors(to_device(given, device_of(model)), to_channels_last)
+        samples = samples_for(model, calibration, images, task)
         stage("trace")
         few = inputs_as_example(model, select_samples(samples, slice(2)))
         with paused_garbage_collection():
@@ -136,14 +138,9 @@ def collect(
         stage(f"patch statistics of {sample_count(samples)} samples")
         patches = patch_statistics(model, samples, channel_map, repair, log=stage)
         release_memory(model)
-    notes = (*too_few_rows(patches), *dead_inputs(patches))
-    return Collected(model, samples, channel_map, patches, notes, _versions(model))
+    return Collected(model, samples, channel_map, patches, _versions(model))
 
 
 def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return the address of each tensor of a model, and how often it was written to."""
-    return {name: (id(tensor), _version(tensor)) for name, tensor in named_tensors(model)}
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    """Return the identity of each tensor of a model, and how often it was written to."""
+    return {name: (id(tensor), write_count(tensor)) for name, tensor in named_tensors(model)}

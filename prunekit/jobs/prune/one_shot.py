@@ -14,9 +14,10 @@ from prunekit.compaction.compact_model import compact, remarks
 from prunekit.deploy.subnormals import FlushedModel, without_subnormals
 from prunekit.errors import DataError, require_kind
 from prunekit.hooks.wrappers import require_values, unwrapped
+from prunekit.jobs.prune.collected import IMAGES
 from prunekit.jobs.prune.pattern_stage import with_best_order, zeros_by_size, zeros_from_samples
 from prunekit.jobs.prune.plan_search import Planned
-from prunekit.jobs.prune.prune_request import IMAGES, Calibration, Request
+from prunekit.jobs.prune.prune_request import Calibration, Request
 from prunekit.jobs.prune.pruned import Pruned
 from prunekit.measure.verification import verify
 from prunekit.planning.keywords import Where, prune_settings

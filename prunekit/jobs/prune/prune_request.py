@@ -16,21 +16,19 @@ from prunekit.criteria.elimination import unread_stacks
 from prunekit.errors import ModelError, UsageError, require_kind
 from prunekit.jobs.prune.collected import Collected
 from prunekit.jobs.prune.plan_search import CriterionInputs, Planned, PlanSearch
-from prunekit.jobs.stages.sample_statistics import activation_statistics, joined_samples, patch_statistics
+from prunekit.jobs.stages.sample_statistics import activation_statistics, patch_statistics, samples_for
 from prunekit.settings.calibration import RepairSettings
 from prunekit.settings.prune import PruneSettings
 from prunekit.statistics.channel_stats import ChannelStats
-from prunekit.statistics.layers.patch_moments import dead_inputs, too_few_rows
-from prunekit.statistics.layers.patches import to_channels_last
+from prunekit.statistics.layers.patch_moments import shortfalls
 from prunekit.statistics.taylor_terms import TaylorTerms
 from prunekit.tasks.task import Task
-from prunekit.utils.context import device_of, is_large, release_memory, training_mode
-from prunekit.utils.inputs import as_example, call, inputs_as_example, sample_count, select_samples, to_device
+from prunekit.utils.context import is_large, release_memory, training_mode
+from prunekit.utils.inputs import as_example, call, inputs_as_example, sample_count, select_samples
 from prunekit.utils.outputs import Outputs
 from prunekit.utils.progress import stage
 from prunekit.utils.tensors import map_tensors
 
-IMAGES = 1024
 Calibration = Tensor | Mapping[str, Any] | Iterable[Any] | Collected
 """Samples: tensors that hold all of them, a list of images, a data set, a generator, or a loader; or of `collect`."""
 
@@ -73,14 +71,13 @@ class Request:
             repair: settings of the repair that follows, with the limit of memory for statistics.
             channel_map: of the model, if it was traced already.
         """
-        collected = self.collected
+        collected = self._collected()
         if collected is not None:
             self.samples = collected.samples
             channel_map = channel_map or collected.channel_map
         elif self.calibration is not None:
             stage("read the samples")
-            given = joined_samples(self.model, self.calibration, self.images, self.task)
-            self.samples = map_tensors(to_device(given, device_of(self.model)), to_channels_last)
+            self.samples = samples_for(self.model, self.calibration, self.images, self.task)
         example = self._example()
         more = tuple(as_example(self.model, one) for one in self.more_examples)
         if self.samples is not None:
@@ -97,16 +94,15 @@ class Request:
             log_plans=True,
         )
         release_memory(self.model)
-        inputs = self._criterion_inputs(search.channel_map, repair)
+        inputs = self._criterion_inputs(search.channel_map, repair, collected)
         release_memory(self.model)
         self.search = search.with_profile()
         planned = self.search.find(inputs)
         release_memory(self.model)
         return planned
 
-    @property
-    def collected(self) -> Collected | None:
-        """The evidence of `collect`, if that is the calibration.
+    def _collected(self) -> Collected | None:
+        """Return the evidence of `collect`, if that is the calibration.
 
         Raises:
             UsageError: it is of another model, or of other weights, or an argument would need another trace.
@@ -148,18 +144,21 @@ class Request:
                 f"{error}; samples to calibrate on are given by name: prune(model, calibration=data, macs=0.5)"
             ) from None
 
-    def _criterion_inputs(self, channel_map: ChannelMap, repair: RepairSettings | None) -> CriterionInputs:
+    def _criterion_inputs(
+        self, channel_map: ChannelMap, repair: RepairSettings | None, collected: Collected | None
+    ) -> CriterionInputs:
         """Collect what the criterion needs from the samples, and note what they are short of."""
         model, samples, settings = self.model, self.samples, self.settings
         if samples is None or settings.channels_stay:
             return CriterionInputs(self.stats, self.gradients, None, self.seed)
         needs, patches, short = get_criterion(settings.criterion).needs, None, list[str]()
-        if "patches" in needs and self.collected is not None:
-            patches, short = self.collected.patches, [*self.collected.notes]
+        if "patches" in needs and collected is not None:
+            patches = collected.patches
         elif "patches" in needs:
             stage(f"patch statistics of {sample_count(samples)} samples")
             patches = patch_statistics(model, samples, channel_map, repair, settings.ignore, log=stage)
-            short += (*too_few_rows(patches), *dead_inputs(patches))
+        if patches is not None:
+            short += shortfalls(patches)
             if settings.criterion == "elimination":
                 short += unread_stacks(channel_map, patches)
         stats = self.stats or activation_statistics(model, samples, settings.criterion)

@@ -22,8 +22,9 @@ from prunekit.errors import ArtifactError, ModelError, PlanError, UsageError
 from prunekit.hooks.hook import OwnedHook
 from prunekit.hooks.step_hooks import optimizer_of
 from prunekit.hooks.wrappers import require_values, unwrapped, unwrapped_for_hooks
+from prunekit.jobs.prune.collected import IMAGES
 from prunekit.jobs.prune.loop_statistics import LoopStatistics, check_calibration, labeled_batches
-from prunekit.jobs.prune.prune_request import IMAGES, Calibration, Request
+from prunekit.jobs.prune.prune_request import Calibration, Request
 from prunekit.jobs.prune.step_counter import StepCounter
 from prunekit.jobs.run.agreement import main_process_only, share_plan
 from prunekit.jobs.stages.pattern_stages import schedule_planner

@@ -24,7 +24,8 @@ from prunekit.statistics.layers.patches import to_channels_last
 from prunekit.tasks.batches import BATCH, ModelBatches, joined_inputs
 from prunekit.tasks.collation import IMAGES
 from prunekit.tasks.task import Task
-from prunekit.utils.inputs import counted_positions, sample_count, select_samples
+from prunekit.utils.context import device_of
+from prunekit.utils.inputs import counted_positions, sample_count, select_samples, to_device
 from prunekit.utils.sample_lists import has_sample_lists
 from prunekit.utils.tensors import gather, map_tensors
 
@@ -57,6 +58,12 @@ def joined_samples(model: nn.Module, data: Any, count: int, task: Task | str | N
     require_images(given)
     given = select_samples(given, padding_order(model, given))
     return given[0] if len(given) == 1 and not isinstance(given[0], list) else given
+
+
+def samples_for(model: nn.Module, data: Any, count: int, task: Task | str | None = None) -> Any:
+    """Return `joined_samples` on the model's device, images with their channels last in memory."""
+    given = joined_samples(model, data, count, task)
+    return map_tensors(to_device(given, device_of(model)), to_channels_last)
 
 
 def padding_order(model: nn.Module, inputs: tuple[Any, ...]) -> slice | Tensor:

@@ -408,6 +408,11 @@ def dead_inputs(patches: PatchStats) -> list[str]:
     return [text + ", ".join(found)] if found else []
 
 
+def shortfalls(patches: PatchStats) -> list[str]:
+    """Return all warnings about samples that are too few, or that leave channels at zero."""
+    return [*too_few_rows(patches), *dead_inputs(patches)]
+
+
 def with_raised_ridge(patches: PatchStats, ridge: float) -> PatchStats:
     """Return the moments with a larger diagonal where positions are too few, so that `ridge` is raised `RAISED` times.
 
