@@ -247,10 +247,10 @@ class _ObjectiveState:
         self._inverse = _inverse(gram)
         constant = objective.weight.new_zeros(len(objective.weight), size - columns)
         self._weight = torch.cat([objective.weight, constant], 1).double()
-        self._columns = [every[torch.from_numpy(objective.labels == label)].reshape(-1) for label in labels]
-        self._sizes = np.array([found.numel() for found in self._columns])
-        self._stacked = {
-            int(size): torch.stack([found for found in self._columns if found.numel() == size])
+        read = [every[torch.from_numpy(objective.labels == label)].reshape(-1) for label in labels]
+        self._sizes = np.array([found.numel() for found in read])
+        self._columns = {
+            int(size): torch.stack([found for found in read if found.numel() == size])
             for size in np.unique(self._sizes)
         }
         self._place = np.array([np.count_nonzero(self._sizes[:i] == size) for i, size in enumerate(self._sizes)])
@@ -259,30 +259,36 @@ class _ObjectiveState:
     def costs(self, left: IntArray) -> FloatArray:
         """Return the cost of removing each of these labels alone, (len(left),)."""
         costs = np.zeros(left.size)
-        for size, stacked in self._stacked.items():
-            which = np.flatnonzero(self._sizes[left] == size)
-            if size and which.size:
-                columns = stacked[torch.from_numpy(self._place[left[which]]).to(stacked.device)]  # (n, size)
+        for which, columns in self._columns_of(left):  # (n, size)
+            size = columns.shape[1]
+            if size:
                 if size == 1:  # a division each; whole columns are summed, as picking them takes longer
                     found = torch.linalg.vector_norm(self._weight, dim=0).square() / self._inverse.diagonal()
                     costs[which] = found[columns[:, 0]].cpu().numpy()
                     continue
                 weights = self._weight[:, columns].transpose(0, 1)  # (n, o, size)
                 blocks = self._inverse[columns[:, :, None], columns[:, None, :]]
-                solved = torch.linalg.solve(blocks, weights.transpose(1, 2))
-                costs[which] = (solved.transpose(1, 2) * weights).sum((1, 2)).cpu().numpy()
+                solved = torch.linalg.solve(blocks, weights.mT @ weights)  # far fewer right sides than outputs
+                costs[which] = solved.diagonal(dim1=1, dim2=2).sum(1).cpu().numpy()
         return costs
+
+    def _columns_of(self, chosen: IntArray) -> Iterator[tuple[IntArray, Tensor]]:
+        """Yield which of some labels have as many columns, and these, (n, size), size by size."""
+        for size, columns in self._columns.items():
+            which = np.flatnonzero(self._sizes[chosen] == size)
+            if which.size:
+                yield which, columns[torch.from_numpy(self._place[chosen[which]]).to(columns.device)]
 
     def remove(self, chosen: IntArray) -> float:
         """Remove the columns of some labels at once, let the others make up for them, and return the cost."""
-        columns = torch.cat([self._columns[i] for i in chosen])
+        columns = torch.cat([found.flatten() for _, found in self._columns_of(chosen)])
         if not columns.numel():
             return 0.0
         weights, block = self._weight[:, columns], self._inverse[columns][:, columns]
         cost = float((torch.linalg.solve(block, weights.T).T * weights).sum())
         update = torch.linalg.solve(block, self._inverse[columns])
-        self._weight -= weights @ update
-        self._inverse -= self._inverse[:, columns] @ update
+        self._weight.addmm_(weights, update, alpha=-1)  # in place: they are large, and this is done hundreds of times
+        self._inverse.addmm_(self._inverse[:, columns], update, alpha=-1)
         self._gone[columns] = True
         if int(self._gone.sum()) > GONE * len(self._gone):
             self._forget()
@@ -294,8 +300,7 @@ class _ObjectiveState:
         places = (~self._gone).cumsum(0) - 1
         self._inverse = self._inverse.index_select(0, left).index_select(1, left)
         self._weight = self._weight.index_select(1, left)
-        self._columns = [places[found] for found in self._columns]
-        self._stacked = {size: places[found] for size, found in self._stacked.items()}
+        self._columns = {size: places[found] for size, found in self._columns.items()}
         self._gone = torch.zeros(len(left), dtype=torch.bool, device=left.device)
 
 

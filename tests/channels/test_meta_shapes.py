@@ -1,4 +1,4 @@
-"""Shortcuts on meta tensors return the shapes, types and strides of the operators themselves."""
+"""Shortcuts on meta tensors return the shapes, types and strides of the operators; whole numbers are known there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prunekit.channels.tracing.meta_shapes import SHORTCUTS, run_on_meta
+from prunekit.channels.tracing.meta_shapes import SHORTCUTS, numbers_in, run_on_meta
+from prunekit.channels.tracing.operator_mode import OperatorMode
+from prunekit.channels.tracing.tracer import trace_model
 from prunekit.utils.tensors import gather, map_tensors
 
 aten: Any = torch.ops.aten
@@ -86,3 +88,55 @@ def test_batch_norm_in_eval_mode() -> None:
     rest = [vector] * 4
     assert agrees(aten._native_batch_norm_legit_no_training.default, tensor(2, 4, 3, 3), *rest, 0.1, 1e-5)
     assert not agrees(aten.native_batch_norm.default, tensor(2, 4, 3, 3), *rest, True, 0.1, 1e-5)
+
+
+class OnMeta(OperatorMode):
+    """Runs all operators as a trace does."""
+
+    def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return run_on_meta(func, str(func._schema.name).replace("::", "."), args, kwargs)
+
+
+def test_integers_are_known_as_far_as_they_depend_on_no_float() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    with OnMeta():
+        there = mask.to("meta")
+        causal = torch.arange(3, device="meta")[:, None] >= torch.arange(3, device="meta")
+        allowed = causal & there.bool()[:, None]
+        assert not there.all()
+        assert int(there.sum()) == 5
+        assert len(there.nonzero()) == 5
+        row = allowed[1]
+        row &= row.logical_not()  # seen in the tensor that it is a view of
+        assert not allowed[1].any()
+    assert allowed.is_meta
+    assert torch.equal(numbers_in(allowed)[0], torch.tensor([[1, 0, 0], [1, 1, 0], [1, 1, 0]]).bool())
+
+
+def test_numbers_that_depend_on_floats_are_unknown() -> None:
+    with OnMeta():
+        flags = torch.zeros(4, dtype=torch.bool, device="meta")
+        first = flags[:1]
+        assert not flags.any()
+        flags |= torch.empty(4, device="meta") > 0
+        for unknown in (flags, first, torch.randint(3, (2,), device="meta")):
+            assert numbers_in(unknown) is None
+            with pytest.raises(RuntimeError, match="meta"):
+                bool(unknown.any())
+
+
+def test_a_model_that_looks_at_its_mask_is_traced_without_values() -> None:
+    class Masked(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            mask = mask.to(x.device)
+            hidden = self.first(x).relu()
+            return self.last(hidden if mask.all() else hidden * mask[..., None])
+
+    example = (torch.randn(2, 3, 4), torch.tensor([[1, 1, 0], [1, 1, 1]]))
+    trace = trace_model(Masked(), [example])
+    assert trace.example[0].is_meta
+    assert "aten.mul" in [operator.name for operator in trace.runs[0].operators]

@@ -36,7 +36,7 @@ from prunekit.channels.tracing.fused_modules import fused_away
 from prunekit.channels.tracing.interchangeable import Interchangeable, TensorAxis, positions_of
 from prunekit.channels.tracing.label_flow import BUFFER_INSTEAD, MEETS_FIXED, LabelFlow
 from prunekit.channels.tracing.made_axes import MadeAxes
-from prunekit.channels.tracing.meta_shapes import remember_numbers, run_on_meta
+from prunekit.channels.tracing.meta_shapes import run_on_meta
 from prunekit.channels.tracing.operator_mode import OperatorMode, without_randomness
 from prunekit.channels.tracing.storages import Storages, inner_of
 from prunekit.channels.tracing.traced_run import TracedCall, TracedOperator, TracedRun, is_counted, signature
@@ -162,7 +162,6 @@ class LabelMode(OperatorMode):
             if flow.module not in owners:
                 self.run.borrowed.update([(flow.module, owner) for owner in owners])
         outs = tuple(gather(out))
-        remember_numbers(name, inputs, outs)
         before = tuple([field for tensor in inputs for field in flow.fields(tensor)])
         target = args[0] if name.endswith("_") and args and isinstance(args[0], torch.Tensor) else None
         self.given.update(map(id, outs) if any(id(tensor) in self.given for tensor in inputs) else ())
