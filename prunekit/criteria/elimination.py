@@ -117,6 +117,7 @@ def eliminations(
             order = eliminate(group.labels, objectives) if objectives else None
             places = None if order is None else np.searchsorted(group.labels, order.labels)
             stats.computed[key] = None if order is None else (places, order.errors)
+            stats.memory.release()
         if stats.computed[key] is not None:
             places, errors = stats.computed[key]
             outputs = weighted_output_count(group, channel_map, stats)

@@ -296,4 +296,4 @@ def _squares(
             "mask: their difference cannot be measured; give every layer one share instead: target=..."
         )
     for (key, value), (_, other) in zip(want, got, strict=True):
-        yield key, float((other - value).square().sum())
+        yield key, float((other.double() - value.double()).square().sum())

@@ -78,7 +78,7 @@ class RepairSetup:
     @contextmanager
     def entered(cls, dense: nn.Module, plan: Plan, inputs: Inputs) -> Iterator[Self]:
         """Yield the setup, with both copies in eval mode, without gradients, and with norms over kept channels."""
-        original, masked = _copy(dense), _copy(dense)
+        original, masked = _copy(dense, shares=True), _copy(dense)
         plan.zero(masked)
         with training_mode(original, False), training_mode(masked, False), torch.no_grad():
             found = _surveyed(original, inputs, plan, SAMPLES)
@@ -297,9 +297,14 @@ def _bytes_together(sizes: Sequence[FitSize], rows: Sequence[int], settings: Rep
     return sum(samples) + max(fits)
 
 
-def _copy(model: nn.Module) -> nn.Module:
-    """Return a copy with its own tensors, in which attention calls its projections as layers."""
-    copy = with_tensors(model, {name: tensor.detach().clone() for name, tensor in named_tensors(model)})
+def _copy(model: nn.Module, *, shares: bool = False) -> nn.Module:
+    """Return a copy with its own tensors, in which attention calls its projections as layers.
+
+    Where only its buffers may be written to, it `shares` the parameters.
+    """
+    shared = {name for name, _ in model.named_parameters(remove_duplicate=False)} if shares else set[str]()
+    tensors = {name: (tensor.detach(), name in shared) for name, tensor in named_tensors(model)}
+    copy = with_tensors(model, {name: one if is_shared else one.clone() for name, (one, is_shared) in tensors.items()})
     substitute_all(copy)
     return copy
 

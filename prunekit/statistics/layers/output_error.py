@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from prunekit.channels.cut.model_copy import named_tensors, with_tensors
 from prunekit.channels.tracing.storages import plain_in
@@ -92,7 +93,7 @@ class OutputComparison:
     def values(
         self, model: nn.Module, inputs: tuple[Any, ...], counted: Tensor | None = None
     ) -> list[tuple[int | str, Tensor]]:
-        """Return the compared tensors in float64, samples or positions first, each with its index or weight.
+        """Return the compared tensors, samples or positions first, each with its index or weight.
 
         If only layers are compared, what the model does behind them, such as selecting boxes, is run only the first
         time that there are inputs of these shapes.
@@ -124,9 +125,7 @@ class OutputComparison:
                     raise
         self._calls.setdefault(_shapes(inputs), len(layers.found))
         tensors = [] if layers.stopped else plain_in(self.read.of(output))
-        found: list[tuple[int | str, Tensor]] = [
-            (place, rows_of(tensors[place], counted).double()) for place in self.outputs
-        ]
+        found: list[tuple[int | str, Tensor]] = [(place, rows_of(tensors[place], counted)) for place in self.outputs]
         return output, found + layers.found
 
 
@@ -157,11 +156,15 @@ class _LayerOutputs(CallInterceptor):
             values = rows_of(result.movedim(axis, -1), self._counted)
             if (kept := self._channels.get(operands.weight)) is not None:
                 values = values[..., kept.to(values.device)]
-            self.found.append((operands.weight, values.flatten(0, -2).double()))
+            self.found.append((operands.weight, values.flatten(0, -2)))
             if len(self.found) == self._most:
                 self.stopped = True
                 raise Stopped
         return result
+
+
+AT_ONCE = 2**22
+"""Values of outputs that are converted to float64 at a time."""
 
 
 class RelativeError:
@@ -174,11 +177,14 @@ class RelativeError:
         self._totals: dict[int | str, Tensor] = {}
 
     def add(self, key: int | str, want: Tensor, got: Tensor) -> None:
-        """Add some samples, (n, ...) each."""
-        self._squares[key] = self._squares.get(key, 0.0) + float((got - want).square().sum())
+        """Add some samples, (n, ...) each; some at a time in float64, as they may be as wide as a vocabulary."""
+        rows = max(1, AT_ONCE // max(1, want[:1].numel()))
         self._counts[key] = self._counts.get(key, 0) + len(want)
-        self._sums[key] = want.sum(0) + self._sums.get(key, 0)
-        self._totals[key] = want.square().sum(0) + self._totals.get(key, 0)
+        for wide, other in zip(want.split(rows), got.split(rows), strict=True):
+            wide = wide.double()
+            self._squares[key] = self._squares.get(key, 0.0) + float((other.double() - wide).square().sum())
+            self._sums[key] = wide.sum(0) + self._sums.get(key, 0)
+            self._totals[key] = wide.square().sum(0) + self._totals.get(key, 0)
 
     def shares(self, flat: float) -> Iterator[float]:
         """Yield the relative error of each tensor that varies by more than a share `flat` of its mean square."""
@@ -226,21 +232,24 @@ def with_gains(model: nn.Module, stats: PatchStats, inputs: Any, read: ReadOutpu
     Returns:
         The statistics with `output_gain` filled in: 1 for a layer where it cannot be measured.
     """
-    copy = with_tensors(model, {name: tensor.detach().clone() for name, tensor in named_tensors(model)})
-    tensors, modules = dict(named_tensors(copy)), dict(copy.named_modules())
+    copy = with_tensors(model, {name: tensor.detach() for name, tensor in named_tensors(model)})
     with training_mode(copy, False), torch.no_grad():
         given = inputs_as_example(model, inputs)
-        judge, counted = OutputComparison.of(copy, given, read), counted_positions(copy, given)
+        judge = OutputComparison.of(copy, given, read)
         gains = _gains_by_gradients(copy, stats, judge, given)
-        if gains is None:
-            run = partial(judge.values, copy, given, counted)
+    if gains is None:
+        copy = with_tensors(model, {name: tensor.detach().clone() for name, tensor in named_tensors(model)})
+        tensors, modules = dict(named_tensors(copy)), dict(copy.named_modules())
+        with training_mode(copy, False), torch.no_grad():
+            run = partial(judge.values, copy, given, counted_positions(copy, given))
             dense = run()
             layers = tracked(stats.layers, "gains", unit="layer")
             gains = [_gain(_Change.of(moments, tensors, modules), tensors, modules, run, dense) for moments in layers]
     known = [gain for gain in gains if gain is not None]
     usual = median(known) if known else 1.0
     relative = [1.0 if gain is None else gain / usual for gain in gains]
-    return PatchStats(tuple(replace(each, output_gain=gain) for each, gain in zip(stats.layers, relative, strict=True)))
+    layers = tuple(replace(each, output_gain=gain) for each, gain in zip(stats.layers, relative, strict=True))
+    return replace(stats, layers=layers, computed={})
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,21 +273,69 @@ class _Change:
         """Return the change of a layer."""
         layer = moments.layer
         weight, biased = layer.matrix(tensors[layer.weight]), _shifted(layer, tensors, modules) is not None
-        halved, bias, errors = _halved(moments, weight.double(), biased=biased)
-        error = float((errors * relative_scale(moments, modules).square()).sum())
-        change = layer.matrix(halved - weight).to(torch.promote_types(weight.dtype, torch.float32))
-        return cls(layer, change, bias if biased else None, error)
+        rows = len(weight) if len(moments.grams) > 1 else max(1, AT_ONCE // weight[:1].numel())
+        changes, biases, errors = list[Tensor](), list[Tensor](), list[Tensor]()
+        for some in map(Tensor.double, weight.split(rows)):
+            halved, bias, error = _halved(moments, some, biased=biased)
+            changes.append((halved - some).to(weight.dtype))
+            biases.append(bias)
+            errors.append(error)
+        total = float((torch.cat(errors) * relative_scale(moments, modules).square()).sum())
+        return cls(layer, layer.matrix(torch.cat(changes)), torch.cat(biases) if biased else None, total)
 
-    def along(self, gradients: Mapping[str, Tensor], modules: Mapping[str, nn.Module]) -> float:
-        """Return the change of a sum, to first order, given its gradients by parameter name."""
-        found = float((gradients[self.layer.weight] * self.weight).sum(dtype=torch.float64))
+    def by_parameter(self, modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the names of the parameters that change, and their changes."""
+        yield self.layer.weight, self.weight
         if self.bias is not None and self.layer.bias is not None:
-            found += float(gradients[self.layer.bias].double() @ self.bias)
-        elif self.bias is not None and self.layer.norm is not None and f"{self.layer.norm}.bias" in gradients:
+            yield self.layer.bias, self.bias
+        elif self.bias is not None and self.layer.norm is not None:
             norm: Any = modules[self.layer.norm]
-            factor = norm.weight.double() * (norm.running_var.double() + norm.eps).rsqrt()
-            found += float(gradients[f"{self.layer.norm}.bias"].double() @ (factor * self.bias))
-        return found
+            if norm.weight is not None:
+                scale = norm.weight.detach().double() * (norm.running_var.double() + norm.eps).rsqrt()
+                yield f"{self.layer.norm}.bias", scale * self.bias
+
+
+class _Slopes:
+    """The slopes of a sum along the changes of layers, of which each gradient is dropped as soon as it is used.
+
+    Args:
+        model: whose parameters require no gradients, and do while this is entered, where they change.
+        changes: of its layers.
+    """
+
+    def __init__(self, model: nn.Module, changes: Sequence[_Change]) -> None:
+        modules, self._model, self._parts = dict(model.named_modules()), model, dict[int, list[tuple[int, Tensor]]]()
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        for index, change in enumerate(changes):
+            for name, part in change.by_parameter(modules):
+                if name in parameters:
+                    self._parts.setdefault(id(parameters[name]), []).append((index, part))
+        self._slopes, self._hooks = [0.0] * len(changes), list[RemovableHandle]()
+
+    def __enter__(self) -> Self:
+        for parameter in self._model.parameters():
+            parameter.requires_grad_(id(parameter) in self._parts)
+            if parameter.requires_grad:
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._use))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for parameter in self._model.parameters():
+            parameter.requires_grad_(False)
+
+    def _use(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        for index, part in self._parts[id(parameter)]:
+            self._slopes[index] += float((parameter.grad * part).sum(dtype=torch.float64))
+        parameter.grad = None
+
+    def of(self, total: Tensor, *, again: bool) -> list[float]:
+        """Return the slope along each change; `again`: whether others of the same forward pass follow."""
+        self._slopes = [0.0] * len(self._slopes)
+        total.backward(retain_graph=again)  # type: ignore[no-untyped-call]
+        return self._slopes
 
 
 def _gains_by_gradients(
@@ -292,7 +349,7 @@ def _gains_by_gradients(
     Samples run one at a time, so that outputs as wide as a vocabulary take little memory.
 
     Args:
-        model: whose parameters then require no gradients.
+        model: whose parameters require no gradients afterwards.
         stats: with its layers.
         judge: that compares outputs.
         inputs: samples.
@@ -302,41 +359,33 @@ def _gains_by_gradients(
     samples = sample_count(inputs)
     each = [select_samples(inputs, slice(index, index + 1)) for index in range(samples)]
     tensors, modules = dict(named_tensors(model)), dict(model.named_modules())
-    changes = [_Change.of(moments, tensors, modules) for moments in stats.layers]
-    wanted = {name for one in changes for name in (one.layer.weight, one.layer.bias, f"{one.layer.norm}.bias")}
-    parameters = {name: tensor for name, tensor in model.named_parameters(remove_duplicate=False) if name in wanted}
-    for tensor in model.parameters():
-        tensor.requires_grad_(False)
-    for tensor in parameters.values():
-        tensor.requires_grad_(True)
+    changes = list[_Change]()
+    for moments in stats.layers:
+        changes.append(_Change.of(moments, tensors, modules))
+        stats.memory.release()
     probes, squares, spread = -(-PROBES // samples), [0.0] * len(changes), RelativeError()
     try:
         for one in each:
             for key, values in judge.values(model, one, counted_positions(model, one)):
                 spread.add(key, values, values)
         around = spread.variations(0.0)
-        for one in tracked(each, "gains", unit="sample"):
-            with torch.enable_grad(), warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # of models that look at values, which then have gradients
-                output = plain_in(judge.read.of(call(model, one)))
-                counted = counted_positions(model, one)
-                generator = torch.Generator().manual_seed(_number_of(one, counted))
-                found = [(rows_of(output[place], counted).double(), around[place]) for place in judge.outputs
-                         if place in around]  # fmt: skip
-                sums = [_random_sum(found, generator) for _ in range(probes)]
-            for number, total in enumerate(sums, 1):
-                gradients = dict(zip(parameters, torch.autograd.grad(
-                    total, list(parameters.values()), retain_graph=number < probes, materialize_grads=True
-                ), strict=True))  # fmt: skip
-                squares = [
-                    square + change.along(gradients, modules) ** 2 / probes
-                    for square, change in zip(squares, changes, strict=True)
-                ]
+        with _Slopes(model, changes) as slopes:
+            for one in tracked(each, "gains", unit="sample"):
+                with torch.enable_grad(), warnings.catch_warnings():
+                    warnings.simplefilter("ignore", UserWarning)  # of models that look at values, which have gradients
+                    output = plain_in(judge.read.of(call(model, one)))
+                    counted = counted_positions(model, one)
+                    generator = torch.Generator().manual_seed(_number_of(one, counted))
+                    found = [(rows_of(output[place], counted), around[place]) for place in judge.outputs
+                             if place in around]  # fmt: skip
+                    sums = [_random_sum(found, generator) for _ in range(probes)]
+                for number, total in enumerate(sums, 1):
+                    squares = [
+                        square + slope**2 / probes
+                        for square, slope in zip(squares, slopes.of(total, again=number < probes), strict=True)
+                    ]
     except (RuntimeError, NotImplementedError, IndexError, AttributeError):
         return None  # an operator without a gradient, or an output that changes with the number of samples
-    finally:
-        for tensor in parameters.values():
-            tensor.requires_grad_(False)
     if not all(square > 0 for square, one in zip(squares, changes, strict=True) if one.error > 0):
         return None  # some layer is cut off
     found_gains = [square / one.error if one.error > 0 else None for square, one in zip(squares, changes, strict=True)]
@@ -359,8 +408,9 @@ def _random_sum(found: list[tuple[Tensor, float]], generator: torch.Generator) -
     """Return a sum of tensors with random signs, each tensor over the deviation of all samples."""
     total = torch.zeros((), dtype=torch.float64)
     for values, around in found:
-        signs = torch.randint(0, 2, values.shape, generator=generator).to(values) * 2 - 1
-        total = total.to(values.device) + (signs * values).sum() / math.sqrt(around * len(found))
+        signs = torch.randint(0, 2, values.shape, generator=generator, dtype=torch.int8).mul_(2).sub_(1)
+        whole = (signs.to(values.device) * values).sum(dtype=torch.float64)
+        total = total.to(values.device) + whole / math.sqrt(around * len(found))
     return total
 
 
@@ -441,9 +491,9 @@ def _without_columns(flat: Tensor, matrix: Tensor, kept: Tensor, *, biased: bool
 
 def with_ridge(matrix: Tensor) -> Tensor:
     """Return a Gram matrix with its ridge, which is not on the constant column, the last."""
-    ridge = torch.full_like(matrix[0], RIDGE * float(matrix.diagonal()[:-1].mean()) or 1.0)
-    ridge[-1] = 0
-    return matrix + torch.diag(ridge)
+    raised = matrix.clone()
+    raised.diagonal()[:-1] += RIDGE * float(matrix.diagonal()[:-1].mean()) or 1.0
+    return raised
 
 
 def relative_scale(moments: LayerMoments, modules: Mapping[str, nn.Module]) -> Tensor:

@@ -24,6 +24,7 @@ from prunekit.statistics.layers.linear_layers import FunctionCall, LayerCall
 from prunekit.statistics.layers.patches import gram, gram_bytes, sample_rows
 from prunekit.statistics.moments import RAISED
 from prunekit.utils.context import training_mode
+from prunekit.utils.file_memory import FileMemory
 from prunekit.utils.inputs import call, counted_positions, inputs_as_example, inputs_in, sample_count, select_samples
 from prunekit.utils.progress import tracked
 from prunekit.utils.tensors import first_not_finite
@@ -57,6 +58,10 @@ class LayerMoments:
     output_gain: float = 1.0
 
 
+IN_MEMORY = 2**28
+"""Bytes of Gram matrices that are kept in memory; others are in a temporary file until a layer's turn comes."""
+
+
 @dataclass(frozen=True, eq=False)
 class PatchStats:
     """Moments of the patches that a model's layers read, in the order in which they run.
@@ -64,10 +69,12 @@ class PatchStats:
     Attributes:
         layers: a layer each.
         computed: what was computed of them, by criteria that would compute it again for each budget.
+        memory: of the matrices; `memory.release()` after each use keeps those that are in a file out of memory.
     """
 
     layers: tuple[LayerMoments, ...]
     computed: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    memory: FileMemory = field(default_factory=lambda: FileMemory(IN_MEMORY), repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -146,6 +153,7 @@ class _Collector(LayerFinder):
         samples: int,
     ) -> None:
         super().__init__(model, norms)
+        self.memory = FileMemory(IN_MEMORY)
         self._sums: dict[str, _GramSum] = {}
         self._reading: _Reading | None = None
         self.batch_rows = 0
@@ -168,6 +176,7 @@ class _Collector(LayerFinder):
         with super().intercepting():
             yield
         self._add_reading()
+        self.memory.release()
 
     def call(self, call: FunctionCall) -> Any:
         """Make a call, and collect a layer's input and the end of its chain."""
@@ -252,21 +261,26 @@ class _Collector(LayerFinder):
         for before in known.values():
             readers = {weight for weight in reading.readers if self._sums.get(weight) is before}
             if before is None:
-                total = _GramSum([part.clone() for part in parts] if len(known) > 1 else parts, count, readers)
+                total = _GramSum([self._kept(part) for part in parts], count, readers)
             elif before.readers == readers:
                 total = _GramSum(
                     [a.add_(b) for a, b in zip(before.grams, parts, strict=True)], before.rows + count, readers
                 )
             else:  # others have read something else this time
                 before.readers -= readers
-                sums = [a + b for a, b in zip(before.grams, parts, strict=True)]
+                sums = [self._kept(a).add_(b) for a, b in zip(before.grams, parts, strict=True)]
                 total = _GramSum(sums, before.rows + count, readers)
             self._sums |= dict.fromkeys(readers, total)
+
+    def _kept(self, matrix: Tensor) -> Tensor:
+        """Return a copy of a matrix where sums are kept."""
+        return self.memory.zeros(tuple(matrix.shape), matrix.dtype, matrix.device).copy_(matrix)
 
     def finished(self) -> tuple[LayerMoments, ...]:
         """Return the moments of all batches; once, at the end."""
         for total in {id(total): total for total in self._sums.values()}.values():
             total.grams = [matrix.div_(total.rows) for matrix in total.grams]  # in place: they are large
+            self.memory.release()
         found = sorted(
             ((self._layers[weight], total) for weight, total in self._sums.items()), key=lambda item: item[0].call
         )
@@ -380,7 +394,8 @@ def collect_patches(
     for moments in found:
         if not all(bool(matrix.isfinite().all()) for matrix in moments.grams):
             raise NonFiniteError(f"layer {moments.layer.weight.rpartition('.')[0]!r} reads NaN or Inf{_blamed(model)}")
-    return PatchStats(found)
+        collector.memory.release()
+    return PatchStats(found, memory=collector.memory)
 
 
 def _blamed(model: nn.Module) -> str:
@@ -402,7 +417,10 @@ def too_few_rows(patches: PatchStats) -> list[str]:
 
 def dead_inputs(patches: PatchStats) -> list[str]:
     """Return one warning about all layers that read channels which were zero at every position; else none."""
-    dead = {moments.layer.weight.rpartition(".")[0] or "the model": _dead(moments) for moments in patches.layers}
+    dead = {}
+    for moments in patches.layers:
+        dead[moments.layer.weight.rpartition(".")[0] or "the model"] = _dead(moments)
+        patches.memory.release()
     found = [f"{int(zero.sum())} of {len(zero)} that {path} reads" for path, zero in dead.items() if zero.any()]
     text = "channels that are zero on all calibration images, so that they are removed first and cost nothing: "
     return [text + ", ".join(found)] if found else []
@@ -426,16 +444,18 @@ def with_raised_ridge(patches: PatchStats, ridge: float) -> PatchStats:
         if _is_short(moments):
             key = tuple(map(id, moments.grams))
             if key not in known:
-                known[key] = tuple(_raised(matrix, (RAISED - 1) * ridge) for matrix in moments.grams)
+                known[key] = tuple(_raised(matrix, (RAISED - 1) * ridge, patches.memory) for matrix in moments.grams)
+                patches.memory.release()
             moments = replace(moments, grams=known[key])
         layers.append(moments)
     return replace(patches, layers=tuple(layers))
 
 
-def _raised(matrix: Tensor, more: float) -> Tensor:
-    diagonal = matrix.diagonal()[:-1]
-    pull = torch.cat([diagonal.mean().expand(len(diagonal)), matrix.new_zeros(1)])
-    return matrix + torch.diag(more * pull)
+def _raised(matrix: Tensor, more: float, memory: FileMemory) -> Tensor:
+    raised = memory.zeros(tuple(matrix.shape), matrix.dtype, matrix.device).copy_(matrix)
+    diagonal = raised.diagonal()[:-1]
+    diagonal.add_(more * diagonal.mean())
+    return raised
 
 
 def _width(moments: LayerMoments) -> int:
@@ -453,5 +473,5 @@ def _most(moments: LayerMoments) -> int:
 
 def _dead(moments: LayerMoments) -> Tensor:
     """Return whether a channel's columns have no product with any other one, or with the constant, (channels,)."""
-    columns = [(matrix - matrix.diag().diag()).count_nonzero(0)[:-1] == 0 for matrix in moments.grams]
+    columns = [matrix.count_nonzero(0)[:-1] == (matrix.diagonal()[:-1] != 0) for matrix in moments.grams]
     return torch.cat(columns).view(-1, moments.taps).all(1)
