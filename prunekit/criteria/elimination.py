@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,6 +24,8 @@ TRUST = 0.5
 in later layers what earlier ones got wrong."""
 GONE = 0.25
 """Share of a matrix's columns that may be removed before the matrix is made smaller."""
+WIDE = 2**31
+"""Bytes of the matrices of all layers that read a group; where they would take more, they are in float32."""
 AT_ONCE = 64
 """One of so many remaining labels is removed at a time; of wide groups several, as one by one takes too long."""
 
@@ -223,7 +226,8 @@ def eliminate(labels: Labels, objectives: Sequence[LayerObjective]) -> Eliminati
         labels: (n,) of one group.
         objectives: of all layers that read them.
     """
-    states = [_ObjectiveState(objective, labels) for objective in objectives]
+    wide = sum(_state_bytes(one.weight.shape[0], len(one.gram)) for one in objectives) > WIDE
+    states = [_ObjectiveState(one, labels, torch.float32 if wide else torch.float64) for one in objectives]
     left, order, errors, total = np.arange(labels.size), list[int](), list[float](), 0.0
     while left.size:
         costs = sum(state.costs(left) for state in states)
@@ -238,16 +242,16 @@ def eliminate(labels: Labels, objectives: Sequence[LayerObjective]) -> Eliminati
 
 
 class _ObjectiveState:
-    """The objective of one layer while its channels are removed."""
+    """The objective of one layer while its channels are removed, in `kind` once its matrix is inverted in float64."""
 
-    def __init__(self, objective: LayerObjective, labels: Labels) -> None:
+    def __init__(self, objective: LayerObjective, labels: Labels, kind: torch.dtype = torch.float64) -> None:
         columns = len(objective.gram) - 1
         size = columns + objective.biased
         gram = with_ridge(objective.gram.double())[:size, :size]
         every = torch.arange(columns, device=gram.device).reshape(len(objective.labels), -1)
-        self._inverse = _inverse(gram)
+        self._inverse = _inverse(gram).to(kind)
         constant = objective.weight.new_zeros(len(objective.weight), size - columns)
-        self._weight = torch.cat([objective.weight, constant], 1).double()
+        self._weight = torch.cat([objective.weight, constant], 1).to(kind)
         read = [every[torch.from_numpy(objective.labels == label)].reshape(-1) for label in labels]
         self._sizes = np.array([found.numel() for found in read])
         self._columns = {
@@ -303,6 +307,35 @@ class _ObjectiveState:
         self._weight = self._weight.index_select(1, left)
         self._columns = {size: places[found] for size, found in self._columns.items()}
         self._gone = torch.zeros(len(left), dtype=torch.bool, device=left.device)
+
+
+def most_state_bytes(channel_map: ChannelMap) -> int:
+    """Return the memory that the order of elimination takes at most, for the group that most layers read.
+
+    Layers of one module that read the same channels, as those of queries, keys and values do, count as one.
+    """
+    group_of = np.full(channel_map.n_labels, -1)
+    for index, group in enumerate(channel_map.groups):
+        group_of[group.labels] = index
+    found: dict[Hashable, tuple[set[int], int, int]] = {}
+    for name, axes in channel_map.labels.items():
+        if len(axes) > 1 and axes[1] is not None:
+            outputs, *columns = channel_map.shapes[name]
+            for read in channel_map.deciding(axes[1]):
+                key = name.rpartition(".")[0].rpartition(".")[0], read.tobytes()
+                before = found.get(key, (set[int](), 0, 0))[1]
+                found[key] = set(group_of[read].tolist()) - {-1}, before + outputs, math.prod(columns)
+    totals = dict.fromkeys(range(len(channel_map.groups)), 0)
+    for groups, outputs, columns_read in found.values():
+        for index in groups:
+            totals[index] += _state_bytes(min(outputs, columns_read), columns_read + 1)
+    most = max(totals.values(), default=0)
+    return most // 2 if most > WIDE else most
+
+
+def _state_bytes(outputs: int, columns: int) -> int:
+    """Return the bytes of one layer's matrices in float64: its weight and the inverse."""
+    return 8 * columns * (outputs + columns)
 
 
 def _inverse(matrix: Tensor) -> Tensor:

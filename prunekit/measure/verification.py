@@ -20,7 +20,7 @@ from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator
 from prunekit.channels.tracing.storages import plain_in
 from prunekit.channels.trial.comparison import compare, output_with_decisions, record_reference
 from prunekit.channels.trial.float64 import RUN_PRECISIONS, Float64WhileRunning, RunPrecision, float64_copy
-from prunekit.channels.trial.tolerance import ROUNDING, TOLERANCE, rounding
+from prunekit.channels.trial.tolerance import ROUNDING, TOLERANCE, largest_gap, largest_value, rounding
 from prunekit.errors import ModelError, UsageError, VerificationError, reason_of
 from prunekit.hooks.wrappers import require_values, unwrapped
 from prunekit.planning.plan import Plan, require_plan
@@ -228,8 +228,9 @@ def _tensor_difference(want: torch.Tensor, got: torch.Tensor) -> tuple[float, st
         return inf, "Inf in one output only"
     if not finite.any():
         return 0.0, ""
-    want, got = want[finite], got[finite]
-    found = float((want - got).abs().max()) / max(float(want.abs().max()), torch.finfo(want.dtype).tiny)
+    if not finite.all():
+        want, got = want[finite], got[finite]
+    found = largest_gap(want, got) / max(largest_value(want), torch.finfo(want.dtype).tiny)
     return found, f"outputs differ by {found:.3g} of the largest"
 
 

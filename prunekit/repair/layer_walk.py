@@ -42,7 +42,7 @@ from prunekit.settings.calibration import RepairSettings
 from prunekit.statistics.layers.layer_graph import LayerGraph, calls_by_weight, find_layer_graph, merge_calls
 from prunekit.statistics.layers.linear_layers import LayerCall
 from prunekit.statistics.layers.output_error import OutputComparison
-from prunekit.utils.context import training_mode
+from prunekit.utils.context import release_memory, training_mode
 from prunekit.utils.inputs import counted_positions, sample_count, select_samples
 from prunekit.utils.progress import tracked
 from prunekit.utils.tensors import gather
@@ -156,7 +156,7 @@ class LayerWalk:
         looping: bool,
     ) -> None:
         self._layers = sorted(layers, key=lambda layer: layer.ready)
-        self._settings, self._fitter = settings, fitter
+        self._settings, self._fitter, self._original = settings, fitter, original
         self._tensors = [dict(named_tensors(model)) for model in (original, masked)]
         models = [original, masked] if settings.sequential else [original]
         runs = [LayerPass(model, plan.channel_map.narrow(plan.keep)) for model in models]
@@ -213,6 +213,8 @@ class LayerWalk:
             if wanted is not None:
                 _require_finite(layer, wanted)
             self._fitter.refit(layer, wanted, found)
+            del wanted, found
+            release_memory(self._original, collect=False)
 
     def _samples(self) -> Iterator[tuple[LayerCall, LayerSample | None, LayerSample | None]]:
         """Yield each layer with its samples in the dense and the running model; refit it before asking for the next.

@@ -292,15 +292,20 @@ def is_large(model: nn.Module) -> bool:
     return sum(tensor.nbytes for tensor in model.parameters()) >= LARGE
 
 
-def release_memory(model: nn.Module) -> None:
+def release_memory(model: nn.Module, *, collect: bool = True) -> None:
     """Give the memory that earlier stages used back to the system, if the model is large.
 
     Tensors in cycles wait for Python's collector, and glibc keeps freed memory in pieces: after the trace and the
     statistics of a model of half a gigabyte it holds several.
+
+    Args:
+        model: that is worked on.
+        collect: whether Python's collector runs, too.
     """
     if not is_large(model):
         return
-    gc.collect()
+    if collect:
+        gc.collect()
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
         if trim is not None:

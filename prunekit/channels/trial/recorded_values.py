@@ -12,7 +12,7 @@ import torch
 
 from prunekit.channels.tracing.storages import is_plain
 
-MEMORY = 2**29
+MEMORY = 2**27
 """Bytes that are kept in memory: float64 results of all operators of a language model are gigabytes."""
 
 

@@ -19,10 +19,23 @@ CANCELED = 1e-4
 """Below this share of the largest value in the run, a sum may be rounding alone."""
 
 
-def _largest(tensor: torch.Tensor) -> float:
+AT_ONCE = 2**22
+"""Values of a difference that are in memory at a time."""
+
+
+def largest_value(tensor: torch.Tensor) -> float:
     """Return the largest absolute value, ten times faster than the infinity norm does."""
     low, high = torch.aminmax(tensor)
     return max(-float(low), float(high)) if low == low else float("nan")
+
+
+def largest_gap(want: torch.Tensor, got: torch.Tensor) -> float:
+    """Return the largest absolute difference, NaN if there is one; of wide outputs some rows at a time."""
+    if want.numel() <= AT_ONCE or not want.dim():
+        return largest_value(want - got)
+    rows = max(1, AT_ONCE // want[:1].numel())
+    gaps = [largest_value(a - b) for a, b in zip(want.split(rows), got.split(rows), strict=True)]
+    return max(gaps) if all(gap == gap for gap in gaps) else float("nan")
 
 
 def relative_difference(want: torch.Tensor | None, got: torch.Tensor, peak: float) -> tuple[float, str, float]:
@@ -41,10 +54,10 @@ def relative_difference(want: torch.Tensor | None, got: torch.Tensor, peak: floa
     if not want.is_floating_point():
         same = torch.equal(want, got)
         return (0.0, "", peak) if same else (float("inf"), "integer or boolean values differ", peak)
-    largest = _largest(want)
+    largest = largest_value(want)
     peak = max(peak, largest) if largest < FILLER else peak
     scale = max(largest, CANCELED * peak, torch.finfo(want.dtype).tiny)
-    difference = _largest(want - got) / scale
+    difference = largest_gap(want, got) / scale
     if difference != difference or largest == float("inf"):
         finite = want.isfinite()
         if finite.all() or not torch.equal(want[~finite].nan_to_num(), got[~finite].nan_to_num()):

@@ -30,7 +30,7 @@ from prunekit.settings.prune import Depth, Layout, PruneSettings, Scope, Target
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.taylor_terms import TaylorTerms
 from prunekit.tasks.task import Task
-from prunekit.utils.context import release_memory
+from prunekit.utils.context import is_large, release_memory
 from prunekit.utils.inputs import sample_count
 from prunekit.utils.outputs import Outputs
 from prunekit.utils.progress import reporting, stage
@@ -225,6 +225,8 @@ def prune(
             return _timed(request, planned, _with_zeros(request, planned, wanted.pattern, fitting))
         if calibration is None or repair is False:
             return _timed(request, planned, _as_planned(request, planned))
+        if is_large(request.model):
+            planned.compact.to("meta")  # it is made again of the repaired weights, and would take memory until then
         return _timed(request, planned, _repaired(request, planned, repair or RepairSettings()))
 
 

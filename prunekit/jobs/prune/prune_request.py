@@ -16,6 +16,7 @@ from prunekit.criteria.elimination import unread_stacks
 from prunekit.errors import ModelError, UsageError, require_kind
 from prunekit.jobs.prune.collected import Collected
 from prunekit.jobs.prune.plan_search import CriterionInputs, Planned, PlanSearch
+from prunekit.jobs.stages.memory_need import require_memory
 from prunekit.jobs.stages.sample_statistics import activation_statistics, patch_statistics, samples_for
 from prunekit.settings.calibration import RepairSettings
 from prunekit.settings.prune import PruneSettings
@@ -155,6 +156,8 @@ class Request:
         if "patches" in needs and collected is not None:
             patches = collected.patches
         elif "patches" in needs:
+            if said := require_memory(model, channel_map, repair):
+                stage(said)
             stage(f"patch statistics of {sample_count(samples)} samples")
             patches = patch_statistics(model, samples, channel_map, repair, settings.ignore, log=stage)
         if patches is not None:

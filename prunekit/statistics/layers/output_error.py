@@ -20,7 +20,7 @@ from prunekit.channels.tracing.storages import plain_in
 from prunekit.statistics.layers.layer_graph import LayerFinder
 from prunekit.statistics.layers.linear_layers import CallInterceptor, FunctionCall, LayerCall, Stopped
 from prunekit.statistics.layers.patch_moments import LayerMoments, PatchStats
-from prunekit.utils.context import same_attributes, training_mode
+from prunekit.utils.context import release_memory, same_attributes, training_mode
 from prunekit.utils.inputs import call, counted_positions, inputs_as_example, rows_of, sample_count, select_samples
 from prunekit.utils.outputs import ALL_READ, ReadOutputs
 from prunekit.utils.progress import tracked
@@ -363,6 +363,7 @@ def _gains_by_gradients(
     for moments in stats.layers:
         changes.append(_Change.of(moments, tensors, modules))
         stats.memory.release()
+    release_memory(model, collect=False)
     probes, squares, spread = -(-PROBES // samples), [0.0] * len(changes), RelativeError()
     try:
         for one in each:
@@ -384,6 +385,8 @@ def _gains_by_gradients(
                         square + slope**2 / probes
                         for square, slope in zip(squares, slopes.of(total, again=number < probes), strict=True)
                     ]
+                del output, found, sums, total
+                release_memory(model, collect=False)
     except (RuntimeError, NotImplementedError, IndexError, AttributeError):
         return None  # an operator without a gradient, or an output that changes with the number of samples
     if not all(square > 0 for square, one in zip(squares, changes, strict=True) if one.error > 0):

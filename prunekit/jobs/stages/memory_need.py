@@ -1,0 +1,101 @@
+"""The main memory that pruning a large model from samples takes, said before it begins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+from torch import nn
+
+from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.cut.model_copy import named_tensors
+from prunekit.channels.tracing.traced_run import TracedOperator
+from prunekit.criteria.elimination import most_state_bytes
+from prunekit.errors import UsageError
+from prunekit.settings.calibration import RepairSettings
+from prunekit.statistics.layers.patch_moments import IN_MEMORY
+from prunekit.utils.context import device_of, is_large
+from prunekit.utils.display import size
+
+SAMPLES = 2
+"""Samples that are traced."""
+_VIEWS = frozenset(
+    f"aten.{name}" for name in ("view", "t", "transpose", "permute", "expand", "slice", "select", "unsqueeze", "detach")
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes that the stages of `prune` take at most beside the model.
+
+    Attributes:
+        gains: of gradients of one sample, and a change of each weight.
+        order: of elimination, for the group that the most layers read.
+        repair: of a masked copy, and the limit of `RepairSettings`; 0 without a repair.
+    """
+
+    gains: int
+    order: int
+    repair: int
+
+    @classmethod
+    def of(cls, model: nn.Module, channel_map: ChannelMap, repair: RepairSettings | None) -> MemoryNeed:
+        """Return the need of a model whose weights are ranked by `elimination`."""
+        sizes = {id(tensor): tensor.nbytes for _, tensor in named_tensors(model)}
+        copy, largest = sum(sizes.values()), max(sizes.values(), default=0)
+        run = channel_map.traced.trace.runs[0]
+        activations = sum(map(_made, run.operators)) * _item(model) // SAMPLES
+        return cls(
+            IN_MEMORY + copy + 4 * largest + activations,
+            IN_MEMORY + most_state_bytes(channel_map),
+            0 if repair is None else copy + repair.memory_bytes,
+        )
+
+    @property
+    def most(self) -> int:
+        """The need of the stage that takes the most."""
+        return max(self.gains, self.order, self.repair)
+
+    def __str__(self) -> str:
+        parts = {
+            "a copy of the model, and the gradients of one sample": self.gains,
+            "the order of elimination": self.order,
+            "a masked copy, and what the repair may use": self.repair,
+        }
+        said = ", ".join(f"{size(taken)} for {what}" for what, taken in parts.items() if taken)
+        return f"up to {size(self.most)} beside the model: {said}"
+
+
+def require_memory(model: nn.Module, channel_map: ChannelMap, repair: RepairSettings | None) -> str | None:
+    """Return a sentence on the memory that pruning a large model on the CPU takes; None for other models.
+
+    Raises:
+        UsageError: less memory is free.
+    """
+    if not is_large(model) or device_of(model).type != "cpu":
+        return None
+    need, free = MemoryNeed.of(model, channel_map, repair), int(psutil.virtual_memory().available)
+    if need.most <= free:
+        return f"memory: {need}; {size(free)} are free"
+    advice = "fewer or shorter samples take less for the gradients; criterion='l2' needs neither them nor the order"
+    if repair is not None and need.repair == need.most:
+        least = max(need.gains, need.order, need.repair - repair.memory_bytes)
+        left = max(0, free - need.repair + repair.memory_bytes) // 2**20 * 2**20
+        advice = (
+            f"repair=prunekit.RepairSettings(memory_bytes={left}) fits"
+            if left >= 2**28
+            else f"the least is {size(least)}, with a small memory_bytes in prunekit.RepairSettings; " + advice
+        )
+    raise UsageError(f"memory: {need}; but only {size(free)} are free: {advice}")
+
+
+def _made(operator: TracedOperator) -> int:
+    """Return how many numbers an operator makes."""
+    if operator.name in _VIEWS:
+        return 0
+    return sum(int(np.prod(shape, dtype=np.int64)) for shape in operator.call[2] if isinstance(shape, tuple))
+
+
+def _item(model: nn.Module) -> int:
+    return max((tensor.element_size() for tensor in model.parameters()), default=4)
