@@ -43,6 +43,7 @@ from typing import Any
 from torch import nn
 
 from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.cut.offloaded import with_weights
 from prunekit.channels.map_builder import build_map
 from prunekit.channels.tracing.tracer import trace_model
 from prunekit.channels.trial.interchangeable_axes import interchangeable_axes
@@ -82,7 +83,7 @@ def trace(model: nn.Module, example: Any, *more_examples: Any, outputs: Outputs 
           0                 4  aten.addmm  meets an axis whose size no parameter decides, such as one of the input
           2                 2              output of the model
     """
-    model = unwrapped(model)
+    model = with_weights(unwrapped(model, offloaded=True))
     if is_sharded(model):
         raise ModelError(
             f"{type(model).__name__}: each process has only its shards; trace and prune the whole model, and call "

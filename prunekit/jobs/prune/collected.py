@@ -10,6 +10,7 @@ from torch import nn
 
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.cut.model_copy import named_tensors
+from prunekit.channels.cut.offloaded import with_weights
 from prunekit.channels.trace import trace
 from prunekit.errors import UsageError
 from prunekit.hooks.wrappers import require_values, unwrapped
@@ -126,7 +127,7 @@ def collect(
         >>> [pk.prune(model, calibration=collected, macs=macs).model[0].out_features for macs in (0.5, 0.25)]
         [8, 4]
     """
-    model = unwrapped(model)
+    model = with_weights(unwrapped(model, offloaded=True))
     require_values(model, "collect")
     with reporting(progress, "collect"):
         stage("read the samples")

@@ -10,6 +10,7 @@ from torch import nn
 
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.cut.model_copy import named_tensors, with_tensors
+from prunekit.channels.cut.offloaded import with_weights
 from prunekit.compaction.compact_model import compact, remarks
 from prunekit.deploy.subnormals import FlushedModel, without_subnormals
 from prunekit.errors import DataError, require_kind
@@ -183,7 +184,7 @@ def prune(
         >>> shorter.plan.totals()["blocks"], len(shorter.plan.gone)
         ((4, 1), 3)
     """
-    model = unwrapped(model)
+    model = with_weights(unwrapped(model, offloaded=True))
     require_values(model, "prune")
     wanted = prune_settings(
         model,
@@ -323,7 +324,7 @@ def plan(
         >>> pk.compact(model, plan)[0].out_features
         8
     """
-    model = unwrapped(model)
+    model = with_weights(unwrapped(model, offloaded=True))
     require_values(model, "plan")
     wanted = prune_settings(
         model,
