@@ -17,6 +17,7 @@ from prunekit.criteria.criterion import Evidence, Scores, register_criterion
 from prunekit.statistics.layer_stats import FloatArray, IntArray
 from prunekit.statistics.layers.output_error import relative_scale, with_ridge
 from prunekit.statistics.layers.patch_moments import LayerMoments, PatchStats
+from prunekit.statistics.layers.patches import solve_positive
 from prunekit.utils.progress import tracked
 
 TRUST = 0.5
@@ -273,7 +274,7 @@ class _ObjectiveState:
                     continue
                 weights = self._weight[:, columns].transpose(0, 1)  # (n, o, size)
                 blocks = self._inverse[columns[:, :, None], columns[:, None, :]]
-                solved = torch.linalg.solve(blocks, weights.mT @ weights)  # far fewer right sides than outputs
+                solved = solve_positive(blocks, weights.mT @ weights)  # far fewer right sides than outputs
                 costs[which] = solved.diagonal(dim1=1, dim2=2).sum(1).cpu().numpy()
         return costs
 
@@ -290,8 +291,9 @@ class _ObjectiveState:
         if not columns.numel():
             return 0.0
         weights, block = self._weight[:, columns], self._inverse[columns][:, columns]
-        cost = float((torch.linalg.solve(block, weights.T).T * weights).sum())
-        update = torch.linalg.solve(block, self._inverse[columns])
+        solved = solve_positive(block, torch.cat([weights.T, self._inverse[columns]], 1))
+        own, update = solved.split([len(weights), self._inverse.shape[1]], 1)
+        cost = float((own.T * weights).sum())
         self._weight.addmm_(weights, update, alpha=-1)  # in place: they are large, and this is done hundreds of times
         self._inverse.addmm_(self._inverse[:, columns], update, alpha=-1)
         self._gone[columns] = True

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import mmap
+import os
 import tempfile
 from math import prod
 
 import torch
 from torch import Tensor
 
+BLOCK = 2**28
+"""Bytes of a file, unless a tensor is larger."""
+ALIGNED = 64
+
 
 class FileMemory:
-    """Makes tensors of zeros: the first in memory, those beyond a limit in a temporary file.
+    """Keeps tensors: the first in memory, those beyond a limit in temporary files.
 
-    The system reads the file where a tensor is used, and writes it where memory is short. It goes with the last tensor.
+    The system reads a file where a tensor is used, and writes it where memory is short. Files go with their tensors.
 
     Args:
         limit: bytes in memory.
 
     Example:
+        >>> import torch
         >>> from prunekit.utils.file_memory import FileMemory
         >>> memory = FileMemory(limit=0)
         >>> matrix = memory.zeros((2, 2), torch.float64)
@@ -31,23 +37,56 @@ class FileMemory:
     def __init__(self, limit: int) -> None:
         self._left = limit
         self._maps: list[mmap.mmap] = []
+        self._used = 0
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
         """Return zeros; on other devices than the CPU, and where there is no room for a file, in memory."""
         size = prod(shape) * dtype.itemsize
-        if size <= self._left or size == 0 or (device is not None and device.type != "cpu"):
-            self._left -= size
+        if self._fits(size) or (device is not None and device.type != "cpu"):
             return torch.zeros(shape, dtype=dtype, device=device)
-        try:
-            with tempfile.TemporaryFile() as file:
-                file.truncate(size)
-                self._maps.append(mmap.mmap(file.fileno(), size))
-        except OSError:
-            return torch.zeros(shape, dtype=dtype)
-        return torch.frombuffer(self._maps[-1], dtype=dtype).view(shape)
+        found = self._mapped(shape, dtype)
+        return torch.zeros(shape, dtype=dtype) if found is None else found
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Return a strided tensor itself while there is memory, then a copy; on other devices itself."""
+        if tensor.device.type != "cpu" or tensor.requires_grad or self._fits(tensor.nbytes):
+            return tensor
+        found = self._mapped(tuple(tensor.shape), tensor.dtype)
+        return tensor if found is None else found.copy_(tensor)
 
     def release(self) -> None:
-        """Give the memory of tensors in the file back until they are used again."""
+        """Give the memory of tensors in files back until they are used again."""
         if hasattr(mmap, "MADV_DONTNEED"):
             for one in self._maps:
                 one.madvise(mmap.MADV_DONTNEED)
+
+    def _fits(self, size: int) -> bool:
+        fits = size <= self._left or size == 0
+        self._left -= size if fits else 0
+        return fits
+
+    def _mapped(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        """Return zeros in a file; None if there is no room for it."""
+        size, start = prod(shape) * dtype.itemsize, -(-self._used // ALIGNED) * ALIGNED
+        if not self._maps or start + size > len(self._maps[-1]):
+            try:
+                self._maps.append(_file(max(size, BLOCK)))
+            except OSError:
+                return None
+            start = 0
+        self._used = start + size
+        return torch.frombuffer(self._maps[-1], dtype=dtype, count=prod(shape), offset=start).view(shape)
+
+
+def _file(size: int) -> mmap.mmap:
+    """Return a mapped file of zeros, whose room on the disk is reserved where the system can do that.
+
+    Raises:
+        OSError: there is no room.
+    """
+    with tempfile.TemporaryFile() as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)
+        else:
+            file.truncate(size)
+        return mmap.mmap(file.fileno(), size)

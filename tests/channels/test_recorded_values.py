@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 import torch
 from torch import nn
 
 import prunekit as pk
-from prunekit.channels.trial import recorded_values
 from prunekit.channels.trial.recorded_values import RecordedValues
+from prunekit.utils import file_memory
 
 TENSORS = [
     torch.randn(3, 4, dtype=torch.float64),
@@ -33,14 +35,14 @@ def test_what_is_recorded_is_read_back(memory: int) -> None:
         assert torch.equal(found, tensor)
         assert found.dtype == tensor.dtype
     assert values.get(len(TENSORS)) is None
-    assert (values._file is None) == (memory == 2**20)
+    assert bool(values._memory._maps) == (memory < 2**20)
 
 
 def test_a_file_that_cannot_be_written_leaves_tensors_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full() -> None:
+    def full(size: int) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(recorded_values.tempfile, "TemporaryFile", full)
+    monkeypatch.setattr(file_memory, "_file", full)
     values = RecordedValues(0)
     values.add("a", "op", [TENSORS[0]])
     assert values.get("a") == ("op", [TENSORS[0]])
@@ -50,17 +52,17 @@ def test_a_trial_that_keeps_values_in_a_file_finds_the_same(monkeypatch: pytest.
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4)).eval()
     x = torch.randn(2, 3, 8, 8)
     in_memory = pk.prune(model, x, macs=0.5)
-    written = list[bool]()
-    plain = RecordedValues._stored
+    written = list[int]()
+    plain = file_memory._file
 
-    def stored(self: RecordedValues, value: object) -> object:
-        self._left = 0
-        found = plain(self, value)
-        written.append(found is not value)
-        return found
+    def written_to(size: int) -> mmap.mmap:
+        written.append(size)
+        return plain(size)
 
-    monkeypatch.setattr(RecordedValues, "_stored", stored)
+    monkeypatch.setattr(file_memory, "_file", written_to)
+    monkeypatch.setattr(file_memory, "BLOCK", 1)
+    monkeypatch.setattr(RecordedValues.__init__, "__defaults__", (0,))
     in_file = pk.prune(model, x, macs=0.5)
-    assert sum(written) > 3
+    assert len(written) > 3
     assert in_file.max_relative_difference == in_memory.max_relative_difference
     assert torch.equal(in_file.model(x), in_memory.model(x))

@@ -276,7 +276,7 @@ def record_reference(
     try:
         with NarrowNorms(masked, channel_map, keep):
             outputs = _forward(masked, example, run, see, precision)
-        return Reference(values, outputs, decisions, precision, numbers=numbers)
+        return Reference(values, values.kept(outputs), decisions, precision, numbers=numbers)
     except _Diverged as parted:
         if parted.divergence.module in narrow:
             return Reference(values, [], decisions, precision, parted.divergence, numbers)

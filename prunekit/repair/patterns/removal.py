@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from prunekit.planning.patterns.pattern import Pattern
+from prunekit.statistics.layers.patches import solve_positive
 
 AT_ONCE = 16
 """One of so many remaining units of an output is removed at a time; of short rows one by one."""
@@ -152,7 +153,7 @@ class _Rows:
         blocks = torch.where(
             self._gone[:, :, None, None], torch.eye(size, dtype=blocks.dtype, device=blocks.device), blocks
         )
-        solved = torch.linalg.solve(blocks, weights.permute(0, 2, 3, 1))
+        solved = solve_positive(blocks, weights.permute(0, 2, 3, 1))
         costs: Tensor = (solved * weights.permute(0, 2, 3, 1)).sum((2, 3))
         return costs
 
@@ -163,8 +164,8 @@ class _Rows:
         across = self._inverse[torch.arange(rows, device=columns.device)[:, None], columns]  # (r, k, d)
         block = across.gather(2, columns[:, None].expand(-1, columns.shape[1], -1))
         weights = self._weight.gather(2, columns[:, None].expand(-1, self._weight.shape[1], -1))
-        solved = torch.linalg.solve(block, across)  # (r, k, d)
-        weighted = torch.linalg.solve(block, weights.transpose(1, 2)) * weights.transpose(1, 2)
+        solved = solve_positive(block, across)  # (r, k, d)
+        weighted = solve_positive(block, weights.transpose(1, 2)) * weights.transpose(1, 2)
         cost: Tensor = weighted.sum((1, 2)).clamp(min=0)
         self._weight.baddbmm_(weights, solved, alpha=-1)
         self._inverse.baddbmm_(across.transpose(1, 2), solved, alpha=-1)

@@ -20,6 +20,7 @@ from prunekit.channels.tracing.storages import plain_in
 from prunekit.statistics.layers.layer_graph import LayerFinder
 from prunekit.statistics.layers.linear_layers import CallInterceptor, FunctionCall, LayerCall, Stopped
 from prunekit.statistics.layers.patch_moments import LayerMoments, PatchStats
+from prunekit.statistics.layers.patches import solve_positive
 from prunekit.utils.context import release_memory, same_attributes, training_mode
 from prunekit.utils.inputs import call, counted_positions, inputs_as_example, rows_of, sample_count, select_samples
 from prunekit.utils.outputs import ALL_READ, ReadOutputs
@@ -485,7 +486,7 @@ def _without_columns(flat: Tensor, matrix: Tensor, kept: Tensor, *, biased: bool
     """Return the least-squares change of a weight and its bias, (r, d + 1), that leaves only some columns."""
     left = torch.cat([kept, kept.new_full((1,), biased)])
     gone = torch.cat([~kept, kept.new_zeros(1)])
-    solved = torch.linalg.solve(with_ridge(matrix)[left][:, left], matrix[left][:, gone])  # (kept, gone)
+    solved = solve_positive(with_ridge(matrix)[left][:, left], matrix[left][:, gone])  # (kept, gone)
     change = torch.zeros(len(flat), len(matrix), dtype=flat.dtype, device=flat.device)
     change[:, gone] = -flat[:, ~kept]
     change[:, left] = flat[:, ~kept] @ solved.T
