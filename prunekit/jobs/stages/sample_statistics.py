@@ -102,6 +102,13 @@ def activation_statistics(model: nn.Module, images: Any, criterion: str) -> Chan
     )
 
 
+def _positions(inputs: Any) -> int:
+    """Return the positions of a sample that a layer reads at most: those of token numbers; of others, `ROWS`."""
+    given = gather(inputs)
+    tokens = [tensor.shape[1] for tensor in given if tensor.dim() == 2 and not tensor.is_floating_point()]
+    return max(tokens) if given and len(tokens) == len(given) else ROWS
+
+
 def patch_statistics(
     model: nn.Module,
     images: Any,
@@ -139,7 +146,7 @@ def patch_statistics(
     ]
     copy = with_tensors(model, {name: tensor.detach() for name, tensor in named_tensors(model)})
     substitute_all(copy)  # attention that calls its projections as layers
-    rows = min(ROWS, settings.rows)
+    rows = min(ROWS, settings.rows, samples * _positions(images))
     found = collect_patches(
         copy,
         in_batches(images, max(1, min(BATCH, AT_ONCE * samples // rows))),

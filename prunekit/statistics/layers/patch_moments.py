@@ -176,7 +176,6 @@ class _Collector(LayerFinder):
         with super().intercepting():
             yield
         self._add_reading()
-        self.memory.release()
 
     def call(self, call: FunctionCall) -> Any:
         """Make a call, and collect a layer's input and the end of its chain."""
@@ -271,6 +270,7 @@ class _Collector(LayerFinder):
                 sums = [self._kept(a).add_(b) for a, b in zip(before.grams, parts, strict=True)]
                 total = _GramSum(sums, before.rows + count, readers)
             self._sums |= dict.fromkeys(readers, total)
+        self.memory.release()
 
     def _kept(self, matrix: Tensor) -> Tensor:
         """Return a copy of a matrix where sums are kept."""
