@@ -74,7 +74,7 @@ def distributions(rows: pd.DataFrame) -> tuple[Markup, int, int]:
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper right", ncols=2)
         label = f"Histograms of the {kind} of each layer"
-        return stacked(figure, label, len(chosen), small=True), len(chosen), len(names)
+        return stacked(figure, label, len(chosen), size="small"), len(chosen), len(names)
 
 
 def _panel(axes: Any, name: str, rows: pd.DataFrame, *, log: bool) -> None:
