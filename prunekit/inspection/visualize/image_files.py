@@ -145,7 +145,7 @@ def write_picture(path: Path, panels: Sequence[Panel], title: str, scale: str) -
 
     height, width = panels[0].pixels.shape[:2]
     wide = PANEL * len(panels) + 0.2
-    heading = fill(title, round(72 * wide / 6.6))
+    heading = fill(title, round(72 * wide / 6.3))
     below = [fill(panel.note, round(72 * PANEL / 5.6)) for panel in panels]
     lines = heading.count("\n") + max(note.count("\n") for note in below)
     tall = PANEL * height / width + 1.5 + 0.18 * lines
@@ -159,7 +159,7 @@ def write_picture(path: Path, panels: Sequence[Panel], title: str, scale: str) -
             place.set_xlabel(note, loc="left", color=FAINT)
             place.set(xticks=[], yticks=[])
             place.spines[:].set_visible(False)
-        figure.suptitle(heading, x=0.01, ha="left", fontsize=11, fontweight="bold")
+        figure.suptitle(heading, x=0.01, ha="left", fontsize=10.5, fontweight="bold")
         bar = figure.colorbar(
             ScalarMappable(Normalize(0, 1), HEAT), ax=list(axes), location="bottom", shrink=0.6, aspect=40, pad=0.04
         )
