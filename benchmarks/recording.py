@@ -6,12 +6,13 @@
 `record` runs the command in a terminal of 80 columns and writes what it prints, with the second of each piece, as an
 asciicast (version 2). `draw` makes a picture of it that needs no JavaScript: every line appears by a CSS animation when
 it appeared in the terminal, the last picture stays for some seconds, and it is the only one for readers who want no
-motion. A clock shows the real time.
+motion. A clock shows the real time, without what is cut from long pauses.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -28,8 +29,8 @@ COLUMNS, ROWS = 80, 24
 CONTROL = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|([\r\n])|([^\x1b\r\n]+)|\x1b.?")
 WIDTH, LINE, PAD, BAR = 8.4, 19.0, 16.0, 34.0
 """Of a character and a line in pixels, of the margin, and of the bar with the title and the clock."""
-PAUSE = 10.0
-"""Seconds of a pause without output, of which longer ones keep no more: other programs may have had the machine."""
+PAUSE = 2.0
+"""Seconds of a pause without output; of longer ones no more is kept: other programs may have had the machine."""
 SLOT = 0.2
 """Seconds of the picture in which a line changes once at most."""
 STYLE = """
@@ -158,6 +159,7 @@ def draw(cast: Path, seconds: float, hold: float, columns: int = COLUMNS, rows: 
     terminal = Terminal(columns)
     terminal.write(0.0, f"$ {head['command']}\r\n")
     before = took = 0.0
+    cut = any(end[0] - start[0] > PAUSE for start, end in itertools.pairwise([[0.0], *pieces]))
     for second, _, text in pieces:
         took, before = took + min(second - before, PAUSE), second
         terminal.write(took, text)
@@ -173,6 +175,7 @@ def draw(cast: Path, seconds: float, hold: float, columns: int = COLUMNS, rows: 
     clocks = [_text(one, right, 22.0, frames, "title") for one in clock]
     up = frames.scroll(_bottoms(texts), last, rows)
     width, height = 2 * PAD + WIDTH * columns, BAR + LINE * rows + PAD
+    pace = f"{factor:.0f}x{f', pauses cut at {PAUSE:g} s' if cut else ''}"
     title = f"{head['command']}, {factor:.0f} times as fast as it ran"
     label = escape(
         f"Recording of a terminal: {title}. It ends with: " + " / ".join(terminal.lines[last - 8 : last + 1])
@@ -187,7 +190,7 @@ def draw(cast: Path, seconds: float, hold: float, columns: int = COLUMNS, rows: 
             f'<clipPath id="screen"><rect y="{BAR:g}" width="{width:g}" height="{height - BAR - 4:g}"/></clipPath>',
             f'<g clip-path="url(#screen)"><g{up}>',
             *lines,
-            f'</g></g>{top}<text x="{PAD:g}" y="22" class="title">{factor:.0f}x</text>',
+            f'</g></g>{top}<text x="{PAD:g}" y="22" class="title">{pace}</text>',
             *clocks,
             "</svg>\n",
         ]
