@@ -20,7 +20,7 @@ from prunekit.inspection.visualize.image_files import Pixels, colored
 
 SMALLEST, LARGEST = 56, 112
 """Pixels of a map's longer side: smaller maps are enlarged without blurring, larger ones are averaged."""
-LABEL, GAP, MARGIN, NARROWEST = 15, 5, 14, 420
+LABEL, GAP, MARGIN, NARROWEST = 15, 5, 14, 300
 WHITE, INK, SOFT, GONE, CROSS = (255, 255, 255), (31, 41, 55), (107, 114, 128), (229, 231, 235), (190, 18, 60)
 BARS, GONE_BAR = {"dense": "#64748b", "pruned": "#0f766e"}, "#e5a13d"
 STYLE: dict[Any, Any] = {
