@@ -33,6 +33,8 @@ TESTED_ELSEWHERE = ("sweeps.md", "trainers.md", "yolo.md")
 """Pages whose Python needs other packages."""
 WITH_DATA = "five_minutes.md"
 """The page whose commands and Python work on the reader's own folder of images, tested by itself."""
+GALLERY = "gallery"
+"""The folder of the page whose commands take a quarter of an hour; `tests/test_gallery.py` reads them."""
 OF_YOLO = "ultralytics"
 """What Python of the README needs that is tested with the page on it."""
 SHORTER = (
@@ -59,7 +61,7 @@ def commands(pages: Iterable[Path]) -> list[list[str]]:
     return [shlex.split(match.group(1).replace("<", "{").replace(">", "}")) for match in found if match]
 
 
-OF_CHECKOUT = [path for path in PAGES if path.name != WITH_DATA]
+OF_CHECKOUT = [path for path in PAGES if path.name != WITH_DATA and path.parent.name != GALLERY]
 IN_PYTHON = [path for path in OF_CHECKOUT if path.name not in TESTED_ELSEWHERE and blocks("python", [path])]
 
 

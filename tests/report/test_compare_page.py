@@ -13,7 +13,17 @@ import pytest
 from synthetic_run import metrics, write_run
 
 from prunekit.errors import ArtifactError, UsageError
-from prunekit.report.figures.pareto import Point, by_latency, by_macs, compared_runs, front, letter, pareto, settings
+from prunekit.report.figures.pareto import (
+    Point,
+    by_latency,
+    by_macs,
+    compared_runs,
+    front,
+    joined,
+    letter,
+    pareto,
+    settings,
+)
 from prunekit.report.pages.compare_page import differences, write_comparison
 from prunekit.report.run_data import read_run
 
@@ -170,3 +180,9 @@ def test_recipes_of_another_version_and_sections_left_out() -> None:
     assert found.rows == (("seed", ("0", "1")), ("repair.fit", ("–", "channel")))
     assert found.missing == ("finetune.nesterov",)
     assert differences([one, one]).rows == ()
+
+
+def test_many_runs_in_a_row_are_named_by_the_first_and_the_last() -> None:
+    assert joined(["A", "B", "C"]) == "A+B+C"
+    assert joined([letter(index) for index in range(24, 30)]) == "Y–AD"
+    assert joined(["A", "C", "D", "E", "F", "H"]) == "A+C–F+H"

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from synthetic_run import write_run
+from test_profile_page import layer, write_profile_folder
+from test_sensitivity_page import curve_rows, write_analysis
 
 import prunekit.report
 from prunekit.report.pages.compare_page import write_comparison
@@ -75,6 +77,17 @@ def test_what_is_wider_than_the_screen_says_so(tmp_path: Path, width: int, signs
     assert ('aria-label="Contents">\n<details open=""' in shown) == (not signs)
     assert '<div class="copyable"><pre class="command"' in shown
     assert '<figure class="wide' not in shown  # panels are stacked, and figures of one panel are drawn for phones too
+
+
+@pytest.mark.slow
+def test_figures_of_analyses_fit_a_phone(tmp_path: Path) -> None:
+    """The table of errors, their curves and staircases; gradients are drawn for both by the same function."""
+    curves = write_analysis(tmp_path / "sensitivity", curve_rows(6, measured=True))
+    fits = write_profile_folder(tmp_path / "profile", [layer(name, ms) for name, ms in (("a", 1e-4), ("b", 2e-4))])
+    for folder in (curves, fits):
+        shown, _ = browse(write_report(folder), tmp_path / "profile-of-it", "--dump-dom", "--window-size=500,900")
+        assert shown.count("<figure") == 2
+        assert '<figure class="wide' not in shown
 
 
 @pytest.mark.slow

@@ -204,7 +204,11 @@ def test_gradients_are_shown_where_a_run_recorded_them(page: Page, tmp_path: Pat
     ]
     pd.DataFrame(rows).to_csv(run / "gradients.csv", index=False)
     found = Page(write_report(run).read_text(encoding="utf-8"))
-    assert (found.open, found.requests, found.figures) == ([], [], page.figures + 2)
+    assert (found.open, found.requests, found.figures) == (
+        [],
+        [],
+        page.figures + 4,
+    )  # two, twice
     clip_paths = [name for name in found.ids if re.fullmatch(r"p[0-9a-f]{10}", name)]
     assert len(clip_paths) == len(set(clip_paths))
     text = " ".join(found.text["curves"].split())

@@ -55,13 +55,15 @@ def test_the_page_shows_both_ways_and_asks_for_nothing(tmp_path: Path) -> None:
     html = write_report(folder).read_text()
     assert re.findall(r'(?:src|href)="(?!#)[^"]+"', html) == []
     assert "data:image" not in html  # the page's own policy would not show it
-    assert html.count("<svg") == 2
+    assert html.count("<svg") == 2 + 14  # the table twice, once for phones; of the curves legend, panels, clip paths
     assert "res&lt;net&gt; sensitivity" in html
     assert "res<net>" not in html
     for text in ("fast, from statistics", "measured, as masked", "91.50 %", "0.83", "12.5 s"):
         assert text in html
     assert shown(html)[:28] == [f"layer{index}.conv1" for index in range(28)]  # the table: all, as in the model
-    assert shown(html)[28:] == [f"layer{index}.conv1" for index in (*range(8), *range(24, 28))]  # most, and least
+    for start in (28, 56):  # on phones above each panel of it
+        assert shown(html)[start : start + 28] == shown(html)[:28]
+    assert shown(html)[84:] == [f"layer{index}.conv1" for index in (*range(8), *range(24, 28))]  # most, and least
 
 
 def test_without_measuring_there_is_one_way(tmp_path: Path) -> None:
@@ -71,7 +73,7 @@ def test_without_measuring_there_is_one_way(tmp_path: Path) -> None:
         "measured"
         not in html.replace("measured_images", "").split('<section id="environment">')[0].split("<section")[1]
     )
-    assert shown(html)[5:] == [f"layer{index}.conv1" for index in range(4, -1, -1)]
+    assert shown(html)[10:] == [f"layer{index}.conv1" for index in range(4, -1, -1)]
 
 
 @pytest.mark.slow
@@ -79,7 +81,7 @@ def test_of_many_groups_the_most_sensitive_are_shown() -> None:
     rows = curve_rows(80, measured=False)
     svg, count, total = heatmap(rows)
     assert (count, total) == (64, 80)
-    assert shown(str(svg)) == [f"layer{index}.conv1" for index in range(16, 80)]
+    assert shown(str(svg)) == 2 * [f"layer{index}.conv1" for index in range(16, 80)]
     assert lines(rows)[1:] == (12, 80)
 
 
@@ -87,7 +89,7 @@ def test_the_table_holds_the_errors_in_percent() -> None:
     rows = curve_rows(1, measured=False)
     numbers = re.findall(r">(\d[\d.]*)</text>", str(heatmap(rows)[0]))
     wanted = [100 * ((8 - kept) / 8) ** 2 for kept in range(7, 0, -1)]
-    assert [float(number) for number in numbers] == pytest.approx(wanted, rel=0.05)
+    assert [float(number) for number in numbers] == pytest.approx(2 * wanted, rel=0.05)
 
 
 @pytest.mark.slow
@@ -101,7 +103,7 @@ def test_a_run_whose_plan_was_made_from_curves_shows_where_it_stands(tmp_path: P
     rows.to_csv(folder / "sensitivity.csv", index=False)
     html = write_report(folder).read_text()
     section = html.split('<section id="sensitivity">')[1].split("</section>")[0]
-    assert section.count("<svg") == 2
+    assert section.count("<svg") == 2 + 1 + 3 + 1  # the table twice; of the lines the legend, panels, what they share
     assert "kept by the plan" in section
     assert "kept by the plan" not in str(lines(rows)[0])
 

@@ -20,7 +20,7 @@ from prunekit.inspection.visualize.image_files import Pixels, colored
 
 SMALLEST, LARGEST = 56, 112
 """Pixels of a map's longer side: smaller maps are enlarged without blurring, larger ones are averaged."""
-LABEL, GAP, MARGIN, HEAD = 15, 5, 14, 46
+LABEL, GAP, MARGIN, NARROWEST = 15, 5, 14, 300
 WHITE, INK, SOFT, GONE, CROSS = (255, 255, 255), (31, 41, 55), (107, 114, 128), (229, 231, 235), (190, 18, 60)
 BARS, GONE_BAR = {"dense": "#64748b", "pruned": "#0f766e"}, "#e5a13d"
 STYLE: dict[Any, Any] = {
@@ -133,20 +133,38 @@ def _font(size: int) -> Any:
 
 
 def page(panels: Sequence[tuple[str, Pixels]], heading: tuple[str, str]) -> Pixels:
-    """Return panels side by side under their names, and a heading of two lines."""
-    size = [_font(16), _font(12), _font(13)]
-    measure = ImageDraw.Draw(Image.new("RGB", (1, 1)))
-    text = max(int(measure.textlength(line, font=font)) for line, font in zip(heading, size, strict=False))
-    width = max(sum(panel.shape[1] + MARGIN for _, panel in panels), text + MARGIN) + MARGIN
-    made = Image.new("RGB", (width, HEAD + 24 + max(panel.shape[0] for _, panel in panels) + MARGIN), WHITE)
-    pen, left = ImageDraw.Draw(made), MARGIN
-    pen.text((MARGIN, 6), heading[0], fill=INK, font=size[0])
-    pen.text((MARGIN, 28), heading[1], fill=SOFT, font=size[1])
+    """Return panels side by side under their names, and a heading of two parts, broken into lines where it is long."""
+    sizes = [_font(16), _font(12), _font(13)]
+    width = max(sum(panel.shape[1] + MARGIN for _, panel in panels) + MARGIN, NARROWEST)
+    lines = [(line, size) for part, size in zip(heading, sizes, strict=False) for line in _lines(part, size, width)]
+    head = 6 + sum(_height(size) for _, size in lines)
+    tall = head + 24 + max(panel.shape[0] for _, panel in panels) + MARGIN
+    made = Image.new("RGB", (width, tall), WHITE)
+    pen, left, top = ImageDraw.Draw(made), MARGIN, 6
+    for line, size in lines:
+        pen.text((MARGIN, top), line, fill=INK if size is sizes[0] else SOFT, font=size)
+        top += _height(size)
     for name, panel in panels:
-        pen.text((left + GAP, HEAD + 4), name, fill=INK, font=size[2])
-        made.paste(Image.fromarray(panel), (left, HEAD + 24))
+        pen.text((left + GAP, head + 4), name, fill=INK, font=sizes[2])
+        made.paste(Image.fromarray(panel), (left, head + 24))
         left += panel.shape[1] + MARGIN
     return np.asarray(made)
+
+
+def _height(font: Any) -> int:
+    return round(1.35 * float(font.size))
+
+
+def _lines(text: str, font: Any, width: int) -> list[str]:
+    """Return text in lines that fit between the margins of a picture; a word that is wider has a line of its own."""
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if lines[-1] and font.getlength(longer) > width - 2 * MARGIN:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    return lines
 
 
 def headed(name: str, title: str, parts: Sequence[str], note: str) -> tuple[str, str]:

@@ -120,14 +120,15 @@ def _body(text: str) -> str:
     return re.sub("(?<=: )#[0-9a-f]{6}", lambda found: THEMED.get(found[0], found[0]), text.split(">", 1)[1])
 
 
-def stacked(figure: Figure, label: str, used: int, *, small: bool = False) -> Markup:
+def stacked(figure: Figure, label: str, used: int, *, size: str = "", lit: bool = False) -> Markup:
     """Return the panels of a figure, whose grid has one size of panel, and its legend before them.
 
     Args:
-        figure: drawn with panels in rows of two, or of four if they are small.
+        figure: drawn with panels in rows of two, of three if their size is "middle", or of four if it is "small".
         label: text for those who cannot see it.
         used: number of panels that are shown, from the first.
-        small: whether two of them fit beside each other on a phone.
+        size: of the panels; two small ones fit beside each other on a phone, and one of the others.
+        lit: as for `svg`.
     """
     groups, rest = _split(svg_body(figure))
     panels: list[Any] = figure.axes[:used]
@@ -147,8 +148,10 @@ def stacked(figure: Figure, label: str, used: int, *, small: bool = False) -> Ma
     if legends:
         ends = [scale * end for end in legends[0].get_window_extent().extents]
         width = Markup(' style="max-width: {}px"').format(round(LINE * (ends[2] - ends[0])))
-        legend = _cell(groups["legend_1"], ends, height, Markup(' class="legend"') + width)
-    opening = Markup('<div class="panels{}" role="img" aria-label="{}">').format(" small" if small else "", label)
+        kind = Markup(' class="legend lit"' if lit else ' class="legend"')
+        legend = _cell(groups["legend_1"], ends, height, kind + width)
+    kinds = " ".join(filter(None, ("panels", size, "lit" if lit else "")))
+    opening = Markup('<div class="{}" role="img" aria-label="{}">').format(kinds, label)
     shared = Markup('{} width="0" height="0" class="shared" aria-hidden="true">').format(HEAD) + rest + Markup("</svg>")
     return legend + opening + Markup().join(cells()) + shared + Markup("</div>")
 

@@ -93,7 +93,7 @@ def histograms(scores: pd.DataFrame) -> tuple[Markup, int, int]:
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="upper right", ncols=2)
         label = "Histograms of importance scores per channel group"
-        return stacked(figure, label, len(chosen), small=True), len(chosen), len(names)
+        return stacked(figure, label, len(chosen), size="small"), len(chosen), len(names)
 
 
 def _histogram(axes: Any, name: str, group: pd.DataFrame) -> None:

@@ -13,13 +13,14 @@ from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from numpy.typing import NDArray
 
-from prunekit.report.figures.canvas import COLORS, GRAY, INK, canvas, svg
+from prunekit.report.figures.canvas import COLORS, GRAY, INK, WIDTH, canvas, stacked, svg, wide_and_narrow
 from prunekit.report.figures.charts import shortened
 
 WAYS = {"error_fast": "fast, from statistics", "error_measured": "measured, as masked"}
 WAY_COLORS = {"error_fast": COLORS["pruned"], "error_measured": "#d97706"}
 MAX_ROWS = 64
 MAX_LINES = 12
+COLUMNS = 4
 LEAST = 4
 """Number of the least sensitive groups among the lines."""
 EIGHTHS = range(7, 0, -1)
@@ -58,38 +59,56 @@ def heatmap(rows: pd.DataFrame, kept: Kept | None = None) -> tuple[Markup, int, 
     chosen = sorted(most_sensitive(rows)[:MAX_ROWS], key=names.index)
     by_group = {name: frame.set_index("kept") for name, frame in rows[rows["group"].isin(chosen)].groupby("group")}
     sizes = {name: int(by_group[name]["channels"].iloc[0]) for name in chosen}
-    height = 0.2 * len(chosen) + 0.9
-    with canvas(len(shown), 1, height, "heatmap") as (figure, panels):
-        for axes, way in zip(panels, shown, strict=True):
-            _cells(axes, np.array([_errors(by_group[name][way], sizes[name]) for name in chosen]))
+    tables = {way: np.array([_errors(by_group[name][way], sizes[name]) for name in chosen]) for way in shown}
+    marks = None if kept is None else [kept.get(name, sizes[name]) / sizes[name] for name in chosen]
+    drawn = wide_and_narrow(lambda width: _heatmap(tables, sizes, marks, width))
+    return drawn, len(chosen), len(names)
+
+
+def _heatmap(
+    tables: Mapping[str, NDArray[np.float64]], sizes: Mapping[str, int], marks: Sequence[float] | None, width: float
+) -> Markup:
+    """Draw tables of colors beside each other, or below each other and in larger letters where it is narrow."""
+    narrow = width < WIDTH
+    rows, columns = (len(tables), 1) if narrow else (1, len(tables))
+    height = rows * (0.2 * len(sizes) + 0.9)
+    with canvas(columns, rows, height, "heatmap", width=width) as (figure, panels):
+        for axes, (way, errors) in zip(panels, tables.items(), strict=True):
+            _cells(axes, errors, 9 if narrow else 7.5)
             axes.set_title(WAYS[way])
-            if kept is not None:
-                _mark(axes, [kept.get(name, sizes[name]) / sizes[name] for name in chosen])
-        labels = [shortened(f"{name} ({sizes[name]})", 40) for name in chosen]
-        panels[0].set_yticks(range(len(chosen)), labels=labels, fontsize=7.5)
-        label = "Error of every channel group against the share of its channels kept"
-        return svg(figure, label, lit=True), len(chosen), len(names)
+            if marks is not None:
+                _mark(axes, marks)
+        labels = [shortened(f"{name} ({size})", 26 if narrow else 40) for name, size in sizes.items()]
+        for axes in panels[: rows if narrow else 1]:
+            axes.set_yticks(range(len(sizes)), labels=labels, fontsize=9 if narrow else 7.5)
+        return svg(figure, "Error of every channel group against the share of its channels kept", lit=True)
 
 
 def _errors(by_kept: pd.Series, size: int) -> list[float]:
     return [float(by_kept.get(max(1, size * eighths // 8) if eighths > 1 else 1, math.nan)) for eighths in EIGHTHS]
 
 
-def _cells(axes: Any, errors: NDArray[np.float64]) -> None:
-    """Draw a table of colors with numbers in it."""
+def _cells(axes: Any, errors: NDArray[np.float64], size: float) -> None:
+    """Draw a table of colors with numbers in it, with labels of a size in points."""
     edges = np.arange(errors.shape[1] + 1) - 0.5, np.arange(errors.shape[0] + 1) - 0.5
     norm = LogNorm(LOWEST, HIGHEST, clip=True)
     axes.pcolormesh(*edges, np.maximum(errors, LOWEST), norm=norm, cmap=HEAT, edgecolors="white", linewidth=0.8)
     for row, column in np.argwhere(np.isfinite(errors)):
-        color = "white" if errors[row, column] > 0.1 else INK
+        color = _legible(HEAT(norm(max(errors[row, column], LOWEST))))
         text = _percent(errors[row, column])
-        axes.text(column, row, text, ha="center", va="center", fontsize=6.5, color=color)
+        axes.text(column, row, text, ha="center", va="center", fontsize=size - 1, color=color)
     shares = [f"{eighths / 8:.0%}".replace("%", " %") for eighths in EIGHTHS[:-1]]
-    axes.set_xticks(range(len(EIGHTHS)), labels=[*shares, "one"], fontsize=7.5)
+    axes.set_xticks(range(len(EIGHTHS)), labels=[*shares, "one"], fontsize=size)
     axes.set(ylim=(errors.shape[0] - 0.5, -0.5), xlabel="channels kept", yticks=[])
     axes.grid(visible=False)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
+
+
+def _legible(background: Sequence[float]) -> str:
+    """Return the color of text, dark or white, that stands out more from a background (WCAG 2.1's luminance)."""
+    parts = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in background[:3]]
+    return INK if float(np.dot(parts, (0.2126, 0.7152, 0.0722))) > 0.22 else "white"
 
 
 def _percent(error: float) -> str:
@@ -114,16 +133,15 @@ def lines(rows: pd.DataFrame, kept: Kept | None = None) -> tuple[Markup, int, in
     ranked, shown = most_sensitive(rows), ways(rows)
     few = len(ranked) <= MAX_LINES
     chosen = ranked if few else [*ranked[: MAX_LINES - LEAST], *ranked[-LEAST:]]
-    columns = min(4, len(chosen))
-    count = math.ceil(len(chosen) / columns)
-    with canvas(columns, count, 1.75 * count + 0.6, "lines", used=len(chosen)) as (figure, panels):
-        for index, (axes, name) in enumerate(zip(panels, chosen, strict=False)):
+    count = math.ceil(len(chosen) / COLUMNS)
+    with canvas(COLUMNS, count, 1.9 * count + 0.6, "lines", used=len(chosen)) as (figure, panels):
+        for axes, name in zip(panels, chosen, strict=False):
             _panel(axes, name, rows[rows["group"] == name], shown, None if kept is None else kept.get(name))
-            axes.set_ylabel("error, %" if index % columns == 0 else "", fontsize=8)
-            axes.set_xlabel("channels kept, %" if index + columns >= len(chosen) else "", fontsize=8)
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=3)
+            axes.set_ylabel("error, %", fontsize=9)
+            axes.set_xlabel("channels kept, %", fontsize=9)
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=1)
         label = "Error against kept channels of the most and the least sensitive groups"
-        return svg(figure, label), len(chosen), len(ranked)
+        return stacked(figure, label, len(chosen), size="small"), len(chosen), len(ranked)
 
 
 def _panel(axes: Any, name: str, frame: pd.DataFrame, shown: Sequence[str], kept: int | None) -> None:
@@ -143,5 +161,5 @@ def _panel(axes: Any, name: str, frame: pd.DataFrame, shown: Sequence[str], kept
     axes.xaxis.set_major_locator(FixedLocator([75, 50, 25]))
     for limit in (1, 10):
         axes.axhline(limit, color=GRAY, linewidth=0.7, linestyle=":")
-    axes.set_title(shortened(f"{name} ({size})", 30), fontsize=8.5)
-    axes.tick_params(labelsize=7.5)
+    axes.set_title(shortened(f"{name} ({size})", 24), fontsize=9.5)
+    axes.tick_params(labelsize=9)

@@ -49,20 +49,23 @@ def flow_height(rows: pd.DataFrame) -> float:
     return 0.19 * len(shown_layers(rows)) + 1.6
 
 
-def draw_flow(figure: Figure, rows: pd.DataFrame) -> None:
+def draw_flow(figure: Figure, rows: pd.DataFrame, *, narrow: bool = False) -> None:
     """Draw two panels that share the layers: percentiles at the beginning and the end, and the median over time.
 
     Args:
         figure: empty.
         rows: `COLUMNS`, of one training run. Gradients that are all zero are left blank.
+        narrow: whether the panels are below each other.
     """
     layers = shown_layers(rows)
     rows = rows[rows["layer"].isin(layers)]
-    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(1, 1.15))
+    left, right = figure.subplots(2, 1) if narrow else figure.subplots(1, 2, sharey=True, width_ratios=(1, 1.15))
     _percentiles(left, rows, layers)
     drawn = _over_time(right, rows, layers)
-    left.set_yticks(range(len(layers)), labels=[shortened(layer) for layer in layers], fontsize=7.5)
-    left.set_ylim(len(layers) - 0.4, -0.6)
+    labels, size = [shortened(layer, 22 if narrow else 34) for layer in layers], 9 if narrow else 7.5
+    for axes in (left, right) if narrow else (left,):
+        axes.set_yticks(range(len(layers)), labels=labels, fontsize=size)
+        axes.set_ylim(len(layers) - 0.4, -0.6)
     right.tick_params(axis="y", left=False)
     if drawn is not None:
         bar = figure.colorbar(drawn, ax=right, location="right", aspect=40, pad=0.02)
@@ -84,11 +87,16 @@ def flow_figures(rows: pd.DataFrame | None) -> list[tuple[str, Markup, int, int]
 
 
 def _svg(name: str, rows: pd.DataFrame) -> Markup:
-    with matplotlib.rc_context({**figures.STYLE, "svg.hashsalt": f"gradients-{name}"}):
-        figure = Figure(figsize=(figures.WIDTH, flow_height(rows)), layout="constrained")
-        FigureCanvasSVG(figure)
-        draw_flow(figure, rows)
-        return figures.svg(figure, f"Percentiles of the gradients of each layer, {name}")
+    def drawn(width: float) -> Markup:
+        narrow = width < figures.WIDTH
+        with matplotlib.rc_context({**figures.STYLE, "svg.hashsalt": f"gradients-{name} {width}"}):
+            height = flow_height(rows) * (2 if narrow else 1)
+            figure = Figure(figsize=(width, height), layout="constrained")
+            FigureCanvasSVG(figure)
+            draw_flow(figure, rows, narrow=narrow)
+            return figures.svg(figure, f"Percentiles of the gradients of each layer, {name}")
+
+    return figures.wide_and_narrow(drawn)
 
 
 def write_flow(path: Path, rows: pd.DataFrame, title: str) -> Path:

@@ -35,6 +35,8 @@ OFFSETS = (5.0, -15.0, 18.0, -28.0, 31.0, -41.0, 44.0, -54.0, 57.0, -67.0, 70.0,
 """Heights at which a label is tried, over its mark; beyond `NEAR` a line leads to it."""
 NEAR = 16.0
 LEADER: dict[str, Any] = {"arrowstyle": "-", "color": "#9ca3af", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3}
+PAPER: dict[str, Any] = {"boxstyle": "square,pad=0.05", "facecolor": "#ffffff", "edgecolor": "none", "alpha": 0.8}
+"""Behind a label, so that lines below it do not cross its letters."""
 MOST_LETTERS = 40
 
 
@@ -195,7 +197,7 @@ def once(points: Sequence[Point]) -> Iterator[Point]:
     for alike in together.values():
         alike.sort(key=lambda point: point.cost)
         middle, ends = alike[(len(alike) - 1) // 2], [point.cost_ends for point in alike if point.cost_ends]
-        label = "+".join(sorted((point.label for point in alike), key=lambda name: (len(name), name)))
+        label = joined(sorted((point.label for point in alike), key=lambda name: (len(name), name)))
         yield Point(
             label if middle.kind == "pruned" else f"{middle.kind} {label}",
             middle.kind,
@@ -208,6 +210,24 @@ def once(points: Sequence[Point]) -> Iterator[Point]:
             all(point.stable for point in alike),
             middle.lower_is_better,
         )
+
+
+def joined(letters: Sequence[str]) -> str:
+    """Return the letters of runs, in order, as one text: A+B+D; four or more in a row as A–D."""
+    numbers = [_number(name) for name in letters]
+    parts: list[str] = []
+    start = 0
+    for end in range(1, len(letters) + 1):
+        if end < len(letters) and numbers[end] == numbers[end - 1] + 1:
+            continue
+        row = letters[start:end]
+        parts += [f"{row[0]}–{row[-1]}"] if len(row) > 3 else row
+        start = end
+    return "+".join(parts)
+
+
+def _number(name: str) -> int:
+    return sum((ord(each) - ord("A") + 1) * 26**place for place, each in enumerate(reversed(name)))
 
 
 def groups(points: Sequence[Point]) -> list[list[Point]]:
@@ -314,6 +334,7 @@ def _labels(axes: Any, points: Sequence[Point], most: float) -> None:
             fontsize=9,
             color=INK,
             zorder=4,
+            bbox=PAPER,
             arrowprops=LEADER if abs(offset) > NEAR else None,
         )
 

@@ -74,7 +74,7 @@ def distributions(rows: pd.DataFrame) -> tuple[Markup, int, int]:
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper right", ncols=2)
         label = f"Histograms of the {kind} of each layer"
-        return stacked(figure, label, len(chosen), small=True), len(chosen), len(names)
+        return stacked(figure, label, len(chosen), size="small"), len(chosen), len(names)
 
 
 def _panel(axes: Any, name: str, rows: pd.DataFrame, *, log: bool) -> None:
@@ -88,8 +88,8 @@ def _panel(axes: Any, name: str, rows: pd.DataFrame, *, log: bool) -> None:
         color = COLORS.get(str(model), COLORS["pruned"])
         axes.stairs(shares, edges, color=color, fill=True, alpha=0.25)
         axes.stairs(shares, edges, color=color, label=str(model), linewidth=1.1)
-    axes.set_title(shortened(name), fontsize=8.5)
-    axes.tick_params(labelsize=7.5)
+    axes.set_title(shortened(name, 26), fontsize=9.5)
+    axes.tick_params(labelsize=9)
     axes.xaxis.set_major_locator(MaxNLocator(3))
     if log:
         axes.set_yscale("log")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from prunekit.measure.latency import row_text
 from prunekit.planning.latency_table import round_up
 from prunekit.report.figures import charts as figures
-from prunekit.report.figures.canvas import COLORS, GRAY, INK, canvas, stacked, svg
+from prunekit.report.figures.canvas import COLORS, GRAY, INK, canvas, stacked
 from prunekit.report.figures.charts import shortened
 from prunekit.report.headline import Tile
 from prunekit.report.run_data import Run, records
@@ -70,18 +70,14 @@ def layers(found: Sequence[Layer]) -> tuple[Markup, int, int]:
     """
     ranked = together(found)
     chosen, total = ranked[:MAX_PANELS], sum(layer["measured"][0]["ms"] for layer in found)
-    columns = min(COLUMNS, len(chosen))
-    rows = math.ceil(len(chosen) / columns)
-    with canvas(columns, rows, 2.2 * rows + 0.6, "staircases", used=len(chosen)) as (figure, panels):
-        for index, (axes, one) in enumerate(zip(panels, chosen, strict=False)):
+    rows = math.ceil(len(chosen) / COLUMNS)
+    with canvas(COLUMNS, rows, 2.2 * rows + 0.6, "staircases", used=len(chosen)) as (figure, panels):
+        for axes, one in zip(panels, chosen, strict=False):
             _panel(axes, one, one.ms / total)
-            axes.set_ylabel("ms" if index % columns == 0 else "", fontsize=8)
-        figure.legend(handles=_legend(figure), loc="outside upper right", ncols=len(SHARES) + 2)
-        return (
-            svg(figure, "Latency of the costliest layers against their widths, measured and fitted", lit=True),
-            len(chosen),
-            len(ranked),
-        )
+            axes.set_ylabel("ms", fontsize=8)
+        figure.legend(handles=_legend(figure), loc="outside upper right", ncols=3)
+        label = "Latency of the costliest layers against their widths, measured and fitted"
+        return stacked(figure, label, len(chosen), size="middle", lit=True), len(chosen), len(ranked)
 
 
 def _panel(axes: Any, one: Alike, share: float) -> None:
