@@ -292,7 +292,7 @@ class _ObjectiveState:
             return 0.0
         weights, block = self._weight[:, columns], self._inverse[columns][:, columns]
         solved = solve_positive(block, torch.cat([weights.T, self._inverse[columns]], 1))
-        own, update = solved.split([len(weights), self._inverse.shape[1]], 1)
+        own, update = torch.split(solved, [len(weights), self._inverse.shape[1]], 1)
         cost = float((own.T * weights).sum())
         self._weight.addmm_(weights, update, alpha=-1)  # in place: they are large, and this is done hundreds of times
         self._inverse.addmm_(self._inverse[:, columns], update, alpha=-1)

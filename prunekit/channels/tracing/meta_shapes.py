@@ -131,9 +131,9 @@ def run_on_meta(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
     whole = [tensor for tensor in gather(out) if tensor.is_meta and not tensor.is_floating_point()]
     if whole:
         found = _with_numbers(func, args, kwargs)
-        numbers = [one for one in gather(found) if not one.is_floating_point()]
-        for tensor, known in zip(whole, numbers or [None] * len(whole), strict=True):
-            _remember(tensor, known)
+        numbers = iter([one for one in gather(found) if not one.is_floating_point()])
+        for tensor in whole:
+            _remember(tensor, next(numbers, None))
     elif func._schema.is_mutable and not func._schema.returns:  # written to without being returned
         for tensor in gather((args, kwargs)):
             _remember(tensor, None)

@@ -34,7 +34,7 @@ def largest_gap(want: torch.Tensor, got: torch.Tensor) -> float:
     if want.numel() <= AT_ONCE or not want.dim():
         return largest_value(want - got)
     rows = max(1, AT_ONCE // want[:1].numel())
-    gaps = [largest_value(a - b) for a, b in zip(want.split(rows), got.split(rows), strict=True)]
+    gaps = [largest_value(a - b) for a, b in zip(torch.split(want, rows), torch.split(got, rows), strict=True)]
     return max(gaps) if all(gap == gap for gap in gaps) else float("nan")
 
 

@@ -31,6 +31,8 @@ from prunekit.utils.tensors import gather, map_tensors
 
 AT_ONCE = 4096
 """Patches of a layer, about, in a batch: 151 MB for 512 channels and a 3 x 3 kernel in float64."""
+OUTPUTS = 2**25
+"""Values of a layer's output for which token numbers run at a time, about: 134 MB in float32."""
 FEWEST = 8
 """Images, at least, on which the gains of layers are measured."""
 
@@ -109,6 +111,12 @@ def _positions(inputs: Any) -> int:
     return max(tokens) if given and len(tokens) == len(given) else ROWS
 
 
+def _most_samples(model: nn.Module, inputs: Any) -> int:
+    """Return how many samples of token numbers may run at a time, as the scores of a vocabulary are wide."""
+    widest = max((len(tensor) for _, tensor in named_tensors(model) if tensor.dim() > 1), default=1)
+    return BATCH if _positions(inputs) == ROWS else OUTPUTS // (_positions(inputs) * widest)
+
+
 def patch_statistics(
     model: nn.Module,
     images: Any,
@@ -149,7 +157,7 @@ def patch_statistics(
     rows = min(ROWS, settings.rows, samples * _positions(images))
     found = collect_patches(
         copy,
-        in_batches(images, max(1, min(BATCH, AT_ONCE * samples // rows))),
+        in_batches(images, max(1, min(BATCH, AT_ONCE * samples // rows, _most_samples(model, images)))),
         norms=channel_map.norms,
         inputs=free,
         rows=rows,

@@ -181,7 +181,7 @@ class RelativeError:
         """Add some samples, (n, ...) each; some at a time in float64, as they may be as wide as a vocabulary."""
         rows = max(1, AT_ONCE // max(1, want[:1].numel()))
         self._counts[key] = self._counts.get(key, 0) + len(want)
-        for wide, other in zip(want.split(rows), got.split(rows), strict=True):
+        for wide, other in zip(torch.split(want, rows), torch.split(got, rows), strict=True):
             wide = wide.double()
             self._squares[key] = self._squares.get(key, 0.0) + float((other.double() - wide).square().sum())
             self._sums[key] = wide.sum(0) + self._sums.get(key, 0)
@@ -244,8 +244,10 @@ def with_gains(model: nn.Module, stats: PatchStats, inputs: Any, read: ReadOutpu
         with training_mode(copy, False), torch.no_grad():
             run = partial(judge.values, copy, given, counted_positions(copy, given))
             dense = run()
-            layers = tracked(stats.layers, "gains", unit="layer")
-            gains = [_gain(_Change.of(moments, tensors, modules), tensors, modules, run, dense) for moments in layers]
+            gains = [
+                _gain(_Change.of(moments, tensors, modules), tensors, modules, run, dense)
+                for moments in tracked(stats.layers, "gains", unit="layer")
+            ]
     known = [gain for gain in gains if gain is not None]
     usual = median(known) if known else 1.0
     relative = [1.0 if gain is None else gain / usual for gain in gains]
@@ -276,7 +278,7 @@ class _Change:
         weight, biased = layer.matrix(tensors[layer.weight]), _shifted(layer, tensors, modules) is not None
         rows = len(weight) if len(moments.grams) > 1 else max(1, AT_ONCE // weight[:1].numel())
         changes, biases, errors = list[Tensor](), list[Tensor](), list[Tensor]()
-        for some in map(Tensor.double, weight.split(rows)):
+        for some in map(Tensor.double, torch.split(weight, rows)):
             halved, bias, error = _halved(moments, some, biased=biased)
             changes.append((halved - some).to(weight.dtype))
             biases.append(bias)
@@ -317,7 +319,7 @@ class _Slopes:
         for parameter in self._model.parameters():
             parameter.requires_grad_(id(parameter) in self._parts)
             if parameter.requires_grad:
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._use))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._use))  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -58,6 +58,8 @@ class LayerMoments:
     output_gain: float = 1.0
 
 
+AT_ONCE = 2**22
+"""Values that are converted to float64 at a time."""
 IN_MEMORY = 2**28
 """Bytes of Gram matrices that are kept in memory; others are in a temporary file until a layer's turn comes."""
 
@@ -121,8 +123,11 @@ class _Spread:
         self._count, self._mean, self._squares = 0, torch.zeros(()), torch.zeros(())
 
     def add(self, rows: Tensor) -> None:
-        """Add some rows, (N, channels)."""
-        values = rows.double()
+        """Add some rows, (N, channels), a part of those that are wide at a time."""
+        for part in torch.split(rows, max(1, AT_ONCE // max(1, rows.shape[1]))):
+            self._add(part.double())
+
+    def _add(self, values: Tensor) -> None:
         mean, count = values.mean(0), self._count + len(values)
         apart = mean - self._mean.to(mean)
         squares = (values - mean).square().sum(0) + apart.square() * (self._count * len(values) / count)
