@@ -266,7 +266,7 @@ class _Change:
         weight, biased = layer.matrix(tensors[layer.weight]), _shifted(layer, tensors, modules) is not None
         halved, bias, errors = _halved(moments, weight.double(), biased=biased)
         error = float((errors * relative_scale(moments, modules).square()).sum())
-        change = layer.matrix(halved - weight).to(torch.promote_types(weight.dtype, torch.float32))
+        change = layer.stored(halved - weight).to(torch.promote_types(weight.dtype, torch.float32))
         return cls(layer, change, bias if biased else None, error)
 
     def along(self, gradients: Mapping[str, Tensor], modules: Mapping[str, nn.Module]) -> float:
