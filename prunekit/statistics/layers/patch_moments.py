@@ -438,6 +438,8 @@ def collect_patches(
                 columns, pooled = _columns(wanted, tensors, memory_bytes)
                 if log is not None:
                     log(_memory_text(wanted, tensors, columns, pooled))
+                if not wanted:
+                    return PatchStats(())
                 collector = _Collector(model, wanted, norms, columns, pooled, sample_count(few))
             collector.batch, collector.batch_rows = index, max(samples, round(rows * samples / images))
             collector.batch_samples, collector.counted = samples, counted_positions(model, given)
