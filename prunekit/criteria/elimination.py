@@ -175,15 +175,18 @@ def _layers_reading(
 
 
 def unread_stacks(channel_map: ChannelMap, stats: PatchStats) -> tuple[str, ...]:
-    """Return notes on stacks of matrices, such as experts, of which no layer with moments reads channels.
+    """Return notes on stacks of matrices, such as experts, with channels that no layer with moments reads.
 
     Their labels score +inf, so that all other channels go before them.
     """
-    read = {moments.layer.weight for moments in stats.layers}
     stacks = sorted(
-        name
-        for name in {name for group in channel_map.groups for name, _ in group.slots}
-        if len(channel_map.shapes[name]) == 3 and name not in read
+        {
+            name
+            for group in channel_map.groups
+            if not any(_layers_reading(group, channel_map, stats))
+            for name, axis in group.slots
+            if len(channel_map.shapes[name]) == 3 and axis > 0
+        }
     )
     if not stacks:
         return ()
@@ -198,7 +201,7 @@ def _by_group(
 ) -> Iterable[LayerObjective]:
     layer = moments.layer
     weight = layer.matrix(tensors[layer.weight].detach()).double()
-    weight = weight.flatten(2) if layer.geometry.kernel else weight[:, :, None]
+    weight = weight.flatten(2) if weight.dim() > 2 else weight[:, :, None]
     scale = relative_scale(moments, modules) * moments.output_gain ** (TRUST / 2)
     weight = weight * scale[:, None, None]
     for matrix, rows in zip(moments.grams, weight.chunk(len(moments.grams)), strict=True):
@@ -210,7 +213,7 @@ def _by_group(
 def weighted_output_count(group: ChannelGroup, channel_map: ChannelMap, stats: PatchStats) -> float:
     """Return over how many outputs the errors of a group are summed: those of its readers, weighted by their gains."""
     reading = [moments for moments, _ in _layers_reading(group, channel_map, stats)]
-    return float(sum(len(moments.variance) * moments.output_gain**TRUST for moments in reading))
+    return float(sum(moments.outputs * moments.output_gain**TRUST for moments in reading))
 
 
 def eliminate(labels: Labels, objectives: Sequence[LayerObjective]) -> Elimination:

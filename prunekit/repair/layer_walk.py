@@ -37,6 +37,7 @@ from prunekit.repair.memory_budget import (
     too_wide,
 )
 from prunekit.repair.repair_report import LayerRepair, RepairMemory, dropped
+from prunekit.repair.stack_fit import StackFitter
 from prunekit.repair.tensor_lifetimes import Lifetimes
 from prunekit.settings.calibration import RepairSettings
 from prunekit.statistics.layers.layer_graph import LayerGraph, calls_by_weight, find_layer_graph, merge_calls
@@ -99,6 +100,17 @@ class RepairSetup:
         """Return the error of the masked model's output, or another's, on held-out images."""
         return difference(self.original, model or self.masked, walk.judging, self.judge)
 
+    def fit_stacks(self, walk: LayerWalk, settings: RepairSettings, before: float) -> list[LayerRepair]:
+        """Fit stacks of matrices, as experts have them, where the model's output is nearer to the dense one's then."""
+        fitter = StackFitter(self.original, self.masked, self.plan, settings)
+        found = fitter.fit([layer.weight for layer in self.skipped], walk.fitting, walk.judging)
+        applied = [layer.weight for layer in found if layer.applied]
+        if applied and not self.difference(walk) < before:
+            walk.undo(applied)
+            self.plan.zero(self.masked)
+            return [dropped(layer) for layer in found]
+        return found
+
     def keep_what_helps(
         self, walk: LayerWalk, fitter: LayerFitter, plan: Plan, before: float
     ) -> tuple[float, float, tuple[LayerRepair, ...]]:
@@ -127,7 +139,8 @@ class RepairSetup:
 
     def _in_model_order(self, done: list[LayerRepair]) -> tuple[LayerRepair, ...]:
         order = Counter({name: -i for i, (name, _) in enumerate(named_tensors(self.original))})
-        return tuple(sorted([*done, *self.skipped], key=lambda layer: -order[layer.weight]))
+        others = [layer for layer in self.skipped if layer.weight not in {one.weight for one in done}]
+        return tuple(sorted([*done, *others], key=lambda layer: -order[layer.weight]))
 
 
 class LayerWalk:
@@ -138,6 +151,7 @@ class LayerWalk:
     layer is refitted when both are there, and the branch runs again. Steps are planned to fit into memory.
 
     Attributes:
+        fitting: batches to fit on.
         judging: batches of held-out images.
         memory: that the walk takes at most.
     """
@@ -173,7 +187,7 @@ class LayerWalk:
         early = [one if source is None else source.layer.weight for one, source in zip(weights, sources, strict=True)]
         size = 1 if looping else batch_size([run.lifetimes for run in runs], count, settings)
         batches, fitted = batches_of(inputs, settings.held_out, size, counted_positions(original, inputs))
-        self.judging = batches[fitted:]
+        self.fitting, self.judging = batches[:fitted], batches[fitted:]
         gatherers = [
             SampleGatherer(run, batches, fitted, partial(_cuts, firsts, count, limit), found)
             for firsts, run in zip((weights, early), runs, strict=False)  # the dense one need not go back to the source
@@ -257,6 +271,8 @@ class LayerWalk:
             for name in (layer.weight, layer.bias, *norm):
                 if name in masked:
                     masked[name].copy_(dense[name])
+        for name in {*weights} - {layer.weight for layer in self._layers}:
+            masked[name].copy_(dense[name])
 
 
 def _takes_dense_inputs(layer: LayerCall) -> bool:

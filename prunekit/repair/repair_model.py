@@ -33,10 +33,10 @@ def repair(
 ) -> tuple[nn.Module, RepairReport]:
     """Return a masked copy of a model whose kept weights are fitted to the dense outputs, without training.
 
-    Every convolution and linear layer whose weight is a parameter is refitted, in the order in which they run: kept
-    rows and kept columns change, removed entries are exactly zero. Images run in batches, and both models stop at each
-    layer until all batches are there: live tensors are held there as far as `settings.memory_bytes` allow, and
-    computed again beyond that.
+    Every convolution and linear layer whose weight is a parameter is refitted, in the order in which they run, and
+    before them matrices in a stack: kept rows and columns change, removed entries are exactly zero. Images
+    run in batches, and both models stop at each layer until all batches are there: live tensors are held there as far
+    as `settings.memory_bytes` allow, and computed again beyond that.
 
     Args:
         dense: the dense model; only read.
@@ -70,7 +70,9 @@ def repair(
         if log is not None:
             log(f"repair: {walk.memory}")
         before = setup.difference(walk)
+        stacks = setup.fit_stacks(walk, settings, before)
         walk.run()
+        fitter.reports += stacks
         fitted, after, layers = setup.keep_what_helps(walk, fitter, plan, before)
     repaired = with_tensors(dense, {name: tensor.detach() for name, tensor in named_tensors(setup.masked)})
     kept = any(layer.applied for layer in layers)

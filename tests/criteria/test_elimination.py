@@ -11,6 +11,7 @@ import torch
 from equivalence import image, randomized
 from torch import Tensor, nn
 
+import prunekit as pk
 from prunekit.channels.constraints import LockRecord
 from prunekit.channels.map_builder import with_extra
 from prunekit.channels.trace import trace
@@ -233,3 +234,37 @@ def test_orders_are_computed_once_and_follow_other_numbers_of_labels(monkeypatch
     offset = locked.groups[0].labels[0] - chart.groups[0].labels[0]
     assert np.array_equal(other["0"].labels, first["0"].labels + offset)
     assert len(other["2"].labels) == 4
+
+
+class Stacked(nn.Module):
+    """Three matrices of a stack on parts of the channels, behind three others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 12), nn.Linear(12, 3)
+        self.up, self.down = nn.Parameter(torch.randn(3, 4, 8)), nn.Parameter(torch.randn(3, 8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (N, 3)."""
+        parts = self.first(x).view(len(x), 3, 4).transpose(0, 1)
+        rows = torch.bmm(torch.bmm(parts, self.up).relu(), self.down)
+        return self.last(rows.transpose(0, 1).flatten(1))  # type: ignore[no-any-return]
+
+
+def test_doubled_channels_of_a_stack_go_first() -> None:
+    torch.manual_seed(0)
+    model, x = Stacked().double().eval(), torch.randn(200, 6, dtype=torch.float64)
+    with torch.no_grad():
+        model.up[:, :, 5] = 2 * model.up[:, :, 1]
+        model.up[:, :, 6] = 3 * model.up[:, :, 2]
+    chart, stats = trace(model, x[:2]), collect_patches(model, [x], rows=10**6)
+    (group,) = (group for group in chart.groups if ("up", 2) in group.slots)
+    found = eliminations(model, chart, stats)[group.name]
+    assert found.errors[1] < 0.1 * found.errors[2]
+    gone = np.searchsorted(group.labels, found.labels[:2])
+    assert {int(place) % 4 for place in gone} == {1, 2}
+    result = pk.prune(model, calibration=x, params=0.8, round_to=1, repair=False)
+    assert result.max_relative_difference < 1e-9
+    assert result.model.up.shape[2] < 8
+    with pk.masked(model, result.plan):
+        torch.testing.assert_close(model(x), result.model(x), rtol=1e-10, atol=1e-10)

@@ -149,7 +149,7 @@ def patch_statistics(
     free = [
         (name, axis)
         for name, axes in channel_map.labels.items()
-        for axis, on in enumerate(axes[:2])
+        for axis, on in enumerate(axes[:3])
         if len(axes) > 1 and on is not None and may_go[channel_map.deciding(on)].any()
     ]
     copy = with_tensors(model, {name: tensor.detach() for name, tensor in named_tensors(model)})

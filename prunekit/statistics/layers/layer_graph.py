@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from prunekit.statistics.layers.linear_layers import CallInterceptor, FunctionCall, LayerCall, Operands
 from prunekit.statistics.layers.patches import geometry_of, with_strides_of
 from prunekit.statistics.layers.row_norms import RowNorm, row_norm_of
+from prunekit.statistics.layers.stacks import StackParts
 from prunekit.utils.context import same_attributes
 from prunekit.utils.inputs import call
 from prunekit.utils.tensors import gather
@@ -132,6 +133,10 @@ class LayerChain:
 class LayerFinder(CallInterceptor):
     """Finds the layers of a forward pass and the chains behind them, and the functions that read each parameter.
 
+    Args:
+        model, norms: as for `CallInterceptor`.
+        stacks: whether products with matrices of a stack, as experts have them, are layers.
+
     Attributes:
         chains: of the layers, in the order in which they are called.
         readers: for each parameter and buffer the names of the functions that read it.
@@ -139,8 +144,9 @@ class LayerFinder(CallInterceptor):
         boundary: indices, among the chains, of the layers from whose outputs computed values select something.
     """
 
-    def __init__(self, model: nn.Module, norms: Iterable[str]) -> None:
+    def __init__(self, model: nn.Module, norms: Iterable[str], *, stacks: bool = False) -> None:
         super().__init__(model, norms)
+        self._stacks = StackParts(self.names) if stacks else None
         self._clear()
 
     def _clear(self) -> None:
@@ -149,6 +155,8 @@ class LayerFinder(CallInterceptor):
         self.calls: list[str] = []
         self.boundary: set[int] = set()
         self._owner, self._bits = object(), dict[str, int]()
+        if self._stacks is not None:
+            self._stacks.clear()
 
     @contextmanager
     def intercepting(self) -> Iterator[None]:
@@ -163,6 +171,8 @@ class LayerFinder(CallInterceptor):
         marks = [self.mark(tensor) for tensor in inputs]
         self.calls.append(call.name)
         result = call.run()
+        if self._stacks is not None:
+            self._stacks.follow(call, result)
         if self.transposed_name(result) is None:
             for name in filter(None, (self.names.get(id(tensor)) or self.transposed_name(tensor) for tensor in inputs)):
                 self.readers.setdefault(name, []).append(call.name)
@@ -190,11 +200,16 @@ class LayerFinder(CallInterceptor):
             if mark is None or mark.layer is None or not isinstance(result, Tensor) or result.shape != tensor.shape:
                 continue
             chain = self.chains[mark.layer]
-            if mark.stage not in chain.row_norms and tensor.shape == chain.shape:
+            if mark.stage not in chain.row_norms and tensor.shape == chain.shape and not chain.layer.stack:
                 rows = torch.arange(chain.layer.geometry.rows(tensor), device=tensor.device)
                 given, returned = (chain.layer.geometry.outputs(each, rows) for each in (tensor, result))
                 if (found := row_norm_of(given, returned)) is not None:
                     chain.row_norms[mark.stage] = found
+
+    def operands(self, call: FunctionCall) -> Operands | None:
+        """Return the arguments of a linear layer or convolution, or of a product with matrices of a stack."""
+        found = super().operands(call)
+        return found if found is not None or self._stacks is None else self._stacks.operands(call)
 
     def mark(self, tensor: Tensor) -> ChainMark | None:
         """Return this pass's mark of a tensor that was not written to since."""
@@ -251,12 +266,14 @@ class LayerFinder(CallInterceptor):
         return None, ""
 
     def _layer(self, call: FunctionCall, operands: Operands, result: Tensor) -> tuple[int | None, str]:
-        how = geometry_of(call.name, call.args, call.named)
+        stacked = operands.numbers is not None
+        how = operands.geometry if stacked else geometry_of(call.name, call.args, call.named)
         if how is None:
             return None, ""
         read = self.mark(operands.inputs)
         made = None if read is None else read.call
         layer = LayerCall(operands.weight, operands.bias, call.number, how, transposed=operands.transposed, read=made)
+        layer = replace(layer, stack=len(operands.matrix)) if stacked else layer
         source = read.layer if read is not None and read.stage == RECTIFIED else None
         self.chains.append(LayerChain(replace(layer, rows=how.rows(result)), result.shape, source=source))
         return len(self.chains) - 1, "layer"
@@ -347,20 +364,23 @@ class LayerGraph(NamedTuple):
         return max((layer.ready for layer in self.layers), default=0) + 2
 
 
-def find_layer_graph(model: nn.Module, inputs: Tensor | tuple[Any, ...], norms: Iterable[str] = ()) -> LayerGraph:
+def find_layer_graph(
+    model: nn.Module, inputs: Tensor | tuple[Any, ...], norms: Iterable[str] = (), *, stacks: bool = False
+) -> LayerGraph:
     """Run a model in eval mode, and find its layers and the functions that read its parameters.
 
     Args:
         model: runs on `inputs`.
         inputs: a few samples: the first argument, or all positional ones.
         norms: paths of modules whose inner calls do not count: those of a channel map.
+        stacks: whether products with matrices of a stack are layers.
     """
-    finder = LayerFinder(model, norms)
+    finder = LayerFinder(model, norms, stacks=stacks)
     with same_attributes(model), finder.intercepting():
         output = call(model, inputs if isinstance(inputs, tuple) else (inputs,))
     made = frozenset[int]().union(*(finder.origin(tensor).origins for tensor in gather(output)))
     calls = {name: len(readers) for name, readers in finder.readers.items()}
-    pairs = [(chain, chain.finished(calls[chain.layer.weight])) for chain in finder.chains]
+    pairs = [(chain, chain.finished(calls.get(chain.layer.weight, 1))) for chain in finder.chains]
     plain = [layer.rectified and layer.total is None and layer.calls == 1 for _, layer in pairs]
     alone = [of if plain[i] and chain.reads[RECTIFIED] == 1 else None for i, (chain, of) in enumerate(pairs)]
     sources = [None if chain.source is None or of.calls > 1 else alone[chain.source] for chain, of in pairs]
@@ -370,9 +390,11 @@ def find_layer_graph(model: nn.Module, inputs: Tensor | tuple[Any, ...], norms: 
     return LayerGraph(layers, finder.readers, tuple(finder.calls), first, last)
 
 
-def find_layers(model: nn.Module, inputs: Tensor | tuple[Any, ...], norms: Iterable[str] = ()) -> tuple[LayerCall, ...]:
+def find_layers(
+    model: nn.Module, inputs: Tensor | tuple[Any, ...], norms: Iterable[str] = (), *, stacks: bool = False
+) -> tuple[LayerCall, ...]:
     """Return the convolutions and linear layers that a model calls, see `find_layer_graph`."""
-    return find_layer_graph(model, inputs, norms).layers
+    return find_layer_graph(model, inputs, norms, stacks=stacks).layers
 
 
 def calls_by_weight(layers: Iterable[LayerCall]) -> dict[str, tuple[LayerCall, ...]]:

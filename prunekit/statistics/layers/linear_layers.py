@@ -52,6 +52,8 @@ class LayerCall:
         source: the layer whose rectified end is the only input of this one, and is read by nothing else.
         row_norm: the norm over the channels of each position that reads the end of the chain; None if none does.
         read: number of the call that made its input; None if no call did.
+        stack: number of matrices of which each row is multiplied with one, of a weight that is a stack of them; 0 of
+            other weights.
     """
 
     weight: str
@@ -73,15 +75,35 @@ class LayerCall:
     source: LayerCall | None = None
     row_norm: RowNorm | None = field(default=None, compare=False)
     read: int | None = None
+    stack: int = 0
 
     @property
     def axes(self) -> tuple[int, int]:
         """Axes of the weight that belong to outputs and to inputs."""
-        return (1, 0) if self.transposed else (0, 1)
+        first = 1 if self.stack else 0
+        return (first + 1, first) if self.transposed else (first, first + 1)
+
+    @property
+    def blocks(self) -> int:
+        """Number of parts of the weight that read rows of their own: groups of a convolution, matrices of a stack."""
+        return self.stack or self.geometry.groups
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """Return a view of the weight, outputs first and inputs second."""
-        return weight.T if self.transposed else weight
+        """Return the weight, outputs first and inputs second: a view, but of a stack. Its matrices follow each other.
+
+        So a stack is like the weight of a convolution in groups, of which each has one of the matrices.
+        """
+        found = weight.transpose(*self.axes) if self.transposed else weight
+        return found.flatten(0, 1) if self.stack else found
+
+    def stored(self, matrix: Tensor) -> Tensor:
+        """Return what `matrix` returned, or a tensor of that shape, as the model has it."""
+        found = matrix.reshape(self.stack, -1, matrix.shape[1]) if self.stack else matrix
+        return found.transpose(*self.axes) if self.transposed else found
+
+    def width(self, weight: Tensor) -> int:
+        """Return how many input channels the weight has, in each group of a convolution."""
+        return weight.shape[self.axes[1]]
 
     @property
     def deferred(self) -> bool:
@@ -160,7 +182,14 @@ WEIGHT_FUNCTIONS = {
 class Operands(NamedTuple):
     """The arguments of a call of a linear layer, parameters by their names in the model.
 
-    `transposed`: whether the weight, as the model has it, is stored as (inputs, outputs).
+    Attributes:
+        inputs: what it reads.
+        matrix: the weight, as the model has it.
+        weight, bias: names of parameters.
+        transposed: whether the weight, as the model has it, is stored as (inputs, outputs).
+        numbers: of the matrix in a stack that each row is multiplied with, in the shape of the rows' positions, -1 for
+            none; None of other weights.
+        geometry: of what rows of a stack read.
     """
 
     inputs: Tensor
@@ -168,6 +197,8 @@ class Operands(NamedTuple):
     weight: str
     bias: str | None
     transposed: bool
+    numbers: Tensor | None = None
+    geometry: PatchGeometry = PatchGeometry()
 
 
 class Stopped(BaseException):

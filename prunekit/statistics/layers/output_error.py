@@ -284,7 +284,7 @@ class _Change:
             biases.append(bias)
             errors.append(error)
         total = float((torch.cat(errors) * relative_scale(moments, modules).square()).sum())
-        return cls(layer, layer.matrix(torch.cat(changes)), torch.cat(biases) if biased else None, total)
+        return cls(layer, layer.stored(torch.cat(changes)), torch.cat(biases) if biased else None, total)
 
     def by_parameter(self, modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
         """Yield the names of the parameters that change, and their changes."""
@@ -477,14 +477,14 @@ def _halved_group(rows: Tensor, matrix: Tensor, *, each_tap: bool, biased: bool)
     outputs, channels, taps = rows.shape
     flat = rows.transpose(1, 2).flatten(0, 1) if each_tap else rows.flatten(1)
     kept = torch.arange(flat.shape[1], device=rows.device) // (flat.shape[1] // channels) % 2 == 0
-    change = _without_columns(flat, matrix, kept, biased=biased)
+    change = without_columns(flat, matrix, kept, biased=biased)
     errors = ((change @ matrix) * change).sum(1).clamp(min=0)
     halved = flat + change[:, :-1]
     halved = halved.view(outputs, taps, channels).transpose(1, 2) if each_tap else halved.view_as(rows)
     return halved, change[:, -1].view(outputs, -1).sum(1), errors.view(outputs, -1).sum(1)
 
 
-def _without_columns(flat: Tensor, matrix: Tensor, kept: Tensor, *, biased: bool) -> Tensor:
+def without_columns(flat: Tensor, matrix: Tensor, kept: Tensor, *, biased: bool) -> Tensor:
     """Return the least-squares change of a weight and its bias, (r, d + 1), that leaves only some columns."""
     left = torch.cat([kept, kept.new_full((1,), biased)])
     gone = torch.cat([~kept, kept.new_zeros(1)])

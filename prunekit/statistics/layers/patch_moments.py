@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from operator import add
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from prunekit.statistics.layers.layer_graph import (
     find_layers,
     merge_calls,
 )
-from prunekit.statistics.layers.linear_layers import FunctionCall, LayerCall
+from prunekit.statistics.layers.linear_layers import FunctionCall, LayerCall, Operands
 from prunekit.statistics.layers.patches import gram, gram_bytes, sample_rows
 from prunekit.statistics.moments import RAISED
 from prunekit.utils.context import training_mode
@@ -39,14 +40,16 @@ class LayerMoments:
 
     Attributes:
         layer: the first call of a weight: moments are summed over all of them.
-        grams: for each convolution group (d + 1, d + 1) mean products of the columns of a patch and a constant last,
-            float64; d is channels * taps, or channels where `taps` is 1. Where a norm over channels reads the end of
-            the chain, each position counts over the square of what the norm divides it by. Layers that read the same
-            tensor in the same way, as those of queries and keys do, have the same matrices in memory.
+        grams: for each convolution group, or matrix of a stack, (d + 1, d + 1) mean products of the columns of a patch
+            and a constant last, float64; d is channels * taps, or channels where `taps` is 1. Where a norm over
+            channels reads the end of the chain, each position counts over the square of what the norm divides it by.
+            Layers that read the same tensor in the same way, as those of queries and keys do, have the same matrices in
+            memory; so have the matrices of a stack, of what all of them read, where more took too much memory.
         taps: columns of each channel; 1 if only the centers of patches were taken, to save memory.
         variance: (channels,) that the squared errors at the end of the chain are divided by, float64: the variance
-            there, or one by the gains of the norm that reads it.
-        rows: how many positions were sampled.
+            there, or one by the gains of the norm that reads it. Of a stack (matrices * channels,): the variance of all
+            rows over the share of rows that a matrix makes.
+        counts: how many positions were sampled for each of `grams`.
         output_gain: how much an error here changes the model's output, 1 for a usual layer; see `with_gains`.
     """
 
@@ -54,8 +57,19 @@ class LayerMoments:
     grams: tuple[Tensor, ...]
     taps: int
     variance: Tensor
-    rows: int
+    counts: tuple[int, ...]
     output_gain: float = 1.0
+
+    @property
+    def rows(self) -> int:
+        """How many positions were sampled."""
+        counts = {id(matrix): count for matrix, count in zip(self.grams, self.counts, strict=True)}
+        return sum(counts.values()) if self.layer.stack else self.counts[0]
+
+    @property
+    def outputs(self) -> int:
+        """Number of output channels."""
+        return len(self.variance) // max(1, self.layer.stack)
 
 
 AT_ONCE = 2**22
@@ -89,13 +103,13 @@ class _GramSum:
     """Gram matrices that are summed over positions, of all layers that have read the same so far.
 
     Attributes:
-        grams: a sum for each convolution group.
-        rows: positions so far.
+        grams: a sum for each convolution group, or matrix of a stack.
+        counts: positions of each so far.
         readers: weights of the layers.
     """
 
     grams: list[Tensor]
-    rows: int
+    counts: list[int]
     readers: set[str]
 
 
@@ -105,7 +119,7 @@ class _Reading:
 
     Attributes:
         key: of the tensor and of how it is read; None: like no other.
-        patches: (rows, columns) for each group.
+        patches: (rows, columns) for each group, or matrix of a stack.
         factors: of each position; None: 1.
         readers: weights of the layers.
     """
@@ -124,7 +138,7 @@ class _Spread:
 
     def add(self, rows: Tensor) -> None:
         """Add some rows, (N, channels), a part of those that are wide at a time."""
-        for part in torch.split(rows, max(1, AT_ONCE // max(1, rows.shape[1]))):
+        for part in torch.split(rows, max(1, AT_ONCE // max(1, rows.shape[1]))) if len(rows) else ():
             self._add(part.double())
 
     def _add(self, values: Tensor) -> None:
@@ -136,7 +150,7 @@ class _Spread:
 
     def value(self) -> Tensor:
         """Return the variance, (channels,), float64."""
-        return self._squares / (self._count - 1)
+        return self._squares / max(1, self._count - 1)
 
 
 class _Collector(LayerFinder):
@@ -146,6 +160,8 @@ class _Collector(LayerFinder):
 
     Args:
         layers: the first call of each weight, with the chain and the rows of all of its calls.
+        columns: of the Gram matrices of each weight.
+        pooled: stacks that have one Gram matrix for all of their matrices.
         samples: in the pass that found them.
     """
 
@@ -155,9 +171,10 @@ class _Collector(LayerFinder):
         layers: Iterable[LayerCall],
         norms: Iterable[str],
         columns: Mapping[str, int],
+        pooled: Collection[str],
         samples: int,
     ) -> None:
-        super().__init__(model, norms)
+        super().__init__(model, norms, stacks=True)
         self.memory = FileMemory(IN_MEMORY)
         self._sums: dict[str, _GramSum] = {}
         self._reading: _Reading | None = None
@@ -170,8 +187,9 @@ class _Collector(LayerFinder):
         self._waiting: dict[int, list[Tensor]] = {}
         self._taps: dict[str, int] = {}
         self._layers = {layer.weight: layer for layer in layers}
-        self._columns = columns
+        self._columns, self._pooled = columns, pooled
         self._rows: dict[int, Tensor] = {}
+        self._made: dict[str, Tensor] = {}
 
     @contextmanager
     def intercepting(self) -> Iterator[None]:
@@ -193,14 +211,15 @@ class _Collector(LayerFinder):
         if layer is None:
             return result
         if mark.stage == "layer" and operands is not None:
-            self._rows[mark.layer] = self._sampled(layer, mark.layer, result)
-            width = layer.matrix(operands.matrix).shape[1]
+            width = layer.width(operands.matrix)
+            parts = self._sampled_parts(layer, mark.layer, operands)
+            self._rows[mark.layer] = torch.cat(parts) if parts else self._sampled(layer, mark.layer, result)
             self._taps.setdefault(layer.weight, self._columns[layer.weight] // width)
             key = self._reading_key(layer, mark.layer, width)
             if key is not None and self._reading is not None and self._reading.key == key:
                 self._reading.readers.add(layer.weight)
             else:
-                patches = self._patches(layer, mark.layer, operands.inputs, width, result)
+                patches = self._patches(layer, mark.layer, operands, width, result, parts)
                 if layer.row_norm is None:
                     self._add_reading(_Reading(key, patches, None, {layer.weight}))
                 else:
@@ -236,6 +255,21 @@ class _Collector(LayerFinder):
         among = layer.geometry.counted(layer.geometry.positions(output), self.counted)
         return sample_rows(total, count, seed, among).to(output.device)
 
+    def _sampled_parts(self, layer: LayerCall, place: int, operands: Operands) -> list[Tensor]:
+        """Return the rows of one call for each matrix of a stack, and count all that it makes; none of other weights.
+
+        Each matrix has as many as a layer of its own would have. Rows have no places in the samples, so padding counts.
+        """
+        if operands.numbers is None:
+            return []
+        numbers = operands.numbers.flatten()
+        made = torch.bincount(numbers[numbers >= 0], minlength=layer.stack)
+        self._made[layer.weight] = self._made.get(layer.weight, 0) + made
+        count, device, rows = self.batch_rows, operands.inputs.device, numbers.argsort(stable=True)
+        of = torch.split(rows[int((numbers < 0).sum()) :], made.tolist())
+        seed = layer.call + 100_003 * self.batch + 1_000_003 * place
+        return [sample_rows(len(among), count, seed, among).to(device) for among in of]
+
     def _reading_key(self, layer: LayerCall, place: int, width: int) -> Hashable:
         """Return a key that is the same for layers that read the same positions of one tensor; None if there is none.
 
@@ -247,10 +281,17 @@ class _Collector(LayerFinder):
         read, known = self.chains[place].layer.read, _way_of_reading(layer, width)
         return None if read is None or known is None else (read, known, self._columns[layer.weight])
 
-    def _patches(self, layer: LayerCall, place: int, inputs: Tensor, width: int, output: Tensor) -> list[Tensor]:
-        """Return what the sampled positions of a call read, (rows, columns) for each group."""
-        geometry = self.chains[place].layer.geometry
+    def _patches(
+        self, layer: LayerCall, place: int, operands: Operands, width: int, output: Tensor, parts: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Return what the sampled positions of a call read, (rows, columns) for each group, or matrix of a stack."""
+        geometry, inputs = self.chains[place].layer.geometry, operands.inputs
         spatial = tuple(output.shape[2:]) if geometry.kernel else ()
+        if parts:
+            sizes = output.shape[:-2] if geometry.kernel else output.shape[:-1]
+            inputs = inputs.expand(*sizes, *inputs.shape[len(sizes) - output.dim() :])
+            parts = [self._rows[place]] if layer.weight in self._pooled else parts
+            return [geometry.patches(inputs, rows, spatial) for rows in parts]
         read = geometry.patches if self._taps[layer.weight] == geometry.taps else geometry.centers
         groups = torch.split(torch.arange(geometry.groups * width, device=inputs.device), width)
         return [read(geometry.channels(inputs, group), self._rows[place], spatial) for group in groups]
@@ -260,20 +301,20 @@ class _Collector(LayerFinder):
         reading, self._reading = self._reading, following
         if reading is None:
             return
-        parts = [gram(patch, reading.factors) * len(patch) for patch in reading.patches]
-        count, known = len(reading.patches[0]), {id(total): total for total in map(self._sums.get, reading.readers)}
+        parts = [_summed(patch, reading.factors) for patch in reading.patches]
+        counts = list(map(len, reading.patches))
+        known = {id(total): total for total in map(self._sums.get, reading.readers)}
         for before in known.values():
             readers = {weight for weight in reading.readers if self._sums.get(weight) is before}
             if before is None:
-                total = _GramSum([self._kept(part) for part in parts], count, readers)
+                total = _GramSum([self._kept(part) for part in parts], counts, readers)
             elif before.readers == readers:
-                total = _GramSum(
-                    [a.add_(b) for a, b in zip(before.grams, parts, strict=True)], before.rows + count, readers
-                )
+                grams = [a.add_(b) for a, b in zip(before.grams, parts, strict=True)]
+                total = _GramSum(grams, list(map(add, before.counts, counts)), readers)
             else:  # others have read something else this time
                 before.readers -= readers
                 sums = [self._kept(a).add_(b) for a, b in zip(before.grams, parts, strict=True)]
-                total = _GramSum(sums, before.rows + count, readers)
+                total = _GramSum(sums, list(map(add, before.counts, counts)), readers)
             self._sums |= dict.fromkeys(readers, total)
         self.memory.release()
 
@@ -284,27 +325,42 @@ class _Collector(LayerFinder):
     def finished(self) -> tuple[LayerMoments, ...]:
         """Return the moments of all batches; once, at the end."""
         for total in {id(total): total for total in self._sums.values()}.values():
-            total.grams = [matrix.div_(total.rows) for matrix in total.grams]  # in place: they are large
+            for matrix, count in zip(total.grams, total.counts, strict=True):
+                matrix.div_(max(1, count))  # in place: they are large
             self.memory.release()
         found = sorted(
             ((self._layers[weight], total) for weight, total in self._sums.items()), key=lambda item: item[0].call
         )
         return tuple(
-            LayerMoments(layer, tuple(total.grams), self._taps[layer.weight], self._variance(layer), total.rows)
+            self._moments(layer, total)
             for layer, total in found
             if layer.weight in self._ends or layer.row_norm is not None
         )
 
+    def _moments(self, layer: LayerCall, total: _GramSum) -> LayerMoments:
+        """Return the moments of a layer; where a stack has one Gram matrix, each of its matrices has that one."""
+        times = layer.blocks // len(total.grams)
+        grams, counts = total.grams * times, total.counts * times
+        return LayerMoments(layer, tuple(grams), self._taps[layer.weight], self._variance(layer), tuple(counts))
+
     def _variance(self, layer: LayerCall) -> Tensor:
+        if layer.stack:
+            made, variance = self._made[layer.weight].double().clamp(min=1), self._ends[layer.weight].value()
+            return (variance / (made / made.sum())[:, None].to(variance)).flatten()
         if layer.row_norm is None:
             return self._ends[layer.weight].value()
         scales = layer.row_norm.scales()
         return scales.clamp(min=1e-6 * float(scales.max())).square().reciprocal()
 
 
+def _summed(patch: Tensor, factors: Tensor | None) -> Tensor:
+    """Return the products of the columns of a patch and a constant, summed over rows, of which there may be none."""
+    return gram(patch, factors) * len(patch) if len(patch) else gram(patch.new_zeros(1, patch.shape[1])) * 0
+
+
 def _way_of_reading(layer: LayerCall, width: int) -> Hashable:
     """Return the same for layers that read one tensor alike, and so have one Gram matrix; None: as no other does."""
-    if layer.read is None or layer.calls > 1 or layer.row_norm is not None:
+    if layer.read is None or layer.calls > 1 or layer.row_norm is not None or layer.stack:
         return None
     return layer.read, layer.geometry, layer.rows, width
 
@@ -313,30 +369,40 @@ def _readers(layers: Iterable[LayerCall], tensors: Mapping[str, Tensor]) -> list
     """Return the layers that share Gram matrices, with the width of what they read."""
     found: dict[Hashable, tuple[int, list[LayerCall]]] = {}
     for layer in layers:
-        width = layer.matrix(tensors[layer.weight]).shape[1]
+        width = layer.width(tensors[layer.weight])
         found.setdefault(_way_of_reading(layer, width) or layer.weight, (width, []))[1].append(layer)
     return list(found.values())
 
 
-def _columns(layers: Iterable[LayerCall], tensors: Mapping[str, Tensor], limit: int) -> dict[str, int]:
-    """Return the columns of each weight's Gram matrices: of whole patches, or, of the largest, of their centers."""
-    readers = _readers(layers, tensors)
+def _columns(
+    layers: Iterable[LayerCall], tensors: Mapping[str, Tensor], limit: int
+) -> tuple[dict[str, int], frozenset[str]]:
+    """Return the columns of each weight's Gram matrices, and the stacks that have one for all of their matrices.
+
+    The largest have columns of the centers of patches alone, or one matrix, as far as all would take too much memory.
+    """
+    readers, pooled = _readers(layers, tensors), set[str]()
     found = [width * alike[0].geometry.taps for width, alike in readers]
-    size = [alike[0].geometry.groups * gram_bytes(columns) for columns, (_, alike) in zip(found, readers, strict=True)]
+    size = [alike[0].blocks * gram_bytes(columns) for columns, (_, alike) in zip(found, readers, strict=True)]
     for place in sorted(range(len(size)), key=size.__getitem__, reverse=True):
         if sum(size) <= limit:
             break
-        found[place] = readers[place][0]
-        size[place] = readers[place][1][0].geometry.groups * gram_bytes(found[place])
-    return {layer.weight: columns for columns, (_, alike) in zip(found, readers, strict=True) for layer in alike}
+        found[place], first = readers[place][0], readers[place][1][0]
+        pooled |= {first.weight} if first.stack else set()
+        size[place] = (1 if first.stack else first.blocks) * gram_bytes(found[place])
+    columns = {layer.weight: columns for columns, (_, alike) in zip(found, readers, strict=True) for layer in alike}
+    return columns, frozenset(pooled)
 
 
-def _memory_text(layers: Sequence[LayerCall], tensors: Mapping[str, Tensor], columns: Mapping[str, int]) -> str:
+def _memory_text(
+    layers: Sequence[LayerCall], tensors: Mapping[str, Tensor], columns: Mapping[str, int], pooled: Collection[str]
+) -> str:
     """Return the memory that the Gram matrices will take, in words."""
     if not layers:
         return "no layer that can be followed reads channels that may be removed"
     alone = [alike[0] for _, alike in _readers(layers, tensors)]
-    sizes = [layer.geometry.groups * gram_bytes(columns[layer.weight]) / 2**20 for layer in alone]
+    blocks = [1 if layer.weight in pooled else layer.blocks for layer in alone]
+    sizes = [count * gram_bytes(columns[one.weight]) / 2**20 for count, one in zip(blocks, alone, strict=True)]
     largest = alone[sizes.index(max(sizes))]
     return (
         f"Gram matrices of the patches of {len(layers)} layers take {sum(sizes):,.0f} MiB, the largest "
@@ -358,8 +424,8 @@ def collect_patches(
     """Run a model over batches, in eval mode without gradients, and sum the Gram matrices of its layers' inputs.
 
     Memory: `gram_bytes(channels * taps)` for each layer and group, 8 * 4609^2 = 170 MB for 512 channels and a 3 x 3
-    kernel. Where all would take more than `memory_bytes`, the largest have only the centers of their patches, 8 * 513^2
-    = 2 MB each, until the rest fits.
+    kernel, and for each matrix of a stack, such as those of experts. Where all would take more than `memory_bytes`, the
+    largest have only the centers of their patches, 8 * 513^2 = 2 MB each, and one for a stack, until the rest fits.
 
     Args:
         model: the dense model.
@@ -382,13 +448,16 @@ def collect_patches(
             samples = sample_count(given)
             if collector is None:
                 few = select_samples(given, slice(2))
-                layers = [merge_calls(calls) for calls in calls_by_weight(find_layers(model, few, norms)).values()]
+                calls = calls_by_weight(find_layers(model, few, norms, stacks=True))
+                layers = [merge_calls(alike) for alike in calls.values()]
                 wanted = tuple(x for x in layers if inputs is None or (x.weight, x.axes[1]) in inputs)
                 tensors = dict(named_tensors(model))
-                columns = _columns(wanted, tensors, memory_bytes)
+                columns, pooled = _columns(wanted, tensors, memory_bytes)
                 if log is not None:
-                    log(_memory_text(wanted, tensors, columns))
-                collector = _Collector(model, wanted, norms, columns, sample_count(few))
+                    log(_memory_text(wanted, tensors, columns, pooled))
+                if not wanted:
+                    return PatchStats(())
+                collector = _Collector(model, wanted, norms, columns, pooled, sample_count(few))
             collector.batch, collector.batch_rows = index, max(samples, round(rows * samples / images))
             collector.batch_samples, collector.counted = samples, counted_positions(model, given)
             with collector.intercepting():
@@ -412,11 +481,11 @@ def _blamed(model: nn.Module) -> str:
 def too_few_rows(patches: PatchStats) -> list[str]:
     """Return a warning for each layer whose patches have more columns than positions were sampled."""
     return [
-        f"the Gram matrix of the patches of {moments.layer.weight.rpartition('.')[0] or 'the model'} has rank "
-        f"{_most(moments)} at most for {_width(moments)} columns: {moments.rows} positions are too few, and its "
+        f"the Gram matrix of the patches of {_named(moments)} has rank "
+        f"{_most(moments)} at most for {_width(moments)} columns: {min(moments.counts)} positions are too few, and its "
         f"ridge is raised {RAISED} times; take more images"
         for moments in patches.layers
-        if _is_short(moments)
+        if _short(moments)
     ]
 
 
@@ -443,15 +512,16 @@ def with_raised_ridge(patches: PatchStats, ridge: float) -> PatchStats:
         patches: of all layers.
         ridge: share of the mean diagonal that will be added later; the constant column has none.
     """
-    known: dict[tuple[int, ...], tuple[Tensor, ...]] = {}
+    known: dict[int, Tensor] = {}
     layers = []
     for moments in patches.layers:
-        if _is_short(moments):
-            key = tuple(map(id, moments.grams))
-            if key not in known:
-                known[key] = tuple(_raised(matrix, (RAISED - 1) * ridge, patches.memory) for matrix in moments.grams)
+        short = _short(moments)
+        for matrix in short:
+            if id(matrix) not in known:
+                known[id(matrix)] = _raised(matrix, (RAISED - 1) * ridge, patches.memory)
                 patches.memory.release()
-            moments = replace(moments, grams=known[key])
+        if short:
+            moments = replace(moments, grams=tuple(known.get(id(matrix), matrix) for matrix in moments.grams))
         layers.append(moments)
     return replace(patches, layers=tuple(layers))
 
@@ -463,20 +533,31 @@ def _raised(matrix: Tensor, more: float, memory: FileMemory) -> Tensor:
     return raised
 
 
+def _named(moments: LayerMoments) -> str:
+    """Return the layer in words: of a stack its least filled matrix, and how many there are like it."""
+    if not moments.layer.stack:
+        return moments.layer.weight.rpartition(".")[0] or "the model"
+    least, short = moments.counts.index(min(moments.counts)), len(_short(moments))
+    others = f", one of {short} in this stack," if short > 1 else ""
+    return f"{moments.layer.weight}[{least}]{others}"
+
+
 def _width(moments: LayerMoments) -> int:
     return max((len(matrix) for matrix in moments.grams), default=0)
 
 
-def _is_short(moments: LayerMoments) -> bool:
-    return moments.rows < _width(moments)
+def _short(moments: LayerMoments) -> list[Tensor]:
+    """Return the Gram matrices that are of fewer positions than they have columns."""
+    return [matrix for matrix, rows in zip(moments.grams, moments.counts, strict=True) if rows < len(matrix)]
 
 
 def _most(moments: LayerMoments) -> int:
     alive = max(int((matrix.diagonal() > 0).sum()) for matrix in moments.grams)
-    return min(moments.rows, alive)
+    return min(*moments.counts, alive)
 
 
 def _dead(moments: LayerMoments) -> Tensor:
     """Return whether a channel's columns have no product with any other one, or with the constant, (channels,)."""
     columns = [matrix.count_nonzero(0)[:-1] == (matrix.diagonal()[:-1] != 0) for matrix in moments.grams]
-    return torch.cat(columns).view(-1, moments.taps).all(1)
+    read = torch.stack(columns).all(0) if moments.layer.stack else torch.cat(columns)
+    return read.view(-1, moments.taps).all(1)
