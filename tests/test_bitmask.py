@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from prunekit.utils.bitmask import is_compressed, pack_bits, read_tensors, unpack_bits, with_bitmasks, write_tensors
+from prunekit.models.bitmask import is_compressed, pack_bits, read_tensors, unpack_bits, with_bitmasks, write_tensors
 
 DTYPES = [
     torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.complex64, torch.bool,

@@ -31,13 +31,13 @@ from prunekit.compaction.folded_norms import folds_of, with_folded_biases, with_
 from prunekit.compaction.folder_interface import ENTRY, read_interface, saved_interface
 from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.hooks.wrappers import require_values, unwrapped
+from prunekit.models.bitmask import COMPRESSION, is_compressed, read_tensors, write_tensors
 from prunekit.models.interface import ModelInterface, attach
 from prunekit.models.library_config import LIBRARY_CONFIG, set_noted_config
 from prunekit.models.preprocessing import Preprocessing
 from prunekit.models.zoo import as_build, build_model, from_build
 from prunekit.planning.plan import Plan, require_plan
 from prunekit.settings.inputs import ModelSettings
-from prunekit.utils.bitmask import COMPRESSION, is_compressed, read_tensors, write_tensors
 from prunekit.utils.context import seeded, set_mode
 from prunekit.utils.files import StrPath, atomic_folder, folder_at, read_json, require_replaceable, sha256, write_json
 from prunekit.utils.inputs import InputSpec

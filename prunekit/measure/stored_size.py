@@ -17,7 +17,7 @@ from torch import nn
 from prunekit.compaction.model_folder import ModelWithPlan, folder_tensors, read_manifest, stored_tensors
 from prunekit.errors import UsageError
 from prunekit.hooks.wrappers import require_values, unwrapped
-from prunekit.utils.bitmask import write_tensors
+from prunekit.models.bitmask import write_tensors
 from prunekit.utils.display import Displayed, Table, share, size
 from prunekit.utils.files import StrPath, folder_at
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.errors import ModelError
-from prunekit.utils.bitmask import read_tensors
+from prunekit.models.bitmask import read_tensors
 from prunekit.utils.display import listed
 from prunekit.utils.files import StrPath
 

@@ -27,8 +27,8 @@ from prunekit.channels.joint_labels import NOT_JOINT
 from prunekit.channels.labels import Labels, MacTerm, Stored, WidthMultiple
 from prunekit.channels.tracing.channel_norms import Axes, ChannelNorm, NarrowBlock
 from prunekit.errors import ArtifactError, PlanError, UsageError
+from prunekit.models.bitmask import pack_bits, unpack_bits
 from prunekit.settings.prune import facts_from
-from prunekit.utils.bitmask import pack_bits, unpack_bits
 from prunekit.utils.display import Displayed, Table, changes, count, listed, plural, share
 from prunekit.utils.files import StrPath, atomic_file, folder_at, read_json, sha256, write_text
 from prunekit.utils.inputs import InputSpec

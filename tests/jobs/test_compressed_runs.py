@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 
 import prunekit as pk
 from prunekit.cli import cli
+from prunekit.models.bitmask import is_compressed, write_tensors
 from prunekit.models.zoo import build_model
 from prunekit.report.headline import compared
 from prunekit.settings.inputs import ModelSettings
-from prunekit.utils.bitmask import is_compressed, write_tensors
 
 SIZES = ("plain_bytes", "bitmask_bytes", "plain_compressed_bytes", "bitmask_compressed_bytes")
 RECIPE = """
