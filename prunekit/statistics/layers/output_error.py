@@ -276,7 +276,7 @@ class _Change:
         """Return the change of a layer."""
         layer = moments.layer
         weight, biased = layer.matrix(tensors[layer.weight]), _shifted(layer, tensors, modules) is not None
-        rows = len(weight) if len(moments.grams) > 1 else max(1, AT_ONCE // weight[:1].numel())
+        rows = len(weight) if len(moments.grams) > 1 else max(1, 4 * AT_ONCE // weight[:1].numel())
         changes, biases, errors = list[Tensor](), list[Tensor](), list[Tensor]()
         for some in map(Tensor.double, torch.split(weight, rows)):
             halved, bias, error = _halved(moments, some, biased=biased)
