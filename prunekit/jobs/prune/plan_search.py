@@ -51,7 +51,7 @@ from prunekit.settings.prune import PruneSettings, facts_of
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.layers.patch_moments import PatchStats
 from prunekit.statistics.taylor_terms import TaylorTerms
-from prunekit.utils.context import paused_garbage_collection
+from prunekit.utils.context import paused_garbage_collection, release_memory
 from prunekit.utils.files import json_values
 from prunekit.utils.outputs import Outputs
 from prunekit.utils.progress import stage
@@ -299,6 +299,7 @@ class PlanSearch:
         def choose(chart: ChannelMap) -> Keep:
             stay = settings.channels_stay
             scores = np.zeros(chart.n_labels) if stay else importance(self.model, chart, settings, inputs)
+            release_memory(self.model)
 
             def planned(chart: ChannelMap) -> Plan:
                 return make_plan(chart, scores, settings, seed=inputs.seed, latency=table)
