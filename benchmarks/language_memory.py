@@ -2,8 +2,8 @@
 
 Llama's shape with random weights and tokens, float32, four parameters of five left, repaired and proven; 8,192 words
 in the vocabulary. Each model is a process of its own. Memory is counted every 20 ms, beyond what the process had with
-the model loaded: what it needs (anonymous), and with the pages of temporary files that it used last, which the system takes
-back where memory is short (resident).
+the model loaded: what it needs (anonymous), and with the pages of temporary files that it used last, which the system
+takes back where memory is short (resident).
 
     python benchmarks/language_memory.py [--json] [--layers A,B] [--widths A,B] [--windows N] [--tokens N] [--keep]
 """
