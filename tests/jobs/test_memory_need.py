@@ -50,9 +50,12 @@ def test_the_need_is_said_for_large_models_alone(monkeypatch: pytest.MonkeyPatch
 
 def test_too_little_memory_names_the_setting_that_fits(large: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model = network()
-    need = MemoryNeed.of(model, pk.trace(model, torch.randn(2, 16)), RepairSettings())
+    chart = pk.trace(model, torch.randn(2, 16))
+    need = MemoryNeed.of(model, chart, RepairSettings())
     assert need.most == need.repair
     free(monkeypatch, need.most - 2**20)
+    assert "may be too little" in str(require_memory(model, chart, RepairSettings()))
+    free(monkeypatch, need.most // 2)
     with pytest.raises(UsageError, match=r"are free: repair=prunekit.RepairSettings\(memory_bytes=(\d+)\) fits"):
         pk.prune(model, calibration=torch.randn(64, 16), macs=0.5)
     smaller = RepairSettings(memory_bytes=2**30)

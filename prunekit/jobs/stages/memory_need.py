@@ -19,7 +19,11 @@ from prunekit.utils.context import device_of, is_large
 from prunekit.utils.display import size
 
 SAMPLES = 2
-"""Samples that are traced."""
+"""Samples that are traced, and compared."""
+ROOM = 1.3
+"""Memory that a process has, by what its tensors take: allocators keep freed pieces."""
+DOUBT = 0.6
+"""Share of the need that is counted: a little less than that may be enough, and is only said."""
 _VIEWS = frozenset(
     f"aten.{name}" for name in ("view", "t", "transpose", "permute", "expand", "slice", "select", "unsqueeze", "detach")
 )  # fmt: skip
@@ -32,11 +36,13 @@ class MemoryNeed:
     Attributes:
         gains: of gradients of one sample, and a change of each weight.
         order: of elimination, for the group that the most layers read.
+        trial: of two compact models, the largest module in float64, and the largest results of a pass.
         repair: of a masked copy, and the limit of `RepairSettings`; 0 without a repair.
     """
 
     gains: int
     order: int
+    trial: int
     repair: int
 
     @classmethod
@@ -45,43 +51,47 @@ class MemoryNeed:
         sizes = {id(tensor): tensor.nbytes for _, tensor in named_tensors(model)}
         copy, largest = sum(sizes.values()), max(sizes.values(), default=0)
         run = channel_map.traced.trace.runs[0]
-        activations = sum(map(_made, run.operators)) * _item(model) // SAMPLES
+        made = [_made(operator) for operator in run.operators]
+        activations, results = sum(made) * _item(model) // SAMPLES, 8 * max(made, default=0)
         return cls(
-            IN_MEMORY + copy + 4 * largest + activations,
-            IN_MEMORY + most_state_bytes(channel_map),
-            0 if repair is None else copy + repair.memory_bytes,
+            int(ROOM * (IN_MEMORY + copy + 4 * largest + activations)),
+            int(ROOM * (IN_MEMORY + most_state_bytes(channel_map))),
+            int(ROOM * (IN_MEMORY + 2 * copy + 24 * largest // _item(model) + 5 * results)),
+            0 if repair is None else int(ROOM * copy) + repair.memory_bytes,
         )
 
     @property
     def most(self) -> int:
         """The need of the stage that takes the most."""
-        return max(self.gains, self.order, self.repair)
+        return max(self.gains, self.order, self.trial, self.repair)
 
     def __str__(self) -> str:
         parts = {
             "a copy of the model, and the gradients of one sample": self.gains,
             "the order of elimination": self.order,
+            "the trial of the plan in float64": self.trial,
             "a masked copy, and what the repair may use": self.repair,
         }
         said = ", ".join(f"{size(taken)} for {what}" for what, taken in parts.items() if taken)
-        return f"up to {size(self.most)} beside the model: {said}"
+        return f"about {size(self.most)} beside the model: {said}"
 
 
 def require_memory(model: nn.Module, channel_map: ChannelMap, repair: RepairSettings | None) -> str | None:
     """Return a sentence on the memory that pruning a large model on the CPU takes; None for other models.
 
     Raises:
-        UsageError: less memory is free.
+        UsageError: much less memory is free.
     """
     if not is_large(model) or device_of(model).type != "cpu":
         return None
     need, free = MemoryNeed.of(model, channel_map, repair), int(psutil.virtual_memory().available)
-    if need.most <= free:
-        return f"memory: {need}; {size(free)} are free"
-    advice = "fewer or shorter samples take less for the gradients; criterion='l2' needs neither them nor the order"
+    short = "" if need.most <= free else ", which may be too little"
+    if DOUBT * need.most <= free:
+        return f"memory: {need}; {size(free)} are free{short}"
+    advice = "shorter samples take less for the gradients and the trial; criterion='l2' needs no gradients and no order"
     if repair is not None and need.repair == need.most:
-        least = max(need.gains, need.order, need.repair - repair.memory_bytes)
-        left = max(0, free - need.repair + repair.memory_bytes) // 2**20 * 2**20
+        least = max(need.gains, need.order, need.trial, need.repair - repair.memory_bytes)
+        left = max(0, int(free / DOUBT) - need.repair + repair.memory_bytes) // 2**20 * 2**20
         advice = (
             f"repair=prunekit.RepairSettings(memory_bytes={left}) fits"
             if left >= 2**28
