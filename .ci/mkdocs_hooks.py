@@ -164,7 +164,9 @@ def commands_page() -> str:
         "What each command prints with `--help`. Every key of a recipe can be set at the end of a command line,",
         "`prune.budget.macs=0.4`.",
     ]
-    top = click.Context(cli, info_name="prunekit", max_content_width=100, terminal_width=100)
+    top = click.Context(
+        cli, info_name="prunekit", terminal_width=80, max_content_width=80, help_option_names=["-h", "--help"]
+    )
 
     def add(command: click.Command, context: click.Context, name: str) -> None:
         if isinstance(command, click.Group):

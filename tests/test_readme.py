@@ -150,14 +150,16 @@ def test_five_minutes_run_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path / "cache"))
     (page,) = (path for path in PAGES if path.name == WITH_DATA)
-    draw, use = blocks("python", [page])
+    draw, *use = blocks("python", [page])
     assert draw.count("range(100)") == 1
     exec(compile(draw.replace("range(100)", "range(10)"), "draw.py", "exec"), names := {"__name__": "__main__"})
     shorter = ["baseline.epochs=0", "finetune.epochs=1", "latency.batches=[1]", "latency.repeats=5"]
     for arguments in commands([page]):
         run([*arguments, *(shorter if arguments[0] == "finetune" else [])], tmp_path / "runs" / "mine")
-    exec(compile(use, "use.py", "exec"), names)
+    for block in use:
+        exec(compile(block, "use.py", "exec"), names)
     assert isinstance(names["small"], torchvision.models.ResNet)
+    assert type(names["loaded"]) is names["Shapes"]
     assert (tmp_path / "small.onnx").is_file()
 
 

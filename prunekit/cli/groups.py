@@ -15,6 +15,7 @@ import click
 
 from prunekit.distributed.launcher import launched, leads
 from prunekit.errors import PeerError, PrunekitError, UsageError
+from prunekit.utils.user_code import place_in_user_code
 
 TOGETHER = ("finetune", "prune", "calibrate", "evaluate")
 
@@ -93,7 +94,8 @@ def _refused(error: Exception) -> str | None:
 
 def _unexpected(context: click.Context, error: Exception) -> str:
     hint = "" if _debugging(context) else "\nThis was not expected; --debug shows where it comes from."
-    return f"{type(error).__name__}: {error}{hint}"
+    place = place_in_user_code(error)
+    return f"{type(error).__name__}: {error}{'' if place is None else f' ({place})'}{hint}"
 
 
 def _report(context: click.Context, message: str) -> None:

@@ -115,12 +115,15 @@ def all_targets(names: Sequence[str], overrides: Sequence[str], options: ModelOp
     The user's own comes first, because the others are compared with it, unless it replaces that of a recipe.
     """
     alone = not names or (options.factory is not None and not any(map(is_recipe, names)))
-    own = [_resolve(None, overrides, replace(options, zoo=None) if names else options)] if alone else []
-    others = replace(options, weights=None) if own else options
-    return own + [_resolve(name, overrides, others) for name in names]
+    others = [_resolve(name, overrides, replace(options, weights=None) if alone else options) for name in names]
+    if not alone:
+        return others
+    return [_resolve(None, overrides, replace(options, zoo=None) if names else options, beside=others), *others]
 
 
-def _resolve(name: str | None, overrides: Sequence[str], options: ModelOptions) -> InputModel:
+def _resolve(
+    name: str | None, overrides: Sequence[str], options: ModelOptions, *, beside: Sequence[InputModel] = ()
+) -> InputModel:
     recipe = name is not None and is_recipe(name)
     job = _job(str(name), overrides, options) if recipe else None
     from prunekit.jobs.run.model_sources import resolve
@@ -132,6 +135,7 @@ def _resolve(name: str | None, overrides: Sequence[str], options: ModelOptions) 
         input_shape=options.input_shape,
         seed=options.seed or 0,
         data=options.data if recipe else None,
+        beside=beside,
     )
 
 

@@ -106,10 +106,13 @@ def _meets(constraint: Any, value: Any) -> bool:
 
 def _near(hint: Any, value: Any) -> str:
     """Return a hint about allowed names that are similar to a wrong one; may be empty."""
+    parts = (hint, *_alternatives(hint))
+    if callable(value) and any(isinstance(one, Registered) for part in parts for one in get_args(part)):
+        return "; register it under a name first, by prunekit.register_..., and give the name"
     if not isinstance(value, str):
         return ""
     names: list[str] = []
-    for part in (hint, *_alternatives(hint)):
+    for part in parts:
         if get_origin(part) is Annotated:
             names += [name for one in get_args(part) if isinstance(one, Registered) for name in one.registry.names]
         if get_origin(part) is Literal:

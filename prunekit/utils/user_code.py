@@ -226,4 +226,11 @@ def _raised(error: BaseException, path: Path) -> str:
     return f"{type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else "")
 
 
+def place_in_user_code(error: BaseException) -> str | None:
+    """Return the file and line of user code that an error passed through last; None if it passed through none."""
+    calls = list(traceback.walk_tb(error.__traceback__))
+    own = [call for call in calls if str(call[0].f_globals.get("__name__")).startswith(_PREFIX)]
+    return f"{Path(own[-1][0].f_code.co_filename).name}, line {own[-1][1]}" if own else None
+
+
 sys.meta_path.append(_UserCodeFinder)

@@ -23,6 +23,7 @@ from prunekit.cli import cli, main
 from prunekit.cli.output import Console, check_folder, plain, writable
 from prunekit.errors import ModelError, PrunekitError, RunError, UsageError
 from prunekit.utils.display import table
+from prunekit.utils.user_code import load_object
 
 COMMANDS = (
     "finetune", "prune", "calibrate", "sensitivity", "evaluate", "predict", "profile", "bench", "explain", "export",
@@ -125,6 +126,17 @@ def test_an_error_is_one_message_and_an_exit_code(
     assert result.stderr.startswith(expected)
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
+
+
+def test_an_error_of_user_code_names_its_line(failing: Callable[[BaseException], None], tmp_path: Path) -> None:
+    (tmp_path / "score.py").write_text("def largest(evidence):\n    return 1 / evidence\n")
+    largest = load_object(f"{tmp_path / 'score.py'}:largest", UsageError)
+    with pytest.raises(ZeroDivisionError) as raised:
+        largest(0)
+    failing(raised.value)
+    result = run("inspect", "resnet18")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("prunekit: error: ZeroDivisionError: division by zero (score.py, line 2)\nThis was")
 
 
 @pytest.mark.parametrize("arguments", [["--debug", "inspect"], ["inspect", "--debug"]])

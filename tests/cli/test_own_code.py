@@ -127,6 +127,10 @@ def test_a_recipe_whose_model_is_the_users_own(here: Path) -> None:
             "model.zoo is 'own' and --model was not given: expected 'own' together",
         ),
         (
+            ["finetune", "mine.yaml", "model={name: 'own.py:net', zoo: own}"],
+            "together with --model file.py:factory; if you trust that code, add --model own.py:net",
+        ),
+        (
             ["finetune", "mine.yaml", "data.source=own"],
             "data.source is 'own' and --data was not given: expected 'own' together",
         ),

@@ -58,6 +58,11 @@ def test_registered_by_path_and_by_an_entry_point(file: str, monkeypatch: pytest
     assert kept("packaged") == [4, 5, 6, 7]
 
 
+def test_a_function_is_registered_before_it_is_named() -> None:
+    with pytest.raises(UsageError, match=r"criterion: expected .*; register it under a name first"):
+        prunekit.prune(nn.Linear(4, 2), torch.randn(1, 4), macs=0.5, criterion=len)  # type: ignore[arg-type]
+
+
 def test_a_wrong_name_names_the_nearest(file: str) -> None:
     kept(f"{file}:by_number")
     with pytest.raises(UsageError, match="got 'by_numer'; did you mean 'by_number'"):

@@ -89,7 +89,7 @@ def test_a_model_folder_of_the_users_own_model_needs_the_factory(tmp_path: Path)
     target = resolve(tmp_path / "model", factory=factory)
     assert target.model[0].weight.shape == (3, 4)
     assert same_weights(target.model, pruned.model)
-    with pytest.raises(ModelError, match="built by its owner's code; give that as --model"):
+    with pytest.raises(ModelError, match=r"give that as --model file\.py:factory, or in Python load it first"):
         resolve(tmp_path / "model")
 
 
@@ -115,6 +115,25 @@ def test_what_does_not_go_together_or_is_not_there(
 def test_a_factory_without_an_example_needs_a_shape(factory: str) -> None:
     with pytest.raises(UsageError, match=r"expected --input-shape with it.* or a factory that returns \(model"):
         resolve(None, factory=factory)
+
+
+def test_models_beside_it_tell_the_shape_of_a_factory_without_an_example(factory: str, tmp_path: Path) -> None:
+    net = nn.Linear(4, 2)
+    several = InputModel(net, "several", (), inputs=(torch.zeros(1, 4), torch.zeros(1, 4)))
+    beside = [several, InputModel(net, "one", (4,)), InputModel(net, "other", (5,))]
+    assert resolve(None, factory=factory, beside=beside).sample_shape == (4,)
+    assert resolve(None, factory=factory, beside=beside, input_shape=(1, 3, 4)).sample_shape == (3, 4)
+    (tmp_path / "own.py").write_text(
+        "import torch\ndef build():\n    return torch.nn.Linear(4, 2), torch.zeros(1, 7, 4)\n"
+    )
+    assert resolve(None, factory=factory, beside=beside).sample_shape == (7, 4)
+    with pytest.raises(UsageError, match="expected --input-shape with it"):
+        resolve(None, factory=f"{Path(__file__)}:Shapeless", beside=[several])
+
+
+class Shapeless(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 2)
 
 
 def test_a_folder_without_a_manifest_is_no_model(tmp_path: Path) -> None:

@@ -238,13 +238,16 @@ def require_sources(job: JobSettings, own: Own) -> None:
         DataError: files are missing; names all of them.
     """
     pairs = (
-        ("model.zoo", job.model.zoo, own.model, "--model"),
-        ("data.source", job.data.source, own.data, "--data"),
+        ("model.zoo", job.model.zoo, own.model, "--model", job.model.name),
+        ("data.source", job.data.source, own.data, "--data", None),
     )
-    for key, value, reference, option in pairs:
+    for key, value, reference, option, named in pairs:
         if (value == "own") != (reference is not None):
             given = f"{option} was not given" if reference is None else f"{option} is {reference}"
-            raise UsageError(f"{key} is {value!r} and {given}: expected 'own' together with {option} file.py:factory")
+            text = f"{key} is {value!r} and {given}: expected 'own' together with {option} file.py:factory"
+            if reference is None and is_reference(named):
+                text += f"; if you trust that code, add {option} {named}"
+            raise UsageError(text)
     _require_source_of_task(job, own)
     asked = [settings.optimizer for settings in training_sections(job).values()]
     if own.optimizer is not None and "own" not in asked:

@@ -106,6 +106,7 @@ def resolve(
     input_shape: tuple[int, ...] | None = None,
     seed: int = 0,
     data: str | None = None,
+    beside: Sequence[InputModel] = (),
 ) -> InputModel:
     """Build the model that a command line names.
 
@@ -118,6 +119,8 @@ def resolve(
         input_shape: shape of one input with its batch, such as (1, 3, 224, 224); required if nothing else tells it.
         seed: of random weights.
         data: `file.py:factory`, the user's own data of a job.
+        beside: models that it is compared with; the first of one image tells the shape of what `factory` builds, if
+            nothing else does.
 
     Raises:
         UsageError: the arguments do not fit each other.
@@ -133,7 +136,7 @@ def resolve(
             _forbid_weights(weights, "a recipe", "set model.weights=... in it")
             return _from_job(target, Own(factory, data), shape)
         if target is None:
-            return _from_factory(str(factory), weights, shape)
+            return _from_factory(str(factory), weights, shape, beside)
         if isinstance(target, ModelSettings):
             return _from_zoo(replace(target, weights=weights), shape)
         if is_exported(Path(target)):
@@ -285,7 +288,7 @@ def _from_folder(folder: Path, factory: str | None, shape: tuple[int, ...] | Non
         if factory is None:
             raise ModelError(
                 f"{folder}: this model ({manifest.get('class')}) was built by its owner's code; give that as "
-                "--model file.py:factory"
+                f"--model file.py:factory, or in Python load it first: prunekit.load({str(folder)!r}, model=...)"
             )
         dense = load_factory(factory)
     found = folder_model(folder, dense, shape)
@@ -376,8 +379,12 @@ def _hint(name: str) -> str:
     return names if names.startswith("did you mean") else "there is no such file, folder or model"
 
 
-def _from_factory(factory: str, weights: str | None, shape: tuple[int, ...] | None) -> InputModel:
+def _from_factory(
+    factory: str, weights: str | None, shape: tuple[int, ...] | None, beside: Sequence[InputModel]
+) -> InputModel:
     model, example = load_with_example(factory)
+    if shape is None and example is None:
+        shape = next((one.sample_shape for one in beside if one.sample_shape and one.inputs is None), None)
     if shape is None and example is None:
         raise UsageError(
             "--model: expected --input-shape with it, such as --input-shape 1x3x224x224, or a factory that returns "
