@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import io
+import json
 import os
 import re
 import shlex
@@ -33,12 +34,15 @@ WIDTH, PAD, GAP = 400.0, 10.0, 12.0
 """Of a chart, of its margin, and between its panels, in pixels."""
 MOST = 150_000
 """Bytes of a picture."""
+MARGIN, NAME = 14, 24
+"""Between the panels of a picture of boxes, and the height of their names, in pixels."""
 FONT = 'text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,Helvetica,Arial,sans-serif!important}'
 
 
 def commands(page: str) -> list[str]:
-    """Returns the lines of a page's blocks of commands, in order."""
+    """Returns the lines of a page's blocks of commands, in order; one that ends with a backslash goes on."""
     blocks = re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    blocks = [re.sub(r"\s*\\\n\s*", " ", block) for block in blocks]
     return [line.split("  #")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
 
 
@@ -121,9 +125,9 @@ def _small(text: str) -> str:
     return re.sub(r"\n\s*", " ", text) + "\n"
 
 
-def picture(path: Path, width: int | None = None) -> bytes:
+def picture(made: Path | Image.Image, width: int | None = None) -> bytes:
     """Returns a picture as a small PNG, made narrower if asked for; a large one gets at most 256 colors."""
-    image = Image.open(path).convert("RGB")
+    image = (made if isinstance(made, Image.Image) else Image.open(made)).convert("RGB")
     if width is not None and image.width > width:
         image = image.resize((width, round(image.height * width / image.width)), Image.Resampling.LANCZOS)
     for shown in (image, image.quantize(256)):
@@ -132,6 +136,21 @@ def picture(path: Path, width: int | None = None) -> bytes:
         if stream.tell() < MOST:
             break
     return stream.getvalue()
+
+
+def boxes(folder: Path, count: int = 2) -> bytes:
+    """Returns the last two panels, dense and pruned, of the images of a run with the most labeled boxes."""
+    images = json.loads((folder / "detections.json").read_text(encoding="utf-8"))["images"]
+    most = sorted(images, key=lambda image: -int(image["boxes"]["labeled"]))[:count]
+    pages = [Image.open(folder / str(image["picture"])) for image in most]
+    side = (pages[0].width - MARGIN) // 3 - MARGIN  # of a panel; the images are square
+    size = 2 * (side + MARGIN), side + NAME
+    made = Image.new("RGB", (size[0] + MARGIN, count * (size[1] + MARGIN)), "white")
+    for row, page in enumerate(pages):
+        bottom = page.height - MARGIN
+        panels = page.crop((page.width - MARGIN - size[0], bottom - size[1], page.width - MARGIN, bottom))
+        made.paste(panels, (0, row * (size[1] + MARGIN)))
+    return picture(made)
 
 
 def head(page: Path, work: Path) -> bytes:
@@ -170,6 +189,7 @@ def pictures(work: Path) -> Iterator[tuple[str, Callable[[], str | bytes]]]:
     yield "cam.png", lambda: picture(next((main / "maps").glob("*.png")), 640)
     yield "filters.png", lambda: picture(main / "filters" / "filters.png")
     yield "weights.svg", lambda: chart(main / "histograms" / "histograms.html", "weights", 4)
+    yield "boxes.png", lambda: boxes(first(work, "runs/yolo-coco8") / "detections")
     yield "pareto.svg", lambda: chart(work / "comparison.html", "pareto", 2)
     yield "staircase.svg", lambda: chart(first(work, "runs/resnet34/profile") / "report.html", "layers", 3)
     yield "time.svg", lambda: chart(work / "why" / "explain.html", "modules")

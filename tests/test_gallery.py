@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import io
+import json
 import re
 import shlex
 import sys
@@ -12,10 +14,12 @@ from types import ModuleType
 from typing import Any
 
 import click
+import numpy as np
 import pytest
 from PIL import Image
 
 from prunekit.cli import cli
+from prunekit.inspection.visualize.image_grids import page as page_of
 from prunekit.recipe.loading import load
 
 ROOT = Path(__file__).parent.parent
@@ -90,6 +94,26 @@ def test_its_commands_parse_and_what_they_override_is_in_the_recipe(
         recipe, overrides = values.get("recipe"), values.get("overrides", ())
         if recipe is not None:
             load(Path(recipe), overrides)
+
+
+def test_a_line_that_ends_with_a_backslash_goes_on() -> None:
+    page = "```sh\nprunekit prune a.yaml \\\n  name=b\nprunekit report runs  # all\n```\n```python\nx = 1\n```\n"
+    assert module("gallery").commands(page) == ["prunekit prune a.yaml name=b", "prunekit report runs"]
+
+
+def test_boxes_are_those_of_the_models_in_the_images_with_most(tmp_path: Path) -> None:
+    colors = {"labeled": "#ff0000", "dense": "#00ff00", "pruned": "#0000ff"}
+    rows = []
+    for number, count in enumerate((1, 3, 2)):
+        panels = [(name, np.asarray(Image.new("RGB", (96, 96), color))) for name, color in colors.items()]
+        file = f"{number:02}.png"
+        Image.fromarray(page_of(panels, (f"Test image {number}", "boxes"))).save(tmp_path / file)
+        rows.append({"image": number, "picture": file, "boxes": {"labeled": count}})
+    (tmp_path / "detections.json").write_text(json.dumps({"images": rows}), encoding="utf-8")
+    with Image.open(io.BytesIO(module("gallery").boxes(tmp_path))) as image:
+        found = {number: count for count, number in image.convert("RGB").getcolors(1 << 16) or []}
+    assert (255, 0, 0) not in found
+    assert found[0, 255, 0] == found[0, 0, 255] == 2 * 96 * 96
 
 
 def test_a_chart_of_a_page_is_a_drawing_of_its_own(tmp_path: Path) -> None:
