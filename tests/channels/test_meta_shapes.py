@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prunekit.channels.tracing.meta_shapes import SHORTCUTS, numbers_in, run_on_meta
-from prunekit.channels.tracing.operator_mode import OperatorMode
+import prunekit as pk
+from prunekit.channels.tracing.meta_shapes import SHORTCUTS, OnMeta, numbers_in, run_on_meta
 from prunekit.channels.tracing.tracer import trace_model
+from prunekit.utils.inputs import as_example
 from prunekit.utils.tensors import gather, map_tensors
 
 aten: Any = torch.ops.aten
@@ -90,13 +91,6 @@ def test_batch_norm_in_eval_mode() -> None:
     assert not agrees(aten.native_batch_norm.default, tensor(2, 4, 3, 3), *rest, True, 0.1, 1e-5)
 
 
-class OnMeta(OperatorMode):
-    """Runs all operators as a trace does."""
-
-    def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        return run_on_meta(func, str(func._schema.name).replace("::", "."), args, kwargs)
-
-
 def test_integers_are_known_as_far_as_they_depend_on_no_float() -> None:
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
     with OnMeta():
@@ -140,3 +134,26 @@ def test_a_model_that_looks_at_its_mask_is_traced_without_values() -> None:
     trace = trace_model(Masked(), [example])
     assert trace.example[0].is_meta
     assert "aten.mul" in [operator.name for operator in trace.runs[0].operators]
+
+
+def test_state_of_a_model_that_looks_at_its_mask_is_given_back() -> None:
+    class Cached(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.key, self.last = torch.nn.Embedding(9, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 9)
+
+        def forward(
+            self, tokens: torch.Tensor, mask: torch.Tensor | None = None, cache: torch.Tensor | None = None
+        ) -> dict[str, torch.Tensor]:
+            keys = self.key(self.embed(tokens))
+            keys = keys if cache is None else torch.cat([cache, keys], 1)
+            seen = keys if mask is None or mask.to(keys.device).all() else keys * mask.to(keys)[..., None]
+            return {"scores": self.last(seen.mean(1)), "cache": keys}
+
+    tokens = torch.randint(0, 9, (2, 5))
+    trace = trace_model(Cached(), [as_example(Cached(), {"tokens": tokens, "mask": torch.ones_like(tokens)})])
+    assert trace.labels["embed.weight"][1] is not None
+    assert all(tensor.is_meta for tensor in trace.model().parameters())
+    assert trace.read.state == ("cache",)
+    group = pk.trace(Cached(), {"tokens": tokens, "mask": torch.ones_like(tokens)}).groups
+    assert {axis for found in group for axis in found.slots} >= {("key.weight", 0)}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from prunekit.channels.tracing.operator_mode import run_operator
+from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator
 from prunekit.utils.tensors import gather, map_tensors
 
 _UNARY = (
@@ -110,6 +110,14 @@ SHORTCUTS: dict[str, Shortcut] = {
     "aten._safe_softmax": _safe_softmax,
 }
 """Operator -> a function that returns its output, or NotImplemented if torch must compute it."""
+
+
+class OnMeta(OperatorMode):
+    """Runs all operators as a trace does, on meta tensors and on others."""
+
+    def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator."""
+        return run_on_meta(func, str(func._schema.name).replace("::", "."), args, kwargs)
 
 
 def run_on_meta(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

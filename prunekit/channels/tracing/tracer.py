@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import CodeType
@@ -36,7 +36,7 @@ from prunekit.channels.tracing.fused_modules import fused_away
 from prunekit.channels.tracing.interchangeable import Interchangeable, TensorAxis, positions_of
 from prunekit.channels.tracing.label_flow import BUFFER_INSTEAD, MEETS_FIXED, LabelFlow
 from prunekit.channels.tracing.made_axes import MadeAxes
-from prunekit.channels.tracing.meta_shapes import run_on_meta
+from prunekit.channels.tracing.meta_shapes import OnMeta, run_on_meta
 from prunekit.channels.tracing.operator_mode import OperatorMode, without_randomness
 from prunekit.channels.tracing.storages import Storages, inner_of
 from prunekit.channels.tracing.traced_run import TracedCall, TracedOperator, TracedRun, is_counted, signature
@@ -400,7 +400,8 @@ def _trace(
     others = alternatives or {}
     for index, example in enumerate(examples):
         inputs = map_tensors(example, stand_in)
-        calls = model_calls(clone, inputs, read)
+        with OnMeta() if meta else nullcontext():
+            calls = model_calls(clone, inputs, read)
         if calls.refused and meta:
             raise ModelError(calls.refused)  # it may run with values
         trace.read = read = calls.read
