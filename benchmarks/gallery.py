@@ -180,20 +180,19 @@ def head(page: Path, work: Path) -> bytes:
 
 def pictures(work: Path) -> Iterator[tuple[str, Callable[[], str | bytes]]]:
     """Yields the name of each picture and what makes it."""
-    main = first(work, "runs/resnet34")
-    report = main / "report.html"
-    yield "widths.svg", partial(chart, report, "widths")
-    yield "coupling.svg", partial(chart, report, "coupling")
-    yield "training.svg", partial(chart, report, "curves")
-    yield "features.png", lambda: picture(next((main / "features").glob("*.png")))
-    yield "cam.png", lambda: picture(next((main / "maps").glob("*.png")), 640)
-    yield "filters.png", lambda: picture(main / "filters" / "filters.png")
-    yield "weights.svg", lambda: chart(main / "histograms" / "histograms.html", "weights", 4)
+    main = partial(first, work, "runs/resnet34")
+    yield "widths.svg", lambda: chart(main() / "report.html", "widths")
+    yield "coupling.svg", lambda: chart(main() / "report.html", "coupling")
+    yield "training.svg", lambda: chart(main() / "report.html", "curves")
+    yield "features.png", lambda: picture(next((main() / "features").glob("*.png")))
+    yield "cam.png", lambda: picture(next((main() / "maps").glob("*.png")), 640)
+    yield "filters.png", lambda: picture(main() / "filters" / "filters.png")
+    yield "weights.svg", lambda: chart(main() / "histograms" / "histograms.html", "weights", 4)
     yield "boxes.png", lambda: boxes(first(work, "runs/yolo-coco8") / "detections")
     yield "pareto.svg", lambda: chart(work / "comparison.html", "pareto", 2)
     yield "staircase.svg", lambda: chart(first(work, "runs/resnet34/profile") / "report.html", "layers", 3)
     yield "time.svg", lambda: chart(work / "why" / "explain.html", "modules")
-    yield "../report.png", lambda: head(report, work)
+    yield "../report.png", lambda: head(main() / "report.html", work)
 
 
 def main() -> None:
