@@ -56,7 +56,8 @@ def blocks(language: str, pages: Iterable[Path] = PAGES) -> list[str]:
 
 def commands(pages: Iterable[Path]) -> list[list[str]]:
     """All `prunekit ...` commands, in order, as argument lists without the program's name."""
-    lines = [line for block in blocks("sh", pages) for line in block.splitlines()]
+    whole = (re.sub(r"\s*\\\n\s*", " ", block) for block in blocks("sh", pages))  # a line may go on in the next
+    lines = [line for block in whole for line in block.splitlines()]
     found = [re.search(r"(?:^|/)prunekit ([^#]*)", line) for line in lines]
     return [shlex.split(match.group(1).replace("<", "{").replace(">", "}")) for match in found if match]
 
