@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from math import prod
 
 import torch
 from torch import Tensor
@@ -27,8 +26,7 @@ class FileMemory:
         >>> import torch
         >>> from prunekit.utils.file_memory import FileMemory
         >>> memory = FileMemory(limit=0)
-        >>> matrix = memory.zeros((2, 2), torch.float64)
-        >>> matrix += 1
+        >>> matrix = memory.keep(torch.ones(2, 2, dtype=torch.float64))
         >>> memory.release()
         >>> matrix.sum()
         tensor(4., dtype=torch.float64)
@@ -39,19 +37,14 @@ class FileMemory:
         self._maps: list[mmap.mmap] = []
         self._used = 0
 
-    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-        """Return zeros; on other devices than the CPU, and where there is no room for a file, in memory."""
-        size = prod(shape) * dtype.itemsize
-        if self._fits(size) or (device is not None and device.type != "cpu"):
-            return torch.zeros(shape, dtype=dtype, device=device)
-        found = self._mapped(shape, dtype)
-        return torch.zeros(shape, dtype=dtype) if found is None else found
-
     def keep(self, tensor: Tensor) -> Tensor:
-        """Return a strided tensor itself while there is memory, then a copy; on other devices itself."""
+        """Return a strided tensor itself while there is memory, then a copy.
+
+        On other devices than the CPU, and where there is no room for a file, it is the tensor itself.
+        """
         if tensor.device.type != "cpu" or tensor.requires_grad or self._fits(tensor.nbytes):
             return tensor
-        found = self._mapped(tuple(tensor.shape), tensor.dtype)
+        found = self._mapped(tensor)
         return tensor if found is None else found.copy_(tensor)
 
     def release(self) -> None:
@@ -65,9 +58,9 @@ class FileMemory:
         self._left -= size if fits else 0
         return fits
 
-    def _mapped(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """Return zeros in a file; None if there is no room for it."""
-        size, start = prod(shape) * dtype.itemsize, -(-self._used // ALIGNED) * ALIGNED
+    def _mapped(self, like: Tensor) -> Tensor | None:
+        """Return a tensor of zeros in a file; None if there is no room for it."""
+        size, start = like.nbytes, -(-self._used // ALIGNED) * ALIGNED
         if not self._maps or start + size > len(self._maps[-1]):
             try:
                 self._maps.append(_file(max(size, BLOCK)))
@@ -75,7 +68,8 @@ class FileMemory:
                 return None
             start = 0
         self._used = start + size
-        return torch.frombuffer(self._maps[-1], dtype=dtype, count=prod(shape), offset=start).view(shape)
+        memory = torch.frombuffer(self._maps[-1], dtype=like.dtype, count=like.numel(), offset=start)
+        return memory.view(like.shape)
 
 
 def _file(size: int) -> mmap.mmap:

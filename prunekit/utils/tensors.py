@@ -14,6 +14,15 @@ Whole = Callable[[Any], bool]
 """Function that tells whether a list or another nesting of tensors is taken as one thing."""
 
 
+AT_ONCE = 2**22
+"""Values of a large tensor that are worked on at a time, about."""
+
+
+def in_parts(tensor: torch.Tensor, most: int = AT_ONCE) -> tuple[torch.Tensor, ...]:
+    """Return a tensor in parts along its first axis, of at most that many values where a single index has fewer."""
+    return torch.split(tensor, max(1, most // max(1, tensor[:1].numel())))
+
+
 def gather(value: Any) -> list[torch.Tensor]:
     """Return every tensor in nested tuples, lists, dicts, and attributes of dataclasses and other plain objects."""
     return gather_parts(value, None)

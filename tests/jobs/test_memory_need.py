@@ -88,7 +88,7 @@ def test_wide_groups_are_ordered_in_float32_alike(monkeypatch: pytest.MonkeyPatc
 
 def test_a_file_has_what_was_written() -> None:
     memory = FileMemory(limit=100)
-    small, large = memory.zeros((3,), torch.float64), memory.zeros((50, 50), torch.float64)
+    small, large = (memory.keep(torch.zeros(size, dtype=torch.float64)) for size in ((3,), (50, 50)))
     large.fill_diagonal_(2)
     view = large[10:20]
     memory.release()

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
+from prunekit.utils.tensors import AT_ONCE, in_parts
+
 TOLERANCE = 1e-9
 """Largest difference over the largest reference value that float64 rounding explains."""
 
@@ -19,10 +21,6 @@ CANCELED = 1e-4
 """Below this share of the largest value in the run, a sum may be rounding alone."""
 
 
-AT_ONCE = 2**22
-"""Values of a difference that are in memory at a time."""
-
-
 def largest_value(tensor: torch.Tensor) -> float:
     """Return the largest absolute value, ten times faster than the infinity norm does."""
     low, high = torch.aminmax(tensor)
@@ -33,8 +31,7 @@ def largest_gap(want: torch.Tensor, got: torch.Tensor) -> float:
     """Return the largest absolute difference, NaN if there is one; of wide outputs some rows at a time."""
     if want.numel() <= AT_ONCE or not want.dim():
         return largest_value(want - got)
-    rows = max(1, AT_ONCE // want[:1].numel())
-    gaps = [largest_value(a - b) for a, b in zip(torch.split(want, rows), torch.split(got, rows), strict=True)]
+    gaps = [largest_value(a - b) for a, b in zip(in_parts(want), in_parts(got), strict=True)]
     return max(gaps) if all(gap == gap for gap in gaps) else float("nan")
 
 

@@ -25,7 +25,7 @@ from prunekit.utils.context import release_memory, same_attributes, training_mod
 from prunekit.utils.inputs import call, counted_positions, inputs_as_example, rows_of, sample_count, select_samples
 from prunekit.utils.outputs import ALL_READ, ReadOutputs
 from prunekit.utils.progress import tracked
-from prunekit.utils.tensors import gather
+from prunekit.utils.tensors import AT_ONCE, gather, in_parts
 
 FEW = 2
 """Samples, and one more, by which outputs whose first axis holds samples are recognized."""
@@ -164,10 +164,6 @@ class _LayerOutputs(CallInterceptor):
         return result
 
 
-AT_ONCE = 2**22
-"""Values of outputs that are converted to float64 at a time."""
-
-
 class RelativeError:
     """The squared difference of a model from the dense one over the dense one's variance, summed over batches."""
 
@@ -179,9 +175,8 @@ class RelativeError:
 
     def add(self, key: int | str, want: Tensor, got: Tensor) -> None:
         """Add some samples, (n, ...) each; some at a time in float64, as they may be as wide as a vocabulary."""
-        rows = max(1, AT_ONCE // max(1, want[:1].numel()))
         self._counts[key] = self._counts.get(key, 0) + len(want)
-        for wide, other in zip(torch.split(want, rows), torch.split(got, rows), strict=True):
+        for wide, other in zip(in_parts(want), in_parts(got), strict=True):
             wide = wide.double()
             self._squares[key] = self._squares.get(key, 0.0) + float((other.double() - wide).square().sum())
             self._sums[key] = wide.sum(0) + self._sums.get(key, 0)
@@ -276,9 +271,8 @@ class _Change:
         """Return the change of a layer."""
         layer = moments.layer
         weight, biased = layer.matrix(tensors[layer.weight]), _shifted(layer, tensors, modules) is not None
-        rows = len(weight) if len(moments.grams) > 1 else max(1, 4 * AT_ONCE // weight[:1].numel())
         changes, biases, errors = list[Tensor](), list[Tensor](), list[Tensor]()
-        for some in map(Tensor.double, torch.split(weight, rows)):
+        for some in map(Tensor.double, [weight] if len(moments.grams) > 1 else in_parts(weight, 4 * AT_ONCE)):
             halved, bias, error = _halved(moments, some, biased=biased)
             changes.append((halved - some).to(weight.dtype))
             biases.append(bias)

@@ -28,7 +28,7 @@ from prunekit.utils.context import training_mode
 from prunekit.utils.file_memory import FileMemory
 from prunekit.utils.inputs import call, counted_positions, inputs_as_example, inputs_in, sample_count, select_samples
 from prunekit.utils.progress import tracked
-from prunekit.utils.tensors import first_not_finite
+from prunekit.utils.tensors import first_not_finite, in_parts
 
 ROWS = 32768
 """Positions sampled of each layer over all samples, at least one of each, padding excluded."""
@@ -72,8 +72,6 @@ class LayerMoments:
         return len(self.variance) // max(1, self.layer.stack)
 
 
-AT_ONCE = 2**22
-"""Values that are converted to float64 at a time."""
 IN_MEMORY = 2**28
 """Bytes of Gram matrices that are kept in memory; others are in a temporary file until a layer's turn comes."""
 
@@ -138,7 +136,7 @@ class _Spread:
 
     def add(self, rows: Tensor) -> None:
         """Add some rows, (N, channels), a part of those that are wide at a time."""
-        for part in torch.split(rows, max(1, AT_ONCE // max(1, rows.shape[1]))) if len(rows) else ():
+        for part in in_parts(rows) if len(rows) else ():
             self._add(part.double())
 
     def _add(self, values: Tensor) -> None:
@@ -307,20 +305,17 @@ class _Collector(LayerFinder):
         for before in known.values():
             readers = {weight for weight in reading.readers if self._sums.get(weight) is before}
             if before is None:
-                total = _GramSum([self._kept(part) for part in parts], counts, readers)
+                own = [part.clone() for part in parts] if len(known) > 1 else parts
+                total = _GramSum(list(map(self.memory.keep, own)), counts, readers)
             elif before.readers == readers:
                 grams = [a.add_(b) for a, b in zip(before.grams, parts, strict=True)]
                 total = _GramSum(grams, list(map(add, before.counts, counts)), readers)
             else:  # others have read something else this time
                 before.readers -= readers
-                sums = [self._kept(a).add_(b) for a, b in zip(before.grams, parts, strict=True)]
+                sums = [self.memory.keep(a + b) for a, b in zip(before.grams, parts, strict=True)]
                 total = _GramSum(sums, list(map(add, before.counts, counts)), readers)
             self._sums |= dict.fromkeys(readers, total)
         self.memory.release()
-
-    def _kept(self, matrix: Tensor) -> Tensor:
-        """Return a copy of a matrix where sums are kept."""
-        return self.memory.zeros(tuple(matrix.shape), matrix.dtype, matrix.device).copy_(matrix)
 
     def finished(self) -> tuple[LayerMoments, ...]:
         """Return the moments of all batches; once, at the end."""
@@ -527,10 +522,10 @@ def with_raised_ridge(patches: PatchStats, ridge: float) -> PatchStats:
 
 
 def _raised(matrix: Tensor, more: float, memory: FileMemory) -> Tensor:
-    raised = memory.zeros(tuple(matrix.shape), matrix.dtype, matrix.device).copy_(matrix)
+    raised = matrix.clone()
     diagonal = raised.diagonal()[:-1]
     diagonal.add_(more * diagonal.mean())
-    return raised
+    return memory.keep(raised)
 
 
 def _named(moments: LayerMoments) -> str:
