@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 import torch
 from process_group import together
+from pruner_loops import MOMENTUM, Net, X, Y, batch, count_all, loop, small_net, step
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -26,8 +25,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from training_models import CPU, net, splits
 
 import prunekit as pk
-from prunekit.errors import ArtifactError, ModelError, PlanError, UsageError
-from prunekit.hooks.hook import count_hooks
+from prunekit.errors import ModelError, UsageError
 from prunekit.jobs.prune.plan_search import Planned, PlanSearch
 from prunekit.jobs.prune.prune_request import Request
 from prunekit.jobs.prune.pruner import Pruner
@@ -41,27 +39,7 @@ from prunekit.training.callbacks.callback import Callback, TrainingRun
 from prunekit.training.callbacks.scheduled_masks import PruningSchedule
 from prunekit.training.loop import fit
 
-
-class Net(nn.Module):
-    """Convolutions with a norm each, a shortcut, and a linear layer; without dropout, in float64."""
-
-    def __init__(self, seed: int = 0) -> None:
-        torch.manual_seed(seed)
-        super().__init__()
-        self.one, self.norm = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
-        self.two, self.group, self.back = nn.Conv2d(8, 12, 3), nn.GroupNorm(3, 12), nn.Conv2d(12, 8, 3, padding=2)
-        self.fc = nn.Linear(32, 4)
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.one(x.double())).relu()
-        x = x + self.back(self.group(self.two(x)).relu())
-        return self.fc(F.adaptive_avg_pool2d(x, 2).flatten(1))  # type: ignore[no-any-return]
-
-
-X, Y = torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 4
 ONE_BY_ONE = Target(block=1)
-MOMENTUM = partial(SGD, lr=0.05, momentum=0.9, weight_decay=1e-3)
 
 
 class Signs(Optimizer):
@@ -89,37 +67,11 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-def batch(number: int) -> tuple[Tensor, Tensor]:
-    order = torch.randperm(8, generator=torch.Generator().manual_seed(number))
-    return X[order] + 0.1 * number, Y[order]
-
-
-def step(model: nn.Module, optimizer: Optimizer, number: int) -> float:
-    images, labels = batch(number)
-    loss = F.cross_entropy(model(images), labels)
-    loss.backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
-
-
-def loop(model: nn.Module, optimizer: Optimizer, pruner: Pruner, numbers: range) -> None:
-    for number in numbers:
-        step(model, optimizer, number)
-        pruner.step()
-
-
 def require_zeros(model: nn.Module, plan: Plan) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         mask = plan.mask(name)
         if mask is not None and not name.endswith("running_var"):
             assert (tensor[~mask.expand(tensor.shape)] == 0).all(), name
-
-
-def count_all(model: nn.Module, *optimizers: Optimizer) -> int:
-    """Hooks on the model and on optimizers."""
-    tables = (table for it in optimizers for table in (it._optimizer_step_pre_hooks, it._optimizer_step_post_hooks))
-    return count_hooks(model) + sum(len(table) for table in tables)
 
 
 class Drives(Callback):
@@ -282,11 +234,6 @@ def test_resumed_is_uninterrupted(name: str) -> None:
     assert {key: value.shape for key, value in whole[3].average.module.state_dict().items()} == {
         key: value.shape for key, value in small.state_dict().items()
     }
-
-
-def small_net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 6, 1), nn.ReLU(), nn.Flatten(), nn.Linear(96, 4))
 
 
 SCALED: dict[str, tuple[Callable[[Any], Optimizer], float | None]] = {
@@ -556,162 +503,12 @@ def test_an_average_is_none_of_the_model_itself() -> None:
     assert count_all(model, optimizer) == 0
 
 
-def test_finishing_early_and_late_says_what_is_missing() -> None:
-    model = Net()
-    optimizer = MOMENTUM(model.parameters())
-    pruner = Pruner(model, optimizer, X[:2], macs=0.5, steps=10, criterion="taylor")
-    step(model, optimizer, 0)
-    with pytest.raises(UsageError, match=r"made 1 steps, and pruner.step\(\) was never called; call it"):
-        pruner.finish()
-    pruner.step()
-    pruner.step()  # as after a micro-batch
-    with pytest.raises(UsageError, match="made 1 of the schedule's 10 steps, so the budget isn't met yet; train on"):
-        pruner.finish()
-    small, _ = pruner.finish(early=True)
-    chart = pruner.plan.channel_map
-    assert chart.macs(pruner.plan.keep) <= 0.5 * chart.macs()
-    assert "has finished" in repr(pruner)
-    with pytest.raises(UsageError, match="step: this pruner has finished: go on with the compact model"):
-        pruner.step()
-    with pytest.raises(PlanError):
-        pk.compact(small, pruner.plan)
-
-
-def test_a_loop_that_never_calls_step_is_told() -> None:
-    model = Net()
-    optimizer = MOMENTUM(model.parameters())
-    pruner = Pruner(model, optimizer, X[:2], macs=0.5, steps=2)
-    for number in range(3):
-        step(model, optimizer, number)
-    with pytest.raises(UsageError, match=r"schedule's 2 steps are over, and pruner.step\(\) was never called"):
-        step(model, optimizer, 3)
-    pruner.close()
-    pruner = Pruner(model, MOMENTUM(model.parameters()), X[:2], macs=0.5, steps=2)
-    loop(model, optimizer, pruner, range(3))  # of another optimizer
-    with pytest.raises(UsageError, match="this SGD has made no step, so no plan came into force; give the optimizer"):
-        pruner.finish()
-    pruner.close()
-
-
-def test_a_state_of_something_else_is_refused() -> None:
-    model = Net()
-    arguments: dict[str, Any] = {"macs": 0.5, "steps": 4}
-    state = Pruner(model, MOMENTUM(model.parameters()), X[:2], **arguments).state_dict()
-    for changed, what in (({"macs": 0.4}, "other settings .budget"), ({"steps": 5}, "other settings .schedule")):
-        other = Net()
-        pruner = Pruner(other, MOMENTUM(other.parameters()), X[:2], **(arguments | changed))
-        with pytest.raises(ArtifactError, match=what):
-            pruner.load_state_dict(state)
-    other = small_net()
-    with pytest.raises(ArtifactError, match="of other channels than this one; make this one of the same model"):
-        Pruner(other, MOMENTUM(other.parameters()), X[:2], **arguments).load_state_dict(state)
-    with pytest.raises(ArtifactError, match=r"expected what its state_dict.. returned, got one with 'model'"):
-        pruner.load_state_dict({"model": {}})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({}, "steps: expected how many steps of the optimizer the schedule 'cubic' takes, such as steps=1000"),
-        ({"steps": 0}, "steps: expected a number of optimizer steps, at least 1, got 0"),
-        ({"steps": 4, "begin": 4}, "begin: expected less than the schedule's end of 4 steps, got 4"),
-        ({"steps": 4, "begin": -1}, "begin: expected a number of optimizer steps"),
-        ({"steps": 4, "schedule": "cubik"}, "schedule: expected oneshot, .* got 'cubik'; did you mean 'cubic'"),
-        (
-            {"steps": 4, "schedule": "oneshot"},
-            "steps: expected none, because schedule is 'oneshot'.*begin=4 prunes then",
-        ),
-        ({"schedule": ScheduleSettings(end=3)}, "schedule.unit: expected 'step', because end is given"),
-        ({"steps": 4, "schedule": ScheduleSettings(unit="step", end=3)}, "steps: expected nothing beside schedule.end"),
-        ({"steps": 4, "schedule": ScheduleSettings("iterative", rewind_lr=True)}, "schedule.rewind_lr: expected false"),
-        (
-            {"schedule": ScheduleSettings("linear", unit="step", end=9, every=2, rounds=3)},
-            "^schedule.every: expected nothing beside rounds",
-        ),
-        (
-            {"schedule": ScheduleSettings("oneshot", unit="step", score="movement")},
-            "^schedule.begin: expected at least one step before the first pruning",
-        ),
-        (
-            {"macs": None, "speedup": 2, "schedule": ScheduleSettings(unit="step", end=9, regrow=True)},
-            "^schedule.regrow: expected false, because speedup is given: ",
-        ),
-        ({"schedule": "oneshot", "criterion": "taylor"}, "begin: expected at least one step before the first stage"),
-        ({"steps": 4, "criterion": "apoz"}, "calibration: criterion 'apoz' looks at activations"),
-        ({"steps": 4, "criterion": "obd"}, "calibration: criterion 'obd' needs second derivatives"),
-        ({"steps": 4, "criterion": "l2", "calibration": X}, "calibration: expected none, because criterion 'l2'"),
-        (
-            {"steps": 4, "average": nn.Linear(2, 2)},
-            "average: expected a module of the model's structure .*; got Linear: ",
-        ),
-        ({"steps": 4, "clamp_weight_grad": -1.0}, "clamp_weight_grad"),
-        ({"steps": 4, "macs": None}, "budget: expected at least one of"),
-        (
-            {"steps": 4, "macs": None, "settings": PruneSettings(schedule=ScheduleSettings())},
-            "settings.schedule: expected None beside a pruner's own; give it as schedule=",
-        ),
-    ],
-)
-def test_bad_arguments_are_told_before_anything_is_hooked(arguments: dict[str, Any], message: str) -> None:
-    model = Net()
-    optimizer = MOMENTUM(model.parameters())
-    with pytest.raises(UsageError, match=message):
-        Pruner(model, optimizer, X[:2], **({"macs": 0.5} | arguments))
-    assert count_all(model, optimizer) == 0
-
-
-def test_an_optimizer_of_something_else_is_refused() -> None:
-    model = Net()
-    head = nn.Linear(2, 2)
-    with pytest.raises(UsageError, match="parameters alone, but it has 2 others, the first of shape"):
-        Pruner(model, MOMENTUM([*model.parameters(), *head.parameters()]), X[:2], macs=0.5, steps=4)
-    with pytest.raises(UsageError, match="optimizer`, got str"):
-        Pruner(model, "sgd", X[:2], macs=0.5, steps=4)  # type: ignore[arg-type]
-
-
-def test_one_pruner_at_a_time() -> None:
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    first = pk.Pruner(model, optimizer, X, macs=0.5, steps=4)
-    with pytest.raises(UsageError, match=r"a Pruner counts its steps already; call that one's finish\(\) or close"):
-        pk.Pruner(model, optimizer, X, macs=0.5, steps=4)
-    first.close()
-    pk.Pruner(model, optimizer, X, macs=0.5, steps=4).close()
-
-
-def test_what_never_has_a_gradient_is_named() -> None:
-    model = small_net()
-    model[0].requires_grad_(False)
-    model[2].requires_grad_(False)
-    optimizer = MOMENTUM(model.parameters())
-    pruner = Pruner(model, optimizer, X[:2], macs=0.5, steps=2, criterion="taylor")
-    step(model, optimizer, 0)
-    with pytest.raises(UsageError, match="no parameter on which the channels of group '0' lie had a gradient"):
-        pruner.step()
-    pruner.close()
-
-
 def test_an_example_may_be_given_by_name() -> None:
     model = Net()
     pruner = Pruner(model, MOMENTUM(model.parameters()), {"x": X[:2]}, macs=0.5, schedule="oneshot")
     pruner.finish()
     assert pruner.verification is not None
     assert pruner.verification.inputs == 2
-
-
-def _sharded() -> str:
-    mesh = init_device_mesh("cpu", (2,))
-    model = fully_shard(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), mesh=mesh)
-    try:
-        Pruner(model, MOMENTUM(model.parameters()), torch.ones(1, 4), macs=0.5, steps=4)
-    except ModelError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.slow
-def test_a_sharded_model_is_refused(tmp_path: Path) -> None:
-    assert all("use DistributedDataParallel, or prune at once" in said for said in together(2, tmp_path, _sharded))
 
 
 def test_all_at_once_is_pruned_when_it_is_made() -> None:
