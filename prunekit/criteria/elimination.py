@@ -27,6 +27,8 @@ GONE = 0.25
 """Share of a matrix's columns that may be removed before the matrix is made smaller."""
 WIDE = 2**31
 """Bytes of the matrices of all layers that read a group; where they would take more, they are in float32."""
+PART = 2**24
+"""Values of a weight that are in float64 at a time, before its rows are made fewer."""
 AT_ONCE = 64
 """One of so many remaining labels is removed at a time; of wide groups several, as one by one takes too long."""
 
@@ -157,10 +159,18 @@ def _together(alike: Sequence[LayerObjective]) -> LayerObjective:
 
     Errors are sums of w G w^T over outputs w: they stay the same for the triangle of a QR decomposition.
     """
-    weight = torch.cat([one.weight for one in alike])
-    if len(weight) > weight.shape[1]:
-        weight = torch.linalg.qr(weight, mode="r").R
-    return replace(alike[0], weight=weight)
+    return replace(alike[0], weight=_shortened(one.weight for one in alike))
+
+
+def _shortened(parts: Iterable[Tensor]) -> Tensor:
+    """Return rows in parts as one matrix W, or the triangle R with R^T R = W^T W where it has fewer rows."""
+    found: Tensor | None = None
+    for part in parts:
+        found = part if found is None else torch.cat([found, part])
+        if len(found) > found.shape[1]:
+            found = torch.linalg.qr(found, mode="r").R
+    assert found is not None
+    return found
 
 
 def _layers_reading(
@@ -200,14 +210,19 @@ def _by_group(
     moments: LayerMoments, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module], labels: Labels
 ) -> Iterable[LayerObjective]:
     layer = moments.layer
-    weight = layer.matrix(tensors[layer.weight].detach()).double()
+    weight = layer.matrix(tensors[layer.weight].detach())
     weight = weight.flatten(2) if weight.dim() > 2 else weight[:, :, None]
     scale = relative_scale(moments, modules) * moments.output_gain ** (TRUST / 2)
-    weight = weight * scale[:, None, None]
-    for matrix, rows in zip(moments.grams, weight.chunk(len(moments.grams)), strict=True):
+    biased, groups = layer.bias is not None or layer.norm is not None, len(moments.grams)
+    for matrix, rows, factors in zip(moments.grams, weight.chunk(groups), scale.chunk(groups), strict=True):
+        step = max(1, PART // rows[0].numel())
+        parts = (
+            some.double() * by[:, None, None]
+            for some, by in zip(torch.split(rows, step), torch.split(factors, step), strict=True)
+        )
         if moments.taps == 1:  # without the taps' own statistics each of them is a layer of its own
-            rows = rows.transpose(1, 2).flatten(0, 1)[:, :, None]
-        yield LayerObjective(matrix, rows.flatten(1), labels, layer.bias is not None or layer.norm is not None)
+            parts = (some.transpose(1, 2).flatten(0, 1)[:, :, None] for some in parts)
+        yield LayerObjective(matrix, _shortened(some.flatten(1) for some in parts), labels, biased)
 
 
 def weighted_output_count(group: ChannelGroup, channel_map: ChannelMap, stats: PatchStats) -> float:

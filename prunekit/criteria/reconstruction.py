@@ -29,9 +29,13 @@ class LabeledConsumer:
 
     def columns(self, evidence: Evidence) -> FloatArray:
         """Return the entries of the layer's weight for each channel, (channels, outputs x taps)."""
-        columns = self.consumer.columns(evidence.parameters[self.consumer.weight]).cpu().double().numpy()
-        require_finite(self.consumer.weight, columns)
-        return columns
+        return _columns(evidence, self.consumer)
+
+
+def _columns(evidence: Evidence, consumer: Consumer) -> FloatArray:
+    columns = consumer.columns(evidence.parameters[consumer.weight]).cpu().double().numpy()
+    require_finite(consumer.weight, columns)
+    return columns
 
 
 @register_criterion(
@@ -131,11 +135,13 @@ def _output_sizes(evidence: Evidence, *, squared: bool) -> Scores:
 
     It is (n_labels,) root mean squares if inputs are independent, or their squares; NaN where there is no such output.
     """
+    assert evidence.stats is not None
     found = LabelMean(evidence.channel_map)
-    for read, moments in _with_moments(evidence):
-        labels = evidence.channel_map.labels[read.consumer.weight][0]
-        if labels is not None and evidence.parameters[read.consumer.weight].ndim == 2:
-            energy = ((read.columns(evidence) * moments.rms[:, None]) ** 2).sum(0)
+    for consumer in evidence.stats.reads.values():  # those too that read no channel that may go
+        weight = evidence.parameters.get(consumer.weight)
+        labels, moments = evidence.channel_map.labels.get(consumer.weight, (None,))[0], _moments_of(evidence, consumer)
+        if labels is not None and moments is not None and weight is not None and weight.ndim == 2:
+            energy = ((_columns(evidence, consumer) * moments.rms[:, None]) ** 2).sum(0)
             found.add(labels, energy if squared else np.sqrt(energy))
     return found.result(otherwise=np.nan)
 
@@ -154,13 +160,9 @@ def _labeled_consumers(evidence: Evidence) -> Iterator[LabeledConsumer]:
 
 
 def _with_moments(evidence: Evidence) -> Iterator[tuple[LabeledConsumer, InputMoments]]:
-    """Yield each layer with the moments of its input; of a Gram matrix that was left out, the diagonal."""
-    assert evidence.stats is not None
+    """Yield each layer with the moments of its input."""
     for read in _labeled_consumers(evidence):
-        moments = evidence.stats.moments.get(read.consumer.path)
-        layer = evidence.stats.get(StatsKey(read.consumer.path, "input", 0))
-        if moments is None and layer is not None:
-            moments = InputMoments(1, layer.mean.copy(), np.square(layer.rms)[:, None, None])
+        moments = _moments_of(evidence, read.consumer)
         if moments is not None:
             if moments.channels != len(read.labels):
                 raise UsageError(
@@ -168,6 +170,15 @@ def _with_moments(evidence: Evidence) -> Iterator[tuple[LabeledConsumer, InputMo
                     f"statistics {moments.channels}; both must come from the same model"
                 )
             yield read, moments
+
+
+def _moments_of(evidence: Evidence, consumer: Consumer) -> InputMoments | None:
+    """Return the moments of a layer's input; of a Gram matrix that was left out, the diagonal; None: not measured."""
+    assert evidence.stats is not None
+    layer = evidence.stats.get(StatsKey(consumer.path, "input", 0))
+    if consumer.path in evidence.stats.moments or layer is None:
+        return evidence.stats.moments.get(consumer.path)
+    return InputMoments(1, layer.mean.copy(), np.square(layer.rms)[:, None, None])
 
 
 def _add_joint(found: LabelMean, labels: IntArray, groups: int, value: Callable[[int, IntArray], FloatArray]) -> None:

@@ -21,7 +21,7 @@ from prunekit.jobs.run.agreement import main_has, main_process_only
 from prunekit.jobs.run.dense_model import prepare, train_baseline
 from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, Prepared, chosen_batches
 from prunekit.jobs.run.run_folder import Log, digest, weights_digest
-from prunekit.jobs.stages.sample_statistics import joined_samples, needs_activations, patch_statistics
+from prunekit.jobs.stages.sample_statistics import joined_samples, needs_activations, patch_statistics, share_check
 from prunekit.settings.job import JobSettings
 from prunekit.statistics.calibration import Collectors, StatsCollector, peek_samples
 from prunekit.statistics.channel_stats import ChannelStats
@@ -261,8 +261,11 @@ def criterion_inputs(
     if with_stats or needs_activations(job.prune.criterion):
         stats = calibrate_model(prepared, model, log=log).stats
     gradients = loss_gradients(prepared, model, log=log)
-    patches = job_patches(prepared, model, chart, log=log)
-    return CriterionInputs(stats, gradients, patches, job.seed)
+    patches, check = job_patches(prepared, model, chart, log=log), None
+    if patches is not None and job.prune.criterion == "elimination" and job.prune.groups_compete:
+        images = calibration_images(prepared)
+        check = share_check(model, images, chart, patches, job.repair, job.prune.ignore)
+    return CriterionInputs(stats, gradients, patches, job.seed, check)
 
 
 def calibration_images(prepared: Prepared) -> Any:

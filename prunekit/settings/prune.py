@@ -449,6 +449,11 @@ class PruneSettings(Checked):
         return self.pattern is not None and not self.budget.given
 
     @property
+    def groups_compete(self) -> bool:
+        """True if scores decide how many channels each group loses, and not only which ones."""
+        return self.scope in ("global", "per_mac") and self.layout == "free" and not self.channels_stay
+
+    @property
     def blocks_may_go(self) -> bool:
         """True if a plan may remove whole blocks: what is left in their place is of classes of prunekit's own."""
         return self.depth is not False and not self.plain_classes and self.layout != "huggingface"

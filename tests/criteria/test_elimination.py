@@ -15,6 +15,7 @@ import prunekit as pk
 from prunekit.channels.constraints import LockRecord
 from prunekit.channels.map_builder import with_extra
 from prunekit.channels.trace import trace
+from prunekit.criteria import elimination
 from prunekit.criteria.elimination import AT_ONCE, LayerObjective, eliminate, eliminations, layer_objectives
 from prunekit.errors import NonFiniteError
 from prunekit.statistics.layers.output_error import RIDGE
@@ -268,3 +269,20 @@ def test_doubled_channels_of_a_stack_go_first() -> None:
     assert result.model.up.shape[2] < 8
     with pk.masked(model, result.plan):
         torch.testing.assert_close(model(x), result.model(x), rtol=1e-10, atol=1e-10)
+
+
+def test_rows_in_parts_cost_what_the_whole_weight_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight as wide as a vocabulary is never in float64 as a whole."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 40)).double().eval()
+    found = pk.collect(model, torch.randn(64, 6, dtype=torch.float64))
+    group = found.channel_map.groups[0]
+    (whole,) = layer_objectives(group, model, found.channel_map, found.patches)
+    monkeypatch.setattr(elimination, "PART", 5 * 3)
+    (parts,) = layer_objectives(group, model, found.channel_map, found.patches)
+    assert whole.weight.shape == parts.weight.shape == (5, 5)
+    squares = [one.weight.T @ one.weight for one in (whole, parts)]
+    assert torch.allclose(*squares, rtol=1e-12)
+    orders = [eliminate(group.labels, [one]) for one in (whole, parts)]
+    assert np.array_equal(orders[0].labels, orders[1].labels)
+    assert np.allclose(orders[0].errors, orders[1].errors, rtol=1e-9)

@@ -56,7 +56,10 @@ def test_too_little_memory_names_the_setting_that_fits(large: None, monkeypatch:
     free(monkeypatch, need.most - 2**20)
     assert "may be too little" in str(require_memory(model, chart, RepairSettings()))
     free(monkeypatch, need.most // 2)
-    with pytest.raises(UsageError, match=r"are free: repair=prunekit.RepairSettings\(memory_bytes=(\d+)\) fits"):
+    with pytest.raises(
+        UsageError,
+        match=r"are free: repair=prunekit.RepairSettings\(memory_bytes=(\d+)\), repair.memory_bytes in a recipe, fits",
+    ):
         pk.prune(model, calibration=torch.randn(64, 16), macs=0.5)
     smaller = RepairSettings(memory_bytes=2**30)
     assert pk.prune(model, calibration=torch.randn(64, 16), macs=0.5, repair=smaller).repair is not None

@@ -14,7 +14,6 @@ from prunekit.channels.cut.offloaded import with_weights
 from prunekit.channels.trace import trace
 from prunekit.errors import UsageError
 from prunekit.hooks.wrappers import require_values, unwrapped
-from prunekit.jobs.stages.memory_need import require_memory
 from prunekit.jobs.stages.sample_statistics import patch_statistics, samples_for
 from prunekit.settings.calibration import RepairSettings
 from prunekit.statistics.layers.patch_moments import PatchStats, shortfalls
@@ -137,8 +136,6 @@ def collect(
         with paused_garbage_collection():
             channel_map = trace(model, few, outputs=outputs)
         release_memory(model)
-        if said := require_memory(model, channel_map, repair):
-            stage(said)
         stage(f"patch statistics of {sample_count(samples)} samples")
         patches = patch_statistics(model, samples, channel_map, repair, log=stage)
         release_memory(model)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -46,6 +47,7 @@ from prunekit.planning.feasibility import require_unmeasured_met
 from prunekit.planning.plan import Plan
 from prunekit.planning.sensitivity_curves import SensitivityCurve, cumulative_curves
 from prunekit.planning.solver import feasible_plan, make_plan
+from prunekit.repair.share_check import ShareCheck
 from prunekit.settings.deployment import DeploySettings
 from prunekit.settings.prune import PruneSettings, facts_of
 from prunekit.statistics.channel_stats import ChannelStats
@@ -74,12 +76,14 @@ class CriterionInputs:
         gradients: Taylor terms.
         patches: Gram matrices of patches.
         seed: of the random criterion.
+        check: of how like layers share a cut, for `elimination` of few samples.
     """
 
     stats: ChannelStats | None = None
     gradients: TaylorTerms | None = None
     patches: PatchStats | None = None
     seed: int = 0
+    check: ShareCheck | None = None
 
 
 WEIGHTS_ALONE = CriterionInputs()
@@ -301,10 +305,15 @@ class PlanSearch:
             scores = np.zeros(chart.n_labels) if stay else importance(self.model, chart, settings, inputs)
             release_memory(self.model)
 
-            def planned(chart: ChannelMap) -> Plan:
+            def planned(chart: ChannelMap, scores: Scores = scores) -> Plan:
                 return make_plan(chart, scores, settings, seed=inputs.seed, latency=table)
 
-            if library is None:
+            if library is None and inputs.check is not None and settings.groups_compete:
+                said = inputs.check.note
+                plan = inputs.check.best(scores, chart, partial(planned, chart))
+                if inputs.check.note != said:
+                    self.log(inputs.check.note)
+            elif library is None:
                 plan = planned(chart)
             else:
                 plan = sayable_plan(library, with_known_layout(library, chart, layouts), planned)

@@ -16,8 +16,8 @@ from prunekit.criteria.elimination import unread_stacks
 from prunekit.errors import ModelError, UsageError, require_kind
 from prunekit.jobs.prune.collected import Collected
 from prunekit.jobs.prune.plan_search import CriterionInputs, Planned, PlanSearch
-from prunekit.jobs.stages.memory_need import require_memory
-from prunekit.jobs.stages.sample_statistics import activation_statistics, patch_statistics, samples_for
+from prunekit.jobs.stages.sample_statistics import activation_statistics, patch_statistics, samples_for, share_check
+from prunekit.repair.share_check import ShareCheck
 from prunekit.settings.calibration import RepairSettings
 from prunekit.settings.prune import PruneSettings
 from prunekit.statistics.channel_stats import ChannelStats
@@ -58,6 +58,7 @@ class Request:
     samples: Any = field(default=None, init=False)
     search: PlanSearch = field(init=False)
     notes: tuple[str, ...] = field(default=(), init=False)
+    _check: ShareCheck | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         require_kind("stats", self.stats, ChannelStats, "channel statistics, from prunekit.calibrate(model, loader)")
@@ -99,6 +100,8 @@ class Request:
         release_memory(self.model)
         self.search = search.with_profile()
         planned = self.search.find(inputs)
+        if self._check is not None and self._check.note:
+            self.notes += (self._check.note,)
         release_memory(self.model)
         return planned
 
@@ -156,19 +159,19 @@ class Request:
         if "patches" in needs and collected is not None:
             patches = collected.patches
         elif "patches" in needs:
-            if said := require_memory(model, channel_map, repair):
-                stage(said)
             stage(f"patch statistics of {sample_count(samples)} samples")
             patches = patch_statistics(model, samples, channel_map, repair, settings.ignore, log=stage)
         if patches is not None:
             short += shortfalls(patches)
-            if settings.criterion == "elimination":
-                short += unread_stacks(channel_map, patches)
+        if patches is not None and settings.criterion == "elimination":
+            short += unread_stacks(channel_map, patches)
+            if settings.groups_compete:
+                self._check = share_check(model, samples, channel_map, patches, repair, settings.ignore)
         stats = self.stats or activation_statistics(model, samples, settings.criterion)
         if stats is not None and "moments" in needs:
             short = [*stats.too_few_samples(), *short]
         self.notes = tuple(short)
-        return CriterionInputs(stats, self.gradients, patches, self.seed)
+        return CriterionInputs(stats, self.gradients, patches, self.seed, self._check)
 
 
 def _require_running(model: nn.Module, example: tuple[Any, ...]) -> None:

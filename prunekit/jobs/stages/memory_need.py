@@ -93,7 +93,7 @@ def require_memory(model: nn.Module, channel_map: ChannelMap, repair: RepairSett
         least = max(need.gains, need.order, need.trial, need.repair - repair.memory_bytes)
         left = max(0, int(free / DOUBT) - need.repair + repair.memory_bytes) // 2**20 * 2**20
         advice = (
-            f"repair=prunekit.RepairSettings(memory_bytes={left}) fits"
+            f"repair=prunekit.RepairSettings(memory_bytes={left}), repair.memory_bytes in a recipe, fits"
             if left >= 2**28
             else f"the least is {size(least)}, with a small memory_bytes in prunekit.RepairSettings; " + advice
         )

@@ -13,8 +13,10 @@ from prunekit.channels.channel_map import ChannelGroup, ChannelMap
 from prunekit.channels.cut.model_copy import named_tensors, with_tensors
 from prunekit.channels.rewrite.substitutes import substitute_all
 from prunekit.criteria.criterion import get_criterion
+from prunekit.jobs.stages.memory_need import require_memory
 from prunekit.planning.candidates import labels_matching
 from prunekit.repair.repair_model import require_images
+from prunekit.repair.share_check import ShareCheck
 from prunekit.settings.calibration import Moments, RepairSettings
 from prunekit.statistics.calibration import calibrate
 from prunekit.statistics.channel_stats import ChannelStats
@@ -134,13 +136,69 @@ def patch_statistics(
         model: the dense one, on the images' device.
         images: (B, ...), or a tuple of all inputs.
         channel_map: of the model.
-        settings: of the repair that follows, with the limits of rows and memory.
+        settings: of the repair that follows, with the limits of rows and memory; None: none follows.
         ignore: globs over module paths whose output channels are kept.
         groups: whose readers are looked at; None: all groups of the map.
-        log: gets a line on the memory that the statistics will take.
+        log: gets lines on the memory that pruning and the statistics will take.
+
+    Raises:
+        UsageError: much less memory is free than pruning the model takes.
     """
+    said = require_memory(model, channel_map, settings)
+    if said is not None and log is not None:
+        log(said)
     settings, images = settings or RepairSettings(), map_tensors(images, to_channels_last)
     channel_map.require_plain_forward("the criterion 'elimination'")
+    copy = _copy(model)
+    found = _moments(copy, images, channel_map, settings, ignore, groups, log)
+    few = select_samples(images, slice(max(FEWEST, sample_count(images) // 16)))
+    return with_gains(copy, with_raised_ridge(found, RIDGE), few, channel_map.read)
+
+
+def share_check(
+    model: nn.Module,
+    images: Any,
+    channel_map: ChannelMap,
+    patches: PatchStats,
+    settings: RepairSettings | None = None,
+    ignore: Iterable[str] = (),
+) -> ShareCheck | None:
+    """Return the check of how like layers share a cut, where samples are too few; else None. See `patch_statistics`.
+
+    Args:
+        model: the dense one, on the images' device.
+        images: as `patches` were collected of.
+        channel_map: of the model.
+        patches: of all samples.
+        settings: of the repair that follows.
+        ignore: globs over module paths whose output channels are kept.
+    """
+    settings = settings or RepairSettings()
+
+    def collect(some: Any) -> PatchStats:
+        found = _moments(_copy(model), map_tensors(some, to_channels_last), channel_map, settings, ignore)
+        return with_raised_ridge(found, RIDGE)
+
+    return ShareCheck.of(model, images, channel_map, patches, settings.held_out, collect)
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """Return a copy in which attention calls its projections as layers; it shares the tensors."""
+    copy = with_tensors(model, {name: tensor.detach() for name, tensor in named_tensors(model)})
+    substitute_all(copy)
+    return copy
+
+
+def _moments(
+    copy: nn.Module,
+    images: Any,
+    channel_map: ChannelMap,
+    settings: RepairSettings,
+    ignore: Iterable[str] = (),
+    groups: Sequence[ChannelGroup] | None = None,
+    log: Callable[[str], None] | None = None,
+) -> PatchStats:
+    """Return the moments of what layers read, without gains."""
     samples = sample_count(images)
     may_go = ~labels_matching(channel_map, ignore, "ignore")
     may_go[0] = False
@@ -152,12 +210,10 @@ def patch_statistics(
         for axis, on in enumerate(axes[:3])
         if len(axes) > 1 and on is not None and may_go[channel_map.deciding(on)].any()
     ]
-    copy = with_tensors(model, {name: tensor.detach() for name, tensor in named_tensors(model)})
-    substitute_all(copy)  # attention that calls its projections as layers
     rows = min(ROWS, settings.rows, samples * _positions(images))
-    found = collect_patches(
+    return collect_patches(
         copy,
-        in_batches(images, max(1, min(BATCH, AT_ONCE * samples // rows, _most_samples(model, images)))),
+        in_batches(images, max(1, min(BATCH, AT_ONCE * samples // rows, _most_samples(copy, images)))),
         norms=channel_map.norms,
         inputs=free,
         rows=rows,
@@ -165,5 +221,3 @@ def patch_statistics(
         memory_bytes=settings.memory_bytes,
         log=log,
     )
-    few = select_samples(images, slice(max(FEWEST, samples // 16)))
-    return with_gains(copy, with_raised_ridge(found, RIDGE), few, channel_map.read)

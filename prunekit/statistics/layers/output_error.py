@@ -270,15 +270,11 @@ class _Change:
     def of(cls, moments: LayerMoments, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module]) -> _Change:
         """Return the change of a layer."""
         layer = moments.layer
-        weight, biased = layer.matrix(tensors[layer.weight]), _shifted(layer, tensors, modules) is not None
-        changes, biases, errors = list[Tensor](), list[Tensor](), list[Tensor]()
-        for some in map(Tensor.double, [weight] if len(moments.grams) > 1 else in_parts(weight, 4 * AT_ONCE)):
-            halved, bias, error = _halved(moments, some, biased=biased)
-            changes.append((halved - some).to(weight.dtype))
-            biases.append(bias)
-            errors.append(error)
-        total = float((torch.cat(errors) * relative_scale(moments, modules).square()).sum())
-        return cls(layer, layer.stored(torch.cat(changes)), torch.cat(biases) if biased else None, total)
+        weight, biased = layer.matrix(tensors[layer.weight]), shifted(layer, tensors, modules) is not None
+        kept = torch.arange(weight.shape[1], device=weight.device) % 2 == 0
+        change, bias, errors = without_channels(moments, weight, kept, biased=biased)
+        total = float((errors * relative_scale(moments, modules).square()).sum())
+        return cls(layer, layer.stored(change), bias if biased else None, total)
 
     def by_parameter(self, modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
         """Yield the names of the parameters that change, and their changes."""
@@ -325,7 +321,8 @@ class _Slopes:
     def _use(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
         for index, part in self._parts[id(parameter)]:
-            self._slopes[index] += float((parameter.grad * part).sum(dtype=torch.float64))
+            rows = torch.linalg.vecdot(parameter.grad.reshape(len(part), -1), part.reshape(len(part), -1))
+            self._slopes[index] += float(rows.sum(dtype=torch.float64))
         parameter.grad = None
 
     def of(self, total: Tensor, *, again: bool) -> list[float]:
@@ -422,7 +419,7 @@ def _gain(
     dense: list[tuple[int | str, Tensor]],
 ) -> float | None:
     """Return the gain of a layer by running the model with that layer changed."""
-    weight, shift = tensors[change.layer.weight], _shifted(change.layer, tensors, modules)
+    weight, shift = tensors[change.layer.weight], shifted(change.layer, tensors, modules)
     saved = (weight.clone(), None if shift is None else shift[0].clone())
     weight.add_(change.weight)
     if shift is not None and change.bias is not None:
@@ -441,7 +438,7 @@ def _gain(
     return gain if 0 < gain < float("inf") else None
 
 
-def _shifted(
+def shifted(
     layer: LayerCall, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module]
 ) -> tuple[Tensor, float] | None:
     """Return the tensor that adds a constant to a layer's output, and its sign; None if there is none."""
@@ -452,30 +449,42 @@ def _shifted(
     return None
 
 
-def _halved(moments: LayerMoments, weight: Tensor, *, biased: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a weight (o, C, ...) without odd input channels, the change of the bias, and the outputs' squared errors.
+def without_channels(
+    moments: LayerMoments, weight: Tensor, kept: Tensor, *, biased: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the change of a layer that takes input channels away and fits the others to its outputs, by least squares.
 
-    The weight is in float64, the others (o,); `biased`: whether there is a bias.
+    Args:
+        moments: of what the layer reads.
+        weight: (o, C, ...), see `LayerCall.matrix`.
+        kept: (C,) bool, False for channels that go; of each group.
+        biased: whether there is a bias that can change.
+
+    Returns:
+        The change of the weight, in its dtype; that of the bias, and the outputs' squared errors, (o,) float64 each.
     """
-    deep = weight.flatten(2) if weight.dim() > 2 else weight[:, :, None]  # (o, C, taps)
-    parts = [
-        _halved_group(rows, matrix.double(), each_tap=moments.taps == 1, biased=biased)
-        for matrix, rows in zip(moments.grams, deep.chunk(len(moments.grams)), strict=True)
-    ]
-    halved, bias, errors = (torch.cat([part[i] for part in parts]) for i in range(3))
-    return halved.reshape(weight.shape), bias, errors
+    changes, biases, errors = list[Tensor](), list[Tensor](), list[Tensor]()
+    for some in map(Tensor.double, [weight] if len(moments.grams) > 1 else in_parts(weight, 4 * AT_ONCE)):
+        deep = some.flatten(2) if some.dim() > 2 else some[:, :, None]  # (o, C, taps)
+        for matrix, rows in zip(moments.grams, deep.chunk(len(moments.grams)), strict=True):
+            change, bias, error = _group_without(rows, matrix.double(), kept, each_tap=moments.taps == 1, biased=biased)
+            changes.append(change.to(weight.dtype))
+            biases.append(bias)
+            errors.append(error)
+    return torch.cat(changes).reshape(weight.shape), torch.cat(biases), torch.cat(errors)
 
 
-def _halved_group(rows: Tensor, matrix: Tensor, *, each_tap: bool, biased: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _group_without(
+    rows: Tensor, matrix: Tensor, kept: Tensor, *, each_tap: bool, biased: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the same for rows (o, C, taps) of a group; without statistics of its own, each tap is a layer."""
     outputs, channels, taps = rows.shape
     flat = rows.transpose(1, 2).flatten(0, 1) if each_tap else rows.flatten(1)
-    kept = torch.arange(flat.shape[1], device=rows.device) // (flat.shape[1] // channels) % 2 == 0
-    change = without_columns(flat, matrix, kept, biased=biased)
+    change = without_columns(flat, matrix, kept.repeat_interleave(flat.shape[1] // channels), biased=biased)
     errors = ((change @ matrix) * change).sum(1).clamp(min=0)
-    halved = flat + change[:, :-1]
-    halved = halved.view(outputs, taps, channels).transpose(1, 2) if each_tap else halved.view_as(rows)
-    return halved, change[:, -1].view(outputs, -1).sum(1), errors.view(outputs, -1).sum(1)
+    weights = change[:, :-1]
+    weights = weights.view(outputs, taps, channels).transpose(1, 2) if each_tap else weights.view_as(rows)
+    return weights, change[:, -1].view(outputs, -1).sum(1), errors.view(outputs, -1).sum(1)
 
 
 def without_columns(flat: Tensor, matrix: Tensor, kept: Tensor, *, biased: bool) -> Tensor:

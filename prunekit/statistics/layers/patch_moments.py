@@ -473,15 +473,22 @@ def _blamed(model: nn.Module) -> str:
     return "" if name is None else f": {name!r} of the model is not finite"
 
 
+def too_few(moments: LayerMoments) -> bool:
+    """Return whether a layer reads more columns than positions were sampled."""
+    return bool(_short(moments))
+
+
 def too_few_rows(patches: PatchStats) -> list[str]:
     """Return a warning for each layer whose patches have more columns than positions were sampled."""
-    return [
-        f"the Gram matrix of the patches of {_named(moments)} has rank "
-        f"{_most(moments)} at most for {_width(moments)} columns: {min(moments.counts)} positions are too few, and its "
-        f"ridge is raised {RAISED} times; take more images"
-        for moments in patches.layers
-        if _short(moments)
-    ]
+    found = []
+    for moments in filter(too_few, patches.layers):
+        found.append(
+            f"the Gram matrix of the patches of {_named(moments)} has rank "
+            f"{_most(moments)} at most for {_width(moments)} columns: {min(moments.counts)} positions are too few, and "
+            f"its ridge is raised {RAISED} times; take more images"
+        )
+        patches.memory.release()
+    return found
 
 
 def dead_inputs(patches: PatchStats) -> list[str]:

@@ -1,0 +1,184 @@
+"""The check of how like layers share a cut: where samples are few, those that are held out choose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from prunekit.channels.channel_map import ChannelGroup, ChannelMap
+from prunekit.channels.cut.model_copy import named_tensors, with_tensors
+from prunekit.channels.cut.narrow_norms import NarrowNorms
+from prunekit.channels.rewrite.substitutes import substitute_all
+from prunekit.criteria.criterion import Scores
+from prunekit.errors import UsageError
+from prunekit.planning.plan import Plan
+from prunekit.repair.held_out_images import Batch, Inputs, batches_of, difference
+from prunekit.repair.repair_model import require_images
+from prunekit.statistics.layers.output_error import OutputComparison, shifted, without_channels
+from prunekit.statistics.layers.patch_moments import PatchStats, too_few
+from prunekit.utils.context import release_memory, training_mode
+from prunekit.utils.inputs import as_example, counted_positions, sample_count, select_samples
+
+TRIED = (0.5, 1.0)
+"""How far the curves of like groups are drawn together, besides not at all: half of the way, or all of it."""
+CLEAR = 0.98
+"""Share of the error that another choice has at most: it has to be clearly better on few samples."""
+AT_A_TIME = 8
+"""Held-out samples that run at a time."""
+
+
+def like_groups(channel_map: ChannelMap) -> list[list[ChannelGroup]]:
+    """Return groups on the same axes of tensors of the same shapes, as layers that repeat have them; two at least."""
+    found: dict[Any, list[ChannelGroup]] = {}
+    for group in channel_map.groups:
+        shapes = sorted((channel_map.shapes[name], axis) for name, axis in group.slots)
+        found.setdefault((group.labels.size, tuple(shapes)), []).append(group)
+    return [alike for alike in found.values() if len(alike) > 1]
+
+
+def evened(scores: Scores, channel_map: ChannelMap, share: float) -> Scores:
+    """Return scores by which like groups lose more alike shares of their channels; the same shares with `share` 1.
+
+    Within a group the order stays. The score of each place in it becomes a geometric mean of its own, weighted by
+    1 - `share`, and of the median over the groups.
+
+    Args:
+        scores: (n_labels,), comparable between groups.
+        channel_map: of the model.
+        share: in 0..1.
+    """
+    result = np.array(scores, dtype=np.float64)
+    for alike in like_groups(channel_map):
+        every = np.stack([np.sort(scores[group.labels]) for group in alike])
+        usual = np.median(every, 0)
+        if np.isfinite(every).all():
+            for group, own in zip(alike, every, strict=True):
+                order = group.labels[np.argsort(scores[group.labels], kind="stable")]
+                result[order] = own ** (1 - share) * usual**share
+    return result
+
+
+@dataclass(eq=False)
+class ShareCheck:
+    """A choice of how like groups share what a budget takes, where layers read more columns than there are positions.
+
+    The errors that elimination computes then tell more of the order within a group than of how much each group can
+    lose. So plans are compared in which like groups share more evenly, as in Wanda-sp and FLAP (An et al. 2024): all
+    layers are fitted at once to what they compute in the dense model, by least squares on some samples, and the error
+    of the output on the held-out others decides.
+
+    Attributes:
+        model: the dense one.
+        inputs: all samples; the last `held_out` of them judge.
+        held_out: share of the samples.
+        collect: returns the moments of layers on some samples.
+        share: that was chosen, see `evened`; None before the first plan.
+        note: a sentence if it is not 0.
+    """
+
+    model: nn.Module
+    inputs: Inputs
+    held_out: float
+    collect: Callable[[Inputs], PatchStats]
+    share: float | None = None
+    note: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        samples: Any,
+        channel_map: ChannelMap,
+        patches: PatchStats,
+        held_out: float,
+        collect: Callable[[Inputs], PatchStats],
+    ) -> ShareCheck | None:
+        """Return the check; None where no like groups are read by layers with too few positions."""
+        short = {moments.layer.weight for moments in patches.layers if too_few(moments)}
+        read = {name for alike in like_groups(channel_map) for group in alike for name, axis in group.slots if axis}
+        if not short & read:
+            return None
+        return cls(model, require_images(as_example(model, samples)), held_out, collect)
+
+    def best(self, scores: Scores, channel_map: ChannelMap, planned: Callable[[Scores], Plan]) -> Plan:
+        """Return the plan that the held-out samples choose, and share all later plans in the same way.
+
+        Args:
+            scores: of `elimination`.
+            channel_map: of the plan.
+            planned: makes a plan by scores.
+        """
+        if self.share is not None:
+            return planned(evened(scores, channel_map, self.share) if self.share else scores)
+        plans, errors, self.share = {0.0: planned(scores)}, dict[float, float](), 0.0
+        held = max(1, round(sample_count(self.inputs) * self.held_out))
+        patches = self.collect(select_samples(self.inputs, slice(sample_count(self.inputs) - held)))
+        try:
+            errors[0.0] = self._error(plans[0.0], patches)
+            for share in TRIED:
+                plans[share] = planned(evened(scores, channel_map, share))
+                errors[share] = self._error(plans[share], patches)
+        except UsageError:  # nothing of the outputs can be compared
+            return plans[0.0]
+        best = min(errors, key=errors.__getitem__)
+        if errors[best] < CLEAR * errors[0.0]:
+            self.share = best
+            alike = "the same share" if best == 1 else "more alike shares"
+            self.note = (
+                f"elimination: samples are few, and like layers lose {alike} of their channels: the output's error on "
+                f"held-out ones is {errors[best]:.3g} of its variance then, after a plain fit, not {errors[0.0]:.3g}"
+            )
+        return plans[self.share]
+
+    def _error(self, plan: Plan, patches: PatchStats) -> float:
+        """Return the error of the output on the held-out samples once all layers are fitted at once."""
+        dense, masked = _copy(self.model), _copy(self.model, plan)
+        with training_mode(dense, False), training_mode(masked, False), torch.no_grad():
+            batches, judge = self._judging(dense, plan)
+            plan.zero(masked)
+            fit_plainly(masked, self.model, plan, patches)
+            with NarrowNorms(masked, plan.channel_map, plan.keep):
+                found = difference(dense, masked, batches, judge)
+        release_memory(self.model, collect=False)
+        return found
+
+    def _judging(self, dense: nn.Module, plan: Plan) -> tuple[list[Batch], OutputComparison]:
+        batches, fitted = batches_of(self.inputs, self.held_out, AT_A_TIME, counted_positions(dense, self.inputs))
+        judge = OutputComparison.of(dense, select_samples(self.inputs, slice(3)), plan.channel_map.read)
+        chart = plan.channel_map
+        kept = {name: torch.from_numpy(plan.kept(name, 0)) for name in judge.weights if name in chart.labels}
+        return batches[fitted:], judge.within(kept)
+
+
+def fit_plainly(masked: nn.Module, dense: nn.Module, plan: Plan, patches: PatchStats) -> None:
+    """Fit each layer of a masked model, in place, to what it computes in the dense model, by the moments of its inputs.
+
+    Layers that run several times stay as they are.
+    """
+    tensors, modules, own = dict(named_tensors(masked)), dict(masked.named_modules()), dict(named_tensors(dense))
+    for moments in patches.layers:
+        layer = moments.layer
+        weight = layer.matrix(own[layer.weight].detach())
+        kept = torch.zeros(weight.shape[1], dtype=torch.bool, device=weight.device)
+        kept[torch.from_numpy(plan.kept(layer.weight, layer.axes[1])).to(kept.device)] = True
+        if layer.calls == 1 and layer.weight not in plan.lost and 0 < int(kept.sum()) < len(kept):
+            shift = shifted(layer, tensors, modules)
+            change, bias, _ = without_channels(moments, weight, kept, biased=shift is not None)
+            tensors[layer.weight].copy_(layer.stored(weight + change))
+            if shift is not None:
+                shift[0].add_((shift[1] * bias).to(shift[0]))
+        patches.memory.release()
+    plan.zero(masked)
+
+
+def _copy(model: nn.Module, plan: Plan | None = None) -> nn.Module:
+    """Return a copy in which attention calls its projections as layers; with a plan, with tensors of its own."""
+    tensors = {name: tensor.detach() for name, tensor in named_tensors(model)}
+    copy = with_tensors(model, tensors if plan is None else {name: one.clone() for name, one in tensors.items()})
+    substitute_all(copy)
+    return copy
