@@ -117,13 +117,16 @@ class ChannelStats(Displayed, Mapping[StatsKey, LayerStats]):
             )
 
     def too_few_samples(self) -> list[str]:
-        """Return a warning for each layer whose Gram matrix saw too few positions to have full rank."""
+        """Return one warning about all layers whose Gram matrices saw too few positions for a full rank; else none."""
+        short = {path: each for path, each in self.moments.items() if each.too_few and each.finite}
+        if not short:
+            return []
+        path = max(short, key=lambda path: short[path].channels / max(1, short[path].count))
+        worst, others = short[path], f", the worst of {len(short)}," if len(short) > 1 else ""
         return [
-            f"the Gram matrix of the input of {path or 'the model'} has rank {moments.rank()} for {moments.channels} "
-            f"channels: {moments.count} positions are too few, and 'obs' raises its ridge {RAISED} times; take more "
-            "images, or more positions of each (moments_positions)"
-            for path, moments in self.moments.items()
-            if moments.too_few and moments.finite
+            f"the Gram matrix of the input of {path or 'the model'}{others} has rank {worst.rank()} for "
+            f"{worst.channels} channels: {worst.count} positions are too few, and 'obs' raises its ridge {RAISED} times; "
+            "take more images, or more positions of each (moments_positions)"
         ]
 
     def dead(self) -> dict[StatsKey, npt.NDArray[np.int64]]:

@@ -479,16 +479,19 @@ def too_few(moments: LayerMoments) -> bool:
 
 
 def too_few_rows(patches: PatchStats) -> list[str]:
-    """Return a warning for each layer whose patches have more columns than positions were sampled."""
-    found = []
-    for moments in filter(too_few, patches.layers):
-        found.append(
-            f"the Gram matrix of the patches of {_named(moments)} has rank "
-            f"{_most(moments)} at most for {_width(moments)} columns: {min(moments.counts)} positions are too few, and "
-            f"its ridge is raised {RAISED} times; take more images"
-        )
-        patches.memory.release()
-    return found
+    """Return one warning about all layers whose patches have more columns than positions were sampled; else none."""
+    short = list(filter(too_few, patches.layers))
+    if not short:
+        return []
+    worst = max(short, key=lambda moments: _width(moments) / max(1, min(moments.counts)))
+    others = f", the worst of {len(short)}," if len(short) > 1 else ""
+    found = (
+        f"the Gram matrix of the patches of {_named(worst)}{others} has rank {_most(worst)} at most for "
+        f"{_width(worst)} columns: {min(worst.counts)} positions are too few, and its ridge is raised {RAISED} times; "
+        "take more images"
+    )
+    patches.memory.release()
+    return [found]
 
 
 def dead_inputs(patches: PatchStats) -> list[str]:
@@ -540,7 +543,7 @@ def _named(moments: LayerMoments) -> str:
     if not moments.layer.stack:
         return moments.layer.weight.rpartition(".")[0] or "the model"
     least, short = moments.counts.index(min(moments.counts)), len(_short(moments))
-    others = f", one of {short} in this stack," if short > 1 else ""
+    others = f" (one of {short} in this stack)" if short > 1 else ""
     return f"{moments.layer.weight}[{least}]{others}"
 
 
