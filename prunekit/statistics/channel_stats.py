@@ -125,8 +125,8 @@ class ChannelStats(Displayed, Mapping[StatsKey, LayerStats]):
         worst, others = short[path], f", the worst of {len(short)}," if len(short) > 1 else ""
         return [
             f"the Gram matrix of the input of {path or 'the model'}{others} has rank {worst.rank()} for "
-            f"{worst.channels} channels: {worst.count} positions are too few, and 'obs' raises its ridge {RAISED} times; "
-            "take more images, or more positions of each (moments_positions)"
+            f"{worst.channels} channels: {worst.count} positions are too few, and 'obs' raises its ridge {RAISED} "
+            "times; take more images, or more positions of each (moments_positions)"
         ]
 
     def dead(self) -> dict[StatsKey, npt.NDArray[np.int64]]:
