@@ -18,9 +18,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import prunekit as pk
+from prunekit.criteria.scoring import score
 from prunekit.data.sources import Splits, load_splits
+from prunekit.jobs.prune.dry_run import dry_run
+from prunekit.jobs.stages.sample_statistics import share_check
 from prunekit.measure.accuracy import evaluate
-from prunekit.settings.inputs import DataSettings
+from prunekit.planning.solver import make_plan
+from prunekit.settings.calibration import CalibrationSettings
+from prunekit.settings.inputs import DataSettings, ModelSettings
+from prunekit.settings.job import JobSettings
+from prunekit.settings.prune import BudgetSettings, PruneSettings
 from prunekit.settings.train import ClampSettings, TrainSettings
 from prunekit.tasks.task import get_task
 from prunekit.training.loop import fit
@@ -286,3 +293,51 @@ def test_a_loss_that_is_not_finite_is_found_before_its_step(device: Device) -> N
     with pytest.raises(pk.PrunekitError, match=r"the loss is (nan|inf) in epoch 1, step 1; first not finite: .*1"):
         fit(model, splits, TrainSettings(epochs=1), device=torch.device("cuda"), seed=0, batch=128)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(model).items())
+
+
+def planned_macs(tmp_path: Path, device: str) -> int:
+    settings = JobSettings(
+        name="plan",
+        model=ModelSettings("resnet20", zoo="cifar"),
+        baseline=TrainSettings(epochs=0),
+        calibration=CalibrationSettings(images=16),
+        prune=PruneSettings(budget=BudgetSettings(macs=0.5), criterion="elimination", scope="per_mac"),
+        finetune=TrainSettings(epochs=0),
+        device=device,
+        threads=1,
+        output=tmp_path,
+    )
+    return int(dry_run(settings, log=lambda line: None)["macs_after"])
+
+
+def test_a_job_plans_by_statistics_on_the_device_with_its_model_on_the_cpu(tmp_path: Path) -> None:
+    expected = planned_macs(tmp_path, "cpu")
+    with claimed_cuda():
+        assert planned_macs(tmp_path, "cuda") == pytest.approx(expected, rel=0.02)
+
+
+def test_samples_on_the_device_choose_how_layers_of_a_model_on_the_cpu_share() -> None:
+    torch.manual_seed(0)
+
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
+
+    model = nn.Sequential(nn.Linear(8, 8), *(block() for _ in range(3)), nn.Linear(8, 2)).eval()
+    found = pk.collect(model, torch.randn(8, 8))
+    scores, settings = elimination_scores(found), PruneSettings(budget=BudgetSettings(params=0.7), scope="per_mac")
+
+    def chosen(samples: Tensor) -> tuple[float | None, Any]:
+        check = share_check(model, samples, found.channel_map, found.patches)
+        assert check is not None
+        plan = check.best(scores, found.channel_map, lambda some: make_plan(found.channel_map, some, settings))
+        return check.share, plan.keep
+
+    share, keep = chosen(found.samples)
+    with claimed_cuda():
+        again, there = chosen(found.samples.cuda())
+    assert again == share
+    np.testing.assert_array_equal(keep, there)
+
+
+def elimination_scores(found: Any) -> Any:
+    return score("elimination", found.model, found.channel_map, patches=found.patches)

@@ -217,7 +217,7 @@ def _by_group(
     for matrix, rows, factors in zip(moments.grams, weight.chunk(groups), scale.chunk(groups), strict=True):
         step = max(1, PART // rows[0].numel())
         parts = (
-            some.double() * by[:, None, None]
+            some.to(by) * by[:, None, None]
             for some, by in zip(torch.split(rows, step), torch.split(factors, step), strict=True)
         )
         if moments.taps == 1:  # without the taps' own statistics each of them is a layer of its own

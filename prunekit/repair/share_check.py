@@ -19,10 +19,12 @@ from prunekit.errors import UsageError
 from prunekit.planning.plan import Plan
 from prunekit.repair.held_out_images import Batch, Inputs, batches_of, difference
 from prunekit.repair.repair_model import require_images
+from prunekit.statistics.layers.layer_graph import find_layers
 from prunekit.statistics.layers.output_error import OutputComparison, shifted, without_channels
 from prunekit.statistics.layers.patch_moments import PatchStats, too_few
 from prunekit.utils.context import release_memory, training_mode
 from prunekit.utils.inputs import as_example, counted_positions, sample_count, select_samples
+from prunekit.utils.tensors import gather
 
 TRIED = (0.5, 1.0)
 """How far the curves of like groups are drawn together, besides not at all: half of the way, or all of it."""
@@ -123,7 +125,7 @@ class ShareCheck:
             for share in TRIED:
                 plans[share] = planned(evened(scores, channel_map, share))
                 errors[share] = self._error(plans[share], patches)
-        except UsageError:  # nothing of the outputs can be compared
+        except UsageError:  # nothing of the outputs can be compared, or there is no such plan
             return plans[0.0]
         best = min(errors, key=errors.__getitem__)
         if errors[best] < CLEAR * errors[0.0]:
@@ -137,11 +139,12 @@ class ShareCheck:
 
     def _error(self, plan: Plan, patches: PatchStats) -> float:
         """Return the error of the output on the held-out samples once all layers are fitted at once."""
-        dense, masked = _copy(self.model), _copy(self.model, plan)
+        device = gather(self.inputs)[0].device  # a job's model is on the CPU meanwhile
+        dense, masked = _copy(self.model).to(device), _copy(self.model, plan).to(device)
         with training_mode(dense, False), training_mode(masked, False), torch.no_grad():
             batches, judge = self._judging(dense, plan)
             plan.zero(masked)
-            fit_plainly(masked, self.model, plan, patches)
+            fit_plainly(masked, dense, plan, patches)
             with NarrowNorms(masked, plan.channel_map, plan.keep):
                 found = difference(dense, masked, batches, judge)
         release_memory(self.model, collect=False)
@@ -150,8 +153,8 @@ class ShareCheck:
     def _judging(self, dense: nn.Module, plan: Plan) -> tuple[list[Batch], OutputComparison]:
         batches, fitted = batches_of(self.inputs, self.held_out, AT_A_TIME, counted_positions(dense, self.inputs))
         judge = OutputComparison.of(dense, select_samples(self.inputs, slice(3)), plan.channel_map.read)
-        chart = plan.channel_map
-        kept = {name: torch.from_numpy(plan.kept(name, 0)) for name in judge.weights if name in chart.labels}
+        axes = {layer.weight: layer.axes[0] for layer in find_layers(dense, select_samples(self.inputs, slice(2)))}
+        kept = {name: torch.from_numpy(plan.kept(name, axes[name])) for name in judge.weights}
         return batches[fitted:], judge.within(kept)
 
 

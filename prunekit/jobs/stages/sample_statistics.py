@@ -166,7 +166,7 @@ def share_check(
     """Return the check of how like layers share a cut, where samples are too few; else None. See `patch_statistics`.
 
     Args:
-        model: the dense one, on the images' device.
+        model: the dense one.
         images: as `patches` were collected of.
         channel_map: of the model.
         patches: of all samples.
@@ -176,7 +176,8 @@ def share_check(
     settings = settings or RepairSettings()
 
     def collect(some: Any) -> PatchStats:
-        found = _moments(_copy(model), map_tensors(some, to_channels_last), channel_map, settings, ignore)
+        copy = _copy(model).to(gather(some)[0].device)
+        found = _moments(copy, map_tensors(some, to_channels_last), channel_map, settings, ignore)
         return with_raised_ridge(found, RIDGE)
 
     return ShareCheck.of(model, images, channel_map, patches, settings.held_out, collect)

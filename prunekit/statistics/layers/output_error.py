@@ -506,12 +506,17 @@ def with_ridge(matrix: Tensor) -> Tensor:
 
 
 def relative_scale(moments: LayerMoments, modules: Mapping[str, nn.Module]) -> Tensor:
-    """Return the scale of a layer's output at the end of its chain over its standard deviation there, (o,)."""
+    """Return the scale of a layer's output at the end of its chain over its standard deviation there, (o,).
+
+    It is on the device of the moments; the model may be elsewhere.
+    """
     scale = moments.variance.clamp(min=1e-12 * float(moments.variance.max()) or 1.0).rsqrt()
     if moments.layer.gain is not None and moments.layer.end == "sum":
-        scale = scale * moments.layer.gain
+        scale = scale * moments.layer.gain.to(scale.device)
     if moments.layer.norm is None:
         return scale
-    norm = modules[moments.layer.norm]
-    factor = (norm.running_var.double() + norm.eps).rsqrt()  # type: ignore[operator]
-    return scale * (factor if norm.weight is None else factor * norm.weight.detach().double())  # type: ignore[operator]
+    norm: Any = modules[moments.layer.norm]
+    factor = (norm.running_var.double() + norm.eps).rsqrt()
+    factor = factor if norm.weight is None else factor * norm.weight.detach().double()
+    found: Tensor = scale * factor.to(scale.device)
+    return found
