@@ -321,3 +321,29 @@ def test_a_repair_that_is_no_settings_is_refused() -> None:
     repair: Any = "yes"
     with pytest.raises(UsageError, match=r"repair: expected prunekit.RepairSettings\(\), or False for none; got str"):
         prunekit.prune(Net(), calibration=torch.zeros(8, 3, 8, 8), macs=0.5, repair=repair)
+
+
+def deviation(x: Tensor) -> float:
+    return float(x.shape[1] ** 0.5)
+
+
+class Averaged(nn.Module):
+    """Divides by a width that a function reads as a number, which a trace does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x))
+        return self.last(torch.relu(self.second(x / deviation(x)))) / 2  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("given", [{"example": torch.zeros(2, 8)}, {"calibration": torch.randn(64, 8)}])
+def test_notes_say_what_stays_because_of_the_trial(given: dict[str, Any]) -> None:
+    model = randomized(Averaged()).eval()
+    result = prunekit.prune(model, **given, macs=0.7)
+    assert result.model.first.out_features == 16
+    (said,) = [note for note in result.notes if "than the trace locks" in note]
+    assert said.startswith("more channels stay than the trace locks: (aten.div): the trial found a difference")
+    assert not prunekit.prune(randomized(Net()).eval(), torch.zeros(1, 3, 8, 8), macs=0.7).notes

@@ -362,7 +362,7 @@ def _as_planned(request: Request, planned: Planned) -> Pruned:
     """Return the result without a repair: the compact model of the trial."""
     flushed = without_subnormals(planned.compact, request.search.examples[0])
     difference = max(planned.max_relative_difference, flushed.max_relative_difference)
-    notes = request.notes + planned.unseen + _said(flushed)
+    notes = request.notes + planned.notes + _said(flushed)
     return Pruned(flushed.model, planned.plan, planned.scores, difference, notes=notes)
 
 
@@ -387,7 +387,7 @@ def _verified(
     proof = verify(masked, small, planned.plan, examples, strict=True)
     flushed = without_subnormals(small, request.search.examples[0])
     difference = max(planned.max_relative_difference, proof.max_relative_difference, flushed.max_relative_difference)
-    said = (*request.notes, *planned.unseen, *notes, *_said(flushed))
+    said = (*request.notes, *planned.notes, *notes, *_said(flushed))
     return Pruned(flushed.model, planned.plan, planned.scores, difference, masked, report, said)
 
 

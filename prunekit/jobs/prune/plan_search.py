@@ -54,6 +54,7 @@ from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.layers.patch_moments import PatchStats
 from prunekit.statistics.taylor_terms import TaylorTerms
 from prunekit.utils.context import paused_garbage_collection, release_memory
+from prunekit.utils.display import plural
 from prunekit.utils.files import json_values
 from prunekit.utils.outputs import Outputs
 from prunekit.utils.progress import stage
@@ -391,6 +392,15 @@ class Planned:
     locked_by_trial: tuple[str, ...]
     unseen: tuple[str, ...] = ()
     attempts: tuple[Attempt, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """`unseen`, and a sentence on channels that stay because of the trial."""
+        if not self.locked_by_trial:
+            return self.unseen
+        first, *others = self.locked_by_trial
+        more = f"; and {plural(len(others), 'more place')}, see .plan.channel_map.locks" if others else ""
+        return (f"more channels stay than the trace locks: {first.strip()}{more}", *self.unseen)
 
     def curves(self, patches: PatchStats) -> dict[str, SensitivityCurve]:
         """Return the curves of `elimination` by group, convex hulls of its errors, from the plan's patches."""
