@@ -101,9 +101,8 @@ class ShareCheck:
         collect: Callable[[Inputs], PatchStats],
     ) -> ShareCheck | None:
         """Return the check; None where no like groups are read by layers with too few positions."""
-        short = {moments.layer.weight for moments in patches.layers if too_few(moments)}
-        read = {name for alike in like_groups(channel_map) for group in alike for name, axis in group.slots if axis}
-        if not short & read:
+        short = {(moments.layer.weight, moments.layer.axes[1]) for moments in patches.layers if too_few(moments)}
+        if not any(short & {*group.slots} for alike in like_groups(channel_map) for group in alike):
             return None
         return cls(model, require_images(as_example(model, samples)), held_out, collect)
 

@@ -134,6 +134,29 @@ def test_enough_positions_and_layers_that_do_not_repeat_need_no_check() -> None:
     assert check_of(deep())[0] is not None
 
 
+class Transposed(nn.Module):
+    """A linear layer whose weight has its inputs first, as GPT-2's have."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs) / inputs**0.5)
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(self.bias, x, self.weight)
+
+
+def test_weights_with_their_inputs_first_are_checked_too() -> None:
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(Transposed(8, 12), nn.ReLU(), Transposed(12, 8)) for _ in range(3))
+    model = nn.Sequential(nn.Linear(6, 8), *blocks, nn.Linear(8, 2)).eval()
+    check, chart = needed(model)
+    masked, scores = Plan(chart, np.ones(chart.n_labels, dtype=bool)), drawn_scores(chart)
+    assert check.best(scores, chart, lambda scores: masked) is masked
+    result = pk.prune(model, calibration=samples(FEW), params=0.7)
+    assert result.max_relative_difference < 1e-9
+
+
 def test_the_plain_fit_does_not_see_the_samples_that_judge(monkeypatch: pytest.MonkeyPatch) -> None:
     check, chart = needed(deep())
     seen = list[int]()
