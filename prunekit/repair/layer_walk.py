@@ -13,9 +13,9 @@ from typing import Self
 import torch
 from torch import nn
 
-from prunekit.channels.cut.model_copy import named_tensors, with_tensors
+from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.cut.narrow_norms import NarrowNorms
-from prunekit.channels.rewrite.substitutes import substitute_all
+from prunekit.channels.rewrite.substitutes import substituted_copy
 from prunekit.errors import NonFiniteError
 from prunekit.planning.plan import Plan
 from prunekit.repair.held_out_images import Inputs, batches_of, difference
@@ -79,7 +79,9 @@ class RepairSetup:
     @contextmanager
     def entered(cls, dense: nn.Module, plan: Plan, inputs: Inputs) -> Iterator[Self]:
         """Yield the setup, with both copies in eval mode, without gradients, and with norms over kept channels."""
-        original, masked = _copy(dense, shares=True), _copy(dense)
+        parameters = {name for name, _ in dense.named_parameters(remove_duplicate=False)}
+        original = substituted_copy(dense, own=lambda name: name not in parameters)  # only buffers may be written to
+        masked = substituted_copy(dense, own=lambda name: True)
         plan.zero(masked)
         with training_mode(original, False), training_mode(masked, False), torch.no_grad():
             found = _surveyed(original, inputs, plan, SAMPLES)
@@ -313,18 +315,6 @@ def _bytes_together(sizes: Sequence[FitSize], rows: Sequence[int], settings: Rep
     samples = [size.sample_bytes(number, settings) for size, number in zip(sizes, rows, strict=True)]
     fits = (size.bytes(number, settings) - held for size, number, held in zip(sizes, rows, samples, strict=True))
     return sum(samples) + max(fits)
-
-
-def _copy(model: nn.Module, *, shares: bool = False) -> nn.Module:
-    """Return a copy with its own tensors, in which attention calls its projections as layers.
-
-    Where only its buffers may be written to, it `shares` the parameters.
-    """
-    shared = {name for name, _ in model.named_parameters(remove_duplicate=False)} if shares else set[str]()
-    tensors = {name: (tensor.detach(), name in shared) for name, tensor in named_tensors(model)}
-    copy = with_tensors(model, {name: one if is_shared else one.clone() for name, (one, is_shared) in tensors.items()})
-    substitute_all(copy)
-    return copy
 
 
 def _surveyed(model: nn.Module, inputs: Inputs, plan: Plan, samples: int) -> LayerGraph:

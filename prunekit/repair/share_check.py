@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from prunekit.channels.channel_map import ChannelGroup, ChannelMap
-from prunekit.channels.cut.model_copy import named_tensors, with_tensors
+from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.cut.narrow_norms import NarrowNorms
-from prunekit.channels.rewrite.substitutes import substitute_all
+from prunekit.channels.rewrite.substitutes import substituted_copy
 from prunekit.criteria.criterion import Scores
 from prunekit.errors import UsageError
 from prunekit.planning.plan import Plan
@@ -139,7 +139,8 @@ class ShareCheck:
     def _error(self, plan: Plan, patches: PatchStats) -> float:
         """Return the error of the output on the held-out samples once all layers are fitted at once."""
         device = gather(self.inputs)[0].device  # a job's model is on the CPU meanwhile
-        dense, masked = _copy(self.model).to(device), _copy(self.model, plan).to(device)
+        dense = substituted_copy(self.model, own=lambda name: False).to(device)
+        masked = substituted_copy(self.model, own=lambda name: True).to(device)
         with training_mode(dense, False), training_mode(masked, False), torch.no_grad():
             batches, judge = self._judging(dense, plan)
             plan.zero(masked)
@@ -176,11 +177,3 @@ def fit_plainly(masked: nn.Module, dense: nn.Module, plan: Plan, patches: PatchS
                 shift[0].add_((shift[1] * bias).to(shift[0]))
         patches.memory.release()
     plan.zero(masked)
-
-
-def _copy(model: nn.Module, plan: Plan | None = None) -> nn.Module:
-    """Return a copy in which attention calls its projections as layers; with a plan, with tensors of its own."""
-    tensors = {name: tensor.detach() for name, tensor in named_tensors(model)}
-    copy = with_tensors(model, tensors if plan is None else {name: one.clone() for name, one in tensors.items()})
-    substitute_all(copy)
-    return copy

@@ -18,7 +18,7 @@ import torch.fx
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from prunekit.channels.cut.model_copy import named_tensors
+from prunekit.channels.cut.model_copy import named_tensors, with_tensors
 from prunekit.channels.labels import Labels
 
 Heads = dict[str, tuple[str, int]]
@@ -90,6 +90,19 @@ def substitute_all(model: nn.Module) -> set[str]:
         module.scale = module.dense_scale()
         module.take_sizes()
     return set(found)
+
+
+def substituted_copy(model: nn.Module, own: Callable[[str], bool]) -> nn.Module:
+    """Return a copy in which attention calls its projections as layers, with the tensors of the model or its own.
+
+    Args:
+        model: only read.
+        own: of which tensors, by name, the copy has copies of its own.
+    """
+    tensors = {name: (tensor.detach(), own(name)) for name, tensor in named_tensors(model)}
+    copy = with_tensors(model, {name: one.clone() if copied else one for name, (one, copied) in tensors.items()})
+    substitute_all(copy)
+    return copy
 
 
 def heads_of(model: nn.Module) -> Heads:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.channels.channel_map import ChannelGroup, ChannelMap
-from prunekit.channels.cut.model_copy import named_tensors, with_tensors
-from prunekit.channels.rewrite.substitutes import substitute_all
+from prunekit.channels.cut.model_copy import named_tensors
+from prunekit.channels.rewrite.substitutes import substituted_copy
 from prunekit.criteria.criterion import get_criterion
 from prunekit.jobs.stages.memory_need import require_memory
 from prunekit.planning.candidates import labels_matching
@@ -149,7 +149,7 @@ def patch_statistics(
         log(said)
     settings, images = settings or RepairSettings(), map_tensors(images, to_channels_last)
     channel_map.require_plain_forward("the criterion 'elimination'")
-    copy = _copy(model)
+    copy = substituted_copy(model, own=lambda name: False)
     found = _moments(copy, images, channel_map, settings, ignore, groups, log)
     few = select_samples(images, slice(max(FEWEST, sample_count(images) // 16)))
     return with_gains(copy, with_raised_ridge(found, RIDGE), few, channel_map.read)
@@ -176,18 +176,11 @@ def share_check(
     settings = settings or RepairSettings()
 
     def collect(some: Any) -> PatchStats:
-        copy = _copy(model).to(gather(some)[0].device)
+        copy = substituted_copy(model, own=lambda name: False).to(gather(some)[0].device)
         found = _moments(copy, map_tensors(some, to_channels_last), channel_map, settings, ignore)
         return with_raised_ridge(found, RIDGE)
 
     return ShareCheck.of(model, images, channel_map, patches, settings.held_out, collect)
-
-
-def _copy(model: nn.Module) -> nn.Module:
-    """Return a copy in which attention calls its projections as layers; it shares the tensors."""
-    copy = with_tensors(model, {name: tensor.detach() for name, tensor in named_tensors(model)})
-    substitute_all(copy)
-    return copy
 
 
 def _moments(
