@@ -295,13 +295,17 @@ def test_a_loss_that_is_not_finite_is_found_before_its_step(device: Device) -> N
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(model).items())
 
 
+def of_elimination(**budget: float) -> PruneSettings:
+    return PruneSettings(budget=BudgetSettings(**budget), criterion="elimination", scope="per_mac")
+
+
 def planned_macs(tmp_path: Path, device: str) -> int:
     settings = JobSettings(
         name="plan",
         model=ModelSettings("resnet20", zoo="cifar"),
         baseline=TrainSettings(epochs=0),
         calibration=CalibrationSettings(images=16),
-        prune=PruneSettings(budget=BudgetSettings(macs=0.5), criterion="elimination", scope="per_mac"),
+        prune=of_elimination(macs=0.5),
         finetune=TrainSettings(epochs=0),
         device=device,
         threads=1,
@@ -324,10 +328,10 @@ def test_samples_on_the_device_choose_how_layers_of_a_model_on_the_cpu_share() -
 
     model = nn.Sequential(nn.Linear(8, 8), *(block() for _ in range(3)), nn.Linear(8, 2)).eval()
     found = pk.collect(model, torch.randn(8, 8))
-    scores, settings = elimination_scores(found), PruneSettings(budget=BudgetSettings(params=0.7), scope="per_mac")
+    scores, settings = elimination_scores(found), of_elimination(params=0.7)
 
     def chosen(samples: Tensor) -> tuple[float | None, Any]:
-        check = share_check(model, samples, found.channel_map, found.patches)
+        check = share_check(model, samples, found.channel_map, found.patches, settings)
         assert check is not None
         plan = check.best(scores, found.channel_map, lambda some: make_plan(found.channel_map, some, settings))
         return check.share, plan.keep

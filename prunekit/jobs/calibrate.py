@@ -262,9 +262,8 @@ def criterion_inputs(
         stats = calibrate_model(prepared, model, log=log).stats
     gradients = loss_gradients(prepared, model, log=log)
     patches, check = job_patches(prepared, model, chart, log=log), None
-    if patches is not None and job.prune.criterion == "elimination" and job.prune.groups_compete:
-        images = calibration_images(prepared)
-        check = share_check(model, images, chart, patches, job.repair, job.prune.ignore)
+    if patches is not None:
+        check = share_check(model, calibration_images(prepared), chart, patches, job.prune, job.repair)
     return CriterionInputs(stats, gradients, patches, job.seed, check)
 
 

@@ -17,6 +17,7 @@ from prunekit.errors import UsageError
 from prunekit.jobs.stages.sample_statistics import share_check
 from prunekit.planning.plan import Plan
 from prunekit.repair.share_check import CLEAR, TRIED, ShareCheck, evened, fit_plainly, like_groups
+from prunekit.settings.prune import BudgetSettings, PruneSettings
 from prunekit.statistics.layers.patch_moments import PatchStats
 
 WIDTH = 12
@@ -119,7 +120,8 @@ FEW = 8
 
 def check_of(model: nn.Module, count: int = FEW) -> tuple[ShareCheck | None, ChannelMap]:
     found = pk.collect(model, samples(count))
-    return share_check(model, found.samples, found.channel_map, found.patches), found.channel_map
+    settings = PruneSettings(budget=BudgetSettings(params=0.7), criterion="elimination", scope="per_mac")
+    return share_check(model, found.samples, found.channel_map, found.patches, settings), found.channel_map
 
 
 def needed(model: nn.Module) -> tuple[ShareCheck, ChannelMap]:

@@ -1,4 +1,4 @@
-"""What a pruner in a loop of one's own refuses, and what it says then."""
+"""Refusals of a pruner in a loop of one's own, and their messages."""
 
 from __future__ import annotations
 

@@ -309,7 +309,7 @@ class PlanSearch:
             def planned(chart: ChannelMap, scores: Scores = scores) -> Plan:
                 return make_plan(chart, scores, settings, seed=inputs.seed, latency=table)
 
-            if library is None and inputs.check is not None and settings.groups_compete:
+            if library is None and inputs.check is not None:
                 said = inputs.check.note
                 plan = inputs.check.best(scores, chart, partial(planned, chart))
                 if inputs.check.note != said:

@@ -165,8 +165,7 @@ class Request:
             short += shortfalls(patches)
         if patches is not None and settings.criterion == "elimination":
             short += unread_stacks(channel_map, patches)
-            if settings.groups_compete:
-                self._check = share_check(model, samples, channel_map, patches, repair, settings.ignore)
+            self._check = share_check(model, samples, channel_map, patches, settings, repair)
         stats = self.stats or activation_statistics(model, samples, settings.criterion)
         if stats is not None and "moments" in needs:
             short = [*stats.too_few_samples(), *short]

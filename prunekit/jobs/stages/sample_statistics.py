@@ -18,6 +18,7 @@ from prunekit.planning.candidates import labels_matching
 from prunekit.repair.repair_model import require_images
 from prunekit.repair.share_check import ShareCheck
 from prunekit.settings.calibration import Moments, RepairSettings
+from prunekit.settings.prune import PruneSettings
 from prunekit.statistics.calibration import calibrate
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.layers.output_error import RIDGE, with_gains
@@ -160,24 +161,28 @@ def share_check(
     images: Any,
     channel_map: ChannelMap,
     patches: PatchStats,
-    settings: RepairSettings | None = None,
-    ignore: Iterable[str] = (),
+    prune: PruneSettings,
+    repair: RepairSettings | None = None,
 ) -> ShareCheck | None:
-    """Return the check of how like layers share a cut, where samples are too few; else None. See `patch_statistics`.
+    """Return the check of how like layers share a cut, where `elimination` decides that and samples are too few.
+
+    Else it is None. See `patch_statistics`.
 
     Args:
         model: the dense one.
         images: as `patches` were collected of.
         channel_map: of the model.
         patches: of all samples.
-        settings: of the repair that follows.
-        ignore: globs over module paths whose output channels are kept.
+        prune: criterion, scope, and whose output channels are kept.
+        repair: settings of the repair that follows.
     """
-    settings = settings or RepairSettings()
+    if prune.criterion != "elimination" or not prune.groups_compete:
+        return None
+    settings = repair or RepairSettings()
 
     def collect(some: Any) -> PatchStats:
         copy = substituted_copy(model, own=lambda name: False).to(gather(some)[0].device)
-        found = _moments(copy, map_tensors(some, to_channels_last), channel_map, settings, ignore)
+        found = _moments(copy, map_tensors(some, to_channels_last), channel_map, settings, prune.ignore)
         return with_raised_ridge(found, RIDGE)
 
     return ShareCheck.of(model, images, channel_map, patches, settings.held_out, collect)
