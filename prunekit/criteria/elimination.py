@@ -15,7 +15,7 @@ from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.labels import Labels
 from prunekit.criteria.criterion import Evidence, Scores, register_criterion
 from prunekit.statistics.layer_stats import FloatArray, IntArray
-from prunekit.statistics.layers.output_error import relative_scale, with_ridge
+from prunekit.statistics.layers.layer_errors import relative_scale, with_ridge
 from prunekit.statistics.layers.patch_moments import LayerMoments, PatchStats
 from prunekit.statistics.layers.patches import solve_positive
 from prunekit.utils.progress import tracked
@@ -27,8 +27,10 @@ GONE = 0.25
 """Share of a matrix's columns that may be removed before the matrix is made smaller."""
 WIDE = 2**31
 """Bytes of the matrices of all layers that read a group; where they would take more, they are in float32."""
+PENDING = 64
+"""Columns that are removed before the matrices change: until then only what is asked for is computed."""
 PART = 2**24
-"""Values of a weight that are in float64 at a time, before its rows are made fewer."""
+"""Values of a weight that are in float64 at a time."""
 AT_ONCE = 64
 """One of so many remaining labels is removed at a time; of wide groups several, as one by one takes too long."""
 
@@ -39,15 +41,15 @@ class LayerObjective:
 
     Attributes:
         gram: (d + 1, d + 1) mean products of the columns it reads and of a constant.
-        weight: (o, d) in units of the end of its chain, each output over its standard deviation there, or times the
-            gain of a norm over channels that reads it, see `RowNorm`; weighted by how much an error of this layer
-            changes the model's output, see `TRUST`.
+        products: (d, d) float64, W^T W of its weight in units of the end of its chain, each output over its standard
+            deviation there, or times the gain of a norm over channels that reads it, see `RowNorm`; weighted by how
+            much an error of this layer changes the model's output, see `TRUST`.
         labels: (C,) of its input channels; d is C times the columns of each.
         biased: whether a bias, its own or that of a norm, makes up for the mean of what is removed.
     """
 
     gram: Tensor
-    weight: Tensor
+    products: Tensor
     labels: IntArray
     biased: bool = True
 
@@ -148,29 +150,11 @@ def layer_objectives(
     tensors, modules = dict(named_tensors(model)), dict(model.named_modules())
     read = _layers_reading(group, channel_map, stats)
     found = [found for moments, labels in read for found in _by_group(moments, tensors, modules, labels)]
-    alike: dict[Hashable, list[LayerObjective]] = {}
-    for one in found:
-        alike.setdefault((id(one.gram), one.biased, one.labels.tobytes()), []).append(one)
-    return [_together(some) for some in alike.values()]
-
-
-def _together(alike: Sequence[LayerObjective]) -> LayerObjective:
-    """Return the objective of layers that read the same, with as many outputs as columns at most.
-
-    Errors are sums of w G w^T over outputs w: they stay the same for the triangle of a QR decomposition.
-    """
-    return replace(alike[0], weight=_shortened(one.weight for one in alike))
-
-
-def _shortened(parts: Iterable[Tensor]) -> Tensor:
-    """Return rows in parts as one matrix W, or the triangle R with R^T R = W^T W where it has fewer rows."""
-    found: Tensor | None = None
-    for part in parts:
-        found = part if found is None else torch.cat([found, part])
-        if len(found) > found.shape[1]:
-            found = torch.linalg.qr(found, mode="r").R
-    assert found is not None
-    return found
+    alike: dict[Hashable, LayerObjective] = {}
+    for one in found:  # errors are sums of w G w^T over outputs w, so that products of layers that read the same add up
+        key = id(one.gram), one.biased, one.labels.tobytes()
+        alike[key] = replace(one, products=alike[key].products + one.products) if key in alike else one
+    return list(alike.values())
 
 
 def _layers_reading(
@@ -222,7 +206,16 @@ def _by_group(
         )
         if moments.taps == 1:  # without the taps' own statistics each of them is a layer of its own
             parts = (some.transpose(1, 2).flatten(0, 1)[:, :, None] for some in parts)
-        yield LayerObjective(matrix, _shortened(some.flatten(1) for some in parts), labels, biased)
+        yield LayerObjective(matrix, _products(some.flatten(1) for some in parts), labels, biased)
+
+
+def _products(parts: Iterable[Tensor]) -> Tensor:
+    """Return the products W^T W of the columns of a matrix W whose rows come in parts."""
+    found: Tensor | None = None
+    for part in parts:
+        found = part.T @ part if found is None else found.addmm_(part.T, part)
+    assert found is not None
+    return found
 
 
 def weighted_output_count(group: ChannelGroup, channel_map: ChannelMap, stats: PatchStats) -> float:
@@ -237,7 +230,7 @@ def eliminate(labels: Labels, objectives: Sequence[LayerObjective]) -> Eliminati
     Of wide groups several are removed at once, see `AT_ONCE`; their cost together is spread evenly over them.
 
     Optimal brain surgeon (Hassibi & Stork 1993) for whole groups of columns, as SparseGPT (Frantar & Alistarh 2023)
-    does it for single ones: removing the columns c of a layer costs tr(W_c [(G^-1)_cc]^-1 W_c^T), and W and G^-1
+    does it for single ones: removing the columns c of a layer costs tr(W_c [(G^-1)_cc]^-1 W_c^T), and W^T W and G^-1
     are updated for the next. The constant is never removed; a layer without a bias has none. Costs of several layers
     are added up.
 
@@ -245,7 +238,7 @@ def eliminate(labels: Labels, objectives: Sequence[LayerObjective]) -> Eliminati
         labels: (n,) of one group.
         objectives: of all layers that read them.
     """
-    wide = sum(_state_bytes(one.weight.shape[0], len(one.gram)) for one in objectives) > WIDE
+    wide = sum(_state_bytes(len(one.gram)) for one in objectives) > WIDE
     states = [_ObjectiveState(one, labels, torch.float32 if wide else torch.float64) for one in objectives]
     left, order, errors, total = np.arange(labels.size), list[int](), list[float](), 0.0
     while left.size:
@@ -261,7 +254,11 @@ def eliminate(labels: Labels, objectives: Sequence[LayerObjective]) -> Eliminati
 
 
 class _ObjectiveState:
-    """The objective of one layer while its channels are removed, in `kind` once its matrix is inverted in float64."""
+    """The objective of one layer while its channels are removed, in `kind` once its matrix is inverted in float64.
+
+    Removing columns changes both matrices by products of a few rows. These are kept until there are `PENDING` of them,
+    as changing whole matrices takes far longer than computing the rows and the blocks on the diagonal that are needed.
+    """
 
     def __init__(self, objective: LayerObjective, labels: Labels, kind: torch.dtype = torch.float64) -> None:
         columns = len(objective.gram) - 1
@@ -269,63 +266,91 @@ class _ObjectiveState:
         gram = with_ridge(objective.gram.double())[:size, :size]
         every = torch.arange(columns, device=gram.device).reshape(len(objective.labels), -1)
         self._inverse = _inverse(gram).to(kind)
-        constant = objective.weight.new_zeros(len(objective.weight), size - columns)
-        self._weight = torch.cat([objective.weight, constant], 1).to(kind)
+        self._products = self._inverse.new_zeros(size, size)  # the constant has no weight
+        self._products[:columns, :columns] = objective.products
         read = [every[torch.from_numpy(objective.labels == label)].reshape(-1) for label in labels]
         self._sizes = np.array([found.numel() for found in read])
         self._columns = {
             int(size): torch.stack([found for found in read if found.numel() == size])
             for size in np.unique(self._sizes)
+            if size
         }
         self._place = np.array([np.count_nonzero(self._sizes[:i] == size) for i, size in enumerate(self._sizes)])
         self._gone = torch.zeros(size, dtype=torch.bool, device=gram.device)
+        self._pending, self._rows = 0, self._inverse.new_empty(3, 0, 0)
+        self._update()
 
     def costs(self, left: IntArray) -> FloatArray:
         """Return the cost of removing each of these labels alone, (len(left),)."""
         costs = np.zeros(left.size)
-        for which, columns in self._columns_of(left):  # (n, size)
-            size = columns.shape[1]
-            if size:
-                if size == 1:  # a division each; whole columns are summed, as picking them takes longer
-                    found = torch.linalg.vector_norm(self._weight, dim=0).square() / self._inverse.diagonal()
-                    costs[which] = found[columns[:, 0]].cpu().numpy()
-                    continue
-                weights = self._weight[:, columns].transpose(0, 1)  # (n, o, size)
-                blocks = self._inverse[columns[:, :, None], columns[:, None, :]]
-                solved = solve_positive(blocks, weights.mT @ weights)  # far fewer right sides than outputs
-                costs[which] = solved.diagonal(dim1=1, dim2=2).sum(1).cpu().numpy()
+        for size, which, places in self._places(left):
+            inverse, products = self._blocks[size]
+            if size == 1:
+                costs[which] = (products / inverse)[:, 0, 0].cpu().numpy()[places]
+                continue
+            some = torch.from_numpy(places).to(inverse.device)
+            solved = solve_positive(inverse[some], products[some])
+            costs[which] = solved.diagonal(dim1=1, dim2=2).sum(1).cpu().numpy()
         return costs
 
-    def _columns_of(self, chosen: IntArray) -> Iterator[tuple[IntArray, Tensor]]:
-        """Yield which of some labels have as many columns, and these, (n, size), size by size."""
-        for size, columns in self._columns.items():
+    def _places(self, chosen: IntArray) -> Iterator[tuple[int, IntArray, IntArray]]:
+        """Yield how many columns some labels have, which of `chosen` these are, and their places among all of them."""
+        for size in self._columns:
             which = np.flatnonzero(self._sizes[chosen] == size)
             if which.size:
-                yield which, columns[torch.from_numpy(self._place[chosen[which]]).to(columns.device)]
+                yield size, which, self._place[chosen[which]]
 
     def remove(self, chosen: IntArray) -> float:
         """Remove the columns of some labels at once, let the others make up for them, and return the cost."""
-        columns = torch.cat([found.flatten() for _, found in self._columns_of(chosen)])
-        if not columns.numel():
+        found = [self._columns[size][places].flatten() for size, _, places in self._places(chosen)]
+        if not found:
             return 0.0
-        weights, block = self._weight[:, columns], self._inverse[columns][:, columns]
-        solved = solve_positive(block, torch.cat([weights.T, self._inverse[columns]], 1))
-        own, update = torch.split(solved, [len(weights), self._inverse.shape[1]], 1)
-        cost = float((own.T * weights).sum())
-        self._weight.addmm_(weights, update, alpha=-1)  # in place: they are large, and this is done hundreds of times
-        self._inverse.addmm_(self._inverse[:, columns], update, alpha=-1)
+        columns = torch.cat(found)
+        if self._pending + len(columns) > len(self._rows[0]):
+            self._update(len(columns))
+            columns = torch.cat([self._columns[size][places].flatten() for size, _, places in self._places(chosen)])
+        start, end = self._pending, self._pending + len(columns)
+        before, shares, halves = (rows[:start] for rows in self._rows)
+        picked = shares[:, columns].T  # (k, pending)
+        inverse = torch.addmm(self._inverse[columns], picked, before, alpha=-1)  # (k, d): rows of the matrices now
+        products = torch.addmm(self._products[columns], picked, halves, alpha=-1)
+        products.addmm_(halves[:, columns].T, shares, alpha=-1)
+        solved = solve_positive(inverse[:, columns], torch.cat([products[:, columns], inverse], 1))
+        own, share = torch.split(solved, [len(columns), len(self._inverse)], 1)
+        half = torch.addmm(products, products[:, columns], share, alpha=-0.5)
+        for rows, new in zip(self._rows, (inverse, share, half), strict=True):
+            rows[start:end] = new
+        self._pending = end
+        for size, every in self._columns.items():
+            one, two, three = (rows[:, every].permute(1, 2, 0) for rows in (inverse, share, half))  # (n, size, k)
+            blocks = self._blocks[size]
+            blocks[0].baddbmm_(one, two.mT, alpha=-1)
+            blocks[1].baddbmm_(three, two.mT, alpha=-1).baddbmm_(two, three.mT, alpha=-1)
         self._gone[columns] = True
+        return float(own.trace())
+
+    def _update(self, room: int = 0) -> None:
+        """Bring both matrices up to date, without columns that are gone where they are many, and make room for rows."""
+        if self._pending:
+            before, shares, halves = (rows[: self._pending] for rows in self._rows)
+            self._inverse.addmm_(before.T, shares, alpha=-1)
+            self._products.addmm_(halves.T, shares, alpha=-1).addmm_(shares.T, halves, alpha=-1)
+            self._pending = 0
         if int(self._gone.sum()) > GONE * len(self._gone):
             self._forget()
-        return cost
+        self._rows = self._inverse.new_empty(3, max(PENDING, room), len(self._inverse))
+        self._blocks = {
+            size: tuple(matrix[every[:, :, None], every[:, None, :]] for matrix in (self._inverse, self._products))
+            for size, every in self._columns.items()
+        }
 
     def _forget(self) -> None:
         """Drop the columns that were removed: nothing needs them again, and products over them take time."""
         left = (~self._gone).nonzero().flatten()
         places = (~self._gone).cumsum(0) - 1
         self._inverse = self._inverse.index_select(0, left).index_select(1, left)
-        self._weight = self._weight.index_select(1, left)
-        self._columns = {size: places[found] for size, found in self._columns.items()}
+        self._products = self._products.index_select(0, left).index_select(1, left)
+        self._columns = {size: places[found].clamp(min=0) for size, found in self._columns.items()}
         self._gone = torch.zeros(len(left), dtype=torch.bool, device=left.device)
 
 
@@ -337,25 +362,24 @@ def most_state_bytes(channel_map: ChannelMap) -> int:
     group_of = np.full(channel_map.n_labels, -1)
     for index, group in enumerate(channel_map.groups):
         group_of[group.labels] = index
-    found: dict[Hashable, tuple[set[int], int, int]] = {}
+    found: dict[Hashable, tuple[set[int], int]] = {}
     for name, axes in channel_map.labels.items():
         if len(axes) > 1 and axes[1] is not None:
-            outputs, *columns = channel_map.shapes[name]
+            columns = math.prod(channel_map.shapes[name][1:])
             for read in channel_map.deciding(axes[1]):
                 key = name.rpartition(".")[0].rpartition(".")[0], read.tobytes()
-                before = found.get(key, (set[int](), 0, 0))[1]
-                found[key] = set(group_of[read].tolist()) - {-1}, before + outputs, math.prod(columns)
+                found[key] = set(group_of[read].tolist()) - {-1}, columns
     totals = dict.fromkeys(range(len(channel_map.groups)), 0)
-    for groups, outputs, columns_read in found.values():
+    for groups, columns in found.values():
         for index in groups:
-            totals[index] += _state_bytes(min(outputs, columns_read), columns_read + 1)
+            totals[index] += _state_bytes(columns + 1)
     most = max(totals.values(), default=0)
-    return most // 2 if most > WIDE else most
+    return most // 2 + (most if most <= WIDE else most // 2)  # with the objectives, which are in float64
 
 
-def _state_bytes(outputs: int, columns: int) -> int:
-    """Return the bytes of one layer's matrices in float64: its weight and the inverse."""
-    return 8 * columns * (outputs + columns)
+def _state_bytes(columns: int) -> int:
+    """Return the bytes of one layer's matrices in float64: the products of its weight and the inverse."""
+    return 16 * columns**2
 
 
 def _inverse(matrix: Tensor) -> Tensor:

@@ -18,28 +18,32 @@ from prunekit.channels.trace import trace
 from prunekit.criteria import elimination
 from prunekit.criteria.elimination import AT_ONCE, LayerObjective, eliminate, eliminations, layer_objectives
 from prunekit.errors import NonFiniteError
-from prunekit.statistics.layers.output_error import RIDGE
+from prunekit.statistics.layers.layer_errors import RIDGE
 from prunekit.statistics.layers.patch_moments import collect_patches
 
 CHANNELS, TAPS = 5, 2
 
 
+def weight_of(seed: int) -> Tensor:
+    return torch.randn(3, CHANNELS * TAPS, generator=torch.Generator().manual_seed(100 + seed), dtype=torch.float64)
+
+
 def consumer(seed: int, *, biased: bool = True) -> LayerObjective:
     generator = torch.Generator().manual_seed(seed)
+    weight = weight_of(seed)
     wide = torch.randn(200, CHANNELS * TAPS, generator=generator, dtype=torch.float64)
     wide = torch.cat([wide @ torch.randn(10, 10, generator=generator, dtype=torch.float64) + 1, torch.ones(200, 1)], 1)
-    weight = torch.randn(3, CHANNELS * TAPS, generator=generator, dtype=torch.float64)
-    return LayerObjective(wide.T @ wide / 200, weight, np.arange(1, CHANNELS + 1), biased)
+    return LayerObjective(wide.T @ wide / 200, weight.T @ weight, np.arange(1, CHANNELS + 1), biased)
 
 
-def refitted(consumer: LayerObjective, removed: list[int]) -> float:
+def refitted(consumer: LayerObjective, weight: Tensor, removed: list[int]) -> float:
     """Error of the ridge problem when all columns of the removed channels are zero."""
     columns = CHANNELS * TAPS
     ridge = RIDGE * consumer.gram.diagonal()[:-1].mean()
     matrix = consumer.gram + torch.diag(torch.tensor([1.0] * columns + [0.0], dtype=torch.float64) * ridge)
     gone = [label * TAPS + tap for label in removed for tap in range(TAPS)]
     kept = [i for i in range(columns + consumer.biased) if i not in gone]
-    weight = torch.cat([consumer.weight, torch.zeros(3, 1, dtype=torch.float64)], 1)
+    weight = torch.cat([weight, torch.zeros(3, 1, dtype=torch.float64)], 1)
     change = torch.zeros_like(weight)
     change[:, gone] = -weight[:, gone]
     change[:, kept] = torch.linalg.solve(matrix[kept][:, kept], -matrix[kept][:, gone] @ change[:, gone].T).T
@@ -54,9 +58,12 @@ def test_errors_are_those_of_refitting_what_is_left(readers: int, biased: bool) 
     assert sorted(found.labels) == list(range(1, CHANNELS + 1))
     for count in range(1, CHANNELS + 1):
         removed = [int(label) - 1 for label in found.labels[:count]]
-        wanted = sum(refitted(each, removed) for each in consumers)
+        wanted = sum(refitted(each, weight_of(seed), removed) for seed, each in enumerate(consumers))
         assert found.errors[count - 1] == pytest.approx(wanted, rel=1e-8)
-    first = [sum(refitted(each, [label]) for each in consumers) for label in range(CHANNELS)]
+    first = [
+        sum(refitted(each, weight_of(seed), [label]) for seed, each in enumerate(consumers))
+        for label in range(CHANNELS)
+    ]
     assert found.labels[0] == 1 + int(np.argmin(first))
 
 
@@ -64,9 +71,9 @@ def test_a_redundant_channel_costs_nothing_and_goes_first() -> None:
     one = consumer(0)
     mixing = torch.eye(11, dtype=torch.float64)
     mixing[:, 4:6] = mixing[:, 0:2] * 3  # channel 2 is three times channel 0
-    found = eliminate(np.arange(1, 6), [LayerObjective(mixing.T @ one.gram @ mixing, one.weight, one.labels)])
+    found = eliminate(np.arange(1, 6), [LayerObjective(mixing.T @ one.gram @ mixing, one.products, one.labels)])
     assert found.labels[0] in (1, 3)
-    assert found.errors[0] < 0.05 * found.errors[1]
+    assert found.errors[0] < 0.2 * found.errors[1]
 
 
 class Net(nn.Module):
@@ -126,7 +133,9 @@ def test_layers_that_read_one_tensor_share_a_matrix_and_an_objective() -> None:
     chart = trace(model, x[:2])
     group = next(group for group in chart.groups if group.name == "first")
     (objective,) = layer_objectives(group, model, chart, stats)
-    assert len(objective.weight) == 6  # of 55 outputs
+    weights = torch.cat([dict(model.named_parameters())[name].detach() for name in names]).double()
+    assert objective.products.shape == (6, 6)  # of 55 outputs
+    assert weights.shape == (55, 6)
     alone = [replace(moments, grams=(moments.grams[0].clone(),)) for moments in stats.layers]
     apart = layer_objectives(group, model, chart, replace(stats, layers=tuple(alone)))
     assert len(apart) == 4
@@ -200,12 +209,71 @@ def test_several_labels_of_a_wide_group_go_at_once() -> None:
     wide = torch.randn(2 * size, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     wide = torch.cat([wide, torch.ones(len(wide), 1, dtype=torch.float64)], 1)
     weight = torch.randn(4, size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    found = eliminate(np.arange(size), [LayerObjective(wide.T @ wide / len(wide), weight, np.arange(size))])
+    found = eliminate(np.arange(size), [LayerObjective(wide.T @ wide / len(wide), weight.T @ weight, np.arange(size))])
     assert sorted(found.labels) == list(range(size))
     assert (np.diff(found.errors) >= 0).all()
     outputs = weight @ (wide.T @ wide / len(wide))[:-1, :-1] @ weight.T
     means = weight @ wide[:, :-1].mean(0)
     assert found.errors[-1] == pytest.approx(float(outputs.trace() - means @ means), rel=1e-2)
+
+
+def one_by_one(
+    objectives: list[tuple[Tensor, Tensor, np.ndarray]], labels: np.ndarray
+) -> tuple[list[int], list[float]]:
+    """Order and errors of optimal brain surgeon, with whole matrices that change at each step."""
+    weights, inverses, total = [weight.clone() for _, weight, _ in objectives], [], 0.0
+    for gram, weight, _ in objectives:
+        size = weight.shape[1]
+        ridge = RIDGE * gram.diagonal()[:-1].mean()
+        inverses.append(torch.linalg.inv(gram + torch.diag(torch.tensor([1.0] * size + [0.0]).double() * ridge)))
+    left, order, errors = labels.tolist(), [], []
+    while left:
+
+        def parts(label: int, index: int) -> tuple[Tensor, Tensor]:
+            columns = torch.from_numpy(np.flatnonzero(objectives[index][2] == label))
+            return columns, torch.linalg.inv(inverses[index][columns][:, columns])
+
+        def cost(label: int) -> float:
+            found = 0.0
+            for index, weight in enumerate(weights):
+                columns, block = parts(label, index)
+                found += float((weight[:, columns] @ block @ weight[:, columns].T).trace())
+            return found
+
+        best = min(left, key=cost)
+        total += cost(best)
+        for index, weight in enumerate(weights):
+            columns, block = parts(best, index)
+            update = block @ inverses[index][columns]
+            weights[index] = weight - weight[:, columns] @ update[:, : weight.shape[1]]
+            inverses[index] = inverses[index] - inverses[index][:, columns] @ update
+        left.remove(best)
+        order.append(best)
+        errors.append(total)
+    return order, errors
+
+
+@pytest.mark.parametrize("pending", [1, 7, 64, 10**4])
+def test_rows_that_wait_change_nothing(pending: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that read labels once, twice or not at all, with more or fewer outputs than columns."""
+    monkeypatch.setattr(elimination, "PENDING", pending)
+    generator, labels, plain = torch.Generator().manual_seed(3), np.arange(10, 50), []
+    for outputs, reads in (
+        (60, labels),
+        (5, np.repeat(labels, 2)),
+        (9, labels[::3]),
+        (4, np.sort([*labels, *labels[:7]])),
+    ):
+        size = len(reads)
+        wide = torch.randn(300, size, generator=generator, dtype=torch.float64)
+        mixed = wide @ torch.randn(size, size, generator=generator, dtype=torch.float64) + 1
+        wide = torch.cat([mixed, torch.ones(300, 1, dtype=torch.float64)], 1)
+        weight = torch.randn(outputs, size, generator=generator, dtype=torch.float64)
+        plain.append((wide.T @ wide / 300, weight, reads))
+    found = eliminate(labels, [LayerObjective(gram, weight.T @ weight, reads) for gram, weight, reads in plain])
+    order, errors = one_by_one(plain, labels)
+    assert found.labels.tolist() == order
+    np.testing.assert_allclose(found.errors, errors, rtol=1e-9)
 
 
 def test_a_weight_that_is_not_finite_is_named() -> None:
@@ -280,9 +348,8 @@ def test_rows_in_parts_cost_what_the_whole_weight_costs(monkeypatch: pytest.Monk
     (whole,) = layer_objectives(group, model, found.channel_map, found.patches)
     monkeypatch.setattr(elimination, "PART", 5 * 3)
     (parts,) = layer_objectives(group, model, found.channel_map, found.patches)
-    assert whole.weight.shape == parts.weight.shape == (5, 5)
-    squares = [one.weight.T @ one.weight for one in (whole, parts)]
-    assert torch.allclose(*squares, rtol=1e-12)
+    assert whole.products.shape == parts.products.shape == (5, 5)
+    assert torch.allclose(whole.products, parts.products, rtol=1e-12)
     orders = [eliminate(group.labels, [one]) for one in (whole, parts)]
     assert np.array_equal(orders[0].labels, orders[1].labels)
     assert np.allclose(orders[0].errors, orders[1].errors, rtol=1e-9)

@@ -165,8 +165,7 @@ def test_an_error_is_that_of_the_output_of_all_rows() -> None:
     kept = torch.ones(INNER, dtype=torch.float64)
     kept[[1, 4]] = 0
     error = sum(
-        float((((each.weight * (1 - kept)) @ each.gram[:-1, :-1]) * (each.weight * (1 - kept))).sum())
-        for each in objectives
+        float((each.products * torch.outer(1 - kept, 1 - kept) * each.gram[:-1, :-1]).sum()) for each in objectives
     )
     with torch.no_grad():
         inner = torch.matmul(model.first(x)[None], model.up).tanh()
