@@ -29,7 +29,7 @@ from prunekit.tasks.task import Loss, Task, get_task
 from prunekit.utils.context import same_draws, training_mode
 from prunekit.utils.inputs import blank_padding, counted_positions, sample_count, select_samples, to_device
 from prunekit.utils.progress import reporting, tracked
-from prunekit.utils.tensors import accumulation_dtype, gather, map_tensors
+from prunekit.utils.tensors import accumulation_dtype, gather, is_finite, map_tensors
 
 
 def forward_passes(orders: Mapping[str, Labels]) -> int:
@@ -172,7 +172,7 @@ class _WholeRuns:
         output, values = self._judge.run(self._model, map_tensors(inputs, torch.clone), counted)
         if not values:
             raise ModelError(f"sensitivity: expected a model that returns a tensor to compare, got none from {where}")
-        if not all(bool(value.isfinite().all()) for _, value in values):
+        if not all(is_finite(value) for _, value in values):
             raise _not_finite(self._model, inputs, where)
         return ModelOutput(output, (), None, tuple(values))
 
@@ -291,7 +291,7 @@ def comparable_output(
     wide = accumulation_dtype(device)
     counted = counted_positions(model, inputs)
     tensors = tuple(blank_padding(tensor.detach(), counted).reshape(samples, -1).to(wide) for tensor in rows)
-    if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+    if not all(map(is_finite, tensors)):
         raise _not_finite(model, inputs, where)
     return ModelOutput(output, tensors, quality.class_scores(output, samples))
 

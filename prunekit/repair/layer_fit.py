@@ -33,6 +33,7 @@ from prunekit.repair.repair_report import SAME, LayerRepair, joined
 from prunekit.settings.calibration import RepairSettings
 from prunekit.statistics.layers.linear_layers import LayerCall
 from prunekit.statistics.layers.patches import apply_weight
+from prunekit.utils.tensors import is_finite
 
 
 class LayerFitter(LayerWeights):
@@ -178,7 +179,7 @@ class LayerFitter(LayerWeights):
         before = problem.error()
         if before <= NEGLIGIBLE * spread:
             return LayerRepair(layer.weight, note=SAME)
-        if not bool(problem.now.isfinite().all()):
+        if not is_finite(problem.now):
             return LayerRepair(layer.weight, note="NaN or Inf under masks")
         change, how = self._fitted(layer, problem, sample, rows, columns)
         chosen, before, after = best_of(problem, change)
@@ -217,12 +218,12 @@ class LayerFitter(LayerWeights):
         rows, scale, offset = rows[usable], scale[usable], offset[usable]
         width = len(columns) * layer.geometry.taps
         inputs = running.inputs[:, place * width : (place + 1) * width]
-        now = scale * self._outputs(layer, inputs, rows, columns) + offset
+        now = self._outputs(layer, inputs, rows, columns).mul_(scale).add_(offset)  # in place: they are large
         dense_scale, dense_offset = self._affine(self._dense_modules, layer, rows)
-        wanted = dense_scale * sample.outputs[:, rows].double() + dense_offset
+        wanted = sample.outputs[:, rows].double().mul_(dense_scale).add_(dense_offset)
         if running.others is not None and sample.others is not None:
-            now = now + running.others[:, rows].double()
-            wanted = wanted + sample.others[:, rows].double()
+            now.add_(running.others[:, rows])
+            wanted.add_(sample.others[:, rows])
         biased = layer.bias is not None or layer.norm is not None
         return FitProblem(inputs, now, wanted, scale, sample.fitted, layer.rectified, biased), usable
 

@@ -17,7 +17,7 @@ from prunekit.repair.tensor_lifetimes import Lifetimes
 from prunekit.statistics.layers.layer_graph import LayerGraph, calls_by_weight, find_layer_graph
 from prunekit.statistics.layers.linear_layers import FunctionCall, LayerCall
 from prunekit.statistics.layers.patches import PatchGeometry, sample_rows, with_strides_of
-from prunekit.utils.tensors import gather, map_tensors
+from prunekit.utils.tensors import gather, is_finite, map_tensors
 
 Sizes = tuple[int, ...]
 Shapes = tuple[torch.Size, ...]
@@ -199,7 +199,7 @@ class SampleGatherer:
         there = iter(run.taken)
         run.taken = tuple(next(there) if is_made else SampledCalls() for is_made in made)
         tensors = (part for one in run.taken for part in one.tensors.values())
-        if kept is not None and not all(bool(part.isfinite().all()) for part in tensors):
+        if kept is not None and not all(map(is_finite, tensors)):
             raise DivergedError  # perhaps of a blank that was read where reads are not tracked
         self._states[i], self._saved_at[i] = found, keep_at
 

@@ -46,7 +46,7 @@ from prunekit.statistics.layers.output_error import OutputComparison
 from prunekit.utils.context import release_memory, training_mode
 from prunekit.utils.inputs import counted_positions, sample_count, select_samples
 from prunekit.utils.progress import tracked
-from prunekit.utils.tensors import gather
+from prunekit.utils.tensors import gather, is_finite
 
 
 @dataclass(frozen=True, eq=False)
@@ -362,7 +362,7 @@ def _reason(calls: Sequence[LayerCall], plan: Plan) -> str:
 
 
 def _require_finite(layer: LayerCall, sample: LayerSample) -> None:
-    if sample.outputs is not None and not bool(sample.outputs.isfinite().all()):
+    if sample.outputs is not None and not is_finite(sample.outputs):
         raise NonFiniteError(
             f"repair: layer {layer.weight.rpartition('.')[0]!r} of the dense model gives NaN or Inf on the images; "
             "are they, and the weights, finite?"

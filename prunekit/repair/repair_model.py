@@ -19,7 +19,7 @@ from prunekit.settings.calibration import FEWEST_IMAGES, RepairSettings
 from prunekit.utils.inputs import as_example, sample_count, sample_noun, split
 from prunekit.utils.progress import reporting
 from prunekit.utils.sample_lists import has_sample_lists, holds_samples
-from prunekit.utils.tensors import gather
+from prunekit.utils.tensors import gather, is_finite
 
 
 def repair(
@@ -118,6 +118,6 @@ def _shape(value: Any) -> str:
 def _first_not_finite(value: Any) -> int | None:
     """Return the index of the first sample with NaN or Inf in it; None if there is none."""
     if not isinstance(value, Tensor):
-        return next((i for i, one in enumerate(value) if not all(bool(t.isfinite().all()) for t in gather(one))), None)
+        return next((i for i, one in enumerate(value) if not all(map(is_finite, gather(one)))), None)
     wrong = (~torch.isfinite(value)).reshape(len(value), -1).any(1)
     return int(wrong.nonzero()[0]) if bool(wrong.any()) else None

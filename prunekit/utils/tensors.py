@@ -23,6 +23,14 @@ def in_parts(tensor: torch.Tensor, most: int = AT_ONCE) -> tuple[torch.Tensor, .
     return torch.split(tensor, max(1, most // max(1, tensor[:1].numel())))
 
 
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether no value is NaN or infinite: by the extremes, without another tensor in memory."""
+    if tensor.is_complex() or not tensor.numel():
+        return bool(tensor.isfinite().all())
+    low, high = torch.aminmax(tensor.detach())
+    return bool(low.isfinite()) and bool(high.isfinite())
+
+
 def gather(value: Any) -> list[torch.Tensor]:
     """Return every tensor in nested tuples, lists, dicts, and attributes of dataclasses and other plain objects."""
     return gather_parts(value, None)
@@ -110,7 +118,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 def first_not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     """Return the name of the first tensor with a NaN or an Inf in it; None if all are finite."""
-    return next((name for name, tensor in named if not bool(torch.isfinite(tensor).all())), None)
+    return next((name for name, tensor in named if not is_finite(tensor)), None)
 
 
 def occurrences(values: Tensor, kinds: int) -> Tensor:

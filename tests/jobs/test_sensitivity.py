@@ -31,7 +31,7 @@ from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.prune import BudgetSettings, PruneSettings
 from prunekit.settings.train import TrainSettings
-from prunekit.statistics.layers.output_error import RIDGE
+from prunekit.statistics.layers.layer_errors import RIDGE
 
 
 def perceptron(self: Any, x: Tensor) -> Tensor:

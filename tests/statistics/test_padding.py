@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import prunekit
 from prunekit.jobs.stages.sample_statistics import joined_samples
 from prunekit.settings.calibration import RepairSettings
-from prunekit.statistics.layers.output_error import with_gains
+from prunekit.statistics.layers.layer_errors import with_gains
 from prunekit.statistics.layers.patch_moments import collect_patches
 from prunekit.statistics.layers.patches import sample_rows
 from prunekit.utils.inputs import Keywords, counted_positions

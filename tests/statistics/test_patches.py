@@ -8,7 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from prunekit.statistics.layers.layer_graph import find_layers
+from prunekit.statistics.layers.patch_moments import collect_patches
 from prunekit.statistics.layers.patches import BLOCK, PatchGeometry, geometry_of, gram, gram_bytes, sample_rows
+from prunekit.utils.tensors import is_finite
 
 
 @pytest.mark.parametrize(("stride", "padding", "dilation"), [(1, 1, 1), (2, 0, 1), (2, 2, 2)])
@@ -115,3 +117,28 @@ def test_places_are_what_unfolded_positions_say(stride: int, padding: int, dilat
     assert torch.equal(there, unfolded > 0)
     assert torch.equal(places[there], unfolded[there].long() - 1)
     assert 0 <= int(places.min()) <= int(places.max()) < x.numel()
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_variances_of_linear_layers_are_those_of_their_outputs(kind: torch.dtype) -> None:
+    """They come from the Gram matrices, in parts of the weight, also where means are far larger than deviations."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 7), nn.Softplus(), nn.Linear(7, 5, bias=False)).to(kind)
+    x = torch.randn(90, 4, 6, dtype=kind) + 20
+    found = collect_patches(model, [x[:50], x[50:]], rows=10**6)
+    outputs = [model[0](x), model(x)]
+    for moments, values in zip(found.layers, outputs, strict=True):
+        expected = values.detach().double().flatten(0, 1).var(0)
+        rtol = 1e-9 if kind == torch.float64 else 1e-2
+        torch.testing.assert_close(moments.variance, expected, rtol=rtol, atol=0)
+
+
+def test_one_value_that_is_not_finite_is_found() -> None:
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        for values in (torch.ones(3, 4), torch.ones(3, 4).half(), torch.ones(5, dtype=torch.complex64)):
+            assert is_finite(values)
+            values.view(-1)[2] = bad
+            assert not is_finite(values)
+    assert is_finite(torch.empty(0))
+    assert is_finite(torch.tensor([True, False]))
+    assert is_finite(torch.tensor(3))

@@ -34,7 +34,8 @@ class MemoryNeed:
     """Bytes that the stages of `prune` take at most beside the model.
 
     Attributes:
-        gains: of gradients of one sample, and a change of each weight.
+        gains: of gradients of one sample, and what the changes of layers take: a prediction of half of what a linear
+            one reads, and a change of the weight of another.
         order: of elimination, for the group that the most layers read.
         trial: of two compact models, the largest module in float64, and the largest results of a pass.
         repair: of a masked copy, and the limit of `RepairSettings`; 0 without a repair.
@@ -48,13 +49,14 @@ class MemoryNeed:
     @classmethod
     def of(cls, model: nn.Module, channel_map: ChannelMap, repair: RepairSettings | None) -> MemoryNeed:
         """Return the need of a model whose weights are ranked by `elimination`."""
-        sizes = {id(tensor): tensor.nbytes for _, tensor in named_tensors(model)}
-        copy, largest = sum(sizes.values()), max(sizes.values(), default=0)
+        tensors = {id(tensor): tensor for _, tensor in named_tensors(model)}.values()
+        copy, largest = sum(tensor.nbytes for tensor in tensors), max((tensor.nbytes for tensor in tensors), default=0)
+        changes = sum(tensor.nbytes if tensor.dim() > 2 else tensor.numel() for tensor in tensors)
         run = channel_map.traced.trace.runs[0]
         made = [_made(operator) for operator in run.operators]
         activations, results = sum(made) * _item(model) // SAMPLES, 8 * max(made, default=0)
         return cls(
-            int(ROOM * (IN_MEMORY + copy + 4 * largest + activations)),
+            int(ROOM * (IN_MEMORY + changes + 2 * largest + activations)),
             int(ROOM * (IN_MEMORY + most_state_bytes(channel_map))),
             int(ROOM * (IN_MEMORY + 2 * copy + 24 * largest // _item(model) + 5 * results)),
             0 if repair is None else int(ROOM * copy) + repair.memory_bytes,
@@ -67,7 +69,7 @@ class MemoryNeed:
 
     def __str__(self) -> str:
         parts = {
-            "a copy of the model, and the gradients of one sample": self.gains,
+            "the gradients of one sample": self.gains,
             "the order of elimination": self.order,
             "the trial of the plan in float64": self.trial,
             "a masked copy, and what the repair may use": self.repair,

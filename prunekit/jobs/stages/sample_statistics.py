@@ -21,7 +21,7 @@ from prunekit.settings.calibration import Moments, RepairSettings
 from prunekit.settings.prune import PruneSettings
 from prunekit.statistics.calibration import calibrate
 from prunekit.statistics.channel_stats import ChannelStats
-from prunekit.statistics.layers.output_error import RIDGE, with_gains
+from prunekit.statistics.layers.layer_errors import RIDGE, with_gains
 from prunekit.statistics.layers.patch_moments import ROWS, PatchStats, collect_patches, with_raised_ridge
 from prunekit.statistics.layers.patches import to_channels_last
 from prunekit.tasks.batches import BATCH, ModelBatches, joined_inputs

@@ -28,7 +28,7 @@ from prunekit.utils.context import training_mode
 from prunekit.utils.file_memory import FileMemory
 from prunekit.utils.inputs import call, counted_positions, inputs_as_example, inputs_in, sample_count, select_samples
 from prunekit.utils.progress import tracked
-from prunekit.utils.tensors import first_not_finite, in_parts
+from prunekit.utils.tensors import first_not_finite, in_parts, is_finite
 
 ROWS = 32768
 """Positions sampled of each layer over all samples, at least one of each, padding excluded."""
@@ -185,6 +185,7 @@ class _Collector(LayerFinder):
         self._waiting: dict[int, list[Tensor]] = {}
         self._taps: dict[str, int] = {}
         self._layers = {layer.weight: layer for layer in layers}
+        self._tensors = dict(named_tensors(model))
         self._columns, self._pooled = columns, pooled
         self._rows: dict[int, Tensor] = {}
         self._made: dict[str, Tensor] = {}
@@ -222,7 +223,7 @@ class _Collector(LayerFinder):
                     self._add_reading(_Reading(key, patches, None, {layer.weight}))
                 else:
                     self._waiting[mark.layer] = patches
-        if mark.stage == layer.end:
+        if mark.stage == layer.end and not _is_product(layer):
             values = layer.geometry.outputs(result, self._rows[mark.layer])
             if layer.row_norm is None:
                 self._ends.setdefault(layer.weight, _Spread()).add(values)
@@ -329,16 +330,18 @@ class _Collector(LayerFinder):
         return tuple(
             self._moments(layer, total)
             for layer, total in found
-            if layer.weight in self._ends or layer.row_norm is not None
+            if layer.weight in self._ends or layer.row_norm is not None or _is_product(layer)
         )
 
     def _moments(self, layer: LayerCall, total: _GramSum) -> LayerMoments:
         """Return the moments of a layer; where a stack has one Gram matrix, each of its matrices has that one."""
         times = layer.blocks // len(total.grams)
         grams, counts = total.grams * times, total.counts * times
-        return LayerMoments(layer, tuple(grams), self._taps[layer.weight], self._variance(layer), tuple(counts))
+        return LayerMoments(layer, tuple(grams), self._taps[layer.weight], self._variance(layer, total), tuple(counts))
 
-    def _variance(self, layer: LayerCall) -> Tensor:
+    def _variance(self, layer: LayerCall, total: _GramSum) -> Tensor:
+        if _is_product(layer):
+            return _variance_of_product(layer.matrix(self._tensors[layer.weight]), total.grams[0], total.counts[0])
         if layer.stack:
             made, variance = self._made[layer.weight].double().clamp(min=1), self._ends[layer.weight].value()
             return (variance / (made / made.sum())[:, None].to(variance)).flatten()
@@ -346,6 +349,23 @@ class _Collector(LayerFinder):
             return self._ends[layer.weight].value()
         scales = layer.row_norm.scales()
         return scales.clamp(min=1e-6 * float(scales.max())).square().reciprocal()
+
+
+def _is_product(layer: LayerCall) -> bool:
+    """Return whether a layer's outputs are compared as they are, and are its weight times what it reads."""
+    return layer.end == "layer" and not layer.geometry.kernel and not layer.stack and layer.row_norm is None
+
+
+def _variance_of_product(weight: Tensor, matrix: Tensor, count: int) -> Tensor:
+    """Return the variance of the outputs of a linear layer by a Gram matrix of what it reads, (o,): W C W^T.
+
+    Outputs as wide as a vocabulary take longer than these products.
+    """
+    mean = matrix[-1, :-1]
+    centered = matrix[:-1, :-1] - torch.outer(mean, mean)
+    parts = (part.detach().to(matrix.dtype) for part in in_parts(weight))
+    found = torch.cat([torch.linalg.vecdot(part @ centered, part) for part in parts])
+    return found.clamp(min=0) * (count / max(1, count - 1))
 
 
 def _summed(patch: Tensor, factors: Tensor | None) -> Tensor:
@@ -461,7 +481,7 @@ def collect_patches(
         raise UsageError("patch statistics: expected at least one batch, got none")
     found = collector.finished()
     for moments in found:
-        if not all(bool(matrix.isfinite().all()) for matrix in moments.grams):
+        if not all(map(is_finite, moments.grams)):
             raise NonFiniteError(f"layer {moments.layer.weight.rpartition('.')[0]!r} reads NaN or Inf{_blamed(model)}")
         collector.memory.release()
     return PatchStats(found, memory=collector.memory)

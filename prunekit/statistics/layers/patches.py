@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from prunekit.utils.inputs import fitting_positions
+from prunekit.utils.tensors import is_finite
 
 CONVOLUTIONS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
 BLOCK = 4096
@@ -207,7 +208,7 @@ def mean_products(left: Tensor, right: Tensor) -> Tensor:
     for start in range(0, len(left), BLOCK):
         rows = slice(start, start + BLOCK)
         total += left[rows].to(kind).T @ right[rows].to(kind)
-    if kind == torch.float32 and not bool(total.isfinite().all()):  # squares of 1e19 exceed float32
+    if kind == torch.float32 and not is_finite(total):  # squares of 1e19 exceed float32
         return mean_products(left.double(), right.double())
     return total / len(left)
 

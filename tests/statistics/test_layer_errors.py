@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from equivalence import randomized, snapshot
 from torch import Tensor, nn
 
-from prunekit.statistics.layers.output_error import RIDGE, with_gains
+from prunekit.statistics.layers.layer_errors import RIDGE, _Change, with_gains
 from prunekit.statistics.layers.patch_moments import collect_patches
 
 
@@ -95,3 +97,42 @@ def test_a_layer_of_one_channel_has_nothing_to_measure() -> None:
     found = gains(model, x)
     assert found[1] == 1
     assert found[0] + found[2] == pytest.approx(2)
+
+
+class Unusual(nn.Module):
+    """Products with stored transposes, one with a table that tokens read, a layer used twice, no bias, and relu_."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.twice = nn.Embedding(20, 6), nn.Linear(6, 6)
+        self.head = self.table.weight
+        self.stored, self.plain = nn.Parameter(torch.randn(6, 8)), nn.Parameter(torch.randn(6, 8))
+        self.last = nn.Linear(6, 1, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        x = self.twice(self.twice(x).relu_()).tanh()
+        x = (x @ self.stored).tanh() @ self.plain.t()
+        return self.last(x).sum(1) + (x @ self.head.T).tanh().mean((1, 2))[:, None]
+
+
+def test_gains_of_one_output_are_exact_for_all_ways_to_multiply() -> None:
+    """A single output has a random sign alone, of which the square is 1."""
+    torch.manual_seed(3)
+    model, tokens = Unusual().double().eval(), torch.randint(0, 20, (40, 5))
+    stats = collect_patches(model, [tokens], rows=10**6, images=40)
+    names = {each.layer.weight for each in stats.layers}
+    assert names == {"twice.weight", "stored", "plain", "last.weight", "head"}
+    apart, expected = copy.deepcopy(model), []
+    apart.table.weight = nn.Parameter(apart.head.detach().clone())  # what tokens read does not change
+    tensors, modules = dict(apart.named_parameters()), dict(apart.named_modules())
+    for each in stats.layers:
+        change = _Change.of(each, {name: tensor.detach() for name, tensor in tensors.items()}, modules)
+        parts, total = dict(change.by_parameter(modules)), 0.0
+        for one in tokens:
+            gradients = torch.autograd.grad(apart(one[None]).sum(), [tensors[name] for name in parts])
+            total += sum(float((a * b).sum()) for a, b in zip(gradients, parts.values(), strict=True)) ** 2
+        expected.append(total / change.error)
+    found = [each.output_gain for each in with_gains(model, stats, tokens).layers]
+    usual = sorted(expected)[2]
+    assert found == pytest.approx([each / usual for each in expected], rel=1e-6)

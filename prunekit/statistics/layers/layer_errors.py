@@ -1,0 +1,453 @@
+"""The errors of single layers, and how much they change the output of the model."""
+
+from __future__ import annotations
+
+import math
+import warnings
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from prunekit.channels.cut.model_copy import named_tensors, with_tensors
+from prunekit.channels.tracing.storages import plain_in
+from prunekit.statistics.layers.linear_layers import WEIGHT_FUNCTIONS, CallInterceptor, FunctionCall, LayerCall
+from prunekit.statistics.layers.output_error import OutputComparison, RelativeError
+from prunekit.statistics.layers.patch_moments import LayerMoments, PatchStats
+from prunekit.statistics.layers.patches import solve_positive
+from prunekit.utils.context import release_memory, training_mode
+from prunekit.utils.inputs import call, counted_positions, inputs_as_example, rows_of, sample_count, select_samples
+from prunekit.utils.outputs import ALL_READ, ReadOutputs
+from prunekit.utils.progress import tracked
+from prunekit.utils.tensors import AT_ONCE, gather, in_parts
+
+RIDGE = 1e-3
+"""Added to the diagonal of a Gram matrix, as a share of its mean: dead channels have zeros there."""
+
+
+PROBES = 32
+"""Random directions of the output, about, that gradients are taken of."""
+
+
+def with_gains(model: nn.Module, stats: PatchStats, inputs: Any, read: ReadOutputs = ALL_READ) -> PatchStats:
+    """Measure how much errors in each layer change the model's output.
+
+    In each layer every second input channel is removed and the others make up for them by least squares: the gain is
+    the mean squared change of what the model returns, see `OutputComparison`, over the layer's own error by its Gram
+    matrix, each output over its variance; relative to the median of all layers. Errors of some layers are averaged away
+    later, above all by pooling, and others grow.
+
+    The change is that to first order: the gradient of random sums of the output, one sample at a time, times the change
+    of what a linear layer reads, or of the weight of another layer. Its mean square over random signs is the squared
+    norm (Hutchinson 1990), for all layers at once. Where no gradient reaches the layers, as behind boxes that a
+    detector selects, the model runs with one layer changed after the other.
+
+    Args:
+        model: the dense model; only read.
+        stats: of that model.
+        inputs: (B, ...), as `inputs_as_example` takes them.
+        read: the outputs of the model that are read.
+
+    Returns:
+        The statistics with `output_gain` filled in: 1 for a layer where it cannot be measured.
+    """
+    copy = with_tensors(model, {name: tensor.detach() for name, tensor in named_tensors(model)})
+    with training_mode(copy, False), torch.no_grad():
+        given = inputs_as_example(model, inputs)
+        judge = OutputComparison.of(copy, given, read)
+        gains = _gains_by_gradients(copy, stats, judge, given)
+    if gains is None:
+        copy = with_tensors(model, {name: tensor.detach().clone() for name, tensor in named_tensors(model)})
+        tensors, modules = dict(named_tensors(copy)), dict(copy.named_modules())
+        with training_mode(copy, False), torch.no_grad():
+            run = partial(judge.values, copy, given, counted_positions(copy, given))
+            dense = run()
+            gains = [
+                _gain(_Change.of(moments, tensors, modules), tensors, modules, run, dense)
+                for moments in tracked(stats.layers, "gains", unit="layer")
+            ]
+    known = [gain for gain in gains if gain is not None]
+    usual = median(known) if known else 1.0
+    relative = [1.0 if gain is None else gain / usual for gain in gains]
+    layers = tuple(replace(each, output_gain=gain) for each, gain in zip(stats.layers, relative, strict=True))
+    return replace(stats, layers=layers, computed={})
+
+
+@dataclass(frozen=True, eq=False)
+class _Change:
+    """The change of a layer's weight and bias without every second input channel, and the error that it makes.
+
+    Attributes:
+        layer: the layer.
+        weight: the change of the weight, as the model has it, in its dtype.
+        bias: the change of the output's constant, (o,) float64; None if there is none that could change.
+        error: summed over the outputs, each over its variance.
+    """
+
+    layer: LayerCall
+    weight: Tensor
+    bias: Tensor | None
+    error: float
+
+    @classmethod
+    def of(cls, moments: LayerMoments, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module]) -> _Change:
+        """Return the change of a layer."""
+        layer = moments.layer
+        weight, biased = layer.matrix(tensors[layer.weight]), shifted(layer, tensors, modules) is not None
+        kept = torch.arange(weight.shape[1], device=weight.device) % 2 == 0
+        change, bias, errors = without_channels(moments, weight, kept, biased=biased)
+        total = float((errors * relative_scale(moments, modules).square()).sum())
+        return cls(layer, layer.stored(change), bias if biased else None, total)
+
+    def by_parameter(self, modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the names of the parameters that change, and their changes."""
+        yield self.layer.weight, self.weight
+        if self.bias is not None and self.layer.bias is not None:
+            yield self.layer.bias, self.bias
+        elif self.bias is not None and self.layer.norm is not None:
+            norm: Any = modules[self.layer.norm]
+            if norm.weight is not None:
+                scale = norm.weight.detach().double() * (norm.running_var.double() + norm.eps).rsqrt()
+                yield f"{self.layer.norm}.bias", scale * self.bias
+
+
+@dataclass(frozen=True, eq=False)
+class _Prediction:
+    """Every second channel of what linear layers read, as the others predict it by least squares.
+
+    A linear layer without these channels, fitted again to its outputs, returns what it returns for the prediction.
+
+    Attributes:
+        factors: (kept, gone) of the channels that stay, and of a constant if layers have a bias.
+        missing: (gone, gone) mean products of prediction less channel, float64.
+    """
+
+    factors: Tensor
+    missing: Tensor
+
+    @classmethod
+    def of(cls, matrix: Tensor, kind: torch.dtype, *, biased: bool) -> _Prediction:
+        """Return the prediction by a Gram matrix, with factors in float64 for layers in that, else in float32."""
+        matrix = matrix.double()
+        kept = torch.arange(len(matrix) - 1, device=matrix.device) % 2 == 0
+        change = _predicted(matrix, kept, biased=biased)
+        left = torch.cat([kept, kept.new_full((1,), biased)])
+        return cls(change[left].to(_at_least_float32(kind)), change.T @ matrix @ change)
+
+    def change(self, read: Tensor) -> Tensor:
+        """Return prediction less channel at all positions of what layers read, (..., gone)."""
+        read = read.to(self.factors.dtype)
+        kept = read[..., ::2]
+        predicted = kept @ self.factors[: kept.shape[-1]]
+        if len(self.factors) > kept.shape[-1]:
+            predicted += self.factors[-1]
+        return predicted.sub_(read[..., 1::2])
+
+    def error(self, weight: Tensor, scale: Tensor) -> float:
+        """Return the error that a layer makes, summed over its outputs times the squares of `scale`, (o,)."""
+        total, rows = 0.0, in_parts(weight, 4 * AT_ONCE)
+        for some, factors in zip(rows, torch.split(scale, [len(part) for part in rows]), strict=True):
+            gone = some[:, 1::2].to(scale.dtype) * factors[:, None]
+            total += float(torch.linalg.vecdot(gone @ self.missing, gone).clamp(min=0).sum())
+        return total
+
+
+def _at_least_float32(kind: torch.dtype) -> torch.dtype:
+    return torch.promote_types(kind, torch.float32)
+
+
+class _Slopes(CallInterceptor):
+    """The slopes of a sum along changes of layers: of what linear ones read, and of the weights of others.
+
+    A gradient of a weight is dropped as soon as it is used, and the weights of linear layers have none.
+
+    Args:
+        model: whose parameters require no gradients, and do while this is entered, where they change.
+        predictions: of linear layers by the names of their weights, each with its place among all layers.
+        changes: of other layers, each with its place.
+        layers: how many there are.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        predictions: Mapping[str, Sequence[tuple[int, _Prediction]]],
+        changes: Sequence[tuple[int, _Change]],
+        layers: int,
+    ) -> None:
+        super().__init__(model)
+        modules, self._model, self._parts = dict(model.named_modules()), model, dict[int, list[tuple[int, Tensor]]]()
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        for index, change in changes:
+            for name, part in change.by_parameter(modules):
+                if name in parameters:
+                    self._parts.setdefault(id(parameters[name]), []).append((index, part))
+        self._predictions, self._slopes = predictions, [0.0] * layers
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Let the parameters that change have gradients, and use them."""
+        hooks = list[RemovableHandle]()
+        try:
+            for parameter in self._model.parameters():
+                parameter.requires_grad_(id(parameter) in self._parts)
+                if parameter.requires_grad:
+                    hooks.append(parameter.register_post_accumulate_grad_hook(self._use))  # type: ignore[no-untyped-call]
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for parameter in self._model.parameters():
+                parameter.requires_grad_(False)
+
+    def call(self, call: FunctionCall) -> Any:
+        """Make a call, and follow the gradient of what a linear layer reads."""
+        operands = self.operands(call)
+        found = () if operands is None else self._predictions.get(operands.weight, ())
+        if operands is None or not found or not torch.is_grad_enabled():
+            return call.run()
+        inputs, function = operands.inputs, WEIGHT_FUNCTIONS[call.name]
+        read = inputs.view_as(inputs) if inputs.requires_grad else inputs.detach().requires_grad_()
+        for index, prediction in found:
+            read.register_hook(partial(self._add, index, prediction.change(inputs.detach())))  # type: ignore[no-untyped-call]
+        return call.with_argument(function.inputs, function.names[0], read).run()
+
+    def _add(self, index: int, change: Tensor, gradient: Tensor) -> None:
+        gone = gradient[..., 1::2].to(change.dtype)
+        self._slopes[index] += float(torch.linalg.vecdot(gone, change).sum(dtype=torch.float64))
+
+    def _use(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        for index, part in self._parts[id(parameter)]:
+            rows = torch.linalg.vecdot(parameter.grad.reshape(len(part), -1), part.reshape(len(part), -1))
+            self._slopes[index] += float(rows.sum(dtype=torch.float64))
+        parameter.grad = None
+
+    def of(self, total: Tensor, *, again: bool) -> list[float]:
+        """Return the slope along each change; `again`: whether others of the same forward pass follow."""
+        self._slopes = [0.0] * len(self._slopes)
+        total.backward(retain_graph=again)  # type: ignore[no-untyped-call]
+        return self._slopes
+
+
+def _slopes_and_errors(model: nn.Module, stats: PatchStats) -> tuple[_Slopes, list[float]]:
+    """Return the slopes along changes of all layers, and the error that each change makes."""
+    tensors, modules = dict(named_tensors(model)), dict(model.named_modules())
+    known, changes, errors = dict[tuple[Any, ...], _Prediction](), list[tuple[int, _Change]](), list[float]()
+    predictions = defaultdict[str, list[tuple[int, _Prediction]]](list)
+    for index, moments in enumerate(stats.layers):
+        layer, weight = moments.layer, tensors[moments.layer.weight]
+        if layer.geometry.kernel or layer.stack:
+            change = _Change.of(moments, tensors, modules)
+            changes.append((index, change))
+            errors.append(change.error)
+        else:
+            biased = shifted(layer, tensors, modules) is not None
+            key = id(moments.grams[0]), weight.dtype, biased
+            if key not in known:
+                known[key] = _Prediction.of(moments.grams[0], weight.dtype, biased=biased)
+            predictions[layer.weight].append((index, known[key]))
+            errors.append(known[key].error(layer.matrix(weight), relative_scale(moments, modules)))
+        stats.memory.release()
+    return _Slopes(model, predictions, changes, len(stats.layers)), errors
+
+
+def _gains_by_gradients(
+    model: nn.Module,
+    stats: PatchStats,
+    judge: OutputComparison,
+    inputs: tuple[Any, ...],
+) -> list[float | None] | None:
+    """Return the gain of each layer, None where it is none; None altogether if gradients don't reach all of them.
+
+    Samples run one at a time, so that outputs as wide as a vocabulary take little memory.
+
+    Args:
+        model: whose parameters require no gradients afterwards.
+        stats: with its layers.
+        judge: that compares outputs.
+        inputs: samples.
+    """
+    if judge.weights or not stats.layers:
+        return None
+    samples = sample_count(inputs)
+    each = [select_samples(inputs, slice(index, index + 1)) for index in range(samples)]
+    slopes, errors = _slopes_and_errors(model, stats)
+    release_memory(model, collect=False)
+    probes, squares, spread = -(-PROBES // samples), [0.0] * len(errors), RelativeError()
+    try:
+        for one in each if len(judge.outputs) > 1 else each[:1]:  # that of a single output is in all gains alike
+            for key, values in judge.values(model, one, counted_positions(model, one)):
+                spread.add(key, values, values)
+        around = spread.variations(0.0)
+        with slopes.following():
+            for one in tracked(each, "gains", unit="sample"):
+                with slopes.intercepting(), torch.enable_grad(), warnings.catch_warnings():
+                    warnings.simplefilter("ignore", UserWarning)  # of models that look at values, which have gradients
+                    output = plain_in(judge.read.of(call(model, one)))
+                with torch.enable_grad():
+                    counted = counted_positions(model, one)
+                    generator = torch.Generator().manual_seed(_number_of(one, counted))
+                    found = [(rows_of(output[place], counted), around[place]) for place in judge.outputs
+                             if place in around]  # fmt: skip
+                    sums = [_random_sum(found, generator) for _ in range(probes)]
+                for number, total in enumerate(sums, 1):
+                    squares = [
+                        square + slope**2 / probes
+                        for square, slope in zip(squares, slopes.of(total, again=number < probes), strict=True)
+                    ]
+                del output, found, sums, total
+    except (RuntimeError, NotImplementedError, IndexError, AttributeError):
+        return None  # an operator without a gradient, or an output that changes with the number of samples
+    if not all(square > 0 for square, error in zip(squares, errors, strict=True) if error > 0):
+        return None  # some layer is cut off
+    found_gains = [square / error if error > 0 else None for square, error in zip(squares, errors, strict=True)]
+    return [gain if gain is not None and math.isfinite(gain) else None for gain in found_gains]
+
+
+def _number_of(sample: tuple[Any, ...], counted: Tensor | None) -> int:
+    """Return a number of what a sample holds, whatever its place among others and its padding."""
+    there = (
+        tensor
+        if counted is None or tensor.shape[: counted.dim()] != counted.shape
+        else tensor[counted.to(tensor.device)]
+        for tensor in gather(sample)
+    )
+    parts = (tensor.detach().cpu().contiguous() for tensor in there)
+    return zlib.crc32(b"".join(part.flatten().view(torch.uint8).numpy().tobytes() for part in parts))
+
+
+def _random_sum(found: list[tuple[Tensor, float]], generator: torch.Generator) -> Tensor:
+    """Return a sum of tensors with random signs, each tensor over the deviation of all samples."""
+    total = torch.zeros((), dtype=torch.float64)
+    for values, around in found:
+        signs = torch.randint(0, 2, values.shape, generator=generator, dtype=torch.int8).mul_(2).sub_(1)
+        whole = (signs.to(values.device) * values).sum(dtype=torch.float64)
+        total = total.to(values.device) + whole / math.sqrt(around * len(found))
+    return total
+
+
+def _gain(
+    change: _Change,
+    tensors: Mapping[str, Tensor],
+    modules: Mapping[str, nn.Module],
+    run: Callable[[], list[tuple[int | str, Tensor]]],
+    dense: list[tuple[int | str, Tensor]],
+) -> float | None:
+    """Return the gain of a layer by running the model with that layer changed."""
+    weight, shift = tensors[change.layer.weight], shifted(change.layer, tensors, modules)
+    saved = (weight.clone(), None if shift is None else shift[0].clone())
+    weight.add_(change.weight)
+    if shift is not None and change.bias is not None:
+        shift[0].add_(shift[1] * change.bias)
+    got = run()
+    weight.copy_(saved[0])
+    if shift is not None and saved[1] is not None:
+        shift[0].copy_(saved[1])
+    if not change.error > 0 or [value.shape for _, value in got] != [value.shape for _, value in dense]:
+        return None
+    spread = RelativeError()
+    for (key, want), (_, value) in zip(dense, got, strict=True):
+        spread.add(key, want, value)
+    shares = list(spread.shares(0.0))
+    gain = sum(shares) / len(shares) / change.error if shares else 0.0
+    return gain if 0 < gain < float("inf") else None
+
+
+def shifted(
+    layer: LayerCall, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module]
+) -> tuple[Tensor, float] | None:
+    """Return the tensor that adds a constant to a layer's output, and its sign; None if there is none."""
+    if layer.bias is not None:
+        return tensors[layer.bias], 1.0
+    if layer.norm is not None:
+        return modules[layer.norm].running_mean, -1.0  # type: ignore[return-value]
+    return None
+
+
+def without_channels(
+    moments: LayerMoments, weight: Tensor, kept: Tensor, *, biased: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the change of a layer that takes input channels away and fits the others to its outputs, by least squares.
+
+    Args:
+        moments: of what the layer reads.
+        weight: (o, C, ...), see `LayerCall.matrix`.
+        kept: (C,) bool, False for channels that go; of each group.
+        biased: whether there is a bias that can change.
+
+    Returns:
+        The change of the weight, in its dtype; that of the bias, and the outputs' squared errors, (o,) float64 each.
+    """
+    changes, biases, errors = list[Tensor](), list[Tensor](), list[Tensor]()
+    for some in map(Tensor.double, [weight] if len(moments.grams) > 1 else in_parts(weight, 4 * AT_ONCE)):
+        deep = some.flatten(2) if some.dim() > 2 else some[:, :, None]  # (o, C, taps)
+        for matrix, rows in zip(moments.grams, deep.chunk(len(moments.grams)), strict=True):
+            change, bias, error = _group_without(rows, matrix.double(), kept, each_tap=moments.taps == 1, biased=biased)
+            changes.append(change.to(weight.dtype))
+            biases.append(bias)
+            errors.append(error)
+    return torch.cat(changes).reshape(weight.shape), torch.cat(biases), torch.cat(errors)
+
+
+def _group_without(
+    rows: Tensor, matrix: Tensor, kept: Tensor, *, each_tap: bool, biased: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the same for rows (o, C, taps) of a group; without statistics of its own, each tap is a layer."""
+    outputs, channels, taps = rows.shape
+    flat = rows.transpose(1, 2).flatten(0, 1) if each_tap else rows.flatten(1)
+    change = without_columns(flat, matrix, kept.repeat_interleave(flat.shape[1] // channels), biased=biased)
+    errors = ((change @ matrix) * change).sum(1).clamp(min=0)
+    weights = change[:, :-1]
+    weights = weights.view(outputs, taps, channels).transpose(1, 2) if each_tap else weights.view_as(rows)
+    return weights, change[:, -1].view(outputs, -1).sum(1), errors.view(outputs, -1).sum(1)
+
+
+def without_columns(flat: Tensor, matrix: Tensor, kept: Tensor, *, biased: bool) -> Tensor:
+    """Return the least-squares change of a weight and its bias, (r, d + 1), that leaves only some columns."""
+    return flat[:, ~kept] @ _predicted(matrix, kept, biased=biased).T
+
+
+def _predicted(matrix: Tensor, kept: Tensor, *, biased: bool) -> Tensor:
+    """Return the factors of all columns and a constant in the prediction, less the column, of those that are not kept.
+
+    They are (d + 1, gone): -1 for the column itself.
+    """
+    left = torch.cat([kept, kept.new_full((1,), biased)])
+    gone = torch.cat([~kept, kept.new_zeros(1)])
+    found = matrix.new_zeros(len(matrix), int(gone.sum()))
+    found[left] = solve_positive(with_ridge(matrix)[left][:, left], matrix[left][:, gone])
+    found[gone] = -torch.eye(found.shape[1], dtype=found.dtype, device=found.device)
+    return found
+
+
+def with_ridge(matrix: Tensor) -> Tensor:
+    """Return a Gram matrix with its ridge, which is not on the constant column, the last."""
+    raised = matrix.clone()
+    raised.diagonal()[:-1] += RIDGE * float(matrix.diagonal()[:-1].mean()) or 1.0
+    return raised
+
+
+def relative_scale(moments: LayerMoments, modules: Mapping[str, nn.Module]) -> Tensor:
+    """Return the scale of a layer's output at the end of its chain over its standard deviation there, (o,).
+
+    It is on the device of the moments; the model may be elsewhere.
+    """
+    scale = moments.variance.clamp(min=1e-12 * float(moments.variance.max()) or 1.0).rsqrt()
+    if moments.layer.gain is not None and moments.layer.end == "sum":
+        scale = scale * moments.layer.gain.to(scale.device)
+    if moments.layer.norm is None:
+        return scale
+    norm: Any = modules[moments.layer.norm]
+    factor = (norm.running_var.double() + norm.eps).rsqrt()
+    factor = factor if norm.weight is None else factor * norm.weight.detach().double()
+    found: Tensor = scale * factor.to(scale.device)
+    return found
