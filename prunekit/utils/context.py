@@ -285,6 +285,8 @@ def paused_garbage_collection() -> Iterator[None]:
 
 LARGE = 2**26
 """Bytes of a model from which on memory counts more than the tenths of a second that it takes to save some."""
+KEPT = 2**28
+"""Bytes of freed memory that stay with the process."""
 
 
 def is_large(model: nn.Module) -> bool:
@@ -302,14 +304,30 @@ def release_memory(model: nn.Module, *, collect: bool = True) -> None:
         model: that is worked on.
         collect: whether Python's collector runs, too.
     """
-    if not is_large(model):
+    if is_large(model):
+        if collect:
+            gc.collect()
+        release_freed()
+
+
+def release_freed() -> None:
+    """Give freed memory back that glibc keeps, where that is more than `KEPT`: taking it again takes long."""
+    if sys.platform != "linux":
         return
-    if collect:
-        gc.collect()
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
-        if trim is not None:
-            trim(0)
+    trim, info = (getattr(ctypes.CDLL(None), name, None) for name in ("malloc_trim", "mallinfo2"))  # of glibc alone
+    if info is not None:
+        info.restype = _HeapInfo
+    if trim is not None and (info is None or info().free > KEPT):
+        trim(0)
+
+
+class _HeapInfo(ctypes.Structure):
+    """What glibc's `mallinfo2` returns."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in ("arena", "pieces", "small", "maps", "mapped", "most", "small_free", "used", "free", "top")
+    )
 
 
 @contextmanager

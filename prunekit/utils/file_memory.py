@@ -37,15 +37,21 @@ class FileMemory:
         self._maps: list[mmap.mmap] = []
         self._used = 0
 
-    def keep(self, tensor: Tensor) -> Tensor:
+    def keep(self, tensor: Tensor, *, shared: bool = False) -> Tensor:
         """Return a strided tensor itself while there is memory, then a copy.
 
         On other devices than the CPU, and where there is no room for a file, it is the tensor itself.
+
+        Args:
+            tensor: to keep.
+            shared: whether others may write to it, so that a copy is kept in memory too.
         """
-        if tensor.device.type != "cpu" or tensor.requires_grad or self._fits(tensor.nbytes):
-            return tensor
-        found = self._mapped(tensor)
-        return tensor if found is None else found.copy_(tensor)
+        found = None
+        if tensor.device.type == "cpu" and not tensor.requires_grad and not self._fits(tensor.nbytes):
+            found = self._mapped(tensor)
+        if found is None:
+            return tensor.clone() if shared else tensor
+        return found.copy_(tensor)
 
     def release(self) -> None:
         """Give the memory of tensors in files back until they are used again."""

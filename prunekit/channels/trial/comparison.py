@@ -265,7 +265,7 @@ def record_reference(
         if operator is None or operator.name != name:
             return
         kept = [kept_entries(t, operator, i, channel_map, keep) for i, t in enumerate(outs)]
-        values.add(key, name, [v.clone() if any(v is t for t in outs) else v for v in kept])
+        values.add(key, name, kept, outs)
         if not any(map(has_gradients, outs)):
             numbers[key] = _numbers(arguments)
         if all(keep[channel_map.resolve(field)].all() for field in operator.inputs):

@@ -20,6 +20,7 @@ from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator
 from prunekit.channels.tracing.storages import is_plain
 from prunekit.channels.trial.tolerance import ROUNDING, TOLERANCE
 from prunekit.hooks.owner import HookOwner, after_forward, before_forward
+from prunekit.utils.context import LARGE, release_freed
 from prunekit.utils.private_torch import without_torch_dispatch
 from prunekit.utils.tensors import map_tensors
 
@@ -242,7 +243,11 @@ class Float64WhileRunning(HookOwner):
                 self.own(after_forward(module, self._end(filled), always_call=True))
 
     def _begin(self, tables: list[dict[str, Any]]) -> Callable[..., None]:
+        large = sum(tensor.nbytes for table in tables for tensor in table.values() if tensor is not None) >= LARGE
+
         def hook(module: nn.Module, args: Any) -> None:
+            if large:
+                release_freed()
             with without_torch_dispatch():
                 for table in tables:
                     self._users[id(table)] += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from typing import Any
 
 import torch
@@ -25,15 +25,21 @@ class RecordedValues:
         self._memory = FileMemory(memory)
         self._found: dict[Hashable, tuple[str, list[Any]]] = {}
 
-    def add(self, key: Hashable, name: str, values: list[Any]) -> None:
-        """Record the results of an operator, tensors that nothing else changes or None, and its name."""
-        self._found[key] = name, self.kept(values)
+    def add(self, key: Hashable, name: str, values: list[Any], shared: Collection[torch.Tensor] = ()) -> None:
+        """Record the results of an operator, tensors or None, and its name; those in `shared` may be written to."""
+        self._found[key] = name, self.kept(values, shared)
 
-    def kept(self, values: list[Any]) -> list[Any]:
+    def kept(self, values: list[Any], shared: Collection[torch.Tensor] = ()) -> list[Any]:
         """Return values as they are kept."""
-        found = [self._memory.keep(one) if isinstance(one, torch.Tensor) and is_plain(one) else one for one in values]
+        owned = [any(one is other for other in shared) for one in values]
+        found = [self._kept(one, shared=other) for one, other in zip(values, owned, strict=True)]
         self._memory.release()
         return found
+
+    def _kept(self, value: Any, *, shared: bool) -> Any:
+        if isinstance(value, torch.Tensor) and is_plain(value):
+            return self._memory.keep(value, shared=shared)
+        return value.clone() if shared else value
 
     def get(self, key: Hashable) -> tuple[str, list[Any]] | None:
         """Return name and results of an operator; None if there is none of this key."""

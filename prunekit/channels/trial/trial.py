@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import nn
@@ -149,66 +149,86 @@ def _settled(
         before = known
         if channel_map.traced.stated and not _same_when_whole(model, channel_map, examples):
             channel_map = with_all_constraints(channel_map)
-        keep = channel_map.completed(choose(channel_map))
-        if broken := _not_in_steps(channel_map, keep):
-            channel_map = with_extra(channel_map, broken)
-            continue
-        kept = kept_indices(channel_map, keep)
-        compact = narrowed(model, channel_map, keep, kept)
-        if plain and (locks := _of_other_classes(model, compact, channel_map)):
-            channel_map = with_extra(channel_map, locks)
-            continue
+        turn = _turn(model, channel_map, choose, examples, plain, batches, scales, failed)
+        if isinstance(turn, TrialResult):
+            return turn
+        channel_map, divergence = turn.channel_map, turn.divergence or divergence
+    raise PlanError(f"no plan passed its trial, and further locks change nothing; the last to differ was {divergence}")
+
+
+class _Turn(NamedTuple):
+    """The map for the next turn of a trial, and what differed in this one, if nothing explained it."""
+
+    channel_map: ChannelMap
+    divergence: Divergence | None = None
+
+
+def _turn(
+    model: nn.Module,
+    channel_map: ChannelMap,
+    choose: Callable[[ChannelMap], Keep],
+    examples: list[tuple[Any, ...]],
+    plain: bool,
+    batches: BatchAxes,
+    scales: ScaleSearch,
+    failed: dict[tuple[Any, ...], list[str]],
+) -> TrialResult | _Turn:
+    """Plan and compare once. The compact model and all results are dropped before the next turn makes its own."""
+    keep = channel_map.completed(choose(channel_map))
+    if broken := _not_in_steps(channel_map, keep):
+        return _Turn(with_extra(channel_map, broken))
+    kept = kept_indices(channel_map, keep)
+    compact = narrowed(model, channel_map, keep, kept)
+    if plain and (locks := _of_other_classes(model, compact, channel_map)):
+        return _Turn(with_extra(channel_map, locks))
+    trial = _PlanOnTrial(model, masked_indices(channel_map, keep), channel_map, keep, examples)
+    difference, found = trial.compare(compact)
+    if found is None:
+        return TrialResult(channel_map, keep, compact, difference)
+    gone = channel_map.branches.gone(keep)
+    if gone:  # is it they that differ, or something else with them?
+        keep = channel_map.completed(_with_branches(keep, gone))
+        compact = narrowed(model, channel_map, keep, kept_indices(channel_map, keep))
         trial = _PlanOnTrial(model, masked_indices(channel_map, keep), channel_map, keep, examples)
+        parted = found[0]
         difference, found = trial.compare(compact)
         if found is None:
-            return TrialResult(channel_map, keep, compact, difference)
-        gone = channel_map.branches.gone(keep)
-        if gone:  # is it they that differ, or something else with them?
-            keep = channel_map.completed(_with_branches(keep, gone))
-            compact = narrowed(model, channel_map, keep, kept_indices(channel_map, keep))
-            trial = _PlanOnTrial(model, masked_indices(channel_map, keep), channel_map, keep, examples)
-            parted = found[0]
-            difference, found = trial.compare(compact)
-            if found is None:
-                channel_map = with_staying(channel_map, _staying(channel_map, gone, parted))
-                continue
-        search = SizeSearch(model, compact, channel_map, keep, batches, scales, partial(trial.compare, compact), plain)
-        sizes = search.after(found)
-        if search.equal and _known(stricter := with_extra(channel_map, search.equal)) != known:
-            channel_map = stricter
-            continue
-        channel_map = with_sizes(channel_map, sizes)
-        if search.difference is not None and not gone:
-            set_attributes(compact, attribute_values(model, channel_map, keep))
-            return TrialResult(channel_map, keep, compact, search.difference)
-        if not sizes:
-            difference, found = trial.compare(compact, copies=True)
-            if found is None and gone:
-                channel_map = with_staying(channel_map, _staying(channel_map, gone, parted))
-                continue
-            if found is None:
-                return TrialResult(channel_map, keep, compact, difference)
-            divergence, run = found
-            elsewhere = trial.elsewhere(divergence, compact)
-            if elsewhere is not None and gone:
-                channel_map = with_staying(channel_map, _staying(channel_map, gone, parted))
-                continue
-            if elsewhere is not None:
-                return TrialResult(channel_map, keep, compact, elsewhere)
-            kind = (type(model.get_submodule(divergence.module)), *divergence.key[1:])
-            failed[kind].append(divergence.module)
-            alike = _alike(model, divergence, run) if len(failed[kind]) > 1 else []
-            alike = [where for where in alike if divergence.operator or where.module not in failed[kind]]
-            again = not divergence.operator and len(failed[kind]) > AGAIN
-            lock = trial.lock_for(divergence, run, again=again)
-            if lock is None:
-                hint = "" if divergence.module in channel_map.traced.trace.ran else MORE_EXAMPLES
-                raise PlanError(f"the compact model fails where no channel is pruned: {divergence}{hint}")
-            others = [trial.lock_for(where, run, there=True, again=again) for where in alike]
-            same = [other for other in others if other is not None and other.only == lock.only]
-            why = f"; {KEEPS_CLASS}" if search.withheld else ""
-            channel_map = with_extra(channel_map, [replace(one, reason=one.reason + why) for one in (lock, *same)])
-    raise PlanError(f"no plan passed its trial, and further locks change nothing; the last to differ was {divergence}")
+            return _Turn(with_staying(channel_map, _staying(channel_map, gone, parted)))
+    search = SizeSearch(model, compact, channel_map, keep, batches, scales, partial(trial.compare, compact), plain)
+    sizes = search.after(found)
+    if search.equal and _known(stricter := with_extra(channel_map, search.equal)) != _known(channel_map):
+        return _Turn(stricter)
+    channel_map = with_sizes(channel_map, sizes)
+    if search.difference is not None and not gone:
+        set_attributes(compact, attribute_values(model, channel_map, keep))
+        return TrialResult(channel_map, keep, compact, search.difference)
+    if sizes:
+        return _Turn(channel_map)
+    difference, found = trial.compare(compact, copies=True)
+    if found is None and gone:
+        return _Turn(with_staying(channel_map, _staying(channel_map, gone, parted)))
+    if found is None:
+        return TrialResult(channel_map, keep, compact, difference)
+    divergence, run = found
+    elsewhere = trial.elsewhere(divergence, compact)
+    if elsewhere is not None and gone:
+        return _Turn(with_staying(channel_map, _staying(channel_map, gone, parted)))
+    if elsewhere is not None:
+        return TrialResult(channel_map, keep, compact, elsewhere)
+    kind = (type(model.get_submodule(divergence.module)), *divergence.key[1:])
+    failed[kind].append(divergence.module)
+    alike = _alike(model, divergence, run) if len(failed[kind]) > 1 else []
+    alike = [where for where in alike if divergence.operator or where.module not in failed[kind]]
+    again = not divergence.operator and len(failed[kind]) > AGAIN
+    lock = trial.lock_for(divergence, run, again=again)
+    if lock is None:
+        hint = "" if divergence.module in channel_map.traced.trace.ran else MORE_EXAMPLES
+        raise PlanError(f"the compact model fails where no channel is pruned: {divergence}{hint}")
+    others = [trial.lock_for(where, run, there=True, again=again) for where in alike]
+    same = [other for other in others if other is not None and other.only == lock.only]
+    why = f"; {KEEPS_CLASS}" if search.withheld else ""
+    locks = [replace(one, reason=one.reason + why) for one in (lock, *same)]
+    return _Turn(with_extra(channel_map, locks), divergence)
 
 
 def _with_positions(choose: Callable[[ChannelMap], Keep], channel_map: ChannelMap) -> Keep:
