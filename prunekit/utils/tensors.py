@@ -25,7 +25,7 @@ def in_parts(tensor: torch.Tensor, most: int = AT_ONCE) -> tuple[torch.Tensor, .
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """Return whether no value is NaN or infinite: by the extremes, without another tensor in memory."""
-    if tensor.is_complex() or not tensor.numel():
+    if not tensor.is_floating_point() or tensor.dtype.itemsize == 1 or tensor.is_sparse or not tensor.numel():
         return bool(tensor.isfinite().all())
     low, high = torch.aminmax(tensor.detach())
     return bool(low.isfinite()) and bool(high.isfinite())

@@ -142,3 +142,4 @@ def test_one_value_that_is_not_finite_is_found() -> None:
     assert is_finite(torch.empty(0))
     assert is_finite(torch.tensor([True, False]))
     assert is_finite(torch.tensor(3))
+    assert is_finite(torch.ones(2, dtype=torch.uint16))

@@ -58,7 +58,7 @@ class MemoryNeed:
         return cls(
             int(ROOM * (IN_MEMORY + changes + 2 * largest + activations)),
             int(ROOM * (IN_MEMORY + most_state_bytes(channel_map))),
-            int(ROOM * (IN_MEMORY + 2 * copy + 24 * largest // _item(model) + 5 * results)),
+            int(ROOM * (IN_MEMORY + 2 * copy + 24 * largest // _item(model) + 2 * results)),
             0 if repair is None else int(ROOM * copy) + repair.memory_bytes,
         )
 
