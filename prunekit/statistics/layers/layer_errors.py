@@ -140,7 +140,7 @@ class _Prediction:
         kept = torch.arange(len(matrix) - 1, device=matrix.device) % 2 == 0
         change = _predicted(matrix, kept, biased=biased)
         left = torch.cat([kept, kept.new_full((1,), biased)])
-        return cls(change[left].to(_at_least_float32(kind)), change.T @ matrix @ change)
+        return cls(change[left].to(torch.promote_types(kind, torch.float32)), change.T @ matrix @ change)
 
     def change(self, read: Tensor) -> Tensor:
         """Return prediction less channel at all positions of what layers read, (..., gone)."""
@@ -160,17 +160,13 @@ class _Prediction:
         return total
 
 
-def _at_least_float32(kind: torch.dtype) -> torch.dtype:
-    return torch.promote_types(kind, torch.float32)
-
-
 class _Slopes(CallInterceptor):
     """The slopes of a sum along changes of layers: of what linear ones read, and of the weights of others.
 
     A gradient of a weight is dropped as soon as it is used, and the weights of linear layers have none.
 
     Args:
-        model: whose parameters require no gradients, and do while this is entered, where they change.
+        model: whose parameters require no gradients; those that change do within `following`.
         predictions: of linear layers by the names of their weights, each with its place among all layers.
         changes: of other layers, each with its place.
         layers: how many there are.
