@@ -278,7 +278,7 @@ def test_training_waits_once_a_step(device: Device) -> None:
     assert {wait.rpartition(" in ")[2] for wait in every_batch} <= {
         "finite_step",
         "BestWeights.keep",
-        "first_not_finite.<locals>.<genexpr>",
+        "is_finite",
     }
     scores = evaluate(model, [(torch.randn(4, 3, 8, 8), torch.arange(4))] * 3, "image_classification", place)
     assert scores.n_test == 12

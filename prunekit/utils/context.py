@@ -322,7 +322,7 @@ def release_freed() -> None:
 
 
 class _HeapInfo(ctypes.Structure):
-    """What glibc's `mallinfo2` returns."""
+    """The result of glibc's `mallinfo2`: bytes in its heaps."""
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)

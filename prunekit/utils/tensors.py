@@ -27,8 +27,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
     """Return whether no value is NaN or infinite: by the extremes, without another tensor in memory."""
     if not tensor.is_floating_point() or tensor.dtype.itemsize == 1 or tensor.is_sparse or not tensor.numel():
         return bool(tensor.isfinite().all())
-    low, high = torch.aminmax(tensor.detach())
-    return bool(low.isfinite()) and bool(high.isfinite())
+    return bool(torch.stack(torch.aminmax(tensor.detach())).isfinite().all())
 
 
 def gather(value: Any) -> list[torch.Tensor]:

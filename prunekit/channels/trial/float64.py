@@ -243,7 +243,8 @@ class Float64WhileRunning(HookOwner):
                 self.own(after_forward(module, self._end(filled), always_call=True))
 
     def _begin(self, tables: list[dict[str, Any]]) -> Callable[..., None]:
-        large = sum(tensor.nbytes for table in tables for tensor in table.values() if tensor is not None) >= LARGE
+        tensors = [tensor for table in tables for tensor in table.values() if tensor is not None]
+        large = sum(tensor.numel() * tensor.element_size() for tensor in tensors) >= LARGE
 
         def hook(module: nn.Module, args: Any) -> None:
             if large:
