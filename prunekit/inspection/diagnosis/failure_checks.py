@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
@@ -13,6 +12,7 @@ from prunekit.inspection.diagnosis.findings import DATA_ORDER, MAX_NAMES, Findin
 from prunekit.inspection.diagnosis.observation import Failure, Observation
 from prunekit.inspection.diagnosis.recorders import shapes_text
 from prunekit.utils.display import listed
+from prunekit.utils.tensors import is_finite
 
 
 @check("non_finite", "data")
@@ -37,7 +37,7 @@ def _images(observation: Observation) -> Finding | None:
 
 def _tensors(observation: Observation) -> Finding | None:
     named: Iterable[tuple[str, Tensor]] = [*observation.model.named_parameters(), *observation.model.named_buffers()]
-    wrong = [name for name, tensor in named if not bool(torch.isfinite(tensor).all())]
+    wrong = [name for name, tensor in named if not is_finite(tensor)]
     if not wrong:
         return None
     first = min(wrong, key=lambda name: observation.place(name.rpartition(".")[0]))

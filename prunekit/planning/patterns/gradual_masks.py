@@ -15,6 +15,7 @@ from prunekit.planning.patterns.pattern_layers import PatternLayer, PatternLayer
 from prunekit.planning.schedules import Stage, share_kept
 from prunekit.settings.pattern import PatternScope, PatternSettings
 from prunekit.settings.prune import ScheduleKind
+from prunekit.utils.tensors import is_finite
 
 MOVED = 0.3
 """Share of the kept weights that change places at the first stage (Evci et al. 2020, RigL)."""
@@ -47,7 +48,7 @@ class StageWeights:
             NonFiniteError: names the parameter.
         """
         for what, values in (("weights", self.size), ("scores", self.score), ("gradients", self.gradient)):
-            if values is not None and not bool(values.isfinite().all()):
+            if values is not None and not is_finite(values):
                 raise NonFiniteError(f"{self.layer.weight}: {what} are NaN or Inf, so none can be chosen; train slower")
 
 

@@ -31,8 +31,6 @@ from prunekit.utils.tensors import AT_ONCE, gather, in_parts
 
 RIDGE = 1e-3
 """Added to the diagonal of a Gram matrix, as a share of its mean: dead channels have zeros there."""
-
-
 PROBES = 32
 """Random directions of the output, about, that gradients are taken of."""
 
