@@ -5,10 +5,29 @@ The command line returns `exit_code`: 2 for wrong usage, 1 for a run that failed
 
 from __future__ import annotations
 
+import errno
 import re
+import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
+
+SHORTAGES = (
+    "out of memory",
+    "not enough memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "failed to allocate memory",
+    "std::bad_alloc",
+    "alloc_failed",
+)
+"""Parts of what allocators say, in lower case: of torch, the system, CUDA's libraries, zlib and ONNX Runtime."""
+SHORTAGE_ENDINGS = (
+    "could not create a primitive",
+    "could not create a memory object",
+    "failed to map segment from shared object",
+)
+"""What oneDNN, and the loader of shared libraries, say for want of memory, without more words behind it."""
 
 
 class PrunekitError(Exception):
@@ -93,6 +112,35 @@ class NotMeasuredError(UsageError):
 
 class ArtifactError(RunError):
     """A file or folder that prunekit wrote earlier is damaged, incomplete or of another version."""
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Return whether an error says that there is not enough memory, on the CPU or on a device."""
+    torch = sys.modules.get("torch")  # not imported here: for that, memory may be too short
+    kinds = (MemoryError, MemoryShortageError, *(() if torch is None else (torch.OutOfMemoryError,)))
+    if isinstance(error, kinds):
+        return True
+    if isinstance(error, OSError):  # Pillow says "out of memory" of damaged images, without a number
+        return error.errno == errno.ENOMEM
+    text = "" if isinstance(error, PrunekitError) else str(error).strip().lower()
+    return text.endswith(SHORTAGE_ENDINGS) or any(part in text for part in SHORTAGES)
+
+
+def reraise_shortage(error: BaseException) -> None:
+    """Raise an error again if it says that memory is short, so that no other cause is reported.
+
+    Args:
+        error: that a handler caught, which takes whatever was raised for one cause.
+    """
+    if is_shortage(error):
+        raise error
+
+
+def shortage_message(error: BaseException) -> str:
+    """Return a message for users about an error for want of memory."""
+    said = str(error).strip().partition("\n")[0]
+    detail = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    return f"out of memory ({detail}); free some, or take less: smaller batches, smaller images, or a smaller model"
 
 
 def require_kind(key: str, given: Any, kind: type | tuple[type, ...], instead: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from prunekit.distributed.launcher import launched, leads
-from prunekit.errors import PeerError, PrunekitError, UsageError
+from prunekit.errors import PeerError, PrunekitError, UsageError, is_shortage, shortage_message
 from prunekit.utils.user_code import place_in_user_code
 
 TOGETHER = ("finetune", "prune", "calibrate", "evaluate")
@@ -82,7 +82,9 @@ class ErrorGroup(click.Group):
 
 
 def _refused(error: Exception) -> str | None:
-    """Return the message for a file that the system cannot read or write; None for any other error."""
+    """Return the message for want of memory, or for a file that cannot be read or written; None for other errors."""
+    if is_shortage(error):
+        return shortage_message(error)
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'output'}: cannot be read or written: {error.strerror}"
     # safetensors has an exception of its own, which is looked up only if safetensors was imported.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from prunekit.data.augmentation import Draw, drawing
 from prunekit.data.datasets import CorruptImages, ImageTransform, Indexable
-from prunekit.errors import DataError
+from prunekit.errors import DataError, reraise_shortage
 from prunekit.models.preprocessing import decoding_reason, in_rgb
 
 
@@ -60,6 +60,7 @@ class _Decoded(Indexable):
         except DataError:
             raise
         except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, EOFError and more
+            reraise_shortage(error)
             self.corrupt.add(self._name(index), decoding_reason(error))
             return None
         return image if isinstance(image, Tensor) else self.transform.image(image, draw, index)

@@ -16,7 +16,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from prunekit.data.datasets import CorruptImages, ImageTransform, check_labels, numbered_classes
 from prunekit.data.decoded_images import MappedImages, MapStyle, pixels
-from prunekit.errors import DataError, UsageError, nearest
+from prunekit.errors import DataError, UsageError, nearest, reraise_shortage
 from prunekit.settings.inputs import DataSettings
 
 LABELS = ("targets", "labels", "_labels")
@@ -85,6 +85,7 @@ def _item(dataset: MapStyle, index: int, where: str, corrupt: CorruptImages) -> 
     except DataError:
         raise
     except Exception as error:  # decoders, and the user's own code, may raise anything
+        reraise_shortage(error)
         corrupt.add(name, f"{type(error).__name__}: {error}")
         return None
     label = np.asarray(item[1])
@@ -163,6 +164,7 @@ def _open(kind: Any, settings: DataSettings, **part: Any) -> Any:
     try:
         return kind(str(settings.root), **part)
     except Exception as error:  # RuntimeError, OSError, ValueError, ModuleNotFoundError
+        reraise_shortage(error)
         raise DataError(_missing(kind, settings, part, error)) from error
 
 
@@ -267,6 +269,7 @@ def _opened(settings: DataSettings) -> tuple[Any, dict[str, Any], str]:
     try:
         found = library.load_dataset(where) if settings.root is None else library.load_from_disk(where)
     except Exception as error:  # OSError, ValueError, errors of pyarrow and huggingface_hub
+        reraise_shortage(error)
         kind = "a data set on Hugging Face's hub" if settings.root is None else "a folder that `save_to_disk` wrote"
         raise DataError(f"{where}: expected {kind}, but: {type(error).__name__}: {error}") from error
     parts = dict(found) if isinstance(found, Mapping) else {"train": found}

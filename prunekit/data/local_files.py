@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from prunekit.data.datasets import numbered_classes
-from prunekit.errors import DataError, nearest
+from prunekit.errors import DataError, nearest, reraise_shortage
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 TWO_PARTS = ("x_train", "y_train", "x_test", "y_test")
@@ -140,6 +140,7 @@ def _load(path: Path) -> dict[str, np.ndarray[Any, Any]]:
             archive = np.load(file, allow_pickle=False)
             return {name: archive[name] for name in archive.files}
     except Exception as error:  # zipfile, zlib, OSError, ValueError, EOFError: each is a file that cannot be used
+        reraise_shortage(error)
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise DataError(f"{path}: expected a NumPy archive (.npz) without objects, but: {reason}") from error
 

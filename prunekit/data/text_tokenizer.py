@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prunekit.errors import DataError, UsageError
+from prunekit.errors import DataError, UsageError, reraise_shortage
 from prunekit.utils.files import read_json
 
 FILE = "tokenizer.json"
@@ -145,6 +145,7 @@ def open_tokenizer(folder: Path | None) -> TextTokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises nothing narrower
+        reraise_shortage(error)
         raise DataError(f"{path}: expected a tokenizer as the package tokenizers writes it, but: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()

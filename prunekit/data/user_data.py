@@ -14,7 +14,7 @@ from prunekit.data.augmentation import Draw, drawing
 from prunekit.data.datasets import CorruptImages, SampleDataset
 from prunekit.data.decoded_images import MapStyle
 from prunekit.data.sources import Splits, fingerprint, source_of_parts, splits_of
-from prunekit.errors import DataError, UsageError
+from prunekit.errors import DataError, UsageError, reraise_shortage
 from prunekit.models.preprocessing import Preprocessing
 from prunekit.settings.inputs import DataSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
@@ -217,6 +217,7 @@ class TaskSamples:
         try:
             batch = self.unpacking.collate(samples)
         except (RuntimeError, TypeError, KeyError, ValueError) as error:
+            reraise_shortage(error)
             raise DataError(
                 f"{self.where}: samples {chosen[:4]}...: expected samples of the same shapes that "
                 f"can be collated to a batch, got {type(error).__name__}: {error}"
@@ -227,4 +228,5 @@ class TaskSamples:
         try:
             return self.dataset[index]
         except Exception as error:  # the user's own code may raise anything
+            reraise_shortage(error)
             raise DataError(f"{self.where}: sample {index}: {type(error).__name__}: {error}") from error

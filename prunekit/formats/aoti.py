@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prunekit.errors import ArtifactError, RunError, UsageError, reason_of
+from prunekit.errors import ArtifactError, RunError, UsageError, reason_of, reraise_shortage
 from prunekit.formats.format import ExportFormat, ExportSource, Run, register_format
 from prunekit.formats.model_location import failure
 from prunekit.formats.onnx import KEY, interface_of_json
@@ -49,6 +49,7 @@ class AotiFormat(ExportFormat):
                     program.exported, package_path=str(path), inductor_configs={"aot_inductor.metadata": metadata}
                 )
             except Exception as error:  # of Inductor, or of the compiler
+                reraise_shortage(error)
                 raise RunError(
                     f"{type(source.model).__name__} cannot be compiled by AOTInductor: {failure(error, source.model)}; "
                     "use another format, such as pt2"
@@ -62,6 +63,7 @@ class AotiFormat(ExportFormat):
             try:
                 model = torch._inductor.aoti_load_package(str(path))
             except Exception as error:  # of its loader
+                reraise_shortage(error)
                 raise ArtifactError(f"{path}: expected an AOTInductor package, but {reason_of(error)}") from error
 
         def run(example: tuple[Any, ...]) -> list[Tensor]:
@@ -70,6 +72,7 @@ class AotiFormat(ExportFormat):
                 try:
                     found = gather(model(*positional, **named))
                 except Exception as error:  # of its checks of sizes
+                    reraise_shortage(error)
                     raise RunError(f"{path}: the package cannot run: {reason_of(error)}") from error
             if len(found) != len(interface.outputs):
                 raise ArtifactError(f"{path}: its interface has {len(interface.outputs)} outputs, it gave {len(found)}")

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from prunekit.errors import ArtifactError, RunError, UsageError, reason_of
+from prunekit.errors import ArtifactError, RunError, UsageError, reason_of, reraise_shortage
 from prunekit.formats.format import ExportFormat, ExportSource, Run, register_format
 from prunekit.formats.model_location import failure, place_of_node
 from prunekit.formats.onnx import KEY, interface_of_json
@@ -49,6 +49,7 @@ class ExecutorchFormat(ExportFormat):
             try:
                 return [one.clone() for one in method.execute([tensor.contiguous() for tensor in given.values()])]
             except Exception as error:  # of the runtime
+                reraise_shortage(error)
                 raise RunError(
                     f"{path}: ExecuTorch cannot run it: {reason_of(error)}; inputs may be no larger "
                     "than memory was planned for, as its export noted"
@@ -79,6 +80,7 @@ def _lowered(source: ExportSource, program: Program, most: Mapping[str, int]) ->
             )
             planned = lowered.to_executorch()
         except Exception as error:  # of its compiler
+            reraise_shortage(error)
             raise RunError(
                 f"{type(source.model).__name__} cannot be exported to ExecuTorch: {failure(error, source.model)}; "
                 "compute it there with operators that ExecuTorch has, or use another format, such as onnx"
@@ -126,6 +128,7 @@ def _method(path: Path, name: str) -> Any:
         program = Runtime.get().load_program(path)
         method = program.load_method(name) if name in program.method_names else None
     except Exception as error:  # of the runtime
+        reraise_shortage(error)
         raise ArtifactError(f"{path}: expected an ExecuTorch program, but {reason_of(error)}") from error
     if method is None:
         raise ArtifactError(

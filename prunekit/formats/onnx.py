@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.channels.cut.model_copy import copied
-from prunekit.errors import ArtifactError, RunError, UsageError, reason_of
+from prunekit.errors import ArtifactError, RunError, UsageError, reason_of, reraise_shortage
 from prunekit.formats.format import ExportFormat, ExportOptions, ExportSource, Run, register_format
 from prunekit.formats.model_location import failure
 from prunekit.formats.program import Program, fed, program_of, trace, tracing
@@ -85,6 +85,7 @@ def translated(
         try:
             program = torch.onnx.export(exported, dynamo=True, opset_version=opset, verbose=False, **names)
         except Exception as error:
+            reraise_shortage(error)
             raise RunError(
                 f"{type(model).__name__} cannot be exported to ONNX: {failure(error, model)}; compute it there with "
                 "operators that ONNX has, or use another format, such as pt2"
@@ -133,6 +134,7 @@ class OnnxFormat(ExportFormat):
             try:
                 return [torch.from_numpy(np.array(one)) for one in session.run(names, arrays)]
             except Exception as error:  # onnxruntime's own classes
+                reraise_shortage(error)
                 raise RunError(f"{path}: ONNX Runtime cannot run it: {reason_of(error)}") from error
 
         return run
@@ -214,6 +216,7 @@ def interface_of_file(path: Path) -> ModelInterface:
         if not model.graph.output:
             raise ValueError("it has no graph with outputs")
     except Exception as error:  # protobuf's own classes
+        reraise_shortage(error)
         raise ArtifactError(f"{path}: expected an ONNX file, but {reason_of(error)}") from error
     known = {entry.key: entry.value for entry in model.metadata_props}
     if KEY in known:
@@ -252,6 +255,7 @@ def session_of(model: Path | bytes, threads: int) -> Any:
     try:
         return onnxruntime.InferenceSession(given, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's own classes
+        reraise_shortage(error)
         where = "the changed file" if isinstance(model, bytes) else str(model)
         raise ArtifactError(f"{where}: ONNX Runtime cannot load it: {reason_of(error)}") from error
 

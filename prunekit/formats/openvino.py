@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prunekit.errors import ArtifactError, RunError, reason_of
+from prunekit.errors import ArtifactError, RunError, reason_of, reraise_shortage
 from prunekit.formats.format import ExportFormat, ExportSource, Run, register_format
 from prunekit.formats.node_modules import NodeModules
 from prunekit.formats.onnx import KEY, OPSET, interface_of_json, metadata_of, renamed_values, translated
@@ -66,6 +66,7 @@ class OpenVinoFormat(ExportFormat):
             try:
                 found = request.infer(arrays)
             except Exception as error:  # of OpenVINO
+                reraise_shortage(error)
                 raise RunError(f"{path}: OpenVINO cannot run it: {reason_of(error)}") from error
             return [torch.from_numpy(found[port].copy()) for port in ports]
 
@@ -88,6 +89,7 @@ def _convert(carrier: Path, path: Path, interface: ModelInterface, source: Expor
     try:
         model = openvino.convert_model(carrier)
     except Exception as error:  # of OpenVINO
+        reraise_shortage(error)
         raise RunError(
             f"{type(source.model).__name__} cannot be converted to OpenVINO: {reason_of(error)}; use another format, "
             "such as onnx"
@@ -130,6 +132,7 @@ def _read(path: Path) -> Any:
     try:
         return openvino_core().read_model(path)
     except Exception as error:  # of OpenVINO
+        reraise_shortage(error)
         raise ArtifactError(
             f"{path}: expected an OpenVINO .xml file with its weights in {path.stem}.bin beside it, but "
             f"{reason_of(error)}"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from prunekit.errors import RunError, UsageError, nearest
+from prunekit.errors import RunError, UsageError, nearest, reraise_shortage
 from prunekit.formats.format import ExportOptions, ExportSource
 from prunekit.formats.model_location import LIBRARY, failure, is_of_torch, place_of_caller, place_of_line
 from prunekit.models.interface import BATCH, ModelInterface, TensorSpec
@@ -210,6 +210,7 @@ def trace(
     try:
         return _traced(model, example, axes, names, most)
     except Exception as error:  # of the exporter, or of the model's code
+        reraise_shortage(error)
         problem = failure(error, model)
         if named and _is_traceable(model, example, names):
             raise RunError(

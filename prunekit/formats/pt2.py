@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prunekit.errors import RunError, UsageError, reason_of
+from prunekit.errors import RunError, UsageError, reason_of, reraise_shortage
 from prunekit.formats.format import ExportFormat, ExportSource, Run, register_format
 from prunekit.formats.onnx import interface_of_json
 from prunekit.formats.program import arguments, as_exported, program_of, tracing
@@ -45,6 +45,7 @@ class Pt2Format(ExportFormat):
             try:
                 torch.export.save(exported, path, extra_files={EXTRA: json.dumps(program.interface.as_dict())})
             except Exception as error:  # of the serializer
+                reraise_shortage(error)
                 raise RunError(
                     f"{type(source.model).__name__} cannot be saved as a pt2 program: {reason_of(error)}; use another "
                     "format, such as onnx"
@@ -64,6 +65,7 @@ class Pt2Format(ExportFormat):
                 program = torch.export.load(path)
                 module = program.module()
             except Exception as error:  # of the deserializer
+                reraise_shortage(error)
                 raise archive.damaged(reason_of(error)) from error
 
         interface, (by_position, by_name) = self.interface(path), program.call_spec.in_spec.children()
@@ -75,6 +77,7 @@ class Pt2Format(ExportFormat):
                 try:
                     return [one.clone() for one in gather(module(*positional, **named))]
                 except Exception as error:  # of its operators, or of its checks of sizes
+                    reraise_shortage(error)
                     raise RunError(f"{path}: the program cannot run: {reason_of(error)}") from error
 
         return run

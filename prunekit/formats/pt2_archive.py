@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from prunekit.errors import ArtifactError, reason_of
+from prunekit.errors import ArtifactError, reason_of, reraise_shortage
 from prunekit.models.interface import ModelInterface, TensorSpec
 
 PROGRAM = "models/model.json"
@@ -96,6 +96,7 @@ class Archive:
             with zipfile.ZipFile(self.path) as file:
                 return file.read(f"{self._top}/{name}")
         except (OSError, zipfile.BadZipFile, RuntimeError) as error:
+            reraise_shortage(error)
             raise self.damaged(reason_of(error)) from error
 
     def text(self, name: str) -> str | None:

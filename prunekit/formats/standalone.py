@@ -22,7 +22,7 @@ from prunekit.channels.cut.model_copy import copied
 from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.channels.tracing.storages import is_plain, parts_of
 from prunekit.compaction.model_folder import read_manifest
-from prunekit.errors import ArtifactError, RunError, UsageError, reason_of
+from prunekit.errors import ArtifactError, RunError, UsageError, reason_of, reraise_shortage
 from prunekit.formats.folders.builders import Builder, builders
 from prunekit.formats.folders.differences import Differences, DiffersError, differences, explicit_sizes
 from prunekit.formats.folders.model_file import (
@@ -128,6 +128,7 @@ class Standalone(ExportFormat):
         try:
             model: nn.Module = imported(path / CODE).load(*given)
         except Exception as error:
+            reraise_shortage(error)
             raise ArtifactError(f"{path / CODE}: cannot be loaded: {reason_of(error)}") from error
         return model
 
@@ -339,6 +340,7 @@ def require_same(source: ExportSource, loaded: nn.Module, file: str) -> None:
     try:
         found = gather(without_gradients(lambda: call(loaded, source.example)))
     except Exception as error:  # of the model's own code
+        reraise_shortage(error)
         raise RunError(
             f"{type(source.model).__name__}: the model that {file} rebuilds does not run: {reason_of(error)}; give the "
             "code that builds the dense model as --model file.py:factory"

@@ -13,7 +13,7 @@ from torch import nn
 
 from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.compaction.model_folder import FILES, MANIFEST, ModelWithPlan, load, read_manifest, save
-from prunekit.errors import ArtifactError, ModelError, UsageError
+from prunekit.errors import ArtifactError, ModelError, UsageError, reraise_shortage
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.integrations.missing_extra import require_library
 from prunekit.integrations.prune_callback import PrunesInTrainer
@@ -160,6 +160,7 @@ class PruneCallback(PrunesInTrainer, TrainerCallback):
             try:
                 saved = torch.load(path, map_location="cpu", weights_only=True)
             except Exception as error:
+                reraise_shortage(error)
                 raise ArtifactError(f"{path}: expected the state of a pruner: {error}") from error
             if isinstance(saved, dict) and saved.get("run") == run and saved.get("step") == state.global_step:
                 return saved

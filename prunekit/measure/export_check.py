@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.errors import RunError, reason_of
+from prunekit.errors import RunError, reason_of, reraise_shortage
 from prunekit.formats.format import ExportFormat, Run
 from prunekit.measure.verification import largest_difference
 from prunekit.models.interface import ModelInterface
@@ -66,6 +66,7 @@ def _parity(
     try:
         found = run(example)
     except Exception as error:  # a runtime's own errors
+        reraise_shortage(error)
         raise RunError(
             f"{kind.name}: the exported model does not run on {described(example)}: {reason_of(error)}"
         ) from error

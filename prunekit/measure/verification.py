@@ -21,7 +21,7 @@ from prunekit.channels.tracing.storages import plain_in
 from prunekit.channels.trial.comparison import compare, output_with_decisions, record_reference
 from prunekit.channels.trial.float64 import RUN_PRECISIONS, Float64WhileRunning, RunPrecision, float64_copy
 from prunekit.channels.trial.tolerance import ROUNDING, TOLERANCE, largest_gap, largest_value, rounding
-from prunekit.errors import ModelError, UsageError, VerificationError, reason_of
+from prunekit.errors import ModelError, UsageError, VerificationError, reason_of, reraise_shortage
 from prunekit.hooks.wrappers import require_values, unwrapped
 from prunekit.planning.plan import Plan, require_plan
 from prunekit.utils.context import is_large, same_draws, training_mode, without_gradients
@@ -150,6 +150,7 @@ def verify(
         try:
             got = _run(compact_copy, inputs, way, calls)
         except Exception as error:  # whatever the model's own code makes of a wrong size
+            reraise_shortage(error)
             difference, reason = inf, reason_of(error)
         else:
             difference, reason = largest_difference(expected.output, got)
@@ -317,7 +318,8 @@ def _without_copies(
             expected = _run(running.model, inputs, way, calls)
         with Float64WhileRunning(compact, way.convert, borrowed=used) as running:
             return largest_difference(expected, _run(running.model, inputs, way, calls))[0]
-    except Exception:  # whatever the model's own code makes of it: copies will tell
+    except Exception as error:  # whatever the model's own code makes of it: copies will tell
+        reraise_shortage(error)
         return inf
 
 
@@ -343,7 +345,8 @@ def _after_a_pass(
         with NarrowNorms(first, plan.channel_map, plan.keep):
             expected = _run(first, inputs, way, calls)
         return largest_difference(expected, _run(second, inputs, way, calls))[0]
-    except Exception:  # whatever the model's own code makes of a precision, or of a wrong size
+    except Exception as error:  # whatever the model's own code makes of a precision, or of a wrong size
+        reraise_shortage(error)
         return inf
 
 

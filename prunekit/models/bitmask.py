@@ -18,6 +18,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from prunekit.errors import reraise_shortage
+
 COMPRESSION, VERSION = "bitmask", 1
 METADATA = "compression"
 """Key of the metadata of a compressed file, its only one: safetensors writes several in a random order."""
@@ -139,6 +141,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         try:
             tensors[name] = _dense(tensors.pop(name + MASK), tensors.pop(name + VALUES), shape)
         except (ValueError, RuntimeError, OverflowError) as error:
+            reraise_shortage(error)
             raise ValueError(f"{name}: {error}; the file is damaged") from error
     return tensors
 

@@ -18,7 +18,7 @@ from ruamel.yaml import YAML
 from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from prunekit.errors import ModelError
+from prunekit.errors import ModelError, reraise_shortage
 from prunekit.models.state_dicts import load_state, load_weights
 
 FIXED = ("weights", "weights_backbone", "progress")
@@ -166,7 +166,8 @@ def ultralytics_state(path: Path) -> dict[str, Tensor] | None:
         return None
     try:
         needed = get_unsafe_globals_in_checkpoint(path)
-    except (OSError, ValueError, RuntimeError):  # no archive of torch's: what reads state dicts says so
+    except (OSError, ValueError, RuntimeError) as error:  # no archive of torch's: what reads state dicts says so
+        reraise_shortage(error)
         return None
     if not any(name.startswith("ultralytics.") for name in needed):
         return None
@@ -174,6 +175,7 @@ def ultralytics_state(path: Path) -> dict[str, Tensor] | None:
         with safe_globals([(_allowed(name, path), name) for name in needed]):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except (UnpicklingError, RuntimeError, EOFError, AttributeError, TypeError) as error:
+        reraise_shortage(error)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"{path}: expected a checkpoint of ultralytics, but {reason}") from error
     found = (content.get("ema") or content.get("model")) if isinstance(content, dict) else None

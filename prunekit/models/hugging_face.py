@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from prunekit.errors import ModelError, nearest
+from prunekit.errors import ModelError, nearest, reraise_shortage
 from prunekit.settings.inputs import Head, ModelSettings
 from prunekit.utils.display import listed
 from prunekit.utils.files import read_json
@@ -86,6 +86,7 @@ def _of_type(name: str, head: Head) -> Callable[..., nn.Module]:
         try:
             config = library.AutoConfig.for_model(name, **arguments, **_labels(head, num_classes))
         except Exception as error:  # its validation has a family of errors of its own
+            reraise_shortage(error)
             raise ValueError(str(error)) from error
         model: nn.Module = getattr(library, CLASSES[head][0]).from_config(config)
         return model
@@ -111,6 +112,7 @@ def _of_folder(folder: Path, head: Head) -> Callable[..., nn.Module]:
                     **_labels(head, num_classes),
                 )
         except Exception as error:  # OSError, ValueError, RuntimeError, errors of safetensors
+            reraise_shortage(error)
             raise ModelError(
                 f"{folder}: {CLASSES[head][0]} of transformers cannot load it: {error}; expected the files that "
                 "`save_pretrained` writes, with safetensors, of a model that needs no code of its own and has such a "

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms.v2.functional import InterpolationMode, center_crop, pil_to_tensor, resize
 
-from prunekit.errors import ArtifactError, DataError, SettingsError
+from prunekit.errors import ArtifactError, DataError, SettingsError, reraise_shortage
 from prunekit.known_names import PositiveInt
 from prunekit.settings.validation import Checked
 
@@ -239,6 +239,7 @@ def opened(image: Pixels) -> Image.Image:
         with Image.open(path) as file:
             return in_rgb(ImageOps.exif_transpose(file))
     except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, EOFError and more
+        reraise_shortage(error)
         raise DataError(f"{path}: expected an image, but {decoding_reason(error)}") from error
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.errors import ModelError
+from prunekit.errors import ModelError, reraise_shortage
 from prunekit.models.bitmask import read_tensors
 from prunekit.utils.display import listed
 from prunekit.utils.files import StrPath
@@ -77,6 +77,7 @@ def _read(path: Path) -> Any:
             return read_tensors(path)
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # UnpicklingError, RuntimeError, EOFError, SafetensorError: a file that cannot be used
+        reraise_shortage(error)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(
             f"{path}: expected a state dict of tensors, but {reason}; pickled objects are never loaded: "

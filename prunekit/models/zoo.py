@@ -17,7 +17,7 @@ import torch
 import torchvision
 from torch import nn
 
-from prunekit.errors import ModelError, UsageError, nearest
+from prunekit.errors import ModelError, UsageError, nearest, reraise_shortage
 from prunekit.models import hugging_face
 from prunekit.models.cifar import DEPTHS, CifarResNet
 from prunekit.models.detectors import (
@@ -266,6 +266,7 @@ def _construct(settings: ModelSettings, builder: Callable[..., nn.Module], argum
     try:
         return builder(**fixed, **arguments)
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+        reraise_shortage(error)
         raise _constructor_error(settings, arguments, error) from error
 
 
@@ -297,6 +298,7 @@ def _pretrained(settings: ModelSettings, builder: Callable[..., nn.Module], argu
         path = _cached(weights.url)
         raise ModelError(f"model.weights: {path}: the file is damaged ({error}); remove it") from error
     except (TypeError, ValueError, RuntimeError) as error:
+        reraise_shortage(error)
         raise _constructor_error(settings, arguments, error) from error
 
 

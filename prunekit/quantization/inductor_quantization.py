@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.channels.cut.model_copy import copied
-from prunekit.errors import RunError, UsageError, reason_of
+from prunekit.errors import RunError, UsageError, reason_of, reraise_shortage
 from prunekit.quantization.accuracy_limit import (
     AccuracyLimit,
     Array,
@@ -131,6 +131,7 @@ class InductorQuantizer(Quantizer):
             try:
                 return torch.export.export(module, positional, dict(named))
             except Exception as error:  # of the exporter, or of the model's own code
+                reraise_shortage(error)
                 raise RunError(f"{type(self._model).__name__} cannot be exported: {reason_of(error)}") from error
 
     def _save(self, program: Any) -> Path:
@@ -159,6 +160,7 @@ class InductorQuantizer(Quantizer):
             except RunError:
                 raise
             except Exception as error:  # operators that torchao does not expect
+                reraise_shortage(error)
                 name = type(self._model).__name__
                 raise RunError(f"{name}: torchao cannot quantize it: {reason_of(error)}; stay in float") from error
 
@@ -191,6 +193,7 @@ class InductorQuantizer(Quantizer):
             try:
                 torch._inductor.aoti_compile_and_package(torch.export.load(file), package_path=str(package))
             except Exception as error:  # of the compilers
+                reraise_shortage(error)
                 name = type(self._model).__name__
                 raise RunError(f"{name}: AOTInductor cannot compile it in int8: {reason_of(error)}") from error
 

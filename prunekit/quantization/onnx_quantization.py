@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from prunekit.errors import ArtifactError, RunError, reason_of
+from prunekit.errors import ArtifactError, RunError, reason_of, reraise_shortage
 from prunekit.formats.node_modules import NodeModules
 from prunekit.quantization.accuracy_limit import (
     AccuracyLimit,
@@ -201,6 +201,7 @@ class OnnxQuantizer(Quantizer):
                     calibration_cache_path=self._folder / f"{way}.json",
                 )
             except Exception as error:  # operators that ONNX Runtime's quantization does not expect
+                reraise_shortage(error)
                 raise RunError(
                     f"{self.file.name}: ONNX Runtime cannot quantize it: {reason_of(error)}; stay in float"
                 ) from error
@@ -264,6 +265,7 @@ def _opened(file: Path) -> Any:
     try:
         return onnx.load(file, load_external_data=False)
     except Exception as error:  # protobuf's errors, and those of the system
+        reraise_shortage(error)
         raise ArtifactError(f"{file}: expected an ONNX file, but {reason_of(error)}") from error
 
 

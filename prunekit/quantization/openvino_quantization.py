@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from prunekit.errors import ArtifactError, RunError, UsageError, reason_of
+from prunekit.errors import ArtifactError, RunError, UsageError, reason_of, reraise_shortage
 from prunekit.formats.node_modules import ModuleNames, NodeModules
 from prunekit.formats.openvino import MODULES, openvino_core
 from prunekit.quantization.accuracy_limit import (
@@ -170,6 +170,7 @@ class OpenvinoQuantizer(Quantizer):
         try:
             return openvino_core().read_model(file)
         except Exception as error:  # OpenVINO's own
+            reraise_shortage(error)
             raise ArtifactError(f"{file}: expected a model that OpenVINO reads, but {reason_of(error)}") from error
 
     def _layer(self, node: Any) -> str:
@@ -213,6 +214,7 @@ class OpenvinoQuantizer(Quantizer):
                     ),
                 )
             except Exception as error:  # operators that NNCF does not expect
+                reraise_shortage(error)
                 raise RunError(
                     f"{self.file.name}: NNCF cannot quantize it: {reason_of(error)}; stay in float"
                 ) from error

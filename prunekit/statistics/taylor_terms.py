@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.cut.model_copy import has_gradients
 from prunekit.channels.tracing.execution import plain_attention
-from prunekit.errors import NonFiniteError, UsageError
+from prunekit.errors import NonFiniteError, UsageError, reraise_shortage
 from prunekit.hooks.step_hooks import StepHook, by_axis, unscaled
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.statistics.layer_stats import FloatArray
@@ -222,6 +222,7 @@ def _hessian_times(
     try:
         return torch.autograd.grad(outputs, weights, directions, retain_graph=True, allow_unused=True)
     except RuntimeError as error:
+        reraise_shortage(error)
         raise UsageError(
             f"second_order: an operator of the model has no second derivative ({str(error).splitlines()[0]}); score by "
             "'taylor', which needs none"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from prunekit.errors import DataError
+from prunekit.errors import DataError, reraise_shortage
 from prunekit.tasks.texts import LABELS
 from prunekit.utils.inputs import are_images, described, images_in, is_image, takes_list
 from prunekit.utils.tensors import gather
@@ -107,6 +107,7 @@ def together(
         if not (listed and takes_list(model, images[0])):
             return collate(samples)
     except (RuntimeError, TypeError, KeyError) as error:
+        reraise_shortage(error)
         if not listed:
             kind = type(samples[0]).__name__
             advice = (

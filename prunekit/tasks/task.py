@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import default_collate
 
-from prunekit.errors import DataError, UsageError
+from prunekit.errors import DataError, UsageError, reraise_shortage
 from prunekit.known_names import TASKS as _TASKS
 from prunekit.utils.context import training_mode
 from prunekit.utils.inputs import described, sample_count
@@ -101,6 +101,7 @@ class BatchUnpacker:
             if not gather(inputs) or samples != len(targets):
                 raise DataError(f"expected inputs with tensors, and as many targets, got {samples} and {len(targets)}")
         except Exception as error:  # a task of the user's own may raise anything
+            reraise_shortage(error)
             reason = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
             raise DataError(
                 f"{where}: task {self.task!r} cannot unpack {described(batch)}: {reason}; return such samples, or give "

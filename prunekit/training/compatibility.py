@@ -12,7 +12,7 @@ from torch.func import functional_call
 from prunekit.data.datasets import SampleDataset
 from prunekit.data.loader import batches
 from prunekit.data.sources import Splits
-from prunekit.errors import DataError, ModelError
+from prunekit.errors import DataError, ModelError, reraise_shortage
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import Task
@@ -54,6 +54,7 @@ def check_fits(model: nn.Module, splits: Splits, device: torch.device) -> None:
         except (DataError, ModelError):
             raise
         except Exception as error:  # a model's own code may raise anything
+            reraise_shortage(error)
             raise ModelError(_not_taken(model, splits.task, inputs, error)) from error
         _check_classes(model, splits, output)
         _check_task(model, splits.task, output, targets)
@@ -121,6 +122,7 @@ def _check_task(model: nn.Module, task: Task, output: Any, targets: Any) -> None
             found = f"{found} and {described(counts)}"
             scores = task.score(counts.tolist()) if ok else {}
     except Exception as error:  # a task of the user's own may raise anything
+        reraise_shortage(error)
         raise ModelError(f"task {task.name!r}: {got}: {type(error).__name__}: {error}") from error
     if not ok:
         raise ModelError(f"task {task.name!r}: expected a loss of one number and counts (K,), got {found}; {got}")

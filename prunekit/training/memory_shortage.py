@@ -10,25 +10,8 @@ import torch
 from torch import nn
 
 from prunekit.distributed.process_group import size
-from prunekit.errors import MemoryShortageError, UsageError
+from prunekit.errors import MemoryShortageError, UsageError, is_shortage
 from prunekit.training.run_state import Position
-
-MESSAGES = (
-    "DefaultCPUAllocator: can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",
-    "CUDA out of memory",
-    "CUDA error: out of memory",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-)
-"""What torch's allocators and CUDA's libraries say where they raise a plain `RuntimeError`."""
-
-
-def is_shortage(error: BaseException) -> bool:
-    """Return whether an error says that there is not enough memory, on the CPU or on a device."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError | MemoryShortageError):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in MESSAGES)
 
 
 @contextmanager

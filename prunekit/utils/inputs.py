@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prunekit.errors import DataError, ModelError, PrunekitError, UsageError, reason_of
+from prunekit.errors import DataError, ModelError, PrunekitError, UsageError, reason_of, reraise_shortage
 from prunekit.utils.context import training_mode
 from prunekit.utils.sample_lists import IMAGE_AXES, count_samples, map_samples, sample_parts
 from prunekit.utils.tensors import gather, leaves, map_tensors
@@ -254,7 +254,8 @@ def _runs_on(model: nn.Module, images: list[Tensor]) -> bool:
     with training_mode(model, False), torch.no_grad():
         try:
             model([image.to(like.device, like.dtype) for image in images])
-        except Exception:  # whatever the model's own code raises
+        except Exception as error:  # whatever the model's own code raises
+            reraise_shortage(error)
             return False
     return True
 
@@ -347,9 +348,10 @@ def running(model: nn.Module, given: Any, *, called: str = "", where: Callable[[
     """
     try:
         yield
-    except (PrunekitError, MemoryError, torch.OutOfMemoryError):
+    except PrunekitError:
         raise
     except Exception as error:
+        reraise_shortage(error)
         shown = given[0] if isinstance(given, tuple) and len(given) == 1 else given
         raise ModelError(
             f"{called or type(model).__name__} does not run on {described(shown)}{where()}: {reason_of(error)}; "

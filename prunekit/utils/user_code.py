@@ -15,7 +15,7 @@ from types import CodeType, ModuleType
 from typing import Any
 from urllib.parse import quote, unquote
 
-from prunekit.errors import UsageError, nearest
+from prunekit.errors import UsageError, nearest, reraise_shortage
 
 _PREFIX = "prunekit_user_"
 _INSTALLED = "python:"
@@ -51,6 +51,7 @@ def call_factory(factory: Callable[[], Any], reference: str, error: type[UsageEr
     try:
         return factory()
     except (Exception, SystemExit) as raised:
+        reraise_shortage(raised)
         raise error(f"{reference}: the factory raised {_raised(raised, path)}") from raised
 
 
@@ -180,6 +181,7 @@ def _import(name: str, path: Path, error: type[UsageError]) -> ModuleType:
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as raised:
+        reraise_shortage(raised)
         raise error(f"{path}: running this file raised {_raised(raised, path)}") from raised
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.data.sources import load_splits
-from prunekit.errors import MemoryShortageError, RunError, UsageError
+from prunekit.errors import MemoryShortageError, RunError, UsageError, is_shortage
 from prunekit.jobs.run import batch_size
 from prunekit.jobs.run.batch_size import CLOSE, ROUNDS, BatchSizeSearch, Rehearsal, find_batch_size
 from prunekit.jobs.run.dense_model import prepare
@@ -29,7 +29,6 @@ from prunekit.settings.train import (
     TrainSettings,
 )
 from prunekit.training.loop import fit
-from prunekit.training.memory_shortage import is_shortage
 
 CPU = torch.device("cpu")
 MB = 10**6

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from prunekit.errors import ModelError
+from prunekit.errors import ModelError, reraise_shortage
 from prunekit.hooks.hook import HOOK_TABLES, is_ours
 from prunekit.utils.private_torch import ACCELERATE_PREPARED, CustomOpDef, OpOverload, OpOverloadPacket
 
@@ -88,6 +88,7 @@ def with_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Mo
         for module, name in functions:
             vars(module)[name] = _rebound(vars(module)[name], memo)
     except (RuntimeError, TypeError, AttributeError) as error:
+        reraise_shortage(error)
         raise ModelError(
             f"{type(model).__name__} cannot be copied: {error}; expected a module whose attributes "
             "copy.deepcopy understands (no tensors with a grad_fn, locks or open files)"

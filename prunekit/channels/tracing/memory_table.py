@@ -26,7 +26,7 @@ from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator
 from prunekit.channels.tracing.storages import memory_of, parts_of, shape_of, storage_of
 from prunekit.channels.tracing.traced_run import TracedOperator
 from prunekit.channels.tracing.tracer import Trace
-from prunekit.errors import ModelError, reason_of
+from prunekit.errors import ModelError, reason_of, reraise_shortage
 from prunekit.utils.context import paused_garbage_collection, seeded, training_mode
 from prunekit.utils.inputs import call, sample_count
 from prunekit.utils.private_torch import FakeTensorMode
@@ -178,6 +178,7 @@ def record_memory(
         try:
             return _recorded(model, example, wanted, fake=False)
         except Exception as error:  # a model's own code may raise anything
+            reraise_shortage(error)
             raise ModelError(
                 f"{type(model).__name__}: the memory of a forward pass cannot be counted: it does not run on a batch "
                 f"of {batch} in {dtype} on the CPU: {reason_of(error)}"

@@ -40,7 +40,7 @@ from prunekit.channels.tracing.meta_shapes import OnMeta, run_on_meta
 from prunekit.channels.tracing.operator_mode import OperatorMode, without_randomness
 from prunekit.channels.tracing.storages import Storages, inner_of
 from prunekit.channels.tracing.traced_run import TracedCall, TracedOperator, TracedRun, is_counted, signature
-from prunekit.errors import ModelError, PrunekitError, reason_of
+from prunekit.errors import ModelError, PrunekitError, reason_of, reraise_shortage
 from prunekit.utils.context import same_draws, seeded, takes_gradients
 from prunekit.utils.display import listed
 from prunekit.utils.inputs import InputSpec, example_advice, input_specs, sample_count
@@ -349,6 +349,7 @@ def _traced(
         except PrunekitError:
             raise
         except Exception as error:
+            reraise_shortage(error)
             if any(tensor.dtype in HALF for _, tensor in named_tensors(model)):
                 with suppress(Exception):  # the error in the own precision says more
                     return traced(meta=False, wide=True)

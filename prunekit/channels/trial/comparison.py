@@ -34,7 +34,7 @@ from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun, is_c
 from prunekit.channels.trial.float64 import AS_DOUBLE, OWN, Precision
 from prunekit.channels.trial.recorded_values import RecordedValues
 from prunekit.channels.trial.tolerance import TOLERANCE, relative_difference, rounding
-from prunekit.errors import ModelError, is_of_torchscript, reason_of
+from prunekit.errors import ModelError, is_of_torchscript, reason_of, reraise_shortage
 from prunekit.utils.context import same_draws
 from prunekit.utils.tensors import gather, leaves, map_tensors
 
@@ -378,6 +378,7 @@ def _forward(
             with watch:
                 read = run.calls.read_outputs(model, example)
         except Exception as error:
+            reraise_shortage(error)
             cause = watch.raised if is_of_torchscript(error) and watch.raised is not None else error
             if isinstance(cause, _Diverged):
                 cause.divergence = replace(cause.divergence, after=watch.total)

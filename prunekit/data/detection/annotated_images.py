@@ -17,7 +17,7 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 from prunekit.data.augmentation import Draw
 from prunekit.data.datasets import CorruptImages
 from prunekit.data.detection.box_augmentation import BoxAugmentation
-from prunekit.errors import DataError
+from prunekit.errors import DataError, reraise_shortage
 from prunekit.models.preprocessing import Preprocessing, decoding_reason
 
 GRAY = 114 / 255
@@ -159,6 +159,7 @@ class BoxedImages:
         except DataError:
             raise
         except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, EOFError and more
+            reraise_shortage(error)
             self.corrupt.add(self.images.name(index), decoding_reason(error))
             return None
         if draw is None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from prunekit.errors import ModelError, UsageError
+from prunekit.errors import ModelError, UsageError, reraise_shortage
 from prunekit.inspection.capture.layer_hooks import LayerHooks, TensorKey, What
 from prunekit.inspection.capture.layer_selection import Layers
 from prunekit.utils.private_torch import without_torch_function
@@ -96,6 +96,7 @@ class Intervention(LayerHooks):
         try:
             changed = changed.to(values).expand_as(values)
         except RuntimeError as error:
+            reraise_shortage(error)
             expected, got = (" x ".join(map(str, tensor.shape)) for tensor in (values, changed))
             raise ModelError(
                 f"intervene: {key} is {expected}; expected that, or what broadcasts to it, got {got}"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from prunekit.errors import ModelError, PrunekitError
+from prunekit.errors import ModelError, PrunekitError, reraise_shortage
 from prunekit.hooks.hook import refuse_compiled
 from prunekit.inspection.diagnosis.curvature import largest_eigenvalue, sharpness_limit, try_steps
 from prunekit.inspection.diagnosis.data_checks import DataRecorder, Pool, class_labels, in_range
@@ -163,9 +163,10 @@ class Observer:
         try:
             with torch.enable_grad(), self.nonlinearities:
                 output = self.training.forward(self.model, inputs, targets)
-        except (PrunekitError, torch.OutOfMemoryError):
+        except PrunekitError:
             raise
         except Exception as error:  # a model's own code may raise anything
+            reraise_shortage(error)
             raise _PassFailed(failure_of(error, self.execution)) from error
         self.images += len(batch.images)
         if batch.labels is None:
@@ -184,6 +185,7 @@ class Observer:
         except PrunekitError:
             raise
         except Exception as error:
+            reraise_shortage(error)
             raise _PassFailed(failure_of(error, self.execution, "the loss")) from error
         if not value.requires_grad:
             self.missing["gradients"] = "the loss depends on no trainable parameter"
@@ -193,6 +195,7 @@ class Observer:
         try:
             found = gradients_of(value, list(self.names.values()))
         except Exception as error:
+            reraise_shortage(error)
             raise _PassFailed(failure_of(error, self.execution, "the backward pass")) from error
         for name, gradient in zip(names, found, strict=True):
             if gradient is not None:
@@ -213,9 +216,10 @@ class Observer:
             self.execution.begin()
             try:
                 call(self.model, to_device(batches[0].inputs, self.device))
-            except (PrunekitError, torch.OutOfMemoryError):
+            except PrunekitError:
                 raise
             except Exception as error:
+                reraise_shortage(error)
                 raise _PassFailed(failure_of(error, self.execution, "the forward pass in eval mode")) from error
             return collector.stats()
 

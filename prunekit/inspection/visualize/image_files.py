@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms.v2.functional import center_crop, pil_to_tensor, resize
 
-from prunekit.errors import DataError, UsageError
+from prunekit.errors import DataError, UsageError, reraise_shortage
 from prunekit.models.preprocessing import decoding_error, in_rgb
 from prunekit.utils.files import StrPath, atomic_file
 
@@ -103,6 +103,7 @@ def read_image(path: StrPath, transform: Transform) -> Tensor:
     except FileNotFoundError as error:
         raise DataError(f"{path}: expected an image file, and there is none") from error
     except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, EOFError and more
+        reraise_shortage(error)
         if isinstance(decoding_error(error), UnidentifiedImageError):
             reason = "it is empty" if not path.stat().st_size else "it is of no format that Pillow reads"
             raise DataError(f"{path}: expected an image, such as a PNG or JPEG file, but {reason}") from error

@@ -15,7 +15,7 @@ from ultralytics.data.utils import IMG_FORMATS, check_cls_dataset, check_det_dat
 from ultralytics.engine.model import Model
 from ultralytics.utils.patches import imread
 
-from prunekit.errors import DataError
+from prunekit.errors import DataError, reraise_shortage
 from prunekit.integrations.yolo.rebuild_guard import configuration
 
 GRAY, COLOR = 0, 1
@@ -103,6 +103,7 @@ def _places(data: Any, classified: bool) -> list[Path]:
         else:
             split = check_det_dataset(str(data))["train"]
     except Exception as error:  # whatever the library makes of a file
+        reraise_shortage(error)
         raise DataError(f"data: {_described(data)} is no data set that ultralytics reads: {error}") from error
     return [Path(one) for one in (split if isinstance(split, (list, tuple)) else [split])]
 

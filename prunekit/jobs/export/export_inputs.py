@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from prunekit.data.datasets import SampleDataset
 from prunekit.data.loader import Batches, batches
-from prunekit.errors import ModelError, UsageError, nearest, reason_of
+from prunekit.errors import ModelError, UsageError, nearest, reason_of, reraise_shortage
 from prunekit.jobs.run.job_inputs import Own
 from prunekit.jobs.run.model_sources import InputModel, inputs_of_task, splits_of
 from prunekit.models.interface import BATCH, ModelInterface, TensorSpec, interface_of
@@ -127,6 +127,7 @@ def described_interface(
     try:
         found = interface_of(model, example)
     except Exception as error:  # a model's own code may raise anything
+        reraise_shortage(error)
         name, samples = target.name or type(model).__name__, real_samples(target)[0]
         given, tried = sample_count(samples), sample_count(example)
         if batch is None and is_batched(samples) and given != tried and runs(model, samples):
@@ -156,7 +157,8 @@ def runs(model: nn.Module, example: tuple[Any, ...]) -> bool:
     try:
         with torch.inference_mode():
             call(model, example)
-    except Exception:  # a model's own code may raise anything
+    except Exception as error:  # a model's own code may raise anything
+        reraise_shortage(error)
         return False
     return True
 

@@ -13,7 +13,7 @@ from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.tracing.tracer import HALF
 from prunekit.criteria.criterion import get_criterion
 from prunekit.criteria.elimination import unread_stacks
-from prunekit.errors import ModelError, UsageError, require_kind
+from prunekit.errors import ModelError, UsageError, require_kind, reraise_shortage
 from prunekit.jobs.prune.collected import Collected
 from prunekit.jobs.prune.plan_search import CriterionInputs, Planned, PlanSearch
 from prunekit.jobs.stages.sample_statistics import activation_statistics, patch_statistics, samples_for, share_check
@@ -186,6 +186,7 @@ def _require_running(model: nn.Module, example: tuple[Any, ...]) -> None:
         with training_mode(model, False), torch.no_grad():
             call(model, map_tensors(example, torch.clone))
     except Exception as error:
+        reraise_shortage(error)
         raise ModelError(
             f"{type(model).__name__} does not run on the images in {str(kind).removeprefix('torch.')} on "
             f"{next(model.parameters()).device}: {error}; expected a device that has its operators in this precision; "

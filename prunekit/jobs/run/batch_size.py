@@ -20,7 +20,7 @@ from prunekit.data.datasets import ImageDataset, SampleDataset, Subset
 from prunekit.data.sources import Splits
 from prunekit.data.user_data import TaskSamples
 from prunekit.distributed.process_group import size
-from prunekit.errors import PrunekitError, RunError, UsageError
+from prunekit.errors import PrunekitError, RunError, UsageError, is_shortage
 from prunekit.jobs.run.dense_model import prepare
 from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, Prepared, require_optimizer
 from prunekit.jobs.run.run_folder import Log
@@ -37,7 +37,6 @@ from prunekit.settings.train import TrainSettings
 from prunekit.training.callbacks.callback import Callback, ContextCallback, TrainingRun
 from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
 from prunekit.training.loop import fit
-from prunekit.training.memory_shortage import is_shortage
 from prunekit.utils.context import resolve_device, threads
 
 STEPS = 2

@@ -15,7 +15,7 @@ from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.trace import trace
 from prunekit.criteria.criterion import get_criterion
 from prunekit.distributed.process_group import in_turn, require_equal, size
-from prunekit.errors import PrunekitError, UsageError
+from prunekit.errors import PrunekitError, UsageError, reraise_shortage
 from prunekit.jobs.run.agreement import main_has, main_process_only, share_model
 from prunekit.jobs.run.job_inputs import (
     RECIPE_ONLY,
@@ -220,7 +220,8 @@ def _read_baseline(prepared: Prepared, path: Path) -> Baseline | None:
         with torch.no_grad():
             for name, tensor in named_tensors(prepared.model):
                 tensor.copy_(tensors[name])
-    except (OSError, KeyError, TypeError, RuntimeError, PrunekitError, SafetensorError):
+    except (OSError, KeyError, TypeError, RuntimeError, PrunekitError, SafetensorError) as error:
+        reraise_shortage(error)
         return None  # a damaged cache is a cache miss: the baseline is trained again
     return Baseline(prepared.model, rows, clamps, reused=True)
 

@@ -14,7 +14,7 @@ from prunekit.compaction.model_folder import folder_interface, load, read_manife
 from prunekit.data.preprocessed_images import is_labeled_images, labeled_images
 from prunekit.data.sources import Splits
 from prunekit.data.user_data import load_own
-from prunekit.errors import ArtifactError, ModelError, UsageError, nearest, reason_of
+from prunekit.errors import ArtifactError, ModelError, UsageError, nearest, reason_of, reraise_shortage
 from prunekit.formats.exported_model import is_exported, open_exported
 from prunekit.jobs.run.dense_model import prepare, train_baseline
 from prunekit.jobs.run.job_inputs import (
@@ -253,6 +253,7 @@ def probe(target: InputModel) -> Any:
     except ArtifactError:  # of an exported file, which is loaded when it is first run
         raise
     except Exception as error:  # a model's own code may raise anything
+        reraise_shortage(error)
         shape = "x".join(map(str, (1, *target.sample_shape))) if target.inputs is None else described(target.inputs)
         told = target.splits is not None or target.inputs is not None
         cure = "" if told else "; --input-shape gives another, and a recipe has models of other inputs than one image"
@@ -334,6 +335,7 @@ def _noted_inputs(folder: Path, manifest: dict[str, Any]) -> tuple[Any, ...] | N
         names = example.get("names", [None] * len(shapes))
         return zeros_of([InputSpec(*one) for one in zip(shapes, dtypes, names, strict=True)])
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        reraise_shortage(error)
         raise ArtifactError(
             f"{folder / MANIFEST}: example: expected shapes such as [1, 16] and as many dtypes such as int64, got "
             f"{shapes!r} and {dtypes!r}; the manifest is damaged"

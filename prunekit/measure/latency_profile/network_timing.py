@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from prunekit.channels.channel_map import ChannelMap, Keep
 from prunekit.channels.cut.model_copy import copied
-from prunekit.errors import RunError, UsageError
+from prunekit.errors import RunError, UsageError, reraise_shortage
 from prunekit.measure.effort import current_effort
 from prunekit.measure.latency.comparison import Log
 from prunekit.measure.latency.machine import Load
@@ -219,6 +219,7 @@ class _ProfileProcess(ExitStack):
             with torch.inference_mode():
                 expected = output_tensors(call(plain, self.inputs.sample(self.setting.batch)))
         except Exception as error:  # the model's own code, at a batch or widths at which it was not tried
+            reraise_shortage(error)
             raise RunError(f"{name}: does not run in eager: {error_line(error)}") from error
         if self.runtime.carrier == "module":
             return PreparedNetwork(name, Source(plain), expected)
