@@ -31,11 +31,11 @@ from prunekit.data.datasets import IMAGENET_MEAN, IMAGENET_STD
 from prunekit.data.local_files import LabeledArrays, read_npz
 from prunekit.errors import DataError, PlanError, PrunekitError
 from prunekit.measure.accuracy import evaluate
+from prunekit.measure.memory_format import images_channels_last
 from prunekit.measure.model_size import count_macs
 from prunekit.models.cifar import DEPTHS
 from prunekit.models.zoo import build_model
 from prunekit.settings.inputs import ModelSettings
-from prunekit.statistics.layers.patches import to_channels_last
 
 CPU = torch.device("cpu")
 KEEP = "write benchmarks/results/oneshot_resnet<depth>.json, where other rows (method, reduction, seed) stay"
@@ -46,7 +46,8 @@ ALL = ",".join(dict.fromkeys([*methods(), *peer_names()]))
 def normalized(pixels: Tensor) -> Tensor:
     """(N, 3, H, W) uint8 -> float32, as the weights were trained."""
     mean, std = (torch.tensor(values)[:, None, None] for values in (IMAGENET_MEAN, IMAGENET_STD))
-    return to_channels_last((pixels.float() / 255 - mean) / std)
+    images: Tensor = images_channels_last((pixels.float() / 255 - mean) / std)
+    return images
 
 
 def drawn(train: LabeledArrays, count: int, seed: int) -> tuple[Tensor, Tensor]:

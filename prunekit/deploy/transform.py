@@ -9,7 +9,9 @@ from torch import nn
 
 from prunekit.channels.cut.model_copy import named_tensors, with_tensors
 from prunekit.deploy.batchnorm_folding import FoldablePair, fold_copy, foldable_norms
+from prunekit.errors import UsageError
 from prunekit.hooks.wrappers import unwrapped
+from prunekit.measure.memory_format import difference_in_format
 from prunekit.measure.verification import compare_outputs
 from prunekit.settings.deployment import DeploySettings
 from prunekit.utils.inputs import as_example
@@ -27,7 +29,7 @@ def channels_last(model: nn.Module, example: Any) -> nn.Module:
 
     Raises:
         UsageError: the example is none of these.
-        VerificationError: the copy computes something else, as code that reads strides may.
+        VerificationError: the copy does not run, or computes something else, as code that reads strides may.
 
     Example:
         >>> import prunekit as pk, torch
@@ -76,7 +78,22 @@ class Transform:
 AS_IT_IS = Transform()
 
 
+def channels_last_problem(model: nn.Module, example: tuple[Any, ...]) -> str:
+    """Return a message that a model does not run, or computes something else, with channels last; empty if it does."""
+    reason = difference_in_format(model, example, laid_out(model), example)
+    return reason and (
+        f"deploy.channels_last: expected a model that computes the same with channels last, and {type(model).__name__} "
+        f"does not: {reason}; use flatten or reshape where its code uses view, or set it to false"
+    )
+
+
 def transform_of(model: nn.Module, example: tuple[Any, ...], settings: DeploySettings) -> Transform:
-    """Return the transform of a dense model, and of its compact models, for a deployment."""
+    """Return the transform of a dense model, and of its compact models, for a deployment.
+
+    Raises:
+        UsageError: channels last are asked for, and the model does not run so.
+    """
+    if settings.channels_last and (problem := channels_last_problem(model, example)):
+        raise UsageError(problem)
     pairs = foldable_norms(model, example).pairs if settings.fold_batchnorm else ()
     return Transform(settings, tuple(replace(pair, output=None) for pair in pairs))

@@ -191,13 +191,18 @@ def compare_outputs(
         narrow: the model to compare in its own precision, instead of `changed`.
 
     Raises:
-        VerificationError: they differ by more, or one output holds NaN.
+        VerificationError: they differ by more, one output holds NaN, or the changed one does not run.
         ModelError: the model does not run.
     """
     expected = _expected(_ModelCopies(model), example)
     way = expected.way
     other = changed if narrow is None or way.dtype is not None else narrow
-    got = _run(_ModelCopies(other)[way], way.inputs(example, noise=False), way)
+    try:
+        got = _run(_ModelCopies(other)[way], way.inputs(example, noise=False), way)
+    except Exception as error:  # whatever the model's own code makes of the change
+        raise VerificationError(
+            f"{type(model).__name__} runs, and its changed copy does not: {reason_of(error)}"
+        ) from error
     difference, reason = largest_difference(expected.output, got)
     if not difference <= max(tolerance, expected.rounding):
         raise VerificationError(f"{type(model).__name__} and its changed copy differ: {reason}")

@@ -11,7 +11,7 @@ from torch import nn
 from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.data.loader import batches
 from prunekit.deploy.batchnorm_folding import FoldedModel, fold_batchnorm, norms_after_layers
-from prunekit.deploy.transform import channels_last
+from prunekit.deploy.transform import channels_last, channels_last_problem
 from prunekit.errors import UsageError
 from prunekit.jobs.run.job_inputs import Prepared
 from prunekit.jobs.run.run_folder import RunFolder
@@ -64,7 +64,7 @@ def require_deployable(prepared: Prepared) -> None:
     """Raise if a deployment would do nothing, before hours of work.
 
     Raises:
-        UsageError: no BatchNorm can be folded, or no kernel can have its channels last.
+        UsageError: no BatchNorm can be folded, no kernel can have its channels last, or the model does not run so.
     """
     problems = list(_idle(prepared))
     if problems:
@@ -86,6 +86,8 @@ def _idle(prepared: Prepared) -> Iterator[str]:
             "deploy.channels_last: expected a model with kernels of four or five axes, and "
             f"{type(model).__name__} has none; set it to false"
         )
+    elif wanted.channels_last and (problem := channels_last_problem(model, prepared.example_inputs)):
+        yield problem
 
 
 def deploy(prepared: Prepared, run: RunFolder, dense: nn.Module, plan: Plan) -> Deployed | None:

@@ -14,6 +14,7 @@ from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.rewrite.substitutes import substituted_copy
 from prunekit.criteria.criterion import get_criterion
 from prunekit.jobs.stages.memory_need import require_memory
+from prunekit.measure.memory_format import in_fastest_format
 from prunekit.planning.candidates import labels_matching
 from prunekit.repair.repair_model import require_images
 from prunekit.repair.share_check import ShareCheck
@@ -23,14 +24,13 @@ from prunekit.statistics.calibration import calibrate
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.layers.layer_errors import RIDGE, with_gains
 from prunekit.statistics.layers.patch_moments import ROWS, PatchStats, collect_patches, with_raised_ridge
-from prunekit.statistics.layers.patches import to_channels_last
 from prunekit.tasks.batches import BATCH, ModelBatches, joined_inputs
 from prunekit.tasks.collation import IMAGES
 from prunekit.tasks.task import Task
 from prunekit.utils.context import device_of
 from prunekit.utils.inputs import counted_positions, sample_count, select_samples, to_device
 from prunekit.utils.sample_lists import has_sample_lists
-from prunekit.utils.tensors import gather, map_tensors
+from prunekit.utils.tensors import gather
 
 AT_ONCE = 4096
 """Patches of a layer, about, in a batch: 151 MB for 512 channels and a 3 x 3 kernel in float64."""
@@ -66,9 +66,8 @@ def joined_samples(model: nn.Module, data: Any, count: int, task: Task | str | N
 
 
 def samples_for(model: nn.Module, data: Any, count: int, task: Task | str | None = None) -> Any:
-    """Return `joined_samples` on the model's device, images with their channels last in memory."""
-    given = joined_samples(model, data, count, task)
-    return map_tensors(to_device(given, device_of(model)), to_channels_last)
+    """Return `joined_samples` on the model's device, in the memory format that is the fastest for it."""
+    return in_fastest_format(model, to_device(joined_samples(model, data, count, task), device_of(model)))
 
 
 def padding_order(model: nn.Module, inputs: tuple[Any, ...]) -> slice | Tensor:
@@ -148,7 +147,7 @@ def patch_statistics(
     said = require_memory(model, channel_map, settings)
     if said is not None and log is not None:
         log(said)
-    settings, images = settings or RepairSettings(), map_tensors(images, to_channels_last)
+    settings, images = settings or RepairSettings(), in_fastest_format(model, images)
     channel_map.require_plain_forward("the criterion 'elimination'")
     copy = substituted_copy(model, own=lambda name: False)
     found = _moments(copy, images, channel_map, settings, ignore, groups, log)
@@ -182,7 +181,7 @@ def share_check(
 
     def collect(some: Any) -> PatchStats:
         copy = substituted_copy(model, own=lambda name: False).to(gather(some)[0].device)
-        found = _moments(copy, map_tensors(some, to_channels_last), channel_map, settings, prune.ignore)
+        found = _moments(copy, in_fastest_format(copy, some), channel_map, settings, prune.ignore)
         return with_raised_ridge(found, RIDGE)
 
     return ShareCheck.of(model, images, channel_map, patches, settings.held_out, collect)

@@ -18,6 +18,7 @@ from prunekit.hooks.hook import HOOK_TABLES, is_inert, is_ours
 from prunekit.measure.causes.operator_times import IsolatedLayer, Widths
 from prunekit.measure.causes.width_causes import KernelTimes, WidthTimes, relative_macs, rounded
 from prunekit.measure.latency.timing import PairedTiming, paired_ratio, time_paired, time_runs
+from prunekit.measure.memory_format import difference_in_format, images_channels_last
 from prunekit.utils.context import threads as with_threads
 from prunekit.utils.inputs import call
 from prunekit.utils.tensors import gather, map_tensors
@@ -43,11 +44,13 @@ def copy_times(device: torch.device) -> Callable[[float], float]:
 
 
 def with_channels_last(model: nn.Module, inputs: tuple[Any, ...], device: torch.device) -> PairedTiming | None:
-    """Time the model against a copy with channels last; None if it has no images or no convolutions."""
+    """Time the model against a copy with channels last; None without images or convolutions, or if it differs."""
     if not any(tensor.dim() == 4 for tensor in gather(inputs)) or all(p.dim() != 4 for p in model.parameters()):
         return None
     other = copied(model).to(memory_format=torch.channels_last)
-    images = map_tensors(inputs, lambda x: x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x)
+    images = images_channels_last(inputs)
+    if difference_in_format(model, inputs, other, images):
+        return None
     return time_paired(lambda: call(model, inputs), lambda: call(other, images), device)
 
 

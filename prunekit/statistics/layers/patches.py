@@ -241,8 +241,3 @@ def with_strides_of(index: Tensor, values: Tensor) -> Tensor:
         return index
     strided = torch.empty_strided(values.shape, values.stride(), dtype=index.dtype, device=index.device)
     return strided.copy_(index)
-
-
-def to_channels_last(images: Tensor) -> Tensor:
-    """Return images in channels_last format, which halves the time of patches and of convolutions on CPU."""
-    return images.contiguous(memory_format=torch.channels_last) if images.dim() == 4 else images
