@@ -5,7 +5,6 @@ Folders are read as `torchvision.datasets.ImageFolder` reads them.
 
 from __future__ import annotations
 
-import os
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from prunekit.data.datasets import numbered_classes
 from prunekit.errors import DataError, nearest, reraise_shortage
+from prunekit.utils.files import folders_below, is_within
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 TWO_PARTS = ("x_train", "y_train", "x_test", "y_test")
@@ -40,8 +40,8 @@ def scan_folder(root: Path) -> ClassFolders:
     are at any depth below them, in ImageFolder's order. Unlike there, hidden folders are not classes.
 
     Raises:
-        DataError: no class folder, a class without images, both `test/` and `val/`, or a test class that is not in
-            the training images.
+        DataError: no class folder, a class without images or that links to those of another, both `test/` and `val/`,
+            or a test class that is not in the training images.
     """
     if not root.is_dir():
         raise DataError(f"{root}: expected a folder, but this is a file; a NumPy archive is read with data.source=npz")
@@ -61,7 +61,19 @@ def scan_folder(root: Path) -> ClassFolders:
 
 
 def _classes(folder: Path, instead: str = "") -> tuple[str, ...]:
-    names = tuple(sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")))
+    found = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    top = folder.resolve()
+    entries = [entry for entry in found if not is_within(top, entry.resolve())]  # a link to where it is is no class
+    places: set[Path] = set()
+    for entry in entries:
+        place = entry.resolve()
+        if (entry.is_symlink() and is_within(place, top)) or place in places:
+            raise DataError(
+                f"{entry}: expected a folder of its own for each class, got a link to {place}, whose images "
+                "are of another class too; remove the link"
+            )
+        places.add(place)
+    names = tuple(entry.name for entry in entries)
     if len(names) < 2:
         expected = f"one folder of images for each of two or more classes{instead}"
         raise DataError(f"{folder}: expected {expected}, found {list(names)}")
@@ -69,18 +81,24 @@ def _classes(folder: Path, instead: str = "") -> tuple[str, ...]:
 
 
 def _files(folder: Path, classes: tuple[str, ...]) -> LabeledFiles:
-    found = [(path, label) for label, name in enumerate(classes) for path in image_files(folder / name)]
+    found = [(path, label) for label, name in enumerate(classes) for path in image_files(folder / name, folder)]
     return tuple(found)
 
 
-def image_files(folder: Path) -> list[Path]:
+def image_files(folder: Path, root: Path | None = None) -> list[Path]:
     """Return the image files at any depth below a folder, in the order of torchvision's ImageFolder.
+
+    Links to folders are followed, as there, but those that lead back, see `folders_below`.
+
+    Args:
+        folder: of the images.
+        root: of the data set that it is a part of; None: the folder itself.
 
     Raises:
         DataError: there are none.
     """
-    walk = sorted(os.walk(folder, followlinks=True))  # as ImageFolder does, so that indices are the same
-    paths = [Path(root, name) for root, _, names in walk for name in sorted(names)]
+    walk = sorted((str(place), names) for place, names in folders_below(folder, root))  # ImageFolder's order
+    paths = [Path(place, name) for place, names in walk for name in sorted(names)]
     paths = [path for path in paths if path.suffix.lower() in EXTENSIONS and path.is_file()]
     if not paths:
         raise DataError(f"{folder}: no images here; expected files that end in {', '.join(EXTENSIONS)}")

@@ -123,6 +123,34 @@ def remove_leftovers(folder: Path) -> None:
         shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
 
 
+def folders_below(folder: Path, root: Path | None = None) -> Iterator[tuple[Path, list[str]]]:
+    """Yield a folder and those at any depth below it, with the names of their files; links are followed.
+
+    Each folder is visited once: a link to where it is itself in, or to what `root` holds or is in, is not followed, as
+    its files are found where they are.
+
+    Args:
+        folder: where to begin.
+        root: folder that others are looked for in too; None: this one.
+    """
+    top, seen = (root or folder).resolve(), {folder.resolve()}
+    for place, inner, names in os.walk(folder, followlinks=True):
+        yield Path(place), names
+        here, followed = Path(place).resolve(), []
+        for name in inner:
+            path, real = Path(place, name), Path(place, name).resolve()
+            leads_back = path.is_symlink() and (is_within(here, real) or is_within(top, real) or is_within(real, top))
+            if not leads_back and real not in seen:
+                followed.append(name)
+                seen.add(real)
+        inner[:] = followed
+
+
+def is_within(path: Path, folder: Path) -> bool:
+    """Return whether a path is a folder or in it; both are resolved."""
+    return path == folder or folder in path.parents
+
+
 def _sync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk; on POSIX systems alone."""
     if os.name != "posix":

@@ -14,7 +14,7 @@ from torchvision.datasets import ImageFolder
 from prunekit.data.datasets import ImageTransform
 from prunekit.data.decoded_images import FolderImages
 from prunekit.data.loader import batches
-from prunekit.data.local_files import scan_folder
+from prunekit.data.local_files import image_files, scan_folder
 from prunekit.data.sources import load_splits
 from prunekit.errors import DataError, UsageError
 from prunekit.settings.inputs import DataSettings
@@ -168,3 +168,62 @@ def test_too_few_images_of_a_class(tmp_path: Path) -> None:
     write(tmp_path / "dog", 2)
     with pytest.raises(DataError, match="class 'dog' has 1 image left"):
         load_splits(settings(tmp_path))
+
+
+def link(at: Path, target: Path | str) -> None:
+    at.symlink_to(target, target_is_directory=True)
+
+
+@pytest.mark.parametrize("target", [".", "..", "../..", "../dog", "self"])
+def test_a_link_that_leads_back_adds_no_image(tmp_path: Path, target: str) -> None:
+    """Followed blindly, two such links in a folder are 2 ** 40 paths."""
+    for name in ("cat", "dog"):
+        write(tmp_path / name, 3)
+    for name in ("self", "again"):
+        link(tmp_path / "cat" / name, target)
+    found = scan_folder(tmp_path)
+    assert found.classes == ("cat", "dog")
+    assert [(path.parent.name, path.name, label) for path, label in found.rest] == [
+        (name, f"{index}.png", label) for label, name in enumerate(("cat", "dog")) for index in range(3)
+    ]
+    assert len(image_files(tmp_path)) == 6
+
+
+def test_links_to_one_folder_and_chains_of_links_are_followed_once(tmp_path: Path) -> None:
+    for depth in range(30):  # each folder has two links to the next: 2 ** 30 ways to the last
+        folder = tmp_path / "outside" / str(depth)
+        write(folder, 1)
+        for name in ("left", "right"):
+            link(folder / name, f"../{depth + 1}")
+    (tmp_path / "outside" / "30").mkdir()
+    write(tmp_path / "in" / "cat", 1)
+    write(tmp_path / "in" / "dog", 1)
+    link(tmp_path / "in" / "dog" / "more", tmp_path / "outside" / "0")
+    found = scan_folder(tmp_path / "in")
+    assert [label for _, label in found.rest] == [0] + [1] * 31
+    assert len({path.resolve() for path, _ in found.rest}) == 32
+
+
+def test_the_root_as_a_class_of_its_own_is_none(tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        write(tmp_path / "train" / name, 2)
+        write(tmp_path / "test" / name, 1)
+    link(tmp_path / "train" / "all", ".")
+    link(tmp_path / "train" / "above", "../..")
+    found = scan_folder(tmp_path)
+    assert found.classes == ("cat", "dog")
+    assert len(found.rest) == 4
+
+
+@pytest.mark.parametrize("target", ["cat", "cat/wild", "/elsewhere"])
+def test_a_class_that_is_another_by_a_link_is_refused(tmp_path: Path, target: str) -> None:
+    write(tmp_path / "in" / "cat" / "wild", 2)
+    write(tmp_path / "in" / "dog", 2)
+    write(tmp_path / "elsewhere", 2)
+    aim = tmp_path / "elsewhere" if target == "/elsewhere" else tmp_path / "in" / target
+    link(tmp_path / "in" / "kitty", aim)
+    if target == "/elsewhere":
+        assert scan_folder(tmp_path / "in").classes == ("cat", "dog", "kitty")
+        link(tmp_path / "in" / "tiger", aim)
+    with pytest.raises(DataError, match=r"(kitty|tiger): expected a folder of its own for each class, got a link to"):
+        scan_folder(tmp_path / "in")
