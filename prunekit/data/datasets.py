@@ -273,7 +273,7 @@ def numbered_classes(labels: Tensor, where: str) -> tuple[str, ...]:
     """
     count = int(labels.max()) + 1
     # With more classes than images, the first len + 1 already have a gap: a label of a billion costs no memory.
-    expected = torch.arange(min(count, len(labels) + 1))
+    expected = torch.arange(min(max(count, 0), len(labels) + 1))
     gaps = expected[~torch.isin(expected, labels)].tolist()
     if count < 2 or gaps:
         found = f"; no image has label {', '.join(map(str, gaps[:5]))}" if gaps else ""

@@ -6,6 +6,7 @@ Folders are read as `torchvision.datasets.ImageFolder` reads them.
 from __future__ import annotations
 
 import zipfile
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prunekit.data.datasets import numbered_classes
-from prunekit.errors import DataError, nearest, reraise_shortage
+from prunekit.data.datasets import check_labels, numbered_classes
+from prunekit.errors import DataError, cut_short, nearest, reraise_shortage
 from prunekit.utils.files import folders_below, is_within
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
@@ -126,8 +127,8 @@ class NpzArchive:
 def read_npz(path: Path) -> NpzArchive:
     """Read the arrays `x_train, y_train, x_test, y_test`, or `images, labels`, and perhaps `classes` (names).
 
-    Images are uint8, (N, H, W) or (N, H, W, C) with C 1 or 3; labels are integers, (N,). Without `classes`, labels
-    are numbered up to the largest training label.
+    Images are uint8, (N, H, W) or (N, H, W, C) with C 1 or 3; labels are integers, (N,), and `classes` the name of each
+    from 0 on. Without `classes`, labels are numbered up to the largest training label.
 
     Raises:
         DataError: it is no archive, or an array is missing or has a wrong shape, dtype or labels; names the array.
@@ -143,9 +144,12 @@ def read_npz(path: Path) -> NpzArchive:
             f"found {', '.join(sorted(arrays)) or 'none'}"
         )
     if "classes" in arrays:
-        classes = tuple(str(name) for name in np.atleast_1d(arrays["classes"]))
+        classes = _class_names(arrays["classes"], f"{path}: classes")
     else:
         classes = numbered_classes(rest.labels, f"{path}: {rest.name}")
+    for part in (rest, test):
+        if part is not None:
+            check_labels(part.labels, classes, f"{path}: {part.name}")
     return NpzArchive(classes, rest, test)
 
 
@@ -163,6 +167,27 @@ def _load(path: Path) -> dict[str, np.ndarray[Any, Any]]:
         raise DataError(f"{path}: expected a NumPy archive (.npz) without objects, but: {reason}") from error
 
 
+def _class_names(given: np.ndarray[Any, Any], where: str) -> tuple[str, ...]:
+    """Return the names of the classes, of which the file may have any array.
+
+    Raises:
+        DataError: they are no names, fewer than two, or one is there twice.
+    """
+    if given.ndim != 1 or len(given) < 2 or given.dtype.kind not in "USiu":
+        raise DataError(
+            f"{where}: expected the name of each class as text, shape (classes,) of two or more, got {given.dtype} "
+            f"{given.shape}"
+        )
+    try:
+        names = tuple(np.char.decode(given, "utf-8").tolist() if given.dtype.kind == "S" else map(str, given.tolist()))
+    except (UnicodeError, ValueError) as error:
+        raise DataError(f"{where}: expected names as text in UTF-8, but {error}") from error
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    if twice is not None:
+        raise DataError(f"{where}: expected a name of its own for each class, got {cut_short(repr(twice))} twice")
+    return names
+
+
 def _pair(path: Path, arrays: dict[str, np.ndarray[Any, Any]], images: str, labels: str) -> LabeledArrays:
     x, y = arrays[images], arrays[labels]
     if x.dtype != np.uint8 or x.ndim not in (3, 4) or (x.ndim == 4 and x.shape[3] not in (1, 3)):
@@ -174,5 +199,7 @@ def _pair(path: Path, arrays: dict[str, np.ndarray[Any, Any]], images: str, labe
         raise DataError(f"{path}: {images}: expected images, but the array is empty, shape {x.shape}")
     if y.ndim != 1 or y.dtype.kind not in "iu" or len(y) != len(x):
         raise DataError(f"{path}: {labels}: expected {len(x)} integers, shape ({len(x)},), got {y.dtype} {y.shape}")
+    if int(y.max()) > np.iinfo(np.int64).max:
+        raise DataError(f"{path}: {labels}: expected labels from 0, one for each class, got {int(y.max())}")
     pixels = torch.from_numpy(np.ascontiguousarray(x[:, None] if x.ndim == 3 else x.transpose(0, 3, 1, 2)))
     return LabeledArrays(pixels, torch.from_numpy(y.astype(np.int64)), labels)

@@ -27,7 +27,6 @@ from prunekit.data.datasets import (
     SampleDataset,
     Subset,
     TensorImages,
-    check_labels,
 )
 from prunekit.data.decoded_images import FolderImages
 from prunekit.data.library_datasets import classes_of, mapped, open_rows, open_sets, sample_bytes
@@ -277,7 +276,6 @@ def _npz(settings: DataSettings) -> ImageSource:
     archive = read_npz(path)
 
     def dataset(arrays: LabeledArrays) -> TensorImages:
-        check_labels(arrays.labels, archive.classes, f"{path}: {arrays.name}")
         return TensorImages(arrays.pixels, arrays.labels, _image_transform(settings))
 
     test = None if archive.test is None else dataset(archive.test)

@@ -91,12 +91,46 @@ def test_the_fingerprint_follows_the_content(tmp_path: Path) -> None:
             {"x_train": images(9, 8, 8), "y_train": labels(9), "x_test": images(4, 8, 8), "y_test": labels(4, 4)},
             r"y_test: expected labels 0\.\.2 \(3 classes\), but 1 of 4 are outside, the first is label 3",
         ),
+        (
+            {"images": images(9, 8, 8), "labels": labels(9).astype(np.uint64) + np.uint64(2**63)},
+            "labels: expected labels from 0, one for each class, got 9223372036854775810",
+        ),
+        ({"images": images(9, 8, 8), "labels": labels(9) - 7}, "two or more classes, .* largest label is -5;"),
+        ({"images": images(9, 8, 8), "labels": labels(9) != 0}, "labels: expected 9 integers, .* got bool"),
+        *(
+            (
+                {"images": images(9, 8, 8), "labels": labels(9), "classes": names},
+                f"classes: expected the name .* got {got}",
+            )
+            for names, got in (
+                (np.array("only"), r"<U4 \(\)"),
+                (np.zeros(0), r"float64 \(0,\)"),
+                (np.array([["a", "b", "c"]]), r"<U1 \(1, 3\)"),
+                (np.array(["a"]), r"<U1 \(1,\)"),
+                (np.arange(3) + 0.5, r"float64 \(3,\)"),
+                (np.arange(3) > 1, r"bool \(3,\)"),
+            )
+        ),
+        (
+            {"images": images(9, 8, 8), "labels": labels(9), "classes": np.array(["a", "b", "a"])},
+            "classes: expected a name of its own for each class, got 'a' twice",
+        ),
+        (
+            {"images": images(9, 8, 8), "labels": labels(9), "classes": np.array([b"a", b"b", b"\xff"])},
+            "classes: expected names as text in UTF-8, but",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
         load_splits(save(tmp_path, **arrays))
     assert "data.npz" in str(caught.value)
+
+
+@pytest.mark.parametrize("names", [["a", "b", "é"], [b"a", b"b", "é".encode()]], ids=["text", "bytes"])
+def test_classes_are_text_or_bytes_of_text(tmp_path: Path, names: list[Any]) -> None:
+    found = load_splits(save(tmp_path, images=images(60, 8, 8), labels=labels(60), classes=np.array(names)))
+    assert found.classes == ("a", "b", "é")
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive", b"PK\x03\x04 broken"])
