@@ -89,8 +89,9 @@ def verify(
     A model whose code does not run in float64 is compared in its own precision, as in the trial of its plan.
 
     A wrong index need not change an output, as the channel may be dead on these inputs. So every tensor of the compact
-    model is also compared with the kept entries of the masked one. Scores that are equal up to rounding may be in
-    another order: outputs that differ are compared again with the order of the masked model in both.
+    model is also compared with the kept entries of the masked one, after both ran once. What a forward pass leaves for
+    the next, as in a cache, is that of the masked model in both when they begin. Scores that are equal up to rounding
+    may be in another order: outputs that differ are compared again with the order of the masked model in both.
 
     Both are compared as they would be loaded from a file: without wrappers of Accelerate or torch around a method of an
     instance, such as autocast.
@@ -143,10 +144,10 @@ def verify(
         )
         way, allowed = expected.way, max(tolerance, expected.rounding)
         ways = ways[ways.index(way) :]  # what does not run in float64 on one example is not tried on the next
-        masked_copy, compact_copy, inputs = masked_in[way], compact_in[way], way.inputs(example, noise=False)
-        if way not in misplaced_in:
-            misplaced_in[way] = _misplaced(masked_copy, compact_copy, plan, tolerance)
-        misplaced = misplaced_in[way]
+        masked_copy, inputs = masked_in[way], way.inputs(example, noise=False)
+        if way not in compact_in:
+            _begin_alike(masked_in, compact_in[way], way, plan)
+        compact_copy = compact_in[way]
         try:
             got = _run(compact_copy, inputs, way, calls)
         except Exception as error:  # whatever the model's own code makes of a wrong size
@@ -154,8 +155,13 @@ def verify(
             difference, reason = inf, reason_of(error)
         else:
             difference, reason = largest_difference(expected.output, got)
-        if not misplaced and not difference <= allowed and way.dtype is not None:
-            difference = min(difference, _after_a_pass(masked, compact, plan, example, way, calls, strict))
+        if way not in misplaced_in:  # once both ran: forward may write its own tensors
+            misplaced_in[way] = _misplaced(masked_copy, compact_copy, plan, allowed)
+        misplaced = misplaced_in[way]
+        if (misplaced or not difference <= allowed) and way.dtype is not None:
+            later = _after_a_pass(masked, compact, plan, example, way, calls, strict)
+            if later <= allowed:
+                difference, misplaced = later, ""
         if misplaced or not difference <= allowed:
             difference, reason = _by_operator(masked_copy, compact_copy, plan, inputs, way, misplaced or reason)
         if misplaced and difference <= allowed:
@@ -255,12 +261,22 @@ class _ModelCopies(dict[RunPrecision, nn.Module]):
     def __init__(self, model: nn.Module, plan: Plan | None = None) -> None:
         super().__init__()
         self.model, self.plan = model, plan
+        self._begun: dict[RunPrecision, dict[str, tuple[torch.Tensor, int, torch.Tensor]]] = {}
 
     def __missing__(self, way: RunPrecision) -> nn.Module:
         self[way] = float64_copy(self.model, way.convert)
         if self.plan is not None:
             self.plan.zero(self[way])
+        self._begun[way] = {name: (one, one._version, one.clone()) for name, one in self[way].named_buffers()}
         return self[way]
+
+    def written(self, way: RunPrecision) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the buffers that a copy has written since it was made, as they were when it was made."""
+        now = dict(self[way].named_buffers())
+        for name, (tensor, version, first) in self._begun[way].items():
+            kept = now.get(name) is tensor and tensor._version == version and torch.equal(tensor, first)
+            if not kept:  # a write to `.data` counts no version
+                yield name, first
 
 
 def _expected(
@@ -337,10 +353,10 @@ def _after_a_pass(
     calls: ModelCalls,
     strict: bool,
 ) -> float:
-    """Return the difference of copies of which both ran once as they are; infinite if they do not run.
+    """Return the difference of copies of which both ran once as they are; infinite if they do not run, or hold others.
 
-    A module may remember tensors of an earlier pass in that pass's precision, such as a detector its anchors, and only
-    one of the two models may have run before.
+    A module may remember tensors of an earlier pass in that pass's precision, such as a detector its anchors or a layer
+    the weight that it projects, and only one of the two models may have run before.
     """
     try:
         first, second = (_ModelCopies(_after_running(model, example, calls))[way] for model in (masked, compact))
@@ -349,7 +365,8 @@ def _after_a_pass(
         inputs = way.inputs(example, noise=False)
         with NarrowNorms(first, plan.channel_map, plan.keep):
             expected = _run(first, inputs, way, calls)
-        return largest_difference(expected, _run(second, inputs, way, calls))[0]
+        difference, _ = largest_difference(expected, _run(second, inputs, way, calls))
+        return inf if _misplaced(first, second, plan, way.tolerance) else difference
     except Exception as error:  # whatever the model's own code makes of a precision, or of a wrong size
         reraise_shortage(error)
         return inf
@@ -375,6 +392,16 @@ def _by_operator(
         return inf, f"first at {divergence}"
     difference, reason = largest_difference(reference.outputs, output_with_decisions(reference, compact, inputs, run))
     return difference, f"{reason}; no operator before shows it"
+
+
+@torch.no_grad()
+def _begin_alike(masked_in: _ModelCopies, compact: nn.Module, way: RunPrecision, plan: Plan) -> None:
+    """Let a compact model begin with what earlier passes left in the buffers that the masked model's forward writes."""
+    own = dict(compact.named_buffers())
+    for name, first in masked_in.written(way):
+        left = cut(first, plan.kept_indices.get(name, ()))
+        if name in own and own[name].shape == left.shape:
+            own[name].copy_(left)
 
 
 def _not_masked(masked: nn.Module, plan: Plan) -> str:

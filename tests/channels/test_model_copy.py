@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -157,10 +159,30 @@ def test_a_module_with_its_own_way_of_copying_is_asked() -> None:
 
 
 def test_what_cannot_be_copied_is_said() -> None:
-    model = nn.Linear(3, 4)
-    model.last = model(torch.ones(1, 3))
-    with pytest.raises(ModelError, match=r"Linear cannot be copied: .*expected a module whose attributes"):
+    model = nn.Sequential(nn.Linear(3, 4))
+    model[0].opened = [threading.Lock()]
+    with pytest.raises(ModelError, match=r"cannot be copied, because of its attribute 0.opened: .*expected a module"):
         copied(model)
+
+
+@dataclass
+class Record:
+    """What a layer keeps of its last call."""
+
+    loss: torch.Tensor
+
+
+def test_results_that_a_model_keeps_are_copied_without_history() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    kept = model[0](torch.ones(1, 3))
+    model[0].last, model.losses, model[1].seen = kept, deque([kept.sum()]), {"a": (Record(kept), [kept.mean()])}
+    twin = copied(model)
+    copies = [twin[0].last, twin.losses[0], twin[1].seen["a"][0].loss, twin[1].seen["a"][1][0]]
+    assert copies[0] is copies[2]
+    assert all(tensor.is_leaf and not tensor.requires_grad for tensor in copies)
+    assert torch.equal(copies[0], kept)
+    assert kept.grad_fn is not None
+    assert model[0].last is kept
 
 
 def test_a_module_with_its_own_new_and_reduce() -> None:

@@ -352,3 +352,63 @@ def test_counters_in_buffers_stay() -> None:
     small: Any = compact(masked, plan)
     verify(masked, small, plan, [(torch.ones(1, 4),)])
     assert (int(masked.calls), int(small.calls)) == (0, 0)
+
+
+class Projected(nn.Linear):
+    """A layer whose forward writes its own weight: rows of at most norm 1, as of max-norm layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = torch.renorm(self.weight.data, p=2, dim=0, maxnorm=1.0)
+        self.weight.data *= (self.weight.data > -0.3).to(self.weight.dtype)
+        return super().forward(x)
+
+
+class Rolling(nn.Module):
+    """A layer that adds what it read in the call before, from a buffer that it writes or puts another in place of."""
+
+    def __init__(self, width: int, *, replaces: bool) -> None:
+        super().__init__()
+        self.replaces = replaces
+        self.register_buffer("last", torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, new = x + 0.5 * self.last, x.mean(0).detach()
+        if self.replaces:
+            self.last = new
+        else:
+            self.last.data.copy_(new)
+        return out
+
+
+def test_a_weight_that_forward_writes_is_compared_once_both_ran() -> None:
+    model = nn.Sequential(nn.Linear(4, 12), nn.ReLU(), Projected(12, 12), nn.ReLU(), nn.Linear(12, 3))
+    example = (torch.randn(5, 4),)
+    plan = settled_plan(model, example)
+    masked = masked_double(model, plan).float()
+    small: Any = compact(masked, plan)
+    with torch.no_grad():
+        masked[2].weight += 2 * masked[2].weight.sign()  # type: ignore[index, union-attr, operator]
+        small = compact(masked, plan)
+        masked(*example)
+    assert verify(masked, small, plan, [example], strict=True).max_relative_difference <= 1e-9
+    with torch.no_grad():
+        small[2].weight[0, 0] += 0.1
+    with pytest.raises(VerificationError, match="masked and compact model differ"):
+        verify(masked, small, plan, [example])
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_state_in_a_buffer_is_that_of_the_masked_model_in_both(replaces: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 12), Rolling(12, replaces=replaces), nn.BatchNorm1d(12), nn.Linear(12, 3)).eval()
+    example = (torch.randn(5, 4),)
+    plan = settled_plan(model, example)
+    masked = masked_double(model, plan).float()
+    small: Any = compact(masked, plan)
+    with torch.no_grad():
+        masked(*example)
+    state = masked.state_dict()["1.last"].clone()
+    assert verify(masked, small, plan, [example, (torch.randn(2, 4),)]).max_relative_difference <= 1e-9
+    assert torch.equal(masked.state_dict()["1.last"], state)
+    small[2].running_mean[0] += 1.0
+    with pytest.raises(VerificationError, match="in 2: values differ"):
+        verify(masked, small, plan, [example])

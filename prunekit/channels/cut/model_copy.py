@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from prunekit.errors import ModelError, reraise_shortage
@@ -59,7 +60,8 @@ def with_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Mo
     """Return a copy of a model's structure that holds `tensors` in place of its own.
 
     Wrappers that torch or Accelerate put around a method of an instance, such as autocast, are not copied: the copy has
-    the method itself, like a model from a file.
+    the method itself, like a model from a file. Tensors that an earlier forward pass left in other attributes are
+    copied without their history.
 
     Args:
         model: not changed; parameters stay parameters with their `requires_grad`, buffers stay buffers.
@@ -82,24 +84,48 @@ def with_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Mo
         memo.update((id(tensor), tensor.detach().clone()) for tensor in _results_kept(model, tables))
     functions: list[tuple[nn.Module, str]] = []
     try:
-        clone: nn.Module = _clone(model, memo, functions)
+        with _WithoutHistory():
+            clone: nn.Module = _clone(model, memo, functions)
         for table in tables:
             memo[id(table)].update((key, _rebound(hook, memo)) for key, hook in table.items() if not is_ours(hook))
         for module, name in functions:
             vars(module)[name] = _rebound(vars(module)[name], memo)
     except (RuntimeError, TypeError, AttributeError) as error:
         reraise_shortage(error)
+        named = _not_copied(model, tables)
         raise ModelError(
-            f"{type(model).__name__} cannot be copied: {error}; expected a module whose attributes "
-            "copy.deepcopy understands (no tensors with a grad_fn, locks or open files)"
+            f"{type(model).__name__} cannot be copied{f', because of its attribute {named}' * bool(named)}: {error}; "
+            "expected a module whose attributes copy.deepcopy understands (no locks or open files)"
         ) from error
     return clone
 
 
+def _not_copied(model: nn.Module, tables: Iterable[Mapping[int, Any]]) -> str:
+    """Return the path of the first attribute of a module that cannot be copied; empty if each one can."""
+    memo = {id(item): item for item in (*model.modules(), *tables, *_shared(model))}
+    for path, module in model.named_modules():
+        for name, item in vars(module).items():
+            try:
+                if name not in (*_OWN_TABLES, *HOOK_TABLES):
+                    copy.deepcopy(item, dict[int, Any](memo))
+            except (RuntimeError, TypeError, AttributeError):
+                return f"{path}.{name}".lstrip(".")
+    return ""
+
+
+class _WithoutHistory(TorchFunctionMode):
+    """A mode in which `copy.deepcopy` copies results of a forward pass too, without their history."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
+            tensor, memo = args
+            memo[id(tensor)] = tensor.detach().clone()
+            return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))
+
+
 def copied(model: nn.Module, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> nn.Module:
     """Return a copy of a model with tensors of its own, whose hooks act on the copy.
-
-    Tensors that an earlier forward pass left in the model are copied without their history.
 
     Args:
         model: not changed.

@@ -6,7 +6,6 @@ tasks, ...) can be `file.py:object` in a recipe, whose code runs if that is allo
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import sys
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from prunekit.channels.cut.model_copy import copied
 from prunekit.compaction.model_folder import load, save
 from prunekit.data.datasets import SampleDataset
 from prunekit.data.loader import Batches, batches
@@ -145,7 +145,7 @@ def bound_splits(splits: Splits, dense: nn.Module) -> Splits:
     """
     if splits.task.binding is None:
         return splits
-    task = splits.task.bound(copy.deepcopy(dense) if splits.task.from_dense else dense)
+    task = splits.task.bound(copied(dense) if splits.task.from_dense else dense)
 
     def bound(part: SampleDataset) -> SampleDataset:
         if not isinstance(part, TaskSamples):
