@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import errno
 import inspect
+import multiprocessing
+import os
+import signal
 from collections.abc import Callable, Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import prunekit
+from prunekit.errors import UsageError
 from prunekit.masks.thresholds import ActivationThresholds
 from prunekit.measure.model_size import size_bytes
-from prunekit.utils.files import atomic_folder, write_text
+from prunekit.utils import files
+from prunekit.utils.files import (
+    atomic_file,
+    atomic_folder,
+    exchange,
+    remove_leftovers,
+    replaced,
+    require_writable,
+    write_text,
+)
 
 MUCH = "x" * 5000
 
@@ -24,7 +39,16 @@ def into_a_folder(path: Path) -> None:
         (temporary / "text").write_text(MUCH)
 
 
-@pytest.mark.parametrize("write", [lambda path: write_text(path, MUCH), into_a_folder], ids=["file", "folder"])
+def tensors_into_a_file(path: Path) -> None:
+    with atomic_file(path) as temporary:
+        save_file({"x": torch.zeros(5000)}, temporary)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [lambda path: write_text(path, MUCH), into_a_folder, tensors_into_a_file],
+    ids=["file", "folder", "tensors"],
+)
 def test_what_a_full_disk_has_no_room_for_is_named_and_leaves_nothing(
     write: Callable[[Path], None], tmp_path: Path
 ) -> None:
@@ -45,6 +69,101 @@ def test_an_error_of_another_file_names_that(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as caught, atomic_folder(tmp_path / "wanted"):
         (tmp_path / "missing").read_text()
     assert caught.value.filename == str(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("write", [lambda path: write_text(path, MUCH), into_a_folder], ids=["file", "folder"])
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC])
+def test_a_temporary_that_cannot_be_made_is_not_named(
+    number: int, write: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(suffix: str, prefix: str, folder: Path) -> None:
+        raise OSError(number, os.strerror(number), f"{folder}/{prefix}abc{suffix}")
+
+    monkeypatch.setattr(files.tempfile, "mkstemp", refused)
+    monkeypatch.setattr(files.tempfile, "mkdtemp", refused)
+    with pytest.raises(OSError, match=os.strerror(number)) as caught:
+        write(tmp_path / "wanted")
+    assert (caught.value.errno, caught.value.filename) == (number, str(tmp_path / "wanted"))
+
+
+def test_a_place_that_cannot_be_written_to_is_refused_as_it_was_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    for writable in ("file", "new", "deep/new"):
+        require_writable(tmp_path / writable)
+    with pytest.raises(UsageError, match=r"file/page: expected a folder, but .*file is a file; choose another$"):
+        require_writable(tmp_path / "file" / "page")
+    with pytest.raises(UsageError, match=r"file: expected a folder"):
+        require_writable(tmp_path / "file", folder=True)
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # the tests may run as root, who may write anywhere
+    with pytest.raises(UsageError, match=rf"deep/new: {tmp_path} cannot be written to; choose another folder$"):
+        require_writable(tmp_path / "deep" / "new")
+
+
+def _write_and_die(path: Path, at: int) -> None:
+    """Replace a folder, in a process that is killed right after some call of the system that renames something."""
+    count = 0
+
+    def killed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def renamed(*paths: Path) -> Any:
+            nonlocal count
+            found = call(*paths)
+            count += 1
+            if count == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return found
+
+        return renamed
+
+    os.replace, files.exchange = killed(os.replace), killed(files.exchange)  # type: ignore[assignment]
+    with atomic_folder(path) as temporary:
+        (temporary / "text").write_text("new")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs fork")
+@pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "two renames"])
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_a_folder_whose_replacement_is_killed_is_the_old_one_or_the_new(
+    at: int, exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "folder"
+    path.mkdir()
+    (path / "text").write_text("old")
+    if not exchanges:
+        monkeypatch.setattr(files, "exchange", lambda one, other: False)
+    elif not exchange(tmp_path / "folder", tmp_path / "folder"):
+        pytest.skip("this file system cannot exchange names")
+    process = multiprocessing.get_context("fork").Process(target=_write_and_die, args=(path, at))
+    process.start()
+    process.join()
+    if not path.exists():
+        assert not exchanges
+        assert [left.name for left in replaced(path)] == [f".folder.old-{process.pid}.tmp"]
+    remove_leftovers(tmp_path)
+    assert [left.name for left in tmp_path.iterdir()] == ["folder"]
+    assert (path / "text").read_text() in ("old", "new")
+    into_a_folder(path)
+    assert (path / "text").read_text() == MUCH
+
+
+def test_what_was_being_replaced_gets_its_name_back_before_it_is_replaced_again(tmp_path: Path) -> None:
+    left = tmp_path / ".folder.old-123.tmp"
+    left.mkdir()
+    (left / "text").write_text("old")
+    with pytest.raises(ValueError, match="fails"), atomic_folder(tmp_path / "folder"):
+        raise ValueError("fails")
+    assert (tmp_path / "folder" / "text").read_text() == "old"
+    assert replaced(tmp_path / "folder") == []
+
+
+def test_a_link_to_a_folder_is_replaced_and_not_what_it_points_to(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "folder").symlink_to(tmp_path / "other")
+    into_a_folder(tmp_path / "folder")
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["folder", "other"]
+    assert not (tmp_path / "folder").is_symlink()
+    assert list((tmp_path / "other").iterdir()) == []
 
 
 def _public() -> Iterator[tuple[str, Callable[..., Any]]]:

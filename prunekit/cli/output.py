@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -15,8 +14,7 @@ from typing import Any, TextIO
 import click
 
 from prunekit.distributed.launcher import leads
-from prunekit.errors import UsageError
-from prunekit.utils.files import write_json
+from prunekit.utils.files import require_writable, write_json
 
 # For terminals and pipes whose encoding has no such characters.
 PLAINER = str.maketrans({"−": "-", "×": "x", "–": "-", "…": "...", "→": "->"})
@@ -68,11 +66,7 @@ def check_folder(folder: Path | None) -> None:
     """Raise UsageError, before hours of work, if files cannot be written to a folder, which may not exist yet."""
     if folder is None:
         return
-    parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not parent.is_dir():
-        raise UsageError(f"output {folder}: expected a folder, but {parent} is a file; choose another with --output")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise UsageError(f"output {folder}: {parent} cannot be written to; choose another folder with --output")
+    require_writable(folder, folder=True, option="--output")
 
 
 def plain(value: Any) -> Any:

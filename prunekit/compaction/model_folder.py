@@ -39,7 +39,16 @@ from prunekit.models.zoo import as_build, build_model, from_build
 from prunekit.planning.plan import Plan, require_plan
 from prunekit.settings.inputs import ModelSettings
 from prunekit.utils.context import seeded, set_mode
-from prunekit.utils.files import StrPath, atomic_folder, folder_at, read_json, require_replaceable, sha256, write_json
+from prunekit.utils.files import (
+    StrPath,
+    atomic_folder,
+    folder_at,
+    read_json,
+    replaced,
+    require_replaceable,
+    sha256,
+    write_json,
+)
 from prunekit.utils.inputs import InputSpec
 from prunekit.utils.tensors import lies_channels_last, with_channels_last
 
@@ -217,6 +226,8 @@ def read_manifest(folder: StrPath) -> dict[str, Any]:
     if not path.is_file():
         alone = (Path(folder) / "plan.json").is_file()
         hint = f"; this is a plan, which prunekit.load_plan({str(folder)!r}) reads" if alone else ""
+        if left := replaced(Path(folder)):
+            hint = f"; a process that was killed while it replaced it left it as {left[0].name!r}: rename that"
         raise ArtifactError(
             f"{folder}: expected a model folder with {MANIFEST} and {WEIGHTS}; {MANIFEST} is not there{hint}"
         )

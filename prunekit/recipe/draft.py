@@ -34,7 +34,7 @@ from prunekit.recipe.yaml_positions import Document, Origin
 from prunekit.settings.calibration import CalibrationSettings
 from prunekit.settings.inputs import TEXTUAL, DataSettings, Head, ModelSettings
 from prunekit.settings.job import JobSettings
-from prunekit.utils.files import write_text
+from prunekit.utils.files import require_writable, write_text
 from prunekit.utils.user_code import is_reference, require_object
 
 SIDES = (32, 64, 96, 128, 160, 192, 224)
@@ -93,8 +93,9 @@ def write_draft(path: Path, request: DraftRequest) -> RecipeDraft:
         request: what it is for.
 
     Raises:
-        UsageError: there is no such model or data, or they do not fit together.
+        UsageError: there is no such model or data, they do not fit together, or the file cannot be written.
     """
+    require_writable(path)
     values, notes = _proposed(path, request)
     command = ["prunekit", "finetune", str(path)]
     for option, reference in (("--model", request.own.model), ("--data", request.own.data)):

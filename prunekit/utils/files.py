@@ -6,16 +6,20 @@ They are written to a temporary beside the target, which then is renamed.
 from __future__ import annotations
 
 import csv
+import ctypes
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from prunekit.errors import ArtifactError, UsageError
 
@@ -23,6 +27,8 @@ StrPath = str | os.PathLike[str]
 """Type of paths that public functions take."""
 _TEMPORARY = ".tmp"
 """Suffix of temporaries."""
+_OLD = ".old-"
+"""What comes before the process in the hidden name of what is being replaced."""
 
 
 def folder_at(path: StrPath) -> Path:
@@ -63,8 +69,9 @@ def require_replaceable(folder: Path, names: Set[str]) -> None:
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path in the same folder; on success it replaces `path`, on an error it is removed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(_TEMPORARY, f".{path.name}.", path.parent)
+    with _errors_name(path, path.with_name(f".{path.name}.")):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(_TEMPORARY, f".{path.name}.", path.parent)
     os.close(handle)
     temporary = Path(name)
     try:
@@ -80,30 +87,88 @@ def atomic_file(path: Path) -> Iterator[Path]:
 def atomic_folder(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """Yield a temporary folder beside `path`; on success it replaces `path`, on an error it is removed.
 
-    An old folder stays until the new one is complete.
+    An old folder stays until the new one is complete: the two exchange their names at once. Where the system cannot do
+    that, a process that is killed in between leaves the old folder under a hidden name, which the next one to write
+    there, or `remove_leftovers`, gives back.
 
     Args:
         path: of the folder.
         durable: whether it is synced to the disk at the end, and survives a loss of power.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(_TEMPORARY, f".{path.name}.", path.parent))
+    with folder_beside(path) as temporary:
+        yield temporary
+        for written in (temporary, *temporary.rglob("*")):
+            set_permissions(written)
+            if durable:
+                _sync(written)
+        replace_folder(temporary, path)
+        if durable:
+            _sync(path.parent)
+
+
+@contextmanager
+def folder_beside(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder in the folder of `path`, which errors of the system name; it is removed at the end."""
+    with _errors_name(path, path.with_name(f".{path.name}.")):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _restore(path)
+        temporary = Path(tempfile.mkdtemp(_TEMPORARY, f".{path.name}.", path.parent))
     try:
         with _errors_name(path, temporary):
             yield temporary
-            for written in (temporary, *temporary.rglob("*")):
-                set_permissions(written)
-                if durable:
-                    _sync(written)
-            old = path.with_name(f".{path.name}.old-{os.getpid()}{_TEMPORARY}")
-            if path.exists():
-                os.replace(path, old)
-            os.replace(temporary, path)
-            if durable:
-                _sync(path.parent)
-            shutil.rmtree(old, ignore_errors=True)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove(temporary)
+
+
+def replace_folder(new: Path, path: Path) -> None:
+    """Move a folder to a path on the same file system; what was there gets the new folder's old name."""
+    if not os.path.lexists(path):
+        os.replace(new, path)
+    elif not exchange(new, path):
+        aside = path.with_name(f".{path.name}{_OLD}{os.getpid()}{_TEMPORARY}")
+        os.replace(path, aside)
+        try:
+            os.replace(new, path)
+        except BaseException:
+            _restore(path)
+            raise
+        os.replace(aside, new)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchange the names of two files or folders of one file system at once; return False where nothing can do that."""
+    library: Any = ctypes.CDLL(None) if os.name == "posix" else None
+    paths = os.fsencode(one), os.fsencode(other)
+    if hasattr(library, "renameat2"):  # Linux
+        failed = library.renameat2(_HERE, paths[0], _HERE, paths[1], _EXCHANGE)
+    elif hasattr(library, "renamex_np"):  # macOS
+        failed = library.renamex_np(*paths, _EXCHANGE)
+    else:
+        return False
+    return not failed
+
+
+_HERE, _EXCHANGE = -100, 2
+"""AT_FDCWD, and RENAME_EXCHANGE of Linux, which is RENAME_SWAP of macOS too."""
+
+
+def _restore(path: Path) -> None:
+    """Give what a killed process was replacing its name back, if nothing has it."""
+    for left in replaced(path):
+        if not os.path.lexists(path):
+            os.replace(left, path)
+
+
+def replaced(path: Path) -> list[Path]:
+    """Return the hidden names under which killed processes left what they were replacing, the newest first."""
+    found = [left for left in path.parent.glob(f".*{_OLD}*{_TEMPORARY}") if _name_before(left) == path.name]
+    return sorted(found, key=lambda left: left.lstat().st_mtime, reverse=True)
+
+
+def _name_before(left: Path) -> str | None:
+    """Return the name that a folder had before a process was killed that was replacing it; None for any other file."""
+    found = re.fullmatch(rf"\.(.+){re.escape(_OLD)}\d+{re.escape(_TEMPORARY)}", left.name, re.DOTALL)
+    return found and found[1]
 
 
 @contextmanager
@@ -111,6 +176,11 @@ def _errors_name(path: Path, temporary: Path) -> Iterator[None]:
     """Put the path into errors of the system, which name no file if the disk is full, and else the temporary."""
     try:
         yield
+    except SafetensorError as error:  # safetensors turns every error of the system into one
+        found = re.search(r"os error (\d+)", str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
     except OSError as error:
         if error.strerror and (error.filename is None or str(error.filename).startswith(str(temporary))):
             error.filename = str(path)
@@ -118,9 +188,45 @@ def _errors_name(path: Path, temporary: Path) -> Iterator[None]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove temporaries that killed processes left in a folder, which no other process may be writing to."""
-    for left in folder.glob(f".*{_TEMPORARY}"):
-        shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+    """Remove temporaries that killed processes left in a folder, which no other process may be writing to.
+
+    What such a process was replacing gets its name back, if nothing has it.
+    """
+    for left in sorted(folder.glob(f".*{_TEMPORARY}")):
+        name = _name_before(left)
+        if name is not None:
+            _restore(folder / name)
+        _remove(left)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, a link or a folder, if it is there and can be removed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def require_writable(path: Path, *, folder: bool = False, option: str | None = None) -> None:
+    """Raise if a file, or files in a folder, cannot be written: before there is something to lose.
+
+    Args:
+        path: need not exist.
+        folder: whether it is to be a folder.
+        option: by which another place is chosen, for the message.
+
+    Raises:
+        UsageError: a file is in the way, or the system refuses to write there.
+    """
+    whole, by = path.absolute(), "" if option is None else f" with {option}"
+    there = next(place for place in (whole, *whole.parents) if os.path.lexists(place))
+    if there == whole and not folder:
+        there = whole.parent
+    if not there.is_dir():
+        raise UsageError(f"{path}: expected a folder, but {there} is a file; choose another{by}")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f"{path}: {there} cannot be written to; choose another folder{by}")
 
 
 def folders_below(folder: Path, root: Path | None = None) -> Iterator[tuple[Path, list[str]]]:

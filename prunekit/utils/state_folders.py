@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -88,18 +86,8 @@ def decode_state(plain: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file; the tensors are contiguous and share no memory.
-
-    Raises:
-        OSError: the disk is full, or cannot be written to.
-    """
-    try:
-        safetensors.torch.save_file(dict(tensors), path)
-    except SafetensorError as error:  # safetensors turns every error of the system into one
-        found = re.search(r"os error (\d+)", str(error))
-        if found is None:
-            raise
-        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
+    """Write a safetensors file; the tensors are contiguous and share no memory."""
+    safetensors.torch.save_file(dict(tensors), path)
 
 
 def _digest(text: str) -> str:

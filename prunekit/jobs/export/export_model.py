@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -43,7 +41,7 @@ from prunekit.settings.deployment import QuantizeSettings
 from prunekit.utils.context import on_device, set_mode
 from prunekit.utils.context import threads as with_threads
 from prunekit.utils.display import Displayed, Table, digits, factor, in_unit, interval, scientific, share, size
-from prunekit.utils.files import set_permissions
+from prunekit.utils.files import folder_beside, replace_folder, require_writable, set_permissions
 from prunekit.utils.inputs import call, is_batched, sample_count, select_samples
 
 CPU = torch.device("cpu")
@@ -202,7 +200,7 @@ def require_exportable(request: ExportRequest, name: str) -> Path:
     """Return the path of an export, and raise for what is wrong with the request before anything is computed.
 
     Raises:
-        UsageError: there is no such format, a package is missing, or the path exists.
+        UsageError: there is no such format, a package is missing, the path exists, or cannot be written to.
     """
     kind = FORMATS.get(request.to)
     if missing := kind.unusable():
@@ -219,6 +217,7 @@ def require_exportable(request: ExportRequest, name: str) -> Path:
     beside = int8_path(path)
     if request.quantize is not None and beside.exists() and not request.force:
         raise UsageError(f"{beside}: exists already; name another path, or replace it with --force (force=True)")
+    require_writable(path)
     return path
 
 
@@ -259,9 +258,7 @@ def export_float(
     interface = described_interface(model, examples[0], target, request.dynamic, request.batch)
     source = ExportSource(copied(model), examples[0], interface, request.options, folder, _facts(target, folder, facts))
     log(f"export: writing {path} ({kind.name})")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(".tmp", f".{path.name}.", path.parent))
-    try:
+    with folder_beside(path) as aside:
         written = aside / path.name
         notes = kind.write(source, written)
         run = kind.open(written, threads=request.threads)
@@ -280,8 +277,6 @@ def export_float(
         bytes_written = size_of(aside)
         del run
         move_into_place(aside, path)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     return Exported(path, kind.name, bytes_written, tuple(parities), real, scores, latency, interface, tuple(notes))
 
 
@@ -346,9 +341,9 @@ def move_into_place(aside: Path, path: Path) -> None:
     """Move everything that was written to its final name; an old folder is removed once the new one is there."""
     for written in sorted(aside.iterdir(), key=lambda one: one.name == path.name):  # what the file refers to first
         final = path.parent / written.name
-        if final.is_dir():
-            old = aside / f"{written.name}.old"
-            os.replace(final, old)
         for one in (written, *written.rglob("*")):
             set_permissions(one)
-        os.replace(written, final)
+        if written.is_dir():
+            replace_folder(written, final)
+        else:
+            os.replace(written, final)

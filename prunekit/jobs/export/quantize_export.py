@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -49,6 +48,7 @@ from prunekit.models.interface import ModelInterface
 from prunekit.quantization import openvino_quantization
 from prunekit.quantization.quantized import Quantized
 from prunekit.settings.deployment import QuantizeSettings
+from prunekit.utils.files import folder_beside
 from prunekit.utils.inputs import call, inputs_as_example, is_batched
 from prunekit.utils.tensors import gather
 
@@ -155,8 +155,8 @@ def quantize_export(
     quantize: Callable[..., Any] = getattr(import_module(place), name)
     score = None if target.splits is None else partial(_validation_merit, kind, exported.interface, target)
     log(f"int8: quantizing {exported.path}, calibrated on {min(settings.images, sum(map(_count, data)))} samples")
-    with tempfile.TemporaryDirectory(suffix=".tmp", prefix=f".{path.name}.", dir=path.parent) as place:
-        aside = Path(place) / "written"
+    with folder_beside(path) as beside_it:
+        aside = beside_it / "written"
         aside.mkdir()
         found = quantize(exported.path, aside / path.name, data, settings=settings, score=score, log=log)
         if target.splits is not None and target.splits.task.main.lower_is_better:
@@ -169,7 +169,7 @@ def quantize_export(
         latency = tuple(time_export(partial(call, model), run, samples, request))
         others = {"float": kind.open(exported.path, threads=request.threads)}
         if dense is not None and request.timed:
-            others["dense"] = _dense_run(kind, dense, samples, exported.interface, request, Path(place))
+            others["dense"] = _dense_run(kind, dense, samples, exported.interface, request, beside_it)
         beside = [
             {"over": name, **latency_row(batch, timed, "other")}
             for name, other in others.items()

@@ -30,7 +30,7 @@ from prunekit.report.rendering import linked, write
 from prunekit.report.run_data import read_run
 from prunekit.settings.job import WITHOUT_EFFECT
 from prunekit.utils import display as numbers
-from prunekit.utils.files import flattened
+from prunekit.utils.files import flattened, require_writable
 
 ABSENT = "–"
 PAGE = "report.html"
@@ -45,11 +45,12 @@ def write_comparison(folders: Sequence[Path], page: Path) -> dict[str, Any]:
         What is on the page: `runs`, `latency`, `recipes` (what differs) and `notes`.
 
     Raises:
-        UsageError: a run has not finished, or is of another kind.
+        UsageError: a run has not finished or is of another kind, or the page cannot be written.
         ArtifactError: a folder is not there, or a file in it is damaged.
     """
     found = compared_runs([read_run(folder) for folder in folders])
     _require_finished(found)
+    require_writable(page)
     for side in found:
         if not (side.run.folder / PAGE).exists():
             write_report(side.run.folder)

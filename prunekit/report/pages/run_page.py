@@ -16,7 +16,7 @@ from prunekit.report.rendering import rendered
 from prunekit.report.run_data import Run, read_run, recipe_of
 from prunekit.report.sections.section import SECTIONS, Section, ordered
 from prunekit.settings.job import JobSettings
-from prunekit.utils.files import StrPath, flattened, read_json, write_text
+from prunekit.utils.files import StrPath, flattened, read_json, require_writable, write_text
 from prunekit.utils.registry import registered_names
 from prunekit.utils.user_code import is_reference
 
@@ -64,10 +64,11 @@ def write_report(
 
     Raises:
         ArtifactError: the folder does not exist, or a file in it is damaged.
-        UsageError: there is no such section.
+        UsageError: there is no such section, or the page cannot be written.
     """
     folder = Path(run_folder)
     target, run = Path(page or folder / "report.html"), read_run(folder, whole=whole)
+    require_writable(target)
     measured = run.status.get("state") == "finished"
     if page is None and not whole and measured and target.exists() and list(gaps(run, figures_of(run))):
         former = folder / FORMER
