@@ -18,7 +18,7 @@ from ruamel.yaml import YAML
 from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from prunekit.errors import ModelError, reraise_shortage
+from prunekit.errors import ModelError, reason_of, reraise_shortage
 from prunekit.models.state_dicts import load_state, load_weights
 
 FIXED = ("weights", "weights_backbone", "progress")
@@ -172,34 +172,38 @@ def ultralytics_state(path: Path) -> dict[str, Tensor] | None:
     if not any(name.startswith("ultralytics.") for name in needed):
         return None
     try:
-        with safe_globals([(_allowed(name, path), name) for name in needed]):
+        with safe_globals([_allowed(name, path) for name in needed]):
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except (UnpicklingError, RuntimeError, EOFError, AttributeError, TypeError) as error:
+        found = (content.get("ema") or content.get("model")) if isinstance(content, dict) else None
+        if not isinstance(found, _Stored):
+            raise TypeError(f"there is no `model` in its {type(content).__name__}")
+        return {
+            name: tensor.float() if tensor.is_floating_point() else tensor
+            for name, tensor in found.state_dict().items()
+        }
+    except (UnpicklingError, RuntimeError, EOFError, AttributeError, TypeError, KeyError, ValueError) as error:
         reraise_shortage(error)
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"{path}: expected a checkpoint of ultralytics, but {reason}") from error
-    found = (content.get("ema") or content.get("model")) if isinstance(content, dict) else None
-    if not isinstance(found, nn.Module):
-        raise ModelError(f"{path}: expected a checkpoint of ultralytics with `model`, got {type(content).__name__}")
-    return {
-        name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in found.state_dict().items()
-    }
+        raise ModelError(f"{path}: expected a checkpoint of ultralytics, but {reason_of(error)}") from error
 
 
-def _allowed(name: str, path: Path) -> Any:
-    """Return the class of a name in a checkpoint.
+class _Stored(nn.Module):
+    """Stands for every class that a checkpoint names: holds what was stored, and runs nothing of the library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+def _allowed(name: str, path: Path) -> tuple[Any, str]:
+    """Return the stand-in for a class of a checkpoint, and the name that it stands for.
+
+    Not the class itself: a checkpoint may have it called with any arguments, and some of ultralytics evaluate text.
 
     Raises:
         ModelError: it is no layer of torch or ultralytics, nor what such a checkpoint has beside them.
     """
-    module, _, kind = name.rpartition(".")
-    found: Any = None
-    if name.startswith((*MODULES, *PLAIN)):
-        found = getattr(import_module(module), kind, None)
-    layer = isinstance(found, type) and issubclass(found, nn.Module)
-    if not (layer or (name.startswith(PLAIN) and isinstance(found, type) and found.__module__ == module)):
+    if not name.startswith((*MODULES, *PLAIN)):
         raise ModelError(
             f"{path}: it names {name}, and of ultralytics' checkpoints only layers of torch and ultralytics are "
             "loaded; save a state dict where you trust the file: torch.save(YOLO(path).model.state_dict(), 'w.pt')"
         )
-    return found
+    return _Stored, name

@@ -168,7 +168,34 @@ def head_of(folder: Path) -> Head | None:
     return None
 
 
+def _require_own_files(folder: Path) -> None:
+    """Raise unless what a folder's files name is inside it: parts of its weights, and no kernels to be fetched.
+
+    Raises:
+        ModelError: a file names something else.
+    """
+    for index in folder.glob("*.index.json"):
+        parts = (read_json(index) or {}).get("weight_map")
+        for part in set(parts.values()) if isinstance(parts, dict) else ():
+            if not isinstance(part, str) or Path(part).name != part or "\\" in part:
+                raise ModelError(f"{index}: weight_map: expected the names of files in this folder, got {part!r:.99}")
+    stack = [read_json(folder / CONFIG)]
+    while stack:
+        entries = stack.pop()
+        if isinstance(entries, dict):
+            for key, value in entries.items():
+                if key.endswith("_implementation") and not (value is None or str(value).isidentifier()):
+                    raise ModelError(
+                        f"{folder / CONFIG}: {key}: expected a name such as 'sdpa', got {value!r:.99}: code is not "
+                        "fetched for a folder"
+                    )
+            stack += entries.values()
+        elif isinstance(entries, list):
+            stack += entries
+
+
 def _config(folder: Path) -> Any:
+    _require_own_files(folder)
     try:
         return _library().AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:

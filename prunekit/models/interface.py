@@ -15,6 +15,7 @@ from prunekit.models.preprocessing import AttachedPreprocessing, Preprocessing
 from prunekit.utils.context import training_mode
 from prunekit.utils.inputs import arguments_by_name, call, is_batched, sample_count
 from prunekit.utils.tensors import gather
+from prunekit.utils.user_code import from_file
 
 BATCH = "batch"
 """Name of the axis of samples."""
@@ -87,6 +88,8 @@ class ModelInterface:
                 f"{where}: expected the name of a task or null, and a list with the name of each class; it is damaged: "
                 f"{task!r:.50}, {classes!r:.50}"
             )
+        if task is not None:
+            task = from_file(task, f"{where}: task", "name it yourself: --task NAME (from Python: task=NAME)")
         preprocessing = None if prepared is None else Preprocessing.from_dict(prepared, where)
         return cls(_specs(inputs), _specs(outputs), task, tuple(classes), preprocessing)
 

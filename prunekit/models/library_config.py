@@ -188,8 +188,14 @@ def set_noted_config(model: nn.Module, note: Mapping[str, Any] | None) -> None:
     Args:
         model: with the dense model's configuration.
         note: `module`, a path, and `config`, by dotted path the entry of the dense and that of the compact model.
+
+    Raises:
+        ValueError: an entry is no whole number, such as the name of code.
     """
     if note:
+        for path, (_, value) in note["config"].items():
+            if not (value is None or type(value) is int):
+                raise ValueError(f"{LIBRARY_CONFIG}: {path}: expected a whole number, got {value!r:.99}")
         inner: Any = model.get_submodule(note["module"])
         set_config(inner, changed_config(inner.config, {path: pair[1] for path, pair in note["config"].items()}))
 

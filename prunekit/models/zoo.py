@@ -5,7 +5,8 @@ Of timm and transformers nothing is downloaded; transformers' models are named b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -35,8 +36,16 @@ from prunekit.utils.user_code import run_factory
 OptionalZoo = Literal["timm", "hf", "ultralytics"]
 OPTIONAL_ZOOS: tuple[OptionalZoo, ...] = get_args(OptionalZoo)
 PACKAGES: dict[str, str] = {"timm": "timm", "hf": "transformers", "ultralytics": "ultralytics"}
-OF_WEIGHTS = frozenset({"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"})
-"""Arguments by which timm would fetch or unpickle weights, which come from `model.weights` alone."""
+OF_WEIGHTS = re.compile(
+    r"(use_)?pretrained(_backbone|_cfg\w*|_model\w*)?|checkpoint(_path|_file)?|weights(_backbone)?|cache_dir|file|url|"
+    r"_?name_or_path|trust_remote_code|auto_map|\w*_implementation"
+)
+"""Names of arguments, at any depth, by which a zoo would fetch or unpickle weights, or fetch code.
+
+Weights come from `model.weights` alone.
+"""
+PLAIN_TEXT = re.compile(r"[\w .+-]*")
+"""Text in arguments, such as the name of an activation: no path, address or expression."""
 
 
 def package(zoo: str) -> Any:
@@ -75,9 +84,6 @@ def optional_builder(settings: ModelSettings) -> Callable[..., nn.Module]:
 
 def _timm(name: str) -> Callable[..., nn.Module]:
     def build(**arguments: Any) -> nn.Module:
-        refused = OF_WEIGHTS & arguments.keys()
-        if refused:
-            raise ValueError(f"{min(refused)}: weights come from model.weights")
         model: nn.Module = package("timm").create_model(name, pretrained=False, **arguments)
         return model
 
@@ -155,6 +161,8 @@ def build_model(settings: ModelSettings, *, num_classes: int | None, image_size:
         ModelError: unknown name, arguments that the constructor rejects, unknown weights, or weights that do not fit.
     """
     builder = _builder(settings)
+    if settings.zoo != "own" and (problem := next(_reaching(settings.arguments), None)) is not None:
+        raise ModelError(f"model.arguments: {settings.zoo}'s {settings.name}: {problem}")
     arguments = model_arguments(settings, num_classes, image_size)
     if settings.weights is None or is_weights_file(settings):
         model = _construct(settings, builder, arguments)
@@ -163,6 +171,22 @@ def build_model(settings: ModelSettings, *, num_classes: int | None, image_size:
             load(model, Path(settings.weights))
         return model
     return _pretrained(settings, builder, arguments)
+
+
+def _reaching(given: Any, at: str = "") -> Iterator[str]:
+    """Yield which arguments of a constructor could reach beyond it: to weights, files, addresses or code."""
+    if isinstance(given, Mapping):
+        for key, value in given.items():
+            name = f"{at}.{key}" if at else str(key)
+            if OF_WEIGHTS.fullmatch(str(key)) and value not in (None, False):
+                yield f"{name}: weights come from model.weights, and arguments name no code; got {value!r:.99}"
+            else:
+                yield from _reaching(value, name)
+    elif isinstance(given, (list, tuple)):
+        for index, value in enumerate(given):
+            yield from _reaching(value, f"{at}[{index}]")
+    elif isinstance(given, str) and not PLAIN_TEXT.fullmatch(given):
+        yield f"{at}: expected a name such as 'gelu', no path or expression, got {given!r:.99}"
 
 
 def with_head(settings: ModelSettings, task: str) -> ModelSettings:
@@ -193,7 +217,8 @@ def from_build(build: Any) -> ModelSettings | None:
         }:
             head = build.get("head")
             known = head is None or head in hugging_face.CLASSES
-            return ModelSettings(name, zoo, arguments=arguments, head=head) if known else None
+            settings = ModelSettings(name, zoo, arguments=arguments, head=head) if known else None
+            return settings if settings is not None and settings.folder is None else None
     return None
 
 

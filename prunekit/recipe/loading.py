@@ -20,7 +20,7 @@ from prunekit.settings.job import JobSettings, dump
 from prunekit.settings.prune import facts_without_code, other_budgets
 from prunekit.utils.files import StrPath
 from prunekit.utils.registry import MappingKey, registered_names, replaced_at
-from prunekit.utils.user_code import ForbiddenReference, code_not_allowed, is_reference
+from prunekit.utils.user_code import ForbiddenReference, from_file, is_reference
 
 INSTALLED = Path(__file__).parent.parent / "recipes"
 """The recipes of the installed package; in a clone a link to the folder at its top, or a text file without links."""
@@ -106,9 +106,8 @@ def load(path: StrPath, overrides: Overrides = (), *, allow_code: bool = False, 
         at = _in_recipe(key)
         if is_reference(name) and (place := _place(document, at)).line:
             there = _reference(name, folder)
-            job = replaced_at(
-                job, key, ForbiddenReference(there, f"{place}: {'.'.join(map(str, at))}") if refused else there
-            )
+            named = from_file(there, f"{place}: {'.'.join(map(str, at))}") if refused else there
+            job = replaced_at(job, key, named)
     return job
 
 
@@ -128,7 +127,7 @@ def _code(document: Document, folder: Path, refused: bool) -> list[Finding]:
         written = is_reference(name) and _place(document, path).line
         problem = registry.problem(_reference(name, folder) if written else name)
         if problem is not None or (written and refused):
-            found.append((path, problem or code_not_allowed(name)))
+            found.append((path, problem or ForbiddenReference(name).refusal))
     return found
 
 

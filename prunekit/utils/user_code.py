@@ -1,4 +1,11 @@
-"""User code: an object in a Python file that the user names, or allows a recipe to name."""
+"""User code: an object in a Python file that the user names, or allows a recipe to name. The line of trust is here.
+
+**Trusted** is what the user types: arguments of Python calls, options and overrides of commands, and recipes with
+`--allow-code`. **Every file is a stranger's**: model folders, exported files with their metadata, plans, checkpoints,
+profiles, data sets, run folders, and recipes without `--allow-code`. Text of a file may name what is registered
+already, and nothing else: where it could reach a registry, its reader passes it through `from_file`. `load_object` is
+the only way from text to code, and refuses what `from_file` or a recipe's reader has marked.
+"""
 
 from __future__ import annotations
 
@@ -55,31 +62,47 @@ def call_factory(factory: Callable[[], Any], reference: str, error: type[UsageEr
         raise error(f"{reference}: the factory raised {_raised(raised, path)}") from raised
 
 
+ALLOW = "add --allow-code (from Python: allow_code=True)"
+"""How code that a recipe names is allowed."""
+
+
 class ForbiddenReference(str):
-    """A reference in a recipe that is not allowed to run: `load_object` raises for it.
+    """A reference in a file that is not allowed to run: `load_object` raises for it.
 
     Attributes:
-        where: its place in the recipe, for messages.
+        where: its place in the file, for messages.
+        instead: how a user who trusts the code has it run, for messages.
     """
 
     where: str
+    instead: str
 
-    def __new__(cls, reference: str, where: str) -> ForbiddenReference:
-        """Return a reference with its place in a recipe."""
+    def __new__(cls, reference: str, where: str = "", instead: str = ALLOW) -> ForbiddenReference:
+        """Return a reference with its place in a file."""
         made = super().__new__(cls, reference)
-        made.where = where
+        made.where, made.instead = where, instead
         return made
 
-    def __reduce__(self) -> tuple[type[ForbiddenReference], tuple[str, str]]:
-        return ForbiddenReference, (str(self), self.where)
+    def __reduce__(self) -> tuple[type[ForbiddenReference], tuple[str, str, str]]:
+        return ForbiddenReference, (str(self), self.where, self.instead)
+
+    @property
+    def refusal(self) -> str:
+        """Why it is not run, and how to allow it, without its place."""
+        return f"{str(self)!r} is code, and no file runs code that it names: if you trust it, {self.instead}"
 
 
-def code_not_allowed(reference: str) -> str:
-    """Return why a reference in a recipe is not run, and how to allow it."""
-    return (
-        f"{str(reference)!r} is code, and a recipe runs none unless it is allowed: if you trust it, add --allow-code "
-        "(from Python: allow_code=True)"
-    )
+def from_file(text: str, where: str, instead: str = ALLOW) -> str:
+    """Return the name of a registered object as a file gives it; if it refers to code, it is marked and never runs.
+
+    Args:
+        text: that the file gives as a name.
+        where: its place in the file, for messages.
+        instead: how the user names the object, which goes behind "if you trust it," in messages.
+    """
+    if isinstance(text, ForbiddenReference) or not is_reference(text):
+        return text
+    return ForbiddenReference(text, where, instead)
 
 
 def is_reference(text: object) -> bool:
@@ -94,11 +117,10 @@ def load_object(reference: str, error: type[UsageError]) -> Any:
     """Run the user's file and return the object of a reference; `run_factory` also calls it.
 
     Raises:
-        UsageError: of the type `error`: no such file, module or name, the code raises, or a recipe names it without
-            permission.
+        UsageError: of the type `error`: no such file, module or name, the code raises, or a file names it and the user
+            has not allowed that.
     """
-    if isinstance(reference, ForbiddenReference):
-        raise error(f"{reference.where}: {code_not_allowed(reference)}")
+    _refuse_forbidden(reference, error)
     file, path, name = _parts(reference, error)
     installed = file.startswith(_INSTALLED)
     module = _import(file.removeprefix(_INSTALLED), path, error) if installed else _run(path.resolve(), error)
@@ -114,6 +136,7 @@ def require_object(reference: str, error: type[UsageError]) -> None:
     Raises:
         UsageError: of the type `error`: there is no such file or name, or its code cannot be read.
     """
+    _refuse_forbidden(reference, error)
     file, path, name = _parts(reference, error)
     if file.startswith(_INSTALLED):
         return
@@ -126,6 +149,12 @@ def require_object(reference: str, error: type[UsageError]) -> None:
     names = [found for node in body for found in _defined(node)]
     if name not in names:
         raise error(f"{path}: there is no function or class {name!r} here; {_hint(name, names)}")
+
+
+def _refuse_forbidden(reference: str, error: type[UsageError]) -> None:
+    """Raise for a reference that a file gave; not even its file is read."""
+    if isinstance(reference, ForbiddenReference):
+        raise error(f"{reference.where}: {reference.refusal}")
 
 
 def _parts(reference: str, error: type[UsageError]) -> tuple[str, Path, str]:

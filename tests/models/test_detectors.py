@@ -114,6 +114,20 @@ def test_checkpoints_with_other_classes_are_not_loaded(tmp_path: Path) -> None:
         load_ultralytics(build("yolov8n", "ultralytics"), tmp_path / "c.pt")
 
 
+def test_a_checkpoint_has_no_class_of_the_library_called(tmp_path: Path) -> None:
+    tasks = pytest.importorskip("ultralytics.nn.tasks")
+    layers = {"nc": 1, "activation": f"open({str(tmp_path / 'ran')!r}, 'w')", "backbone": [], "head": []}
+
+    class Called:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return tasks.DetectionModel, (layers,)
+
+    torch.save({"model": Called()}, tmp_path / "a.pt")
+    with pytest.raises(ModelError, match=r"a\.pt: expected a checkpoint of ultralytics, but .*argument"):
+        load_ultralytics(build("yolov8n", "ultralytics"), tmp_path / "a.pt")
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "zoo"), [(SSD, "torchvision"), ("yolov8n", "ultralytics")])
 def test_folders_rebuild_pruned_detectors(tmp_path: Path, name: str, zoo: Any) -> None:

@@ -136,9 +136,22 @@ def without_config(folder: Path) -> None:
     (folder / "config.json").unlink()
 
 
+def other_folders(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": {"a": "../others/model.safetensors"}})
+    )
+
+
+def kernels(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"text_config": {"attn_implementation": "someone/kernel"}}))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (other_folders, r"weight_map: expected the names of files in this folder, got '\.\./others"),
+        (kernels, r"config\.json: attn_implementation: expected a name such as 'sdpa', got 'someone/kernel'"),
         (pickled, r"AutoModelForCausalLM of transformers cannot load it: .*with safetensors"),
         (
             foreign,

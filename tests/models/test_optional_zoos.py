@@ -73,7 +73,10 @@ def test_an_unknown_name_gets_the_nearest(zoo: str) -> None:
         ("timm", {"nonsense": 1}, "refuses .*nonsense"),
         ("hf", {"hidden_size": 8}, "there is no 'hidden_size' in the configuration of convnext; did you mean"),
         ("hf", {"num_channels": "x"}, "num_channels.*expected int"),
-        ("hf", {"attn_implementation": "someone/kernel"}, "there is no 'attn_implementation'"),
+        ("hf", {"attn_implementation": "someone/kernel"}, "attn_implementation: .* arguments name no code"),
+        ("hf", {"hidden_act": "https://example.org/act"}, "hidden_act: expected a name such as 'gelu', no path"),
+        ("timm", {"act_layer": "../act.py:make"}, "act_layer: expected a name such as 'gelu', no path"),
+        ("timm", {"block_args": [{"url": "x"}]}, r"block_args\[0\].url: weights come from model.weights"),
     ],
 )
 def test_arguments_that_fetch_weights_or_code_are_refused(zoo: str, arguments: dict[str, Any], message: str) -> None:
