@@ -15,7 +15,7 @@ import prunekit
 ROOT = Path(prunekit.__file__).parent
 PAGE = ROOT / "guide" / "architecture.md"
 FLOORS = {
-    "errors": 0, "utils": 0, "known_names": 0, "hooks": 0, "settings": 0, "distributed": 0,
+    "errors": 0, "utils": 0, "known_names": 0, "hooks": 0, "settings": 0, "distributed": 0, "reading": 0,
     "channels": 1,
     "data": 2, "models": 2, "statistics": 2, "tasks": 2,
     "criteria": 3,
@@ -32,6 +32,9 @@ WITHIN = {
     ("utils", "errors"),
     ("utils", "distributed"),
     ("distributed", "errors"),
+    ("reading", "errors"),
+    ("utils", "reading"),
+    ("settings", "reading"),
     ("known_names", "utils"),
     ("hooks", "errors"),
     ("hooks", "utils"),

@@ -37,13 +37,13 @@ from prunekit.models.library_config import LIBRARY_CONFIG, set_noted_config
 from prunekit.models.preprocessing import Preprocessing
 from prunekit.models.zoo import as_build, build_model, from_build
 from prunekit.planning.plan import Plan, require_plan
+from prunekit.reading.text_files import read_json
 from prunekit.settings.inputs import ModelSettings
 from prunekit.utils.context import seeded, set_mode
 from prunekit.utils.files import (
     StrPath,
     atomic_folder,
     folder_at,
-    read_json,
     replaced,
     require_replaceable,
     sha256,

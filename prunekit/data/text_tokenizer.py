@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prunekit.errors import DataError, UsageError, reraise_shortage
-from prunekit.utils.files import read_json
+from prunekit.reading.text_files import read_json
 
 FILE = "tokenizer.json"
 CONFIGS = ("tokenizer_config.json", "special_tokens_map.json")
@@ -52,7 +52,7 @@ class TextTokenizer:
         found: dict[str, Any] = {}
         for name in reversed(CONFIGS):
             if (path := self.folder / name).is_file():
-                found |= {key: value for key, value in read_json(path).items() if value is not None}
+                found |= {key: value for key, value in read_json(path, finite=False).items() if value is not None}
         return found
 
     def _special(self, kind: str) -> int | None:

@@ -37,8 +37,9 @@ from prunekit.formats.folders.model_file import (
 from prunekit.formats.format import ExportFormat, ExportSource, Run, register_format
 from prunekit.hooks.wrappers import require_values
 from prunekit.models.interface import ModelInterface
+from prunekit.reading.text_files import read_json
 from prunekit.utils.context import set_mode, without_gradients
-from prunekit.utils.files import read_json, sha256, write_json, write_text
+from prunekit.utils.files import sha256, write_json, write_text
 from prunekit.utils.inputs import call
 from prunekit.utils.tensors import gather, lies_channels_last
 

@@ -17,12 +17,13 @@ from prunekit.masks.activation_budget import SavedBy, better_way, spread_budgets
 from prunekit.masks.activation_masks import Side
 from prunekit.masks.module_values import one_of, paths_matching
 from prunekit.masks.threshold_search import MaskedModel, search_thresholds
+from prunekit.reading.text_files import read_json
 from prunekit.settings.train import ActivationSettings
 from prunekit.tasks.batches import ModelBatches
 from prunekit.tasks.task import Task
 from prunekit.utils.context import device_of
 from prunekit.utils.display import Displayed, Table, digits, plural, share
-from prunekit.utils.files import StrPath, read_json, write_json
+from prunekit.utils.files import StrPath, write_json
 from prunekit.utils.progress import reporting
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from prunekit.errors import ModelError, nearest, reraise_shortage
+from prunekit.reading.text_files import read_json
 from prunekit.settings.inputs import Head, ModelSettings
 from prunekit.utils.display import listed
-from prunekit.utils.files import read_json
 
 CONFIG = "config.json"
 IMAGES: Head = "image_classification"
@@ -160,7 +160,7 @@ def head_of(folder: Path) -> Head | None:
     """Return the head of the model in a folder, by the class that its configuration names; None if it is another."""
     _library()
     auto = import_module("transformers.models.auto.modeling_auto")
-    named = read_json(folder / CONFIG).get("architectures") or [""]
+    named = read_json(folder / CONFIG, finite=False).get("architectures") or [""]
     for head, (_, mapping) in CLASSES.items():
         names: Mapping[str, Any] = getattr(auto, mapping)
         if any(named[0] == name or named[0] in name for name in names.values() if isinstance(name, (str, tuple))):

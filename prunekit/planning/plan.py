@@ -28,9 +28,10 @@ from prunekit.channels.labels import Labels, MacTerm, Stored, WidthMultiple
 from prunekit.channels.tracing.channel_norms import Axes, ChannelNorm, NarrowBlock
 from prunekit.errors import ArtifactError, PlanError, UsageError
 from prunekit.models.bitmask import pack_bits, unpack_bits
+from prunekit.reading.text_files import read_json
 from prunekit.settings.prune import facts_from
 from prunekit.utils.display import Displayed, Table, changes, count, listed, plural, share
-from prunekit.utils.files import StrPath, atomic_file, folder_at, read_json, sha256, write_text
+from prunekit.utils.files import StrPath, atomic_file, folder_at, sha256, write_text
 from prunekit.utils.inputs import InputSpec
 from prunekit.utils.outputs import ReadOutputs
 

@@ -14,8 +14,8 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from prunekit.errors import ArtifactError
+from prunekit.reading.text_files import read_json
 from prunekit.utils.display import training_name
-from prunekit.utils.files import read_json
 
 LAYER_COLUMNS = ("in", "out", "macs", "params")
 COLUMNS = {

@@ -21,7 +21,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from prunekit.errors import ArtifactError, UsageError
+from prunekit.errors import UsageError
 
 StrPath = str | os.PathLike[str]
 """Type of paths that public functions take."""
@@ -309,20 +309,6 @@ def _cells(column: Sequence[Any]) -> Sequence[Any]:
     ):
         return [float(value) if isinstance(value, Integral) else value for value in found]
     return found
-
-
-def read_json(path: Path) -> Any:
-    """Read a JSON file that prunekit wrote.
-
-    Raises:
-        ArtifactError: the file is missing or is not JSON.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ArtifactError(f"{path}: cannot be read ({error.strerror or error})") from error
-    except ValueError as error:
-        raise ArtifactError(f"{path}: expected JSON, but {error}; the file is damaged") from error
 
 
 def sha256(path: Path) -> str:

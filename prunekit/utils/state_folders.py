@@ -14,7 +14,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from prunekit.errors import ArtifactError, ResumeError, cut_short
-from prunekit.utils.files import atomic_folder, read_json, sha256
+from prunekit.reading.text_files import read_json
+from prunekit.utils.files import atomic_folder, sha256
 
 FORMAT = 1
 TENSORS, TEXT = "tensors.safetensors", "state.json"

@@ -77,7 +77,7 @@ def test_figures_that_are_gone_are_missed_and_the_rest_is_shown(tmp_path: Path) 
     (folder / "metrics.json").unlink()
     for content, expected in (
         (None, "metrics.json is not there, though the run has finished"),
-        ('{"dense": {"top1": 98.', "metrics.json: expected JSON"),
+        ('{"dense": {"top1": 98.', "metrics.json:1:22: expected JSON"),
         ("{}", "metrics.json lacks 'dense', 'pruned'"),
     ):
         if content is not None:

@@ -12,7 +12,7 @@ from killing import forked
 from resume_jobs import PLANNED, folder_of, job, require_same_tables, require_same_tensors, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from prunekit.utils.files import read_json
+from prunekit.reading.text_files import read_json
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 SAID = {

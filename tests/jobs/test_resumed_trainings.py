@@ -11,6 +11,7 @@ import pytest
 from killing import forked
 from resume_jobs import folder_of, job, require_same_tables, require_same_tensors, run
 
+from prunekit.reading.text_files import read_json
 from prunekit.settings.job import JobSettings
 from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import (
@@ -21,7 +22,6 @@ from prunekit.settings.train import (
     RegularizerSettings,
     TrainSettings,
 )
-from prunekit.utils.files import read_json
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 TRAININGS = ("sparsified", "pruned", "control_before", "control")

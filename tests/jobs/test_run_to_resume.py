@@ -17,10 +17,11 @@ from resume_jobs import PLANNED, QUICK, folder_of, job
 from prunekit.errors import ResumeError
 from prunekit.jobs.finetune import finetune, prune_job
 from prunekit.jobs.run.run_folder import alive
+from prunekit.reading.text_files import read_json
 from prunekit.settings.calibration import RepairSettings
 from prunekit.settings.inputs import DataSettings
 from prunekit.settings.train import TrainSettings
-from prunekit.utils.files import read_json, write_json
+from prunekit.utils.files import write_json
 
 
 def until_repair(output: Path, **changes: Any) -> Path:

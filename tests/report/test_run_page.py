@@ -450,7 +450,7 @@ def test_an_empty_list_of_locks_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("metrics.json", "{", r"metrics\.json: expected JSON"),
+        ("metrics.json", "{", r"metrics\.json:1:2: expected JSON"),
         ("metrics.json", "[]", r"metrics\.json: expected a JSON object, got list"),
         ("layers.csv", "module,kind\n", r"layers\.csv: expected the columns .* in_before, .* not found"),
         ("history.csv", "", r"history\.csv: expected a CSV table"),

@@ -10,7 +10,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from prunekit.errors import ArtifactError
-from prunekit.utils.files import read_json
+from prunekit.reading.text_files import read_json
 
 RUN = "run"
 """Name of the facts of a run among those of an export."""

@@ -36,6 +36,7 @@ from prunekit.jobs.run.run_folder import Log, digest, weights_digest
 from prunekit.masks.thresholds import chosen_paths
 from prunekit.models.outputs import require_trainable
 from prunekit.models.zoo import has_weights
+from prunekit.reading.text_files import read_json
 from prunekit.settings.job import JobSettings
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.task import Task
@@ -48,7 +49,7 @@ from prunekit.training.compatibility import check_fits
 from prunekit.training.history import ClampRow, Compilation, EpochRow, History
 from prunekit.training.loop import fit
 from prunekit.utils.context import resolve_device, threads
-from prunekit.utils.files import atomic_file, read_json, write_json
+from prunekit.utils.files import atomic_file, write_json
 from prunekit.utils.user_code import is_reference
 
 

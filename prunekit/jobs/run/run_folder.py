@@ -26,7 +26,8 @@ from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.distributed.process_group import is_main, size
 from prunekit.errors import RunError
 from prunekit.measure.latency.machine import cpu_name
-from prunekit.utils.files import read_json, remove_leftovers, write_json, write_text
+from prunekit.reading.text_files import read_json
+from prunekit.utils.files import remove_leftovers, write_json, write_text
 
 Log = Callable[[str], None]
 Finish = Callable[[Path], object]

@@ -21,8 +21,9 @@ from prunekit.jobs.prune.plan_search import Planned
 from prunekit.jobs.run.agreement import main_process_only
 from prunekit.jobs.run.run_folder import RunFolder
 from prunekit.planning.plan import load_plan
+from prunekit.reading.text_files import read_json
 from prunekit.repair.repair_report import LayerRepair, RepairMemory, RepairReport
-from prunekit.utils.files import read_json, write_json
+from prunekit.utils.files import write_json
 from prunekit.utils.state_folders import read_state, write_state
 
 

@@ -22,7 +22,8 @@ from prunekit.errors import ArtifactError
 from prunekit.measure.latency.machine import cpu_name
 from prunekit.measure.runtimes.runtime import RUNTIMES, Runtime
 from prunekit.measure.runtimes.session import INT8, Inputs, Setting
-from prunekit.utils.files import read_json, write_json
+from prunekit.reading.text_files import read_json
+from prunekit.utils.files import write_json
 from prunekit.utils.tensors import lies_channels_last
 
 

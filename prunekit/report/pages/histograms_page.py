@@ -14,13 +14,13 @@ from markupsafe import Markup
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from prunekit.errors import ArtifactError
+from prunekit.reading.text_files import read_json
 from prunekit.report.figures import charts as figures
 from prunekit.report.figures.canvas import COLORS, canvas, stacked
 from prunekit.report.figures.charts import MAX_GROUPS, shortened
 from prunekit.report.pages.images_page import as_data, read_facts, read_picture
 from prunekit.report.rendering import linked, write
 from prunekit.report.run_data import read_run
-from prunekit.utils.files import read_json
 
 FACTS, PAGE = "histograms.json", "histograms.html"
 MOST_ROWS = 200

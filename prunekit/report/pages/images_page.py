@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from prunekit.errors import ArtifactError
+from prunekit.reading.text_files import read_json
 from prunekit.report.rendering import write
-from prunekit.utils.files import read_json
 
 FACTS = "features.json"
 LARGEST = 1_000_000

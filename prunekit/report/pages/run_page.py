@@ -11,12 +11,13 @@ from typing import Any, TypeVar
 from markupsafe import Markup
 
 from prunekit.errors import ArtifactError
+from prunekit.reading.text_files import read_json
 from prunekit.report.headline import sentence, tiles
 from prunekit.report.rendering import rendered
 from prunekit.report.run_data import Run, read_run, recipe_of
 from prunekit.report.sections.section import SECTIONS, Section, ordered
 from prunekit.settings.job import JobSettings
-from prunekit.utils.files import StrPath, flattened, read_json, require_writable, write_text
+from prunekit.utils.files import StrPath, flattened, require_writable, write_text
 from prunekit.utils.registry import registered_names
 from prunekit.utils.user_code import is_reference
 

@@ -1,0 +1,283 @@
+"""Text, JSON and JSON lines from a file: regular, of bounded size, depth and numbers, or an error that says where."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from prunekit.errors import ArtifactError, PrunekitError, cut_short
+
+MOST_BYTES = 2**28
+"""The largest text that is read where a caller names no other bound."""
+MOST_LEVELS = 100
+"""How deep lists and mappings may lie in each other: what walks through them later is recursive."""
+MOST_BITS = 128
+"""The largest whole numbers, as in the states of random generators."""
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def shown(path: os.PathLike[str] | str) -> str:
+    """Return a path as text that any terminal, log or JSON file takes: bytes that are not UTF-8 are escaped."""
+    return os.fspath(path).encode("utf-8", "backslashreplace").decode()
+
+
+def read_bytes(
+    path: Path, expected: str, raises: type[PrunekitError] = ArtifactError, *, most: int = MOST_BYTES
+) -> bytes:
+    """Return the content of a regular file, links followed.
+
+    Args:
+        path: of the file.
+        expected: what it should hold, for the message, such as `a recipe (a YAML file)`.
+        raises: class of the error.
+        most: bytes that it may have.
+
+    Raises:
+        PrunekitError: of the class `raises`: it is missing, a folder, a pipe or a device, too large, or unreadable.
+    """
+    try:
+        # A pipe without a writer would be waited for without O_NONBLOCK, before anything can be asked of it.
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        with os.fdopen(handle, "rb") as file:
+            facts = os.fstat(handle)
+            _require_regular(path, facts.st_mode, expected, raises)
+            content = b"" if facts.st_size > most else file.read(most + 1)
+            size = max(facts.st_size, len(content))
+    except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
+        reason = getattr(error, "strerror", None) or error
+        raise raises(f"{shown(path)}: expected {expected}, but it cannot be read ({reason})") from error
+    if size > most:
+        raise raises(f"{shown(path)}: expected {expected} of at most {most:,} bytes, got {size:,}")
+    return content
+
+
+def require_file(path: Path, expected: str, raises: type[PrunekitError] = ArtifactError) -> int:
+    """Return the bytes of a regular file that is opened by something else, links followed.
+
+    Raises:
+        PrunekitError: of the class `raises`: it is missing, a folder, a pipe or a device.
+    """
+    try:
+        facts = os.stat(path)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise raises(f"{shown(path)}: expected {expected}, but it cannot be read ({reason})") from error
+    _require_regular(path, facts.st_mode, expected, raises)
+    return facts.st_size
+
+
+def _require_regular(path: Path, mode: int, expected: str, raises: type[PrunekitError]) -> None:
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "no regular file")
+        raise raises(f"{shown(path)}: expected {expected}, but it cannot be read (it is {kind})")
+
+
+def read_text(
+    path: Path,
+    expected: str = "text in UTF-8",
+    raises: type[PrunekitError] = ArtifactError,
+    *,
+    most: int = MOST_BYTES,
+) -> str:
+    """Return the text of a UTF-8 file without its byte order mark, with a line feed at the end of each line.
+
+    Args:
+        path: of the file.
+        expected: what it should hold, for the message.
+        raises: class of the error.
+        most: bytes that it may have.
+
+    Raises:
+        PrunekitError: of the class `raises`: it cannot be read, see `read_bytes`, is not UTF-8, or has zero bytes.
+    """
+    content = read_bytes(path, expected, raises, most=most)
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        kind = "it is no text" if b"\0" in content[:4096] else f"byte {error.start} is not UTF-8; save it as UTF-8"
+        raise raises(f"{shown(path)}:{line}: expected {expected}, but {kind}") from error
+    if "\0" in text:
+        line = text.count("\n", 0, text.index("\0")) + 1
+        raise raises(f"{shown(path)}:{line}: expected {expected}, but there is a zero byte: it is no text")
+    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
+
+
+def read_json(
+    path: Path,
+    expected: str = "JSON",
+    raises: type[PrunekitError] = ArtifactError,
+    *,
+    most: int = MOST_BYTES,
+    finite: bool = True,
+) -> Any:
+    """Return the values of a JSON file.
+
+    Args:
+        path: of the file.
+        expected: what it should hold, for the message.
+        raises: class of the error.
+        most: bytes that it may have.
+        finite: whether NaN and infinite numbers, which are not JSON but which Python writes, are errors.
+
+    Raises:
+        PrunekitError: of the class `raises`: it cannot be read, or is not JSON as `parse_json` takes it.
+    """
+    return parse_json(read_text(path, expected, raises, most=most), shown(path), expected, raises, finite=finite)
+
+
+def read_json_lines(
+    path: Path,
+    expected: str = "a JSON value on each line",
+    raises: type[PrunekitError] = ArtifactError,
+    *,
+    most: int = MOST_BYTES,
+) -> Iterator[tuple[int, Any]]:
+    """Yield the number, from 1, and the value of each line of a file that is not blank.
+
+    Args:
+        path: of the file.
+        expected: what it should hold, for the message.
+        raises: class of the error.
+        most: bytes that it may have.
+
+    Raises:
+        PrunekitError: of the class `raises`: it cannot be read, or a line is not JSON as `parse_json` takes it.
+    """
+    lines = read_text(path, expected, raises, most=most).split("\n")  # others end at U+2028 too, which JSON's text has
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            yield number, parse_json(line, shown(path), expected, raises, line=number)
+
+
+def parse_json(
+    text: str,
+    where: str,
+    expected: str = "JSON",
+    raises: type[PrunekitError] = ArtifactError,
+    *,
+    line: int = 1,
+    finite: bool = True,
+) -> Any:
+    """Return the values of JSON that a stranger may have written.
+
+    Args:
+        text: the JSON.
+        where: its place, which begins the message.
+        expected: what it should hold, for the message.
+        raises: class of the error.
+        line: number of its first line.
+        finite: whether NaN and infinite numbers are errors.
+
+    Raises:
+        PrunekitError: of the class `raises`: it is no JSON, has a key twice, more than `MOST_LEVELS` levels, whole
+            numbers beyond `MOST_BITS` bits, numbers that are not finite, or text that is not Unicode.
+    """
+    try:
+        found = json.loads(text, object_pairs_hook=_mapping)
+    except json.JSONDecodeError as error:
+        place = f"{where}:{error.lineno + line - 1}:{error.colno}"
+        raise _damage(place, expected, error.msg, raises) from error
+    except ValueError as error:  # a key that is there twice; more digits than Python converts
+        reason = str(error) if isinstance(error, _DuplicateKeyError) else "a number has thousands of digits"
+        raise _damage(where, expected, reason, raises) from error
+    except RecursionError as error:
+        raise _damage(where, expected, _TOO_DEEP, raises) from error
+    require_plain(found, where if line == 1 else f"{where}:{line}", expected, raises, finite=finite)
+    return found
+
+
+def _damage(where: str, expected: str, reason: str, raises: type[PrunekitError]) -> PrunekitError:
+    """Return the error of a file that is not what was expected."""
+    return raises(f"{where}: expected {expected}, but: {reason}" + "; the file is damaged" * (raises is ArtifactError))
+
+
+class _DuplicateKeyError(ValueError):
+    """A key is in a mapping twice, so that readers differ in what they take."""
+
+
+_TOO_DEEP = f"lists and mappings lie in each other more than {MOST_LEVELS} deep"
+
+
+def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise _DuplicateKeyError(f"the key {cut_short(ascii(twice))} is there twice; keep one of them")
+    return found
+
+
+def require_plain(
+    values: Any, where: str, expected: str, raises: type[PrunekitError] = ArtifactError, *, finite: bool = True
+) -> None:
+    """Raise if values of a file are so deep, large or broken that later steps would fail at them.
+
+    Args:
+        values: lists, mappings, numbers, text, booleans and None.
+        where: their place, which begins the message.
+        expected: what the file should hold, for the message.
+        raises: class of the error.
+        finite: whether NaN and infinite numbers are errors.
+
+    Raises:
+        PrunekitError: of the class `raises`, see `parse_json`; the message has the key of the value.
+    """
+    level: list[Any] = [values]
+    for _ in range(MOST_LEVELS + 1):
+        if not all(map(_is_sound if finite else _is_whole, level)):
+            _fail(values, where, expected, raises, finite)
+        level = [item for value in level if value.__class__ in (list, dict) for item in _inside(value)]
+        if not level:
+            return
+    raise _damage(where, expected, _TOO_DEEP, raises)
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return (*value, *value.values()) if isinstance(value, dict) else value
+
+
+def _is_sound(value: Any) -> bool:
+    return math.isfinite(value) if value.__class__ is float else _is_whole(value)
+
+
+def _is_whole(value: Any) -> bool:
+    kind = value.__class__
+    if kind is str:
+        return value.isascii() or not any("\ud800" <= sign <= "\udfff" for sign in value)
+    return kind is not int or value.bit_length() <= MOST_BITS
+
+
+def _fail(values: Any, where: str, expected: str, raises: type[PrunekitError], finite: bool) -> NoReturn:
+    """Raise the error of the first value that is not sound, with its key."""
+    waiting: list[tuple[tuple[str | int, ...], Any]] = [((), values)]
+    while waiting:
+        path, value = waiting.pop()
+        keys = list(value) if isinstance(value, Mapping) else []
+        for each in (value, *keys):
+            if not (_is_sound(each) if finite else _is_whole(each)):
+                key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+                at = f"{where}: {cut_short(shown(key.removeprefix('.')))}" if key else where
+                raise _damage(at, expected, _reason(each), raises)
+        inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+        waiting += reversed([((*path, key), item) for key, item in inner])
+    raise AssertionError("a value was not sound, and none is")
+
+
+def _reason(value: Any) -> str:
+    if isinstance(value, float):
+        return f"the number is {value}, not finite"
+    if isinstance(value, int):
+        return f"a whole number has {value.bit_length():,} bits, more than {MOST_BITS}"
+    return f"{cut_short(ascii(value))} is not Unicode: it has half of a surrogate pair"
