@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from prunekit.channels.cut.model_copy import foreign_methods, named_tensors, with_tensors
+from prunekit.channels.cut.model_copy import foreign_methods, hidden_parameters, named_tensors, with_tensors
 from prunekit.channels.cut.model_match import own_buffers, require_compact
 from prunekit.channels.cut.slicing import bare_widths, resize, set_bare_widths
 from prunekit.channels.depth.branch import WHOLE, Shortening
@@ -29,6 +29,7 @@ from prunekit.channels.tracing.fused_modules import is_inside
 from prunekit.channels.tracing.storages import from_parts, is_plain, parts_of
 from prunekit.compaction.folded_norms import folds_of, with_folded_biases, with_folds
 from prunekit.compaction.folder_interface import ENTRY, read_interface, saved_interface
+from prunekit.compaction.found_build import found_build
 from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.hooks.wrappers import require_values, unwrapped
 from prunekit.models.bitmask import COMPRESSION, is_compressed, read_tensors, write_tensors
@@ -170,6 +171,15 @@ def save(
             "sha256": {WEIGHTS: sha256(temporary / WEIGHTS)},
             **(extra or {}),
         }
+        if manifest["build"] is None:
+            manifest["build"] = found_build(
+                model,
+                plan.channel_map.shapes,
+                specs,
+                lambda known: _assembled(
+                    folder, {**manifest, "build": known}, _with_sparse(dict(tensors), sparse), None
+                ),
+            )
         write_json(temporary / MANIFEST, manifest)
         plan.save(temporary)
     return folder
@@ -292,7 +302,18 @@ def load(folder: StrPath, model: nn.Module | Callable[[], nn.Module] | None = No
         )
     manifest = read_manifest(folder)
     interface = read_interface(manifest, str(folder / MANIFEST))
-    tensors = _weights(folder, manifest)
+    loaded = _assembled(folder, manifest, _weights(folder, manifest), model)
+    attach(loaded, interface)
+    return loaded
+
+
+def _assembled(
+    folder: Path,
+    manifest: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    model: nn.Module | Callable[[], nn.Module] | None,
+) -> nn.Module:
+    """Return the compact model of a manifest and its tensors, in eval mode; see `load`."""
     shorter = _shorter(folder, manifest)
     dense = _dense(folder, manifest, model, tensors.keys(), shorter)
     _check(folder, manifest, dense, tensors, shorter)
@@ -307,8 +328,21 @@ def load(folder: StrPath, model: nn.Module | Callable[[], nn.Module] | None = No
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         reason = "shorter, attention_heads, widths_of_bare_norms, attributes or provenance: does not fit the model"
         raise ArtifactError(f"{folder / MANIFEST}: {reason}: {error}") from error
-    attach(loaded, interface)
+    if not isinstance(model, nn.Module):
+        _require_placed(folder, loaded)
     return set_mode(loaded, False)
+
+
+def _require_placed(folder: Path, model: nn.Module) -> None:
+    """Raise if a model that was built anew has parameters that no folder can fill: those of no registered module."""
+    known = {id(tensor) for _, tensor in named_tensors(model)}
+    stray = next((name for name, value in hidden_parameters(model) if id(value) not in known), None)
+    if stray is not None:
+        raise ArtifactError(
+            f"{folder}: {stray} is a parameter that the model does not register, as in a plain list of modules, so the "
+            "folder has no values for it: use nn.ModuleList or nn.ModuleDict in its class, or load the folder into the "
+            "trained dense model itself, model=INSTANCE"
+        )
 
 
 def _shorter(folder: Path, manifest: dict[str, Any]) -> Shortening:
@@ -371,7 +405,7 @@ def _empty_weights() -> Iterator[None]:
 
 
 def _empty(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-    if type(parameter) is not nn.Parameter:
+    if type(parameter) is not nn.Parameter or parameter.is_meta:  # one that is registered twice stays one
         return None
     empty = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
     vars(empty).update(vars(parameter))

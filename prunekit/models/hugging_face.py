@@ -138,12 +138,31 @@ def structure_of(settings: ModelSettings) -> ModelSettings:
     """
     if settings.folder is None:
         return settings
-    config = _config(settings.folder)
+    return _of_config(_config(settings.folder), settings.head, settings.arguments)
+
+
+def _of_config(config: Any, head: Head | None, arguments: Mapping[str, Any]) -> ModelSettings:
+    """Return the settings that build a model of a configuration: its type, and what it changes of the usual one."""
     usual, own = type(config)().to_dict(), own_fields(config.model_type)
     changed = {key: value for key, value in config.to_dict().items() if key in own and value != usual.get(key)}
-    classes = {"num_classes": config.num_labels} if (settings.head or IMAGES) in CLASSIFIERS else {}
-    arguments = {**changed, **classes, **settings.arguments}
-    return ModelSettings(config.model_type, "hf", arguments=arguments, head=settings.head)
+    classes = {"num_classes": config.num_labels} if (head or IMAGES) in CLASSIFIERS else {}
+    return ModelSettings(config.model_type, "hf", arguments={**changed, **classes, **arguments}, head=head)
+
+
+def settings_of(model: Any, cls: type) -> ModelSettings | None:
+    """Return the settings that build a model of a class of transformers; None if no type and head has this class.
+
+    Args:
+        model: with its configuration.
+        cls: of the model.
+    """
+    kind = getattr(model.config, "model_type", None)
+    auto = import_module("transformers.models.auto.modeling_auto")
+    for head, (_, mapping) in CLASSES.items():
+        known = getattr(auto, mapping).get(kind)
+        if cls.__name__ in ((known,) if isinstance(known, str) else known or ()):
+            return _of_config(model.config, head, {})
+    return None
 
 
 def own_fields(model_type: str) -> frozenset[str]:

@@ -194,7 +194,10 @@ def test_the_constructor_of_a_library_model_is_found(tmp_path: Path) -> None:
     model = torchvision.models.squeezenet1_1(num_classes=10)
     small = pk.prune(model, torch.rand(2, 3, 64, 64), macs=0.5).model
     check(source_of(small, torch.rand(2, 3, 64, 64)), tmp_path / "out")
-    assert "return torchvision.models.squeezenet1_1(weights=None)" in (tmp_path / "out" / "model.py").read_text()
+    assert (
+        "return torchvision.models.squeezenet1_1(weights=None, num_classes=10)"
+        in (tmp_path / "out" / "model.py").read_text()
+    )
 
 
 def test_a_model_without_a_known_builder_takes_the_dense_one(tmp_path: Path) -> None:

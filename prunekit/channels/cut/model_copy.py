@@ -42,6 +42,28 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                     yield (f"{path}.{name}" if path else name), tensor
 
 
+def hidden_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of modules that no module registers, such as those in a plain list, by their paths."""
+    seen = {id(part) for part in model.modules()}
+    left = [(path, part) for path, part in model.named_modules()]
+    while left:
+        path, value = left.pop()
+        items: Iterable[tuple[Any, Any]]
+        if isinstance(value, nn.Module):
+            own = [(name, item) for name, item in vars(value).items() if name not in _OWN_TABLES]
+            hidden = [*value._modules.items(), *value._parameters.items()] if id(value) not in seen else []
+            items = [*own, *hidden]
+        else:
+            items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for name, item in items:
+            place = f"{path}.{name}" if path else str(name)
+            if isinstance(item, nn.Parameter):
+                yield place, item
+            elif isinstance(item, (nn.Module, dict, list, tuple)) and id(item) not in seen:
+                left.append((place, item))
+        seen.add(id(value))
+
+
 def has_gradients(tensor: torch.Tensor) -> bool:
     """Return whether a tensor can have gradients: one of floating-point or complex numbers."""
     return tensor.is_floating_point() or tensor.is_complex()

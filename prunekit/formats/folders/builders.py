@@ -19,7 +19,8 @@ from prunekit.formats.folders.bundled_source import importable_module
 from prunekit.formats.folders.included_parts import without_values
 from prunekit.formats.folders.literals import call_of
 from prunekit.models.cifar import DEPTHS, CifarResNet
-from prunekit.models.zoo import load_factory
+from prunekit.models.zoo import as_build, load_factory
+from prunekit.models.zoo_origin import zoo_candidates
 from prunekit.utils.context import seeded
 from prunekit.utils.user_code import is_reference
 
@@ -81,24 +82,14 @@ def builders(model: nn.Module, build: Mapping[str, Any] | None, dense: Any = Non
         yield from _of_zoo(build)
     if dense is not None and not isinstance(dense, nn.Module):
         yield from _without_arguments(dense)
+    for settings in zoo_candidates(model):
+        yield from _of_zoo(as_build(settings))
     cls = original_of(type(model))
-    top = cls.__module__.partition(".")[0]
     if _is_of(cls, "transformers", "PreTrainedModel"):
         yield from _transformers(model, cls)
-    elif cls.__module__ == CifarResNet.__module__:
-        blocks = sum(len(getattr(model, f"layer{stage}")) for stage in (1, 2, 3))
-        yield _cifar(2 * blocks + 2, {})
     elif cls.__module__.startswith("ultralytics.nn.tasks"):
         yield from _ultralytics(model, cls)
-    elif top == "torchvision":
-        home = cls.__module__
-        known = torchvision.models.list_models()
-        of_file = [name for name in known if torchvision.models.get_model_builder(name).__module__ == home]
-        for name in of_file:
-            yield _torchvision(name, {})
-    elif isinstance(getattr(model, "pretrained_cfg", None), dict):
-        yield from _timm_like(model)
-    elif top != "torch":
+    elif cls.__module__.partition(".")[0] not in ("torch", "torchvision"):
         yield from _without_arguments(cls)
 
 
@@ -143,14 +134,6 @@ def _timm(name: str, arguments: dict[str, Any]) -> Builder:
 
     code = call_of("timm.create_model", name, pretrained=False, **arguments)
     return Builder(make, code, modules=("timm",), package="timm")
-
-
-def _timm_like(model: Any) -> Iterator[Builder]:
-    name = model.pretrained_cfg.get("architecture")
-    if isinstance(name, str):
-        classes = getattr(model, "num_classes", None)
-        yield _timm(name, {"num_classes": classes} if isinstance(classes, int) else {})
-        yield _timm(name, {})
 
 
 def _transformers(model: Any, cls: type) -> Iterator[Builder]:
