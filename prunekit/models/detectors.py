@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 import torchvision
-from ruamel.yaml import YAML
 from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from prunekit.errors import ModelError, reason_of, reraise_shortage
 from prunekit.models.state_dicts import load_state, load_weights
+from prunekit.reading.yaml_files import read_yaml
 
 FIXED = ("weights", "weights_backbone", "progress")
 """Arguments by which torchvision would fetch files; weights come from `model.weights` alone."""
@@ -92,7 +92,7 @@ def ultralytics_files() -> dict[str, tuple[Path, str]]:
 
 
 def _layers(file: Path) -> Any:
-    return YAML(typ="safe", pure=True).load(file.read_text(encoding="utf-8"))
+    return read_yaml(file, "the layers of a model (YAML)", ModelError)
 
 
 def _scaled_names(file: Path) -> Iterator[tuple[str, str]]:

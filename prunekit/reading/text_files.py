@@ -55,8 +55,7 @@ def read_bytes(
             content = b"" if facts.st_size > most else file.read(most + 1)
             size = max(facts.st_size, len(content))
     except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
-        reason = getattr(error, "strerror", None) or error
-        raise raises(f"{shown(path)}: expected {expected}, but it cannot be read ({reason})") from error
+        raise raises(f"{shown(path)}: expected {expected}, but {_unreadable(error)}") from error
     if size > most:
         raise raises(f"{shown(path)}: expected {expected} of at most {most:,} bytes, got {size:,}")
     return content
@@ -71,8 +70,7 @@ def require_file(path: Path, expected: str, raises: type[PrunekitError] = Artifa
     try:
         facts = os.stat(path)
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise raises(f"{shown(path)}: expected {expected}, but it cannot be read ({reason})") from error
+        raise raises(f"{shown(path)}: expected {expected}, but {_unreadable(error)}") from error
     _require_regular(path, facts.st_mode, expected, raises)
     return facts.st_size
 
@@ -80,7 +78,13 @@ def require_file(path: Path, expected: str, raises: type[PrunekitError] = Artifa
 def _require_regular(path: Path, mode: int, expected: str, raises: type[PrunekitError]) -> None:
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "no regular file")
-        raise raises(f"{shown(path)}: expected {expected}, but it cannot be read (it is {kind})")
+        raise raises(f"{shown(path)}: expected {expected}, but it cannot be read: it is {kind}")
+
+
+def _unreadable(error: OSError | ValueError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "there is no such file"
+    return f"it cannot be read: {getattr(error, 'strerror', None) or error}"
 
 
 def read_text(

@@ -17,7 +17,7 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 from prunekit.errors import DataError, PrunekitError
 from prunekit.reading.text_files import MOST_BITS, MOST_LEVELS, read_text, shown
 
-MOST_BYTES = 2**22
+MOST_BYTES = 2**20
 """The largest file: recipes and descriptions of data, which people write."""
 MOST_NODES = 2**17
 """Values, with each alias counted as all that it stands for: a few aliases of aliases stand for billions."""
@@ -134,7 +134,7 @@ def parse_yaml(text: str, where: str, expected: str = "YAML", raises: type[Prune
 
 def place_of(error: YAMLError) -> tuple[int, int] | None:
     """Return the line and the column of a problem, from 1."""
-    mark = (error.problem_mark or error.context_mark) if isinstance(error, MarkedYAMLError) else None
+    mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
     return None if mark is None else (mark.line + 1, mark.column + 1)
 
 

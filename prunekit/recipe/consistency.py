@@ -42,11 +42,20 @@ QUANTIZED = {"onnx", "openvino"}
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
-def consistency(values: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield every key path whose value contradicts the rest of the recipe, with what was expected."""
+def consistency(values: Mapping[str, Any], *, typed: bool = True) -> Iterator[Finding]:
+    """Yield every key path whose value contradicts the rest of the recipe, with what was expected.
+
+    Args:
+        values: of the recipe.
+        typed: whether each value has a type that its key allows. If not, checks that cannot be made are left out.
+    """
     yield from _finite(values, ())
     for check in CHECKS:
-        yield from check(values)
+        try:
+            yield from list(check(values))
+        except (TypeError, ValueError, LookupError, AttributeError):
+            if typed:
+                raise
 
 
 def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import reduce
@@ -12,6 +13,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from prunekit.errors import RecipeError, UsageError, nearest
+from prunekit.reading.text_files import read_text
+from prunekit.reading.yaml_files import MOST_BYTES
 from prunekit.recipe.consistency import Finding, consistency
 from prunekit.recipe.keys import allows, choices, describe, hint_at, key_path, keys_of, show
 from prunekit.recipe.overrides import Overrides, apply_override, as_texts
@@ -191,20 +194,11 @@ def _only_in(folder: Path, path: Path) -> bool:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError as error:
-        raise RecipeError(f"{path}: expected a recipe (a YAML file), but there is no such file{_near(path)}") from error
-    except OSError as error:
+        return read_text(path, "a recipe (a YAML file)", RecipeError, most=MOST_BYTES)
+    except RecipeError as error:
         inside = path / "recipe.yaml"
-        meant = f"; did you mean {inside}?" if inside.is_file() else ""
-        reason = error.strerror or error
-        raise RecipeError(f"{path}: expected a recipe (a YAML file), but it cannot be read: {reason}{meant}") from error
-    except UnicodeDecodeError as error:
-        if b"\0" in path.read_bytes()[:4096]:
-            raise RecipeError(f"{path}: expected a recipe, YAML in UTF-8, but this is no text") from error
-        raise RecipeError(f"{path}: expected a recipe in UTF-8, but byte {error.start} is not; save it as UTF-8") from (
-            error
-        )
+        hint = _near(path) if not os.path.lexists(path) else f"; did you mean {inside}?" if inside.is_file() else ""
+        raise RecipeError(f"{error}{hint}") from error
 
 
 def _value_at(path: KeyPath, values: Any) -> Any:
@@ -253,7 +247,11 @@ def _findings(values: Mapping[str, Any], code: Iterable[Finding]) -> Iterator[tu
     """Yield key path, text, and whether the key itself is wrong; the most telling finding of a key first."""
     yield from ((path, text, True) for path, text in _unknown_keys(values, ()))
     yield from ((path, text, isinstance(path[-1], MappingKey)) for path, text in code)
-    yield from ((path, text, False) for path, text in consistency(values))
+    wrong = list(_wrong_types(values))
+    yield from ((path, text, False) for path, text in (*consistency(values, typed=not wrong), *wrong))
+
+
+def _wrong_types(values: Mapping[str, Any]) -> Iterator[Finding]:
     try:
         # JSON's strict mode takes whole numbers for floats, lists for tuples and text for paths, and nothing else.
         TypeAdapter(JobSettings).validate_json(json.dumps(_as_settings(values)), strict=True)
@@ -265,7 +263,7 @@ def _findings(values: Mapping[str, Any], code: Iterable[Finding]) -> Iterator[tu
                 continue  # a mapping is allowed here: problems inside it are reported themselves
             if entry["type"] == "too_short" and len(_value_at(path, values)) >= entry["ctx"]["min_length"]:
                 continue  # pydantic counts only valid items; invalid ones are reported themselves
-            yield path, _wrong_value(path, missing, values), False
+            yield path, _wrong_value(path, missing, values)
 
 
 def _unknown_keys(values: Any, path: KeyPath) -> Iterator[Finding]:

@@ -7,12 +7,15 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from prunekit.errors import UsageError
 from prunekit.recipe.keys import is_open_mapping
 from prunekit.recipe.yaml_positions import Document, KeyPath, Origin, Problem, parse
 from prunekit.settings.job import yaml_value
 
 Overrides = Sequence[str] | Mapping[str, Any]
 """`a.b=value` each, the value in YAML, where later ones win; or values by dotted key."""
+MOST_PARTS = 32
+"""Of a key: how deep an override may reach."""
 
 
 def apply_override(document: Document, override: str) -> Document:
@@ -31,6 +34,8 @@ def apply_override(document: Document, override: str) -> Document:
     path = split_key(key.strip())
     if not equals or not all(path):
         return _with_problem(document, Problem(origin, (), "expected key=value, such as prune.budget.macs=0.4"))
+    if len(path) > MOST_PARTS:
+        return _with_problem(document, Problem(origin, (), f"expected a key of at most {MOST_PARTS} parts"))
     value = parse(text, origin)
     if value.problems:
         return _with_problem(document, *(Problem(origin, path, problem.text) for problem in value.problems))
@@ -41,7 +46,10 @@ def as_texts(overrides: Overrides) -> list[str]:
     """Return overrides as `key=value`; raise UsageError if a recipe cannot hold a value."""
     if not isinstance(overrides, Mapping):
         return list(overrides)
-    return [f"{key}={json.dumps(yaml_value(value, key), ensure_ascii=False)}" for key, value in overrides.items()]
+    try:
+        return [f"{key}={json.dumps(yaml_value(value, key), ensure_ascii=False)}" for key, value in overrides.items()]
+    except RecursionError as error:
+        raise UsageError("overrides: expected plain values, got lists or mappings that are very deep") from error
 
 
 def split_key(key: str) -> KeyPath:

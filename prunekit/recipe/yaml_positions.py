@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 
+from prunekit.reading.yaml_files import compose, construct, place_of, reason_of
 from prunekit.utils.files import json_values
 
 KeyPath = tuple[str | int, ...]
@@ -66,17 +66,16 @@ def parse(text: str, origin: Origin) -> Document:
         origin: the source; if it has a line (an override has none), lines and columns are those in the text.
 
     Returns:
-        The document. Syntax errors, duplicate keys and self-containing aliases are in `problems`, never raised.
+        The document. Syntax errors, duplicate keys, self-containing aliases, values that do not fit their tags, and
+        bounds that are exceeded are in `problems`, never raised.
     """
     try:
-        root = YAML(typ="safe", pure=True).compose(text)
+        root = compose(text)
         visitor = _OriginVisitor(origin)
         if root is None:
             return Document(None, places={(): origin})
         visitor.visit(root, ())
-        loader = YAML(typ="safe", pure=True)
-        loader.allow_duplicate_keys = True
-        values = None if visitor.problems else json_values(loader.load(text))
+        values = None if visitor.problems else json_values(construct(text, duplicates=True))
     except YAMLError as error:
         return Document(None, places={(): origin}, problems=(_syntax_problem(error, origin),))
     return Document(values, visitor.keys, visitor.places, tuple(visitor.problems))
@@ -139,14 +138,7 @@ def _is_empty(node: Node) -> bool:
 
 
 def _syntax_problem(error: YAMLError, origin: Origin) -> Problem:
-    mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
-    if mark is not None and origin.line:
-        origin = Origin(origin.source, mark.line + 1, mark.column + 1)
-    return Problem(origin, (), f"expected YAML, but {'; '.join(_reasons(error))}")
-
-
-def _reasons(error: YAMLError) -> Iterator[str]:
-    if isinstance(error, MarkedYAMLError):
-        yield from (str(part) for part in (error.context, error.problem) if part)
-    else:
-        yield str(error).splitlines()[0]
+    place = place_of(error)
+    if place is not None and origin.line:
+        origin = Origin(origin.source, *place)
+    return Problem(origin, (), f"expected YAML, but {reason_of(error)}")

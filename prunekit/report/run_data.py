@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pandas as pd
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
-from prunekit.errors import ArtifactError
-from prunekit.reading.text_files import read_json
+from prunekit.errors import ArtifactError, DataError
+from prunekit.reading.text_files import read_json, read_text
+from prunekit.reading.yaml_files import parse_yaml
 from prunekit.utils.display import training_name
 
 LAYER_COLUMNS = ("in", "out", "macs", "params")
@@ -131,10 +129,7 @@ def read_run(folder: Path, *, whole: bool = True) -> Run:
 
 
 def _text(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8") if path.exists() else None
-    except (OSError, ValueError) as error:
-        raise ArtifactError(f"{path}: expected text in UTF-8, but {error}; the file is damaged") from error
+    return read_text(path) if path.exists() else None
 
 
 def _object(path: Path) -> dict[str, Any]:
@@ -171,7 +166,7 @@ def records(frame: Any) -> list[dict[str, Any]] | None:
 def recipe_of(run: Run) -> dict[str, Any]:
     """Return the recipe of a run as nested dicts; {} if there is none, or none that can be read."""
     try:
-        found = YAML(typ="safe", pure=True).load(StringIO(run.recipe or ""))
-    except YAMLError:
+        found = parse_yaml(run.recipe or "", "recipe.yaml")
+    except DataError:
         return {}
     return found if isinstance(found, dict) else {}

@@ -96,7 +96,7 @@ def test_tensors_and_their_headers(tmp_path: Path) -> None:
     assert metadata == {"format": "pt"}
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     for read in (read_tensors, tensor_headers):
-        with pytest.raises(DataError, match="No such file"):
+        with pytest.raises(DataError, match="no such file"):
             read(tmp_path / "missing", raises=DataError)
         with pytest.raises(DataError, match="it is a folder"):
             read(tmp_path, raises=DataError)

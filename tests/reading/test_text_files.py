@@ -101,7 +101,7 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
         tmp_path: "directory|it is a folder",
         Path("/dev/zero"): "it is a device",
         tmp_path / "loop": "symbolic links",
-        tmp_path / "missing": "No such file",
+        tmp_path / "missing": "no such file",
         tmp_path / "a\0b": "null byte",
         tmp_path / ("x" * 300): "too long",
     }

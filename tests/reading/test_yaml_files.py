@@ -62,8 +62,8 @@ def test_broken_yaml_is_refused_with_its_place(text: str, message: str) -> None:
 
 
 def test_files_are_bounded(tmp_path: Path) -> None:
-    (tmp_path / "x.yaml").write_text("x" * (2**22 + 1))
-    with pytest.raises(DataError, match=r"x\.yaml: expected YAML of at most 4,194,304 bytes"):
+    (tmp_path / "x.yaml").write_text("x" * (2**20 + 1))
+    with pytest.raises(DataError, match=r"x\.yaml: expected YAML of at most 1,048,576 bytes"):
         read_yaml(tmp_path / "x.yaml")
 
 

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image, ImageOps
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
 from prunekit.data.datasets import CorruptImages
 from prunekit.data.detection.annotated_images import ImageFiles, Objects, checked_boxes, require_boxes
@@ -21,6 +19,7 @@ from prunekit.data.local_files import EXTENSIONS
 from prunekit.data.sources import GET_YOLO
 from prunekit.errors import DataError
 from prunekit.models.preprocessing import in_rgb
+from prunekit.reading.yaml_files import read_yaml
 
 PARTS = {"train": "train", "validation": "val", "test": "test"}
 """Keys of the parts in a `data.yaml`."""
@@ -163,10 +162,7 @@ def _of_ultralytics(name: str) -> Path | None:
 
 
 def _parsed(path: Path) -> dict[str, Any]:
-    try:
-        content = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
-    except (OSError, YAMLError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: expected YAML as of ultralytics' data sets, but {error}") from error
+    content = read_yaml(path, "YAML as of ultralytics' data sets", DataError)
     if not isinstance(content, dict):
         raise DataError(f"{path}: expected a mapping with train, val and names, got {type(content).__name__}")
     return content

@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
-
 from prunekit.errors import ArtifactError
 from prunekit.reading.text_files import read_json
+from prunekit.reading.yaml_files import read_yaml
 
 RUN = "run"
 """Name of the facts of a run among those of an export."""
@@ -64,10 +62,7 @@ def _recipe(path: Path) -> dict[str, Any]:
     """Return the names of the dense model and of the data in the recipe of a run, without paths of the machine."""
     if not path.is_file():
         return {}
-    try:
-        recipe = _mapping(YAML(typ="safe").load(path.read_text(encoding="utf-8")))
-    except (YAMLError, UnicodeDecodeError) as error:
-        raise ArtifactError(f"{path}: expected a recipe, but {type(error).__name__}: it is damaged") from error
+    recipe = _mapping(read_yaml(path, "a recipe", ArtifactError))
     model, data = _mapping(recipe.get("model")), _mapping(recipe.get("data"))
     found = {}
     if model.get("name"):
