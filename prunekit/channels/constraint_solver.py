@@ -24,10 +24,15 @@ from prunekit.channels.constraints import (
     Repeated,
 )
 from prunekit.channels.labels import Labels, LabelUnion
+from prunekit.channels.tracing.execution import is_layer_of_torch
 from prunekit.channels.tracing.tracer import Trace
 
 NOT_USED = (
     "not used by the example inputs, so it stays, and what it reads may not: give inputs that use it as more_examples"
+)
+BESIDE_UNUSED = (
+    "beside a tensor of this size that the example inputs do not use: give inputs that use it as more_examples, or put "
+    "what does not belong together in modules of its own"
 )
 WHOLE_AXIS = "all channels of this axis are coupled: none can be removed alone"
 
@@ -110,9 +115,30 @@ def _lock_unused(trace: Trace, axes: LabeledAxes, union: LabelUnion) -> list[Loc
     if inputs:
         read[np.concatenate(inputs)] = True
     records = []
-    for index in np.flatnonzero(~np.logical_or.reduceat(read[axes.all], axes.starts)) if axes.axes else ():
+    unread = np.flatnonzero(~np.logical_or.reduceat(read[axes.all], axes.starts)) if axes.axes else ()
+    for index in unread:
         union.lock(axes.axes[index])
         records.append(LockRecord(NOT_USED, axes.modules[index], "", axes.axes[index]))
+    return records + _lock_beside(trace, axes, union, [int(index) for index in unread])
+
+
+def _lock_beside(trace: Trace, axes: LabeledAxes, union: LabelUnion, unread: list[int]) -> list[LockRecord]:
+    """Lock axes of tensors that are read, of the size of one that is not, in a layer of the model's own.
+
+    Its Python has another way to compute, in which these meet.
+    """
+    model, missing = trace.model(), set(unread)
+    sizes: dict[str, set[int]] = {}
+    for index in unread:
+        sizes.setdefault(axes.modules[index], set()).add(axes.axes[index].size)
+    own = {path for path in sizes if not is_layer_of_torch(model.get_submodule(path))}
+    beside = [i for i, path in enumerate(axes.modules) if path in own and i not in missing]
+    records = []
+    for index in beside:
+        path, axis = axes.modules[index], axes.axes[index]
+        if axis.size in sizes[path]:
+            union.lock(axis)
+            records.append(LockRecord(BESIDE_UNUSED, path, "", axis))
     return records
 
 

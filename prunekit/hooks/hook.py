@@ -194,6 +194,11 @@ def is_ours(hook: object) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("prunekit.") or is_inert(hook)
 
 
+def stays_in_copies(hook: object) -> bool:
+    """Return whether a hook is a part of what a model of ours computes, see `prunekit.channels.cut.narrow_norms`."""
+    return bool(getattr(hook, "stays_in_copies", False))
+
+
 def count_hooks(model: nn.Module) -> int:
     """Return the number of hooks on a model: on its modules, and on its parameters' gradients.
 

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from prunekit.errors import ModelError, reraise_shortage
-from prunekit.hooks.hook import HOOK_TABLES, is_ours
+from prunekit.hooks.hook import HOOK_TABLES, is_ours, stays_in_copies
 from prunekit.utils.private_torch import ACCELERATE_PREPARED, CustomOpDef, OpOverload, OpOverloadPacket
 
 _ATOMS = (int, float, bool, str, bytes, complex, type(None), type, torch.dtype, torch.device)
@@ -149,6 +149,8 @@ class _WithoutHistory(TorchFunctionMode):
 def copied(model: nn.Module, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> nn.Module:
     """Return a copy of a model with tensors of its own, whose hooks act on the copy.
 
+    Norms that see kept channels only, as in the masked model of a result, do so in the copy.
+
     Args:
         model: not changed.
         device: of the copy's tensors; the model's by default.
@@ -159,6 +161,10 @@ def copied(model: nn.Module, device: torch.device | str | None = None, dtype: to
     """
     computed = {name: tensor.detach().clone() for name, tensor in named_tensors(model) if not tensor.is_leaf}
     clone = with_tensors(model, computed)
+    staying = [(path, hook) for path, module in model.named_modules() for hook in module._forward_hooks.values()
+               if stays_in_copies(hook)]  # fmt: skip
+    for path, hook in staying:
+        clone.get_submodule(path).register_forward_hook(copy.deepcopy(hook), prepend=True, with_kwargs=True)
     if device is not None:
         clone = clone.to(device)
     if dtype is not None:

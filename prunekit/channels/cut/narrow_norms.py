@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -43,32 +44,94 @@ class NarrowNorms(HookOwner):
 
     def register(self) -> None:
         """Add a forward hook to every norm that loses channels, before all others."""
-        narrow = self._map.narrow(self._keep)
-        blocks = narrow.keys() - self._map.norms.keys()
-        norms = {p: n for p, n in narrow.items() if p in blocks or not all(self._keep[a].all() for _, a in n.axes)}
-        if not norms:
-            return
         for module in self._model.modules():
-            if isinstance(module, nn.TransformerEncoder):
-                # Nested tensors, which it makes of padded batches, have no axis to gather along.
-                self.own_undo(partial(setattr, module, "use_nested_tensor", module.use_nested_tensor))
-                module.use_nested_tensor = False
-        widths = bare_widths(self._model, self._map, self._keep)
-        attributes = attribute_values(self._model, self._map, self._keep)
-        names = {id(tensor): name for name, tensor in named_tensors(self._model)}
-        for path, norm in norms.items():
-            module = self._model.get_submodule(path)
-            own = {name: self._kept_axes(names[id(tensor)]) for name, tensor in named_tensors(module)}
-            copy = _empty_copy(module, own)
-            set_bare_widths(copy, _inside(path, widths))
-            set_attributes(copy, _inside(path, attributes))
-            run = _NarrowRun(copy, own, _kept_axes(norm.inputs, self._keep), _kept_axes(norm.outputs, self._keep))
+            for hook in module._forward_hooks.values():
+                if isinstance(hook, KeptNorm):  # of an earlier plan
+                    self.own_context(hook.resting())
+        runs = _narrow_runs(self._model, self._map, self._keep)
+        for encoder in _making_nested_tensors(self._model) if runs else ():
+            self.own_undo(partial(setattr, encoder, "use_nested_tensor", encoder.use_nested_tensor))
+            encoder.use_nested_tensor = False
+        for module, run in runs:
             self.own_forward(module, run.run, again=True, first=True)
-        self.own_compile_check(self._model)
+        if runs:
+            self.own_compile_check(self._model)
 
-    def _kept_axes(self, name: str) -> list[_KeptAxis]:
-        axes = enumerate(self._map.labels[name])
-        return _kept_axes([(axis, labels) for axis, labels in axes if labels is not None], self._keep)
+
+class KeptNorm:
+    """A forward hook as of `NarrowNorms` that stays with a model, also in its copies and pickles.
+
+    Narrow copies and traces are without it, as without any hook of ours, and it rests while masks are active, which
+    bring their own.
+    """
+
+    stays_in_copies = True
+
+    def __init__(self, run: _NarrowRun) -> None:
+        self._run, self._owners = run, 0
+
+    def __call__(self, module: nn.Module, args: Any, named: Any, result: Any) -> Any:
+        """Return the result of the compact model in the dense width."""
+        return None if self._owners else self._run.run(module, args, named, result)
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Leave the norm to others for a while."""
+        self._owners += 1
+        try:
+            yield
+        finally:
+            self._owners -= 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_owners": 0}
+
+
+def keep_narrow_norms(model: nn.Module, channel_map: ChannelMap, keep: Keep) -> None:
+    """Let the norms of a masked model see kept channels only from now on, wherever it is called; in place.
+
+    The model's parameters, buffers and their names stay.
+
+    Args:
+        model: as for `NarrowNorms`, a model of our own making that is handed out.
+        channel_map: its map.
+        keep: bool (n_labels,).
+    """
+    runs = _narrow_runs(model, channel_map, keep)
+    for encoder in _making_nested_tensors(model) if runs else ():
+        encoder.use_nested_tensor = False
+    for module, run in runs:
+        module.register_forward_hook(KeptNorm(run), prepend=True, with_kwargs=True)
+
+
+def _making_nested_tensors(model: nn.Module) -> list[nn.TransformerEncoder]:
+    """Return encoders that make nested tensors of padded batches, which have no axis to gather along."""
+    return [module for module in model.modules() if isinstance(module, nn.TransformerEncoder)]
+
+
+def _narrow_runs(model: nn.Module, channel_map: ChannelMap, keep: Keep) -> list[tuple[nn.Module, _NarrowRun]]:
+    """Return the modules that run narrow under a plan, each with what runs in its place."""
+    narrow = channel_map.narrow(keep)
+    blocks = narrow.keys() - channel_map.norms.keys()
+    norms = {p: n for p, n in narrow.items() if p in blocks or not all(keep[a].all() for _, a in n.axes)}
+    if not norms:
+        return []
+
+    def kept_axes_of(name: str) -> list[_KeptAxis]:
+        axes = enumerate(channel_map.labels[name])
+        return _kept_axes([(axis, labels) for axis, labels in axes if labels is not None], keep)
+
+    widths, attributes = bare_widths(model, channel_map, keep), attribute_values(model, channel_map, keep)
+    names = {id(tensor): name for name, tensor in named_tensors(model)}
+    runs = []
+    for path, norm in norms.items():
+        module = model.get_submodule(path)
+        own = {name: kept_axes_of(names[id(tensor)]) for name, tensor in named_tensors(module)}
+        copy = _empty_copy(module, own)
+        set_bare_widths(copy, _inside(path, widths))
+        set_attributes(copy, _inside(path, attributes))
+        runs.append((module, _NarrowRun(copy, own, _kept_axes(norm.inputs, keep), _kept_axes(norm.outputs, keep))))
+    return runs
 
 
 def _inside(path: str, values: Mapping[str, T]) -> dict[str, T]:

@@ -16,6 +16,7 @@ from prunekit.channels.labels import Field
 from prunekit.channels.rewrite.taken_positions import RunningExpression
 from prunekit.channels.rules.rule import OperatorCall, aten, register_rule
 from prunekit.channels.tracing.label_flow import BUFFER_INSTEAD, MEETS_FIXED, LabelFlow, Operand, Shape
+from prunekit.channels.tracing.operator_mode import NOISE
 
 KEEPS_ZERO = (
     "relu relu6 hardswish silu gelu elu selu celu leaky_relu tanh sin tan asin atan sinh asinh neg abs sign "
@@ -113,10 +114,10 @@ def comparisons(flow: LabelFlow, call: OperatorCall) -> None:
 
 @register_rule(*aten(MOVES_ZERO, IN_PLACE))
 def moves_zero(flow: LabelFlow, call: OperatorCall) -> None:
-    """Pass fields without their zeros, as f(0) may be anything."""
+    """Pass fields without their zeros, as f(0) may be anything; but noise that a removed channel has is removed."""
     tensors = [argument for argument in call.args if isinstance(argument, torch.Tensor)]
     fields = flow.fields(tensors[0]) if len(tensors) == 1 else broadcast(flow, tensors, product=False)
-    flow.set(call.outs[0], [Field(field.labels, zero=False) for field in fields])
+    flow.set(call.outs[0], [Field(field.labels, zero=call.name in NOISE) for field in fields])
 
 
 @register_rule(*aten("clamp clamp_min clamp_max hardtanh", IN_PLACE))
@@ -232,9 +233,9 @@ def made(flow: LabelFlow, call: OperatorCall) -> None:
 
 
 def _is_zero(call: OperatorCall) -> bool:
-    """Return whether a new tensor has zeros alone."""
+    """Return whether a new tensor has zeros alone, for removed channels at least."""
     value = call.arg(2 if "new_" in call.name else 1, "fill_value") if "full" in call.name else None
-    return "zeros" in call.name or (isinstance(value, (int, float)) and value == 0)
+    return "zeros" in call.name or call.name in NOISE or (isinstance(value, (int, float)) and value == 0)
 
 
 @register_rule(*_MADE_LIKE)

@@ -113,13 +113,21 @@ class ModuleStack(HookOwner):
         return hook
 
 
+def is_layer_of_torch(module: nn.Module) -> bool:
+    """Return whether a module has no children and runs torch's own forward, whose train mode is known."""
+    if next(module.children(), None) is not None or "forward" in vars(module):
+        return False
+    owner = next((cls for cls in type(module).__mro__ if "forward" in vars(cls)), nn.Module)
+    return owner.__module__.partition(".")[0] == "torch"
+
+
 @contextmanager
 def mode_for_trace(model: nn.Module, training: bool) -> Iterator[None]:
-    """Set train or eval mode on modules that have children, and eval mode on leaves such as norms and dropout."""
+    """Set train or eval mode on modules with Python of the model's own, and eval mode on torch's norms and dropout."""
     before = [(module, module.training) for module in model.modules()]
     changed = []
     for module, was in before:
-        wanted = training and next(module.children(), None) is not None
+        wanted = training and not is_layer_of_torch(module)
         if was != wanted:
             module.training = wanted
             changed.append(module)
@@ -131,7 +139,7 @@ def mode_for_trace(model: nn.Module, training: bool) -> Iterator[None]:
 
 
 class TrainModeWatch:
-    """Detects whether the forward pass of a model depends on the train mode of any module that has children.
+    """Detects whether the forward pass of a model depends on the train mode of any module but torch's own layers.
 
     A module's own Python can only behave differently in train mode if it reads `self.training`. While the watch is
     active each such module has a subclass of its class, on which `training` is a property that sets `was_read`.
@@ -142,11 +150,11 @@ class TrainModeWatch:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        parents = {one: path for path, one in model.named_modules() if next(one.children(), None) is not None}
-        self._paths = {one: path for one, path in parents.items() if not isinstance(one, torch.jit.ScriptModule)}
+        own = {one: path for path, one in model.named_modules() if not is_layer_of_torch(one)}
+        self._paths = {one: path for one, path in own.items() if not isinstance(one, torch.jit.ScriptModule)}
         self._modules = list(self._paths)
         self.read_by: set[str] = set()
-        self.was_read = len(self._modules) < len(parents)  # unknown for a scripted module
+        self.was_read = len(self._modules) < len(own)  # unknown for a scripted module
         self._twins: dict[type, type] = {}
 
     def __enter__(self) -> TrainModeWatch:

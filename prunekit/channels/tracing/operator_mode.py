@@ -108,8 +108,10 @@ def _wants_no_mode(kernel: Callable[..., Any]) -> bool:
     return code is None or "_get_current_dispatch_mode" in code.co_names
 
 
-RANDOM = {f"aten.{name}{suffix}" for suffix in ("", "_") for name in
-          ("bernoulli", "uniform", "normal", "rand", "randn", "rand_like", "randn_like", "exponential")}  # fmt: skip
+NOISE = frozenset({f"aten.{name}" for name in ("normal", "normal_", "randn", "randn_like")})
+"""Operators that draw numbers around 0: those of a removed channel are removed with it."""
+_BELOW_ONE = frozenset({f"aten.{name}" for name in ("uniform", "uniform_", "rand", "rand_like")})
+RANDOM = NOISE | _BELOW_ONE | {f"aten.{name}{suffix}" for suffix in ("", "_") for name in ("bernoulli", "exponential")}
 
 
 def without_randomness(name: str, out: Any) -> Any:
@@ -119,7 +121,7 @@ def without_randomness(name: str, out: Any) -> Any:
     """
     if isinstance(out, torch.Tensor):
         if name in RANDOM:
-            out.fill_(1.0)
+            out.fill_(0.999 if name in _BELOW_ONE else 1.0)  # code takes the logarithm of -log(x), not 0 below 1
         elif name == "aten.randperm":
             torch.arange(out.numel(), out=out)
         elif "empty" in name:

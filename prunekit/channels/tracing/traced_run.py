@@ -99,7 +99,7 @@ class TracedRun:
         whole: expressions whose tensors, at least once, are not to be taken at stated positions.
         module_calls: every call of a module, in the order in which they ended.
         returned: numbers of the operators that made the model's outputs.
-        asks_mode: paths of modules with children whose code reads whether they are in train mode.
+        asks_mode: paths of modules, except for torch's own layers, whose code reads whether they are in train mode.
     """
 
     example: int

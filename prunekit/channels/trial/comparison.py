@@ -28,7 +28,7 @@ from prunekit.channels.tracing.execution import (
     plain_attention,
 )
 from prunekit.channels.tracing.fused_modules import is_inside
-from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator, without_randomness
+from prunekit.channels.tracing.operator_mode import NOISE, OperatorMode, run_operator, without_randomness
 from prunekit.channels.tracing.storages import is_plain, plain_in
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun, is_counted
 from prunekit.channels.trial.float64 import AS_DOUBLE, OWN, Precision
@@ -156,6 +156,16 @@ def kept_entries(
     return tensor
 
 
+def _silence(noise: torch.Tensor, operator: TracedOperator, channel_map: ChannelMap, keep: Keep) -> None:
+    """Set the noise of removed channels to 0, in place: the compact model draws none for them."""
+    for labeled in operator.outputs[0]:
+        kept = keep[channel_map.resolve(labeled)]
+        if kept.ndim == noise.dim() and all(
+            own in (1, size) for own, size in zip(kept.shape, noise.shape, strict=True)
+        ):
+            noise.mul_(torch.from_numpy(kept).to(noise.dtype))
+
+
 @dataclass(frozen=True, eq=False)
 class Decision:
     """One call that made whole numbers or booleans of floating-point values: a sort, a comparison, a suppression.
@@ -264,6 +274,8 @@ def record_reference(
         operator = operators.get(key)
         if operator is None or operator.name != name:
             return
+        if name in NOISE:
+            _silence(outs[0], operator, channel_map, keep)
         kept = [kept_entries(t, operator, i, channel_map, keep) for i, t in enumerate(outs)]
         values.add(key, name, kept, outs)
         if not any(map(has_gradients, outs)):

@@ -382,11 +382,16 @@ def _way_to_run(module: nn.Module, method: FunctionType) -> bool | None:
 
 
 def _changes_its_module(function: ast.FunctionDef) -> bool:
-    """Return whether a method sets or deletes attributes."""
+    """Return whether a method sets or deletes attributes, or writes to the tensors that they hold."""
     changes = (ast.Store, ast.Del)
     nodes = list(ast.walk(function))
-    stored = any(isinstance(node, ast.Attribute) and isinstance(node.ctx, changes) for node in nodes)
-    return stored or any(isinstance(node, ast.Attribute) and node.attr == "__delattr__" for node in nodes)
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    if any(isinstance(node.ctx, changes) or node.attr == "__delattr__" for node in attributes):
+        return True
+    called = [node.func for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    written = [node.value for node in called if node.attr.endswith("_") and not node.attr.startswith("_")]
+    written += [node.value for node in nodes if isinstance(node, ast.Subscript) and isinstance(node.ctx, changes)]
+    return any(isinstance(inner, ast.Attribute) for node in written for inner in ast.walk(node))
 
 
 @dataclass(frozen=True)

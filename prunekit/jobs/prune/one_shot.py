@@ -10,6 +10,7 @@ from torch import nn
 
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.cut.model_copy import named_tensors, with_tensors
+from prunekit.channels.cut.narrow_norms import keep_narrow_norms
 from prunekit.channels.cut.offloaded import with_weights
 from prunekit.compaction.compact_model import compact, remarks
 from prunekit.deploy.subnormals import FlushedModel, without_subnormals
@@ -388,6 +389,7 @@ def _verified(
     flushed = without_subnormals(small, request.search.examples[0])
     difference = max(planned.max_relative_difference, proof.max_relative_difference, flushed.max_relative_difference)
     said = (*request.notes, *planned.notes, *notes, *_said(flushed))
+    keep_narrow_norms(masked, planned.plan.channel_map, planned.plan.keep)
     return Pruned(flushed.model, planned.plan, planned.scores, difference, masked, report, said)
 
 

@@ -24,7 +24,10 @@ class Pruned(Displayed):
 
     Attributes:
         model: the compact model, a new one of the same class.
-        masked: the repaired model in its dense size, with zeros for removed channels; None without repair.
+        masked: the repaired model in its dense size, with zeros for removed channels; None without repair. Its norms
+            see kept channels only, by hooks that its pickles and copies have too; so it computes what `model` does. Its
+            `state_dict` is as the dense model's, in which plain norms would count the zeros: load that into a dense
+            model and run it inside `prunekit.masked(dense, plan)`.
         plan: which channels are kept, and why.
         scores: (n_labels,) importance of every label.
         max_relative_difference: between the masked and the compact model in float64: over all operators in the trial,
