@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from mutants import changed_json, changed_values, damaged_bytes, unclean
 from torch.optim import SGD, Adam
 
 from prunekit.errors import ArtifactError, ResumeError
@@ -154,3 +156,29 @@ def test_differences_name_the_place_and_both_values() -> None:
         f"data.new: nothing there, '{'x' * 56}... here",
     ]
     assert list(differences(there, there)) == []
+
+
+@pytest.mark.slow
+def test_mutants_are_read_or_refused(tmp_path: Path) -> None:
+    """Also with the checksums that they have, as if prunekit had written them."""
+    state = {"a": torch.arange(6.0).view(2, 3).t(), "b": [1, float("inf"), (2, None)], "c": {1: "x", "$": True}}
+    write_state(tmp_path / "state", state)
+    path, tensors = tmp_path / "state" / "state.json", tmp_path / "state" / "tensors.safetensors"
+    found, whole = json.loads(path.read_text()), tensors.read_bytes()
+
+    def signed(body: object) -> None:
+        text = json.dumps(body)
+        path.write_text(json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "body": json.loads(text)}))
+        read_state(tmp_path / "state")
+
+    def damaged(mutant: bytes) -> None:
+        path.write_bytes(mutant)
+        read_state(tmp_path / "state")
+
+    def of_tensors(mutant: bytes) -> None:
+        tensors.write_bytes(mutant)
+        signed({**found["body"], "tensors": hashlib.sha256(mutant).hexdigest()})
+
+    assert unclean(signed, changed_values(found["body"], 200, seed=50)) == []
+    assert unclean(damaged, changed_json(found, 200, seed=50)) == []
+    assert unclean(of_tensors, damaged_bytes(whole, 200, seed=50)) == []

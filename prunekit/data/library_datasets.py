@@ -18,13 +18,10 @@ from prunekit.data.datasets import CorruptImages, ImageTransform, check_labels, 
 from prunekit.data.decoded_images import MappedImages, MapStyle, pixels
 from prunekit.errors import DataError, UsageError, nearest, reraise_shortage
 from prunekit.settings.inputs import DataSettings
-from prunekit.utils.sample_lists import evenly_spread
 
 LABELS = ("targets", "labels", "_labels")
 """Attributes of torchvision's data sets that may hold their labels."""
 SAMPLES = 16
-READ = 2**28
-"""Most images of a data set without labels: more take years to read."""
 
 
 def mapped(
@@ -73,7 +70,7 @@ def classes_of(dataset: Any, parts: list[MappedImages]) -> tuple[str, ...]:
 
 def sample_bytes(part: MappedImages) -> bytes:
     """Return the labels and a few images of a data set as bytes; decoding all would take too long."""
-    chosen = evenly_spread(len(part), SAMPLES)
+    chosen = torch.linspace(0, len(part) - 1, min(SAMPLES, len(part))).long()
     return part.labels.numpy().tobytes() + part.fetch(chosen)[0].numpy().tobytes()
 
 
@@ -101,11 +98,6 @@ def _look(dataset: Any, where: str, corrupt: CorruptImages) -> tuple[Tensor, Any
     """Return all labels, (N,) int64, with any value for corrupt images, and the first image that can be read."""
     known = _known_labels(dataset)
     labels, first = [], None
-    if known is None and len(dataset) > READ:
-        raise DataError(
-            f"{where}: expected labels of all images as the data set's `targets`, or at most {READ:,} images, of which "
-            f"each is read for its label, got {len(dataset):,} without; give it that attribute, or a part of the images"
-        )
     for index in range(len(dataset)):
         item = _item(dataset, index, where, corrupt)
         first = item[0] if item and first is None else first

@@ -21,8 +21,6 @@ from prunekit.utils.context import seed_all, seeded
 
 Task = TypeVar("Task")
 T = TypeVar("T")
-SHUFFLED = 2**32
-"""Most samples that are put in a random order, in eight bytes each."""
 Batch = tuple[Any, Any]
 """Inputs and targets; of images (B, C, H, W) float32 and (B,) int64."""
 
@@ -86,7 +84,7 @@ class Batches:
     batch_size: int
     shuffle_seed: int | None
     drop_last: bool
-    indices: Tensor | range  # (N,) int64, which images
+    indices: Tensor  # (N,) int64, which images
     augment: bool = False
     mixing: Mixing | None = None
     pool: WorkerPool[BatchRequest] | None = None  # shared by the batches of all epochs
@@ -110,22 +108,12 @@ class Batches:
         """Return every `of`-th batch from number `rank` on, so that each batch is in the share of one process."""
         return replace(self, share=BatchShare(rank, of))
 
-    def order(self) -> Tensor | range:
-        """Return the images of this epoch in their order, (N,) int64; all of them, not shuffled, as a range.
-
-        Raises:
-            DataError: there are more than can be shuffled.
-        """
+    def order(self) -> Tensor:
+        """Return the images of this epoch in their order, (N,) int64."""
         if self.shuffle_seed is None:
             return self.indices
-        if len(self.indices) > SHUFFLED:
-            raise DataError(
-                f"expected at most {SHUFFLED:,} samples, which an epoch has in a random order, got "
-                f"{len(self.indices):,}; train on a part of them"
-            )
         generator = np.random.default_rng((self.shuffle_seed, self.epoch))
-        order = torch.from_numpy(generator.permutation(len(self.indices)))
-        return order if isinstance(self.indices, range) else self.indices[order]
+        return self.indices[torch.from_numpy(generator.permutation(len(self.indices)))]
 
     def __len__(self) -> int:
         return len(self._shared(range(self._all)))
@@ -150,8 +138,7 @@ class Batches:
 
     def numbered(self) -> Iterator[tuple[int, Batch]]:
         """Yield batches with their numbers in the epoch, from 0; one that cannot be read leaves a gap."""
-        numbers = self._shared(range(self.start, self._all))
-        requests = _Requests(self, self.order(), numbers)
+        numbers, requests = self._shared(range(self.start, self._all)), list(self._requests())
         # Corrupt images are left out of their batch; BatchNorm has no variance for a training batch of one image.
         fewest = 2 if self.drop_last and self.batch_size > 1 else 1
         given = 0
@@ -161,8 +148,17 @@ class Batches:
             if everyone(enough) if self.share.split else enough:
                 given += 1
                 yield number, (images, labels)
-        if len(requests) and not given and not self.start:
+        if requests and not given and not self.start:
             raise DataError(f"expected a batch with at least {fewest} images that can be read, got none")
+
+    def _requests(self) -> Iterator[BatchRequest]:
+        indices = torch.split(self.order(), self.batch_size)
+        for number in self._shared(range(self.start, self._all)):
+            part, before = indices[number], indices[number][:0]
+            if self.share.split and self.share.of > 1:
+                parts = torch.tensor_split(part, self.share.of)
+                part, before = parts[self.share.rank], parts[self.share.rank - 1][-1:]
+            yield BatchRequest(part, (self.shuffle_seed or 0, self.epoch, number), self.augment, self.mixing, before)
 
     def _here(self, requests: Sequence[BatchRequest]) -> Iterator[Batch]:
         for request in requests:
@@ -176,29 +172,6 @@ class Batches:
             if isinstance(batch, DataError):
                 raise batch
             yield batch[0], batch[1]
-
-
-@dataclass(frozen=True)
-class _Requests(Sequence[BatchRequest]):
-    """The requests for batches by their numbers, each made when it is asked for: there may be any number of them."""
-
-    batches: Batches
-    order: Tensor | range
-    numbers: Sequence[int]
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, index: Any) -> Any:
-        whole, number = self.batches, self.numbers[index]
-        part = torch.as_tensor(
-            self.order[number * whole.batch_size : (number + 1) * whole.batch_size], dtype=torch.int64
-        )
-        before = part[:0]
-        if whole.share.split and whole.share.of > 1:
-            parts = torch.tensor_split(part, whole.share.of)
-            part, before = parts[whole.share.rank], parts[whole.share.rank - 1][-1:]
-        return BatchRequest(part, (whole.shuffle_seed or 0, whole.epoch, number), whole.augment, whole.mixing, before)
 
 
 def batches(
@@ -234,8 +207,7 @@ def batches(
     how = workers if isinstance(workers, Workers) else Workers(workers)
     if batch_size < 1 or how.count < 0:
         raise UsageError(f"expected batch_size >= 1 and workers >= 0, got {batch_size} and {how.count}")
-    chosen = range(len(dataset)) if indices is None else indices
-    chosen = chosen if isinstance(chosen, range) else torch.as_tensor(chosen, dtype=torch.int64)
+    chosen = torch.arange(len(dataset)) if indices is None else torch.as_tensor(indices, dtype=torch.int64)
     pin = how.pin_memory and device is not None and device.type == "cuda"
     pool: WorkerPool[BatchRequest] | None = WorkerPool(_RequestReader(dataset), how, pin) if how.count else None
     result = Batches(dataset, batch_size, shuffle_seed, drop_last, chosen, augment, mixing, pool)

@@ -19,14 +19,11 @@ from prunekit.models.preprocessing import Preprocessing
 from prunekit.settings.inputs import DataSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import BatchUnpacker, Task, get_task
-from prunekit.utils.sample_lists import evenly_spread
 from prunekit.utils.tensors import gather
 from prunekit.utils.user_code import run_factory, source_bytes
 
 KNOWN_BY = 16
 """Samples of each part that its fingerprint is computed from: reading all would take too long."""
-DRAWN_FROM = 2**28
-"""Most samples that others are drawn from, for which all are put in order."""
 OF_IMAGES = ("image_size", "augment", "mean", "std", "max_corrupt")
 """Settings of labeled images, which other data ignores."""
 _ADVICE = "return other data sets as a tuple (train, test)"
@@ -159,11 +156,11 @@ def sample_splits(
     names = getattr(parts["train"], "classes", ()) if classes is None else classes
     made = {name: TaskSamples(part, task.unpacking, f"{where} {name}") for name, part in parts.items()}
     if "validation" not in made:
-        rest, drawn = _drawn(len(parts["train"]), settings, where)
+        rest, drawn = _drawn(len(parts["train"]), settings)
         made["validation"] = replace(made["train"], indices=drawn)
         made["train"] = replace(made["train"], indices=rest)
     seen_by = [part if task.binding is None else part.whole() for part in made.values()]
-    known = [part.fetch(evenly_spread(len(part), KNOWN_BY)) for part in seen_by]
+    known = [part.fetch(torch.linspace(0, len(part) - 1, min(KNOWN_BY, len(part))).long()) for part in seen_by]
     shape = tuple(gather(known[0][0])[0].shape[1:])
     how = f"{task.name} {settings.validation_share} {settings.split_seed} {[len(part) for part in made.values()]}"
     seen = [tensor.contiguous().numpy().tobytes() for batch in known for tensor in gather(batch)]
@@ -171,13 +168,8 @@ def sample_splits(
     return Splits(made["train"], made["validation"], made["test"], tuple(map(str, names)), shape, marks, task)
 
 
-def _drawn(total: int, settings: DataSettings, where: str) -> tuple[Tensor, Tensor]:
+def _drawn(total: int, settings: DataSettings) -> tuple[Tensor, Tensor]:
     """Return the indices of the rest and of the drawn samples, ascending; at least one in each."""
-    if total > DRAWN_FROM:
-        raise DataError(
-            f"{where}: expected a validation part of its own, as (train, test, validation), beside {total:,} training "
-            f"samples: it is drawn from {DRAWN_FROM:,} at most"
-        )
     count = min(max(round(total * settings.validation_share), 1), total - 1)
     drawn = np.zeros(total, dtype=bool)
     drawn[np.random.default_rng(settings.split_seed).permutation(total)[:count]] = True

@@ -24,7 +24,6 @@ from prunekit.settings.train import TrainSettings
 from prunekit.tasks.task import pair
 from prunekit.training.callbacks.scheduled_masks import steps_per_epoch
 from prunekit.training.optimizers import build_optimizer, build_schedule
-from prunekit.utils.sample_lists import drawn_at_random
 
 LOOKED_AT = 1024
 """Samples of the training split, and of the validation split, that are compared to find copies."""
@@ -68,13 +67,13 @@ def diagnose_target(
     require_kinds(ignore)
     splits = splits_of(target, data, own, "run it on", task)
     settings = data or DataSettings()
-    seen = min(count * settings.batch, len(splits.train))
-    order = drawn_at_random(len(splits.train), max(seen, LOOKED_AT), seed)
-    full = len(splits.train) >= settings.batch
+    order = torch.randperm(len(splits.train), generator=torch.Generator().manual_seed(seed))
+    seen = min(count * settings.batch, len(order))
+    full = len(order) >= settings.batch
     shown = batches(splits.train, settings.batch, shuffle_seed=None, drop_last=full, indices=order[:seen])
     pool = Pool(
         more=_some(splits.train, settings, order[seen:LOOKED_AT]),
-        held_out=_some(splits.validation, settings, torch.arange(min(len(splits.validation), LOOKED_AT))),
+        held_out=_some(splits.validation, settings, torch.arange(len(splits.validation))[:LOOKED_AT]),
         total=len(splits.train),
     )
     model = target.model.to(device)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from prunekit.channels.cut.model_copy import copied
@@ -53,7 +54,6 @@ from prunekit.utils.display import listed, plural
 from prunekit.utils.files import StrPath, write_csv, write_json
 from prunekit.utils.inputs import inputs_as_example
 from prunekit.utils.progress import StageCounter, stage, wanted
-from prunekit.utils.sample_lists import evenly_spread
 
 PROOF_IMAGES = 512
 """Held-out images that masked and compact model are compared on at the end, in float64."""
@@ -332,7 +332,7 @@ class FinetuneRun:
         self.counter.begin("compact")
         cut = compact(pruned, plan)
         validation = self.prepared.splits.validation
-        spread = evenly_spread(len(validation), PROOF_IMAGES)
+        spread = torch.linspace(0, len(validation) - 1, min(PROOF_IMAGES, len(validation))).long()
         held_out = batches(validation, 32, shuffle_seed=None, indices=spread)
         proof = verify(pruned, cut, plan, (inputs_as_example(pruned, inputs) for inputs, _ in held_out), strict=True)
         self.log(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from prunekit.channels.channel_map import ChannelGroup, ChannelMap, Keep
@@ -39,9 +40,7 @@ from prunekit.planning.sensitivity_curves import (
     rank_correlation,
 )
 from prunekit.report.requirements import require_report
-from prunekit.settings.calibration import CalibrationSettings
 from prunekit.settings.job import JobSettings
-from prunekit.tasks.collation import is_sample_set
 from prunekit.tasks.task import Loss, Task, described_task, pair
 from prunekit.utils.context import paused_garbage_collection, threads
 from prunekit.utils.display import Displayed, Table, count, digits, plural, share
@@ -49,7 +48,6 @@ from prunekit.utils.files import write_csv, write_json
 from prunekit.utils.globs import globs, matching
 from prunekit.utils.inputs import as_example, inputs_as_example, sample_count, select_samples, to_device
 from prunekit.utils.progress import reporting, stage, wanted
-from prunekit.utils.sample_lists import drawn_at_random
 from prunekit.utils.tensors import gather
 
 LIMITS = {"kept_1": 0.01, "kept_10": 0.1}
@@ -173,7 +171,7 @@ def sensitivity(
     Args:
         model: in any mode, on any device; not changed.
         batches: calibration samples, at least 8, preprocessed as the model wants them, as `prunekit.prune` takes them:
-            images (B, ...), a loader of them...; of a data set 512, evenly spread; labels are not used.
+            images (B, ...), a loader of them...; labels are not used.
         measured_on: samples in the same forms, with or without labels; None: nothing is measured.
         groups: globs over the names of channel groups, which are module paths; none: all.
         loss: for `measured_on` with targets, of what the model returns and the targets; None: the task's.
@@ -222,8 +220,7 @@ def analyze_sensitivity(
 
     `measured_as` is the task of `measured_on`; None: that of all.
     """
-    most = CalibrationSettings.images if is_sample_set(images) else sys.maxsize
-    calibration = joined_samples(model, images, most, task)
+    calibration = joined_samples(model, images, sys.maxsize, task)
     first = next(model.parameters(), gather(calibration)[0])
     calibration = to_device(calibration, first.device)
     examples = [
@@ -349,8 +346,10 @@ def analyze(
 
 def _validation(prepared: Prepared) -> Batches:
     """Return batches over a fixed random choice of validation samples, never of test samples."""
-    job, data = prepared.job, prepared.splits.validation
-    chosen = drawn_at_random(len(data), job.calibration.images, job.seed).sort().values
+    job, total = prepared.job, len(prepared.splits.validation)
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(job.seed))
+    chosen = order[: job.calibration.images].sort().values
+    data = prepared.splits.validation
     return batches(data, job.data.batch, shuffle_seed=None, workers=job.data.reading, indices=chosen)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from itertools import islice
 from typing import Any
 
@@ -59,9 +59,7 @@ def samples_in_batches(
         DataError: samples have different shapes, and the model takes no list of them.
     """
     total = len(data)
-    chosen: Sequence[int] = range(total)
-    if count is not None and count < total:  # in float32 the last number would be rounded beyond the end
-        chosen = torch.linspace(0, total - 1, count, dtype=torch.float64).round().long().tolist()
+    chosen = torch.linspace(0, total - 1, min(total, count or total)).round().long().tolist() if total else []
     size = min(size, IMAGES) if takes_list(model) else size
     for start in range(0, len(chosen), size):
         samples = [_named(data[index], names, where) for index in chosen[start : start + size]]

@@ -104,11 +104,15 @@ class Checkpoints:
         named = [(match, path) for path in self.folder.glob("epoch-*") if (match := _NAME.fullmatch(path.name))]
         return [path for _, path in sorted(named, key=lambda pair: (int(pair[0][1]), int(pair[0][2])))]
 
-    def newest(self, identity: Mapping[str, Any]) -> dict[str, Any] | None:
+    def newest(
+        self, identity: Mapping[str, Any], check: Callable[[Mapping[str, Any], str], None] = lambda state, where: None
+    ) -> dict[str, Any] | None:
         """Return the newest state; None if there is none. A damaged checkpoint is reported and renamed.
 
         Args:
             identity: plain data about the run, to which the checkpoint must belong.
+            check: called with a state and the name of its folder, before the state is used; raises an `ArtifactError`
+                if it is damaged.
 
         Raises:
             ResumeError: it is of another run or format; says what differs.
@@ -117,12 +121,16 @@ class Checkpoints:
         for path in reversed(self._found()):
             try:
                 state = read_state(path)
+                there = state.get("identity")
+                if not isinstance(there, dict):
+                    raise ArtifactError(f"{path}: expected what run it is of; the file is damaged")
+                require_same(path, there, identity)
+                check(state, str(path))
             except ArtifactError as error:
                 self.warn(f"checkpoint {error}; looking for the one before")
                 with suppress(OSError):
                     path.rename(path.with_name(f"damaged-{path.name}"))
                 continue
-            require_same(path, state["identity"], identity)
             self.last, self._step, self._begun = path, state["position"]["step"], time.monotonic()
             self._keep(self.settings.keep)  # a run may have been killed between writing one and removing another
             return state

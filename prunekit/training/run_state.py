@@ -15,9 +15,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.data.sources import Splits
-from prunekit.distributed.process_group import from_main, gather_values, is_main, main_says, rank
+from prunekit.distributed.process_group import from_main, gather_values, is_main, main_says, rank, size
 from prunekit.distributed.sharded_tensors import full_tensor, is_shard, is_sharded, shard_like
-from prunekit.errors import NonFiniteError, ResumeError
+from prunekit.errors import ArtifactError, NonFiniteError, ResumeError, reason_of
+from prunekit.reading.records import as_record, require_parts
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.measurement import DeviceSum, added
 from prunekit.training.callbacks.callback import CallbackList
@@ -27,7 +28,7 @@ from prunekit.training.history import EpochRow, PausedRun
 from prunekit.training.nonfinite import non_finite_tensor
 from prunekit.training.replicas import share_state
 from prunekit.utils.context import random_state, set_random_state
-from prunekit.utils.tensors import map_tensors
+from prunekit.utils.tensors import map_tensors, require_same_kind
 
 
 @dataclass
@@ -165,7 +166,7 @@ class RunState:
         found, refused = None, ""
         if is_main():
             try:
-                found = self.checkpoints.newest(self.identity)
+                found = self.checkpoints.newest(self.identity, self._check)
             except ResumeError as error:
                 refused = str(error)
         if refused := from_main(lambda: refused):
@@ -175,7 +176,15 @@ class RunState:
         if (state := share_state(found)) is None:
             self._begin()
             return
-        self._load(state)
+        try:
+            self._load(state)
+        except torch.OutOfMemoryError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise ResumeError(
+                f"{self.checkpoints.last}: cannot be resumed, a part of it does not fit ({reason_of(error)}); remove "
+                "this folder, and the run goes on from the one before"
+            ) from error
         self.checkpoints.last = gather_values(self.checkpoints.last)[0]
         over = state["training"] is None
         self.checkpoints.say(f"resumed from {self.checkpoints.last}: {'finished' if over else self.position}")
@@ -254,6 +263,45 @@ class RunState:
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
         }
 
+    def _check(self, state: Mapping[str, Any], where: str) -> None:
+        """Raise an ArtifactError unless a state from a checkpoint has all parts, and tensors that fit the model."""
+        as_record(Position, state.get("position"), f"{where}: position")
+        require_parts(state, ("best", "processes", "training", "callbacks"), where)
+        best, processes, training = state["best"], state["processes"], state["training"]
+        require_parts(best, ("epoch", "score", "weights"), f"{where}: best")
+        if not isinstance(processes, list) or len(processes) != size():
+            raise ArtifactError(f"{where}: expected the states of {size()} processes; the file is damaged")
+        for number, own in enumerate(processes):
+            require_parts(own, ("sums", "clamps", "corrupt", "random"), f"{where}: process {number}")
+            as_record(EpochSums, own["sums"], f"{where}: process {number}: sums")
+            require_parts(own["corrupt"], [name for name, _ in self._data()], f"{where}: process {number}: corrupt")
+        model = {name: value for name, value in self.model.state_dict().items() if isinstance(value, Tensor)}
+        if best["weights"]:
+            require_same_kind(best["weights"], model.items(), f"{where}: best weights")
+        if training is None:
+            return
+        require_parts(training, ("model", "buffers", "optimizer", "schedule", "scaler"), f"{where}: training")
+        require_same_kind(training["model"], model.items(), f"{where}: model")
+        require_parts(training["buffers"], tuple(_unsaved_buffers(self.model)), f"{where}: buffers")
+        self._check_optimizer(training["optimizer"], f"{where}: optimizer")
+
+    def _check_optimizer(self, state: Any, where: str) -> None:
+        """Raise an ArtifactError unless an optimizer's state has a group for each of ours, and moments that fit."""
+        require_parts(state, ("state", "param_groups"), where)
+        groups, there = self.optimizer.param_groups, state["param_groups"]
+        counts = [len(group["params"]) for group in groups]
+        if not isinstance(there, list) or [len(_parameters(group)) for group in there] != counts:
+            raise ArtifactError(f"{where}: expected groups of {counts} parameters; the file is damaged")
+        parameters = dict(enumerate(parameter for group in groups for parameter in group["params"]))
+        require_parts(state["state"], (), where)
+        for index, moments in state["state"].items():
+            require_parts(moments, (), f"{where}: state {index}")
+            shapes = {value.shape for value in moments.values() if isinstance(value, Tensor)}
+            # an own optimizer may have moments of any shape
+            known = self.identity["training"]["optimizer"] != "own"
+            if index not in parameters or (known and not shapes <= {parameters[index].shape, torch.Size()}):
+                raise ArtifactError(f"{where}: state {index}: expected that of a parameter; the file is damaged")
+
     def _load(self, state: Mapping[str, Any]) -> None:
         own = state["processes"][rank()]
         self.position.load_state_dict({**state["position"], "sums": own["sums"]})
@@ -280,6 +328,12 @@ class RunState:
 
     def _data(self) -> tuple[tuple[str, Any], ...]:
         return ("train", self.splits.train), ("validation", self.splits.validation)
+
+
+def _parameters(group: Any) -> Sequence[Any]:
+    """Return the parameters of an optimizer's group in a file; none if it has no list of them."""
+    found = group.get("params") if isinstance(group, Mapping) else None
+    return found if isinstance(found, list) else ()
 
 
 def _on_main(tensor: Tensor) -> Tensor:

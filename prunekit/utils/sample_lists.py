@@ -1,15 +1,12 @@
-"""Lists of samples, each a tensor of its own as images of different sizes are; and choices of some of many samples.
+"""Lists of samples: inputs in which each sample is a tensor of its own, as images of different sizes are.
 
 Samples are on the first axis of a tensor, or the entries of a list. Which lists of tensors hold one sample in each
 entry, and which hold tensors that each have all samples on their first axis, as feature maps of several levels do, is
 told by one rule, `holds_samples`. A tuple holds several arguments, and never samples.
-
-Some samples are chosen at a cost that goes by their number, not by that of all: a data set may have any length.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -21,8 +18,6 @@ from prunekit.utils.tensors import gather_parts, map_parts
 
 IMAGE_AXES = 3
 """Axes of an image, (C, H, W)."""
-PERMUTED = 2**24
-"""Most samples of which all are put in order to choose some."""
 
 
 def holds_samples(values: Any, samples: int | None = None) -> bool:
@@ -73,16 +68,3 @@ def map_samples(inputs: Any, tensors: Callable[[Tensor], Any], lists: Callable[[
         return lists(part) if isinstance(part, list) else tensors(part)
 
     return map_parts(inputs, changed, partial(holds_samples, samples=count_samples(inputs)))
-
-
-def evenly_spread(total: int, count: int) -> Tensor:
-    """Return at most `count` different numbers from 0 to below `total`, ascending, first and last among them: int64."""
-    count = min(count, total)
-    return torch.tensor([at * (total - 1) // max(1, count - 1) for at in range(count)], dtype=torch.int64)
-
-
-def drawn_at_random(total: int, count: int, seed: int) -> Tensor:
-    """Return at most `count` different numbers below `total` in a random order, the same for the same seed: int64."""
-    if total <= PERMUTED:
-        return torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:count]
-    return torch.tensor(random.Random(seed).sample(range(total), min(count, total)), dtype=torch.int64)

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from prunekit.errors import ArtifactError, ResumeError, cut_short
+from prunekit.reading.array_files import read_tensors
 from prunekit.reading.text_files import read_json
 from prunekit.utils.files import atomic_folder, sha256
 
@@ -57,17 +57,21 @@ def read_state(folder: Path) -> dict[str, Any]:
     body = found.get("body") if isinstance(found, dict) else None
     if not isinstance(body, dict) or _digest(json.dumps(body)) != found.get("sha256"):
         raise ArtifactError(f"{folder / TEXT}: not as prunekit wrote it (checksum differs); the file is damaged")
-    if body["format"] != FORMAT:
+    if body.get("format") != FORMAT:
         raise ResumeError(
-            f"{folder / TEXT}: expected format {FORMAT}, got {body['format']}; resume it with the version that wrote it"
+            f"{folder / TEXT}: expected format {FORMAT}, got {body.get('format')}; resume it with the version that "
+            "wrote it"
         )
     path = folder / TENSORS
-    if not path.is_file() or sha256(path) != body["tensors"]:
+    if not path.is_file() or sha256(path) != body.get("tensors"):
         raise ArtifactError(f"{path}: missing, or not as prunekit wrote it (checksum differs)")
     try:
-        return decode_state(body["state"], safetensors.torch.load_file(path))
-    except SafetensorError as error:
-        raise ArtifactError(f"{path}: {error}") from error
+        state = decode_state(body.get("state"), read_tensors(path)[0])
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:  # tags without their values
+        raise ArtifactError(f"{folder}: a state that prunekit did not write ({error}); the file is damaged") from error
+    if not isinstance(state, dict):
+        raise ArtifactError(f"{folder / TEXT}: expected a state, got {type(state).__name__}; the file is damaged")
+    return state
 
 
 def encode_state(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:

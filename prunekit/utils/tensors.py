@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from prunekit.errors import ArtifactError, nearest
+from prunekit.reading.records import require_parts
+
 Whole = Callable[[Any], bool]
 """Function that tells whether a list or another nesting of tensors is taken as one thing."""
 
@@ -159,3 +162,40 @@ def as_it_lies(tensor: Tensor) -> Tensor:
 def write_count(tensor: torch.Tensor) -> int:
     """Return how often a tensor was written to, by its version counter; 0 if it has none."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def require_same_kind(found: Any, wanted: Iterable[tuple[str, Tensor]], where: str) -> None:
+    """Raise unless tensors of a file can take the place of others: by names, shapes, dtypes, and finite values.
+
+    Args:
+        found: by name, from the file.
+        wanted: by name, all those whose place they are to take. A value that is not finite in one of them, as in a
+            mask of minus infinity, need not be finite in the file.
+        where: the file or the place in it, which begins the message.
+
+    Raises:
+        ArtifactError: one is missing, unknown, of another shape or dtype, or has NaN or Inf in it.
+    """
+    there = dict(wanted)
+    require_parts(found, (), where)
+    for name in [*there, *found]:
+        if name not in found or name not in there:
+            what = "is not there" if name in there else f"is not the model's; {nearest(str(name), there)}"
+            raise ArtifactError(f"{where}: tensor {name!r} {what}; the file is damaged")
+    for name, tensor in there.items():
+        if (problem := _difference(found[name], tensor)) is not None:
+            raise ArtifactError(f"{where}: tensor {name!r}: {problem}; the file is damaged")
+
+
+def _difference(found: Any, wanted: Tensor) -> str | None:
+    """Return why a tensor cannot take the place of another; None if it can."""
+    if not isinstance(found, Tensor):
+        return f"expected a tensor, got {type(found).__name__}"
+    if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
+        return f"expected {tuple(wanted.shape)} of {wanted.dtype}, got {tuple(found.shape)} of {found.dtype}"
+    if is_finite(found):
+        return None
+    bad = found.isfinite().logical_not_()
+    if type(wanted) in (Tensor, torch.nn.Parameter):
+        bad &= wanted.detach().isfinite().to(bad.device)
+    return "it has NaN or Inf in it" if bool(bad.any()) else None

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from mutants import changed_values, unclean
 from torch import nn
 
 from prunekit.errors import ResumeError
@@ -19,6 +22,8 @@ from prunekit.jobs.run.run_folder import RunFolder
 from prunekit.jobs.run.stage_cache import StageClock, cache_plan, cache_repair, cached_plan, cached_repair
 from prunekit.repair.repair_report import LayerRepair, RepairMemory, RepairReport
 from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.utils.files import write_json
+from prunekit.utils.state_folders import read_state, write_state
 
 EXAMPLE = (torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)),)
 
@@ -95,6 +100,52 @@ def test_what_is_damaged_is_made_again(tmp_path: Path) -> None:
     assert said[0].endswith("made again")
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda state: state["weights"].update({"0.weight": torch.ones(1)}), "expected (8, 3, 3, 3) of torch.float32"),
+        (lambda state: state["weights"].pop("1.running_var"), "'1.running_var' is not there"),
+        (lambda state: state["weights"]["3.bias"].fill_(torch.inf), "'3.bias': it has NaN or Inf in it"),
+        (lambda state: state.pop("weights"), "expected values by name, got NoneType"),
+        (lambda state: state.update(report={"layers": 1}), "report.layers"),
+    ],
+)
+def test_a_repair_that_does_not_fit_is_made_again(
+    change: Callable[[dict[str, Any]], object], says: str, tmp_path: Path
+) -> None:
+    """Its checksums are right, as if prunekit had written it."""
+    run = RunFolder(tmp_path, "", (said := list[str]()).append)
+    cache_repair(run, net(), None)
+    state = read_state(run.resume / "repair")
+    change(state)
+    write_state(run.resume / "repair", state)
+    assert cached_repair(run, net()) is None
+    assert says in said[0]
+
+
+@pytest.mark.slow
+def test_mutants_of_a_plan_are_made_again_or_refused(tmp_path: Path) -> None:
+    dense = net().eval()
+    run = RunFolder(tmp_path, "", lambda message: None)
+    planned = PlanSearch.trace(dense, EXAMPLE, PruneSettings(BudgetSettings(macs=0.6))).find()
+    timing = Timing(1.5, 1.4, 1.6, 2.0, 1.9, 2.1, False, ("noisy", "few"))
+    cache_plan(run, replace(planned, attempts=(Attempt(0, 1.0, 1.4, 0.5, 1.01, timing),)))
+    state = read_state(run.resume / "plan")
+    scores = state.pop("scores")
+
+    def read(mutant: Any) -> None:
+        write_state(run.resume / "plan", mutant if isinstance(mutant, dict) else {"x": mutant})
+        assert cached_plan(run, dense) is None
+
+    assert unclean(read, changed_values(state, 100, seed=50)) == []  # without scores none is whole
+    for wrong in (scores[1:], scores.long(), 3):
+        read(state | {"scores": wrong})
+    write_state(run.resume / "plan", state | {"scores": scores})
+    assert cached_plan(run, dense) is not None
+    (run.resume / "planned" / "plan.json").write_text("{}")
+    assert cached_plan(run, dense) is None
+
+
 def test_seconds_of_a_stage_add_up_over_processes(tmp_path: Path) -> None:
     clock = StageClock(tmp_path / "seconds.json")
     with clock.stage("plan"):
@@ -108,3 +159,6 @@ def test_seconds_of_a_stage_add_up_over_processes(tmp_path: Path) -> None:
         time.sleep(0.02)
     assert again.stages["repair"] >= 0.04
     assert again.stages["plan"] == clock.stages["plan"]
+    for wrong in ([1], {"plan": "long"}, {"plan": None}):
+        write_json(tmp_path / "seconds.json", wrong)
+        assert StageClock(tmp_path / "seconds.json").stages == {}

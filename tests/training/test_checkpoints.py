@@ -25,6 +25,7 @@ from prunekit.training.checkpoints import Checkpoints, CheckpointWarning
 from prunekit.training.history import History
 from prunekit.training.loop import TrainingLoop, fit
 from prunekit.utils import files as artifacts
+from prunekit.utils.state_folders import read_state, write_state
 
 SETTINGS = TrainSettings(epochs=3, lr=0.05)
 EVERY_STEP = CheckpointSettings(every_steps=1)
@@ -311,6 +312,58 @@ def test_a_damaged_one_gives_way_to_the_one_before(tmp_path: Path) -> None:
     spoil(tmp_path / "epoch-0002-batch-000002")
     again, rows, said = train(tmp_path, callbacks=[Resuming()])
     assert "checksum differs); looking for the one before" in said[0]
+    assert said[1].endswith("epoch-0002-batch-000001: epoch 2, batch 1")
+    assert equal(model, again)
+    assert losses(rows) == losses(history)
+
+
+def _set(*keys: Any, to: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """Return a function that changes the value at a place of a state."""
+
+    def change(state: Any) -> None:
+        for key in keys[:-1]:
+            state = state[key]
+        state[keys[-1]] = to(state[keys[-1]])
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (_set("training", "model", "0.weight", to=lambda value: value * torch.nan), "'0.weight': it has NaN or Inf"),
+        (_set("training", "model", "0.weight", to=lambda value: value.long()), "got (8, 3, 3, 3) of torch.int64"),
+        (_set("training", "model", "0.weight", to=lambda value: value[:1, :, :1, :1]), "got (1, 3, 1, 1) of"),
+        (_set("training", "model", to=lambda value: dict(list(value.items())[:-1])), "is not there"),
+        (_set("training", "model", to=lambda value: {**value, "x": torch.ones(1)}), "'x' is not the model's"),
+        (_set("best", "weights", "0.bias", to=lambda value: value.double()), "best weights: tensor '0.bias'"),
+        (_set("training", "optimizer", "state", 0, "momentum_buffer", to=lambda value: value[:1]), "state 0: expected"),
+        (_set("training", "optimizer", "param_groups", to=lambda value: value[:0]), "expected groups of"),
+        (_set("training", to=lambda value: {}), "training: 'model' is not there"),
+        (_set("position", "batch", to=str), "position.batch: Input should be a valid integer"),
+        (_set("position", "rows", to=lambda value: [[1]]), "position.rows.0"),
+        (_set("processes", to=lambda value: []), "expected the states of 1 processes"),
+        (_set("processes", 0, "random", to=lambda value: None), None),
+        (_set("identity", to=lambda value: 3), "expected what run it is of"),
+    ],
+)
+def test_one_whose_contents_do_not_fit_gives_way_to_the_one_before(
+    change: Callable[[Any], None], says: str | None, tmp_path: Path
+) -> None:
+    """Its checksums are right, as if prunekit had written it."""
+    model, history, _ = train(None, callbacks=[Resuming()])
+    stopped(tmp_path, at=7)
+    newest = tmp_path / "epoch-0002-batch-000002"
+    state = read_state(newest)
+    change(state)
+    write_state(newest, state)
+    if says is None:  # what only its owner can judge is refused when it is loaded
+        with pytest.raises(ResumeError, match="epoch-0002-batch-000002: cannot be resumed, a part of it does not fit"):
+            train(tmp_path, callbacks=[Resuming()])
+        return
+    again, rows, said = train(tmp_path, callbacks=[Resuming()])
+    assert says in said[0]
+    assert said[0].endswith("looking for the one before")
     assert said[1].endswith("epoch-0002-batch-000001: epoch 2, batch 1")
     assert equal(model, again)
     assert losses(rows) == losses(history)

@@ -25,8 +25,6 @@ from prunekit.utils.inputs import sample_noun
 
 CHECK_FILES = (activation_checks, data_checks, failure_checks, gradient_checks)
 """Files that register their checks when they are imported."""
-MOST = 1024
-"""Samples that are taken of a data set."""
 
 
 def diagnose(
@@ -51,7 +49,7 @@ def diagnose(
         model: a dense, masked or compact model, with the weights, device and mode that it is trained with.
         batches: a few batches of inputs (B, ...) and targets, as the model is trained on them, in any form that
             `prunekit.prune` takes; without targets, gradients and learning rate are not checked. All of them are kept
-            in memory; of a data set 1,024 samples are, evenly spread.
+            in memory.
         loss: a function of the model's output and the targets that returns one number, the mean over the batch; None:
             the task's loss, or cross entropy of scores (B, classes) and class labels (B,).
         task: a task or its name, which splits batches of another form and has a loss.
@@ -81,7 +79,7 @@ def diagnose(
     model = unwrapped(model)
     require_kinds(ignore)
     task = None if task is None else get_task(task)
-    given = batches_of(ModelBatches(model, batches, task, "batches", count=MOST), "batches", task)
+    given = batches_of(ModelBatches(model, batches, task, "batches"), "batches", task)
     if not given or not any(len(batch.images) for batch in given):
         raise DataError("batches: expected at least one batch with an input in it, got none")
     step = None if optimizer is None else step_size(optimizer)

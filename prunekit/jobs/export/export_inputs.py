@@ -67,7 +67,7 @@ def real_samples(target: InputModel) -> tuple[tuple[Any, ...], bool]:
 
 def file_batches(data: SampleDataset, interface: ModelInterface, indices: Tensor | None = None) -> Batches:
     """Return batches of a data set as a file takes them; of a fixed size, the samples that are left over are not in."""
-    chosen, fixed = range(len(data)) if indices is None else indices, fixed_batch(interface)
+    chosen, fixed = torch.arange(len(data)) if indices is None else indices, fixed_batch(interface)
     if fixed is not None:
         chosen = chosen[: len(chosen) // fixed * fixed]
     return batches(data, fixed or READ, shuffle_seed=None, indices=chosen)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from prunekit.data.loader import batches
@@ -49,7 +50,6 @@ from prunekit.quantization.quantized import Quantized
 from prunekit.settings.deployment import QuantizeSettings
 from prunekit.utils.files import folder_beside
 from prunekit.utils.inputs import call, inputs_as_example, is_batched
-from prunekit.utils.sample_lists import drawn_at_random
 from prunekit.utils.tensors import gather
 
 QUANTIZERS = {
@@ -206,7 +206,7 @@ def _calibration(
         chosen: Iterable[Any] = samples_in_batches(real_samples(target)[0], fixed or READ)
     else:
         train = target.splits.train
-        order = drawn_at_random(len(train), settings.images, seed=0)
+        order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))[: settings.images]
         chosen = (inputs_as_example(target.model, inputs) for inputs, _ in file_batches(train, interface, order))
     for example in chosen:
         yield {name: tensor.numpy() for name, tensor in zip(names, gather(example), strict=True)}

@@ -7,15 +7,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.trace import trace
 from prunekit.criteria.criterion import get_criterion
 from prunekit.distributed.process_group import in_turn, require_equal, size
-from prunekit.errors import PrunekitError, UsageError, reraise_shortage
+from prunekit.errors import ArtifactError, PrunekitError, UsageError
 from prunekit.jobs.run.agreement import main_has, main_process_only, share_model
 from prunekit.jobs.run.job_inputs import (
     RECIPE_ONLY,
@@ -36,6 +35,8 @@ from prunekit.jobs.run.run_folder import Log, digest, weights_digest
 from prunekit.masks.thresholds import chosen_paths
 from prunekit.models.outputs import require_trainable
 from prunekit.models.zoo import has_weights
+from prunekit.reading.array_files import read_tensors
+from prunekit.reading.records import as_record
 from prunekit.reading.text_files import read_json
 from prunekit.settings.job import JobSettings
 from prunekit.settings.train import TrainSettings
@@ -49,7 +50,8 @@ from prunekit.training.compatibility import check_fits
 from prunekit.training.history import ClampRow, Compilation, EpochRow, History
 from prunekit.training.loop import fit
 from prunekit.utils.context import resolve_device, threads
-from prunekit.utils.files import atomic_file, write_json
+from prunekit.utils.files import atomic_file, sha256, write_json
+from prunekit.utils.tensors import require_same_kind
 from prunekit.utils.user_code import is_reference
 
 
@@ -165,7 +167,7 @@ def train_baseline(
     if job.model.weights is not None or job.baseline is None:
         return Baseline(prepared.model, (), (), reused=False)
     path = _baseline_path(prepared)
-    cached = main_process_only(_read_baseline)(prepared, path)
+    cached = main_process_only(_read_baseline)(prepared, path, log)
     if main_has(cached):
         share_model(prepared.model, "the dense model")
         log(f"dense: reused {path} (same model, data, settings and seed)")
@@ -195,14 +197,18 @@ def train_baseline(
             checkpoints=checkpoints,
         )
     prepared.model.cpu()
-    _save_baseline(path, prepared.model, history)
+    _save_baseline(path, prepared.model, history, log)
     return Baseline(prepared.model, history.rows, history.clamps, reused=False, compilation=history.compilation)
 
 
 @main_process_only
-def _save_baseline(path: Path, model: nn.Module, history: History) -> None:
-    save_weights(path, model)
-    write_json(path.with_suffix(".json"), asdict(history))
+def _save_baseline(path: Path, model: nn.Module, history: History, log: Log) -> None:
+    """Cache a trained model; that it cannot be must not end its run."""
+    try:
+        save_weights(path, model)
+        write_json(path.with_suffix(".json"), asdict(_Training(history.rows, history.clamps, sha256(path))))
+    except OSError as error:
+        log(f"dense: not cached, so that another run trains it again: {error}")
 
 
 def cached_baseline(prepared: Prepared) -> Baseline | None:
@@ -210,21 +216,33 @@ def cached_baseline(prepared: Prepared) -> Baseline | None:
     return None if prepared.job.baseline is None else _read_baseline(prepared, _baseline_path(prepared))
 
 
-def _read_baseline(prepared: Prepared, path: Path) -> Baseline | None:
+def _read_baseline(prepared: Prepared, path: Path, log: Log = lambda message: None) -> Baseline | None:
+    """Return the baseline from its files, once all of both is checked; None if they are damaged or not there."""
     if not path.is_file():
         return None
+    facts = path.with_suffix(".json")
     try:
-        tensors = load_file(path)
-        training = read_json(path.with_suffix(".json"))
-        rows = tuple(EpochRow(**row) for row in training["rows"])
-        clamps = tuple(ClampRow(**row) for row in training["clamps"])
-        with torch.no_grad():
-            for name, tensor in named_tensors(prepared.model):
-                tensor.copy_(tensors[name])
-    except (OSError, KeyError, TypeError, RuntimeError, PrunekitError, SafetensorError) as error:
-        reraise_shortage(error)
-        return None  # a damaged cache is a cache miss: the baseline is trained again
-    return Baseline(prepared.model, rows, clamps, reused=True)
+        training = as_record(_Training, read_json(facts), str(facts))
+        if sha256(path) != training.sha256:
+            raise ArtifactError(f"{path}: not as prunekit wrote it (checksum differs)")
+        tensors, _ = read_tensors(path)
+        require_same_kind(tensors, named_tensors(prepared.model), str(path))
+    except (OSError, PrunekitError) as error:
+        log(f"dense: {error}; trained again")
+        return None
+    with torch.no_grad():
+        for name, tensor in named_tensors(prepared.model):
+            tensor.copy_(tensors[name])
+    return Baseline(prepared.model, training.rows, training.clamps, reused=True)
+
+
+@dataclass(frozen=True)
+class _Training:
+    """Figures of a baseline's training, as in the cache, and the checksum of its weights."""
+
+    rows: tuple[EpochRow, ...]
+    clamps: tuple[ClampRow, ...]
+    sha256: str
 
 
 def save_weights(path: Path, model: nn.Module) -> None:

@@ -41,7 +41,6 @@ from prunekit.training.optimizers import MakeOptimizer
 from prunekit.utils.context import seeded
 from prunekit.utils.inputs import inputs_as_example
 from prunekit.utils.registry import Registry, registered_names
-from prunekit.utils.sample_lists import drawn_at_random
 from prunekit.utils.user_code import ForbiddenReference, is_reference, run_factory
 
 
@@ -220,7 +219,8 @@ def _image_size(splits: Splits) -> int | None:
 
 def chosen_batches(job: JobSettings, splits: Splits) -> Batches:
     """Return batches over the calibration samples of a job: a fixed random choice of training samples."""
-    chosen = drawn_at_random(len(splits.train), job.calibration.images, job.seed)
+    order = torch.randperm(len(splits.train), generator=torch.Generator().manual_seed(job.seed))
+    chosen = order[: job.calibration.images]
     return batches(splits.train, job.data.batch, shuffle_seed=None, workers=job.data.reading, indices=chosen)
 
 

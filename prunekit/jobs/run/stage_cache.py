@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,15 +17,19 @@ from prunekit.channels.cut.model_copy import copied, named_tensors
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import ArtifactError, ResumeError
 from prunekit.jobs.prune.latency_search import time_binds
-from prunekit.jobs.prune.latency_target import Attempt, Timing
+from prunekit.jobs.prune.latency_target import Attempt
 from prunekit.jobs.prune.plan_search import Planned
 from prunekit.jobs.run.agreement import main_process_only
 from prunekit.jobs.run.run_folder import RunFolder
 from prunekit.planning.plan import load_plan
+from prunekit.reading.records import as_record
 from prunekit.reading.text_files import read_json
-from prunekit.repair.repair_report import LayerRepair, RepairMemory, RepairReport
+from prunekit.repair.repair_report import RepairReport
 from prunekit.utils.files import write_json
 from prunekit.utils.state_folders import read_state, write_state
+from prunekit.utils.tensors import require_same_kind
+
+Result = TypeVar("Result")
 
 
 class StageClock:
@@ -38,7 +43,7 @@ class StageClock:
         self._path = path
         self.stages: dict[str, float] = {}
         with suppress(ArtifactError):  # not there yet
-            self.stages = read_json(path)
+            self.stages = as_record(dict[str, float], read_json(path), str(path))
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -80,25 +85,30 @@ def cached_plan(run: RunFolder, dense: nn.Module) -> Planned | None:
     Raises:
         ResumeError: the plan in the folder is not the one that the run made.
     """
-    state = _read(run, "plan")
-    if state is None:
-        return None
+    return _cached(run, "plan", partial(_plan_of, run, dense))
+
+
+def _plan_of(run: RunFolder, dense: nn.Module, state: Mapping[str, Any]) -> Planned:
+    where = run.resume / "plan"
+    found = as_record(_PlanFacts, {key: value for key, value in state.items() if key != "scores"}, str(where))
     plan = load_plan(run.resume / "planned")
-    if state["plan"] != plan.digest:
+    if found.plan != plan.digest:
         raise ResumeError(
             f"{run.resume / 'planned'}: not the plan that this run was made with (checksum {plan.digest}, "
-            f"expected {state['plan']}); put that back, or start a new run"
+            f"expected {found.plan}); put that back, or start a new run"
         )
+    scores, count = state.get("scores"), plan.channel_map.n_labels
+    if not isinstance(scores, torch.Tensor) or scores.shape != (count,) or not scores.is_floating_point():
+        raise ArtifactError(f"{where}: expected a score for each of {count} labels; the file is damaged")
     run.log("plan: that of the run, from its folder")
-    attempts = [] if state["frozen"] is None else state["frozen"]["attempts"]
     return Planned(
         plan,
-        state["scores"].numpy(),
+        scores.numpy(),
         compact(dense, plan),
-        state["max_relative_difference"],
-        tuple(state["locked_by_trial"]),
-        tuple(state["unseen"]),
-        tuple(Attempt(**{**one, "timing": Timing(**one["timing"])}) for one in attempts),
+        found.max_relative_difference,
+        found.locked_by_trial,
+        found.unseen,
+        () if found.frozen is None else found.frozen.attempts,
     )
 
 
@@ -115,28 +125,54 @@ def cached_repair(run: RunFolder, dense: nn.Module) -> tuple[nn.Module, RepairRe
         run: the folder.
         dense: on the CPU; not changed.
     """
-    state = _read(run, "repair")
-    if state is None:
-        return None
+    return _cached(run, "repair", partial(_repair_of, run, dense))
+
+
+def _repair_of(run: RunFolder, dense: nn.Module, state: Mapping[str, Any]) -> tuple[nn.Module, RepairReport | None]:
+    where = str(run.resume / "repair")
+    report = as_record(_RepairFacts, {"report": state.get("report")}, where).report
+    require_same_kind(state.get("weights"), named_tensors(dense), where)
     model = copied(dense)
     with torch.no_grad():
         for name, tensor in named_tensors(model):
             tensor.copy_(state["weights"][name])
     run.log("repair: that of the run, from its folder")
-    found = state["report"]
-    if found is None:
-        return model, None
-    layers = tuple(LayerRepair(**layer) for layer in found["layers"])
-    return model, RepairReport(**{**found, "layers": layers, "memory": RepairMemory(**found["memory"])})
+    return model, report
 
 
-def _read(run: RunFolder, name: str) -> dict[str, Any] | None:
-    """Return the state of a stage; None if it is missing, or damaged, which is logged."""
+@dataclass(frozen=True)
+class _Frozen:
+    """Decisions from measurements of time, which another run would not come to again."""
+
+    attempts: tuple[Attempt, ...]
+    binding: bool
+
+
+@dataclass(frozen=True)
+class _PlanFacts:
+    """Results of the search for a plan, besides the plan itself and its scores."""
+
+    plan: str
+    max_relative_difference: float
+    locked_by_trial: tuple[str, ...]
+    unseen: tuple[str, ...]
+    frozen: _Frozen | None
+
+
+@dataclass(frozen=True)
+class _RepairFacts:
+    """Result of a repair, besides the weights."""
+
+    report: RepairReport | None
+
+
+def _cached(run: RunFolder, name: str, use: Callable[[dict[str, Any]], Result]) -> Result | None:
+    """Return what a function makes of the state of a stage; None if it is missing, or damaged, which is logged."""
     folder = run.resume / name
     if not folder.exists():
         return None
     try:
-        return read_state(folder)
+        return use(read_state(folder))
     except ArtifactError as error:
         run.log(f"{name}: {error}; made again")
         return None

@@ -16,7 +16,6 @@ from prunekit.tasks.detection import DETECTION, Targets
 from prunekit.utils.context import training_mode
 from prunekit.utils.files import write_json
 from prunekit.utils.inputs import call, inputs_as_example
-from prunekit.utils.sample_lists import evenly_spread
 
 FOLDER = "detections"
 SHOWN = 6
@@ -39,7 +38,7 @@ def write_detections(prepared: Prepared, models: Mapping[str, nn.Module], run: P
     splits = prepared.splits
     if splits.task is not DETECTION:
         return []
-    spread = evenly_spread(len(splits.test), LOOKED_AT)
+    spread = torch.linspace(0, len(splits.test) - 1, min(LOOKED_AT, len(splits.test))).long()
     images, targets = _read(prepared, spread)
     chosen = [i for i, target in enumerate(targets) if len(target["labels"])][:SHOWN]
     found = {name: _detected(model, images[chosen]) for name, model in models.items()} if chosen else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from prunekit.channels.channel_map import ChannelMap
@@ -19,7 +20,6 @@ from prunekit.training.callbacks.averaging import Average
 from prunekit.training.callbacks.callback import Callback, CurrentPlan
 from prunekit.training.callbacks.distillation import Distillation
 from prunekit.training.callbacks.regularizers import SparsityRegularizer
-from prunekit.utils.sample_lists import evenly_spread
 
 STATISTICS_IMAGES = 2048
 """Training images, at most, from which an average's BatchNorm statistics are taken: many times a calibration's."""
@@ -66,7 +66,7 @@ def build_callbacks(settings: TrainSettings, inputs: CallbackInputs) -> list[Cal
         callbacks.append(SparsityRegularizer(settings.regularize, inputs.channel_map, inputs.removed))
     if settings.average is not None:
         train = inputs.splits.train
-        chosen = evenly_spread(len(train), STATISTICS_IMAGES)
+        chosen = torch.linspace(0, len(train) - 1, min(STATISTICS_IMAGES, len(train))).long()
         images = batches(train, inputs.batch, shuffle_seed=None, indices=chosen)
         callbacks.append(Average(settings.average, images, inputs.masks))
     return callbacks
