@@ -274,8 +274,9 @@ class _ModelCopies(dict[RunPrecision, nn.Module]):
         """Yield the buffers that a copy has written since it was made, as they were when it was made."""
         now = dict(self[way].named_buffers())
         for name, (tensor, version, first) in self._begun[way].items():
-            kept = now.get(name) is tensor and tensor._version == version and torch.equal(tensor, first)
-            if not kept:  # a write to `.data` counts no version
+            kept = now.get(name) is tensor and tensor._version == version
+            alike = tensor.layout != torch.strided or torch.equal(tensor, first)  # a write to `.data` counts no version
+            if not (kept and alike):
                 yield name, first
 
 
