@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.channel_map import ChannelMap, Lock
+from prunekit.channels.constraints import LockRecord
 from prunekit.channels.labels import Labels
 from prunekit.channels.tracing.tracer import hint_at_child
 from prunekit.errors import PlanError, UsageError
@@ -53,14 +54,34 @@ def require_free_parts(
 
 
 def nothing_free_error(channel_map: ChannelMap) -> PlanError:
-    """Return the error for a model without a free channel; it names the lock that holds most channels."""
+    """Return the error for a model without a free channel; it names the lock that holds most channels.
+
+    Where a trial locked what was free before, that is the reason.
+    """
     if reason := calls_no_own_module(channel_map):
         return PlanError(reason)
+    if found := _found_by_trial(channel_map):
+        return PlanError(f"no channel is free: all are locked or excluded, after the trial of a plan locked {found}")
     locks = [lock for lock in channel_map.locks if lock.channels and (lock.module or lock.operator)]
     most = max(locks, key=lambda lock: lock.channels, default=None)
-    where = "" if most is None else " ".join(filter(None, (most.module, most.operator and f"({most.operator})")))
-    why = "" if most is None else f", most of them in {where}: {most.reason}"
+    why = "" if most is None else f", most of them in {_named(most)}: {most.reason}"
     return PlanError(f"no channel is free: all are locked or excluded{why}; `prunekit inspect` lists all reasons")
+
+
+def _named(lock: Lock | LockRecord) -> str:
+    """Return the module and the operator of a lock, in words."""
+    return " ".join(filter(None, (lock.module or "the top-level forward", lock.operator and f"({lock.operator})")))
+
+
+def _found_by_trial(channel_map: ChannelMap) -> str:
+    """Return the lock of a trial that holds most channels, in words; empty if no trial locked any."""
+    extra = () if channel_map.source is None else channel_map.source.extra
+    locks = [lock for lock in extra if isinstance(lock, LockRecord)]
+    if not locks:
+        return ""
+    most = max(locks, key=lambda lock: lock.labels.size)
+    more = f" (the most of {len(locks)} places)" if len(locks) > 1 else ""
+    return f"those in {_named(most)}{more}: {most.reason}"
 
 
 def calls_no_own_module(channel_map: ChannelMap) -> str:
@@ -109,7 +130,9 @@ def require_met(
             f"budget {facts.name}: {facts.limit} {wanted} was asked for, but locks, exclusions, ratios, "
             f"min_channels{limits} leave {no_less} than {left}{of_dense}{without}"
         )
-    raise PlanError(f"{'; '.join(texts)}; raise the budget or relax these")
+    found = _found_by_trial(channel_map)
+    why = found and f". The trial of a plan locked {found}"
+    raise PlanError(f"{'; '.join(texts)}; raise the budget or relax these{why}")
 
 
 def require_unmeasured_met(channel_map: ChannelMap, settings: PruneSettings) -> None:

@@ -164,3 +164,27 @@ class PoolingAttention(nn.Module):
 @case("qkv.weight")
 def pooling_attention() -> Case:
     return PoolingAttention(), tokens()
+
+
+class HeadsInTheBatch(nn.Module):
+    """Values whose heads become part of the batch, as for `grid_sample`, with their width written as a quotient."""
+
+    def __init__(self, heads: int = 3, width: int = 12) -> None:
+        super().__init__()
+        self.heads = heads
+        self.inner, self.out = nn.Linear(6, width), nn.Linear(width, 3)
+        self.v, self.o, self.gate = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        n, length, width = x.shape
+        v = self.v(x).view(n, length, self.heads, width // self.heads).permute(0, 2, 3, 1)
+        gate = self.gate(x).transpose(1, 2).reshape(n * self.heads, 1, length)
+        v = v.reshape(n * self.heads, width // self.heads, length) * gate
+        v = v.view(n, self.heads * (width // self.heads), length).transpose(1, 2)
+        return self.out(x + self.o(v))
+
+
+@case("inner.weight", "v.weight")
+def heads_folded_into_the_batch() -> Case:
+    return HeadsInTheBatch(), tokens()

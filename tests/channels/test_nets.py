@@ -19,11 +19,13 @@ from net_cases import CASES
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
+from prunekit.channels.channel_map import ChannelMap, Keep
 from prunekit.channels.trace import trace
 from prunekit.channels.trial.trial import run_trial
 from prunekit.compaction.compact_model import compact
 from prunekit.hooks.hook import count_hooks
 from prunekit.measure.model_size import count_macs
+from prunekit.planning.plan import Plan
 
 NOT_COUNTED = {
     "lstm": "torch's counter does not know the CPU's recurrent kernel",
@@ -109,6 +111,25 @@ def test_heads_are_pruned_whole() -> None:
     assert (len(heads), len(positions)) == (4, 1)
     assert np.array_equal(plan.kept("q.weight", 0), plan.kept("k.weight", 0))
     assert heads_and_positions(plan.kept("v.weight", 0), 2)[0] == heads
+
+
+def test_heads_that_are_part_of_the_batch_are_pruned_without_positions() -> None:
+    """The width of a head is written as a quotient, beside an axis that has both the batch and the heads."""
+
+    def without_a_head(chart: ChannelMap) -> Keep:
+        rows, keep = chart.labels["v.weight"][0], np.ones(chart.n_labels, dtype=bool)
+        assert rows is not None
+        keep[chart.deciding(rows)[0][0]] = False
+        return keep
+
+    model, example = CASES["heads_folded_into_the_batch"][0]()
+    randomized(model).eval()
+    settled = run_trial(model, trace(model, example), without_a_head, [example])
+    plan = Plan(settled.channel_map, settled.keep)
+    assert heads_and_positions(plan.kept("v.weight", 0), 4) == ([1, 2], [0, 1, 2, 3])
+    assert plan.kept("inner.weight", 0).size == 12
+    for batch in (2, 5):
+        assert parity(model, plan, (torch.randn(batch, 5, 6),)) <= TOLERANCE
 
 
 def test_a_tied_weight_stays_tied() -> None:

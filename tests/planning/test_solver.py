@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.constraints import LockRecord
+from prunekit.channels.map_builder import with_extra
 from prunekit.channels.trace import trace
 from prunekit.errors import NonFiniteError, PlanError, UsageError
 from prunekit.planning.candidates import Scores, free_parts, labels_matching
@@ -312,6 +314,21 @@ def test_a_model_with_nothing_to_prune() -> None:
     found = trace(nn.Linear(4, 3), (torch.ones(2, 4),))
     with pytest.raises(PlanError, match="no channel is free"):
         make_plan(found, np.ones(found.n_labels), PruneSettings())
+
+
+def test_an_error_names_what_a_trial_locked() -> None:
+    """Not the most frequent lock of the trace, which has nothing to do with it."""
+    found = trace(nn.Sequential(nn.Linear(40, 6), nn.Linear(6, 3)), (torch.ones(2, 40),))
+    axes = found.traced.trace.labels["0.weight"]
+    assert axes[0] is not None
+    half = PruneSettings(budget=BudgetSettings(channels=0.5))
+    locked = with_extra(found, [LockRecord("the trial found a difference: that one", "1", "aten.mm", axes[0])])
+    with pytest.raises(PlanError, match=r"no channel is free.* locked those in 1 \(aten.mm\): .*: that one"):
+        make_plan(locked, np.ones(locked.n_labels), half)
+    partly = with_extra(found, [LockRecord("it differs", "1", "aten.mm", axes[0][:3])])
+    least = PruneSettings(budget=BudgetSettings(macs=0.1))
+    with pytest.raises(PlanError, match=r"budget macs: .*\. The trial of a plan locked those in 1 .*: it differs"):
+        make_plan(partly, np.ones(partly.n_labels), least)
 
 
 @pytest.mark.slow

@@ -43,15 +43,15 @@ from prunekit.channels.tracing.tracer import Trace
 class SizeExpression:
     """An expression that counts some labels; or one item of the list that it makes, at `position`.
 
-    Labels of 0 stand for positions that always stay. The expression has to be replaced if channels of `decides` are
-    removed. `reads` is the attribute that it reads, such as `part.width`. `alone` says that it stays as it is where
+    Labels of 0 stand for positions that always stay. The expression has to be replaced if positions of one of `decides`
+    are removed. `reads` is the attribute that it reads, such as `part.width`. `alone` says that it stays as it is where
     another size of the same call changes, as the height of a new map does.
     """
 
     place: CodePlace
     position: int | None
     labels: Labels  # (size, n), as in `SizeAttribute`
-    decides: Labels
+    decides: tuple[Labels, ...]
     reads: str | None = None
     alone: bool = False
 
@@ -59,7 +59,8 @@ class SizeExpression:
 def size_expressions(operator: TracedOperator, varying: Container[int]) -> Iterator[SizeExpression]:
     """Yield the sizes in the expression that called an operator, if it is in a method of a module.
 
-    Sizes of the axes `varying` of the operator's first result depend on the input, and are left alone.
+    Sizes of the axes `varying` of the operator's first result depend on the input, and are left alone; other sizes may
+    follow from them, as the width of a head does where heads and batch are one axis.
     """
     site = operator.site
     node = None if site is None else expression_at(site)
@@ -75,14 +76,16 @@ def size_expressions(operator: TracedOperator, varying: Container[int]) -> Itera
         sizes = _of_slice if name == "slice" else _of_split if name.startswith("split") else _of_shape
     found = list(sizes(operator, node))
     whole = not any(position is not None and axis in varying for axis, _, position, _ in found)
+    merged = [_rows(operator.outputs[0], axis) for axis in range(len(operator.call[2][0])) if axis in varying]
+    beside = tuple(rows for rows in merged if rows is not None)
     for axis, expression, position, labels in found if whole else ():
         place = place_of(site.method, expression)
         if axis not in varying and place is not None and labels.size:
             if name == "mul":
-                yield SizeExpression(place, None, np.zeros_like(labels[:, :1]), labels)
+                yield SizeExpression(place, None, np.zeros_like(labels[:, :1]), (labels,))
             else:
                 reads = attribute_read(site.method, expression)
-                yield SizeExpression(place, position, labels, labels, reads, alone=made)
+                yield SizeExpression(place, position, labels, (labels, *beside), reads, alone=made)
 
 
 Sized = tuple[int, ast.expr, int | None, Labels]
@@ -312,7 +315,8 @@ class StatedSizes:
         """Add the sizes of one expression in one call of a module."""
         fewer = {str(size.place) for size in sizes if self._shrinks(size.labels)}
         beside = {str(size.place) for size in sizes if not (size.place.is_number or size.alone)}
-        self._changing |= fewer | (beside if fewer or any(self._shrinks(size.decides) for size in sizes) else set())
+        changes = bool(fewer) or any(self._shrinks(rows) for size in sizes for rows in size.decides)
+        self._changing |= fewer | (beside if changes else set())
         for size in sizes:
             key = (module, str(size.place), size.position)
             self._reads[key[1]] = size.reads
