@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from equivalence import Net, image
-from net_registry import Case, case, conv, weight
+from net_registry import CASES, Case, case, conv, weight
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -95,3 +98,60 @@ def weight_norm_of_each_position() -> Case:
 def weight_norm_of_the_whole() -> Case:
     middle = weight_norm(conv(8, 6, padding=1), dim=None)  # type: ignore[arg-type]
     return Net(lambda net, x: net.c(net.b(net.a(x).relu()).relu()), a=conv(3, 8), b=middle, c=conv(6, 3, 1)), image()
+
+
+DIVISIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "quotient": lambda y, s: y / s,
+    "reciprocal": lambda y, s: y * (1 / s),
+    "root": lambda y, s: y * (s * s).rsqrt(),
+    "power": lambda y, s: y * s**-2,
+    "logarithm": lambda y, s: y * s.abs().log(),
+    "fused": lambda y, s: torch.addcdiv(torch.zeros_like(y), y, s.expand(len(y), -1)),
+}
+"""Ways to divide by a vector, which must not be zero where a channel is removed."""
+
+
+def divided_by_a_parameter(how: str) -> Case:
+    """Temperatures by channel, as classifiers learn them, one of which is added as well."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = DIVISIONS[how](net.a(x), net.first).relu()
+        return net.c(DIVISIONS[how](net.b(x), net.second) + net.second)
+
+    layers = {"a": nn.Linear(6, 8), "b": nn.Linear(8, 9), "c": nn.Linear(9, 3)}
+    return Net(forward, first=weight(8), second=weight(9), **layers), (torch.randn(4, 6),)
+
+
+for _how in DIVISIONS:
+    CASES[f"divided_by_a_parameter_{_how}"] = (partial(divided_by_a_parameter, _how), ("a.weight", "b.weight"))
+
+
+@case("a.weight", "b.weight")
+def entries_of_a_weight_divided() -> Case:
+    """A divisor of the whole shape of a weight, and one of what it reads."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = F.linear(net.a(x).relu() / net.read, net.b.weight / net.sigma)
+        return net.c(x.relu())
+
+    layers = {"a": nn.Linear(6, 8), "b": nn.Linear(8, 9), "c": nn.Linear(9, 3)}
+    return Net(forward, read=weight(8), sigma=weight(9, 8), **layers), (torch.randn(4, 6),)
+
+
+class StepSizes(nn.Conv2d):
+    """A convolution whose weight is quantized by a learned step for each output (LSQ, Esser et al. 2020)."""
+
+    def __init__(self, inputs: int, outputs: int, **options: Any) -> None:
+        super().__init__(inputs, outputs, 3, padding=1, **options)
+        self.step = weight(outputs, 1, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 1 / math.sqrt(self.weight.numel() * 7)
+        step = (self.step - self.step * scale).detach() + self.step * scale
+        v = (self.weight / step).clamp(-8, 7)
+        return F.conv2d(x, ((v.round() - v).detach() + v) * step, self.bias, padding=1)
+
+
+@case("0.weight", "2.weight")
+def learned_step_sizes() -> Case:
+    return nn.Sequential(StepSizes(3, 8), nn.ReLU(), StepSizes(8, 6), nn.ReLU(), conv(6, 4, 1)), image()

@@ -30,6 +30,8 @@ MOVES_ZERO = (
 )
 SUMS = "add sub rsub maximum minimum fmax fmin logical_or bitwise_or atan2 hypot lerp"
 PRODUCTS = "mul logical_and bitwise_and div true_divide floor_divide remainder fmod xlogy"
+DIVIDES = frozenset(aten("reciprocal rsqrt log log2 log10", ("", "_")))
+"""Operators of `MOVES_ZERO` that are not finite at 0."""
 KEEPS_NONZERO = frozenset(aten("clone detach alias _to_copy lift_fresh contiguous to"))
 COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "gt", "le", "ge")}
 SLOPES = (
@@ -115,6 +117,8 @@ def comparisons(flow: LabelFlow, call: OperatorCall) -> None:
 @register_rule(*aten(MOVES_ZERO, IN_PLACE))
 def moves_zero(flow: LabelFlow, call: OperatorCall) -> None:
     """Pass fields without their zeros, as f(0) may be anything; but noise that a removed channel has is removed."""
+    if call.name in DIVIDES:
+        flow.divide_by(call.args[0])
     tensors = [argument for argument in call.args if isinstance(argument, torch.Tensor)]
     fields = flow.fields(tensors[0]) if len(tensors) == 1 else broadcast(flow, tensors, product=False)
     flow.set(call.outs[0], [Field(field.labels, zero=call.name in NOISE) for field in fields])
@@ -140,6 +144,8 @@ def power(flow: LabelFlow, call: OperatorCall) -> None:
     """Pass zeros if the exponent is a positive number."""
     exponent = call.args[1]
     positive = isinstance(exponent, (int, float)) and exponent > 0
+    if isinstance(exponent, (int, float)) and exponent < 0:
+        flow.divide_by(call.args[0])
     (keeps_zero if positive else moves_zero)(flow, call)
 
 
@@ -155,6 +161,8 @@ def products(flow: LabelFlow, call: OperatorCall) -> None:
     """Merge factors whose product is zero if any is; a quotient, if the numerator is and the denominator is not."""
     fields = broadcast(flow, call.args[:2], product=True)
     if "mul" not in call.name and "and" not in call.name:
+        if "xlogy" not in call.name:
+            flow.divide_by(call.args[1])
         above, below = (_zero_spans(flow, operand, call.out.dim()) for operand in call.args[:2])
         fields = [Field(f.labels, f.span in above and not any(set(f.span) & set(span) for span in below))
                   for f in fields]  # fmt: skip
@@ -181,6 +189,8 @@ def ternary(flow: LabelFlow, call: OperatorCall) -> None:
     """Merge all operands; the result is zero where every value that it may be made of is."""
     fields = broadcast(flow, [argument for argument in call.args if isinstance(argument, torch.Tensor)], product=False)
     first, *others = (_zero_spans(flow, operand, call.out.dim()) for operand in call.args)
+    if "addcdiv" in call.name:
+        flow.divide_by(call.args[2])
     if "addc" in call.name:
         zero = first & (others[0] | others[1] if "mul" in call.name else others[0] - others[1])
     elif call.name == "aten.where":

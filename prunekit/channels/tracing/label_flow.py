@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -56,8 +57,9 @@ class LabelFlow:
         multiples: widths that operators take only in multiples of a number.
         substituted: paths of modules whose equivalents run in their place.
         interchangeable: by module path, positions that operators inside do not lock.
-        divided: labels of axes of parameters whose slices are divided by their own norm: it must not be zero where a
-            channel is removed, and need not be, because a factor of the result is.
+        divided: labels of axes of parameters that are divided by, or whose slices are by their own norm: they must not
+            be zero where a channel is removed, and need not be, because a factor of the result is.
+        divisors: labels and sizes of tensors that are divided by, and are zero where a channel is removed.
         parted: by a field on several axes that a norm read, the fields as which it did.
         running: returns the paths of all modules that run now.
         of_input: returns whether an axis of a tensor comes from the inputs of the model, or may.
@@ -87,6 +89,7 @@ class LabelFlow:
         self.of_input: Callable[[torch.Tensor, int], bool] = lambda tensor, axis: True
         self.expression: RunningExpression | None = None
         self.divided: list[Labels] = []
+        self.divisors: list[tuple[Labels, int]] = []
         self.parted: dict[Field, list[Field]] = {}
         self.module = ""
         self.operator = ""
@@ -125,6 +128,13 @@ class LabelFlow:
                 if not self.only_made(labels):
                     self.locks.append(self.record(labels, reason))
                 self.union.lock(labels)
+
+    def divide_by(self, tensor: Any) -> None:
+        """Take note that an operator is not finite where a tensor is zero."""
+        for field in self.fields(tensor):
+            if field.zero:
+                sizes = [size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step]  # not expanded
+                self.divisors.append((field.labels.reshape(-1), prod(sizes)))
 
     def _interchangeable_here(self, labels: Labels) -> bool:
         """Return whether labels are of positions that may change places in a module that is running now."""

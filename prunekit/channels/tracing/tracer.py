@@ -6,7 +6,7 @@ It is a dispatch mode, and builds no graph.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -370,6 +370,7 @@ def _trace(
     wide: bool = False,
     alternatives: Alternatives | None = None,
     interchangeable: Sequence[Interchangeable] = (),
+    divided: frozenset[TensorAxis] = frozenset(),
 ) -> Trace:
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
         if meta and has_gradients(tensor):
@@ -390,7 +391,9 @@ def _trace(
     labels = {}
     for name, tensor in named_tensors(clone):
         own = {axis: vector for (other, axis), vector in shared.items() if other == name}
-        labels[name], fresh = _label(flow, tensor, fresh, own)
+        nonzero = {axis for other, axis in divided if other == name}
+        labels[name], fresh = _label(flow, tensor, fresh, own, nonzero)
+        flow.divided += [vector for axis, vector in enumerate(labels[name]) if axis in nonzero and vector is not None]
     given = weakref.ref(model)
 
     def traced() -> nn.Module:
@@ -423,33 +426,52 @@ def _trace(
                 reason = f"train mode does not run on this example ({reason_of(error)}); what only it uses is locked"
                 flow.locks.append(LockRecord(reason, flow.module, "", np.zeros(0, dtype=np.int64)))
                 trace.norms.abandon()
+    traced_again = partial(
+        _trace,
+        model,
+        examples,
+        meta=meta,
+        both_modes=both_modes,
+        read=read,
+        gradients=gradients,
+        wide=wide,
+        interchangeable=interchangeable,
+    )
+    divisors = _divisors(trace, stand_ins)
+    if not divisors <= divided:  # they keep their values under masks, so that what is added to them is not zero
+        return traced_again(alternatives=alternatives, divided=divided | divisors)
     again = alternatives_of(clone, trace.ran, trace.activations, flow.union) if alternatives is None else {}
     if again:
         with suppress(Exception):  # some other module does not run on what these were given
-            return _trace(
-                model,
-                examples,
-                meta=meta,
-                both_modes=both_modes,
-                read=read,
-                gradients=gradients,
-                wide=wide,
-                alternatives=again,
-                interchangeable=interchangeable,
-            )
+            return traced_again(alternatives=again, divided=divided)
     return trace
 
 
+def _divisors(trace: Trace, tensors: Mapping[str, torch.Tensor]) -> frozenset[TensorAxis]:
+    """Return the axes of parameters and buffers that are divided by, whole and entry by entry."""
+    return frozenset(
+        (name, axis)
+        for labels, size in trace.flow.divisors
+        for name, axes in trace.labels.items()
+        for axis, own in enumerate(axes)
+        if own is not None and tensors[name].numel() == size and np.array_equal(own, labels)
+    )
+
+
 def _label(
-    flow: LabelFlow, tensor: torch.Tensor, fresh: Labels, shared: Mapping[int, Labels]
+    flow: LabelFlow, tensor: torch.Tensor, fresh: Labels, shared: Mapping[int, Labels], nonzero: Container[int]
 ) -> tuple[tuple[Labels | None, ...], Labels]:
-    """Give every index of every axis of a parameter or float buffer a label of its own, fresh or shared with others."""
+    """Give every index of every axis of a parameter or float buffer a label of its own, fresh or shared with others.
+
+    Removed entries along the axes `nonzero` keep their values under masks.
+    """
     axes: list[Labels | None] = []
     for axis, size in enumerate(tensor.shape):
         labeled = size > 1 and _is_maskable(tensor)
         axes.append(shared.get(axis, fresh[:size]) if labeled else None)
         fresh = fresh[size:]
-    flow.set(tensor, [Field(along(axis, i, tensor.dim()), True) for i, axis in enumerate(axes) if axis is not None])
+    labeled_axes = [(i, axis) for i, axis in enumerate(axes) if axis is not None]
+    flow.set(tensor, [Field(along(axis, i, tensor.dim()), i not in nonzero) for i, axis in labeled_axes])
     return tuple(axes), fresh
 
 

@@ -20,6 +20,9 @@ FILLER = 1e6
 CANCELED = 1e-4
 """Below this share of the largest value in the run, a sum may be rounding alone."""
 
+NOT_FINITE = "NaN or Inf where the other model has none"
+"""What differs where a masked model divides by zero."""
+
 
 def largest_value(tensor: torch.Tensor) -> float:
     """Return the largest absolute value, ten times faster than the infinity norm does."""
@@ -58,7 +61,7 @@ def relative_difference(want: torch.Tensor | None, got: torch.Tensor, peak: floa
     if difference != difference or largest == float("inf"):
         finite = want.isfinite()
         if finite.all() or not torch.equal(want[~finite].nan_to_num(), got[~finite].nan_to_num()):
-            return float("inf"), "NaN or Inf where the other model has none", peak
+            return float("inf"), NOT_FINITE, peak
         return relative_difference(want[finite], got[finite], peak)
     return difference, f"values differ by {difference:.3g} of the largest", peak
 

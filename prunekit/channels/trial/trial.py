@@ -48,11 +48,16 @@ from prunekit.channels.trial.float64 import (
     with_zeros,
 )
 from prunekit.channels.trial.size_search import BatchAxes, Failure, Outcome, ScaleSearch, SizeSearch, fields_at, within
+from prunekit.channels.trial.tolerance import NOT_FINITE
 from prunekit.channels.trial.untraced_methods import untraced_sizes
 from prunekit.errors import ModelError, PlanError
 
 MORE_EXAMPLES = "; no example runs this module, whose inputs may be pruned: give one that does as more_examples"
 MAKE_IT = "make it in a method of a module, with its sizes as the arguments, where they can be set"
+DIVIDES = (
+    "what it is computed from is divided by zero where a channel is removed: add an eps to the divisor, or prune "
+    "before such a factor is put on, or after it is merged into the weight"
+)
 AGAIN = 4
 """How often the Python of modules of one class may fail before all of their channels are locked."""
 KEEPS_CLASS = "plain_classes keeps its class as it is"
@@ -404,6 +409,8 @@ class _PlanOnTrial:
                 )
                 if divergence.operator in MADE:
                     reason += f"; {MAKE_IT}"
+                if NOT_FINITE in divergence.detail:
+                    reason += f"; {DIVIDES}"
                 part = self._lost(final)  # without these, whole heads may be pruned
                 call = None if culprit is None else culprit.module_call
                 return LockRecord(reason, divergence.module, divergence.operator, labels, only=part, call=call)
