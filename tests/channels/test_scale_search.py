@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from equivalence import TOLERANCE, parity, randomized, settled_plan
 from nets_stated import WIDTH, Correlation, ScaleOfAWidth
 from torch import Tensor, nn
@@ -45,6 +48,37 @@ def test_a_number_read_before_its_tensor_is_gone_stays() -> None:
     assert first.shape[-1] < 8
     root = torch.tensor(8).sqrt()  # in float32, as everything that torch makes of a whole number
     assert torch.allclose(small(*EXAMPLE), small.c(first @ second.transpose(1, 2) / root), rtol=1e-12)
+
+
+class FanIn(nn.Module):
+    """Scales weights by numbers of their entries, each written in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(WIDTH, 8), nn.Linear(8, 9), nn.Linear(9, WIDTH)
+        self.d = nn.Linear(WIDTH, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.linear(x, self.a.weight * math.sqrt(2 / self.a.weight.numel()))
+        w = self.b.weight
+        x = F.linear(x, w * math.sqrt(2 / np.prod(w.size()[1:])))
+        x = F.linear(x, self.c.weight / len(self.b.weight))
+        scale = 3 / self.d.weight[0].numel()
+        return F.linear(x, self.d.weight * scale)
+
+
+def test_numbers_of_entries_stay_those_of_the_dense_model() -> None:
+    net = randomized(nn.Sequential(nn.Linear(WIDTH, WIDTH), FanIn(), nn.Linear(10, 4))).double().eval()
+    plan = settled_plan(net, EXAMPLE, share=0.5)
+    assert numbers(plan) == {
+        ("1", "self.a.weight.numel()", 8 * WIDTH),
+        ("1", "np.prod(w.size()[1:])", 8),
+        ("1", "len(self.b.weight)", 9),
+        ("1", "self.d.weight[0].numel()", WIDTH),
+    }
+    for part in "abcd":
+        assert 0 < plan.kept(f"1.{part}.weight", 0).size < getattr(net[1], part).out_features
+    assert parity(net, plan, EXAMPLE) <= TOLERANCE
 
 
 class Folded(nn.Module):

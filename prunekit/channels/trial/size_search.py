@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import isfinite
+from math import isfinite, prod
 from types import CodeType
 from typing import Any
 
@@ -173,22 +173,64 @@ def _numbers_in(node: ast.expr, method: CodeType, names: Mapping[str, Any]) -> I
 
 
 def _value(node: ast.AST, names: Mapping[str, Any]) -> Any:
-    """Return the value of a variable, an attribute or one element of a tensor's shape; None for anything else."""
+    """Return the value of a variable, an attribute or a number made of a tensor's shape; None for anything else.
+
+    Nothing of the model's own code is called.
+    """
     match node:
         case ast.Name(name):
             return names.get(name)
         case ast.Attribute(owner, name) if not isinstance(found := _value(owner, names), torch.Tensor):
-            return vars(found).get(name) if hasattr(found, "__dict__") else None
-        case ast.Subscript(ast.Attribute(ast.Name(name), "shape"), index):
-            pass
-        case ast.Call(ast.Attribute(ast.Name(name), "size"), [index]):
-            pass
-        case _:
-            return None
-    of, at = names.get(name), number(index)
-    if isinstance(of, torch.Tensor) and at is not None and -of.dim() <= at < of.dim():
-        return of.shape[at]
+            held = vars(found) if hasattr(found, "__dict__") else {}
+            return next((held[part][name] for part in _HELD if name in held.get(part, ())), held.get(name))
+        case ast.Subscript(of, index) if (sizes := _sizes(of, names)) is not None and (at := number(index)) is not None:
+            return sizes[at] if -len(sizes) <= at < len(sizes) else None
+        case ast.Call(ast.Attribute(of, "size"), [index]) if (shape := _shape(of, names)) is not None:
+            at = number(index)
+            return None if at is None or not -len(shape) <= at < len(shape) else shape[at]
+        case ast.Call(ast.Attribute(of, "numel" | "nelement"), []):
+            sizes = _shape(of, names)
+            return _product(_sizes(of, names) if sizes is None else sizes)
+        case ast.Call(ast.Name("len"), [of]) if shape := _shape(of, names):
+            return shape[0]
+        case ast.Call(ast.Name("prod") | ast.Attribute(ast.Name(), "prod"), [of]):
+            return _product(_sizes(of, names))
     return None
+
+
+_HELD = ("_parameters", "_buffers", "_modules")
+"""Attributes that hold the tensors and parts of a module."""
+
+
+def _product(sizes: tuple[int, ...] | None) -> int | None:
+    return None if sizes is None else prod(sizes)
+
+
+def _sizes(node: ast.AST, names: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Return the shape that an expression reads of a tensor, such as `x.shape[1:]` or `x.size()`; None of others."""
+    match node:
+        case ast.Attribute(of, "shape") | ast.Call(ast.Attribute(of, "size"), []):
+            return _shape(of, names)
+        case ast.Subscript(of, ast.Slice(lower, upper, None)) if (sizes := _sizes(of, names)) is not None:
+            ends = [None if end is None else number(end) for end in (lower, upper)]
+            known = all(given is None or end is not None for given, end in zip((lower, upper), ends, strict=True))
+            return sizes[slice(*ends)] if known else None
+        case ast.Name(name):
+            found = names.get(name)
+            return tuple(found) if isinstance(found, torch.Size) else None
+    return None
+
+
+def _shape(node: ast.AST, names: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Return the shape of a tensor, or of its entry at a number as in `w[0]`; None of anything else."""
+    match node:
+        case ast.Subscript(of, index) if number(index) is not None:
+            shape = _shape(of, names)
+            return shape[1:] if shape else None
+        case ast.Attribute(of, "data") | ast.Call(ast.Attribute(of, "detach"), []):
+            return _shape(of, names)
+    found = _value(node, names)
+    return tuple(found.shape) if isinstance(found, torch.Tensor) else None
 
 
 @dataclass(frozen=True)
