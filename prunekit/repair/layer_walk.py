@@ -353,7 +353,8 @@ def _reason(calls: Sequence[LayerCall], plan: Plan) -> str:
     if first.calls != len(calls):
         return f"its weight is used {first.calls} times in a forward pass"
     if len({(call.bias, call.transposed, call.geometry.groups) for call in calls}) > 1:
-        return f"its weight is used {first.calls} times in a forward pass, with another bias or in other groups"
+        how = "with another bias, in other groups or the other way round"
+        return f"its weight is used {first.calls} times in a forward pass, {how}"
     if first.weight in plan.element_masks:
         return "single weights of it are pruned"
     if first.weight in plan.lost and plan.constants.get(first.weight, "") not in bias_names(first):

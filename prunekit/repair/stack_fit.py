@@ -6,6 +6,7 @@ stacks are fitted to what they read in the dense model.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 import torch
@@ -62,7 +63,8 @@ class StackFitter:
             memory_bytes=self._settings.memory_bytes,
         )
         layers = with_raised_ridge(found, ridge).layers
-        return {moments.layer.weight: moments for moments in layers if moments.layer.stack}
+        uses = Counter(moments.layer.weight for moments in layers)
+        return {m.layer.weight: m for m in layers if m.layer.stack and uses[m.layer.weight] == 1}
 
     def _fit(self, fitted: LayerMoments, held: LayerMoments) -> LayerRepair:
         """Fit the matrices of a stack, and write those that are better on held-out rows."""

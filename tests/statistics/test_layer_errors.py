@@ -136,3 +136,50 @@ def test_gains_of_one_output_are_exact_for_all_ways_to_multiply() -> None:
     found = [each.output_gain for each in with_gains(model, stats, tokens).layers]
     usual = sorted(expected)[2]
     assert found == pytest.approx([each / usual for each in expected], rel=1e-6)
+
+
+def test_a_tied_weight_has_gains_in_both_directions() -> None:
+    """The same numbers as of a net whose decoder has a weight of its own."""
+
+    class Tied(nn.Module):
+        def __init__(self, back: nn.Parameter | None) -> None:
+            super().__init__()
+            self.a, self.b, self.back = nn.Linear(6, 8), nn.Linear(8, 4, bias=False), back
+
+        def forward(self, x: Tensor) -> Tensor:
+            code = self.b(self.a(x).tanh()).tanh()
+            return code @ (self.b.weight if self.back is None else self.back)
+
+    torch.manual_seed(0)
+    tied, x = Tied(None).double(), torch.randn(512, 6, dtype=torch.float64)
+    apart = Tied(nn.Parameter(tied.b.weight.detach().clone())).double()
+    apart.load_state_dict(tied.state_dict(), strict=False)
+    assert [round(gain, 6) for gain in gains(tied, x)] == [round(gain, 6) for gain in gains(apart, x)]
+
+
+LIBRARY = torch.library.Library("prunekit_gains", "DEF")
+LIBRARY.define("halved(Tensor x) -> Tensor")
+LIBRARY.impl("halved", lambda x: x / 2, "CPU")  # without a gradient, as the layers of quantized models
+
+
+class Cut(nn.Module):
+    """Goes on behind an operator without a gradient; `around` adds a path that has one."""
+
+    def __init__(self, around: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.around = nn.Linear(6, 8), nn.Linear(8, 3), around
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        halved = torch.ops.prunekit_gains.halved(x)
+        return self.b(halved + x if self.around else halved)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_gains_before_an_operator_without_a_gradient(around: bool) -> None:
+    """They are those by running the model, where a path around it would have a gradient of its own."""
+    torch.manual_seed(0)
+    model, x = Cut(around).double(), torch.randn(512, 6, dtype=torch.float64)
+    found = gains(model, x)
+    assert len(set(found)) == 2
+    assert found == gains(Selected(model), x)

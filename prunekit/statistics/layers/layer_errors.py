@@ -31,6 +31,8 @@ from prunekit.utils.tensors import AT_ONCE, gather, in_parts
 
 RIDGE = 1e-3
 """Added to the diagonal of a Gram matrix, as a share of its mean: dead channels have zeros there."""
+NO_GRADIENT = ".*an autograd kernel was not registered"
+"""What torch warns of where a gradient ends at an operator that has none, as those of quantized layers do."""
 PROBES = 32
 """Random directions of the output, about, that gradients are taken of."""
 
@@ -165,7 +167,8 @@ class _Slopes(CallInterceptor):
 
     Args:
         model: whose parameters require no gradients; those that change do within `following`.
-        predictions: of linear layers by the names of their weights, each with its place among all layers.
+        predictions: of linear layers by the names of their weights and whether these are transposed, each with its
+            place among all layers.
         changes: of other layers, each with its place.
         layers: how many there are.
     """
@@ -173,7 +176,7 @@ class _Slopes(CallInterceptor):
     def __init__(
         self,
         model: nn.Module,
-        predictions: Mapping[str, Sequence[tuple[int, _Prediction]]],
+        predictions: Mapping[tuple[str, bool], Sequence[tuple[int, _Prediction]]],
         changes: Sequence[tuple[int, _Change]],
         layers: int,
     ) -> None:
@@ -205,7 +208,7 @@ class _Slopes(CallInterceptor):
     def call(self, call: FunctionCall) -> Any:
         """Make a call, and follow the gradient of what a linear layer reads."""
         operands = self.operands(call)
-        found = () if operands is None else self._predictions.get(operands.weight, ())
+        found = () if operands is None else self._predictions.get((operands.weight, operands.transposed), ())
         if operands is None or not found or not torch.is_grad_enabled():
             return call.run()
         inputs, function = operands.inputs, WEIGHT_FUNCTIONS[call.name]
@@ -219,16 +222,23 @@ class _Slopes(CallInterceptor):
         self._slopes[index] += float(torch.linalg.vecdot(gone, change).sum(dtype=torch.float64))
 
     def _use(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
+        if parameter.grad is None:  # an operator behind it has no gradient
+            return
         for index, part in self._parts[id(parameter)]:
             rows = torch.linalg.vecdot(parameter.grad.reshape(len(part), -1), part.reshape(len(part), -1))
             self._slopes[index] += float(rows.sum(dtype=torch.float64))
         parameter.grad = None
 
     def of(self, total: Tensor, *, again: bool) -> list[float]:
-        """Return the slope along each change; `again`: whether others of the same forward pass follow."""
+        """Return the slope along each change; `again`: whether others of the same forward pass follow.
+
+        Raises:
+            UserWarning: a gradient ends at an operator that has none, so that slopes lack what goes through it.
+        """
         self._slopes = [0.0] * len(self._slopes)
-        total.backward(retain_graph=again)  # type: ignore[no-untyped-call]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", NO_GRADIENT, UserWarning)
+            total.backward(retain_graph=again)  # type: ignore[no-untyped-call]
         return self._slopes
 
 
@@ -236,7 +246,7 @@ def _slopes_and_errors(model: nn.Module, stats: PatchStats) -> tuple[_Slopes, li
     """Return the slopes along changes of all layers, and the error that each change makes."""
     tensors, modules = dict(named_tensors(model)), dict(model.named_modules())
     known, changes, errors = dict[tuple[Any, ...], _Prediction](), list[tuple[int, _Change]](), list[float]()
-    predictions = defaultdict[str, list[tuple[int, _Prediction]]](list)
+    predictions = defaultdict[tuple[str, bool], list[tuple[int, _Prediction]]](list)
     for index, moments in enumerate(stats.layers):
         layer, weight = moments.layer, tensors[moments.layer.weight]
         if layer.geometry.kernel or layer.stack:
@@ -248,7 +258,7 @@ def _slopes_and_errors(model: nn.Module, stats: PatchStats) -> tuple[_Slopes, li
             key = id(moments.grams[0]), weight.dtype, biased
             if key not in known:
                 known[key] = _Prediction.of(moments.grams[0], weight.dtype, biased=biased)
-            predictions[layer.weight].append((index, known[key]))
+            predictions[layer.weight, layer.transposed].append((index, known[key]))
             errors.append(known[key].error(layer.matrix(weight), relative_scale(moments, modules)))
         stats.memory.release()
     return _Slopes(model, predictions, changes, len(stats.layers)), errors
@@ -299,7 +309,7 @@ def _gains_by_gradients(
                         for square, slope in zip(squares, slopes.of(total, again=number < probes), strict=True)
                     ]
                 del output, found, sums, total
-    except (RuntimeError, NotImplementedError, IndexError, AttributeError):
+    except (RuntimeError, NotImplementedError, IndexError, AttributeError, UserWarning):
         return None  # an operator without a gradient, or an output that changes with the number of samples
     if not all(square > 0 for square, error in zip(squares, errors, strict=True) if error > 0):
         return None  # some layer is cut off

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from prunekit.statistics.layers.linear_layers import CallInterceptor, FunctionCall, LayerCall, Operands
+from prunekit.statistics.layers.linear_layers import CallInterceptor, FunctionCall, LayerCall, Operands, WeightUse
 from prunekit.statistics.layers.patches import geometry_of, with_strides_of
 from prunekit.statistics.layers.row_norms import RowNorm, row_norm_of
 from prunekit.statistics.layers.stacks import StackParts
@@ -403,6 +403,14 @@ def calls_by_weight(layers: Iterable[LayerCall]) -> dict[str, tuple[LayerCall, .
     for layer in layers:
         found.setdefault(layer.weight, []).append(layer)
     return {weight: _alike(calls) for weight, calls in found.items()}
+
+
+def calls_by_use(layers: Iterable[LayerCall]) -> list[tuple[LayerCall, ...]]:
+    """Return the calls of each weight in each of the ways in which it is used, as `calls_by_weight` does."""
+    uses: dict[WeightUse, list[LayerCall]] = {}
+    for layer in layers:
+        uses.setdefault(layer.use, []).append(layer)
+    return list(map(_alike, uses.values()))
 
 
 def merge_calls(calls: Sequence[LayerCall]) -> LayerCall:

@@ -27,6 +27,20 @@ _LOOKS = frozenset({"__get__", "dim", "size", "stride", "is_contiguous", "is_flo
 """Functions that compute nothing: asking for a shape does not read values."""
 
 
+class WeightUse(NamedTuple):
+    """One of the ways in which a model uses a weight, as a tied decoder uses that of its encoder the other way round.
+
+    Attributes:
+        weight: its name.
+        transposed: whether it is stored as (inputs, outputs).
+        blocks: number of parts that read rows of their own, see `LayerCall.blocks`.
+    """
+
+    weight: str
+    transposed: bool
+    blocks: int
+
+
 @dataclass(frozen=True)
 class LayerCall:
     """One call of a convolution or a linear layer with parameters of the model.
@@ -76,6 +90,11 @@ class LayerCall:
     row_norm: RowNorm | None = field(default=None, compare=False)
     read: int | None = None
     stack: int = 0
+
+    @property
+    def use(self) -> WeightUse:
+        """The weight, and how it is used: calls of one use read as many channels, and sum their moments."""
+        return WeightUse(self.weight, self.transposed, self.blocks)
 
     @property
     def axes(self) -> tuple[int, int]:

@@ -17,11 +17,11 @@ from prunekit.statistics.layers.layer_graph import (
     ChainMark,
     LayerChain,
     LayerFinder,
-    calls_by_weight,
+    calls_by_use,
     find_layers,
     merge_calls,
 )
-from prunekit.statistics.layers.linear_layers import FunctionCall, LayerCall, Operands
+from prunekit.statistics.layers.linear_layers import FunctionCall, LayerCall, Operands, WeightUse
 from prunekit.statistics.layers.patches import gram, gram_bytes, sample_rows
 from prunekit.statistics.moments import RAISED
 from prunekit.utils.context import training_mode
@@ -39,7 +39,7 @@ class LayerMoments:
     """Second moments of a layer's input, and the variance that its output errors are relative to.
 
     Attributes:
-        layer: the first call of a weight: moments are summed over all of them.
+        layer: the first call that uses a weight in one way: moments are summed over all of them.
         grams: for each convolution group, or matrix of a stack, (d + 1, d + 1) mean products of the columns of a patch
             and a constant last, float64; d is channels * taps, or channels where `taps` is 1. Where a norm over
             channels reads the end of the chain, each position counts over the square of what the norm divides it by.
@@ -103,12 +103,12 @@ class _GramSum:
     Attributes:
         grams: a sum for each convolution group, or matrix of a stack.
         counts: positions of each so far.
-        readers: weights of the layers.
+        readers: the layers, by their uses of weights.
     """
 
     grams: list[Tensor]
     counts: list[int]
-    readers: set[str]
+    readers: set[WeightUse]
 
 
 @dataclass(eq=False)
@@ -119,13 +119,13 @@ class _Reading:
         key: of the tensor and of how it is read; None: like no other.
         patches: (rows, columns) for each group, or matrix of a stack.
         factors: of each position; None: 1.
-        readers: weights of the layers.
+        readers: the layers, by their uses of weights.
     """
 
     key: Hashable
     patches: list[Tensor]
     factors: Tensor | None
-    readers: set[str]
+    readers: set[WeightUse]
 
 
 class _Spread:
@@ -152,13 +152,13 @@ class _Spread:
 
 
 class _Collector(LayerFinder):
-    """Sums the moments of layers over forward passes, and over all calls of each weight.
+    """Sums the moments of layers over forward passes, and over all calls that use a weight alike.
 
-    Another batch may make other calls: layers are known by their weights, and their chains are found again.
+    Another batch may make other calls: layers are known by their uses of weights, and their chains are found again.
 
     Args:
-        layers: the first call of each weight, with the chain and the rows of all of its calls.
-        columns: of the Gram matrices of each weight.
+        layers: the first call of each use of a weight, with the chain and the rows of all of its calls.
+        columns: of the Gram matrices of each of them.
         pooled: stacks that have one Gram matrix for all of their matrices.
         samples: in the pass that found them.
     """
@@ -168,27 +168,27 @@ class _Collector(LayerFinder):
         model: nn.Module,
         layers: Iterable[LayerCall],
         norms: Iterable[str],
-        columns: Mapping[str, int],
-        pooled: Collection[str],
+        columns: Mapping[WeightUse, int],
+        pooled: Collection[WeightUse],
         samples: int,
     ) -> None:
         super().__init__(model, norms, stacks=True)
         self.memory = FileMemory(IN_MEMORY)
-        self._sums: dict[str, _GramSum] = {}
+        self._sums: dict[WeightUse, _GramSum] = {}
         self._reading: _Reading | None = None
         self.batch_rows = 0
         self.batch = 0
         self.batch_samples = samples
         self.counted: Tensor | None = None
         self._samples = samples
-        self._ends: dict[str, _Spread] = {}
+        self._ends: dict[WeightUse, _Spread] = {}
         self._waiting: dict[int, list[Tensor]] = {}
-        self._taps: dict[str, int] = {}
-        self._layers = {layer.weight: layer for layer in layers}
+        self._taps: dict[WeightUse, int] = {}
+        self._layers = {layer.use: layer for layer in layers}
         self._tensors = dict(named_tensors(model))
         self._columns, self._pooled = columns, pooled
         self._rows: dict[int, Tensor] = {}
-        self._made: dict[str, Tensor] = {}
+        self._made: dict[WeightUse, Tensor] = {}
 
     @contextmanager
     def intercepting(self) -> Iterator[None]:
@@ -206,30 +206,30 @@ class _Collector(LayerFinder):
         mark = self.mark(result) if isinstance(result, Tensor) else None
         if mark is None or mark.layer is None or mark.call != call.number:
             return result
-        layer = self._layers.get(self.chains[mark.layer].layer.weight)
+        layer = self._layers.get(self.chains[mark.layer].layer.use)
         if layer is None:
             return result
         if mark.stage == "layer" and operands is not None:
             width = layer.width(operands.matrix)
             parts = self._sampled_parts(layer, mark.layer, operands)
             self._rows[mark.layer] = torch.cat(parts) if parts else self._sampled(layer, mark.layer, result)
-            self._taps.setdefault(layer.weight, self._columns[layer.weight] // width)
+            self._taps.setdefault(layer.use, self._columns[layer.use] // width)
             key = self._reading_key(layer, mark.layer, width)
             if key is not None and self._reading is not None and self._reading.key == key:
-                self._reading.readers.add(layer.weight)
+                self._reading.readers.add(layer.use)
             else:
                 patches = self._patches(layer, mark.layer, operands, width, result, parts)
                 if layer.row_norm is None:
-                    self._add_reading(_Reading(key, patches, None, {layer.weight}))
+                    self._add_reading(_Reading(key, patches, None, {layer.use}))
                 else:
                     self._waiting[mark.layer] = patches
         if mark.stage == layer.end and not _is_product(layer):
             values = layer.geometry.outputs(result, self._rows[mark.layer])
             if layer.row_norm is None:
-                self._ends.setdefault(layer.weight, _Spread()).add(values)
+                self._ends.setdefault(layer.use, _Spread()).add(values)
             elif (waiting := self._waiting.pop(mark.layer, None)) is not None:
                 factors = layer.row_norm.squared_sizes(values).rsqrt()
-                self._add_reading(_Reading(None, waiting, factors, {layer.weight}))
+                self._add_reading(_Reading(None, waiting, factors, {layer.use}))
         return result
 
     def _find_row_norms(self, inputs: list[Tensor], marks: list[ChainMark | None], result: Any) -> None:
@@ -248,7 +248,7 @@ class _Collector(LayerFinder):
         total, count = layer.geometry.rows(output), self.batch_rows
         if layer.calls > 1:
             count = max(1, round(count * total * self._samples / (layer.rows * self.batch_samples)))
-        earlier = sum(chain.layer.weight == layer.weight for chain in self.chains[:place])
+        earlier = sum(chain.layer.use == layer.use for chain in self.chains[:place])
         call = layer.call if layer.calls > 1 or layer.read is None else layer.read  # the same for all that read it
         seed = call + 100_003 * self.batch + 1_000_003 * earlier
         among = layer.geometry.counted(layer.geometry.positions(output), self.counted)
@@ -263,7 +263,7 @@ class _Collector(LayerFinder):
             return []
         numbers = operands.numbers.flatten()
         made = torch.bincount(numbers[numbers >= 0], minlength=layer.stack)
-        self._made[layer.weight] = self._made.get(layer.weight, 0) + made
+        self._made[layer.use] = self._made.get(layer.use, 0) + made
         count, device, rows = self.batch_rows, operands.inputs.device, numbers.argsort(stable=True)
         of = torch.split(rows[int((numbers < 0).sum()) :], made.tolist())
         seed = layer.call + 100_003 * self.batch + 1_000_003 * place
@@ -278,7 +278,7 @@ class _Collector(LayerFinder):
             width: input channels of a group.
         """
         read, known = self.chains[place].layer.read, _way_of_reading(layer, width)
-        return None if read is None or known is None else (read, known, self._columns[layer.weight])
+        return None if read is None or known is None else (read, known, self._columns[layer.use])
 
     def _patches(
         self, layer: LayerCall, place: int, operands: Operands, width: int, output: Tensor, parts: Sequence[Tensor]
@@ -289,9 +289,9 @@ class _Collector(LayerFinder):
         if parts:
             sizes = output.shape[:-2] if geometry.kernel else output.shape[:-1]
             inputs = inputs.expand(*sizes, *inputs.shape[len(sizes) - output.dim() :])
-            parts = [self._rows[place]] if layer.weight in self._pooled else parts
+            parts = [self._rows[place]] if layer.use in self._pooled else parts
             return [geometry.patches(inputs, rows, spatial) for rows in parts]
-        read = geometry.patches if self._taps[layer.weight] == geometry.taps else geometry.centers
+        read = geometry.patches if self._taps[layer.use] == geometry.taps else geometry.centers
         groups = torch.split(torch.arange(geometry.groups * width, device=inputs.device), width)
         return [read(geometry.channels(inputs, group), self._rows[place], spatial) for group in groups]
 
@@ -304,7 +304,7 @@ class _Collector(LayerFinder):
         counts = list(map(len, reading.patches))
         known = {id(total): total for total in map(self._sums.get, reading.readers)}
         for before in known.values():
-            readers = {weight for weight in reading.readers if self._sums.get(weight) is before}
+            readers = {use for use in reading.readers if self._sums.get(use) is before}
             if before is None:
                 own = [part.clone() for part in parts] if len(known) > 1 else parts
                 total = _GramSum(list(map(self.memory.keep, own)), counts, readers)
@@ -324,29 +324,27 @@ class _Collector(LayerFinder):
             for matrix, count in zip(total.grams, total.counts, strict=True):
                 matrix.div_(max(1, count))  # in place: they are large
             self.memory.release()
-        found = sorted(
-            ((self._layers[weight], total) for weight, total in self._sums.items()), key=lambda item: item[0].call
-        )
+        found = sorted(((self._layers[use], total) for use, total in self._sums.items()), key=lambda item: item[0].call)
         return tuple(
             self._moments(layer, total)
             for layer, total in found
-            if layer.weight in self._ends or layer.row_norm is not None or _is_product(layer)
+            if layer.use in self._ends or layer.row_norm is not None or _is_product(layer)
         )
 
     def _moments(self, layer: LayerCall, total: _GramSum) -> LayerMoments:
         """Return the moments of a layer; where a stack has one Gram matrix, each of its matrices has that one."""
         times = layer.blocks // len(total.grams)
         grams, counts = total.grams * times, total.counts * times
-        return LayerMoments(layer, tuple(grams), self._taps[layer.weight], self._variance(layer, total), tuple(counts))
+        return LayerMoments(layer, tuple(grams), self._taps[layer.use], self._variance(layer, total), tuple(counts))
 
     def _variance(self, layer: LayerCall, total: _GramSum) -> Tensor:
         if _is_product(layer):
             return _variance_of_product(layer.matrix(self._tensors[layer.weight]), total.grams[0], total.counts[0])
         if layer.stack:
-            made, variance = self._made[layer.weight].double().clamp(min=1), self._ends[layer.weight].value()
+            made, variance = self._made[layer.use].double().clamp(min=1), self._ends[layer.use].value()
             return (variance / (made / made.sum())[:, None].to(variance)).flatten()
         if layer.row_norm is None:
-            return self._ends[layer.weight].value()
+            return self._ends[layer.use].value()
         scales = layer.row_norm.scales()
         return scales.clamp(min=1e-6 * float(scales.max())).square().reciprocal()
 
@@ -385,43 +383,46 @@ def _readers(layers: Iterable[LayerCall], tensors: Mapping[str, Tensor]) -> list
     found: dict[Hashable, tuple[int, list[LayerCall]]] = {}
     for layer in layers:
         width = layer.width(tensors[layer.weight])
-        found.setdefault(_way_of_reading(layer, width) or layer.weight, (width, []))[1].append(layer)
+        found.setdefault(_way_of_reading(layer, width) or layer.use, (width, []))[1].append(layer)
     return list(found.values())
 
 
 def _columns(
     layers: Iterable[LayerCall], tensors: Mapping[str, Tensor], limit: int
-) -> tuple[dict[str, int], frozenset[str]]:
-    """Return the columns of each weight's Gram matrices, and the stacks that have one for all of their matrices.
+) -> tuple[dict[WeightUse, int], frozenset[WeightUse]]:
+    """Return the columns of the Gram matrices of each use, and the stacks that have one for all of their matrices.
 
     The largest have columns of the centers of patches alone, or one matrix, as far as all would take too much memory.
     """
-    readers, pooled = _readers(layers, tensors), set[str]()
+    readers, pooled = _readers(layers, tensors), set[WeightUse]()
     found = [width * alike[0].geometry.taps for width, alike in readers]
     size = [alike[0].blocks * gram_bytes(columns) for columns, (_, alike) in zip(found, readers, strict=True)]
     for place in sorted(range(len(size)), key=size.__getitem__, reverse=True):
         if sum(size) <= limit:
             break
         found[place], first = readers[place][0], readers[place][1][0]
-        pooled |= {first.weight} if first.stack else set()
+        pooled |= {first.use} if first.stack else set()
         size[place] = (1 if first.stack else first.blocks) * gram_bytes(found[place])
-    columns = {layer.weight: columns for columns, (_, alike) in zip(found, readers, strict=True) for layer in alike}
+    columns = {layer.use: columns for columns, (_, alike) in zip(found, readers, strict=True) for layer in alike}
     return columns, frozenset(pooled)
 
 
 def _memory_text(
-    layers: Sequence[LayerCall], tensors: Mapping[str, Tensor], columns: Mapping[str, int], pooled: Collection[str]
+    layers: Sequence[LayerCall],
+    tensors: Mapping[str, Tensor],
+    columns: Mapping[WeightUse, int],
+    pooled: Collection[WeightUse],
 ) -> str:
     """Return the memory that the Gram matrices will take, in words."""
     if not layers:
         return "no layer that can be followed reads channels that may be removed"
     alone = [alike[0] for _, alike in _readers(layers, tensors)]
-    blocks = [1 if layer.weight in pooled else layer.blocks for layer in alone]
-    sizes = [count * gram_bytes(columns[one.weight]) / 2**20 for count, one in zip(blocks, alone, strict=True)]
+    blocks = [1 if layer.use in pooled else layer.blocks for layer in alone]
+    sizes = [count * gram_bytes(columns[one.use]) / 2**20 for count, one in zip(blocks, alone, strict=True)]
     largest = alone[sizes.index(max(sizes))]
     return (
         f"Gram matrices of the patches of {len(layers)} layers take {sum(sizes):,.0f} MiB, the largest "
-        f"{max(sizes):,.0f} MiB ({largest.weight.rpartition('.')[0]}, {columns[largest.weight]:,} columns)"
+        f"{max(sizes):,.0f} MiB ({largest.weight.rpartition('.')[0]}, {columns[largest.use]:,} columns)"
     )
 
 
@@ -463,8 +464,8 @@ def collect_patches(
             samples = sample_count(given)
             if collector is None:
                 few = select_samples(given, slice(2))
-                calls = calls_by_weight(find_layers(model, few, norms, stacks=True))
-                layers = [merge_calls(alike) for alike in calls.values()]
+                calls = calls_by_use(find_layers(model, few, norms, stacks=True))
+                layers = list(map(merge_calls, calls))
                 wanted = tuple(x for x in layers if inputs is None or (x.weight, x.axes[1]) in inputs)
                 tensors = dict(named_tensors(model))
                 columns, pooled = _columns(wanted, tensors, memory_bytes)
@@ -518,9 +519,9 @@ def dead_inputs(patches: PatchStats) -> list[str]:
     """Return one warning about all layers that read channels which were zero at every position; else none."""
     dead = {}
     for moments in patches.layers:
-        dead[moments.layer.weight.rpartition(".")[0] or "the model"] = _dead(moments)
+        dead[moments.layer.weight.rpartition(".")[0] or "the model", moments.layer.transposed] = _dead(moments)
         patches.memory.release()
-    found = [f"{int(zero.sum())} of {len(zero)} that {path} reads" for path, zero in dead.items() if zero.any()]
+    found = [f"{int(zero.sum())} of {len(zero)} that {path} reads" for (path, _), zero in dead.items() if zero.any()]
     text = "channels that are zero on all calibration images, so that they are removed first and cost nothing: "
     return [text + ", ".join(found)] if found else []
 
