@@ -1,4 +1,4 @@
-"""How the dense model of a compact one is built where its owner does not say: by a zoo's name, found and proven."""
+"""The build of a dense model whose owner does not say it: by a zoo's name, found and proven."""
 
 from __future__ import annotations
 

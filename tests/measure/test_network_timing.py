@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from mutants import changed_json, unclean
 from torch import Tensor, nn
 
 from prunekit.errors import RunError, UsageError
 from prunekit.measure.effort import Effort, effort_of
 from prunekit.measure.latency.timing_job import SettingFailure
-from prunekit.measure.latency_profile import network_timing
+from prunekit.measure.latency_profile import layer_times, network_timing
 from prunekit.measure.latency_profile.layer_times import (
     LayerTimes,
     cache_folder,
@@ -208,6 +212,45 @@ def test_a_damaged_file_is_measured_anew(spy: Spy, tmp_path: Path, damage: Calla
     assert (len(spy.asked), times.whole_ms) == (2, 2.0)
     assert profile((4,), tmp_path) == [times]
     assert len(spy.asked) == 2
+
+
+def test_a_cache_that_cannot_be_written_is_said_first_and_costs_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spy, said = Spy(monkeypatch), list[str]()
+    (tmp_path / "file").touch()
+    times = profile((4, 5), tmp_path / "file" / "latency", log=said.append)
+    assert (len(times), len(spy.asked)) == (2, 2)
+    assert said[0].startswith("profile: times are not cached, so that another profile measures again: ")
+    assert said[0].endswith("file is a file; choose another with PRUNEKIT_CACHE")
+    assert len(said) == 3
+
+
+def test_a_disk_that_fills_up_is_said_once_and_costs_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spy, said = Spy(monkeypatch), list[str]()
+    profile((4,), tmp_path)
+
+    def full(file: Path, times: LayerTimes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(file))
+
+    monkeypatch.setattr(layer_times, "write_times", full)
+    assert len(profile((4, 5, 6), tmp_path, log=said.append)) == 3
+    assert len(spy.asked) == 3  # the first was measured before
+    assert ["No space left on device" in line for line in said] == [False, True, False, False]
+
+
+@pytest.mark.slow
+def test_mutants_of_cached_times_are_whole_or_a_miss(tmp_path: Path) -> None:
+    sound = {"whole_ms": 1.0, "dense_ms": 2.0, "modules_ms": {"": 0.5, "0": 0.25}, "rest_ms": 0.0, "doubts": ["noisy"]}
+
+    def read(mutant: bytes) -> None:
+        (tmp_path / "x.json").write_bytes(mutant)
+        found = read_times(tmp_path / "x.json")
+        assert found is None or all(0 <= ms < math.inf for ms in (found.whole_ms, *found.modules_ms.values()))
+
+    assert unclean(read, changed_json(sound, 200, seed=50)) == []
+    read(json.dumps(sound).encode())
+    assert read_times(tmp_path / "x.json") is not None
 
 
 def test_where_profiles_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

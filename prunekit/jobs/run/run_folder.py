@@ -16,7 +16,8 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from types import FrameType
+from typing import Any, TextIO
 
 import psutil
 import torch
@@ -24,10 +25,10 @@ from torch import nn
 
 from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.distributed.process_group import is_main, size
-from prunekit.errors import RunError
+from prunekit.errors import ArtifactError, ResumeError, RunError
 from prunekit.measure.latency.machine import cpu_name
 from prunekit.reading.text_files import read_json
-from prunekit.utils.files import remove_leftovers, write_json, write_text
+from prunekit.utils.files import atomic_file, remove_leftovers, write_json, write_text
 
 Log = Callable[[str], None]
 Finish = Callable[[Path], object]
@@ -128,6 +129,7 @@ def run_folder(
 
     Raises:
         RunError: the folder cannot be made.
+        ResumeError: a folder in the one that is resumed is a link, through which files elsewhere would be written.
     """
     now = datetime.now(UTC)
     if not is_main():
@@ -135,8 +137,9 @@ def run_folder(
             yield RunFolder(Path(scratch), now.isoformat(timespec="seconds"), lambda _: None)
         return
     path = _make(output / name, now.strftime("%Y%m%d-%H%M%S")) if again is None else again
+    _require_no_links(path)
     started, resumed = _history(path, now.isoformat(timespec="seconds"))
-    with (path / "log.txt").open("a", encoding="utf-8", buffering=1) as file:
+    with _interrupting_signals(), _opened_log(path / "log.txt") as file:
 
         def both(message: str) -> None:
             file.write(f"{datetime.now(UTC).isoformat(timespec='seconds')} {message}\n")
@@ -154,8 +157,8 @@ def run_folder(
             if finish is not None:
                 finish(path)
         except (KeyboardInterrupt, StoppedByCaller) as error:
-            with _undisturbed():
-                why = {"error": str(error)} if isinstance(error, StoppedByCaller) else {}
+            with _undisturbed(), suppress(OSError):  # a full disk, or a terminal that was closed
+                why = {"error": str(error)} if str(error) else {}  # of the caller, or the name of a signal
                 run.mark("interrupted", finished=_now(), **why)
                 _offer(run)
             raise
@@ -176,24 +179,87 @@ def _offer(run: RunFolder) -> None:
         run.log(f"run: {run.path} has not finished; --resume {run.path} goes on with it")
 
 
+def _require_no_links(path: Path) -> None:
+    """Raise if a folder inside a run's is a link: what a run writes stays in its own folder."""
+    for place, folders, _ in os.walk(path):
+        for name in folders:
+            if (linked := Path(place, name)).is_symlink():
+                raise ResumeError(
+                    f"{linked}: expected a folder, got a link to {linked.readlink()}, where this run would write; put "
+                    "the folder itself there"
+                )
+
+
+def _opened_log(path: Path) -> TextIO:
+    """Open a log to write at its end; a link to another file, also a hard one, is replaced and not written through."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        path.unlink()
+    elif path.exists() and path.stat().st_nlink > 1:
+        with atomic_file(path) as copy:
+            shutil.copyfile(path, copy)
+    return path.open("a", encoding="utf-8", buffering=1)
+
+
 def _history(path: Path, now: str) -> tuple[str, tuple[str, ...]]:
     """Return when a run was started, and each time when it was resumed, now included."""
-    if not (path / "status.json").exists():
+    try:
+        status = read_json(path / "status.json")
+    except ArtifactError:  # not there yet
+        status = None
+    if not isinstance(status, dict):
         return now, ()
-    status = read_json(path / "status.json")
-    return status["started"], (*status.get("resumed", ()), now)
+    resumed = status.get("resumed")
+    return str(status.get("started", now)), (*map(str, resumed if isinstance(resumed, list) else ()), now)
+
+
+ENDING = tuple(
+    getattr(signal, name) for name in ("SIGHUP", "SIGTERM", "SIGQUIT", "SIGXCPU", "SIGBREAK") if hasattr(signal, name)
+)
+"""Signals by which a terminal that is closed, a scheduler and a shutdown end a process without a word."""
+
+
+@contextmanager
+def _interrupting_signals() -> Iterator[None]:
+    """Let signals that end the process interrupt the block first, as Ctrl-C does; they end the process after it.
+
+    Those that the process handles itself, or ignores, as under `nohup`, are left to it. Signals reach the main thread
+    alone; in others this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came, process = list[int](), os.getpid()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != process:  # one that was forked off, such as a worker that reads data
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        came.append(number)
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    ours = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in ours:
+            if signal.getsignal(number) is interrupt:
+                signal.signal(number, signal.SIG_DFL)
+        if came:
+            os.kill(process, came[0])
 
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ignore a second Ctrl-C and a launcher's signal, which would keep the run from being marked.
+    """Ignore a second Ctrl-C and signals that end the process, which would keep the run from being marked.
 
     Signals reach the main thread alone; in others this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *ENDING)}
     try:
         yield
     finally:

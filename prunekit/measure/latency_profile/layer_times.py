@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from prunekit.errors import ArtifactError
+from prunekit.errors import ArtifactError, UsageError
 from prunekit.measure.latency.machine import cpu_name
 from prunekit.measure.runtimes.runtime import RUNTIMES, Runtime
 from prunekit.measure.runtimes.session import INT8, Inputs, Setting
+from prunekit.reading.records import as_record
 from prunekit.reading.text_files import read_json
-from prunekit.utils.files import write_json
+from prunekit.utils.files import require_writable, write_json
 from prunekit.utils.tensors import lies_channels_last
 
 
@@ -57,18 +58,44 @@ def cache_folder() -> Path:
 def read_times(file: Path) -> LayerTimes | None:
     """Return the cached times; None if there is no file, or it is damaged."""
     try:
-        found = read_json(file)
-        modules = {str(path): _ms(ms) for path, ms in found["modules_ms"].items()}
-        whole, dense, rest = (_ms(found[name]) for name in ("whole_ms", "dense_ms", "rest_ms"))
-        return LayerTimes(whole, dense, modules, rest, tuple(map(str, found["doubts"])))
-    except (ArtifactError, LookupError, TypeError, AttributeError, ValueError):
+        found = as_record(LayerTimes, read_json(file), str(file))
+    except ArtifactError:
         return None
+    times = (found.whole_ms, found.dense_ms, found.rest_ms, *found.modules_ms.values())
+    return found if all(isfinite(ms) and ms >= 0 for ms in times) and found.dense_ms > 0 else None
 
 
-def _ms(value: Any) -> float:
-    if not isinstance(value, float) or not isfinite(value) or value < 0:
-        raise ValueError(f"expected milliseconds, got {value!r}")
-    return value
+class TimesCache:
+    """The cache of a profile: where it cannot be written, that is said once, and costs a later profile the time.
+
+    Args:
+        folder: of the files, see `cache_folder`; None for no cache.
+        log: gets a line if the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path | None, log: Callable[[str], object]) -> None:
+        self._folder, self._log, self._written = folder, log, folder is not None
+        if folder is not None:
+            try:
+                require_writable(folder, folder=True, option="PRUNEKIT_CACHE")
+            except UsageError as error:
+                self._give_up(error)
+
+    def read(self, key: str) -> LayerTimes | None:
+        """Return the times with a key, as `cache_key` gives it; None if they are not there, or damaged."""
+        return None if self._folder is None else read_times(self._folder / f"{key}.json")
+
+    def write(self, key: str, times: LayerTimes) -> None:
+        """Write the times, whole or not at all."""
+        if self._folder is not None and self._written:
+            try:
+                write_times(self._folder / f"{key}.json", times)
+            except OSError as error:
+                self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._written = False
+        self._log(f"profile: times are not cached, so that another profile measures again: {error}")
 
 
 def write_times(file: Path, times: LayerTimes) -> None:

@@ -37,11 +37,11 @@ from prunekit.measure.latency.timing_job import (
 from prunekit.measure.latency.worker_process import UnpicklableError, WorkerDied, WorkerProcess
 from prunekit.measure.latency_profile.layer_times import (
     LayerTimes,
+    TimesCache,
     cache_key,
     conditions,
     read_times,
     structure_hash,
-    write_times,
 )
 from prunekit.measure.runtimes.onnx_files import onnx_source
 from prunekit.measure.runtimes.runtime import RUNTIMES, Runtime
@@ -142,15 +142,14 @@ def time_networks(
         raise UsageError(f"runtime {setting.runtime!r} cannot tell how long each layer takes; these can: {able}")
     taken = inputs_of(inputs)
     common, dense_hash = conditions(setting, taken, repeats), structure_hash(dense)
+    times = TimesCache(cache, log)
     with _ProfileProcess(dense, taken, setting, repeats, log) as process:
         for network in networks:
             key = cache_key(structure_hash(network.outline), dense_hash, common)
-            file = cache / f"{key}.json" if cache is not None else None
-            found, origin = read_times(file) if file is not None else None, "measured before"
+            found, origin = times.read(key), "measured before"
             if found is None or (again and found.doubts):
                 found, origin = process.measure(network.name, network.build()), "measured"
-                if file is not None:
-                    write_times(file, found)
+                times.write(key, found)
             log(f"{network.name}: {found.whole_ms:.3f} ms, dense {found.dense_ms:.3f} ms, {origin}")
             yield found
 
