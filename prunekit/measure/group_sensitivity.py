@@ -26,6 +26,7 @@ from prunekit.tasks.batches import InputsAndTargets, LabeledBatch, ModelBatches
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.measurement import Measurement
 from prunekit.tasks.task import Loss, Task, get_task
+from prunekit.tasks.texts import counted_rows
 from prunekit.utils.context import same_draws, training_mode
 from prunekit.utils.inputs import blank_padding, counted_positions, sample_count, select_samples, to_device
 from prunekit.utils.progress import reporting, tracked
@@ -395,7 +396,7 @@ class OutputErrors:
         self._samples += batch.samples
         weight = batch.samples if batch.labels is None or task is None else task.weighed(batch.labels)
         self._weight += weight
-        self._kl = _plus(self._kl, _divergence(found.scores, wanted.scores), batch.samples)
+        self._kl = _plus(self._kl, _divergence(found.scores, wanted.scores, inputs, batch.labels), batch.samples)
         self._loss = _plus(self._loss, self._quality.loss_of(task, found, batch.labels, device), weight)
         if task is not None:
             self._measured = self._measured or (task, Measurement(task))
@@ -427,8 +428,12 @@ def _plus(total: float | None, mean: float | None, samples: int) -> float | None
     return None if total is None or mean is None else total + mean * samples
 
 
-def _divergence(found: Tensor | None, wanted: Tensor | None) -> float | None:
-    """Return the mean over rows of the Kullback-Leibler divergence."""
+def _divergence(found: Tensor | None, wanted: Tensor | None, inputs: Any, labels: Any) -> float | None:
+    """Return the mean of the Kullback-Leibler divergence over the rows that count; padding does not."""
     if found is None or wanted is None:
         return None
-    return float(F.kl_div(found.log_softmax(1), wanted.log_softmax(1), reduction="batchmean", log_target=True))
+    counted = counted_rows(inputs, labels, len(found))
+    if counted is not None:
+        found, wanted = found[counted], wanted[counted]
+    total = F.kl_div(found.log_softmax(1), wanted.log_softmax(1), reduction="sum", log_target=True)
+    return float(total) / max(len(found), 1)

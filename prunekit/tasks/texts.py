@@ -62,6 +62,27 @@ def counted_tokens(batch: Mapping[str, Any]) -> Tensor | None:
     return mask != 0 if fits and mask is not None else None
 
 
+def counted_rows(inputs: Any, targets: Any, rows: int) -> Tensor | None:
+    """Return which rows of class scores count, (rows,) bool, as the cross entropy does; None if all do.
+
+    Labels of -100 do not count; without a label for each row, nor do positions that the `attention_mask` leaves out.
+
+    Args:
+        inputs: of the model: a mapping, or an example whose last entry is one.
+        targets: of the batch.
+        rows: number of rows: samples, or samples times tokens.
+    """
+    if isinstance(targets, Tensor) and not targets.is_floating_point() and targets.numel() == rows:
+        counted = targets.flatten() != IGNORED
+    else:
+        named = inputs[-1] if isinstance(inputs, tuple) and inputs else inputs
+        mask = named.get(MASK) if isinstance(named, Mapping) else None
+        if not isinstance(mask, Tensor) or mask.numel() != rows:
+            return None
+        counted = mask.flatten() != 0
+    return counted
+
+
 @dataclass(frozen=True)
 class PaddedTexts:
     """The collation of texts of several lengths, padded at their ends to the longest of the batch.

@@ -18,6 +18,7 @@ from prunekit.hooks.hook import count_hooks
 from prunekit.masks.masked_model import masked
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import DistillSettings, FeatureSettings, TrainSettings
+from prunekit.tasks.texts import counted_rows
 from prunekit.training.callbacks.callback import ContextCallback, TrainingRun
 from prunekit.training.callbacks.distillation import Distillation, feature_error, soft_targets
 from prunekit.training.loop import fit
@@ -189,3 +190,43 @@ def test_globs_and_modules_that_do_not_fit_are_named() -> None:
     assert count_hooks(frozen) == 0
     with pytest.raises(UsageError, match="distill is set, and no Distillation is among the callbacks"):
         fit(net(), splits(), TrainSettings(distill=DistillSettings()), device=CPU, seed=0, batch=16)
+
+
+class Tagger(nn.Module):
+    """Scores of each token, which look at that token alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 6), nn.Linear(6, 5)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.head(self.table(input_ids))
+        return scores
+
+
+@pytest.mark.parametrize("labeled", [False, True])
+def test_padding_counts_neither_in_logits_nor_in_features(labeled: bool) -> None:
+    torch.manual_seed(0)
+    student, teacher = Tagger(), Tagger()
+    settings = DistillSettings(weight=0.7, features=FeatureSettings(("table",), weight=0.4))
+    distillation = Distillation(teacher, settings, task="token_classification")
+    ids, labels = torch.randint(1, 9, (3, 4)), torch.randint(0, 5, (3, 4))
+    blank, ignored = torch.zeros(3, 7, dtype=torch.long), torch.full((3, 7), -100)
+    short = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    long = {"input_ids": torch.cat([ids, blank], 1), "attention_mask": torch.cat([torch.ones_like(ids), blank], 1)}
+    losses = []
+    with distillation.active(training(student)):
+        for inputs, targets in ((short, labels), (long, torch.cat([labels, ignored], 1))):
+            output = student(**inputs)
+            losses.append(distillation.added_loss(inputs, output, targets if labeled else None))
+    torch.testing.assert_close(losses[0], losses[1])
+
+
+def test_a_label_that_does_not_count_is_not_distilled() -> None:
+    scores, others = torch.randn(4, 5), torch.randn(4, 5)
+    counted = counted_rows({}, torch.tensor([[1, -100], [2, -100]]), 4)
+    assert counted is not None
+    assert counted.tolist() == [True, False, True, False]
+    assert torch.equal(soft_targets(scores[counted], others[counted], 1.0), soft_targets(scores[::2], others[::2], 1.0))
+    assert soft_targets(scores[:0], others[:0], 1.0) == 0
+    assert counted_rows(torch.zeros(4, 3), torch.zeros(4, 5), 4) is None

@@ -26,6 +26,7 @@ from prunekit.planning.plan import Plan
 from prunekit.settings.train import DistillSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import Task, get_task
+from prunekit.tasks.texts import counted_rows
 from prunekit.training.callbacks.callback import Callback, CurrentPlan, TrainingRun
 from prunekit.utils.context import training_mode
 from prunekit.utils.inputs import call, inputs_as_example, sample_count
@@ -121,13 +122,17 @@ class Distillation(Callback):
         """Return the weighted distillation losses of a batch."""
         with self._stopwatch.timing(), torch.no_grad():
             wanted = self._logits(call(self._teacher, inputs_as_example(self._teacher, inputs)))
-        settings = self._settings
-        loss = settings.weight * soft_targets(self._logits(output), wanted, settings.temperature)
+        settings, given = self._settings, self._logits(output)
+        counted = counted_rows(inputs, targets, len(given))
+        if counted is not None:
+            given, wanted = given[counted], wanted[counted]
+        loss = settings.weight * soft_targets(given, wanted, settings.temperature)
         if self._outputs is not None and settings.features is not None:
-            given, taught = (outputs.take() for outputs in self._outputs)
-            if given.keys() != taught.keys() or not given:
-                raise ModelError(_different_calls(given, taught))
-            error = feature_error(list(given.values()), [taught[key] for key in given], sample_count(inputs))
+            student, taught = (outputs.take() for outputs in self._outputs)
+            if student.keys() != taught.keys() or not student:
+                raise ModelError(_different_calls(student, taught))
+            pairs = [_real_positions(inputs, one, taught[key]) for key, one in student.items()]
+            error = feature_error([one for one, _ in pairs], [one for _, one in pairs], sample_count(inputs))
             loss = loss + settings.features.weight * error
         return loss
 
@@ -151,14 +156,21 @@ class Distillation(Callback):
         self._steps_s += state["steps_s"]
 
 
+def _real_positions(inputs: Any, *features: Tensor) -> tuple[Tensor, ...]:
+    """Return features (B, T, ...) of positions that are no padding, one behind the other; others as they are."""
+    first = features[0]
+    counted = counted_rows(inputs, None, first.shape[0] * first.shape[1]) if first.dim() > 2 else None
+    return features if counted is None else tuple(one.flatten(0, 1)[counted] for one in features)
+
+
 def soft_targets(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     """Return T^2 KL(teacher / T || student / T), mean over the batch (Hinton et al. 2015, "Distilling the knowledge").
 
     The factor T^2 keeps gradients as large as those of the cross entropy at any temperature T above 0. Both logits are
-    (B, classes); half precision is computed in float32.
+    (B, classes); half precision is computed in float32. Of no rows it is 0.
     """
     given, wanted = (F.log_softmax(_wide(values) / temperature, dim=1) for values in (student, teacher))
-    return F.kl_div(given, wanted, reduction="batchmean", log_target=True) * temperature**2
+    return F.kl_div(given, wanted, reduction="sum", log_target=True) / max(len(given), 1) * temperature**2
 
 
 def feature_error(student: Sequence[Tensor], teacher: Sequence[Tensor], images: int = 1) -> Tensor:
