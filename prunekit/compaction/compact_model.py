@@ -13,7 +13,7 @@ from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.channels.rewrite.substitutes import SizedAttention
 from prunekit.errors import PlanError
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.models.library_config import LIBRARY_CONFIG, set_noted_config
+from prunekit.models.library_config import LIBRARY_CONFIG, set_noted_config, unsayable
 from prunekit.models.outputs import is_frozen
 from prunekit.planning.plan import Plan, require_plan
 
@@ -68,6 +68,12 @@ def remarks(small: nn.Module) -> tuple[str, ...]:
         found.append(
             f"{'; '.join(parts)}. Pickled, as by torch.save(model), it loads where prunekit is installed; "
             "plain_classes=True keeps all classes as they are, and prunes less"
+        )
+    if (kind := unsayable(small)) is not None:
+        found.append(
+            f"no configuration of transformers says the widths of this {kind}: what its own save_pretrained writes, "
+            "from_pretrained refuses. Save it by prunekit.save, or by save_pretrained of "
+            "prunekit.integrations.transformers; with layout='huggingface' the library's own works"
         )
     count = sum(1 for _ in small.parameters())
     if count and is_frozen(small):

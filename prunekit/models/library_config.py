@@ -200,6 +200,16 @@ def set_noted_config(model: nn.Module, note: Mapping[str, Any] | None) -> None:
         set_config(inner, changed_config(inner.config, {path: pair[1] for path, pair in note["config"].items()}))
 
 
+def unsayable(model: nn.Module) -> str | None:
+    """Return the name of the class of transformers in a model whose configuration says other widths; None if none."""
+    found = library_model(model)
+    if found is None:
+        return None
+    _, inner = found
+    said = ConfigSearch(inner, inner.config).dense  # nothing where the class cannot be built without values
+    return original_of(type(inner)).__name__ if said and said != shapes_of(inner) else None
+
+
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a model's parameters and buffers."""
     return {name: tuple(tensor.shape) for name, tensor in named_tensors(model)}

@@ -165,23 +165,23 @@ def _chosen(
 ) -> Labels | None:
     """Return counts within the budgets by a scope; if it finds none, the fastest, or None if these exceed them too."""
     if scope == "uniform":
-        found = [_highest(parts, *_uniform(parts), budgets)]
+        found = [_highest(parts, *_uniform(channel_map, parts), budgets)]
     elif scope == "global":
         found = [_highest(parts, *_global(parts, [scores[part.labels] for part in parts]), budgets)]
     elif scope == "per_mac":
-        found = _most_worth(parts, scores, budgets)
+        found = _most_worth(channel_map, parts, scores, budgets)
     else:
-        found = _most_worth(parts, worth_of_widths(channel_map, parts), budgets)
+        found = _most_worth(channel_map, parts, worth_of_widths(channel_map, parts), budgets)
     fitting = [counts for counts in [*found, fastest(parts, budgets)] if budgets.fits(counts)]
     return fitting[0] if fitting else None
 
 
-def _most_worth(parts: list[GroupPart], scores: Scores, budgets: Budgets) -> list[Labels]:
+def _most_worth(channel_map: ChannelMap, parts: list[GroupPart], scores: Scores, budgets: Budgets) -> list[Labels]:
     """Return counts within the budgets from several starts, those with the highest sum of kept scores first."""
     worth = KeptScores.of(parts, scores)
     found = [*by_score_per_cost(parts, scores, budgets, lambda ranks: _highest(parts, *_global(parts, ranks), budgets))]
     found += lagrangian_search(parts, worth, budgets)
-    found += [_highest(parts, *_uniform(parts), budgets), fastest(parts, budgets)]
+    found += [_highest(parts, *_uniform(channel_map, parts), budgets), fastest(parts, budgets)]
     distinct = {tuple(counts.tolist()): counts for counts in found if budgets.fits(counts)}.values()
     starts = sorted(distinct, key=worth, reverse=True)[: None if are_few(parts) else STARTS]
     return sorted((local_search(parts, worth, budgets, counts) for counts in starts), key=worth, reverse=True)
@@ -249,17 +249,46 @@ def worth_of_widths(channel_map: ChannelMap, parts: list[GroupPart]) -> Scores:
     return scores
 
 
-def _uniform(parts: list[GroupPart]) -> tuple[Ladder, int]:
+def _uniform(channel_map: ChannelMap, parts: list[GroupPart]) -> tuple[Ladder, int]:
     """Return a ladder that keeps the same share of every part, and so of heads and of positions in them.
 
     Products between tokens have the width of attention, heads times positions, as a factor once. If all positions were
     kept, half of these MACs would be left at half of the channels: 33.5 % in timm's test_vit, pit_ti_224, halonet_h1.
+
+    Heads are few, so theirs is the nearest number to the share; what that is off by is carried over to the query heads
+    of each, and then to the positions: with 3 key-value heads of 3 queries each, two thirds are 3 times 2, not 2 times
+    2. The product never is fewer at a higher step but by rounding.
     """
+    nested = _nested(channel_map, parts)
 
     def ladder(step: int) -> Labels:
-        return np.array([part.at_most(part.labels.size * step / GRID) for part in parts])
+        share = step / GRID
+        counts = np.array([part.at_most(part.labels.size * share) for part in parts])
+        for family in nested:
+            carried = 1.0
+            for index in family:
+                wanted = parts[index].labels.size * share * carried
+                counts[index] = parts[index].nearest(wanted)
+                carried = wanted / max(counts[index], 1)
+        return counts
 
     return ladder, GRID
+
+
+def _nested(channel_map: ChannelMap, parts: list[GroupPart]) -> list[list[int]]:
+    """Return the parts whose product is the width of an attention: heads, their query heads, and positions in them."""
+    owner = np.full(channel_map.n_labels, -1)
+    for index, part in enumerate(parts):
+        owner[part.labels] = index
+    _, heads, positions, queries = channel_map.joint.T
+    found = np.unique(owner[np.stack([heads, queries, positions], 1)], axis=0) if heads.size else ()
+    taken: set[int] = set()
+    families = []
+    for family in found:
+        free = [int(index) for index in dict.fromkeys(family) if index >= 0 and index not in taken]
+        taken |= {*free}
+        families.append(free)
+    return families
 
 
 def _global(parts: list[GroupPart], ranks: list[Scores]) -> tuple[Ladder, int]:

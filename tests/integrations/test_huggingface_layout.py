@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_language import llama
 from torch import nn
 
 import prunekit as pk
@@ -309,3 +310,31 @@ def test_a_layer_that_is_ignored_keeps_all_like_it_whole() -> None:
     assert "intermediate_size" not in said
     with pytest.raises(UsageError, match="depth: expected false or 'auto', because layout is 'huggingface'"):
         pk.plan(model, inputs, depth=True, **asked)
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft, about the libraries that it uses
+def test_adapters_are_to_be_merged_first() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+    adapted = peft.get_peft_model(llama(), config).eval()
+    with pytest.raises(UsageError, match=r"k_proj is one of peft.* model = model\.merge_and_unload\(\)"):
+        pk.plan(adapted, {"input_ids": torch.zeros(1, 8, dtype=torch.long)}, params=0.8, layout="huggingface")
+
+
+def test_notes_say_what_the_librarys_own_save_cannot() -> None:
+    ids = {"input_ids": torch.randint(0, 40, (2, 8))}
+    for layout, said in (("free", True), ("huggingface", False)):
+        notes = pk.prune(llama(), ids, params=0.7, outputs="logits", layout=layout).notes
+        assert any("what its own save_pretrained writes, from_pretrained refuses" in note for note in notes) == said
+
+
+def test_heads_and_their_queries_keep_the_share_together() -> None:
+    model = llama(hidden_size=72, num_attention_heads=9, num_key_value_heads=3, head_dim=8)
+    ids = {"input_ids": torch.randint(0, 40, (1, 8))}
+    for share in (0.9, 0.8, 0.7, 0.5):
+        plan = pk.plan(model, ids, params=share, outputs="logits")
+        layers = pk.compact(model, plan).model.layers  # type: ignore[union-attr]
+        heads = [layer.self_attn.q_proj.out_features / 8 / 9 for layer in layers]  # type: ignore[union-attr]
+        widths = [layer.mlp.up_proj.out_features / 64 for layer in layers]  # type: ignore[union-attr]
+        assert share - 0.2 < np.mean(heads) < 1.01, share
+        assert share - 0.2 < np.mean(widths) < 1, share  # the rest has its share too

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -76,6 +77,11 @@ class LibraryModel:
             )
         path, inner = found
         search = ConfigSearch(inner, inner.config)
+        if adapter := _adapter(inner):
+            raise UsageError(
+                f"layout: expected a {type(inner).__name__} without adapters, and {adapter} is one of peft, which no "
+                "configuration says: merge them first, model = model.merge_and_unload(), and prune what that returns"
+            )
         if search.dense != shapes_of(inner):
             raise UsageError(
                 f"layout: expected a {type(inner).__name__} of the widths in its configuration, and that builds "
@@ -86,6 +92,12 @@ class LibraryModel:
     def with_weights(self, model: nn.Module) -> LibraryModel:
         """Return the same for the same network with other weights."""
         return replace(self, model=model, inner=model.get_submodule(self.path))
+
+
+def _adapter(model: nn.Module) -> str | None:
+    """Return the path of a layer with an adapter of peft, such as LoRA; None without one."""
+    kind = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", ())
+    return next((path for path, module in model.named_modules() if isinstance(module, kind)), None)
 
 
 def with_library_layout(library: LibraryModel, channel_map: ChannelMap) -> ChannelMap:
