@@ -136,6 +136,7 @@ def _resolve(
         seed=options.seed or 0,
         data=options.data if recipe else None,
         beside=beside,
+        allow_code=options.allow_code,
     )
 
 

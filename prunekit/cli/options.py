@@ -76,7 +76,8 @@ task_option = click.option(
 allow_code_option = click.option(
     "--allow-code",
     is_flag=True,
-    help="Run code that a recipe's file names, as in criterion: mine.py:score; code that KEY=VALUE names always runs.",
+    help="Run code that a recipe's file names, as in criterion: mine.py:score, and that an exported file may hold; "
+    "code that KEY=VALUE names always runs.",
 )
 
 

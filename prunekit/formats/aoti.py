@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from prunekit.errors import ArtifactError, RunError, UsageError, reason_of, reraise_shortage
-from prunekit.formats.format import ExportFormat, ExportSource, Run, register_format
+from prunekit.formats.format import ExportSource, ProgramFormat, Run, register_format
 from prunekit.formats.model_location import failure
 from prunekit.formats.onnx import KEY, interface_of_json
 from prunekit.formats.program import arguments, program_of, tracing
-from prunekit.formats.pt2_archive import COMPILED, Archive
+from prunekit.formats.pt2_archive import COMPILED, Archive, archive_file
 from prunekit.models.interface import ModelInterface
 from prunekit.utils.context import threads as threads_of
 from prunekit.utils.private_torch import cpp_compiler
@@ -26,8 +26,10 @@ from prunekit.utils.tensors import gather
     about="AOTInductor package, compiled for this machine's CPU",
     suffix=".aoti.pt2",
 )
-class AotiFormat(ExportFormat):
+class AotiFormat(ProgramFormat):
     """Packages of `torch._inductor.aoti_compile_and_package`. They hold a compiled library, so only open your own."""
+
+    loader = "torch._inductor.aoti_load_package"
 
     def unusable(self) -> str:
         """Return that there is no C++ compiler, if there is none."""
@@ -43,10 +45,10 @@ class AotiFormat(ExportFormat):
             raise UsageError(f"aoti: {problem}")
         program = program_of(source, flat=False)
         metadata = {KEY: json.dumps(program.interface.as_dict())}
-        with tracing():
+        with tracing(), archive_file(path) as stream:
             try:
                 torch._inductor.aoti_compile_and_package(
-                    program.exported, package_path=str(path), inductor_configs={"aot_inductor.metadata": metadata}
+                    program.exported, package_path=stream, inductor_configs={"aot_inductor.metadata": metadata}
                 )
             except Exception as error:  # of Inductor, or of the compiler
                 reraise_shortage(error)
@@ -56,7 +58,13 @@ class AotiFormat(ExportFormat):
                 ) from error
         return [*program.notes, "it holds code for this CPU and operating system; export it again for others"]
 
-    def open(self, path: Path, *, threads: int = 1) -> Run:
+    def code_in(self, path: Path) -> str:
+        """Return that a package is a compiled library."""
+        found = [name for name in Archive(path).names if name.startswith(COMPILED)]
+        library = next((name for name in found if name.endswith(".so")), next(iter(found), "no library"))
+        return f"{library} is machine code, compiled by AOTInductor"
+
+    def open_trusted(self, path: Path, *, threads: int = 1) -> Run:
         """Return a function that runs a package. Loading it runs the library in it."""
         interface = self.interface(path)
         with tracing():

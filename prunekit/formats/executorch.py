@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from prunekit.errors import ArtifactError, RunError, UsageError, reason_of, reraise_shortage
-from prunekit.formats.format import ExportFormat, ExportSource, Run, register_format
+from prunekit.formats.format import ExportSource, ProgramFormat, Run, register_format
 from prunekit.formats.model_location import failure, place_of_node
 from prunekit.formats.onnx import KEY, interface_of_json
 from prunekit.formats.program import SAMPLES, Program, fed, largest_sizes, program_of, tracing
@@ -24,10 +24,12 @@ from prunekit.utils.private_torch import OpOverload
     suffix=".pte",
     packages=("executorch",),
 )
-class ExecutorchFormat(ExportFormat):
+class ExecutorchFormat(ProgramFormat):
     """Programs of ExecuTorch; their interface is what the method `prunekit` returns, as JSON."""
 
     most_samples = SAMPLES
+    loader = "ExecuTorch's runtime"
+    runs_for_interface = True
 
     def write(self, source: ExportSource, path: Path) -> list[str]:
         """Write a program; memory is planned for the largest sizes, which the notes name."""
@@ -40,7 +42,11 @@ class ExecutorchFormat(ExportFormat):
         path.write_bytes(_lowered(source, program, most))
         return [*program.notes, *(f"memory is planned for a {name} of at most {size}" for name, size in most.items())]
 
-    def open(self, path: Path, *, threads: int = 1) -> Run:
+    def code_in(self, path: Path) -> str:
+        """Return that a program is not checked by what runs it."""
+        return "it is a program of ExecuTorch, whose runtime takes the addresses in it on trust"
+
+    def open_trusted(self, path: Path, *, threads: int = 1) -> Run:
         """Return a function that runs a program in ExecuTorch's own runtime, which has threads of its own number."""
         interface, method = self.interface(path), _method(path, "forward")
 

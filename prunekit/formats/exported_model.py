@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.errors import ArtifactError, UsageError
-from prunekit.formats.format import FORMATS, ExportFormat, Run
+from prunekit.formats.format import FORMATS, ExportFormat, ProgramFormat, Run
 from prunekit.models.interface import ModelInterface
 from prunekit.utils.inputs import Keywords, concatenate, is_batched, sample_count, select_samples, to_device
 from prunekit.utils.tensors import gather, map_tensors
@@ -39,12 +39,17 @@ def is_exported(path: Path) -> bool:
     return bool(formats_of(path)) and not path.is_dir()
 
 
-def open_exported(path: Path) -> ExportedModel:
+def open_exported(path: Path, *, allow_code: bool = False) -> ExportedModel:
     """Return the model in an exported file; its runtime loads it when it is first run.
+
+    Args:
+        path: of the file.
+        allow_code: whether it may be loaded though it could run code: programs that call more than operators which
+            compute tensors, and compiled ones.
 
     Raises:
         UsageError: what its format needs is not installed.
-        ArtifactError: it is missing or damaged.
+        ArtifactError: it is missing or damaged, or could run code when its interface is read.
     """
     if not path.is_file():
         raise ArtifactError(f"{path}: expected an exported file, and there is none")
@@ -54,7 +59,9 @@ def open_exported(path: Path) -> ExportedModel:
         if missing := form.missing():
             raise UsageError(f"{path}: {name} {missing}")
         try:
-            return ExportedModel(path, name, form.interface(path))
+            if isinstance(form, ProgramFormat) and form.runs_for_interface and not allow_code:
+                form.require_no_code(path)
+            return ExportedModel(path, name, form.interface(path), allow_code=allow_code)
         except ArtifactError as error:
             problems.append(error)
     raise problems[0] if problems else ArtifactError(f"{path}: expected a file of {', '.join(FORMATS.names)}")
@@ -72,11 +79,21 @@ class ExportedModel(nn.Module):
         form: name of its format.
         interface: that the file carries.
         opened: what runs it, if it was opened already.
+        allow_code: whether it may be opened though it could run code.
     """
 
-    def __init__(self, path: Path, form: str, interface: ModelInterface, opened: Run | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        form: str,
+        interface: ModelInterface,
+        opened: Run | None = None,
+        *,
+        allow_code: bool = False,
+    ) -> None:
         super().__init__()
-        self.path, self.form, self.interface, self.opened = path, form, interface, opened
+        self.path, self.form, self.interface = path, form, interface
+        self.opened, self.allow_code = opened, allow_code
 
     def extra_repr(self) -> str:
         """Return what the module shows of itself."""
@@ -105,9 +122,8 @@ class ExportedModel(nn.Module):
         if self.opened is not None:
             return self.opened
         state = self.path.stat()
-        return _opened(
-            str(self.path), self.form, (state.st_mtime_ns, state.st_size), threads or torch.get_num_threads()
-        )
+        known = (state.st_mtime_ns, state.st_size)
+        return _opened(str(self.path), self.form, known, threads or torch.get_num_threads(), self.allow_code)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Return the outputs of a batch, on the device of its inputs."""
@@ -140,6 +156,6 @@ def _filled(example: tuple[Any, ...], start: int, size: int) -> tuple[Any, ...]:
 
 
 @lru_cache(maxsize=8)
-def _opened(path: str, form: str, state: tuple[int, int], threads: int) -> Run:
+def _opened(path: str, form: str, state: tuple[int, int], threads: int, allow_code: bool) -> Run:
     found: ExportFormat = FORMATS.get(form)
-    return found.open(Path(path), threads=threads)
+    return (found.open_trusted if allow_code else found.open)(Path(path), threads=threads)

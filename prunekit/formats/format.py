@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 from torch import Tensor, nn
 
 from prunekit import known_names
-from prunekit.errors import UsageError
+from prunekit.errors import ArtifactError, UsageError
 from prunekit.models.interface import ModelInterface
 from prunekit.utils.registry import Registry
 
@@ -115,6 +115,22 @@ class ExportFormat(ABC):
             ArtifactError: it has none, or it is damaged.
         """
 
+    def open_trusted(self, path: Path, *, threads: int = 1) -> Run:
+        """Do what `open` does, also for a file that may run code: one that was just written, or that the user trusts.
+
+        Raises:
+            ArtifactError: it is damaged, or something else.
+        """
+        return self.open(path, threads=threads)
+
+    def code_in(self, path: Path) -> str:
+        """Return what in a file could do more than compute, for which `open` refuses it; empty if there is nothing.
+
+        Raises:
+            ArtifactError: it is damaged, or something else.
+        """
+        return ""
+
     def missing(self) -> str:
         """Return which of its packages are not installed, and how to install them; empty if all are."""
         missing = [package for package in self.packages if find_spec(package.partition(".")[0]) is None]
@@ -134,6 +150,47 @@ class ExportFormat(ABC):
             expected: output of each module of the model, by its path, in the order of the run.
         """
         return ""
+
+
+class ProgramFormat(ExportFormat):
+    """A format whose files may hold code, which runs when they are loaded: `open` refuses those that do.
+
+    Attributes:
+        loader: what loads its files.
+        runs_for_interface: whether its files are loaded to read their interface, too.
+    """
+
+    loader: ClassVar[str]
+    runs_for_interface: ClassVar[bool] = False
+
+    @abstractmethod
+    def code_in(self, path: Path) -> str:
+        """Return what in a file could do more than compute, and where; empty if there is nothing."""
+
+    @abstractmethod
+    def open_trusted(self, path: Path, *, threads: int = 1) -> Run:
+        """Load a file whatever is in it, and return a function that runs it."""
+
+    def open(self, path: Path, *, threads: int = 1) -> Run:
+        """Load a file that has no code in it, and return a function that runs it.
+
+        Raises:
+            ArtifactError: it is damaged, something else, or could run code when it is loaded.
+        """
+        self.require_no_code(path)
+        return self.open_trusted(path, threads=threads)
+
+    def require_no_code(self, path: Path) -> None:
+        """Raise if a file could do more than compute when it is loaded and run.
+
+        Raises:
+            ArtifactError: it could; names what would.
+        """
+        if code := self.code_in(path):
+            raise ArtifactError(
+                f"{path}: loading it could run code that is in the file: {code}; if you trust it, add --allow-code "
+                f"(from Python: allow_code=True), and it is loaded by {self.loader}"
+            )
 
 
 Kind = TypeVar("Kind", bound=type[ExportFormat])

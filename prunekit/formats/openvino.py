@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from prunekit.errors import ArtifactError, RunError, reason_of, reraise_shortage
+from prunekit.formats.files.node_modules import NodeModules
 from prunekit.formats.format import ExportFormat, ExportSource, Run, register_format
-from prunekit.formats.node_modules import NodeModules
 from prunekit.formats.onnx import KEY, OPSET, interface_of_json, metadata_of, renamed_values, translated
 from prunekit.formats.program import fed, program_of
 from prunekit.models.interface import ModelInterface, TensorSpec

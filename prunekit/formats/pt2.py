@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from prunekit.errors import RunError, UsageError, reason_of, reraise_shortage
-from prunekit.formats.format import ExportFormat, ExportSource, Run, register_format
+from prunekit.formats.files.size_expressions import BOUNDED
+from prunekit.formats.format import ExportSource, ProgramFormat, Run, register_format
 from prunekit.formats.onnx import interface_of_json
 from prunekit.formats.program import arguments, as_exported, program_of, tracing
-from prunekit.formats.pt2_archive import PROGRAM, Archive
+from prunekit.formats.pt2_archive import PROGRAM, Archive, archive_file
 from prunekit.models.interface import ModelInterface
 from prunekit.utils.context import threads as threads_of
 from prunekit.utils.tensors import gather, map_tensors
@@ -27,8 +28,10 @@ EXTRA = "prunekit.json"
     about="program of torch.export, which PyTorch runs without the model's code",
     suffix=".pt2",
 )
-class Pt2Format(ExportFormat):
+class Pt2Format(ProgramFormat):
     """Files of `torch.export.save`."""
+
+    loader = "torch.export.load"
 
     def write(self, source: ExportSource, path: Path) -> list[str]:
         """Write a program that takes the model's own arguments; its examples are zeros, and no data of the user."""
@@ -41,9 +44,9 @@ class Pt2Format(ExportFormat):
                 node.meta.pop("stack_trace", None)  # paths of this machine
         positional, named = exported.example_inputs
         exported.example_inputs = map_tensors((positional, named), lambda one: one.new_zeros(()).expand(one.shape))
-        with tracing():
+        with tracing(), archive_file(path) as stream:
             try:
-                torch.export.save(exported, path, extra_files={EXTRA: json.dumps(program.interface.as_dict())})
+                torch.export.save(exported, stream, extra_files={EXTRA: json.dumps(program.interface.as_dict())})
             except Exception as error:  # of the serializer
                 reraise_shortage(error)
                 raise RunError(
@@ -52,14 +55,17 @@ class Pt2Format(ExportFormat):
                 ) from error
         return program.notes
 
-    def open(self, path: Path, *, threads: int = 1) -> Run:
-        """Return a function that runs a program; the file is looked through for code before it is loaded.
+    def code_in(self, path: Path) -> str:
+        """Return what in a program would do more than compute tensors from tensors."""
+        return next(Archive(path).code(), "")
+
+    def open_trusted(self, path: Path, *, threads: int = 1) -> Run:
+        """Return a function that runs a program.
 
         Raises:
-            ArtifactError: it is no program, or could run code when it is loaded.
+            ArtifactError: it is no program.
         """
         archive = Archive(path)
-        archive.require_plain()
         with tracing():
             try:
                 program = torch.export.load(path)
@@ -67,6 +73,7 @@ class Pt2Format(ExportFormat):
             except Exception as error:  # of the deserializer
                 reraise_shortage(error)
                 raise archive.damaged(reason_of(error)) from error
+        _bound_numbers(module)
 
         interface, (by_position, by_name) = self.interface(path), program.call_spec.in_spec.children()
         names = [str(name) for name in by_name.context]
@@ -90,3 +97,13 @@ class Pt2Format(ExportFormat):
         if (text := archive.text(PROGRAM)) is None:
             raise archive.damaged("it has no program named model")
         return archive.interface(text)
+
+
+def _bound_numbers(module: torch.nn.Module) -> None:
+    """Make the arithmetic on sizes in a program raise for numbers beyond any size: squares of squares never end."""
+    for graph in (part for part in module.modules() if isinstance(part, torch.fx.GraphModule)):
+        changed = [node for node in graph.graph.nodes if node.target in BOUNDED]
+        for node in changed:
+            node.target = BOUNDED[node.target]
+        if changed:
+            graph.recompile()

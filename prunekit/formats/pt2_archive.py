@@ -2,26 +2,30 @@
 
 `torch.export.load` is not safe for files of unknown origin: it reads pickles (of examples, of tensors of classes of
 their own, of script objects), gives expressions of sizes to `sympy.sympify` and conditions to `exec`, which run what
-stands in them, resolves functions by any dotted name, and loads compiled libraries. A file without any of these is
-numbers, text and a graph of torch's own operators.
+stands in them, writes the names of nodes and inputs into Python that it runs, resolves functions by any dotted name,
+and loads compiled libraries. Operators may read and write files themselves. A file without any of these is numbers,
+names and a graph of operators that only compute tensors. So nothing is looked for; what is not known is refused.
 """
 
 from __future__ import annotations
 
-import ast
 import io
 import json
 import re
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from prunekit.errors import ArtifactError, reason_of, reraise_shortage
+from prunekit.formats.files.size_expressions import is_arithmetic
+from prunekit.formats.files.tensor_operators import why_refused
 from prunekit.models.interface import ModelInterface, TensorSpec
+from prunekit.utils.private_torch import archive_reader
 
 PROGRAM = "models/model.json"
 COMPILED = "data/aotinductor/"
@@ -35,23 +39,28 @@ PLAIN = re.compile(
 )
 """Files that hold numbers, or text that nothing reads."""
 TARGET = re.compile(
-    r"torch\.ops\.\w+\.\w+(\.\w+)?|torch\._?sym_\w+|math\.\w+|"
+    r"math\.trunc|torch\.(_sym_sqrt|sym_(float|int|ite|max|min|not|sqrt|sum))|"
     r"_operator\.(add|and_|eq|floordiv|ge|getitem|gt|le|lt|mod|mul|ne|neg|not_|or_|pos|pow|sub|truediv)"
 )
-"""Functions that a node may call: operators, and arithmetic on sizes."""
-FUNCTIONS = frozenset({
-    "Symbol", "Integer", "Float", "Rational", "Add", "Mul", "Pow", "FloorDiv", "CleanDiv", "CeilDiv", "CeilToInt",
-    "FloorToInt", "TruncToInt", "TruncToFloat", "Mod", "PythonMod", "ModularIndexing", "Where", "Max", "Min", "Eq",
-    "Ne", "Lt", "Le", "Gt", "Ge", "Equality", "Unequality", "StrictLessThan", "LessThan", "StrictGreaterThan",
-    "GreaterThan", "And", "Or", "Not", "Abs", "floor", "ceiling", "ToFloat", "IntTrueDiv", "FloatTrueDiv",
-    "FloatPow", "PowByNatural", "RoundToInt", "RoundDecimal", "Identity",
+"""Arithmetic on sizes, which a node may call besides operators."""
+PATHS = frozenset({"buffer_name", "fqn", "parameter_name", "tensor_constant_name"})
+"""Keys of texts that are paths of modules and their tensors."""
+UNREAD = frozenset({"metadata", "torch_version", "treespec_namedtuple_fields"})
+"""Keys of what torch shows at most: places in the code that a program was made from."""
+NAME = re.compile(r"\w*", re.ASCII)
+"""Names of nodes, arguments and inputs: torch writes them into code that it runs."""
+PATH = re.compile(r"(?!__)[\w +:<>@/-]*(\.(?!__)[\w +:<>@/-]*)*", re.ASCII)
+"""Paths of tensors, which it writes there too, some between quotes."""
+DEVICE = re.compile(r"[a-z]+(:\d+)?")
+INFINITE = ("Infinity", "-Infinity", "NaN")
+LONGEST_TEXT = 1000
+"""Characters of a text that an operator takes."""
+DEEPEST = 200
+"""Nesting of a program's JSON, of which graphs in graphs are a part."""
+CONTAINERS = frozenset({
+    "builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict", "collections.deque",
 })  # fmt: skip
-"""Functions in expressions of sizes."""
-METHODS = frozenset({"size", "stride", "storage_offset"})
-NODES = (
-    ast.Expression, ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.operator, ast.unaryop, ast.cmpop, ast.boolop,
-    ast.Constant, ast.Name, ast.Load, ast.Call, ast.keyword, ast.Subscript, ast.Attribute,
-)  # fmt: skip
+"""Classes that arguments and outputs may be nested in: those of others import what a file names."""
 DTYPES = (
     "unknown", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex32", "complex64",
     "complex128", "bool", "bfloat16",
@@ -73,14 +82,18 @@ class Archive:
         self.path = path
         try:
             with zipfile.ZipFile(path) as file:
-                names = file.namelist()
-        except (OSError, zipfile.BadZipFile) as error:
+                entries = file.infolist()
+            self._reader = archive_reader(path)
+            records = set(self._reader.get_all_records())
+        except (OSError, zipfile.BadZipFile, RuntimeError) as error:
             raise self.damaged(reason_of(error)) from error
+        names = [entry.filename for entry in entries]
         tops = {name.partition("/")[0] for name in names}
         if len(tops) != 1 or not all("/" in name for name in names) or max(Counter(names).values()) > 1:
             raise self.damaged("its files are not in one folder, each once")
-        (self._top,) = tops
         self.names = [name.partition("/")[2] for name in names]
+        if records != set(self.names) or any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            raise self.damaged("it is not as torch writes them: other programs would read something else in it")
         if self.text("archive_format") != "pt2":
             raise self.damaged("it is another kind of archive, or of an old version of torch")
 
@@ -93,11 +106,11 @@ class Archive:
         if name not in self.names:
             return None
         try:
-            with zipfile.ZipFile(self.path) as file:
-                return file.read(f"{self._top}/{name}")
-        except (OSError, zipfile.BadZipFile, RuntimeError) as error:
+            found: bytes = self._reader.get_record(name)  # as torch itself will read it
+        except RuntimeError as error:
             reraise_shortage(error)
             raise self.damaged(reason_of(error)) from error
+        return found
 
     def text(self, name: str) -> str | None:
         """Return the text of a file in the archive; None if there is none of this name."""
@@ -108,30 +121,22 @@ class Archive:
         """Return the JSON of a file in the archive."""
         try:
             return json.loads(self.text(name) or "")
-        except ValueError as error:
-            raise self.damaged(f"{name} is no JSON: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise self.damaged(f"{name} is no JSON: {reason_of(error)}") from error
 
-    def require_plain(self) -> None:
-        """Raise if loading the file could run code.
-
-        Raises:
-            ArtifactError: it could; the message has the part that would.
-        """
-        for problem in self._code():
-            raise ArtifactError(
-                f"{self.path}: loading it could run code that is in the file: {problem}; prunekit loads programs of "
-                "torch's operators and plain tensors alone. If you trust the file, load it by torch.export.load"
-            )
-
-    def _code(self) -> Iterator[str]:
-        """Yield what could run code."""
+    def code(self) -> Iterator[str]:
+        """Yield what could do more than compute tensors: run code, or read and write files."""
         for name in self.names:
             if SAMPLES.fullmatch(name):
                 if not _is_of_tensors(self.data(name) or b""):
                     yield f"{name} is a pickle of more than tensors"
             elif CONFIG.fullmatch(name):
-                if any(entry.get("use_pickle") for entry in _mappings(self.json(name))):
+                config = self.json(name)
+                if any(entry.get("use_pickle") for entry in _mappings(config)):
                     yield f"{name} names pickled tensors"
+                tensors = config.get("config") if isinstance(config, dict) else None
+                if not isinstance(tensors, dict) or not all(map(PATH.fullmatch, tensors)):
+                    yield f"{name} names tensors by more than paths"
             elif name.startswith("models/") and name.endswith(".json"):
                 yield from _code_of(self.json(name))
             elif name.startswith(COMPILED):
@@ -153,8 +158,46 @@ class Archive:
                 tuple(_spec(name, values[name]) for name in taken),
                 tuple(_spec(shown, values[name]) for shown, name in zip(called, given, strict=True)),
             )
-        except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
             raise self.damaged(f"its program is damaged: {reason_of(error)}") from error
+
+
+@contextmanager
+def archive_file(path: Path) -> Iterator[IO[bytes]]:
+    """Yield a file for torch's writer of archives to write to.
+
+    The writer ends the process if it cannot write, as on a full disk, so that what goes wrong is raised at the end.
+
+    Raises:
+        OSError: the file could not be written.
+    """
+    with path.open("wb") as file:
+        stream = _PatientFile(file)
+        yield stream
+        if stream.problem is not None:
+            raise stream.problem
+
+
+class _PatientFile(io.BytesIO):
+    """A file that takes what is written to it, and raises nothing.
+
+    Attributes:
+        problem: the first thing that went wrong; nothing was written from there on.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__()
+        self.file, self.problem = file, None
+
+    problem: BaseException | None
+
+    def write(self, data: Any) -> int:
+        if self.problem is None:
+            try:
+                self.file.write(data)
+            except BaseException as error:  # also of the keyboard
+                self.problem = error
+        return len(data)
 
 
 def _spec(name: str, value: Any) -> TensorSpec:
@@ -169,10 +212,21 @@ def _is_of_tensors(data: bytes) -> bool:
     if not data:
         return True
     try:
-        torch.load(io.BytesIO(data), weights_only=True)
+        found = torch.load(io.BytesIO(data), weights_only=True)
     except Exception:  # of the unpickler, or of zip files
         return False
-    return True
+    return all(PATH.fullmatch(key) for key in _keys(found))
+
+
+def _keys(value: Any) -> Iterator[str]:
+    """Yield the keys of nested examples, which torch writes into code."""
+    if isinstance(value, dict):
+        for key, one in value.items():
+            yield key if isinstance(key, str) else ("" if isinstance(key, int) else "?")
+            yield from _keys(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _keys(one)
 
 
 def _mappings(value: Any) -> Iterator[dict[str, Any]]:
@@ -187,47 +241,81 @@ def _mappings(value: Any) -> Iterator[dict[str, Any]]:
             stack += item
 
 
-def _code_of(program: Any) -> Iterator[str]:
-    """Yield what a program, as JSON, would run besides torch's operators."""
-    for entry in _mappings(program):
-        targets = [entry[key] for key in ("as_operator",) if key in entry]
-        targets += [entry["target"]] if "target" in entry and "inputs" in entry else []
-        yield from (f"it calls {target!r}" for target in targets if not TARGET.fullmatch(str(target)))
-        texts = [entry["expr_str"]] if "expr_str" in entry else []
-        texts += entry.get("guards_code") or []
-        yield from (f"it has the expression {text!r}" for text in texts if not is_arithmetic(str(text)))
-        for key in ("in_spec", "out_spec"):
-            if re.search("__enum__|defaultdict", str(entry.get(key))):
-                yield "the classes of its arguments name code to import"
+def _code_of(value: Any, key: str = "", depth: int = DEEPEST) -> Iterator[str]:
+    """Yield what a program, as JSON, would do besides computing tensors by torch's operators.
+
+    Args:
+        value: a part of it.
+        key: of this part.
+        depth: how much deeper it may be nested.
+    """
+    if depth == 0:
+        yield "it is nested too deeply to be looked through"
+    elif isinstance(value, dict):
+        is_node = "target" in value and "inputs" in value
+        for name, one in value.items():
+            if not NAME.fullmatch(name):
+                yield f"it has the name {name!r}, which torch would write into code"
+            if name not in UNREAD and not (is_node and name == "inputs"):
+                yield from _code_of(one, name, depth - 1)
+        if is_node:
+            yield from _code_of_arguments(value["inputs"], depth - 1)
+    elif isinstance(value, list):
+        for one in value:
+            yield from _code_of(one, key, depth - 1)
+    elif isinstance(value, str) and (problem := _code_of_text(value, key)):
+        yield problem
 
 
-def is_arithmetic(text: str) -> bool:
-    """Return whether an expression only computes with numbers, symbols and sizes of tensors."""
+def _code_of_arguments(inputs: Any, depth: int) -> Iterator[str]:
+    """Yield what the arguments of a node would do; a text among them stays text, whatever it says."""
+    for entry in inputs if isinstance(inputs, list) else [inputs]:
+        argument = entry.get("arg") if isinstance(entry, dict) else None
+        texts = [argument["as_string"]] if isinstance(argument, dict) and list(argument) == ["as_string"] else []
+        if texts and isinstance(texts[0], str) and len(texts[0]) <= LONGEST_TEXT and texts[0].isprintable():
+            yield from _code_of({**entry, "arg": None}, "inputs", depth)
+        else:
+            yield from _code_of(entry, "inputs", depth)
+
+
+def _code_of_text(text: str, key: str) -> str:
+    """Return what a text of a program would do; empty if nothing."""
+    if key in ("target", "as_operator") and not TARGET.fullmatch(text):
+        reason = why_refused(text)
+        return reason and f"it calls {text!r}: {reason}"
+    if key in ("expr_str", "guards_code"):
+        return "" if is_arithmetic(text) else f"it has the expression {text[:LONGEST_TEXT]!r}"
+    if key in ("in_spec", "out_spec"):
+        return "" if _is_nesting(text) else "the classes of its arguments name code to import"
+    known = {"target": TARGET, "as_operator": TARGET, "type": DEVICE}.get(key, PATH if key in PATHS else NAME)
+    if known.fullmatch(text) or (key == "as_float" and text in INFINITE):
+        return ""
+    return f"it has the {key} {text[:LONGEST_TEXT]!r}, which torch would write into code"
+
+
+def _is_nesting(text: str) -> bool:
+    """Return whether a description of nested arguments names only containers and plain keys."""
     try:
-        tree = ast.parse(text.strip(), mode="eval")
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return False
-    named: set[int] = set()  # text that is a symbol's name, or an argument's
-    for node in ast.walk(tree):
-        if not isinstance(node, NODES):
-            return False
-        if isinstance(node, ast.Name) and node.id.startswith("_"):
-            return False
-        if isinstance(node, ast.Attribute) and not (
-            node.attr in METHODS or re.fullmatch(r"torch\.sym_\w+|math\.[a-z]\w*", ast.unparse(node))
-        ):
-            return False
-        if isinstance(node, ast.Call):
-            function = node.func
-            if not (
-                isinstance(function, ast.Attribute) or (isinstance(function, ast.Name) and function.id in FUNCTIONS)
-            ):
+        version, root = json.loads(text) if text else (1, None)
+        stack = [] if root is None else [root]
+        while stack:
+            one = stack.pop()
+            stack += one["children_spec"]
+            if one["type"] is None:
+                continue
+            context = one["context"] if one["context"] is None else json.loads(one["context"])
+            if one["type"] not in CONTAINERS or not all(PATH.fullmatch(str(key)) for key in _leaves(context)):
                 return False
-            if isinstance(function, ast.Name) and function.id == "Symbol":
-                named |= {id(argument) for argument in node.args}
-        if isinstance(node, ast.Subscript):
-            named.add(id(node.slice))
-        value = node.value if isinstance(node, ast.Constant) else 0
-        if not isinstance(value, int | float) and not (id(node) in named and str(value).isidentifier()):
-            return False
-    return True
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+        return False
+    return version == 1
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield "?"  # an object that JSON would make
+    elif isinstance(value, list):
+        for one in value:
+            yield from _leaves(one)
+    else:
+        yield value

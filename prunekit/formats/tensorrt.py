@@ -13,7 +13,7 @@ from torch import Tensor
 
 from prunekit.compaction.zero_patterns import zero_pattern
 from prunekit.errors import ArtifactError, RunError, UsageError
-from prunekit.formats.format import ExportFormat, ExportSource, Run, register_format
+from prunekit.formats.format import ExportSource, ProgramFormat, Run, register_format
 from prunekit.formats.onnx import OPSET, interface_of_json, renamed_values, translated
 from prunekit.formats.program import fed, largest_sizes, program_of
 from prunekit.models.interface import BATCH, ModelInterface
@@ -31,8 +31,10 @@ Sizes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
     packages=("onnx", "onnxscript", "tensorrt"),
     install="pip install 'prunekit[tensorrt]'",
 )
-class TensorRtFormat(ExportFormat):
+class TensorRtFormat(ProgramFormat):
     """Engines that TensorRT builds from the graph of the ONNX export, with a JSON of the interface beside them."""
+
+    loader = "TensorRT's runtime"
 
     def unusable(self) -> str:
         """Return that there is no GPU, or no package."""
@@ -66,7 +68,11 @@ class TensorRtFormat(ExportFormat):
             "the engine is for this GPU and this version of TensorRT; build it again for others",
         ]
 
-    def open(self, path: Path, *, threads: int = 1) -> Run:
+    def code_in(self, path: Path) -> str:
+        """Return that an engine is compiled code."""
+        return "it is an engine of TensorRT, which is machine code for the GPU and may name plug-in libraries"
+
+    def open_trusted(self, path: Path, *, threads: int = 1) -> Run:
         """Return a function that runs an engine on the current GPU."""
         import tensorrt
 

@@ -156,6 +156,7 @@ def bench(
     memory_formats: str | Sequence[str] = "contiguous",
     device: torch.device | str | None = None,
     repeats: int = 30,
+    allow_code: bool = False,
     log: Log = stage,
 ) -> Benchmark:
     """Time models alternately; the speedup of each is relative to the first.
@@ -176,6 +177,8 @@ def bench(
         device: where they are timed: a device, several with commas between them, or `auto`: the CPU, and CUDA where
             there is one. None: where the first model is.
         repeats: timed runs of each, at least 5.
+        allow_code: whether exported files may be loaded though they could run code: compiled ones, and programs of
+            more than operators that compute tensors.
         log: gets a line on what is exported and timed next.
 
     Raises:
@@ -209,7 +212,7 @@ def bench(
         dtypes=_several(dtypes),
         memory_formats=_several(memory_formats),
     )
-    targets = [_target(name, model, example) for name, model in models.items()]
+    targets = [_target(name, model, example, allow_code) for name, model in models.items()]
     places = device_of(targets[0].model) if device is None else device
     return bench_targets(targets, settings, str(places), log=log)
 
@@ -219,8 +222,10 @@ def _several(given: Any) -> Any:
     return (given,) if isinstance(given, (str, int)) else tuple(given)
 
 
-def _target(name: str, model: nn.Module | StrPath, given: Any) -> InputModel:
-    model = unwrapped(model) if isinstance(model, nn.Module) else exported_target(Path(model)).model
+def _target(name: str, model: nn.Module | StrPath, given: Any, allow_code: bool) -> InputModel:
+    if not isinstance(model, nn.Module):
+        model = exported_target(Path(model), allow_code=allow_code).model
+    model = unwrapped(model)
     inputs = as_example(model, given)
     shape = next((tuple(tensor.shape[1:]) for tensor in gather(inputs)), ())
     return InputModel(model, name, shape, inputs=inputs)

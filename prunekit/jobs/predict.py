@@ -181,6 +181,7 @@ def predict(
     classes: Sequence[str] = (),
     task: str | None = None,
     batch: int = 32,
+    allow_code: bool = False,
 ) -> Prediction:
     """Return what a model says about images: the most probable classes, or the outputs of other tasks.
 
@@ -195,6 +196,8 @@ def predict(
         classes: name of each label; empty: the model's own.
         task: its name; None: the model's own.
         batch: samples that the model is given at once.
+        allow_code: whether an exported file may be loaded though it could run code: a compiled one, or a program of
+            more than operators that compute tensors.
 
     Raises:
         DataError: an image or a file of inputs cannot be read.
@@ -210,7 +213,7 @@ def predict(
         ['0', '1']
     """
     if isinstance(model, (str, PathLike)):
-        target = resolve(Path(model))
+        target = resolve(Path(model), allow_code=allow_code)
     elif isinstance(model, nn.Module):
         own = unwrapped(model)
         target = InputModel(model, type(own).__name__, (), interface=attached(own))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from prunekit.errors import ArtifactError, RunError, reason_of, reraise_shortage
-from prunekit.formats.node_modules import NodeModules
+from prunekit.formats.files.node_modules import NodeModules
 from prunekit.quantization.accuracy_limit import (
     AccuracyLimit,
     Array,

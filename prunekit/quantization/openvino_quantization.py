@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from prunekit.errors import ArtifactError, RunError, UsageError, reason_of, reraise_shortage
-from prunekit.formats.node_modules import ModuleNames, NodeModules
+from prunekit.formats.files.node_modules import ModuleNames, NodeModules
 from prunekit.formats.openvino import MODULES, openvino_core
 from prunekit.quantization.accuracy_limit import (
     AccuracyLimit,

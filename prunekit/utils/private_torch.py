@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -109,3 +110,31 @@ def has_compiled(code: CodeType) -> bool:
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
     return bool(_debug_get_cache_entry_list(code))
+
+
+def operator_schema(name: str, overload: str) -> Any:
+    """Return the schema of an operator that torch's dispatcher has; None if there is none of this name.
+
+    Args:
+        name: with its namespace, such as `aten::add`.
+        overload: such as `Tensor`; empty or `default`: the one without a name.
+    """
+    overload = "" if overload == "default" else overload
+    try:
+        if not torch._C._dispatch_has_kernel(f"{name}.{overload}" if overload else name):
+            return None  # such as those of TorchScript alone: aten::save
+    except RuntimeError:  # of a name that no operator may have
+        return None
+    found = torch._C._jit_get_schemas_for_operator(name)
+    return next((schema for schema in found if schema.overload_name == overload), None)
+
+
+def operator_names() -> list[str]:
+    """Return the names of all operators that torch's dispatcher has, such as `aten::add.Tensor`."""
+    names: list[str] = torch._C._dispatch_get_all_op_names()
+    return names
+
+
+def archive_reader(path: Path) -> Any:
+    """Return torch's own reader of the ZIP archives that it writes; it raises RuntimeError for a damaged one."""
+    return torch._C.PyTorchFileReader(str(path))

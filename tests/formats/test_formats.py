@@ -36,7 +36,7 @@ def test_inputs_and_outputs_of_every_kind_keep_their_names_and_order(name: str, 
     assert [spec.name for spec in interface.outputs] == ["linear", "relu", "again", "output_weight"]
     assert {spec.shape for spec in (*interface.inputs, *interface.outputs)} == {("batch", 3)}
     assert (interface.task, interface.classes) == ("regression", ("one", "two"))
-    run = FORMATS.get(name).open(file)
+    run = FORMATS.get(name).open_trusted(file)
     for samples in (2, 5, 1):
         require_same(model, run, Named.example(samples))
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchvision.models import MobileNetV2, ResNet, VisionTransformer
 from torchvision.models.resnet import BasicBlock
 
-from prunekit.formats.node_modules import NodeModules
+from prunekit.formats.files.node_modules import NodeModules
 from prunekit.measure.effort import Effort, effort_of
 from prunekit.measure.latency_profile import network_timing
 from prunekit.measure.latency_profile.layer_times import LayerTimes

@@ -11,8 +11,8 @@ import torch
 from quantized_nets import Array, Encoder, Residual, agreement, drawn, made
 
 from prunekit.errors import ArtifactError, DataError, RunError, UsageError
+from prunekit.formats.files.node_modules import NodeModules
 from prunekit.formats.format import FORMATS, ExportSource
-from prunekit.formats.node_modules import NodeModules
 from prunekit.formats.onnx import export_onnx
 from prunekit.models.interface import interface_of
 from prunekit.quantization import openvino_quantization

@@ -261,7 +261,7 @@ def export_float(
     with folder_beside(path) as aside:
         written = aside / path.name
         notes = kind.write(source, written)
-        run = kind.open(written, threads=request.threads)
+        run = kind.open_trusted(written, threads=request.threads)
         resized = other_sizes(examples[0], interface, request.dynamic)
         usable = [one for one in resized if runs(model, one)]
         parities = check_export(kind, written, run, reference, interface, [*examples, *usable])

@@ -161,13 +161,13 @@ def quantize_export(
         found = quantize(exported.path, aside / path.name, data, settings=settings, score=score, log=log)
         if target.splits is not None and target.splits.task.main.lower_is_better:
             found = _with_lower_better(found)
-        run = kind.open(aside / path.name, threads=request.threads)
+        run = kind.open_trusted(aside / path.name, threads=request.threads)
         model = one_copy(target.model)
         samples, real = real_samples(target)
         module = ExportedModel(aside / path.name, kind.name, exported.interface, run)
         scores = score_export(module, target.splits, log)
         latency = tuple(time_export(partial(call, model), run, samples, request))
-        others = {"float": kind.open(exported.path, threads=request.threads)}
+        others = {"float": kind.open_trusted(exported.path, threads=request.threads)}
         if dense is not None and request.timed:
             others["dense"] = _dense_run(kind, dense, samples, exported.interface, request, beside_it)
         beside = [
@@ -222,7 +222,7 @@ def _validation_merit(kind: ExportFormat, interface: ModelInterface, target: Inp
     """Return the main score of a file on the validation samples; its negative if less is better."""
     assert target.splits is not None
     held_out = batches(target.splits.validation, READ, shuffle_seed=None)
-    module = ExportedModel(file, kind.name, interface, kind.open(file))
+    module = ExportedModel(file, kind.name, interface, kind.open_trusted(file))
     found = evaluate(module, held_out, target.splits.task, CPU)
     score = next(iter(found.values.values()))
     return -score if found.lower_is_better else score
@@ -241,4 +241,4 @@ def _dense_run(
     file = folder / "dense" / f"dense{kind.suffix}"
     file.parent.mkdir()
     kind.write(ExportSource(one_copy(unwrapped(dense)), example, interface, request.options), file)
-    return kind.open(file, threads=request.threads)
+    return kind.open_trusted(file, threads=request.threads)

@@ -17,12 +17,14 @@ from prunekit.utils.files import StrPath
 from prunekit.utils.inputs import as_example, running
 
 
-def interface(model: nn.Module | StrPath, example: Any = None) -> ModelInterface:
+def interface(model: nn.Module | StrPath, example: Any = None, *, allow_code: bool = False) -> ModelInterface:
     """Return how a model is fed: inputs and outputs by name, task, classes, and the preprocessing of images.
 
     Args:
         model: that `prunekit.load` returned, or any with an example; or the path of a model folder or an exported file.
         example: of its inputs: a tensor, a tuple of positional arguments, or a mapping by name; the model is run once.
+        allow_code: whether an exported file may be loaded though it could run code, as a program of ExecuTorch is to
+            read its interface.
 
     Raises:
         ArtifactError: there is no such folder or file, or its interface is damaged.
@@ -46,7 +48,7 @@ def interface(model: nn.Module | StrPath, example: Any = None) -> ModelInterface
         if not isinstance(model, (str, PathLike)):
             raise UsageError(f"expected a model, or the path of a folder or a file, got {type(model).__name__}")
         path = Path(model)
-        return open_exported(path).interface if is_exported(path) else folder_interface(path)
+        return open_exported(path, allow_code=allow_code).interface if is_exported(path) else folder_interface(path)
     own = unwrapped(model)
     known = own.interface if isinstance(own, ExportedModel) else attached(own)
     if example is None and known is not None:

@@ -107,6 +107,7 @@ def resolve(
     seed: int = 0,
     data: str | None = None,
     beside: Sequence[InputModel] = (),
+    allow_code: bool = False,
 ) -> InputModel:
     """Build the model that a command line names.
 
@@ -121,6 +122,7 @@ def resolve(
         data: `file.py:factory`, the user's own data of a job.
         beside: models that it is compared with; the first of one image tells the shape of what `factory` builds, if
             nothing else does.
+        allow_code: whether an exported file may be loaded though it could run code.
 
     Raises:
         UsageError: the arguments do not fit each other.
@@ -141,25 +143,26 @@ def resolve(
             return _from_zoo(replace(target, weights=weights), shape)
         if is_exported(Path(target)):
             _forbid_weights(weights, "an exported file", "it holds its own")
-            return exported_target(Path(target), shape)
+            return exported_target(Path(target), shape, allow_code=allow_code)
         if Path(target).exists():
             _forbid_weights(weights, "a model folder", "it holds its own")
             return _from_folder(Path(target), factory, shape)
         return _from_zoo(ModelSettings(str(target), _zoo_of(str(target)), weights=weights), shape)
 
 
-def exported_target(path: Path, shape: tuple[int, ...] | None = None) -> InputModel:
+def exported_target(path: Path, shape: tuple[int, ...] | None = None, *, allow_code: bool = False) -> InputModel:
     """Return the model in an exported file.
 
     Args:
         path: of the file.
         shape: of one input without the batch, for a file of one input with axes of any size.
+        allow_code: whether it may be loaded though it could run code.
 
     Raises:
         UsageError: what its format needs is not installed.
         ArtifactError: it is missing or damaged.
     """
-    model = open_exported(path)
+    model = open_exported(path, allow_code=allow_code)
     specs = model.interface.inputs
     alone = len(specs) == 1 and specs[0].dtype.startswith("float")
     sizes = shape or next((_sizes(spec) for spec in specs if _sizes(spec)), ()) or ()

@@ -66,23 +66,22 @@ def require_timable(name: str, model: ExportedModel, settings: Sequence[Setting]
 
 def exported_source(model: ExportedModel) -> Source:
     """Return a file as a source, which opens it in its own runtime."""
-    return Source(open=partial(open_file, str(model.path), model.form))
+    return Source(open=partial(open_file, str(model.path), model.form, allow_code=model.allow_code))
 
 
-def open_file(path: str, form: str, sample: Sample, setting: Setting) -> Session:
+def open_file(path: str, form: str, sample: Sample, setting: Setting, *, allow_code: bool = False) -> Session:
     """Return a session of a file in the runtime that is asked for, or in its own.
 
     Raises:
-        ArtifactError: the file is damaged.
+        ArtifactError: the file is damaged, or could run code and may not.
     """
     exported = FORMATS.get(form)
-    interface = exported.interface(Path(path))
     own = OWN.get(form, form) if setting.runtime == DEFAULT else setting.runtime
     if own == "onnxruntime":
-        return _in_onnx_runtime(Path(path), interface, sample, setting)
+        return _in_onnx_runtime(Path(path), exported.interface(Path(path)), sample, setting)
     if own == "openvino":
-        return _in_openvino(Path(path), interface, sample, _in(setting, own))
-    run = exported.open(Path(path), threads=setting.threads)
+        return _in_openvino(Path(path), exported.interface(Path(path)), sample, _in(setting, own))
+    run = (exported.open_trusted if allow_code else exported.open)(Path(path), threads=setting.threads)
     return Session(lambda: run(sample))
 
 

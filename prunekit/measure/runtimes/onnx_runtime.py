@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prunekit.formats.node_modules import NodeModules
+from prunekit.formats.files.node_modules import NodeModules
 from prunekit.measure.runtimes.runtime import RUNTIMES, register_runtime
 from prunekit.measure.runtimes.session import INT8, LayerClock, Sample, Session, Setting, Source
 from prunekit.utils.tensors import gather

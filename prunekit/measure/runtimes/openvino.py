@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from prunekit.errors import RunError
-from prunekit.formats.node_modules import NodeModules
+from prunekit.formats.files.node_modules import NodeModules
 from prunekit.formats.openvino import openvino_core, sparse_options
 from prunekit.measure.latency.timing import Times
 from prunekit.measure.runtimes.runtime import RUNTIMES, register_runtime
