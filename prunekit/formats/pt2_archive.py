@@ -213,7 +213,8 @@ def _is_of_tensors(data: bytes) -> bool:
         return True
     try:
         found = torch.load(io.BytesIO(data), weights_only=True)
-    except Exception:  # of the unpickler, or of zip files
+    except Exception as error:  # of the unpickler, or of zip files
+        reraise_shortage(error)
         return False
     return all(PATH.fullmatch(key) for key in _keys(found))
 
