@@ -5,7 +5,6 @@ Folders are read as `torchvision.datasets.ImageFolder` reads them.
 
 from __future__ import annotations
 
-import zipfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +15,14 @@ import torch
 from torch import Tensor
 
 from prunekit.data.datasets import check_labels, numbered_classes
-from prunekit.errors import DataError, cut_short, nearest, reraise_shortage
+from prunekit.errors import DataError, cut_short, nearest
+from prunekit.reading.array_files import read_arrays
+from prunekit.reading.text_files import shown
 from prunekit.utils.files import folders_below, is_within
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 TWO_PARTS = ("x_train", "y_train", "x_test", "y_test")
+ARCHIVE = "a NumPy archive (.npz) without objects"
 ONE_PART = ("images", "labels")
 LabeledFiles = tuple[tuple[Path, int], ...]
 
@@ -133,7 +135,9 @@ def read_npz(path: Path) -> NpzArchive:
     Raises:
         DataError: it is no archive, or an array is missing or has a wrong shape, dtype or labels; names the array.
     """
-    arrays = _load(path)
+    arrays = read_arrays(path, ARCHIVE, DataError)
+    if "" in arrays:
+        raise DataError(f"{shown(path)}: expected {ARCHIVE}, but it is one array (.npy)")
     if all(name in arrays for name in TWO_PARTS):
         rest, test = _pair(path, arrays, *TWO_PARTS[:2]), _pair(path, arrays, *TWO_PARTS[2:])
     elif all(name in arrays for name in ONE_PART):
@@ -141,7 +145,7 @@ def read_npz(path: Path) -> NpzArchive:
     else:
         raise DataError(
             f"{path}: expected arrays {', '.join(TWO_PARTS)}, or {', '.join(ONE_PART)}; "
-            f"found {', '.join(sorted(arrays)) or 'none'}"
+            f"found {cut_short(shown(', '.join(sorted(arrays)) or 'none'))}"
         )
     if "classes" in arrays:
         classes = _class_names(arrays["classes"], f"{path}: classes")
@@ -151,20 +155,6 @@ def read_npz(path: Path) -> NpzArchive:
         if part is not None:
             check_labels(part.labels, classes, f"{path}: {part.name}")
     return NpzArchive(classes, rest, test)
-
-
-def _load(path: Path) -> dict[str, np.ndarray[Any, Any]]:
-    try:
-        with path.open("rb") as file:  # opened here, because np.load leaves a file open that it cannot read
-            if not zipfile.is_zipfile(file):  # NumPy would take it for a pickle and advise to load it unsafely
-                raise ValueError("it is no zip file, or a part of one")
-            file.seek(0)
-            archive = np.load(file, allow_pickle=False)
-            return {name: archive[name] for name in archive.files}
-    except Exception as error:  # zipfile, zlib, OSError, ValueError, EOFError: each is a file that cannot be used
-        reraise_shortage(error)
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise DataError(f"{path}: expected a NumPy archive (.npz) without objects, but: {reason}") from error
 
 
 def _class_names(given: np.ndarray[Any, Any], where: str) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -12,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prunekit.errors import DataError, UsageError, reraise_shortage
-from prunekit.reading.text_files import read_json
+from prunekit.errors import DataError, PrunekitError, UsageError, cut_short, reraise_shortage
+from prunekit.reading.text_files import read_json, read_text, shown
 
 FILE = "tokenizer.json"
 CONFIGS = ("tokenizer_config.json", "special_tokens_map.json")
@@ -27,6 +28,8 @@ PIECE = 1 << 20
 """Characters of a long text that are tokenized at once."""
 LINES = 1024
 """Lines that are tokenized at once."""
+MOST_IDS = 2**31 - 2
+"""The largest id, which is kept in 32 bits."""
 Ids = NDArray[np.int32]
 
 
@@ -52,12 +55,21 @@ class TextTokenizer:
         found: dict[str, Any] = {}
         for name in reversed(CONFIGS):
             if (path := self.folder / name).is_file():
-                found |= {key: value for key, value in read_json(path, finite=False).items() if value is not None}
+                values = read_json(path, "the special tokens of a tokenizer", DataError, finite=False)
+                if not isinstance(values, dict):
+                    raise DataError(f"{shown(path)}: expected a mapping of tokens, got {type(values).__name__}")
+                found |= {key: value for key, value in values.items() if value is not None}
         return found
 
     def _special(self, kind: str) -> int | None:
         named = self._named.get(kind)
-        names = USUAL[kind] if named is None else (named["content"] if isinstance(named, dict) else named,)
+        content = named.get("content") if isinstance(named, dict) else named
+        if named is not None and not isinstance(content, str):
+            raise DataError(
+                f"{shown(self.folder)}: {kind}: expected the text of a token, or its `content`, got "
+                f"{cut_short(ascii(named))}"
+            )
+        names = USUAL[kind] if content is None else (content,)
         return next((found for name in names if (found := self.tokenizer.token_to_id(name)) is not None), None)
 
     @property
@@ -81,8 +93,9 @@ class TextTokenizer:
     @cached_property
     def around(self) -> tuple[list[int], list[int]]:
         """Ids that are put before and after a text."""
-        inner = len(self.tokenizer.encode("a", add_special_tokens=False).ids)
-        found = self.tokenizer.encode("a", add_special_tokens=True)
+        with self._running():
+            inner = len(self.tokenizer.encode("a", add_special_tokens=False).ids)
+            found = self.tokenizer.encode("a", add_special_tokens=True)
         special = found.special_tokens_mask
         begin = next((at for at, one in enumerate(special) if not one), 0)
         return found.ids[:begin], found.ids[begin + inner :]
@@ -94,16 +107,39 @@ class TextTokenizer:
             if number and end is not None:
                 found.append(np.array([end], np.int32))
             for piece in _pieces(text):
-                found.append(np.array(self.tokenizer.encode(piece, add_special_tokens=False).ids, np.int32))
+                with self._running():
+                    ids = self.tokenizer.encode(piece, add_special_tokens=False).ids
+                found.append(np.array(ids, np.int32))
         return np.concatenate(found) if found else np.empty(0, np.int32)
 
     def lines(self, texts: Iterable[str], longest: int) -> list[Ids]:
         """Return the tokens of each text that has any, special ones around it, cut at a number of tokens."""
-        self.tokenizer.enable_truncation(longest)
         rest, found = (text for text in texts if text.strip()), list[Ids]()
+        with self._running():
+            self.tokenizer.enable_truncation(longest)
         while some := list(islice(rest, LINES)):
-            found += [np.array(one.ids, np.int32) for one in self.tokenizer.encode_batch(some)]
+            with self._running():
+                encoded = self.tokenizer.encode_batch(some)
+            found += [np.array(one.ids, np.int32) for one in encoded]
         return [row for row in found if len(row)]
+
+    def _running(self) -> AbstractContextManager[None]:
+        return _errors_of(self.folder / FILE)
+
+
+@contextmanager
+def _errors_of(path: Path) -> Iterator[None]:
+    """Turn errors of the package tokenizers, at a damaged tokenizer, into a `DataError`."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, PrunekitError):
+        raise
+    except BaseException as error:  # it raises plain exceptions, and where it panics what is no `Exception`
+        reraise_shortage(error)
+        reason = cut_short(ascii(str(error).strip() or type(error).__name__)[1:-1])
+        raise DataError(
+            f"{shown(path)}: expected a tokenizer as the package tokenizers writes it, but: {reason}"
+        ) from error
 
 
 def _pieces(text: str) -> Iterator[str]:
@@ -142,11 +178,12 @@ def open_tokenizer(folder: Path | None) -> TextTokenizer:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise DataError(f"texts need the package tokenizers ({error}); pip install prunekit[hf]") from error
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises nothing narrower
-        reraise_shortage(error)
-        raise DataError(f"{path}: expected a tokenizer as the package tokenizers writes it, but: {error}") from error
+    text = read_text(path, "a tokenizer as the package tokenizers writes it", DataError)
+    with _errors_of(path):
+        tokenizer = Tokenizer.from_str(text)
+        largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    if largest > MOST_IDS:
+        raise DataError(f"{shown(path)}: expected ids of tokens up to {MOST_IDS:,}, got {largest:,}")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return TextTokenizer(tokenizer, folder)

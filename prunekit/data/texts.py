@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -18,7 +18,8 @@ from prunekit.data.library_datasets import open_texts
 from prunekit.data.sources import Splits
 from prunekit.data.text_tokenizer import TextTokenizer, open_tokenizer
 from prunekit.data.user_data import sample_splits
-from prunekit.errors import DataError, UsageError
+from prunekit.errors import DataError, UsageError, cut_short
+from prunekit.reading.text_files import read_json_lines, read_text, shown
 from prunekit.settings.inputs import DataSettings
 from prunekit.tasks.task import Task
 from prunekit.tasks.texts import IGNORED, PaddedTexts
@@ -84,32 +85,19 @@ def read_texts(file: Path, *, lines: bool) -> list[str]:
     Raises:
         DataError: it is no text in UTF-8, or a line is no object with a `text`.
     """
-    try:
-        content = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{file}: expected text in UTF-8, but byte {error.start} is none; give a .txt file, or a .jsonl whose "
-            "lines have a text"
-        ) from error
-    except OSError as error:
-        raise DataError(f"{file}: expected a file of text, but it cannot be read: {error.strerror or error}") from error
-    if "\0" in content:
-        raise DataError(f"{file}: expected text, but there are zero bytes in it; give a .txt or .jsonl file")
-    rows = [(number, line) for number, line in enumerate(content.splitlines(), 1) if line.strip()]
+    most = psutil.virtual_memory().available
     if file.suffix == ".jsonl":
-        return [_text_of(file, number, line) for number, line in rows]
-    return [line for _, line in rows] if lines else [content]
+        rows = read_json_lines(file, 'an object with a "text" on each line', DataError, most=most)
+        return [_text_of(file, number, found) for number, found in rows]
+    content = read_text(file, "a .txt file in UTF-8, or a .jsonl whose lines have a text", DataError, most=most)
+    return [line for line in content.splitlines() if line.strip()] if lines else [content]
 
 
-def _text_of(file: Path, number: int, line: str) -> str:
-    try:
-        found = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{file}, line {number}: expected a JSON object, but: {error}") from error
+def _text_of(file: Path, number: int, found: Any) -> str:
     text = found.get("text") if isinstance(found, dict) else None
     if not isinstance(text, str):
-        got = f"the keys {', '.join(found)}" if isinstance(found, dict) else type(found).__name__
-        raise DataError(f'{file}, line {number}: expected an object with a "text", got {got}')
+        got = f"the keys {cut_short(ascii([*found]))}" if isinstance(found, dict) else type(found).__name__
+        raise DataError(f'{shown(file)}:{number}: expected an object with a "text", got {got}')
     return text
 
 

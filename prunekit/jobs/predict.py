@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from prunekit.data.local_files import image_files
@@ -21,6 +20,8 @@ from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.run.model_sources import InputModel, preprocessing_of, resolve
 from prunekit.models.interface import ModelInterface, TensorSpec, attached, named_tensors_of
 from prunekit.models.preprocessing import Pixels, Preprocessing, opened
+from prunekit.reading.array_files import read_arrays, read_tensors
+from prunekit.reading.text_files import shown
 from prunekit.tasks.task import Task, get_task
 from prunekit.utils.context import device_of, training_mode
 from prunekit.utils.display import Displayed, Table, digits, plural, share
@@ -417,15 +418,19 @@ def _read_inputs(target: InputModel, path: Path) -> tuple[Any, ...]:
 
 def _tensors_in(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
-        raise DataError(f"{path}: expected a file of inputs, and there is none")
-    try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        found = np.load(path, allow_pickle=False)
-        arrays = {"": found} if isinstance(found, np.ndarray) else {name: found[name] for name in found.files}
-        return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
-    except (SafetensorError, OSError, ValueError, TypeError, EOFError, KeyError) as error:
-        raise DataError(f"{path}: expected tensors, no objects, but: {error}") from error
+        raise DataError(f"{shown(path)}: expected a file of inputs, and there is none")
+    if path.suffix == ".safetensors":
+        return read_tensors(path, "tensors, no objects", DataError)[0]
+    found = {}
+    for name, array in read_arrays(path, "tensors, no objects", DataError).items():
+        if array.dtype.kind not in "biufc":
+            raise DataError(f"{shown(path)}: {shown(name)}: expected numbers, got {array.dtype} {array.shape}")
+        native = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="), copy=False)).reshape(array.shape)
+        try:
+            found[name] = torch.from_numpy(native)
+        except TypeError as error:  # of numbers of 80 bits and the like
+            raise DataError(f"{shown(path)}: {shown(name)}: torch has no numbers of {array.dtype}") from error
+    return found
 
 
 def _typed(tensor: Tensor, spec: TensorSpec | None, where: str) -> Tensor:

@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import nn
 
 from prunekit.channels.trace import trace
@@ -21,7 +21,7 @@ from prunekit.data.library_datasets import SETS
 from prunekit.data.local_files import read_npz, scan_folder
 from prunekit.data.sources import missing_data
 from prunekit.data.texts import SUFFIXES
-from prunekit.errors import DataError, ModelError, PlanError, UsageError, nearest
+from prunekit.errors import DataError, ModelError, PlanError, UsageError, nearest, reraise_shortage
 from prunekit.jobs.run.dense_model import prepare
 from prunekit.jobs.run.job_inputs import Own, Prepared
 from prunekit.models.hugging_face import CONFIG, head_of
@@ -275,7 +275,8 @@ def _size_of(file: Path) -> tuple[int, int] | None:
     try:
         with Image.open(file) as image:
             return image.size
-    except (OSError, UnidentifiedImageError):
+    except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, EOFError and more
+        reraise_shortage(error)
         return None
 
 

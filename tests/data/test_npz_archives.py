@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from mutants import changed_arrays, damaged_bytes, unclean
 
 from prunekit.data.local_files import read_npz
 from prunekit.data.sources import load_splits
@@ -157,5 +158,32 @@ def test_what_is_no_archive_is_never_advised_to_be_loaded_unsafely(tmp_path: Pat
     with pytest.raises(DataError, match="it is no zip file") as caught:
         read_npz(tmp_path / "junk.npz")
     assert "pickle" not in str(caught.value)
-    with pytest.raises(DataError, match=r"but: Is a directory$"):
+    with pytest.raises(DataError, match=r"it is a folder"):
         read_npz(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [1, 2])
+def test_mutants_are_read_whole_or_refused(tmp_path: Path, parts: int) -> None:
+    names = np.array(["a", "b", "c"])
+    sound = {"images": images(30, 6, 5, 3), "labels": labels(30), "classes": names}
+    if parts == 2:
+        sound = {"x_train": images(30, 6, 5), "y_train": labels(30), "x_test": images(6, 6, 5), "y_test": labels(6)}
+    file = tmp_path / "data.npz"
+    np.savez(file, **sound)
+    content = file.read_bytes()
+    np.savez_compressed(file, **sound)
+    packed = file.read_bytes()
+
+    def read(mutant: bytes | dict[str, np.ndarray[Any, Any]]) -> None:
+        if isinstance(mutant, bytes):
+            file.write_bytes(mutant)
+        else:
+            np.savez(file, **mutant)
+        splits = load_splits(settings(file))
+        for part in (splits.train, splits.validation, splits.test):
+            part.fetch(torch.arange(len(part)), (0, 0))
+
+    mutants: list[Any] = [*damaged_bytes(content, 60, parts), *damaged_bytes(packed, 60, parts)]
+    mutants += changed_arrays(sound, 100, parts)
+    assert unclean(read, mutants) == []

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from mutants import changed_json, changed_values, damaged_bytes, unclean
 from tiny_language import SPECIAL, WORDS, text, write_tokenizer
 from torch import Tensor
 
@@ -142,10 +143,10 @@ def test_columns_of_texts_keep_their_parts(settings: DataSettings, tmp_path: Pat
         ("short.txt", b"w1 w2 w3", "causal_lm",
          r"windows of 10 tokens: expected at least 4, .* got 0 of 3 tokens; give more text, or set a smaller data\.w"),
         ("few.txt", b"w1\n\nw2", "embedding", r"lines: expected at least 4, of which training needs two, got 2 of 2"),
-        ("image.txt", b"\xff\xd8\xff", "causal_lm", r"expected text in UTF-8, but byte 0 is none"),
-        ("zeros.txt", b"a\0b", "causal_lm", "there are zero bytes in it"),
-        ("rows.jsonl", b'{"text": "w1"}\n\n{"words": 3}', "causal_lm", r'line 3: expected an object with a "text"'),
-        ("odd.jsonl", b"{", "causal_lm", r"line 1: expected a JSON object, but"),
+        ("image.txt", b"\xff\xd8\xff", "causal_lm", r"image.txt:1: expected a .txt file .* byte 0 is not UTF-8"),
+        ("zeros.txt", b"a\0b", "causal_lm", r"zeros.txt:1: expected a .txt file .* there is a zero byte"),
+        ("rows.jsonl", b'{"text": "w1"}\n\n{"words": 3}', "causal_lm", r"rows.jsonl:3: expected an object with a"),
+        ("odd.jsonl", b"{", "causal_lm", r'odd.jsonl:1:2: expected an object with a "text" on each line, but'),
         ("all.txt", b"w1", "masked_lm", r"windows of 10 tokens: expected at least 4"),
     ],
 )  # fmt: skip
@@ -205,3 +206,75 @@ def test_what_is_missing_is_said(
 ) -> None:
     with pytest.raises(kind, match=message):
         load_splits(change(settings, tmp_path), "masked_lm")
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"text": ' + "9" * 5000 + "}", "a number has thousands of digits"),
+        ("[" * 100_000, "more than 100 deep"),
+        ('{"a":' * 50_000, "more than 100 deep"),
+        ('{"text": "\\ud800"}', "not Unicode"),
+        ('{"text": "a", "text": "b"}', "the key 'text' is there twice"),
+    ],
+    ids=["digits", "lists", "mappings", "surrogate", "twice"],
+)
+def test_lines_that_break_parsers_are_named(settings: DataSettings, tmp_path: Path, line: str, reason: str) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "w1"}\n\n' + line)
+    with pytest.raises(DataError, match=f"rows.jsonl.*{reason}"):
+        load_splits(replace(settings, root=tmp_path / "rows.jsonl"), "causal_lm")
+
+
+def test_lines_end_where_json_lines_end(settings: DataSettings, tmp_path: Path) -> None:
+    """In JSON's text the signs U+2028 and U+0085 may stand as they are, at which Python's lines end."""
+    lines = [json.dumps({"text": f"{text(50)}\u2028{text(50)}\x85"}, ensure_ascii=False) for _ in range(10)]
+    (tmp_path / "rows.jsonl").write_text("\r\n".join(lines), newline="")
+    splits = load_splits(replace(settings, root=tmp_path / "rows.jsonl"), "causal_lm")
+    assert len(splits.train) + len(splits.validation) + len(splits.test) == 100
+
+
+def read_whole(settings: DataSettings, task: str) -> None:
+    splits = load_splits(settings, task)
+    for part in (splits.train, splits.validation, splits.test):
+        part.fetch(torch.arange(len(part)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["causal_lm", "embedding"])
+def test_mutants_of_texts_are_read_whole_or_refused(settings: DataSettings, tmp_path: Path, task: str) -> None:
+    lines = [{"text": text(40), "id": number} for number in range(12)]
+    sound = "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+    def read(mutant: tuple[str, bytes]) -> None:
+        file = tmp_path / mutant[0]
+        file.write_bytes(mutant[1])
+        read_whole(replace(settings, root=file), task)
+
+    seed = len(task)
+    mutants = [("rows.jsonl", each) for each in damaged_bytes(sound, 80, seed)]
+    mutants += [
+        ("rows.jsonl", "\n".join(map(json.dumps, each)).encode())
+        for each in changed_values(lines, 80, seed)
+        if isinstance(each, list)
+    ]
+    mutants += [("text.txt", each) for each in damaged_bytes(text(500).encode(), 60, seed)]
+    assert unclean(read, mutants) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["causal_lm", "masked_lm", "embedding"])
+def test_mutants_of_tokenizers_are_used_whole_or_refused(settings: DataSettings, tmp_path: Path, task: str) -> None:
+    write_tokenizer(tmp_path / "tokens", special=True)
+    files = {path.name: json.loads(path.read_text()) for path in sorted((tmp_path / "tokens").glob("*.json"))}
+    assert "tokenizer.json" in files
+    files.setdefault("tokenizer_config.json", {"mask_token": "[MASK]", "pad_token": {"content": "[PAD]"}})
+
+    def read(mutant: tuple[str, bytes]) -> None:
+        for name, sound in files.items():
+            (tmp_path / "tokens" / name).write_text(json.dumps(sound))
+        (tmp_path / "tokens" / mutant[0]).write_bytes(mutant[1])
+        read_whole(settings, task)
+
+    count = 240 // len(files)
+    mutants = [(name, each) for name, sound in files.items() for each in changed_json(sound, count, seed=len(task))]
+    assert unclean(read, mutants) == []

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from mutants import changed_arrays, damaged_bytes, unclean
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -179,3 +180,58 @@ def test_what_cannot_be_predicted_is_said(tmp_path: Path) -> None:
         predict_target(resolve("resnet8"), image)
     with pytest.raises(UsageError, match=r"expected a model, .* got int"):
         pk.predict(3, image)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("damage", ["checksum", "end", "half", "name", "deflated"])
+def test_a_damaged_archive_is_said_to_be_that(tmp_path: Path, damage: str) -> None:
+    file = tmp_path / "x.npz"
+    (np.savez_compressed if damage == "deflated" else np.savez)(file, input=np.eye(64, dtype=np.float32))
+    content = file.read_bytes()
+    changed = {
+        "checksum": content[:300] + bytes([content[300] ^ 255]) + content[301:],
+        "end": content[:-30],
+        "half": content[: len(content) // 2],
+        "name": content[:32] + b"Z" + content[33:],
+        "deflated": content[:80] + bytes([content[80] ^ 255]) + content[81:],
+    }
+    file.write_bytes(changed[damage])
+    with pytest.raises(DataError, match=r"x.npz: expected tensors, no objects, but"):
+        pk.predict(nn.Linear(64, 2), file)
+
+
+@pytest.mark.parametrize("dtype", ["<U3", "M8[s]", "float128", "V4"])
+def test_arrays_that_are_no_tensors_are_named(tmp_path: Path, dtype: str) -> None:
+    np.savez(tmp_path / "x.npz", input=np.zeros((2, 4), dtype))
+    with pytest.raises(DataError, match=r"x.npz: input: (expected numbers, got|torch has no numbers of)"):
+        pk.predict(nn.Linear(4, 2), tmp_path / "x.npz")
+
+
+def test_arrays_of_the_other_byte_order_are_read(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.arange(8.0).reshape(2, 4).astype(">f4"))
+    model = nn.Linear(4, 2)
+    found = pk.predict(model, tmp_path / "x.npy")
+    assert torch.equal(found.outputs["output"], model(torch.arange(8.0).view(2, 4)).detach())
+
+
+@pytest.mark.slow
+def test_mutants_of_inputs_are_read_whole_or_refused(tmp_path: Path) -> None:
+    model = Two()
+    sound = {"left": np.ones((2, 4), np.float32), "right": np.zeros((2, 4), np.float32)}
+    npz, npy, tensors = (tmp_path / f"x.{kind}" for kind in ("npz", "npy", "safetensors"))
+    np.savez_compressed(npz, **sound)  # type: ignore[arg-type]
+    np.save(npy, sound["left"])
+    save_file({name: torch.from_numpy(array) for name, array in sound.items()}, tensors)
+    mutants: list[Any] = [
+        (file, each) for file in (npz, npy, tensors) for each in damaged_bytes(file.read_bytes(), 50, seed=0)
+    ]
+    mutants += [(npz, each) for each in changed_arrays(sound, 80, seed=0)]
+
+    def read(mutant: tuple[Path, Any]) -> None:
+        file, content = mutant
+        if isinstance(content, bytes):
+            file.write_bytes(content)
+        else:
+            np.savez(file, **content)
+        pk.predict(model, file).rows()
+
+    assert unclean(read, mutants) == []

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,9 @@ from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
 
 from prunekit.data.detection.annotated_images import ImageFiles, Objects, checked_boxes, mirrored_points, require_boxes
+from prunekit.data.detection.coco_entries import is_number, is_outline, read_entries, run_lengths
 from prunekit.data.sources import GET_COCO
-from prunekit.errors import DataError, UsageError
+from prunekit.errors import DataError, cut_short
 from prunekit.models.preprocessing import in_rgb
 from prunekit.utils.files import sha256
 
@@ -86,9 +85,6 @@ def masks_of(outlines: Sequence[Any], size: tuple[int, int]) -> Tensor:
         outlines: of each object polygons, lists of x and y in turn, or run lengths of COCO: `counts`, a list or text,
             and `size`, height and width.
         size: width and height of the image.
-
-    Raises:
-        UsageError: outlines are run lengths as text, and pycocotools, which reads them, is not installed.
     """
     width, height = size
     found = np.zeros((len(outlines), height, width), dtype=np.uint8)
@@ -105,18 +101,9 @@ def masks_of(outlines: Sequence[Any], size: tuple[int, int]) -> Tensor:
 
 def _of_run_lengths(given: Mapping[str, Any]) -> Array:
     height, width = given["size"]
-    counts = given["counts"]
-    if isinstance(counts, list):  # the length of each run of zeros and ones in turn, column after column
-        values = np.repeat(np.arange(len(counts)) % 2, counts).astype(np.uint8)
-        found: Array = values.reshape(width, height).T
-        return found
-    try:
-        decode = import_module("pycocotools.mask").decode
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            "masks as compressed run lengths need the package pycocotools: pip install prunekit[detection]"
-        ) from error
-    found = decode({"size": [height, width], "counts": counts})
+    counts = run_lengths(given["counts"]) or []  # column after column
+    values = np.repeat(np.arange(len(counts)) % 2, counts).astype(np.uint8)
+    found: Array = values.reshape(width, height).T
     return found
 
 
@@ -201,16 +188,13 @@ def read_coco(file: AnnotationFile, targets: Sequence[str], category_ids: bool) 
             where they are wanted.
     """
     where = str(file.path)
-    content = _parsed(file.path)
-    categories = sorted(content["categories"], key=lambda one: one["id"])
+    images, annotations, categories = read_entries(file.path, category_ids=category_ids)
     numbers = {one["id"]: one["id"] - 1 if category_ids else i for i, one in enumerate(categories)}
-    if category_ids and min(numbers.values(), default=0) < 0:
-        raise DataError(f"{where}: expected ids of categories from 1 with data.category_ids, got {min(numbers)}")
     named = {numbers[one["id"]]: str(one.get("name", one["id"])) for one in categories}
     classes = tuple(named.get(number, "N/A") for number in range(max(named, default=-1) + 1))
-    places = {one["id"]: index for index, one in enumerate(content["images"])}
-    sizes = np.array([[one["width"], one["height"]] for one in content["images"]], dtype=np.int64).reshape(-1, 2)
-    annotations = sorted(content["annotations"], key=lambda one: places.get(one["image_id"], -1))
+    places = {one["id"]: index for index, one in enumerate(images)}
+    sizes = np.array([[one["width"], one["height"]] for one in images], dtype=np.int64).reshape(-1, 2)
+    annotations = sorted(annotations, key=lambda one: places.get(one["image_id"], -1))
     _require_known(annotations, places, numbers, where)
     require_boxes(len(annotations), len(places), where, "give the file of annotations with `bbox`")
     owners = np.array([places[one["image_id"]] for one in annotations], dtype=np.int64)
@@ -221,56 +205,23 @@ def read_coco(file: AnnotationFile, targets: Sequence[str], category_ids: bool) 
     names = next((tuple(one["keypoints"]) for one in categories if one.get("keypoints")), ())
     return CocoImages(
         classes,
-        tuple(_path(file.folder, one["file_name"], where) for one in content["images"]),
+        tuple(_path(file.folder, one["file_name"], where) for one in images),
         sizes,
         np.searchsorted(owners[stays], np.arange(len(places) + 1)),
         boxes[stays].astype(np.float32),
         np.array([numbers[one["category_id"]] for one in kept], dtype=np.int64),
         np.array([int(one.get("iscrowd", 0)) for one in kept], dtype=np.int64),
-        _outlines(kept, where) if "masks" in targets else None,
+        _outlines(kept, sizes[owners[stays]].tolist(), where) if "masks" in targets else None,
         _keypoints(kept, len(names), where) if "keypoints" in targets else None,
         mirrored_points(names),
         tuple(notes),
     )
 
 
-def _parsed(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: expected annotations in JSON, but {error}") from error
-    forms = {
-        "images": ("id", "file_name", "width", "height"),
-        "annotations": ("image_id", "category_id", "bbox"),
-        "categories": ("id",),
-    }
-    if isinstance(content, dict) and "images" in content and content.get("annotations") is None:
-        raise DataError(f"{path}: it has images, and no annotations, as COCO's test set; no mAP can be measured")
-    for name, keys in forms.items():
-        entries = content.get(name) if isinstance(content, dict) else None
-        known = entries if isinstance(entries, list) else [None]
-        wrong = next((number for number, one in enumerate(known) if not _has(one, keys)), None)
-        if wrong is not None:
-            at = f"entry {wrong} of {name}" if isinstance(entries, list) else name
-            raise DataError(
-                f"{path}: expected lists images (id, file_name, width, height), annotations (image_id, category_id, "
-                f"bbox) and categories (id, name), as COCO has them; {at} is another thing"
-            )
-    found: dict[str, Any] = content
-    return found
-
-
-def _has(entry: Any, keys: Sequence[str]) -> bool:
-    if not isinstance(entry, Mapping) or not all(key in entry for key in keys):
-        return False
-    box = entry.get("bbox", [0, 0, 0, 0])
-    return isinstance(box, list) and len(box) == 4 and all(isinstance(value, (int, float)) for value in box)
-
-
 def _path(folder: Path, name: str, where: str) -> Path:
     found = folder / name
     if not found.resolve().is_relative_to(folder.resolve()):
-        raise DataError(f"{where}: expected names of files in {folder}, got {name!r}")
+        raise DataError(f"{where}: expected names of files in {folder}, got {cut_short(ascii(name))}")
     return found
 
 
@@ -281,19 +232,29 @@ def _require_known(
         wrong = next((one for one in annotations if one[key] not in known), None)
         if wrong is not None:
             raise DataError(
-                f"{where}: annotation {wrong.get('id', '?')}: there is no {what} {wrong[key]!r}; expected one of the "
-                f"{len(known)} in its list"
+                f"{where}: annotation {_id(wrong)}: there is no {what} {cut_short(ascii(wrong[key]))}; expected one "
+                f"of the {len(known)} in its list"
             )
 
 
-def _outlines(annotations: Sequence[Mapping[str, Any]], where: str) -> tuple[Any, ...]:
+def _id(annotation: Mapping[str, Any]) -> str:
+    return cut_short(ascii(annotation.get("id", "?")))
+
+
+def _outlines(annotations: Sequence[Mapping[str, Any]], sizes: list[list[int]], where: str) -> tuple[Any, ...]:
     found = tuple(one.get("segmentation") for one in annotations)
     lacking = next((one for one, outline in zip(annotations, found, strict=True) if not outline), None)
     if lacking is not None:
         raise DataError(
             f"{where}: expected a segmentation of each object, as data.targets asks for masks; annotation "
-            f"{lacking.get('id', '?')} has none"
+            f"{_id(lacking)} has none"
         )
+    for one, outline, (width, height) in zip(annotations, found, sizes, strict=True):
+        if not is_outline(outline, width, height):
+            raise DataError(
+                f"{where}: annotation {_id(one)}: segmentation: expected polygons, lists of x and y in turn, or run "
+                f"lengths of a mask of {width}x{height} pixels, got {cut_short(ascii(outline))}"
+            )
     return found
 
 
@@ -304,10 +265,10 @@ def _keypoints(annotations: Sequence[Mapping[str, Any]], count: int, where: str)
         given = one.get("keypoints")
         if given is None and one.get("iscrowd"):
             continue
-        if not isinstance(given, list) or not count or len(given) != 3 * count:
+        if not isinstance(given, list) or not count or len(given) != 3 * count or not all(map(is_number, given)):
             raise DataError(
                 f"{where}: expected keypoints of each object, three numbers for each of the {count} that its category "
-                f"names, as data.targets asks for keypoints; annotation {one.get('id', '?')} has "
+                f"names, as data.targets asks for keypoints; annotation {_id(one)} has "
                 f"{len(given) if isinstance(given, list) else 'none'}"
             )
         values[:] = np.asarray(given, dtype=np.float32).reshape(count, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -158,7 +159,7 @@ def _marks(images: Iterable[Path]) -> Iterable[bytes]:
     """Yield name, size and time of change of files: reading all would take too long."""
     for path in images:
         for file in (path, yolo.label_file(path)):
-            if file.is_file():
+            if os.path.isfile(file):
                 stat = file.stat()
                 yield f"{file.name} {stat.st_size} {stat.st_mtime_ns}".encode()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -17,12 +18,17 @@ from prunekit.data.detection.annotated_images import ImageFiles, Objects, checke
 from prunekit.data.detection.coco import masks_of
 from prunekit.data.local_files import EXTENSIONS
 from prunekit.data.sources import GET_YOLO
-from prunekit.errors import DataError
+from prunekit.errors import DataError, cut_short
 from prunekit.models.preprocessing import in_rgb
+from prunekit.reading.text_files import read_text, shown
 from prunekit.reading.yaml_files import read_yaml
 
 PARTS = {"train": "train", "validation": "val", "test": "test"}
 """Keys of the parts in a `data.yaml`."""
+MOST_CLASSES = 100_000
+MOST_POINTS = 10_000
+MOST_SHARE = 1e6
+"""Bound of the numbers of labels, which are classes and shares of an image's width and height."""
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -128,14 +134,20 @@ def describe_yolo(root: Path) -> YoloDescription:
             f"{where}: expected `train` and `val`, where the images of each are, as in ultralytics' data.yaml, or "
             f"folders images/train and images/val, found {found}; {GET_YOLO}"
         )
-    shape = content.get("kpt_shape")
-    flipped = tuple(content.get("flip_idx") or ())
-    if shape is not None and not (_is_numbers(shape) and len(shape) == 2 and shape[1] in (2, 3)):
-        raise DataError(f"{where}: kpt_shape: expected [keypoints, 2 or 3], got {shape!r}")
+    shape, flipped = content.get("kpt_shape"), content.get("flip_idx") or []
+    if shape is not None and not (
+        _is_numbers(shape) and len(shape) == 2 and 0 < shape[0] <= MOST_POINTS and shape[1] in (2, 3)
+    ):
+        raise DataError(
+            f"{shown(where)}: kpt_shape: expected [keypoints, 2 or 3], at most {MOST_POINTS:,} of them, got "
+            f"{cut_short(ascii(shape))}"
+        )
     if flipped and (not _is_numbers(flipped) or shape is None or sorted(flipped) != list(range(shape[0]))):
-        raise DataError(f"{where}: flip_idx: expected the number of each keypoint once, got {list(flipped)!r}")
+        raise DataError(
+            f"{shown(where)}: flip_idx: expected the number of each keypoint once, got {cut_short(ascii(flipped))}"
+        )
     points = None if shape is None else (int(shape[0]), int(shape[1]))
-    return YoloDescription(where, _names(content, where), images, points, flipped)
+    return YoloDescription(where, _names(content, where), images, points, tuple(flipped))
 
 
 def _is_numbers(given: Any) -> bool:
@@ -164,7 +176,7 @@ def _of_ultralytics(name: str) -> Path | None:
 def _parsed(path: Path) -> dict[str, Any]:
     content = read_yaml(path, "YAML as of ultralytics' data sets", DataError)
     if not isinstance(content, dict):
-        raise DataError(f"{path}: expected a mapping with train, val and names, got {type(content).__name__}")
+        raise DataError(f"{shown(path)}: expected a mapping with train, val and names, got {type(content).__name__}")
     return content
 
 
@@ -174,19 +186,27 @@ def _base(file: Path, content: Mapping[str, Any]) -> Path:
     if not isinstance(given, str) or not given:
         return file.parent
     places = [file.parent / given, file.parent.parent / given]
-    return next((place for place in places if place.is_dir()), file.parent)
+    return next((place for place in places if os.path.isdir(place)), file.parent)
 
 
 def _names(content: Mapping[str, Any], where: Path) -> tuple[str, ...]:
     names, count = content.get("names"), content.get("nc")
+    if count is not None and not (type(count) is int and 0 < count <= MOST_CLASSES):
+        raise DataError(
+            f"{shown(where)}: nc: expected the number of classes, 1 to {MOST_CLASSES:,}, got {cut_short(ascii(count))}"
+        )
     if names is None:
-        return tuple(map(str, range(count))) if isinstance(count, int) else ()
+        return tuple(map(str, range(count or 0)))
     if isinstance(names, Mapping):
-        if sorted(names) != list(range(len(names))):
-            raise DataError(f"{where}: names: expected numbers 0 to {len(names) - 1}, got {list(names)[:5]}...")
+        if any(type(number) is not int for number in names) or names.keys() != set(range(len(names))):
+            raise DataError(
+                f"{shown(where)}: names: expected numbers 0 to {len(names) - 1}, got {cut_short(ascii([*names]))}"
+            )
         names = [names[number] for number in range(len(names))]
-    if not isinstance(names, list) or not names or (count is not None and count != len(names)):
-        raise DataError(f"{where}: names: expected the name of each class, `nc` of them ({count}), got {names!r:.80}")
+    plain = isinstance(names, list) and all(isinstance(name, (str, int, float)) for name in names)
+    if not plain or not names or (count is not None and count != len(names)):
+        many = "" if count is None else f", {count} as `nc` says"
+        raise DataError(f"{shown(where)}: names: expected the name of each class{many}, got {cut_short(ascii(names))}")
     return tuple(map(str, names))
 
 
@@ -197,23 +217,28 @@ def _images(base: Path, given: Any, where: Path, key: str) -> tuple[Path, ...]:
         path = _place(base, entry) if isinstance(entry, str) else None
         if path is None:
             raise DataError(
-                f"{where}: {key}: expected a folder of images, or a text file with their paths, got {entry!r:.80}, "
-                f"which is not in {base}; {GET_YOLO}"
+                f"{shown(where)}: {key}: expected a folder of images, or a text file with their paths, got "
+                f"{cut_short(ascii(entry))}, which is not in {shown(base)}; {GET_YOLO}"
             )
         if path.is_dir():
             found += [file for file in sorted(path.rglob("*")) if file.suffix.lower() in EXTENSIONS]
         else:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = read_text(path, "a list of images, a path on each line", DataError).splitlines()
             found += [path.parent / line.strip() for line in lines if line.strip()]
-    if not found:
-        raise DataError(f"{where}: {key}: expected images in {given!r}, found none")
+    nameless = next((path for path in found if path.suffix.lower() not in EXTENSIONS), None)
+    if not found or nameless is not None:
+        got = "none" if nameless is None else cut_short(ascii(nameless.name))
+        raise DataError(
+            f"{shown(where)}: {key}: expected images in {cut_short(ascii(given))}, files that end in "
+            f"{', '.join(EXTENSIONS)}, found {got}"
+        )
     return tuple(dict.fromkeys(found))
 
 
 def _place(base: Path, entry: str) -> Path | None:
     # Exports of Roboflow write `../train/images` of a folder beside the file itself.
     places = [base / entry, *([base / entry.removeprefix("../")] if entry.startswith("../") else [])]
-    return next((place for place in places if place.exists()), None)
+    return next((place for place in places if os.path.exists(place)), None)  # of names too long for a system too
 
 
 def label_file(image: Path) -> Path:
@@ -271,6 +296,15 @@ def read_yolo(
     )
 
 
+def _numbers(line: str) -> list[float]:
+    """Return the numbers of a line; none if one is something else, or far beyond any image."""
+    try:
+        found = [float(value) for value in line.split()]
+    except ValueError:
+        return []
+    return found if all(abs(value) <= MOST_SHARE for value in found) else []
+
+
 def _some(labels: Labels, boxes: Array, stays: Array) -> Labels:
     polygons = tuple(one for one, stay in zip(labels.polygons, stays, strict=True) if stay)
     points = None if labels.keypoints is None else labels.keypoints[stays]
@@ -284,17 +318,21 @@ def _labels(file: Path, description: YoloDescription) -> Labels:
         ValueError: a line has another form.
         DataError: a class is unknown.
     """
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    try:
+        content = read_text(file, "labels, as ultralytics has them", DataError) if os.path.isfile(file) else ""
+    except DataError as error:
+        raise ValueError(str(error)) from error
     shape = description.point_shape
     classes, boxes, polygons, points = list[int](), list[list[float]](), list[Array | None](), list[Array]()
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(content.splitlines(), 1):
         if not line.split():
             continue
-        values = [float(value) for value in line.split()]
-        label, rest = values[0], np.array(values[1:], dtype=np.float32)
+        values = _numbers(line)
+        label, rest = (values or [-1.0])[0], np.array(values[1:], dtype=np.float32)
         numbers = 4 if shape is None else 4 + shape[0] * shape[1]
         is_polygon = shape is None and len(rest) >= 6 and len(rest) % 2 == 0
-        if label != int(label) or label < 0 or not np.isfinite(rest).all() or not (len(rest) == numbers or is_polygon):
+        is_class = 0 <= label < MOST_CLASSES and label == int(label)
+        if not is_class or not (len(rest) == numbers or is_polygon):
             expected = (
                 "a class and a box (x, y, width, height), or a polygon" if shape is None else f"{1 + numbers} numbers"
             )

@@ -7,11 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from drawn_files import write_coco
+from mutants import changed_json, unclean
 
 from prunekit.data.detection.coco import masks_of
+from prunekit.data.detection.coco_entries import run_lengths
 from prunekit.data.detection.shapes import CLASSES, DrawnShapes
 from prunekit.data.sources import load_splits
 from prunekit.errors import DataError
@@ -134,7 +137,7 @@ def without_keypoints(content: dict[str, Any]) -> None:
         (of_another_category, "annotation 2: there is no category 4; expected one of the 3 in its list"),
         (of_no_image, "annotation 1: there is no image 77"),
         (out_of_the_folder, "expected names of files in .*train2017, got '../../elsewhere.png'"),
-        (with_text_for_a_box, "entry 2 of annotations is another thing"),
+        (with_text_for_a_box, r"annotations\[2\].bbox: expected \[left, top, width, height\] in pixels, got 'left'"),
         (lambda content: content.pop("annotations"), "it has images, and no annotations, as COCO's test set"),
         (without_keypoints, "as data.targets asks for keypoints; annotation 1 has none"),
     ],
@@ -145,6 +148,67 @@ def test_faults_of_the_file_are_named(
     root = write_coco(tmp_path / "a", images=3 if change is without_keypoints else 6, change=change)
     with pytest.raises(DataError, match=expected):
         load_splits(settings(root, targets=("keypoints",) if change is without_keypoints else ()))
+
+
+def text_for_a_width(content: dict[str, Any]) -> None:
+    content["images"][0]["width"] = "wide"
+
+
+def an_id_twice(content: dict[str, Any]) -> None:
+    content["images"][1]["id"] = content["images"][0]["id"]
+
+
+def ids_of_two_kinds(content: dict[str, Any]) -> None:
+    content["categories"][0]["id"] = "x"
+
+
+def run_lengths_of_another_size(content: dict[str, Any]) -> None:
+    content["annotations"][0]["segmentation"] = {"size": [60, 80], "counts": [10**9]}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (text_for_a_width, r"images\[0\].width: expected a whole number of pixels, from 1, got 'wide'"),
+        (an_id_twice, r"images\[1\].id: expected an id of its own, got \d+ again"),
+        (ids_of_two_kinds, "expected ids of categories, all numbers or all text, got"),
+        (run_lengths_of_another_size, "annotation 1: segmentation: expected polygons, .* a mask of 80x60 pixels, got"),
+    ],
+)
+def test_values_of_another_kind_are_named(
+    tmp_path: Path, change: Callable[[dict[str, Any]], Any], expected: str
+) -> None:  # fmt: skip
+    with pytest.raises(DataError, match=expected):
+        load_splits(settings(write_coco(tmp_path / "a", change=change), targets=("masks",)))
+
+
+def test_run_lengths_as_text_are_those_of_pycocotools() -> None:
+    encode = pytest.importorskip("pycocotools.mask").encode
+    generator = torch.Generator().manual_seed(0)
+    for share in (0.0, 0.02, 0.5, 0.98, 1.0):
+        mask = (torch.rand(97, 41, generator=generator) < share).to(torch.uint8)
+        text = encode(np.asfortranarray(mask.numpy()))["counts"].decode()
+        assert torch.equal(masks_of([{"size": [97, 41], "counts": text}], (41, 97))[0], mask)
+    assert run_lengths("\x00") is None
+    assert run_lengths("o" * 100) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "targets", [(), ("masks",), ("masks", "keypoints")], ids=lambda names: "+".join(names) or "boxes"
+)
+def test_mutants_are_read_whole_or_refused(tmp_path: Path, targets: tuple[str, ...]) -> None:
+    root = write_coco(tmp_path / "a", images=3)
+    kind = "person_keypoints" if "keypoints" in targets else "instances"
+    file = root / "annotations" / f"{kind}_train2017.json"
+
+    def read(mutant: bytes) -> None:
+        file.write_bytes(mutant)
+        splits = load_splits(settings(root, targets=targets))
+        for part in (splits.train, splits.validation, splits.test):
+            part.fetch(torch.arange(len(part)), (0, 0))
+
+    assert unclean(read, changed_json(json.loads(file.read_bytes()), 200, seed=len(targets))) == []
 
 
 def test_a_missing_folder_says_where_to_get_coco(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from drawn_files import write_yolo
+from mutants import changed_json, damaged_bytes, unclean
 
 from prunekit.data.detection.shapes import CLASSES, DrawnShapes
 from prunekit.data.detection.yolo import label_file
@@ -124,3 +125,63 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 def test_labels_are_where_images_are() -> None:
     assert label_file(Path("/data/images/set/images/train/a.b.jpg")) == Path("/data/images/set/labels/train/a.b.txt")
+
+
+def read_whole(root: Path, targets: tuple[str, ...] = ()) -> None:
+    splits = load_splits(settings(root, targets=targets, max_corrupt=0.5))
+    for part in (splits.train, splits.validation, splits.test):
+        part.fetch(torch.arange(len(part)), (0, 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["boxes", "polygons", "points"])
+def test_mutants_of_descriptions_and_labels_are_read_whole_or_refused(tmp_path: Path, kind: str) -> None:
+    root = write_yolo(tmp_path, images=3, kind=kind)
+    described, labels = root / "data.yaml", sorted((root / "labels" / "train").glob("*.txt"))[0]
+    sound, lines = described.read_bytes(), labels.read_bytes()
+    targets = {"polygons": ("masks",), "points": ("keypoints",)}.get(kind, ())
+    content = {"path": ".", "train": "images/train", "val": ["images/val"], "nc": 3, "names": dict(enumerate(CLASSES))}
+    content |= {"kpt_shape": [3, 3], "flip_idx": [0, 2, 1]} if kind == "points" else {}
+
+    def read(mutant: tuple[Path, bytes]) -> None:
+        described.write_bytes(sound)
+        labels.write_bytes(lines)
+        mutant[0].write_bytes(mutant[1])
+        read_whole(root, targets)
+
+    seed = len(kind)
+    mutants = [(described, each) for each in changed_json(content, 100, seed)]  # which is YAML too
+    mutants += [(described, each) for each in damaged_bytes(sound, 50, seed)]
+    mutants += [(labels, each) for each in damaged_bytes(lines, 100, seed)]
+    assert unclean(read, mutants) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("names: [a]\nnc: 1000000000000", "nc: expected the number of classes, 1 to 100,000, got 1000000000000"),
+        ("names: [[a], b, c]", r"names: expected the name of each class, got \[\['a'\], 'b', 'c'\]"),
+        ("names: {0: a, b: c}", r"names: expected numbers 0 to 1, got \[0, 'b'\]"),
+        ("names: [a]\nkpt_shape: [1000000000000, 3]", r"kpt_shape: expected \[keypoints, 2 or 3\], at most 10,000"),
+        ("names: [a]\nkpt_shape: [2, 3]\nflip_idx: -1", "flip_idx: expected the number of each keypoint once, got -1"),
+        ("names: [a]\nx: 2001-99-99", r"data.yaml:4:4: expected YAML as of ultralytics' data sets, but"),
+        (
+            "names: [a]\ntest: some.txt",
+            r"test: expected images in 'some.txt', files that end in .*, found 'notes.md'",
+        ),
+    ],
+)
+def test_values_of_another_kind_are_named(tmp_path: Path, text: str, expected: str) -> None:
+    root = write_yolo(tmp_path)
+    (root / "some.txt").write_text("images/train/000.png\nnotes.md\n")
+    (root / "data.yaml").write_text(f"train: images/train\nval: images/val\n{text}\n")
+    with pytest.raises(DataError, match=expected):
+        load_splits(settings(root))
+
+
+@pytest.mark.parametrize("line", ["inf 0.5 0.5 0.2 0.2", "1e300 0.5 0.5 0.2 0.2", "0 nan 0.5 0.2 0.2", "0 1e300 0 1 1"])
+def test_numbers_beyond_any_image_are_of_another_form(tmp_path: Path, line: str) -> None:
+    root = write_yolo(tmp_path)
+    (root / "labels" / "train" / "001.txt").write_text(f"{line}\n")
+    with pytest.raises(DataError, match=r"001.txt, have another form: line 1: expected a class and a box"):
+        load_splits(settings(root))
