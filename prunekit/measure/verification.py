@@ -206,6 +206,7 @@ def compare_outputs(
     try:
         got = _run(_ModelCopies(other)[way], way.inputs(example, noise=False), way)
     except Exception as error:  # whatever the model's own code makes of the change
+        reraise_shortage(error)
         raise VerificationError(
             f"{type(model).__name__} runs, and its changed copy does not: {reason_of(error)}"
         ) from error

@@ -17,7 +17,7 @@ from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.data.sources import Splits
 from prunekit.distributed.process_group import from_main, gather_values, is_main, main_says, rank, size
 from prunekit.distributed.sharded_tensors import full_tensor, is_shard, is_sharded, shard_like
-from prunekit.errors import ArtifactError, NonFiniteError, ResumeError, reason_of
+from prunekit.errors import ArtifactError, NonFiniteError, ResumeError, reason_of, reraise_shortage
 from prunekit.reading.records import as_record, require_parts
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.measurement import DeviceSum, added
@@ -178,9 +178,8 @@ class RunState:
             return
         try:
             self._load(state)
-        except torch.OutOfMemoryError:
-            raise
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            reraise_shortage(error)
             raise ResumeError(
                 f"{self.checkpoints.last}: cannot be resumed, a part of it does not fit ({reason_of(error)}); remove "
                 "this folder, and the run goes on from the one before"

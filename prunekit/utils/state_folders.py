@@ -12,7 +12,7 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor
 
-from prunekit.errors import ArtifactError, ResumeError, cut_short
+from prunekit.errors import ArtifactError, ResumeError, cut_short, reraise_shortage
 from prunekit.reading.array_files import read_tensors
 from prunekit.reading.text_files import read_json
 from prunekit.utils.files import atomic_folder, sha256
@@ -68,6 +68,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     try:
         state = decode_state(body.get("state"), read_tensors(path)[0])
     except (LookupError, TypeError, ValueError, RuntimeError) as error:  # tags without their values
+        reraise_shortage(error)
         raise ArtifactError(f"{folder}: a state that prunekit did not write ({error}); the file is damaged") from error
     if not isinstance(state, dict):
         raise ArtifactError(f"{folder / TEXT}: expected a state, got {type(state).__name__}; the file is damaged")
