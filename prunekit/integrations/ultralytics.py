@@ -25,6 +25,7 @@ from ultralytics.engine.model import Model  # noqa: E402
 
 from prunekit.integrations.yolo.calibration_images import calibration_images  # noqa: E402
 from prunekit.integrations.yolo.head_outputs import forget_image_size, predictions, training_examples  # noqa: E402
+from prunekit.integrations.yolo.plain_models import keep_structure  # noqa: E402
 from prunekit.integrations.yolo.prune_while_training import (  # noqa: E402
     PruneWhileTraining as PruneWhileTraining,  # public here
 )
@@ -34,6 +35,8 @@ from prunekit.integrations.yolo.suppression_time import without_suppression  # n
 from prunekit.jobs.prune.one_shot import prune  # noqa: E402
 from prunekit.settings.prune import Target  # noqa: E402
 from prunekit.utils.context import device_of  # noqa: E402
+
+keep_structure()
 
 IMAGES = 128
 """Images for calibration; each has thousands of positions that a layer is fitted on."""

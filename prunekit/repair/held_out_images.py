@@ -14,7 +14,7 @@ from prunekit.errors import DataError, UsageError
 from prunekit.statistics.layers.output_error import OutputComparison, RelativeError
 from prunekit.utils.context import same_draws
 from prunekit.utils.inputs import sample_count, select_samples
-from prunekit.utils.tensors import map_tensors
+from prunekit.utils.tensors import gather, map_tensors
 
 Inputs = tuple[Any, ...]
 """Arguments of a model, see `prunekit.utils.inputs.as_example`, with samples along the first axis of every tensor."""
@@ -80,7 +80,7 @@ def difference(dense: nn.Module, model: nn.Module, batches: Iterable[Batch], jud
         UsageError: nothing can be compared, or something has another shape.
         DataError: the dense model's output is the same for all samples, so that it cannot judge anything.
     """
-    spread, count = RelativeError(), 0
+    spread, batches = RelativeError(), [*batches]
     for batch in batches:
         want, got = (_values(each, batch, judge) for each in (dense, model))
         other_way = {key for key in judge.weights if _shapes(want, key) != _shapes(got, key)}
@@ -95,14 +95,23 @@ def difference(dense: nn.Module, model: nn.Module, batches: Iterable[Batch], jud
             )
         for (key, value), (_, other) in zip(want, got, strict=True):
             spread.add(key, value, other)
-        count += sample_count(batch.inputs)
     shares = list(spread.shares(FLAT))
     if not shares:
+        count, name = sum(sample_count(batch.inputs) for batch in batches), type(dense).__name__
         raise DataError(
-            f"calibration: the dense model's output is the same for all {count} images that judge the repair; "
+            f"calibration: the {name} returns the same for all {count} samples that judge the repair, though they "
+            "differ: it may be hardly trained, or saturated. Train it first, or prune it by an example alone"
+            if _differ(batches)
+            else f"calibration: the dense model's output is the same for all {count} images that judge the repair; "
             "expected images that differ, preprocessed as the model wants them"
         )
     return mean(shares)
+
+
+def _differ(batches: Iterable[Batch]) -> bool:
+    """Return whether the samples of batches differ at all."""
+    first, *others = (row for batch in batches for row in zip(*gather(batch.inputs), strict=False))
+    return any(not torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
 def _values(model: nn.Module, batch: Batch, judge: OutputComparison) -> list[tuple[int | str, Tensor]]:

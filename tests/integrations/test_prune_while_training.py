@@ -126,6 +126,8 @@ def test_a_training_that_stopped_is_resumed_with_its_schedule(data: Path, tmp_pa
     assert pruning.finish().plan.totals()["MACs"][1] == later[-1]["left"][1]
     last.write_bytes(saved)
     (last.parent / "pruning.pt").write_bytes(state)
+    with pytest.raises(UsageError, match=r"last\.pt: this training prunes while it trains, and would go on without"):
+        YOLO(last).train(resume=True)
     other = YOLO(last)
     PruneWhileTraining(macs=0.4, epochs=2.5, begin=1).attach(other)
     with pytest.raises(ArtifactError, match="state of a pruner: of other settings"):

@@ -116,7 +116,7 @@ torch.save(yolo.model(torch.load("image.pt"))[0], "fused.pt")
     command = [sys.executable, "-W", "ignore", "-c", WITHOUT_PRUNEKIT + code]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
-    assert "train() would rebuild it in its dense size. Train it by: from prunekit.integrations" in ran.stdout
+    assert "train() would rebuild it in its dense size. Add `import prunekit.integrations.ultralytics`" in ran.stdout
     with torch.no_grad():
         own = copy.deepcopy(small.model).half().float()(image)[0]
     torch.testing.assert_close(torch.load(tmp_path / "predicted.pt"), own)
@@ -143,6 +143,31 @@ def test_its_trainer_keeps_the_structure(small: Any, data: Path, tmp_path: Path)
     assert repr(again) == repr(small)
     again.train(epochs=1, **settings(tmp_path, data, name="again"))
     assert shapes(again.model) == had
+
+
+@pytest.mark.slow
+def test_plain_objects_train_resume_and_tune_the_pruned_model(small: Any, data: Path, tmp_path: Path) -> None:
+    small.save(tmp_path / "small.pt")
+    had = shapes(small.model)
+
+    def stop(trainer: Any) -> None:
+        if trainer.epoch == 0:
+            raise KeyboardInterrupt
+
+    yolo = YOLO(tmp_path / "small.pt")
+    yolo.add_callback("on_fit_epoch_end", stop)
+    with pytest.raises(KeyboardInterrupt):
+        yolo.train(epochs=2, **settings(tmp_path, data, name="run"))
+    resumed = YOLO(tmp_path / "run" / "weights" / "last.pt")
+    resumed.train(resume=True)
+    assert resumed.trainer.start_epoch == 1
+    assert shapes(resumed.model) == had
+    YOLO(tmp_path / "small.pt").tune(iterations=1, epochs=1, **settings(tmp_path, data, name="tune"))
+    assert shapes(YOLO(tmp_path / "tune" / "weights" / "best.pt").model) == had
+    dense = small_yolo(tmp_path)
+    whole = shapes(dense.model)
+    dense.train(epochs=1, **settings(tmp_path, data, name="dense"))  # others are trained as they were
+    assert shapes(dense.model) == whole
 
 
 @pytest.mark.slow
@@ -318,8 +343,8 @@ def test_trainers_refuse_what_they_would_not_keep(small: Any, data: Path, tmp_pa
     fused.model = copy.deepcopy(fused.model).fuse(verbose=False)
     with pytest.raises(ModelError, match="norms are folded"):
         fused.train(epochs=1, **settings(tmp_path, data))
-    with pytest.raises(UsageError, match="tune: ultralytics' tuner trains in processes"):
-        load_yolo(copy.copy(small)).tune()
+    with pytest.raises(UsageError, match="tune: this model is pruned, and the processes of Ray"):
+        load_yolo(copy.copy(small)).tune(use_ray=True)
 
 
 def test_a_model_that_was_pruned_by_hand_is_kept_too(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import chain, repeat
 
 import numpy as np
@@ -70,9 +71,9 @@ def redundant() -> Residual:
     """Channels 1 and 4 of the inner group are multiples of 0 and 2 all the way."""
     model = randomized(Residual().double()).eval()
     assert isinstance(model, Residual)
-    for copy, of, factor in ((1, 0, 2.0), (4, 2, 0.5)):
+    for again, of, factor in ((1, 0, 2.0), (4, 2, 0.5)):
         for tensor in (model.conv1.weight, model.bn1.running_var, model.bn1.running_mean):
-            tensor[copy] = tensor[of]
+            tensor[again] = tensor[of]
         for vector in (model.bn1.weight, model.bn1.bias):
             vector[copy] = factor * vector[of]
         model.deep.weight[copy], model.deep.bias[copy] = model.deep.weight[of], factor * model.deep.bias[of]
@@ -170,6 +171,12 @@ def test_refused_input() -> None:
         repair(model, plan, spoiled)
     with pytest.raises(DataError, match=r"output is the same for all .* images that judge"):
         repair(model, plan, torch.ones_like(IMAGES))
+    deaf = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in deaf.parameters():
+            parameter.zero_()
+    with pytest.raises(DataError, match=r"the Residual returns the same for all .* though they differ: .*trained"):
+        repair(deaf, planned(deaf, "conv2.weight", [1]), IMAGES)
     with torch.no_grad():
         model.conv1.weight[0] = torch.nan
     with pytest.raises(NonFiniteError, match="'conv1'"):

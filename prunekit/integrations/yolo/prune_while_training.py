@@ -20,6 +20,7 @@ from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.hooks.hook import HOOK_TABLES, OwnedHook, count_hooks
 from prunekit.integrations.yolo.head_outputs import forget_image_size, predictions, training_examples
 from prunekit.integrations.yolo.optimizer_steps import schedule_of
+from prunekit.integrations.yolo.plain_models import STATE
 from prunekit.integrations.yolo.pruned_yolo import PrunedYOLO, marked
 from prunekit.integrations.yolo.rebuild_guard import Left, configuration, is_marked, what_is_left
 from prunekit.jobs.prune.pruner import Pruner
@@ -28,8 +29,8 @@ from prunekit.planning.plan import Plan, load_plan
 from prunekit.settings.prune import ScheduleKind
 from prunekit.utils.files import atomic_file
 
-STATE, PLAN = "pruning.pt", "pruning_plan"
-"""Names beside the checkpoints: the state that resuming needs, and the folder of the final plan."""
+PLAN = "pruning_plan"
+"""Name of the folder of the final plan, beside the checkpoints and the state that resuming needs."""
 DECIDED = ("model", "optimizer", "example", "average", "outputs", "plain_classes", "steps", "scaler", "more_examples")
 """Arguments of `Pruner` that are given to it here."""
 
@@ -68,6 +69,8 @@ class PruneWhileTraining:
         >>> # yolo.train(data="coco8.yaml", epochs=100)
         >>> # small = pruning.finish()
     """
+
+    prunes_while_training = True
 
     def __init__(
         self,

@@ -8,9 +8,7 @@ from typing import Any, Self
 from torch import nn
 from ultralytics.engine.model import Model
 
-from prunekit.errors import UsageError
 from prunekit.integrations.yolo.head_outputs import forget_image_size
-from prunekit.integrations.yolo.pruned_trainer import pruned_trainer
 from prunekit.integrations.yolo.rebuild_guard import Left, mark, what_is_left
 from prunekit.jobs.prune.pruned import Pruned
 from prunekit.planning.plan import Plan
@@ -59,26 +57,6 @@ class PrunedYOLO(Model):  # type: ignore[misc]  # ultralytics has no types
         made.predictor = made.trainer = made.metrics = None
         made.pruned, made.plan = pruned, None if pruned is None else pruned.plan
         return made
-
-    def train(self, trainer: Any = None, **arguments: Any) -> Any:
-        """Train the pruned model in its structure, as ultralytics' `train` does.
-
-        Args:
-            trainer: a trainer of the user's own; its `get_model` is not called.
-            arguments: of ultralytics, such as `data`, `epochs`, `imgsz`, `freeze`, or `resume=True`.
-        """
-        return super().train(trainer=pruned_trainer(trainer or self._smart_load("trainer")), **arguments)
-
-    def tune(self, *_: Any, **__: Any) -> Any:
-        """Raise: ultralytics' tuner starts trainings of its own, which would build the dense model.
-
-        Raises:
-            UsageError: always.
-        """
-        raise UsageError(
-            "tune: ultralytics' tuner trains in processes that would rebuild the pruned model in its dense size; tune "
-            "the dense model, or call train(...) with the values to try"
-        )
 
     def _headline(self) -> str:
         left = ", ".join(f"{name} {share(kept / (dense or 1))}" for name, (dense, kept) in self._left().items())

@@ -18,7 +18,10 @@ from prunekit.errors import ModelError
 
 KEY = "pruned"
 ADVICE = "from prunekit.integrations.ultralytics import load_yolo; load_yolo('file.pt').train(...)"
-SENTENCE = f"This model is pruned, and train() would rebuild it in its dense size. Train it by: {ADVICE}"
+SENTENCE = (
+    "This model is pruned, and train() would rebuild it in its dense size. Add `import "
+    f"prunekit.integrations.ultralytics` before, or train it by: {ADVICE}"
+)
 
 
 Left = dict[str, tuple[float, float]]
