@@ -36,6 +36,7 @@ from prunekit.utils.inputs import (
     select_samples,
     to_device,
 )
+from prunekit.utils.tensors import gather
 
 TENSOR_FILES = (".npy", ".npz", ".safetensors")
 FEW = 10
@@ -248,6 +249,7 @@ def predict_target(
     task = None if interface.task is None else get_task(interface.task)
     sizes: list[tuple[int, int]] = []
     names, parts = _samples(target, given, batch, sizes)
+    parts = _without_nan(parts, names)
     if (task is not None and task.logits is not None) or (task is None and interface.classes):
         return _classified(target, task, names, parts, top, device or device_of(target.model))
     place = device or device_of(target.model)
@@ -261,6 +263,20 @@ def predict_target(
             found, detections=tuple({**one, "boxes": feed.in_image(one["boxes"], size)} for one, size in pairs)
         )
     return Prediction(target.name, names, interface.classes, None, _outputs(target, parts, place), top)
+
+
+def _without_nan(parts: Iterator[tuple[Any, ...]], names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+    """Yield batches of samples as they are, and raise at NaN, from which a model computes an order without meaning."""
+    first = 0
+    for part in parts:
+        for tensor in gather(part):
+            if tensor.is_floating_point() and tensor.isnan().any():
+                rows = tensor.isnan().reshape(len(tensor), -1).any(1) if tensor.dim() else tensor.isnan()[None]
+                sample = first + int(rows.nonzero()[0])
+                name = names[sample] if sample < len(names) else str(sample)
+                raise DataError(f"sample {name}: expected numbers, got NaN among its values")
+        yield part
+        first += sample_count(part, 1)
 
 
 def _detected(
@@ -309,7 +325,14 @@ def _classified(
         raise ModelError(
             f"{target.name}: expected a score for each of its {len(classes)} classes, got {every.shape[1]} scores"
         )
-    return Prediction(target.name, names, classes, every.softmax(1), {"scores": every.float()}, top)
+    shares = every.softmax(1)
+    if (wrong := shares.isnan().any(1)).any():
+        sample = names[int(wrong.nonzero()[0])]
+        raise ModelError(
+            f"{target.name}: its scores of {sample} are NaN or infinite, which put no class first; were its weights, "
+            "or what it was trained on, finite?"
+        )
+    return Prediction(target.name, names, classes, shares, {"scores": every.float()}, top)
 
 
 def _outputs(target: InputModel, parts: Iterator[tuple[Any, ...]], device: torch.device) -> dict[str, Tensor]:

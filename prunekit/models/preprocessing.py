@@ -21,6 +21,8 @@ from prunekit.known_names import PositiveInt
 from prunekit.settings.validation import Checked
 
 Pixels = str | PathLike[str] | Image.Image | np.ndarray[Any, Any]
+MOST_PIXELS = 2**27
+"""Pixels of an input, and of an image on its way there: 1.5 GiB of float32 in three channels."""
 WHITE = 0xFFFF
 """The largest value of 16 bits."""
 
@@ -68,9 +70,17 @@ class Preprocessing(Checked):
         """Check every field.
 
         Raises:
-            SettingsError: some have another value, or there are not as many means as deviations, one or three.
+            SettingsError: some have another value, there are not as many means as deviations, one or three, or the
+                input would have more than 134 million pixels.
         """
         super().__post_init__()
+        side = self.shorter_side or 1
+        if max(self.height * self.width, side * side) > MOST_PIXELS:
+            shorter = "" if self.shorter_side is None else f", shorter_side {self.shorter_side:,}"
+            raise SettingsError(
+                f"Preprocessing: height, width: expected at most {MOST_PIXELS:,} pixels, got {self.height:,} x "
+                f"{self.width:,}{shorter}"
+            )
         if len(self.mean) != len(self.std) or len(self.mean) not in (1, 3):
             got = f"{len(self.mean)} and {len(self.std)}"
             raise SettingsError(f"Preprocessing: mean, std: expected one number each, or three each, got {got}")
@@ -116,6 +126,11 @@ class Preprocessing(Checked):
             return self._padded(image, self.padding)
         if self.shorter_side is None:
             return image
+        if self.shorter_side**2 * max(image.size) / min(image.size) > MOST_PIXELS:
+            raise DataError(
+                f"preprocessing: an image of {image.width:,} x {image.height:,} pixels would have more than "
+                f"{MOST_PIXELS:,} with a shorter side of {self.shorter_side:,}"
+            )
         smaller = resize(image, [self.shorter_side], InterpolationMode(self.interpolation))
         return center_crop(smaller, [self.height, self.width])  # type: ignore[no-any-return]
 

@@ -164,6 +164,10 @@ class InputSpec:
     name: str | None = None
 
 
+MOST_VALUES = 2**30
+"""Values of an example that is made by its shapes, which a file may name."""
+
+
 def input_specs(example: tuple[Any, ...]) -> tuple[InputSpec, ...]:
     """Return the shapes, dtypes and names of the tensors of an example, in their order."""
     positional, named = split(example)
@@ -180,7 +184,10 @@ def zeros_of(specs: Sequence[InputSpec]) -> tuple[Any, ...]:
     Raises:
         AttributeError: torch has no such dtype.
         TypeError, ValueError, RuntimeError: a shape is none.
+        ValueError: they have more than a billion values, as no example has.
     """
+    if sum(prod(spec.shape) for spec in specs) > MOST_VALUES:
+        raise ValueError(f"expected at most {MOST_VALUES:,} values, got shapes {[spec.shape for spec in specs]!r:.99}")
     zeros = [torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs]
     named = Keywords((spec.name, zero) for spec, zero in zip(specs, zeros, strict=True) if spec.name is not None)
     given = [zero for spec, zero in zip(specs, zeros, strict=True) if spec.name is None]

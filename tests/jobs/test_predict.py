@@ -235,3 +235,26 @@ def test_mutants_of_inputs_are_read_whole_or_refused(tmp_path: Path) -> None:
         pk.predict(model, file).rows()
 
     assert unclean(read, mutants) == []
+
+
+def test_nan_has_no_order_of_classes() -> None:
+    """A maximum swallows NaN, so that scores may look sound; and sound inputs may become NaN."""
+
+    class Largest(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nan_to_num(x) * self.factor
+
+        factor = 1.0
+
+    x = torch.rand(5, 3)
+    x[3, 1] = float("nan")
+    with pytest.raises(DataError, match="sample 3: expected numbers, got NaN"):
+        pk.predict(Largest(), x, classes=["a", "b", "c"], batch=2)
+    with pytest.raises(DataError, match="sample 3: expected numbers, got NaN"):
+        pk.predict(Largest(), x)
+    model = Largest()
+    model.factor = float("inf")
+    with pytest.raises(ModelError, match="its scores of 0 are NaN or infinite"):
+        pk.predict(model, torch.rand(2, 3), classes=["a", "b", "c"])
+    masked = pk.predict(nn.Hardtanh(-1, 1), torch.tensor([[-torch.inf, 0.0, 1.0]]), classes=["a", "b", "c"])
+    assert masked.rows()[0]["class"] == "c"

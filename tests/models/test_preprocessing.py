@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -222,3 +223,26 @@ def test_what_a_zoo_publishes_of_a_model() -> None:
     ):
         assert published(unknown, nn.Identity()) == (None, ())
     assert timm_preprocessing(nn.Identity()) is None
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"height": 10**5, "width": 10**5},
+        {"height": 1, "width": 10**12},
+        {"height": 8, "width": 8, "shorter_side": 10**6},
+        {"height": 8, "width": 8, "mean": [math.inf], "std": [1.0]},
+    ],
+)
+def test_a_file_cannot_ask_for_all_memory(asked: dict[str, Any]) -> None:
+    with pytest.raises(
+        ArtifactError, match=r"x: preprocessing: .*expected (at most 134,217,728 pixels|a number, got inf)"
+    ):
+        Preprocessing.from_dict(asked, "x")
+
+
+def test_a_narrow_image_is_not_enlarged_beyond_memory() -> None:
+    """Its longer side grows with the shorter one, which may be a single pixel."""
+    feed = Preprocessing(height=2000, width=2000, shorter_side=2000)
+    with pytest.raises(DataError, match="an image of 1 x 60,000 pixels"):
+        feed(np.zeros((60_000, 1, 3), np.uint8))
