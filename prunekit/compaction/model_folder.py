@@ -36,6 +36,7 @@ from prunekit.models.bitmask import COMPRESSION, is_compressed, read_tensors, wr
 from prunekit.models.interface import ModelInterface, attach
 from prunekit.models.library_config import LIBRARY_CONFIG, set_noted_config
 from prunekit.models.preprocessing import Preprocessing
+from prunekit.models.state_dicts import tensor_problem
 from prunekit.models.zoo import as_build, build_model, from_build
 from prunekit.planning.plan import Plan, require_plan
 from prunekit.reading.text_files import read_json
@@ -46,8 +47,10 @@ from prunekit.utils.files import (
     atomic_folder,
     folder_at,
     replaced,
+    require_checksum,
     require_replaceable,
     sha256,
+    with_checksum,
     write_json,
 )
 from prunekit.utils.inputs import InputSpec
@@ -180,7 +183,7 @@ def save(
                     folder, {**manifest, "build": known}, _with_sparse(dict(tensors), sparse), None
                 ),
             )
-        write_json(temporary / MANIFEST, manifest)
+        write_json(temporary / MANIFEST, with_checksum(manifest))
         plan.save(temporary)
     return folder
 
@@ -250,6 +253,7 @@ def read_manifest(folder: StrPath) -> dict[str, Any]:
             f"{path}: format {manifest['format']}, expected {FORMAT} or {COMPRESSED_FORMAT}: a newer prunekit wrote "
             "it; load it with that version or a later one"
         )
+    require_checksum(path, manifest)
     return manifest
 
 
@@ -531,6 +535,9 @@ def _check(
                          for size, index in zip(shape, kept, strict=False))  # fmt: skip
         if name in tensors and (len(kept) != len(shape) or tuple(tensors[name].shape) != expected):
             problems.append(f"{name}: shape {tuple(tensors[name].shape)}, expected {expected} of dense {shape}")
+    problems += [f"{name}: {problem}" for name, own in named_tensors(dense) if name in tensors and name not in remade
+                 and tensors[name].layout == torch.strided
+                 and (problem := tensor_problem(tensors[name], own)) is not None]  # fmt: skip
     if problems:
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
         raise ArtifactError(f"{folder}: does not belong to this dense model: {shown}")

@@ -35,7 +35,7 @@ from prunekit.formats.standalone import (
 from prunekit.hooks.wrappers import require_values
 from prunekit.models.interface import ModelInterface
 from prunekit.models.zoo import load_factory
-from prunekit.utils.files import sha256, write_json, write_text
+from prunekit.utils.files import sha256, with_checksum, write_json, write_text
 from prunekit.utils.inputs import input_specs
 from prunekit.utils.tensors import lies_channels_last
 
@@ -74,7 +74,7 @@ class Hub(ExportFormat):
         # other libraries read these weights too: they are plain, also where those of the folder are compressed
         manifest |= {"format": FORMAT, "compression": None}
         manifest |= {"sparse": sparse, "sha256": {WEIGHTS: sha256(path / WEIGHTS)}}
-        write_json(path / MANIFEST, manifest)
+        write_json(path / MANIFEST, with_checksum(manifest))
         for name in _PLAN if source.folder is not None else ():
             if (source.folder / name).is_file():  # type: ignore[operator]
                 shutil.copyfile(source.folder / name, path / name)  # type: ignore[operator]

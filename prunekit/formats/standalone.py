@@ -39,7 +39,7 @@ from prunekit.hooks.wrappers import require_values
 from prunekit.models.interface import ModelInterface
 from prunekit.reading.text_files import read_json
 from prunekit.utils.context import set_mode, without_gradients
-from prunekit.utils.files import sha256, write_json, write_text
+from prunekit.utils.files import require_checksum, sha256, with_checksum, write_json, write_text
 from prunekit.utils.inputs import call
 from prunekit.utils.tensors import gather, lies_channels_last
 
@@ -174,7 +174,7 @@ def write_files(source: ExportSource, path: Path, *, weights: bool = True) -> li
         "sha256": {**checksums, CODE: _digest(text)},
         "versions": {"python": platform.python_version(), **_versions("torch", "safetensors", package)},
     }
-    write_json(path / MANIFEST, manifest)
+    write_json(path / MANIFEST, with_checksum(manifest))
     if package:
         notes.append(f"{CODE} needs {package}; it was written with {version(package)}")
     return notes
@@ -283,6 +283,7 @@ def manifest_of(path: Path) -> dict[str, Any]:
         raise ArtifactError(f"{path / MANIFEST}: expected an object with {', '.join(wanted)}; it is damaged")
     if manifest["format"] != FORMAT:
         raise ArtifactError(f"{path / MANIFEST}: format {manifest['format']}, expected {FORMAT}")
+    require_checksum(path / MANIFEST, manifest)
     return manifest
 
 

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.errors import ModelError, reraise_shortage
 from prunekit.models.bitmask import read_tensors
 from prunekit.utils.display import listed
 from prunekit.utils.files import StrPath
+from prunekit.utils.tensors import is_finite
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".th")
 PREFIXES = ("module.", "_orig_mod.")  # left by DistributedDataParallel and torch.compile
@@ -31,7 +33,8 @@ def load_weights(model: nn.Module, path: StrPath) -> None:
             Prefixes of DistributedDataParallel and torch.compile are removed.
 
     Raises:
-        ModelError: the file is missing or unreadable, or its names and shapes are not the model's; all are listed.
+        ModelError: the file is missing or unreadable, or its names, shapes or kinds of values are not the model's, or
+            values are NaN; all are listed.
     """
     path = Path(path)
     load_state(model, _unwrap(_read(path), path), path)
@@ -41,7 +44,7 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> Non
     """Load a state dict that was read from a file into a model, in place, see `load_weights`.
 
     Raises:
-        ModelError: its names and shapes are not the model's; all are listed.
+        ModelError: its names, shapes or kinds of values are not the model's, or values are NaN; all are listed.
     """
     state = _strip(dict(state))
     own = model.state_dict()
@@ -53,9 +56,20 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> Non
         for name in own
         if name in state and state[name].shape != own[name].shape
     ]
+    tensors = dict(named_tensors(model))
+    strange = [
+        f"{name}: {problem}"
+        for name in own
+        if name in state and (problem := tensor_problem(state[name], tensors.get(name, own[name]))) is not None
+    ]
     problems = [
         f"{len(names)} {kind}: {listed(names, NAMED)}"
-        for kind, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", wrong))
+        for kind, names in (
+            ("missing", missing),
+            ("unexpected", unexpected),
+            ("of another shape", wrong),
+            ("with other values", strange),
+        )
         if names
     ]
     if problems:
@@ -65,6 +79,38 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> Non
             + "; check the model's name and arguments (num_classes too)"
         )
     model.load_state_dict(dict(state), strict=False)  # strict in all but num_batches_tracked: checked above
+
+
+def tensor_problem(given: Tensor, own: Tensor) -> str | None:
+    """Return why a tensor of a file cannot take the place of a model's, whatever its shape; None if it can.
+
+    Floating-point numbers may have another precision; others may have another dtype that has the same values. NaN is
+    nowhere a weight, and infinite numbers are none of what is trained.
+
+    Args:
+        given: of the file, on the CPU.
+        own: of the model; only its dtype, and whether it is trained, are read.
+    """
+    if given.layout != torch.strided or given.is_quantized:
+        kind = "quantized" if given.is_quantized else f"of layout {str(given.layout).removeprefix('torch.')}"
+        return f"it is {kind}, expected a plain tensor"
+    dtypes = f"{_name(given.dtype)} for {_name(own.dtype)}"
+    if own.is_floating_point() or own.is_complex():
+        if own.is_complex() != given.is_complex() or own.is_floating_point() != given.is_floating_point():
+            return dtypes
+        cast = given.to(own.dtype)
+        if cast.dtype.itemsize == 1:  # not all of these types know whether they are finite
+            cast = cast.float()
+        if is_finite(cast):
+            return None
+        if cast.isnan().any():
+            return "there are NaN among its values"
+        return "there are infinite numbers among its values" if own.requires_grad else None
+    return None if not given.is_complex() and torch.equal(given.to(own.dtype).to(given.dtype), given) else dtypes
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _read(path: Path) -> Any:
@@ -90,7 +136,11 @@ def _unwrap(content: Any, path: Path) -> dict[str, Tensor]:
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
             break
-    if not isinstance(content, dict) or not content or not all(isinstance(v, Tensor) for v in content.values()):
+    if (
+        not isinstance(content, dict)
+        or not content
+        or not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items())
+    ):
         keys = f" with the keys {listed(map(str, content), NAMED) or '(none)'}" if isinstance(content, dict) else ""
         raise ModelError(f"{path}: expected a state dict (names to tensors), got a {type(content).__name__}{keys}")
     return dict(content)

@@ -31,7 +31,7 @@ from prunekit.models.bitmask import pack_bits, unpack_bits
 from prunekit.reading.text_files import read_json
 from prunekit.settings.prune import facts_from
 from prunekit.utils.display import Displayed, Table, changes, count, listed, plural, share
-from prunekit.utils.files import StrPath, atomic_file, folder_at, sha256, write_text
+from prunekit.utils.files import StrPath, atomic_file, folder_at, require_checksum, sha256, with_checksum, write_text
 from prunekit.utils.inputs import InputSpec
 from prunekit.utils.outputs import ReadOutputs
 
@@ -337,7 +337,7 @@ class Plan(Displayed):
             "outputs": chart.read.as_text(),
             "sha256": sha256(folder / "plan.safetensors"),
         }
-        write_text(folder / "plan.json", json.dumps(text, indent=1) + "\n")
+        write_text(folder / "plan.json", json.dumps(with_checksum(text), indent=1) + "\n")
 
 
 def _written_norm(path: str, norm: ChannelNorm) -> list[Any]:
@@ -393,13 +393,14 @@ def load_plan(folder: StrPath) -> Plan:
             f"{folder}: expected a folder with plan.json and plan.safetensors, as plan.save(folder) and "
             "prunekit.save(result, folder) write them; plan.json is not there"
         )
-    text = read_json(folder / "plan.json")
+    text = read_json(folder / "plan.json", finite=False)
     if not isinstance(text, dict) or text.get("format") not in (FORMAT, PACKED_FORMAT):
         found = text.get("format") if isinstance(text, dict) else None
         raise ArtifactError(
             f"{folder / 'plan.json'}: format {found}, expected {FORMAT} or {PACKED_FORMAT}: a newer prunekit wrote it, "
             "or another program; load it with the version that wrote it or a later one"
         )
+    require_checksum(folder / "plan.json", text)
     path = folder / "plan.safetensors"
     if not path.is_file() or sha256(path) != text.get("sha256"):
         raise ArtifactError(f"{path}: missing, or not the file that plan.json was written with (checksum differs)")

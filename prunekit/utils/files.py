@@ -21,7 +21,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from prunekit.errors import UsageError
+from prunekit.errors import ArtifactError, UsageError
 
 StrPath = str | os.PathLike[str]
 """Type of paths that public functions take."""
@@ -315,6 +315,40 @@ def sha256(path: Path) -> str:
     """Return the SHA-256 of a file as hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+CHECKSUM = "checksum"
+"""Key of an object's own checksum in a JSON file."""
+
+
+def with_checksum(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a JSON object with a checksum of them all, which `require_checksum` compares."""
+    others = {key: value for key, value in values.items() if key != CHECKSUM}
+    return {**others, CHECKSUM: _json_digest(others)}
+
+
+def require_checksum(path: Path, values: Mapping[str, Any]) -> None:
+    """Raise if the values of a JSON file are not those that it was written with; files of older versions have none.
+
+    Args:
+        path: of the file.
+        values: that were read from it.
+
+    Raises:
+        ArtifactError: something in it was changed.
+    """
+    others = {key: value for key, value in values.items() if key != CHECKSUM}
+    if CHECKSUM in values and values[CHECKSUM] != _json_digest(others):
+        raise ArtifactError(
+            f"{path}: something in it was changed after prunekit wrote it (its {CHECKSUM} differs), so that its model "
+            f"may give other answers; write it again, or remove the entry {CHECKSUM!r} if the change is meant"
+        )
+
+
+def _json_digest(values: Any) -> str:
+    """Return the SHA-256 of JSON values, whatever the layout of their file."""
+    plain = json.loads(json.dumps(values))  # keys that are numbers become text, which sorts in another way
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
 def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -28,6 +28,7 @@ from prunekit.errors import ArtifactError
 from prunekit.measure.model_size import count_macs
 from prunekit.measure.verification import verify
 from prunekit.planning.plan import Plan, load_plan
+from prunekit.utils.files import with_checksum
 
 Example = tuple[Any, ...]
 
@@ -264,7 +265,7 @@ def test_steps_of_a_file_are_among_those_known(tmp_path: Any, step: list[Any]) -
     file = next(path for path in folder.glob("*.json") if "shorter" in json.loads(path.read_text()))
     manifest = json.loads(file.read_text())
     manifest["shorter"]["bodies"][0][1][0] = step
-    file.write_text(json.dumps(manifest))
+    file.write_text(json.dumps(with_checksum(manifest)))
     with pytest.raises(ArtifactError):
         load(folder, model=lambda: residual(8, 8, 8))
 

@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 import prunekit
 from prunekit.cli import cli
 from prunekit.models.zoo import build_model
+from prunekit.utils.files import with_checksum
 
 CODE = """
 from torch import nn
@@ -125,13 +126,13 @@ def test_bad_input_is_one_message(here: Path, arguments: tuple[str, ...], messag
 @pytest.mark.slow
 def test_a_damaged_folder(here: Path, tmp_path: Path) -> None:
     manifest = json.loads((here / "zoo" / "prunekit.json").read_text())
-    (tmp_path / "prunekit.json").write_text(json.dumps(manifest))
+    (tmp_path / "prunekit.json").write_text(json.dumps(with_checksum(manifest)))
     done = run(str(tmp_path))
     assert done.exit_code == 1
     assert "the model folder is incomplete" in done.stderr
     manifest["example"] = {}
     (here / "unknown").mkdir()
-    (here / "unknown" / "prunekit.json").write_text(json.dumps(manifest))
+    (here / "unknown" / "prunekit.json").write_text(json.dumps(with_checksum(manifest)))
     (here / "unknown" / "model.safetensors").write_bytes((here / "zoo" / "model.safetensors").read_bytes())
     done = run("unknown")
     assert done.exit_code == 1

@@ -29,7 +29,7 @@ from prunekit.models.state_dicts import load_weights
 from prunekit.models.zoo import build_model
 from prunekit.planning.plan import Plan, load_plan
 from prunekit.settings.inputs import ModelSettings
-from prunekit.utils.files import sha256
+from prunekit.utils.files import sha256, with_checksum
 
 PAGE = (Path(pk.__file__).parent / "guide" / "reference" / "model_folder.md").read_text(encoding="utf-8")
 EXAMPLE = (torch.zeros(1, 3, 32, 32),)
@@ -179,7 +179,7 @@ def test_exports_and_other_readers_get_plain_weights(tmp_path: Path) -> None:
 
 def rewrite(folder: Path, **values: Any) -> None:
     path = folder / "prunekit.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    path.write_text(json.dumps(with_checksum({**json.loads(path.read_text()), **values})))
 
 
 def test_damage_names_the_file_and_leaves_no_half_of_a_model(tmp_path: Path) -> None:
@@ -222,6 +222,6 @@ def test_a_folder_from_before_still_loads(tmp_path: Path) -> None:
     assert (manifest["format"], text["format"]) == (1, 1)
     del manifest["compression"], text["element_masks"]
     for name, values in (("prunekit.json", manifest), ("plan.json", text)):
-        (folder / name).write_text(json.dumps(values))
+        (folder / name).write_text(json.dumps(with_checksum(values)))
     assert_unchanged(load(folder), snapshot(model))
     assert load_plan(folder).element_masks == {}

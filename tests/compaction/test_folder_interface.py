@@ -6,6 +6,7 @@ import copy
 import io
 import json
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from prunekit.compaction.model_folder import folder_interface, load, save
 from prunekit.errors import ArtifactError, UsageError
 from prunekit.models.cifar import CifarResNet
 from prunekit.models.interface import ModelInterface, TensorSpec, attached
+from prunekit.utils.files import with_checksum
 from prunekit.utils.inputs import Keywords
 
 FEED = pk.Preprocessing(16, 16, mean=(0.4, 0.5, 0.6), std=(0.2, 0.2, 0.3))
@@ -59,7 +61,7 @@ def changed(folder: Path, to: Path, change: Callable[[dict[str, Any]], Any]) -> 
         (to / path.name).write_bytes(path.read_bytes())
     manifest = json.loads((folder / "prunekit.json").read_text())
     change(manifest)
-    (to / "prunekit.json").write_text(json.dumps(manifest))
+    (to / "prunekit.json").write_text(json.dumps(with_checksum(manifest)))
     return to
 
 
@@ -231,3 +233,26 @@ def test_the_interface_of_any_model_is_found_by_an_example() -> None:
         pk.interface(model)
     with pytest.raises(UsageError, match=r"expected a model, .* got int"):
         pk.interface(3)  # type: ignore[arg-type]
+
+
+def test_what_was_changed_by_hand_is_noticed(folder: Path, tmp_path: Path) -> None:
+    """Two class names that were swapped, or one digit of a size, give other answers; older folders have no checksum."""
+    changed_by = {
+        "classes": lambda text: text.replace(f'"{CLASSES[0]}"', '"?"'),
+        "height": lambda text: text.replace('"height": 16', '"height": 17'),
+        "seed": lambda text: text.replace('"provenance": {', '"provenance": {"other": 1, '),
+    }
+    for name, change in changed_by.items():
+        there = shutil.copytree(folder, tmp_path / name)
+        text = (there / "prunekit.json").read_text()
+        assert change(text) != text, name
+        (there / "prunekit.json").write_text(change(text))
+        with pytest.raises(ArtifactError, match=r"prunekit\.json: something in it was changed .* remove the entry"):
+            load(there, Photos)
+        manifest = json.loads((there / "prunekit.json").read_text())
+        del manifest["checksum"]
+        (there / "prunekit.json").write_text(json.dumps(manifest))
+        load(there, Photos)
+    there = shutil.copytree(folder, tmp_path / "laid out anew")
+    (there / "prunekit.json").write_text(json.dumps(json.loads((there / "prunekit.json").read_text())))
+    load(there, Photos)

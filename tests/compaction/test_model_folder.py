@@ -25,7 +25,7 @@ from prunekit.errors import ArtifactError, ModelError, PrunekitError, UsageError
 from prunekit.models.zoo import build_model
 from prunekit.planning.plan import Plan
 from prunekit.settings.inputs import ModelSettings
-from prunekit.utils.files import sha256
+from prunekit.utils.files import sha256, with_checksum
 
 FAMILIES = {
     "resnet18": {},
@@ -237,7 +237,7 @@ def rewrite(*keys: Any, value: Any = "remove") -> Damage:
             del place[keys[-1]]
         else:
             place[keys[-1]] = value
-        (folder / "prunekit.json").write_text(json.dumps(manifest))
+        (folder / "prunekit.json").write_text(json.dumps(with_checksum(manifest)))
 
     return damage
 
@@ -278,6 +278,9 @@ DAMAGE: dict[str, Damage] = {
     "a bit of the header": flip(20),
     "a missing tensor": exchange(lambda tensors: tensors.pop("fc.bias")),
     "a tensor too many": exchange(lambda tensors: tensors.update(more=torch.ones(2))),
+    "weights that are whole numbers": exchange(lambda tensors: tensors.update({"fc.bias": torch.ones(5).long()})),
+    "a norm of bools": exchange(lambda tensors: tensors.update({"bn1.bias": tensors["bn1.bias"] > 0})),
+    "a variance that is NaN": exchange(lambda tensors: tensors["bn1.running_var"].fill_(float("nan"))),
     "a tensor of another shape": exchange(lambda tensors: tensors.update({"fc.bias": torch.ones(6)})),
     "not safetensors": lambda folder: [
         (folder / "model.safetensors").write_text("hello"),
@@ -287,6 +290,9 @@ DAMAGE: dict[str, Damage] = {
     "index twice": rewrite("kept", "bn1.bias", 0, 1, value=0),
     "index of a wider axis": rewrite("kept", "bn1.bias", 0, -1, value=64),
     "index that is no number": rewrite("kept", "bn1.bias", 0, 0, value="x"),
+    "a fact that was changed": lambda folder: (folder / "prunekit.json").write_text(
+        (folder / "prunekit.json").read_text().replace('"class": "ResNet"', '"class": "ResNut"')
+    ),
     "no index": rewrite("kept", "bn1.bias", 0, value=[]),
     "axis that is not kept": rewrite("kept", "bn1.bias", 0, value=None),
     "one index fewer": rewrite("kept", "bn1.bias", 0, 0),
@@ -405,7 +411,7 @@ def test_norms_without_tensors_know_their_width_again(tmp_path: Path) -> None:
     manifest = json.loads((tmp_path / "model" / "prunekit.json").read_text())
     for wrong in ({"0": 3}, {"nowhere": 3}, {"1": 0}, ["1"]):
         manifest["widths_of_bare_norms"] = wrong
-        (tmp_path / "model" / "prunekit.json").write_text(json.dumps(manifest))
+        (tmp_path / "model" / "prunekit.json").write_text(json.dumps(with_checksum(manifest)))
         with pytest.raises(ArtifactError, match="does not fit the model"):
             load(tmp_path / "model", model)
 

@@ -19,6 +19,7 @@ from prunekit.channels.rewrite.substitutes import SizedAttention
 from prunekit.compaction.compact_model import compact
 from prunekit.compaction.model_folder import load, read_manifest, save
 from prunekit.errors import ArtifactError
+from prunekit.utils.files import with_checksum
 
 
 def small_swin(**options: Any) -> nn.Module:
@@ -69,7 +70,7 @@ def test_heads_that_do_not_fit_are_refused(entry: Any, tmp_path: Path) -> None:
     path = next(iter(manifest["attention_heads"]))
     for where in (path, "encoder", "nowhere"):
         manifest["attention_heads"] = {where: entry if where == path else ["MultiheadAttention", 2]}
-        (tmp_path / "model" / "prunekit.json").write_text(json.dumps(manifest))
+        (tmp_path / "model" / "prunekit.json").write_text(json.dumps(with_checksum(manifest)))
         with pytest.raises(ArtifactError, match="does not fit the model"):
             load(tmp_path / "model", small_vit)
 
@@ -105,6 +106,6 @@ def test_attributes_that_were_set_are_set_again(tmp_path: Path) -> None:
                   {"": {"heads": [2]}}, {"": {"__class__": 6}}, {"": {"training": 1}}, {"": {"width": -1}},
                   {"": {"width": 10**30}}, {"": {"heads": [2, 0]}}):  # fmt: skip
         manifest["attributes"] = wrong
-        (tmp_path / "model" / "prunekit.json").write_text(json.dumps(manifest))
+        (tmp_path / "model" / "prunekit.json").write_text(json.dumps(with_checksum(manifest)))
         with pytest.raises(ArtifactError, match="does not fit the model"):
             load(tmp_path / "model", Own)

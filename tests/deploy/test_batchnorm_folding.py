@@ -28,7 +28,7 @@ from prunekit.models.zoo import build_model
 from prunekit.planning.plan import Plan
 from prunekit.settings.deployment import DeploySettings
 from prunekit.settings.inputs import ModelSettings
-from prunekit.utils.files import sha256
+from prunekit.utils.files import sha256, with_checksum
 from prunekit.utils.tensors import lies_channels_last
 
 
@@ -244,7 +244,7 @@ def test_a_folder_of_a_folded_model_loads_equal(tmp_path: Path) -> None:
 def test_a_manifest_that_does_not_fit_is_refused(folds: Any, message: str, tmp_path: Path) -> None:
     compacted(tmp_path / "model")
     file = tmp_path / "model" / "prunekit.json"
-    file.write_text(json.dumps({**read_manifest(tmp_path / "model"), "folded_norms": folds}))
+    file.write_text(json.dumps(with_checksum({**read_manifest(tmp_path / "model"), "folded_norms": folds})))
     with pytest.raises(ArtifactError, match=message):
         load(tmp_path / "model")
     assert (

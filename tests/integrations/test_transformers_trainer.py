@@ -33,6 +33,7 @@ from transformers import (
 
 from prunekit.integrations import transformers as integration
 from prunekit.integrations.transformers import STATE, PruneCallback, from_pretrained, save_pretrained
+from prunekit.utils.files import with_checksum
 
 SIZES: dict[str, Any] = {
     "vocab_size": 40,
@@ -282,10 +283,10 @@ def test_folders_of_others_are_refused(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"attn_implementation": "somebody/kernel"}))
     manifest["transformers"]["attention"] = "somebody/kernel"
-    (folder / "prunekit.json").write_text(json.dumps(manifest))
+    (folder / "prunekit.json").write_text(json.dumps(with_checksum(manifest)))
     assert from_pretrained(folder).config._attn_implementation == "sdpa"  # no code from elsewhere
     manifest["transformers"]["class"] = "Trainer"
-    (folder / "prunekit.json").write_text(json.dumps(manifest))
+    (folder / "prunekit.json").write_text(json.dumps(with_checksum(manifest)))
     with pytest.raises(ModelError, match="is of Trainer, which is no model of transformers"):
         from_pretrained(folder)
     with pytest.raises(ArtifactError, match=r"expected a model folder with prunekit.json"):

@@ -17,6 +17,7 @@ from prunekit.jobs.run.model_sources import InputModel, probe, resolve
 from prunekit.models.zoo import build_model, load_factory
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
+from prunekit.utils.files import with_checksum
 
 JOB = JobSettings("small", ModelSettings("squeezenet1_1"), data=DataSettings(image_size=32))
 
@@ -164,7 +165,7 @@ def test_a_damaged_input_shape_in_a_manifest_is_named(tmp_path: Path) -> None:
     saved(tmp_path)
     manifest = json.loads((tmp_path / "prunekit.json").read_text())
     for shapes in (None, [], [[]], [[1]], [["a", "b"]], [[1, -3, 8, 8]], [[1, True, 8, 8]], "1x3x8x8"):
-        (tmp_path / "prunekit.json").write_text(json.dumps({**manifest, "example": {"shapes": shapes}}))
+        (tmp_path / "prunekit.json").write_text(json.dumps(with_checksum({**manifest, "example": {"shapes": shapes}})))
         with pytest.raises(ArtifactError, match=r"prunekit\.json: example\.shapes: expected a list of shapes"):
             resolve(tmp_path)
     assert resolve(tmp_path, input_shape=(1, 3, 32, 32)).sample_shape == (3, 32, 32)

@@ -39,6 +39,7 @@ from prunekit.settings.prune import BudgetSettings, PruneSettings
 from prunekit.settings.train import DistillSettings, TrainSettings
 from prunekit.tasks.classification import TEXT_CLASSIFICATION
 from prunekit.tasks.segmentation import SEGMENTATION
+from prunekit.utils.files import with_checksum
 from prunekit.utils.inputs import inputs_as_example
 
 FILE = Path(__file__).with_name("task_sources.py")
@@ -181,7 +182,7 @@ def test_inputs_that_a_manifest_does_not_say_right(texts: Any, tmp_path: Path) -
     folder = Path(shutil.copytree(texts.folder / "model", tmp_path / "model"))
     manifest = json.loads((folder / "prunekit.json").read_text())
     manifest["example"]["dtypes"] = ["int64", "nothing"]
-    (folder / "prunekit.json").write_text(json.dumps(manifest))
+    (folder / "prunekit.json").write_text(json.dumps(with_checksum(manifest)))
     with pytest.raises(ArtifactError, match=r"as many dtypes such as int64, got .*'nothing'.*damaged"):
         resolve(folder, factory=f"{FILE}:bert")
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from mutants import changed_arrays, damaged_bytes, unclean
 from torch import Tensor, nn
 
 from prunekit.errors import ModelError
-from prunekit.models.state_dicts import load_weights
+from prunekit.models.state_dicts import load_weights, tensor_problem
 
 State = dict[str, Tensor]
 
@@ -106,3 +107,73 @@ def test_a_missing_file_or_another_kind(tmp_path: Path) -> None:
         load_weights(small(0), tmp_path / "none.pt")
     with pytest.raises(ModelError, match=r"ends in \.safetensors, \.pt, \.pth"):
         load_weights(small(0), tmp_path / "weights.bin")
+
+
+STRANGE: dict[str, tuple[Callable[[State], State], str]] = {
+    "complex": (lambda s: {**s, "0.weight": s["0.weight"] * 1j}, "0.weight: complex64 for float32"),
+    "bool": (lambda s: {**s, "0.bias": s["0.bias"] > 0}, "0.bias: bool for float32"),
+    "int64": (lambda s: {**s, "0.weight": (s["0.weight"] * 10).long()}, "0.weight: int64 for float32"),
+    "nan": (lambda s: {**s, "0.weight": s["0.weight"] * float("nan")}, "0.weight: there are NaN among its values"),
+    "nan of a buffer": (
+        lambda s: {**s, "1.running_var": s["1.running_var"] * float("nan")},
+        "1.running_var: there are",
+    ),
+    "infinite": (lambda s: {**s, "2.bias": s["2.bias"] / 0}, "2.bias: there are infinite numbers"),
+    "too large": (lambda s: {**s, "2.bias": s["2.bias"].double() + 1e300}, "2.bias: there are infinite numbers"),
+    "part of a batch": (
+        lambda s: {**s, "1.num_batches_tracked": torch.tensor(1.5)},
+        "1.num_batches_tracked: float32 for int64",
+    ),
+    "number as key": (lambda s: {**s, 0: s["0.weight"]}, r"names to tensors\), got a dict"),  # type: ignore[dict-item]
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_values_of_another_kind_are_refused_and_nothing_is_loaded(name: str, tmp_path: Path) -> None:
+    change, message = STRANGE[name]
+    model = small(1)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    torch.save(change(dict(small(0).state_dict())), tmp_path / "w.pt")
+    with pytest.raises(ModelError, match=message):
+        load_weights(model, tmp_path / "w.pt")
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_tensors_that_are_no_plain_ones_are_named() -> None:
+    own = torch.zeros(2, 2)
+    assert "of layout sparse_coo" in str(tensor_problem(torch.eye(2).to_sparse(), own))
+    assert tensor_problem(torch.eye(2).to(torch.float8_e4m3fn), own) is None
+    assert tensor_problem(torch.full((2,), -torch.inf), own) is None  # a mask that is added to attention scores
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_another_precision_of_everything_is_taken(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Some checkpoints are `{name: value.half()}`, whose counts are floating-point numbers too."""
+    model, trained = small(1), small(0)
+    torch.save({name: value.to(dtype) for name, value in trained.state_dict().items()}, tmp_path / "w.pt")
+    load_weights(model, tmp_path / "w.pt")
+    for name, value in trained.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value.to(dtype).to(value.dtype))
+
+
+@pytest.mark.slow
+def test_damaged_weights_are_loaded_or_refused(tmp_path: Path) -> None:
+    sound = {name: value.numpy() for name, value in small(0).state_dict().items()}
+
+    def read(arrays: dict[str, Any]) -> None:
+        native = {name: array.astype(array.dtype.newbyteorder("=")) for name, array in arrays.items()}
+        torch.save({name: torch.from_numpy(array) for name, array in native.items()}, tmp_path / "w.pt")
+        load_weights(model, tmp_path / "w.pt")
+        assert all(value.isfinite().all() for value in model.state_dict().values())
+
+    model = small(1)
+    assert unclean(read, changed_arrays(sound, 150, seed=0)) == []
+    for suffix, save in ((".pt", torch.save), (".safetensors", safetensors.torch.save_file)):
+        path = tmp_path / f"x{suffix}"
+        save(dict(small(0).state_dict()), path)
+
+        def read_bytes(mutant: bytes, path: Path = path) -> None:
+            path.write_bytes(mutant)
+            load_weights(model, path)
+
+        assert unclean(read_bytes, damaged_bytes(path.read_bytes(), 100, seed=0)) == []

@@ -22,7 +22,7 @@ from prunekit.errors import ArtifactError, PlanError
 from prunekit.planning.plan import Plan, load_plan
 from prunekit.planning.solver import make_plan
 from prunekit.settings.prune import BudgetSettings, PruneSettings
-from prunekit.utils.files import sha256
+from prunekit.utils.files import sha256, with_checksum
 
 EXAMPLE = (torch.zeros(1, 3, 32, 32),)
 
@@ -190,7 +190,7 @@ def rewrite(change: Callable[[dict[str, Any]], Any]) -> Damage:
     def damage(folder: Path) -> None:
         text = json.loads((folder / "plan.json").read_text())
         change(text)
-        (folder / "plan.json").write_text(json.dumps(text))
+        (folder / "plan.json").write_text(json.dumps(with_checksum(text)))
 
     return damage
 
