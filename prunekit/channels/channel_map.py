@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prunekit.channels.constraints import EqualParts, LockRecord, Removal
+from prunekit.channels.cut.kept_state import NO_STATE, KeptState
 from prunekit.channels.depth.branch import NO_BRANCHES, Branches, BranchLock
 from prunekit.channels.equal_widths import NO_EQUAL_WIDTHS, EqualWidths, Family, family_of
 from prunekit.channels.joint_labels import NOT_JOINT, deciders
@@ -122,6 +123,7 @@ class ChannelMap(Displayed):
         inputs: the tensors of the first example that the model was traced on.
         read: the outputs of the model that keep their sizes.
         branches: blocks, parts of the model that may go as a whole, and those that stay with the reason.
+        state: what the model keeps between its calls in attributes that are no buffers.
 
     Example:
         >>> import prunekit as pk, torch
@@ -157,6 +159,7 @@ class ChannelMap(Displayed):
     inputs: tuple[InputSpec, ...] = ()
     read: ReadOutputs = ALL_READ
     branches: Branches = NO_BRANCHES
+    state: KeptState = NO_STATE
 
     def completed(self, keep: Keep) -> Keep:
         """Return a choice among the labels of the groups, bool (n_labels,), with the joint labels set to match.

@@ -128,6 +128,7 @@ def _built(source: MapSource, shapes: Mapping[str, tuple[int, ...]], stored: Map
         stored=stored,
         inputs=trace.inputs,
         read=trace.read,
+        state=trace.state.renumbered(final),
         divided=frozenset(
             (name, index)
             for name, axes in trace.labels.items()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from prunekit.channels.cut.kept_state import NO_STATE, KeptState, cut_state_, drop_remade_, give_state_, kept_tensors
 from prunekit.channels.cut.model_copy import copied, has_gradients, named_tensors
 from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.channels.cut.slicing import cut, is_variance
@@ -25,7 +26,7 @@ from prunekit.errors import ModelError, UsageError, VerificationError, reason_of
 from prunekit.hooks.wrappers import require_values, unwrapped
 from prunekit.planning.plan import Plan, require_plan
 from prunekit.utils.context import is_large, same_draws, training_mode, without_gradients
-from prunekit.utils.display import Displayed, plural, scientific
+from prunekit.utils.display import Displayed, listed, plural, scientific
 from prunekit.utils.inputs import as_examples, example_advice, sample_count
 from prunekit.utils.outputs import Outputs, ReadOutputs
 from prunekit.utils.tensors import gather
@@ -129,7 +130,8 @@ def verify(
     if not isinstance(tolerance, (int, float)) or not tolerance >= 0:
         raise UsageError(f"tolerance: expected a relative difference of at least 0, got {tolerance!r}")
     read = plan.channel_map.read if outputs is None else ReadOutputs.given(outputs)
-    masked_in, compact_in = _ModelCopies(masked, None if strict else plan), _ModelCopies(compact)
+    state = plan.channel_map.state
+    masked_in, compact_in = _ModelCopies(masked, None if strict else plan, state), _ModelCopies(compact, state=state)
     misplaced_in: dict[RunPrecision, str] = {}
     worst, seen, coarsest, ways = 0.0, 0, TOLERANCE, RUN_PRECISIONS
     light = strict and is_large(masked) and not _misplaced(masked, compact, plan, tolerance)
@@ -167,7 +169,7 @@ def verify(
         if misplaced and difference <= allowed:
             difference, reason = inf, f"{misplaced}; no operator before shows it"
         if not difference <= allowed:
-            said = _not_masked(masked, plan) if strict else ""
+            said = (_not_masked(masked, plan) if strict else "") + _keeps(masked, state)
             raise VerificationError(f"masked and compact model differ: {reason}{said}")
         worst, coarsest = max(worst, difference), max(coarsest, expected.rounding)
         seen += sample_count(inputs, 1)
@@ -259,13 +261,14 @@ class _Expected:
 class _ModelCopies(dict[RunPrecision, nn.Module]):
     """Copies of a model by the way in which they run, made when they are asked for; masked, where a plan is given."""
 
-    def __init__(self, model: nn.Module, plan: Plan | None = None) -> None:
+    def __init__(self, model: nn.Module, plan: Plan | None = None, state: KeptState = NO_STATE) -> None:
         super().__init__()
-        self.model, self.plan = model, plan
+        self.model, self.plan, self.state = model, plan, state
         self._begun: dict[RunPrecision, dict[str, tuple[torch.Tensor, int, torch.Tensor]]] = {}
 
     def __missing__(self, way: RunPrecision) -> nn.Module:
         self[way] = float64_copy(self.model, way.convert)
+        drop_remade_(self[way], self.state)
         if self.plan is not None:
             self.plan.zero(self[way])
         self._begun[way] = {name: (one, one._version, one.clone()) for name, one in self[way].named_buffers()}
@@ -398,7 +401,9 @@ def _by_operator(
 
 @torch.no_grad()
 def _begin_alike(masked_in: _ModelCopies, compact: nn.Module, way: RunPrecision, plan: Plan) -> None:
-    """Let a compact model begin with what earlier passes left in the buffers that the masked model's forward writes."""
+    """Let a compact model begin with what earlier passes left in the masked one, in attributes and written buffers."""
+    give_state_(compact, masked_in.model, masked_in.state)
+    cut_state_(compact, masked_in.state, plan.keep)
     own = dict(compact.named_buffers())
     for name, first in masked_in.written(way):
         left = cut(first, plan.kept_indices.get(name, ()))
@@ -416,6 +421,18 @@ def _not_masked(masked: nn.Module, plan: Plan) -> str:
                 "or a repair left it, not the dense one"
             )
     return ""
+
+
+def _keeps(masked: nn.Module, state: KeptState) -> str:
+    """Return a message on attributes that hold tensors whose widths nothing tells; empty if there are none."""
+    known = {place[:2] for place in state.labels} | state.remade
+    names = {f"{path}.{name}".lstrip(".") for path, name, _ in kept_tensors(masked) if (path, name) not in known}
+    if not names:
+        return ""
+    return (
+        f"; the model keeps tensors in attributes that are no buffers ({listed(sorted(names), 3)}): if earlier calls "
+        "left them, reset them, or trace the model on inputs that write them"
+    )
 
 
 def _misplaced(masked: nn.Module, compact: nn.Module, plan: Plan, tolerance: float) -> str:

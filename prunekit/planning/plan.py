@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 from torch import nn
 
 from prunekit.channels.channel_map import ChannelMap, Keep, Lock, SizeAttribute, group_labels
+from prunekit.channels.cut.kept_state import KeptState
 from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.cut.model_match import require_model
 from prunekit.channels.cut.slicing import blank, is_variance, kept_indices, masked_indices
@@ -308,6 +309,9 @@ class Plan(Displayed):
             tensors |= {f"macs/{i}/{j}": np.ascontiguousarray(factor) for j, factor in enumerate(term.factors)}
         tensors |= {f"size/{i}": np.ascontiguousarray(size.labels) for i, size in enumerate(chart.sizes)}
         tensors |= {f"multiple/{i}": np.ascontiguousarray(one.labels) for i, one in enumerate(chart.multiples)}
+        state = list(chart.state.labels.items())
+        tensors |= {f"state/{i}/{j}": np.ascontiguousarray(one) for i, (_, axes) in enumerate(state)
+                    for j, one in enumerate(axes) if one is not None}  # fmt: skip
         tensors |= {f"order/{i}": size.order for i, size in enumerate(chart.sizes) if size.order is not None}
         for i, branch in enumerate(chart.branches.found):
             tensors |= {f"branch/{i}/last": branch.last}
@@ -333,6 +337,8 @@ class Plan(Displayed):
             "branches": [branch.as_json() for branch in chart.branches.found],
             "bodies": [body.as_json() for body in chart.branches.bodies.values()],
             "branches_stay": [[lock.name, lock.reason] for lock in chart.branches.locks],
+            "state": [[*place, len(axes)] for place, axes in state],
+            "remade": [list(one) for one in sorted(chart.state.remade)],
             "inputs": [[list(one.shape), one.dtype, one.name] for one in chart.inputs],
             "outputs": chart.read.as_text(),
             "sha256": sha256(folder / "plan.safetensors"),
@@ -476,6 +482,13 @@ def _read_map(text: dict[str, Any], tensors: dict[str, Labels]) -> ChannelMap:
         inputs=tuple(InputSpec(tuple(shape), dtype, name) for shape, dtype, name in text.get("inputs", [])),
         read=ReadOutputs.from_text(text.get("outputs", {})),
         branches=_read_branches(text, tensors),
+        state=KeptState(
+            {
+                (path, name, index): tuple(tensors.get(f"state/{i}/{j}") for j in range(axes))
+                for i, (path, name, index, axes) in enumerate(text.get("state", []))
+            },
+            frozenset((path, name) for path, name in text.get("remade", [])),
+        ),
     )
 
 

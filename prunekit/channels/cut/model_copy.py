@@ -27,7 +27,7 @@ from prunekit.utils.private_torch import ACCELERATE_PREPARED, CustomOpDef, OpOve
 _ATOMS = (int, float, bool, str, bytes, complex, type(None), type, torch.dtype, torch.device)
 _CONTAINERS = (dict, set, OrderedDict)
 _ATOM_TYPES = frozenset({int, float, bool, str, type(None)})
-_OWN_TABLES = ("_parameters", "_buffers", "_modules")
+OWN_TABLES = ("_parameters", "_buffers", "_modules")
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -50,7 +50,7 @@ def hidden_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         path, value = left.pop()
         items: Iterable[tuple[Any, Any]]
         if isinstance(value, nn.Module):
-            own = [(name, item) for name, item in vars(value).items() if name not in _OWN_TABLES]
+            own = [(name, item) for name, item in vars(value).items() if name not in OWN_TABLES]
             hidden = [*value._modules.items(), *value._parameters.items()] if id(value) not in seen else []
             items = [*own, *hidden]
         else:
@@ -106,7 +106,7 @@ def with_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Mo
         memo.update((id(tensor), tensor.detach().clone()) for tensor in _results_kept(model, tables))
     functions: list[tuple[nn.Module, str]] = []
     try:
-        with _WithoutHistory():
+        with WithoutHistory():
             clone: nn.Module = _clone(model, memo, functions)
         for table in tables:
             memo[id(table)].update((key, _rebound(hook, memo)) for key, hook in table.items() if not is_ours(hook))
@@ -128,14 +128,14 @@ def _not_copied(model: nn.Module, tables: Iterable[Mapping[int, Any]]) -> str:
     for path, module in model.named_modules():
         for name, item in vars(module).items():
             try:
-                if name not in (*_OWN_TABLES, *HOOK_TABLES):
+                if name not in (*OWN_TABLES, *HOOK_TABLES):
                     copy.deepcopy(item, dict[int, Any](memo))
             except (RuntimeError, TypeError, AttributeError):
                 return f"{path}.{name}".lstrip(".")
     return ""
 
 
-class _WithoutHistory(TorchFunctionMode):
+class WithoutHistory(TorchFunctionMode):
     """A mode in which `copy.deepcopy` copies results of a forward pass too, without their history."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -223,7 +223,7 @@ def _clone(value: Any, memo: dict[int, Any], functions: list[tuple[nn.Module, st
             state[name] = item
         elif name.startswith("_") and kind in _CONTAINERS and not item:
             state[name] = memo.get(id(item), kind())  # the tables every module has, which no two share
-        elif name in _OWN_TABLES:
+        elif name in OWN_TABLES:
             state[name] = type(item)((key, _clone(entry, memo, functions)) for key, entry in item.items())
         else:
             state[name] = _clone(item, memo, functions)
@@ -400,7 +400,7 @@ def _results_kept(model: nn.Module, tables: Iterable[Mapping[int, Any]]) -> Iter
     """Yield results of an earlier forward pass that hooks stored, whose history `copy.deepcopy` cannot copy."""
     hooks = [hook for table in tables for hook in table.values() if not is_ours(hook)]
     own = [vars(module).items() for module in model.modules()]
-    attributes = [item for items in own for name, item in items if name not in (*HOOK_TABLES, *_OWN_TABLES)]
+    attributes = [item for items in own for name, item in items if name not in (*HOOK_TABLES, *OWN_TABLES)]
     seen: set[int] = set()
     left = [(value, _DEEP) for value in (*hooks, *attributes)]
     while left:

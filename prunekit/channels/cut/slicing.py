@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from prunekit.channels.channel_map import ChannelMap, Keep
+from prunekit.channels.cut.kept_state import cut_state_
 from prunekit.channels.cut.model_copy import named_tensors, with_tensors
 from prunekit.channels.depth.branch import WHOLE, Shortening
 from prunekit.channels.depth.shorter_model import shorten_
@@ -186,7 +187,9 @@ def narrow(
 def narrowed(model: nn.Module, channel_map: ChannelMap, keep: Keep, kept: KeptIndices) -> nn.Module:
     """Return the narrow copy of a model under a plan, with the sizes that its trial found; `kept` as for `narrow`."""
     widths, attributes = bare_widths(model, channel_map, keep), attribute_values(model, channel_map, keep)
-    return narrow(model, kept, widths, attributes, channel_map.branches.shortening(keep))
+    compact = narrow(model, kept, widths, attributes, channel_map.branches.shortening(keep))
+    cut_state_(compact, channel_map.state, keep)
+    return compact
 
 
 Resizer = Callable[[Any], None]

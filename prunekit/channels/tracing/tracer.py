@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from prunekit.channels.constraints import FixedPositions, LockRecord
+from prunekit.channels.cut.kept_state import NO_STATE, KeptState, same_state
 from prunekit.channels.cut.model_copy import has_gradients, named_tensors, owners, with_tensors
 from prunekit.channels.labels import LOCKED, Field, Labels, along
 from prunekit.channels.rewrite.call_sites import Site, caller_here, site_here, takes_sizes
@@ -38,6 +39,7 @@ from prunekit.channels.tracing.label_flow import BUFFER_INSTEAD, MEETS_FIXED, La
 from prunekit.channels.tracing.made_axes import MadeAxes
 from prunekit.channels.tracing.meta_shapes import OnMeta, run_on_meta
 from prunekit.channels.tracing.operator_mode import OperatorMode, without_randomness
+from prunekit.channels.tracing.state_search import label_state, with_left
 from prunekit.channels.tracing.storages import Storages, inner_of
 from prunekit.channels.tracing.traced_run import TracedCall, TracedOperator, TracedRun, is_counted, signature
 from prunekit.errors import ModelError, PrunekitError, reason_of, reraise_shortage
@@ -82,6 +84,7 @@ class Trace:
         ran: paths of the modules that were called themselves, not as copies that the model makes of them.
         inputs: the tensors of the first example.
         read: the outputs that are read.
+        state: what the model keeps between its calls.
     """
 
     flow: LabelFlow
@@ -97,6 +100,7 @@ class Trace:
     ran: set[str] = field(default_factory=set)
     inputs: tuple[InputSpec, ...] = ()
     read: ReadOutputs = ALL_READ
+    state: KeptState = NO_STATE
 
 
 class LabelMode(OperatorMode):
@@ -388,6 +392,7 @@ def _trace(
         flow.interchangeable[found.module] = positions_of(found, stand_ins[name].shape[axis], flow.union)
         shared.update(dict.fromkeys(found.axes, flow.interchangeable[found.module].labels))
     flow.first_made = flow.union.size
+    state = label_state(clone, map_tensors(examples[0], stand_in), flow, stand_in, meta=meta)
     labels = {}
     for name, tensor in named_tensors(clone):
         own = {axis: vector for (other, axis), vector in shared.items() if other == name}
@@ -400,7 +405,7 @@ def _trace(
         found = given()
         return clone if found is None else found
 
-    trace = Trace(flow, labels, [], {}, NormFinder(flow), traced, map_tensors(examples[0], stand_in))
+    trace = Trace(flow, labels, [], {}, NormFinder(flow), traced, map_tensors(examples[0], stand_in), state=state)
     others = alternatives or {}
     for index, example in enumerate(examples):
         inputs = map_tensors(example, stand_in)
@@ -516,12 +521,13 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: TracedRun, trace: Trac
     flow.count_macs = not run.training and not trace.runs  # what eval mode runs, and nothing else
     flow.batch = sample_count(example, 1)
     mode = LabelMode(flow, run, stack, earlier, example)
-    with same_draws(clone), stack, torch.set_grad_enabled(run.gradients), plain_attention(), mode:
+    with same_draws(clone), same_state(clone), stack, torch.set_grad_enabled(run.gradients), plain_attention(), mode:
         for output in run.calls.outputs(clone, example):
             flow.operator, flow.call = "", None
             run.returned.update(mode.makers([tensor for _, tensor in run.calls.read.tensors(output)]))
             _lock_outputs(flow, run.calls, output, trace)
             flow.count_macs = False  # of the first call alone
+        trace.state = with_left(trace.state, flow, clone)
     flow.end_run()  # the trace is kept, and all tensors of the run with it
     trace.calls.update({path: max(count, trace.calls.get(path, 0)) for path, count in stack.counts.items()})
     trace.ran |= stack.ran

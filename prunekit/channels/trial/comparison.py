@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from prunekit.channels.channel_map import ChannelMap, Keep
+from prunekit.channels.cut.kept_state import drop_remade_
 from prunekit.channels.cut.model_copy import has_gradients
 from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.channels.cut.slicing import take
@@ -252,7 +253,7 @@ def record_reference(
 ) -> Reference:
     """Return the results of the masked model on one input, its norms over channels on kept ones (see `NarrowNorms`).
 
-    Operators inside those norms are not recorded.
+    Operators inside those norms are not recorded. The model is a copy, without what forward makes where it is missing.
 
     Raises:
         ModelError: the model does not run.
@@ -285,6 +286,7 @@ def record_reference(
             if found is not None:
                 decisions[key] = found
 
+    drop_remade_(masked, channel_map.state)
     try:
         with NarrowNorms(masked, channel_map, keep):
             outputs = _forward(masked, example, run, see, precision)

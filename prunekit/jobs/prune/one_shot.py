@@ -363,7 +363,7 @@ def _as_planned(request: Request, planned: Planned) -> Pruned:
     """Return the result without a repair: the compact model of the trial."""
     flushed = without_subnormals(planned.compact, request.search.examples[0])
     difference = max(planned.max_relative_difference, flushed.max_relative_difference)
-    notes = request.notes + planned.notes + _said(flushed)
+    notes = request.notes + planned.notes + _said(request, planned, flushed)
     return Pruned(flushed.model, planned.plan, planned.scores, difference, notes=notes)
 
 
@@ -388,7 +388,7 @@ def _verified(
     proof = verify(masked, small, planned.plan, examples, strict=True)
     flushed = without_subnormals(small, request.search.examples[0])
     difference = max(planned.max_relative_difference, proof.max_relative_difference, flushed.max_relative_difference)
-    said = (*request.notes, *planned.notes, *notes, *_said(flushed))
+    said = (*request.notes, *planned.notes, *notes, *_said(request, planned, flushed))
     keep_narrow_norms(masked, planned.plan.channel_map, planned.plan.keep)
     return Pruned(flushed.model, planned.plan, planned.scores, difference, masked, report, said)
 
@@ -430,5 +430,6 @@ def _timed(request: Request, planned: Planned, result: Pruned) -> Pruned:
     return replace(result, delivered=took, notes=result.notes + tuple(took.shortfalls))
 
 
-def _said(flushed: FlushedModel) -> tuple[str, ...]:
-    return (*flushed.notes, *remarks(flushed.model))
+def _said(request: Request, planned: Planned, flushed: FlushedModel) -> tuple[str, ...]:
+    state = planned.plan.channel_map.state.in_words(request.model)
+    return (*flushed.notes, *filter(None, [state]), *remarks(flushed.model))

@@ -34,9 +34,10 @@ class Pruned(Displayed):
             and of the outputs where it was repaired.
         repair: the report of the repair; None without.
         notes: in sentences, what the calibration was short of, channels that are always zero, what a repair could not
-            fit or did not keep, subnormal numbers that were set to 0, classes that are not the model's own any more,
-            methods that no example runs and that may need other sizes, channels that only the trial found to be
-            needed, whether all of the model is frozen, and budgets of time that were missed.
+            fit or did not keep, subnormal numbers that were set to 0, what earlier calls left in the model, classes
+            that are not the model's own any more, methods that no example runs and that may need other sizes, channels
+            that only the trial found to be needed, whether all of the model is frozen, and budgets of time that were
+            missed.
         delivered: the measured result of a budget of time; None without one.
 
     Example:

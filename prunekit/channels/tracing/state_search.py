@@ -1,0 +1,148 @@
+"""The search for what a model keeps between its calls in attributes: what moves, and what is made where it is missing.
+
+A model that has run before holds results of that run. Whether forward leaves them for its next call, makes them only
+where they are missing, or reads them as constants, is tried on copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prunekit.channels.cut.kept_state import Attribute, KeptState, Place, drop_remade_, kept_tensors, map_state_
+from prunekit.channels.cut.model_copy import with_tensors
+from prunekit.channels.labels import Labels
+from prunekit.channels.tracing.execution import mode_for_trace, plain_attention
+from prunekit.channels.tracing.label_flow import LabelFlow
+from prunekit.channels.tracing.meta_shapes import OnMeta
+from prunekit.errors import reraise_shortage
+from prunekit.utils.context import same_draws
+from prunekit.utils.inputs import call
+
+ONE_BY_ONE = 16
+"""How many attributes are tried by themselves where the model does not run without all of them."""
+
+
+def search_state(
+    model: nn.Module, run: Callable[[nn.Module], object], *, meta: bool
+) -> tuple[set[Place], frozenset[Attribute]]:
+    """Return the tensors that a forward pass writes for the next, and the attributes that it makes where they are None.
+
+    Args:
+        model: the copy of a model that a trace runs; not changed.
+        run: calls a model.
+        meta: whether that runs on meta tensors.
+    """
+    if not kept_tensors(model):
+        return set(), frozenset()
+    moved = _moved(model, run, meta, training=False)
+    if moved is None:
+        return set(), frozenset()
+    moved |= _moved(model, run, meta, training=True) or set()
+    still = sorted({place[:2] for place in kept_tensors(model)} - {place[:2] for place in moved})
+    remade = _made_again(model, run, still, meta) if still else set()
+    if remade is None:
+        remade = {one for one in still[:ONE_BY_ONE] if _made_again(model, run, [one], meta)}
+    return moved, frozenset(remade)
+
+
+def _moved(model: nn.Module, run: Callable[[nn.Module], object], meta: bool, *, training: bool) -> set[Place] | None:
+    """Return the tensors that a forward pass exchanges or writes to; None if it does not run."""
+    twin = _twin(model, meta)
+    before = {place: (tensor, tensor._version) for place, tensor in kept_tensors(twin).items()}
+    if not _runs(twin, run, meta, training=training):
+        return None
+    after = kept_tensors(twin)
+    return {
+        place for place, (tensor, version) in before.items()
+        if after.get(place) is not tensor or tensor._version != version
+    }  # fmt: skip
+
+
+def _made_again(
+    model: nn.Module, run: Callable[[nn.Module], object], attributes: Iterable[Attribute], meta: bool
+) -> set[Attribute] | None:
+    """Return those of some attributes that forward makes where they are None; None if it does not run without them."""
+    twin = _twin(model, meta)
+    for path, name in attributes:
+        setattr(twin.get_submodule(path), name, None)
+    if not _runs(twin, run, meta):
+        return None
+    made = {place[:2] for place in kept_tensors(twin)}
+    return {one for one in attributes if one in made}
+
+
+def _twin(model: nn.Module, meta: bool) -> nn.Module:
+    twin = with_tensors(model, {})
+    if meta:
+        map_state_(twin, lambda _, tensor: tensor.to("meta"))
+    return twin
+
+
+def _runs(model: nn.Module, run: Callable[[nn.Module], object], meta: bool, *, training: bool = False) -> bool:
+    mode: AbstractContextManager[object] = OnMeta() if meta else nullcontext()
+    try:
+        with mode_for_trace(model, training), torch.no_grad(), plain_attention(), same_draws(model), mode:
+            run(model)
+    except Exception as error:  # the trace will say why the model does not run
+        reraise_shortage(error)
+        return False
+    return True
+
+
+def label_state(
+    clone: nn.Module,
+    example: tuple[Any, ...],
+    flow: LabelFlow,
+    stand_in: Callable[[Tensor], Tensor],
+    *,
+    meta: bool,
+) -> KeptState:
+    """Give what earlier passes left for the next one labels that are coupled with what it meets, and drop caches.
+
+    Args:
+        clone: the copy of a model that a trace runs; changed in place.
+        example: the input of the trace.
+        flow: its labels.
+        stand_in: returns the tensor of a trace in place of a model's.
+        meta: whether these are meta tensors.
+    """
+    moved, remade = search_state(clone, lambda model: call(model, example), meta=meta)
+    labels: dict[Place, tuple[Labels | None, ...]] = {}
+
+    def labeled(place: Place, tensor: Tensor) -> Tensor:
+        if place not in moved:
+            return tensor
+        new = stand_in(tensor)
+        flow.set(new, flow.made_labels(new, range(new.dim())))
+        labels[place] = _axes_of(flow, new)
+        return new
+
+    map_state_(clone, labeled)
+    state = KeptState(labels, remade)
+    drop_remade_(clone, state)
+    return state
+
+
+def with_left(state: KeptState, flow: LabelFlow, model: nn.Module) -> KeptState:
+    """Return a state with the labels of what a pass left for the next, which are those of what it began with."""
+    known = dict(state.labels)
+    for place, tensor in kept_tensors(model).items():
+        left, begun = _axes_of(flow, tensor), known.get(place, ())
+        for old, new in zip(begun, left, strict=False):
+            if old is not None and (new is None or old.size == new.size):
+                flow.join(old, new, "the state that forward leaves for its next call has another size")
+        if any(axis is not None for axis in left):
+            known[place] = left
+    return replace(state, labels=known)
+
+
+def _axes_of(flow: LabelFlow, tensor: Tensor) -> tuple[Labels | None, ...]:
+    """Return the labels along each axis of a tensor; None where those of an axis are spread over several, or none."""
+    alone = {field.span[0]: field.labels.reshape(-1) for field in flow.fields(tensor) if len(field.span) == 1}
+    return tuple(alone.get(axis) for axis in range(tensor.dim()))
