@@ -13,6 +13,7 @@ from equivalence import Net, image
 from net_registry import CASES, Case, case, conv, weight
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import register_parametrization
 
 
 @case("0.weight")
@@ -155,3 +156,37 @@ class StepSizes(nn.Conv2d):
 @case("0.weight", "2.weight")
 def learned_step_sizes() -> Case:
     return nn.Sequential(StepSizes(3, 8), nn.ReLU(), StepSizes(8, 6), nn.ReLU(), conv(6, 4, 1)), image()
+
+
+class Triangle(nn.Module):
+    """A matrix made of the triangle above its diagonal: symmetric, or skew-symmetric."""
+
+    def __init__(self, sign: int) -> None:
+        super().__init__()
+        self.sign = sign
+
+    def forward(self, matrix: Tensor) -> Tensor:
+        upper = matrix.triu(0 if self.sign > 0 else 1)
+        return upper + self.sign * matrix.triu(1).T
+
+
+def made_of_a_triangle(sign: int) -> Case:
+    layers = (nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 7))
+    net = nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU())), nn.Linear(7, 3))
+    register_parametrization(net[2], "weight", Triangle(sign))
+    return net, (torch.randn(4, 6),)
+
+
+CASES["symmetric_weight"] = (partial(made_of_a_triangle, 1), ("0.weight", "2.parametrizations.weight.original"))
+CASES["skew_symmetric_weight"] = (partial(made_of_a_triangle, -1), ("0.weight", "4.weight"))
+
+
+@case("0.weight")
+def triangle_that_counts_positions() -> Case:
+    """A band is another one where positions in between go: the axis stays, and the layers around it lose others."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return F.linear(x, net.band.triu(-2).tril(2))
+
+    band = Net(forward, band=weight(8, 8))
+    return nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 8), band, nn.Linear(8, 3)), (torch.randn(4, 6),)

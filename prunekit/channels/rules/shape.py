@@ -274,8 +274,20 @@ def _padded(flow: LabelFlow, field: Field, changed: dict[int, Sequence[int]], fi
 
 @register_rule("aten.tril", "aten.triu", "aten.tril_", "aten.triu_")
 def triangle(flow: LabelFlow, call: OperatorCall) -> None:
-    """Set all but a triangle of the last two axes to zero, which stay."""
-    replay(flow, call, [call.out.dim() - 2, call.out.dim() - 1], BY_POSITION)
+    """Set all but a triangle of the last two axes to zero: they stay, or lose the same positions.
+
+    A symmetric matrix is made of its triangle. Only the sides of the diagonal are the same whatever goes: a triangle
+    that begins elsewhere counts positions.
+    """
+    source, axes, diagonal = call.args[0], [call.out.dim() - 2, call.out.dim() - 1], call.arg(1, "diagonal", 0)
+    fields = flow.fields(source)
+    rows, columns = ([field for field in fields if axis in field.span] for axis in axes)
+    alone = all(len(found) == 1 and len(found[0].span) == 1 for found in (rows, columns))
+    if alone and source.shape[-2] == source.shape[-1] and diagonal in ((0, 1) if "triu" in call.name else (0, -1)):
+        flow.union.merge(rows[0].labels.reshape(-1), columns[0].labels.reshape(-1))
+        flow.set(call.out, fields)
+    else:
+        replay(flow, call, axes, BY_POSITION)
 
 
 @register_rule("aten.flip")
