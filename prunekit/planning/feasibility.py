@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from prunekit.channels.channel_map import ChannelMap, Lock
 from prunekit.channels.constraints import LockRecord
 from prunekit.channels.labels import Labels
+from prunekit.channels.tracing.quantized_parts import PRUNE_FIRST, quantized_parts
 from prunekit.channels.tracing.tracer import hint_at_child
 from prunekit.errors import PlanError, UsageError
 from prunekit.planning.budgets.limits import Budgets, budgets_of
@@ -20,8 +21,11 @@ from prunekit.planning.costs import Numbers
 from prunekit.planning.depth_search import all_that_may_go, blocks_of, without_blocks
 from prunekit.planning.latency_table import LatencyTable
 from prunekit.settings.prune import BudgetSettings, PruneSettings, budget_names, facts_of
+from prunekit.utils.display import listed
 
 LIMITS = ("ignore", "ratios", "min_channels", "round_to", "min_blocks", "depth", "layout", "plain_classes")
+NAMED = 3
+"""How many modules an error names."""
 SWEEPS = 4
 """Passes over all parts in the search for the fastest plan, where it need not be the narrowest."""
 
@@ -62,6 +66,10 @@ def nothing_free_error(channel_map: ChannelMap) -> PlanError:
         return PlanError(reason)
     if found := _found_by_trial(channel_map):
         return PlanError(f"no channel is free: all are locked or excluded, after the trial of a plan locked {found}")
+    quantized = () if channel_map.source is None else quantized_parts(channel_map.source.trace.model())
+    if quantized:
+        named = listed(sorted(quantized), NAMED)
+        return PlanError(f"no channel is free: all are locked beside {named}, which observe or quantize; {PRUNE_FIRST}")
     locks = [lock for lock in channel_map.locks if lock.channels and (lock.module or lock.operator)]
     most = max(locks, key=lambda lock: lock.channels, default=None)
     why = "" if most is None else f", most of them in {_named(most)}: {most.reason}"

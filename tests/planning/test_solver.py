@@ -14,6 +14,7 @@ import torchvision
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.ao.quantization.fake_quantize import FusedMovingAvgObsFakeQuantize
 
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.constraints import LockRecord
@@ -329,6 +330,32 @@ def test_an_error_names_what_a_trial_locked() -> None:
     least = PruneSettings(budget=BudgetSettings(macs=0.1))
     with pytest.raises(PlanError, match=r"budget macs: .*\. The trial of a plan locked those in 1 .*: it differs"):
         make_plan(partly, np.ones(partly.n_labels), least)
+
+
+class Observed(nn.Module):
+    """A net whose inner values are quantized as torch prepares it for training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.quantizer = FusedMovingAvgObsFakeQuantize()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.quantizer(self.a(x)))
+
+
+def test_a_model_that_is_prepared_for_quantization_is_to_be_pruned_before() -> None:
+    found = trace(Observed(), (torch.ones(2, 4),))
+    assert [lock.reason for lock in found.locks if "prune the model before" in lock.reason]
+    with pytest.raises(PlanError, match=r"beside quantizer, .* prune the model before it is prepared for quantization"):
+        make_plan(found, np.ones(found.n_labels), PruneSettings(budget=BudgetSettings(channels=0.5)))
+
+
+def test_nested_examples_say_what_to_give_instead() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
+    found = trace(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), (nested,))
+    with pytest.raises(PlanError, match="none follows nested tensors: give an example with as many tokens in each"):
+        make_plan(found, np.ones(found.n_labels), PruneSettings(budget=BudgetSettings(channels=0.5)))
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ It is a dispatch mode, and builds no graph.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,6 +39,7 @@ from prunekit.channels.tracing.label_flow import BUFFER_INSTEAD, MEETS_FIXED, La
 from prunekit.channels.tracing.made_axes import MadeAxes
 from prunekit.channels.tracing.meta_shapes import OnMeta, run_on_meta
 from prunekit.channels.tracing.operator_mode import OperatorMode, without_randomness
+from prunekit.channels.tracing.quantized_parts import PRUNE_FIRST, is_quantizing, quantized_parts
 from prunekit.channels.tracing.state_search import label_state, with_left
 from prunekit.channels.tracing.storages import Storages, inner_of
 from prunekit.channels.tracing.traced_run import TracedCall, TracedOperator, TracedRun, is_counted, signature
@@ -50,6 +51,7 @@ from prunekit.utils.outputs import ALL_READ, ReadOutputs
 from prunekit.utils.tensors import gather, map_tensors
 
 OUTPUT = "output of the model"
+INSTEAD_OF_NESTED = "none follows nested tensors: give an example with as many tokens in each sample, without nesting"
 LAYERS_NAMED = 4
 """How many layers behind an output the reason of a lock names."""
 GIVEN = "input {}: if that is a state, let forward make it where none is given, and give none in the example"
@@ -120,6 +122,7 @@ class LabelMode(OperatorMode):
         self.storages = Storages()
         self.owners = owners(stack.model)
         self.names = {id(tensor): name for name, tensor in named_tensors(stack.model)}
+        self.quantized = quantized_parts(stack.model)
         self._begun: list[tuple[int, tuple[int | None, ...], bool]] = []
 
     def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -179,6 +182,8 @@ class LabelMode(OperatorMode):
             if flow.expression and not any(isinstance(one, FixedPositions) for one in flow.constraints[earlier:]):
                 self.run.whole.add(flow.expression)
             self._name_given(inputs, outs, locks)
+            if flow.module in self.quantized:
+                self._advise(locks, {record.reason for record in flow.locks[locks:]}, f"; {PRUNE_FIRST}")
             if name not in SHAPES_IN_PLACE:
                 self._written(target, known)
         self._make_axes(OperatorCall(name, args, kwargs, out), inputs, before)
@@ -229,7 +234,7 @@ class LabelMode(OperatorMode):
             rule = rule_of(name)
             tensors = gather((args, kwargs, out))
             if rule is None or any(tensor.is_nested or inner_of(tensor) for tensor in tensors):
-                self.flow.lock(before, f"operator {name} has no rule")
+                self.flow.lock(before, _without_rule(name, tensors))
                 for tensor in gather(out):  # in place: what is known of its shape may be wrong now
                     self.flow.set(tensor, ())
             else:
@@ -247,10 +252,10 @@ class LabelMode(OperatorMode):
             self.beside.update({id(tensor): shape for tensor in outs if not self.flow.fields(tensor)})
             self._advise(earlier, (MEETS_FIXED, FIXED_PARTNER), f"; {GIVEN.format(shape)}")
 
-    def _advise(self, earlier: int, reasons: Sequence[str], advice: str) -> None:
+    def _advise(self, earlier: int, reasons: Container[str], advice: str) -> None:
         """Add advice to new locks of some reasons."""
         for index, record in enumerate(self.flow.locks[earlier:], earlier):
-            if record.reason in reasons:
+            if record.reason in reasons and not record.reason.endswith(advice):
                 self.flow.locks[index] = replace(record, reason=record.reason + advice)
 
     def _repeats(self, name: str, before: tuple[Field, ...], call: Any, outs: tuple[torch.Tensor, ...]) -> bool:
@@ -285,6 +290,14 @@ class LabelMode(OperatorMode):
             self.flow.lock(fresh, "written in place into a view of another tensor")
         elif fresh and (maker := self.storages.maker(target)) is not None:
             maker.outputs = (self.flow.fields(target),)
+
+
+def _without_rule(name: str, tensors: Iterable[torch.Tensor]) -> str:
+    """Return the reason of locks at an operator without a rule, with what an expert would do."""
+    every = list(tensors)
+    nested, quantizes = any(tensor.is_nested for tensor in every), is_quantizing(name, every)
+    advice = INSTEAD_OF_NESTED if nested else PRUNE_FIRST if quantizes else ""
+    return f"operator {name} has no rule" + (advice and f"; {advice}")
 
 
 def trace_model(
@@ -324,7 +337,7 @@ def trace_model(
 def hint_at_child(model: nn.Module) -> str:
     """Return advice to give the child that has all parameters of a model, for messages; empty without one."""
     own = {id(parameter) for parameter in model.parameters()}
-    for name, child in model.named_children():
+    for name, child in model.named_children() if own else ():
         if own == {id(parameter) for parameter in child.parameters()}:
             return f"; its .{name} ({type(child).__name__}) has them all: give that"
     return ""
